@@ -1,0 +1,42 @@
+# Two commands: `make demo` and `make test`. Everything they need is set up in .venv first.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test fast lint format bench setup clean help
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+setup: $(READY) ## make .venv with the pinned versions
+
+demo: $(READY) ## train a byte-level GPT on Python's standard library with 2 workers
+	$(BIN)/rayzero run examples/gpt/job.yaml
+
+lint: $(READY) ## formatter, linter, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(READY) ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+fast: $(READY) ## the tests that start no cluster
+	$(BIN)/python -m pytest -m "not slow"
+
+test: lint ## everything: lint, then the whole suite, fast tests first
+	$(BIN)/python -m pytest
+
+bench: $(READY) ## step time against DDP and FSDP2
+	$(BIN)/python -m benchmarks.step_time
+
+clean: ## remove what was built and downloaded
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,105 @@
+"""The systems that `step_time` compares: each one trains the same model in its own way.
+
+A builder takes a model replica and returns a step: forward, backward, clip, update, zero. Nobody
+gets special settings: fused AdamW with the same hyperparameters, clip at 1.0, fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import rayzero
+from examples.gpt.model import GPT
+
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+CLIP_NORM = 1.0
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def ddp(model: GPT, **options: Any) -> Step:
+    wrapped = DistributedDataParallel(model, **options)
+    return _plain_step(wrapped, model)
+
+
+def fsdp2(model: GPT) -> Step:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _plain_step(model, model)
+
+
+def _plain_step(forward: torch.nn.Module, model: GPT) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = forward(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def zero(model: GPT, stage: int) -> Step:
+    config = _zero_config(stage) | {"optimizer": {"type": "AdamW", "params": ADAMW}}
+    engine, *_ = rayzero.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return _engine_step(engine)
+
+
+def deepspeed(model: GPT, stage: int) -> Step:
+    import deepspeed as library  # not a dependency: only where it happens to be installed
+
+    engine, *_ = library.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), fused=True, **ADAMW),
+        config=_zero_config(stage)
+        | {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
+    )
+    return _engine_step(engine)
+
+
+def _zero_config(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": CLIP_NORM,
+        "zero_optimization": {"stage": stage},
+    }
+
+
+def _engine_step(engine: Any) -> Step:
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+SYSTEMS: dict[str, Callable[[GPT], Step]] = {
+    "ddp": partial(ddp, gradient_as_bucket_view=True),
+    "ddp-plain": ddp,
+    "fsdp2": fsdp2,
+    **{f"rayzero-{stage}": partial(zero, stage=stage) for stage in range(4)},
+    **{f"deepspeed-{stage}": partial(deepspeed, stage=stage) for stage in range(4)},
+}
+
+
+def missing(name: str) -> str:
+    """Why a system cannot run here; empty when it can."""
+    if name.startswith("deepspeed") and find_spec("deepspeed") is None:
+        return "deepspeed is not installed"
+    return ""

@@ -1,0 +1,204 @@
+"""The collectives the engine uses, one interface over NCCL, gloo, and no process group at all.
+
+`Collectives` counts calls and bytes and numbers them; a backend moves the data. Bytes are counted
+as the ZeRO paper does: a reduce-scatter or an all-gather moves the whole buffer once, an
+all-reduce twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
+
+from torch import Tensor
+
+from rayzero.engine.errors import CollectiveError
+
+
+class Pending(Protocol):
+    """A collective under way. Its buffers must not be touched before `wait` has returned."""
+
+    def wait(self) -> None:
+        """Returns when the result is there (on CUDA: when the current stream will see it)."""
+
+
+class Backend(Protocol):
+    """Moves data between the ranks of one generation. All calls are asynchronous but `broadcast`.
+
+    `full` is a flat buffer of world_size equal parts; a rank's own part is `full[rank]` of them.
+    """
+
+    rank: int
+    world_size: int
+
+    def all_reduce(self, full: Tensor) -> Pending:
+        """Sums `full` over the ranks, in place."""
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Pending:
+        """Sums over the ranks; this rank's part replaces `out`, or is added to it.
+
+        `out` may be this rank's own part of `full`. The rest of `full` is left undefined.
+        """
+
+    def all_gather(self, full: Tensor) -> Pending:
+        """Fills in the other ranks' parts of `full`."""
+
+    def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
+        """All ranks' `part`s behind one another in `full`, on rank `target` only."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Gives every rank the source's `tensor`, in place."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of buffers held to receive into."""
+
+
+class Done:
+    """A collective with nothing to wait for."""
+
+    def wait(self) -> None:
+        return
+
+
+@dataclass
+class Traffic:
+    """What one kind of collective has moved so far."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Counters:
+    """Calls and bytes by collective, and the seconds the training thread stood waiting."""
+
+    by_name: dict[str, Traffic] = field(default_factory=dict)
+    sequence: int = 0
+    exposed_s: float = 0.0
+
+    def count(self, name: str, moved_bytes: int) -> None:
+        traffic = self.by_name.setdefault(name, Traffic())
+        traffic.calls += 1
+        traffic.bytes += moved_bytes
+        self.sequence += 1
+
+
+class Collectives:
+    """The engine's only way to other ranks."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.counters = Counters()
+
+    @property
+    def rank(self) -> int:
+        return self._backend.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._backend.world_size
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._backend.staging_bytes
+
+    def all_reduce(self, full: Tensor) -> Pending:
+        return self._launch("all_reduce", 2 * full.nbytes, lambda: self._backend.all_reduce(full))
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool = False) -> Pending:
+        return self._launch(
+            "reduce_scatter",
+            full.nbytes,
+            lambda: self._backend.reduce_scatter(full, out, accumulate=accumulate),
+        )
+
+    def all_gather(self, full: Tensor) -> Pending:
+        return self._launch("all_gather", full.nbytes, lambda: self._backend.all_gather(full))
+
+    def gather(self, full: Tensor, part: Tensor, target: int = 0) -> Pending:
+        moved = part.nbytes * self.world_size
+        return self._launch("gather", moved, lambda: self._backend.gather(full, part, target))
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        def run() -> Pending:
+            self._backend.broadcast(tensor, source)
+            return Done()
+
+        self._launch("broadcast", tensor.nbytes, run)
+
+    def vote(self, scalars: Tensor) -> None:
+        """Sums a few numbers over the ranks, in place, and waits for them."""
+        self._launch("vote", scalars.nbytes, lambda: self._backend.all_reduce(scalars)).wait()
+
+    def _launch(self, name: str, moved_bytes: int, run: Callable[[], Pending]) -> Pending:
+        self.counters.count(name, moved_bytes)
+        if self.world_size == 1:
+            return run()
+        start = perf_counter()
+        try:
+            pending = run()
+        except RuntimeError as error:
+            raise _failed(name, self, error) from error
+        self.counters.exposed_s += perf_counter() - start
+        return _Timed(name, pending, self)
+
+
+class _Timed:
+    """A pending collective whose wait is counted, and whose failure says what was going on."""
+
+    def __init__(self, name: str, pending: Pending, owner: Collectives) -> None:
+        self._name = name
+        self._pending = pending
+        self._owner = owner
+
+    def wait(self) -> None:
+        start = perf_counter()
+        try:
+            self._pending.wait()
+        except RuntimeError as error:
+            raise _failed(self._name, self._owner, error) from error
+        self._owner.counters.exposed_s += perf_counter() - start
+
+
+def _failed(name: str, owner: Collectives, error: RuntimeError) -> CollectiveError:
+    return CollectiveError(
+        f"{name} failed on rank {owner.rank} of {owner.world_size} "
+        f"(collective {owner.counters.sequence}): {error}"
+    )
+
+
+class LocalBackend:
+    """One rank, no process group: every collective is already done."""
+
+    rank = 0
+    world_size = 1
+    staging_bytes = 0
+
+    def all_reduce(self, full: Tensor) -> Pending:
+        return Done()
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Pending:
+        if accumulate:
+            out.add_(full)
+        elif out.data_ptr() != full.data_ptr():
+            out.copy_(full)
+        return Done()
+
+    def all_gather(self, full: Tensor) -> Pending:
+        return Done()
+
+    def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
+        full.copy_(part)
+        return Done()
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        return
+
+
+def part_of(full: Tensor, rank: int, world_size: int) -> Tensor:
+    """One rank's part of a flat buffer of equal parts."""
+    length = full.numel() // world_size
+    return full[rank * length : (rank + 1) * length]

@@ -1,0 +1,50 @@
+"""Finds the process group there is, and the backend and device that go with it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from rayzero.engine.comm.collectives import Backend, Collectives, LocalBackend
+from rayzero.engine.comm.gloo import GlooBackend
+from rayzero.engine.comm.nccl import NcclBackend
+from rayzero.engine.errors import ConfigError
+
+
+def connect() -> tuple[Collectives, torch.device]:
+    """The way to the other ranks, and the device this rank computes on.
+
+    The default process group is used if there is one (a rayzero worker and Ray Train make it);
+    under torchrun it is made here; without either this process is alone.
+
+    Raises:
+        ConfigError: the group's backend is neither nccl nor gloo.
+    """
+    if not dist.is_available():
+        return Collectives(LocalBackend()), _device(prefer_cuda=True)
+    if not dist.is_initialized() and {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if not dist.is_initialized():
+        return Collectives(LocalBackend()), _device(prefer_cuda=True)
+    group = dist.group.WORLD
+    name = dist.get_backend()
+    cuda = "nccl" in name
+    if not cuda and "gloo" not in name:
+        raise ConfigError(f"the process group's backend is {name!r}", allowed="nccl, gloo")
+    device = _device(prefer_cuda=cuda)
+    if group is None or dist.get_world_size() == 1:
+        return Collectives(LocalBackend()), device
+    backend: Backend = NcclBackend(group) if cuda else GlooBackend(group)
+    return Collectives(backend), device
+
+
+def _device(*, prefer_cuda: bool) -> torch.device:
+    """This rank's GPU: the one torchrun or the host numbered it for, or the current one."""
+    if not (prefer_cuda and torch.cuda.is_available()):
+        return torch.device("cpu")
+    number = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+    device = torch.device("cuda", number % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

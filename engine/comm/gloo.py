@@ -1,0 +1,145 @@
+"""The gloo backend: reduce-scatter and all-gather made of point-to-point messages.
+
+gloo's own reduce_scatter_tensor and all_gather_into_tensor copy through temporaries: on two ranks
+they took 113 and 101 ms for 96 MB where the direct exchange below takes about 30.
+
+Every rank sends each other rank its part and receives that rank's copy of its own, all posted at
+once: the same bytes as a ring, with no rank waiting on another's partial sum. Sums are taken in
+rank order, so a result does not depend on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rayzero.engine.comm.collectives import Pending, part_of
+
+
+class _Exchange:
+    """Messages under way, and what to do when all have arrived. Waits once."""
+
+    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], None] | None) -> None:
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = ()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+
+class StagingPool:
+    """Buffers to receive into, kept and used again: fresh pages cost far more than a warm copy.
+
+    A buffer is out from the launch of a collective until its wait.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[torch.dtype, list[Tensor]] = {}
+        self.total_bytes = 0
+
+    def take(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """A buffer of at least `numel` elements."""
+        free = self._free.setdefault(dtype, [])
+        for index, buffer in enumerate(free):
+            if buffer.numel() >= numel:
+                return free.pop(index)
+        buffer = torch.empty(numel, dtype=dtype)
+        self.total_bytes += buffer.nbytes
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._free[buffer.dtype].append(buffer)
+
+
+class GlooBackend:
+    """CPU ranks. Message tags are the collectives' numbers, the same on every rank."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._group = group
+        self._staging = StagingPool()
+        self._tag = 0
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._staging.total_bytes
+
+    def all_reduce(self, full: Tensor) -> Pending:
+        work = dist.all_reduce(full, group=self._group, async_op=True)
+        return _Exchange([work], None)
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Pending:
+        own = self._part(full, self.rank)
+        buffers = {peer: self._staging.take(own.dtype, own.numel()) for peer in self._peers()}
+        received = {peer: buffer[: own.numel()] for peer, buffer in buffers.items()}
+        works = self._post(
+            receive=received, send={peer: self._part(full, peer) for peer in self._peers()}
+        )
+
+        def add_up() -> None:
+            terms = [received.get(rank, own) for rank in range(self.world_size)]
+            if accumulate:
+                for term in terms:
+                    out.add_(term)
+            else:
+                # `out` may be `own`: then it can hold the running sum only if its old value is
+                # one of the first two terms.
+                total = received[0] if self.rank > 1 else out
+                torch.add(terms[0], terms[1], out=total)
+                for term in terms[2:]:
+                    total.add_(term)
+                if total is not out:
+                    out.copy_(total)
+            for buffer in buffers.values():
+                self._staging.give_back(buffer)
+
+        return _Exchange(works, add_up)
+
+    def all_gather(self, full: Tensor) -> Pending:
+        own = self._part(full, self.rank)
+        works = self._post(
+            receive={peer: self._part(full, peer) for peer in self._peers()},
+            send=dict.fromkeys(self._peers(), own),
+        )
+        return _Exchange(works, None)
+
+    def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
+        if self.rank != target:
+            return _Exchange(self._post(receive={}, send={target: part}), None)
+        self._part(full, target).copy_(part)
+        return _Exchange(
+            self._post(receive={peer: self._part(full, peer) for peer in self._peers()}, send={}),
+            None,
+        )
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        dist.broadcast(tensor, group=self._group, group_src=source)
+
+    def _post(self, receive: dict[int, Tensor], send: dict[int, Tensor]) -> list[dist.Work]:
+        """Starts the messages of one collective; receives first, so that no send has to buffer."""
+        self._tag = (self._tag + 1) % (1 << 20)
+        works = [
+            dist.irecv(tensor, group=self._group, group_src=peer, tag=self._tag)
+            for peer, tensor in receive.items()
+        ]
+        works += [
+            dist.isend(tensor, group=self._group, group_dst=peer, tag=self._tag)
+            for peer, tensor in send.items()
+        ]
+        return [work for work in works if work is not None]
+
+    def _peers(self) -> list[int]:
+        """The other ranks, nearest first, so that not all ranks begin with rank 0."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def _part(self, full: Tensor, rank: int) -> Tensor:
+        return part_of(full, rank, self.world_size)

@@ -1,0 +1,77 @@
+"""The NCCL backend: native collectives, asynchronous on NCCL's own stream.
+
+Ordering. A collective launched from the compute stream starts after everything enqueued there
+before it, and `wait` makes the compute stream (not the host) wait for its end. So a buffer may be
+overwritten by a collective that is launched after the last kernel that reads it, and read by
+kernels enqueued after `wait`; no event of our own is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rayzero.engine.comm.collectives import Pending, part_of
+
+# torch 2.13 renames these; 2.11 has only the old names, and 2.13 warns when they are used.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Enqueued:
+    """A collective on NCCL's stream, and what the compute stream does behind it."""
+
+    def __init__(self, work: dist.Work, finish: Callable[[], None] | None = None) -> None:
+        self._work: dist.Work | None = work
+        self._finish = finish
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+
+class NcclBackend:
+    """CUDA ranks."""
+
+    staging_bytes = 0
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._group = group
+
+    def all_reduce(self, full: Tensor) -> Pending:
+        return _Enqueued(dist.all_reduce(full, group=self._group, async_op=True))
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Pending:
+        own = part_of(full, self.rank, self.world_size)
+        target = own if accumulate else out
+        work = _reduce_scatter(target, full, group=self._group, async_op=True)
+        return _Enqueued(work, (lambda: _add(out, own)) if accumulate else None)
+
+    def all_gather(self, full: Tensor) -> Pending:
+        own = part_of(full, self.rank, self.world_size)
+        return _Enqueued(_all_gather(full, own, group=self._group, async_op=True))
+
+    def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
+        parts = None
+        if self.rank == target:
+            parts = [part_of(full, rank, self.world_size) for rank in range(self.world_size)]
+        work = dist.gather(part, parts, group=self._group, group_dst=target, async_op=True)
+        return _Enqueued(work)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        dist.broadcast(tensor, group=self._group, group_src=source)
+
+
+def _add(out: Tensor, term: Tensor) -> None:
+    with torch.no_grad():
+        out.add_(term)

@@ -1,0 +1,207 @@
+"""Hands out this rank's micro-batches, in the global order, from wherever the job stands."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from rayzero.engine.data.order import SampleOrder
+from rayzero.engine.data.prefetch import Prefetch
+from rayzero.engine.data.progress import Progress
+from rayzero.engine.data.split import MicroBatch, split_step
+from rayzero.engine.data.transfer import pinned, to_device
+from rayzero.engine.errors import DataError
+from rayzero.engine.session import current_session
+
+
+class MapDataset(Protocol):
+    """A map-style dataset: `dataset[i]` for i in [0, len(dataset)).
+
+    One that offers `__getitems__(indices: list[int]) -> list[sample]` is read through it.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class LoaderPlan:
+    """How a step is cut, and the part that is ours.
+
+    Attributes:
+        global_batch: samples of a step, over all ranks.
+        micro_batch: the most samples that a rank takes at once.
+    """
+
+    global_batch: int
+    micro_batch: int
+    world_size: int
+    rank: int
+
+
+class StepLoader:
+    """This rank's micro-batches of one optimizer step after another, read ahead in a thread.
+
+    `for batch in loader` goes from `progress.sample_cursor` to the end of the epoch, more exactly
+    to the first end of a step at or after it: the last step of an epoch may take its remaining
+    samples from the next one, so no sample is dropped and the global batch is constant. The next
+    `for` goes on from the cursor. A step that was left half-way is gone on with.
+
+    `progress.weight` is set to the weight of each micro-batch as it is handed out. There is one
+    iteration at a time: a new one closes the one before, and each ends its thread when it is
+    exhausted, closed or garbage-collected.
+
+    Args:
+        dataset: map-style.
+        order: of `len(dataset)` samples.
+        plan: how a step is cut.
+        progress: where the job stands; owned and moved by the engine.
+        collate_fn: makes one batch of a list of samples; torch's `default_collate` when None.
+        device: where the batches go. To a CUDA device they go through pinned memory, not blocking.
+
+    Raises:
+        DataError: the dataset is not map-style, or not as long as `order`.
+        ConfigError: the plan does not make sense.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        order: SampleOrder,
+        plan: LoaderPlan,
+        progress: Progress,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        length = dataset_length(dataset)
+        if length != order.length:
+            raise DataError(
+                f"the dataset holds {length} samples and the order is over {order.length}",
+                "one length",
+                "the dataset: it must not change while it is in use",
+            )
+        self.dataset = dataset
+        self.plan = plan
+        self.progress = progress
+        self.device = device or torch.device("cpu")
+        self._order = order
+        self._collate = collate_fn or default_collate
+        self._step = split_step(plan.global_batch, plan.world_size, plan.rank, plan.micro_batch)
+        self._feed: weakref.ref[Prefetch[tuple[MicroBatch, Any]]] | None = None
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches of one step."""
+        return len(self._step)
+
+    def __len__(self) -> int:
+        """Micro-batches of the epoch in which the job stands, from its first step on."""
+        cursor, batch = self.progress.sample_cursor, self.plan.global_batch
+        into_epoch = cursor % self._order.length
+        first = cursor - into_epoch // batch * batch
+        return self._steps_to_epoch_end(first) * self.micro_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._micro_batches(None)
+
+    def steps(self, count: int) -> Iterator[Any]:
+        """The micro-batches of exactly `count` optimizer steps from the cursor on, over epochs."""
+        return self._micro_batches(count)
+
+    def _micro_batches(self, steps: int | None) -> Iterator[Any]:
+        """Owns the thread: leaving this generator, by whatever way, closes it."""
+        earlier = self._feed() if self._feed is not None else None
+        if earlier is not None:
+            earlier.close()
+        session = current_session()
+        cursor, done = self.progress.sample_cursor, self.progress.micro_step
+        steps = self._steps_to_epoch_end(cursor) if steps is None else steps
+        feed = Prefetch(self._read(cursor, done, steps))
+        self._feed = weakref.ref(feed)
+        try:
+            if session is not None:
+                session.phase("data")
+            for micro_batch, batch in feed:
+                self.progress.weight = micro_batch.weight
+                yield to_device(batch, self.device)
+                if session is not None:
+                    session.phase("data")
+        finally:
+            feed.close()
+
+    def _steps_to_epoch_end(self, cursor: int) -> int:
+        """Steps from `cursor` until one ends at or after the end of the epoch it is in."""
+        left = self._order.length - cursor % self._order.length
+        return -(-left // self.plan.global_batch)
+
+    def _read(self, cursor: int, done: int, steps: int) -> Iterator[tuple[MicroBatch, Any]]:
+        """What the thread runs: batches in host memory, without the first step's `done` first."""
+        if self.device.type == "cuda":  # or pinning would open a context on the first device
+            torch.cuda.set_device(self.device)
+        for step in range(steps):
+            start = cursor + step * self.plan.global_batch
+            for micro_batch in self._step[done if step == 0 else 0 :]:
+                indices = self._order.indices(start + micro_batch.start, micro_batch.reads)
+                batch = self._batch(indices.tolist())
+                yield micro_batch, pinned(batch) if self.device.type == "cuda" else batch
+
+    def _batch(self, indices: list[int]) -> Any:
+        samples = _samples(self.dataset, indices)
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            raise DataError(
+                f"samples {indices} do not make a batch: {type(error).__name__}: {error}",
+                "samples of one shape and type",
+                "the dataset, or a collate_fn of your own",
+            ) from error
+
+
+def dataset_length(dataset: object) -> int:
+    """The samples in a map-style dataset.
+
+    Raises:
+        DataError: it is not map-style, or empty.
+    """
+    name = type(dataset).__name__
+    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not map_style:
+        raise DataError(
+            f"the training data is a {name}, which can only be iterated",
+            "a map-style dataset, with __len__ and __getitem__",
+            "training_data: only samples with a number can be split over a changing set of workers",
+        )
+    length = len(dataset)  # type: ignore[arg-type]
+    if length < 1:
+        raise DataError(f"the training data (a {name}) is empty", "one sample or more", "the data")
+    return length
+
+
+def _samples(dataset: MapDataset, indices: Sequence[int]) -> list[Any]:
+    """The samples at `indices`; an error of the dataset's own names the one it is about."""
+    many = getattr(dataset, "__getitems__", None)
+    if many is not None:
+        try:
+            return list(many(list(indices)))
+        except Exception as error:
+            raise _unreadable(f"samples {list(indices)}", error) from error
+    samples = []
+    for index in indices:
+        try:
+            samples.append(dataset[index])
+        except Exception as error:
+            raise _unreadable(f"sample {index}", error) from error
+    return samples
+
+
+def _unreadable(what: str, error: Exception) -> DataError:
+    return DataError(
+        f"{what} of the training data could not be read: {type(error).__name__}: {error}",
+        fix="the dataset, or the data behind it",
+    )

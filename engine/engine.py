@@ -1,0 +1,190 @@
+"""The engine: wires only. What moves is in `zero`, what is chosen is chosen in `factory`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.engine.data.progress import Progress
+from rayzero.engine.errors import EngineError
+from rayzero.engine.meter import Meter, Metrics
+from rayzero.engine.optim.local import LocalOptimizer
+from rayzero.engine.optim.schedule import Scheduler
+from rayzero.engine.settings import Settings
+from rayzero.engine.state.gather import full_state_dict
+from rayzero.engine.zero.runtime import ZeroRuntime
+
+
+class Engine:
+    """Trains one model on all ranks. Made by `rayzero.initialize`.
+
+    Every rank must make the same calls in the same order: any of them may hold collectives.
+
+    Example:
+        >>> for batch in loader:
+        ...     loss = engine(batch)
+        ...     engine.backward(loss)
+        ...     engine.step()
+
+    Attributes:
+        module: the model. Its parameters are views of the engine's buffers.
+        progress: finished steps, micro-steps, samples.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        runtime: ZeroRuntime,
+        optimizer: LocalOptimizer,
+        scheduler: Scheduler | None,
+        progress: Progress,
+        settings: Settings,
+        meter: Meter,
+    ) -> None:
+        self.module = module
+        self.progress = progress
+        self._runtime = runtime
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._settings = settings
+        self._meter = meter
+        self._loss = torch.zeros((), dtype=torch.float64, device=settings.device)
+        self._accumulated = False  # main grads hold something of the step at hand
+        self._awaiting_step = False  # backward was called, step was not
+        self._synced = True  # outside `no_sync`
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; its inputs are cast to the precision of the weights."""
+        self._meter.enter("forward")
+        cast = self._runtime.precision.cast_inputs
+        return self.module(*cast(args), **cast(kwargs))
+
+    def backward(self, loss: Tensor) -> None:
+        """Computes gradients, and starts to sum them over the ranks.
+
+        Args:
+            loss: a scalar, the mean over this rank's micro-batch. Gradients are averaged over the
+                global batch by sample count; do not divide by ranks or accumulation steps.
+
+        Raises:
+            EngineError: not a scalar with a graph, or `step` was not called since the last one.
+        """
+        self._check_backward(loss)
+        last = self._synced and self.is_gradient_accumulation_boundary()
+        weight = self.progress.weight
+        self._meter.enter("backward")
+        reducer = self._runtime.reducer
+        reducer.begin(first=not self._accumulated, last=last)
+        # The weight goes in as the seed of backward: it costs nothing there.
+        torch.autograd.backward(loss, torch.full_like(loss, weight))
+        reducer.finish()
+        if self._runtime.gatherer is not None:
+            self._runtime.gatherer.end_backward()
+        self._loss += weight * loss.detach()
+        self._accumulated = True
+        self._awaiting_step = self._synced
+
+    def step(self) -> None:
+        """Ends a micro-step; at the end of a step, updates the weights on every rank.
+
+        A step whose gradient is not finite on any rank changes nothing on all of them, and is
+        counted in `metrics.skipped_steps`.
+
+        Raises:
+            EngineError: no `backward` since the last `step`, or inside `no_sync`.
+        """
+        if not self._awaiting_step:
+            raise EngineError(
+                "step() was called without a backward() before it",
+                allowed="one backward(), then one step(); inside no_sync() no step()",
+            )
+        self._awaiting_step = False
+        if not self.is_gradient_accumulation_boundary():
+            self.progress.micro_step += 1
+            return
+        self._meter.enter("reduce")
+        verdict = self._runtime.vote(self._loss)
+        lr = self._optimizer.lr
+        if verdict.finite:
+            self._meter.enter("update")
+            self._optimizer.step(verdict.clip_factor(self._settings.clip_norm))
+            self._runtime.publish()
+            if self._scheduler is not None:
+                self._scheduler.step()
+        self._loss.zero_()
+        self._accumulated = False
+        self.progress.micro_step = 0
+        self.progress.step += 1
+        self.progress.sample_cursor += self.progress.global_batch
+        self._meter.step_done(verdict, lr)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-step at hand is the last of its step."""
+        return self.progress.micro_step == self._settings.batches.micro_steps - 1
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, `backward` only accumulates; call `step` after one more backward outside."""
+        self._synced = False
+        try:
+            yield
+        finally:
+            self._synced = True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model in CPU memory on rank 0, an empty dict on the others. Collective."""
+        self._meter.enter("gather")
+        return full_state_dict(self.module, self._runtime)
+
+    def train(self, mode: bool = True) -> Engine:
+        """Sets the model to training mode, or to evaluation mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Sets the model to evaluation mode."""
+        return self.train(False)
+
+    def close(self) -> None:
+        """Takes the engine's hooks off the model. The engine cannot be used afterwards."""
+        self._runtime.remove_hooks()
+
+    @property
+    def metrics(self) -> Metrics:
+        """Loss, norm, times, bytes and traffic, as of the last finished step."""
+        return self._meter.reading
+
+    @property
+    def device(self) -> torch.device:
+        return self._settings.device
+
+    @property
+    def rank(self) -> int:
+        return self._runtime.collectives.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._runtime.collectives.world_size
+
+    @property
+    def settings(self) -> Settings:
+        """The sizes and limits this run goes by."""
+        return self._settings
+
+    def _check_backward(self, loss: Tensor) -> None:
+        if self._awaiting_step:
+            raise EngineError(
+                "backward() was called twice without step()",
+                allowed="one backward() a micro-batch, then step()",
+                fix="add the losses before backward(), or accumulate inside no_sync()",
+            )
+        if loss.numel() != 1 or not loss.requires_grad:
+            graph = "with" if loss.requires_grad else "without"
+            raise EngineError(
+                f"backward() got a tensor of shape {tuple(loss.shape)} {graph} a graph",
+                allowed="a scalar loss computed by engine(...) with gradients enabled",
+            )

@@ -1,0 +1,214 @@
+"""`initialize`: the one place that picks implementations."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rayzero.engine.comm.connect import connect
+from rayzero.engine.config import EngineConfig, parse_config, solve_batches
+from rayzero.engine.data.loader import LoaderPlan, MapDataset, StepLoader, dataset_length
+from rayzero.engine.data.order import SampleOrder
+from rayzero.engine.data.progress import Progress
+from rayzero.engine.engine import Engine
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.layout.units import NamedParam, UnitPlan, name_params, plan_blocks, plan_buckets
+from rayzero.engine.meter import Meter
+from rayzero.engine.optim.groups import ParamGroups, find_groups
+from rayzero.engine.optim.local import LocalOptimizer, group_runs, maker, runs_of, take_over
+from rayzero.engine.optim.schedule import Scheduler, StepSchedule, learning_rate
+from rayzero.engine.precision.policy import Bf16, Native
+from rayzero.engine.session import current_session
+from rayzero.engine.settings import Settings
+from rayzero.engine.zero.build import Recipe, make_blocks, make_slots, make_unit, place_loose
+from rayzero.engine.zero.deferred import Materializer, zero_init
+from rayzero.engine.zero.gatherer import Gatherer
+from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
+from rayzero.engine.zero.placement import STAGES, Placement, Stage
+from rayzero.engine.zero.reducer import Reducer
+from rayzero.engine.zero.runtime import ZeroRuntime
+from rayzero.engine.zero.slots import WeightSlots
+
+OptimizerLike = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+SchedulerLike = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
+GRAD_SLOTS = 2  # one fills while the other is summed
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+    training_data: MapDataset | None = None,
+    lr_scheduler: SchedulerLike | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | Path | dict[str, Any] | EngineConfig | None = None,
+) -> tuple[Engine, torch.optim.Optimizer, StepLoader | None, Scheduler | None]:
+    """Makes an engine of a model. Collective: every rank calls it with the same arguments.
+
+    Args:
+        args: not used by this version; its place is DeepSpeed's.
+        model: the model, the same on every rank (rank 0's values are taken), or a function that
+            builds it, which is then called without the memory for it (`zero_init`).
+        optimizer: a fresh torch optimizer over the model's parameters, or a function of parameter
+            groups that makes one; by default what the config asks for.
+        model_parameters: parameters or parameter groups to train; by default those of the
+            optimizer, or all that require gradients.
+        training_data: a map-style dataset; None if you bring your own batches.
+        lr_scheduler: a scheduler of that optimizer, or a function of the optimizer that makes one.
+            It is stepped once a step.
+        collate_fn: makes a batch of a list of samples.
+        config: a DeepSpeed config file's path, or its contents; by default the job's, inside a
+            rayzero job.
+
+    Returns:
+        (engine, optimizer, loader, scheduler); loader and scheduler are None if there are none.
+        Do not step the optimizer or the scheduler: `engine.step()` does.
+
+    Raises:
+        ConfigError: the config, the model and the ranks do not fit together.
+        DataError: the dataset is empty, or is not map-style.
+    """
+    session = current_session()
+    if config is None and session is not None:
+        config = session.engine_config
+    settings_from = parse_config(config)
+    collectives, device = connect()
+    batches = solve_batches(settings_from, collectives.world_size)
+    model = _built(model)
+    client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    groups = find_groups(model, model_parameters, client)
+    recipe = Recipe(
+        stage=STAGES[settings_from.zero_optimization.stage].on(collectives.world_size),
+        precision=Bf16() if settings_from.bf16.enabled else Native(),
+        collectives=collectives,
+        device=device,
+        values=Materializer(model, device),
+    )
+    runtime = _make_runtime(model, groups, settings_from, recipe)
+    local = _make_optimizer(runtime, groups, optimizer, settings_from)
+    schedule = _make_schedule(local.torch, lr_scheduler, settings_from)
+    progress = Progress(
+        weight=1.0 / (batches.micro_steps * collectives.world_size),
+        global_batch=batches.global_batch,
+    )
+    settings = Settings(
+        stage=settings_from.zero_optimization.stage,
+        batches=batches,
+        clip_norm=settings_from.gradient_clipping,
+        log_every_steps=settings_from.steps_per_print,
+        device=device,
+    )
+    meter = Meter(runtime, local, progress, session, settings.log_every_steps)
+    engine = Engine(model, runtime, local, schedule, progress, settings, meter)
+    loader = None
+    if training_data is not None:
+        order = SampleOrder(dataset_length(training_data), session.seed if session else 0)
+        plan = LoaderPlan(
+            batches.global_batch, batches.micro_batch, collectives.world_size, collectives.rank
+        )
+        loader = StepLoader(training_data, order, plan, progress, collate_fn, device)
+    if session is not None:
+        session.engine_ready(engine)
+    return engine, local.torch, loader, schedule
+
+
+def _built(model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    if not callable(model):
+        raise ConfigError(
+            f"initialize(model=...) got {type(model).__name__}",
+            allowed="a torch.nn.Module, or a function that returns one",
+        )
+    with zero_init():
+        built = model()
+    if not isinstance(built, nn.Module):
+        raise ConfigError(
+            f"the model function returned {type(built).__name__}", allowed="a torch.nn.Module"
+        )
+    return built
+
+
+def _make_runtime(
+    model: nn.Module, groups: ParamGroups, config: EngineConfig, recipe: Recipe
+) -> ZeroRuntime:
+    collectives, stage = recipe.collectives, recipe.stage
+    params = name_params(model, groups.of)
+    plans = _plan_units(model, params, config, stage, collectives.world_size)
+    grad_slots = make_slots(plans, recipe, GRAD_SLOTS)
+    units = [make_unit(plan, recipe, grad_slots) for plan in plans]
+    in_units = {param for plan in plans for param in plan.params}
+    loose = place_loose(model, in_units, recipe)
+    recipe.values.forget()
+    trainable = [unit for unit in units if unit.grads is not None]
+    reducer = Reducer(
+        [(unit.grads, len(unit.params)) for unit in trainable if unit.grads is not None],
+        collectives,
+        grad_slots,
+        overlap=config.zero_optimization.overlap_comm,
+    )
+    hooks = hook_gradients(trainable, reducer)
+    gatherer, weight_slots = None, None
+    if blocks := make_blocks(units):
+        weight_slots = WeightSlots(blocks, config.rayzero.slots)
+        gatherer = Gatherer(blocks, weight_slots, collectives)
+        hooks += hook_blocks(model, blocks, gatherer)
+    return ZeroRuntime(
+        stage,
+        recipe.precision,
+        collectives,
+        units,
+        loose,
+        reducer,
+        grad_slots,
+        gatherer,
+        weight_slots,
+        hooks,
+    )
+
+
+def _plan_units(
+    model: nn.Module,
+    params: list[NamedParam],
+    config: EngineConfig,
+    stage: Stage,
+    world_size: int,
+) -> list[UnitPlan]:
+    """Units in launch order: about the order in which backward completes them."""
+    if stage.model_weights is Placement.SHARDED:
+        return plan_blocks(model, params, config.rayzero.unit_classes, world_size)[::-1]
+    return plan_buckets(params, config.zero_optimization.reduce_bucket_size, world_size)
+
+
+def _make_optimizer(
+    runtime: ZeroRuntime, groups: ParamGroups, given: OptimizerLike | None, config: EngineConfig
+) -> LocalOptimizer:
+    runs = runs_of(runtime.units)
+    if isinstance(given, torch.optim.Optimizer):
+        return LocalOptimizer(take_over(given, runs), runs)
+    if given is not None:
+        return LocalOptimizer(given(group_runs(runs, groups.options)), runs)
+    if config.optimizer is None:
+        raise ConfigError(
+            "there is no optimizer",
+            allowed='"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}} in the engine config, '
+            "or initialize(optimizer=...)",
+        )
+    make = maker(config.optimizer)
+    return LocalOptimizer(make(group_runs(runs, groups.options)), runs)
+
+
+def _make_schedule(
+    optimizer: torch.optim.Optimizer, given: SchedulerLike | None, config: EngineConfig
+) -> Scheduler | None:
+    if given is not None:
+        return given if hasattr(given, "step") else given(optimizer)
+    if config.scheduler is None:
+        return None
+    return StepSchedule(optimizer, learning_rate(config.scheduler))

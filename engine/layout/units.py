@@ -1,0 +1,160 @@
+"""Which parameters are gathered and reduced together.
+
+Replicated weights are cut into buckets by size; sharded weights into blocks along the module tree.
+A unit has one dtype and is trainable or frozen as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import nn
+
+from rayzero.engine.errors import ConfigError, nearest
+from rayzero.engine.layout.partition import ParamSpec, UnitLayout, lay_out
+
+
+@dataclass(frozen=True)
+class NamedParam:
+    """A parameter of the model under its first name. `group` is None when it is frozen."""
+
+    name: str
+    param: nn.Parameter
+    group: int | None
+
+    @property
+    def kind(self) -> tuple[torch.dtype, bool]:
+        """Parameters of one kind may share a flat buffer."""
+        return self.param.dtype, self.group is not None
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """A unit before it has buffers. `params` stand in the layout's order.
+
+    `block` is the module whose forward needs the unit gathered; None when weights are replicated.
+    """
+
+    layout: UnitLayout
+    params: tuple[nn.Parameter, ...]
+    trainable: bool
+    block: nn.Module | None = None
+
+
+def name_params(model: nn.Module, groups: Mapping[nn.Parameter, int]) -> list[NamedParam]:
+    """The model's parameters in registration order; `groups` gives the trainable ones' group."""
+    return [NamedParam(name, param, groups.get(param)) for name, param in model.named_parameters()]
+
+
+def plan_buckets(
+    params: Sequence[NamedParam], bucket_numel: int, world_size: int
+) -> list[UnitPlan]:
+    """Trainable parameters in buckets of about `bucket_numel` elements.
+
+    They stand in reverse registration order, which is about the order their gradients arrive in.
+    """
+    plans: list[UnitPlan] = []
+    open_buckets: dict[tuple[torch.dtype, bool], list[NamedParam]] = {}
+    for one in reversed(params):
+        if one.group is None:
+            continue
+        bucket = open_buckets.setdefault(one.kind, [])
+        if bucket and _numel(bucket) + one.param.numel() > bucket_numel:
+            plans.append(_plan(f"bucket{len(plans)}", bucket, world_size))
+            bucket = open_buckets[one.kind] = []
+        bucket.append(one)
+    for bucket in open_buckets.values():
+        plans.append(_plan(f"bucket{len(plans)}", bucket, world_size))
+    return plans
+
+
+def plan_blocks(
+    model: nn.Module, params: Sequence[NamedParam], classes: Sequence[str], world_size: int
+) -> list[UnitPlan]:
+    """Every parameter in the unit of the innermost block that holds all of its uses.
+
+    Args:
+        classes: class names of the modules that are blocks; empty for the automatic choice.
+
+    Raises:
+        ConfigError: a class name fits no module of the model.
+    """
+    blocks = dict(_named_blocks(model, classes))
+    blocks[""] = model
+    owners: dict[nn.Parameter, list[str]] = {}
+    for path, module in model.named_modules():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(param, []).append(path)
+    homes: dict[str, list[NamedParam]] = {path: [] for path in ["", *blocks]}
+    for one in params:
+        homes[_home(owners[one.param], blocks)].append(one)
+    plans = []
+    for path, members in homes.items():
+        members.sort(key=lambda one: str(one.kind))
+        for (_, trainable), kind in groupby(members, key=lambda one: one.kind):
+            name = (path or "root") + ("" if trainable else " (frozen)")
+            plans.append(_plan(name, list(kind), world_size, blocks[path]))
+    return plans
+
+
+def _named_blocks(model: nn.Module, classes: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    if not classes:
+        yield from _repeated(model, "", inside_block=False)
+        return
+    known = sorted({type(module).__name__ for module in model.modules()})
+    for name in classes:
+        if name not in known:
+            raise ConfigError(
+                f"rayzero.unit_classes: the model has no module of class {name!r}"
+                f"{nearest(name, known)}"
+            )
+    for path, module in model.named_modules():
+        if path and type(module).__name__ in classes:
+            yield path, module
+
+
+def _repeated(
+    module: nn.Module, path: str, *, inside_block: bool
+) -> Iterator[tuple[str, nn.Module]]:
+    """The elements of every ModuleList, and of a Sequential that is not inside a block."""
+    elements = isinstance(module, nn.ModuleList) or (
+        isinstance(module, nn.Sequential) and not inside_block
+    )
+    for name, child in module.named_children():
+        here = f"{path}.{name}" if path else name
+        container = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        block = elements and not container and any(True for _ in child.parameters())
+        if block:
+            yield here, child
+        yield from _repeated(child, here, inside_block=inside_block or block)
+
+
+def _home(paths: Iterable[str], blocks: Mapping[str, nn.Module]) -> str:
+    """The innermost block that contains all of `paths`."""
+    split = [path.split(".") for path in paths]
+    common = split[0]
+    for other in split[1:]:
+        same = 0
+        while same < min(len(common), len(other)) and common[same] == other[same]:
+            same += 1
+        common = common[:same]
+    while common and ".".join(common) not in blocks:
+        common = common[:-1]
+    return ".".join(common)
+
+
+def _plan(
+    name: str, members: Sequence[NamedParam], world_size: int, block: nn.Module | None = None
+) -> UnitPlan:
+    specs = [ParamSpec(one.name, tuple(one.param.shape), one.group or 0) for one in members]
+    layout = lay_out(name, specs, world_size)
+    by_name = {one.name: one.param for one in members}
+    ordered = tuple(by_name[spec.name] for spec in layout.params)
+    return UnitPlan(layout, ordered, members[0].group is not None, block)
+
+
+def _numel(members: Iterable[NamedParam]) -> int:
+    return sum(one.param.numel() for one in members)

@@ -1,0 +1,128 @@
+"""What the engine tells of itself: where the time and the bytes went."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+from rayzero.engine.data.progress import Progress
+from rayzero.engine.memory import resting_bytes
+from rayzero.engine.optim.local import LocalOptimizer
+from rayzero.engine.session import Session
+from rayzero.engine.zero.runtime import ZeroRuntime
+from rayzero.engine.zero.vote import Verdict
+
+log = logging.getLogger("rayzero.engine")
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """A reading after a step. Seconds, bytes and counts.
+
+    Attributes:
+        step: finished steps, skipped ones included.
+        samples: samples consumed so far, over all ranks.
+        loss: mean over the global batch of the last step; None before the first.
+        grad_norm: L2 norm of the last step's gradient, before clipping.
+        lr: the first group's learning rate in the last step.
+        step_s: wall time from the end of the step before to the end of the last one.
+        exposed_comm_s: of that, how long the training thread stood waiting for other ranks. On
+            CUDA the host's wait only: it enqueues and goes on.
+        skipped_steps: steps whose gradient was not finite, and which changed nothing.
+        bytes: resting memory of this rank, by class (see `rayzero.engine.memory`).
+        collectives: calls and bytes by collective, since the engine was made.
+    """
+
+    step: int = 0
+    samples: int = 0
+    loss: float | None = None
+    grad_norm: float | None = None
+    lr: float = 0.0
+    step_s: float = 0.0
+    exposed_comm_s: float = 0.0
+    skipped_steps: int = 0
+    bytes: dict[str, int] = field(default_factory=dict)
+    collectives: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def flat(self) -> dict[str, float]:
+        """Numbers under one name each: `bytes/optimizer_state`, `collectives/vote/calls`."""
+        found: dict[str, float] = {}
+        _flatten("", asdict(self), found)
+        return found
+
+
+def _flatten(prefix: str, value: Any, found: dict[str, float]) -> None:
+    if isinstance(value, dict):
+        for key, one in value.items():
+            _flatten(f"{prefix}/{key}" if prefix else key, one, found)
+    elif value is not None:
+        found[prefix] = value
+
+
+class Meter:
+    """Takes readings, and passes phases and steps on to the host's session, if there is one."""
+
+    def __init__(
+        self,
+        runtime: ZeroRuntime,
+        optimizer: LocalOptimizer,
+        progress: Progress,
+        session: Session | None,
+        log_every_steps: int | None,
+    ) -> None:
+        self.enter: Callable[[str], None] = session.phase if session else _nobody
+        self._runtime = runtime
+        self._optimizer = optimizer
+        self._progress = progress
+        self._session = session
+        self._log_every_steps = log_every_steps
+        self._skipped = 0
+        self._step_end_s = perf_counter()
+        self._exposed_s = 0.0
+        self._last: dict[str, Any] = {}
+
+    def step_done(self, verdict: Verdict, lr: float) -> None:
+        """A step was finished, or skipped if its gradient was not finite."""
+        now, exposed_s = perf_counter(), self._runtime.collectives.counters.exposed_s
+        self._skipped += not verdict.finite
+        self._last = {
+            "loss": verdict.loss,
+            "grad_norm": verdict.grad_norm,
+            "lr": lr,
+            "step_s": now - self._step_end_s,
+            "exposed_comm_s": exposed_s - self._exposed_s,
+        }
+        self._step_end_s, self._exposed_s = now, exposed_s
+        if self._session is not None:
+            self._session.step_done(self.reading.flat())
+        self._log(verdict)
+
+    @property
+    def reading(self) -> Metrics:
+        counters = self._runtime.collectives.counters
+        return Metrics(
+            step=self._progress.step,
+            samples=self._progress.sample_cursor,
+            skipped_steps=self._skipped,
+            bytes=resting_bytes(self._runtime, self._optimizer.state_bytes),
+            collectives={name: asdict(traffic) for name, traffic in counters.by_name.items()},
+            **self._last,
+        )
+
+    def _log(self, verdict: Verdict) -> None:
+        if self._runtime.collectives.rank:
+            return
+        step = self._progress.step
+        if not verdict.finite:
+            log.warning(
+                "step %d skipped on every rank: the gradient norm is %s", step, verdict.grad_norm
+            )
+        elif self._log_every_steps and step % self._log_every_steps == 0:
+            log.info("step %d: loss %.4f, lr %.3g", step, verdict.loss, self._last["lr"])
+
+
+def _nobody(phase: str) -> None:
+    """There is no session to tell."""

@@ -1,0 +1,1 @@
+"""The local optimizer over this rank's shards, and learning-rate schedules."""

@@ -1,0 +1,148 @@
+"""The optimizer of one rank: a torch optimizer over this rank's parts of the main weights.
+
+Every optimizer here works element by element, so a shard needs to know nothing of its neighbours.
+A parameter group's part of a unit is one run of the unit's flat buffer, hence one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.engine.config import OptimizerConfig
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.zero.unit import Unit
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+_CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "SGD": torch.optim.SGD,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One parameter group's part of one unit's main weights on this rank, and its gradient."""
+
+    group: int
+    weight: nn.Parameter
+    grad: Tensor
+
+
+def runs_of(units: Sequence[Unit]) -> list[Run]:
+    """All runs of this rank, as views of the units' main weights and main grads."""
+    runs = []
+    for unit in units:
+        if unit.main is None or unit.grads is None:
+            continue
+        grads = unit.grads.owned()
+        for group, part in unit.layout.runs(unit.owned):
+            runs.append(Run(group, nn.Parameter(unit.main[part]), grads[part]))
+    return runs
+
+
+class LocalOptimizer:
+    """Steps a torch optimizer whose parameters are this rank's runs.
+
+    Attributes:
+        torch: the torch optimizer, which learning-rate schedulers and users see.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> None:
+        self.torch = optimizer
+        self._runs = runs
+        # The contract torch's own GradScaler uses: such an optimizer divides gradients by
+        # `grad_scale` inside its kernel, which spares a pass over them. The scale is a float32.
+        self._scales = bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+            run.weight.dtype is torch.float32 for run in runs
+        )
+
+    def step(self, factor: float) -> None:
+        """Updates the main weights with `factor` times the main grads."""
+        for run in self._runs:
+            run.weight.grad = run.grad
+        if factor != 1.0:
+            self._scale(factor)
+        self.torch.step()
+        if self._scales:
+            self.torch.grad_scale = None  # type: ignore[attr-defined]
+
+    @property
+    def lr(self) -> float:
+        """The first group's learning rate."""
+        return float(self.torch.param_groups[0]["lr"])
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's tensors as large as the weights."""
+        return sum(
+            value.nbytes
+            for state in self.torch.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.ndim > 0
+        )
+
+    def _scale(self, factor: float) -> None:
+        if self._scales:
+            device = self._runs[0].weight.device
+            scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
+            self.torch.grad_scale = scale  # type: ignore[attr-defined]
+        else:
+            torch._foreach_mul_([run.grad for run in self._runs], factor)
+
+
+def group_runs(runs: Sequence[Run], options: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups for a torch optimizer: each group's options, with this rank's runs."""
+    return [
+        {**option, "params": [run.weight for run in runs if run.group == group]}
+        for group, option in enumerate(options)
+    ]
+
+
+def take_over(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> torch.optim.Optimizer:
+    """Puts this rank's runs into the user's own optimizer, which schedulers may hold already.
+
+    Raises:
+        ConfigError: the optimizer has taken steps.
+    """
+    if optimizer.state:
+        raise ConfigError(
+            f"the {type(optimizer).__name__} passed to initialize has taken steps already",
+            allowed="a fresh optimizer",
+            fix="make it just before initialize",
+        )
+    for group, options in enumerate(optimizer.param_groups):
+        options["params"] = [run.weight for run in runs if run.group == group]
+    return optimizer
+
+
+def maker(config: OptimizerConfig) -> MakeOptimizer:
+    """The constructor that a config's `optimizer` section asks for.
+
+    Raises:
+        ConfigError: a parameter is unknown to the optimizer, or has a wrong value.
+    """
+    params = dict(config.params)
+    name = config.type
+    if name == "Adam" and params.pop("adam_w_mode", True):  # as in DeepSpeed: decoupled by default
+        name = "AdamW"
+    if "betas" in params:
+        params["betas"] = tuple(params["betas"])
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        cls = _CLASSES[name]
+        try:
+            return cls(groups, fused=True, **params)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"optimizer.params for {config.type}: {error}",
+                allowed=f"the arguments of torch.optim.{name}",
+                fix="optimizer.params in the engine config",
+            ) from None
+
+    return make

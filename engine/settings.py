@@ -1,0 +1,28 @@
+"""What a run goes by once its config is solved for a world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rayzero.engine.config import BatchSizes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Fixed for one world size.
+
+    Attributes:
+        stage: the ZeRO stage.
+        batches: samples a step, samples a micro-batch, micro-steps a step.
+        clip_norm: gradients are clipped to this L2 norm; 0 for never.
+        log_every_steps: rank 0 logs every so many steps; None for never.
+        device: where the model is.
+    """
+
+    stage: int
+    batches: BatchSizes
+    clip_norm: float
+    log_every_steps: int | None
+    device: torch.device

@@ -1,0 +1,69 @@
+"""One clear message out of a failed pydantic validation. Used for engine configs and job files."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from rayzero.engine.errors import ConfigError, nearest
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def validated(model: type[M], value: Any, what: str) -> M:
+    """`value` as a `model`.
+
+    Args:
+        model: the pydantic model of the whole document.
+        value: what was read; a mapping, if it is right.
+        what: what the document is called in messages: "engine config", a file's name.
+
+    Raises:
+        ConfigError: naming every wrong key by its path, what was seen, and what is allowed.
+    """
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{what}: a mapping of keys to values was expected, not {type(value).__name__}"
+        )
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        lines = [_line(model, one) for one in error.errors(include_url=False)]
+        count = f"{len(lines)} mistakes:\n  " if len(lines) > 1 else ""
+        raise ConfigError(f"{what}: {count}" + "\n  ".join(lines)) from None
+
+
+def _line(model: type[BaseModel], error: ErrorDetails) -> str:
+    path = [str(part) for part in error["loc"]]
+    name = ".".join(path) or "(top level)"
+    if error["type"] == "extra_forbidden":
+        known = _keys_at(model, path[:-1])
+        hint = nearest(path[-1], known) or f"; known keys here: {', '.join(known)}"
+        return f"{name}: unknown key{hint}"
+    if error["type"] == "missing":
+        return f"{name}: this key is required"
+    reason = error["msg"].removeprefix("Value error, ")
+    seen = error["input"]
+    return f"{name}: {reason[:1].lower()}{reason[1:]} (seen: {seen!r})"
+
+
+def _keys_at(model: type[BaseModel], path: list[str]) -> list[str]:
+    """The keys the document allows at `path`, following nested models through optional types."""
+    here: type[BaseModel] | None = model
+    for part in path:
+        field = here.model_fields.get(part) if here else None
+        here = _model_in(field.annotation) if field else None
+    if here is None:
+        return []
+    return sorted(field.alias or name for name, field in here.model_fields.items())
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for part in getattr(annotation, "__args__", ()):
+        if found := _model_in(part):
+            return found
+    return None

@@ -1,0 +1,125 @@
+"""Makes units out of plans: the one place where stage, precision and layout meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.layout.units import UnitPlan
+from rayzero.engine.precision.policy import Precision
+from rayzero.engine.zero.deferred import Materializer
+from rayzero.engine.zero.grads import GradSlots, GradStore, PartialGrads, ShardedGrads
+from rayzero.engine.zero.placement import Placement, Stage
+from rayzero.engine.zero.slots import Block
+from rayzero.engine.zero.unit import Unit
+from rayzero.engine.zero.weights import (
+    ResidentWeights,
+    ShardedWeights,
+    WeightStore,
+    adopt,
+    views_of,
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What every unit of a run has in common."""
+
+    stage: Stage
+    precision: Precision
+    collectives: Collectives
+    device: torch.device
+    values: Materializer
+
+
+def make_slots(plans: Sequence[UnitPlan], recipe: Recipe, count: int) -> GradSlots | None:
+    """What gradients pass through on their way into shards; None when they rest whole."""
+    trainable = [plan for plan in plans if plan.trainable]
+    if recipe.stage.main_grads is not Placement.SHARDED or not trainable:
+        return None
+    # One dtype for all: the widest of the main dtypes, into which the others convert exactly.
+    dtypes = [recipe.precision.main_dtype(plan.params[0].dtype) for plan in trainable]
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+    numel = max(plan.layout.numel for plan in trainable)
+    return GradSlots(numel, widest, recipe.device, count)
+
+
+def make_unit(plan: UnitPlan, recipe: Recipe, slots: GradSlots | None) -> Unit:
+    """Builds one unit from rank 0's values. No more than this unit is whole meanwhile.
+
+    The model's own tensors are let go here: afterwards its parameters are views of ours.
+    """
+    stage, layout = recipe.stage, plan.layout
+    original = _flattened(plan, recipe)
+    shard = layout.shard(recipe.collectives.rank)
+    sharded_update = stage.optimizer_state is Placement.SHARDED
+    owned = shard if sharded_update else slice(0, layout.numel)
+    model_dtype = recipe.precision.model_dtype(original.dtype)
+    weights: WeightStore
+    if stage.model_weights is Placement.SHARDED:
+        weights = ShardedWeights(layout, plan.params, original[shard].to(model_dtype, copy=True))
+    else:
+        weights = ResidentWeights(layout, plan.params, original.to(model_dtype))
+    main, grads = None, None
+    if plan.trainable:
+        main = recipe.precision.main_weights(original[owned], weights.part(owned))
+        grads = _make_grads(plan, recipe, owned, main, slots)
+    return Unit(layout, plan.params, weights, main, grads, owned, shard, plan.block)
+
+
+def _flattened(plan: UnitPlan, recipe: Recipe) -> Tensor:
+    """The unit's initial values in one buffer, rank 0's on every rank; zeros between them."""
+    dtype = plan.params[0].dtype
+    flat = torch.zeros(plan.layout.numel, dtype=dtype, device=recipe.device)
+    for view, param in zip(views_of(plan.layout, flat), plan.params, strict=True):
+        view.copy_(recipe.values.value(param))
+    recipe.collectives.broadcast(flat)
+    return flat
+
+
+def _make_grads(
+    plan: UnitPlan, recipe: Recipe, owned: slice, main: Tensor, slots: GradSlots | None
+) -> GradStore:
+    if slots is not None:
+        return ShardedGrads(plan.layout, torch.zeros_like(main), slots)
+    flat = main.new_zeros(plan.layout.numel)
+    return PartialGrads(plan.layout, flat, owned, recipe.stage.gradient_collective)
+
+
+def place_loose(model: nn.Module, in_units: set[nn.Parameter], recipe: Recipe) -> list[Tensor]:
+    """Brings what is in no unit to its device and dtype, with rank 0's values: frozen parameters
+    whose weights are replicated, and buffers. Returns the parameters' tensors.
+    """
+    loose = []
+    for param in model.parameters():
+        if param not in in_units:
+            value = recipe.values.value(param)
+            value = value.to(recipe.device, recipe.precision.model_dtype(value.dtype))
+            recipe.collectives.broadcast(value)
+            adopt(param, value)
+            loose.append(value)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            value = recipe.values.value(buffer)
+            value = value.to(recipe.device, recipe.precision.model_dtype(value.dtype))
+            recipe.collectives.broadcast(value)
+            module._buffers[name] = value
+    return loose
+
+
+def make_blocks(units: Sequence[Unit]) -> list[Block]:
+    """The blocks whose weights come and go, each with all of its units; none when all stay."""
+    blocks: dict[int, Block] = {}
+    for unit in units:
+        if unit.block is None or not isinstance(unit.weights, ShardedWeights):
+            continue
+        key = id(unit.block)
+        if key in blocks:
+            blocks[key].units = (*blocks[key].units, unit.weights)
+        else:
+            blocks[key] = Block(unit.name, unit.block, (unit.weights,))
+    return list(blocks.values())

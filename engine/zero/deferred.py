@@ -1,0 +1,239 @@
+"""Models that are never whole in one place: built without memory, made real unit by unit.
+
+`zero_init` records what a model's constructor does to its tensors, on the meta device, and replays
+it for one parameter at a time when the engine builds that parameter's unit. The values are those
+that an ordinary construction with the same seed gives: the random state of every random operation
+is kept, and the operation is carried out once on a throw-away tensor to move the generator on.
+
+Method: deferred initialisation by recording, as torchdistX's `deferred_init` had it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from rayzero.engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One recorded call. Meta tensors among the arguments stand for what a replay has in hand."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Tensor, ...]
+    random_state: Tensor | None
+
+    @property
+    def generator(self) -> torch.Generator:
+        return self.kwargs.get("generator") or torch.default_generator
+
+
+class Tape:
+    """What a constructor did, by the storage it was done to.
+
+    A storage is known by its address; the recorded meta tensors keep all of them alive, so that no
+    address is used twice.
+    """
+
+    def __init__(self) -> None:
+        self._operations: list[_Operation] = []
+        self._touching: dict[int, list[int]] = {}
+
+    def add(self, operation: _Operation, touched: list[Tensor]) -> None:
+        for key in {_storage(tensor) for tensor in touched}:
+            self._touching.setdefault(key, []).append(len(self._operations))
+        self._operations.append(operation)
+
+    def knows(self, tensor: Tensor) -> bool:
+        return _storage(tensor) in self._touching
+
+    def replay(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """The value `tensor` has after all that was recorded, as a new tensor."""
+        real: dict[int, Tensor] = {}
+        for number in self._needed(tensor):
+            self._run(self._operations[number], real)
+        return _as(tensor, real).to(device)
+
+    def _needed(self, tensor: Tensor) -> list[int]:
+        """The operations that made the storage, and what those read, in recorded order."""
+        storages, needed = [_storage(tensor)], set[int]()
+        seen = set(storages)
+        while storages:
+            for number in self._touching.get(storages.pop(), ()):
+                if number in needed:
+                    continue
+                needed.add(number)
+                operation = self._operations[number]
+                for other in _tensors((operation.args, operation.kwargs)):
+                    key = _storage(other)
+                    if other.is_meta and key not in seen:
+                        seen.add(key)
+                        storages.append(key)
+        return sorted(needed)
+
+    def _run(self, operation: _Operation, real: dict[int, Tensor]) -> None:
+        args, kwargs = tree_map_only(
+            Tensor,
+            lambda one: _as(one, real) if one.is_meta else one,
+            (operation.args, operation.kwargs),
+        )
+        generator = operation.generator
+        before = generator.get_state()
+        if operation.random_state is not None:
+            generator.set_state(operation.random_state)
+        results = operation.func(*args, **kwargs)
+        generator.set_state(before)
+        for planned, result in zip(operation.outputs, _tensors(results), strict=True):
+            real.setdefault(_storage(planned), result)
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs a constructor's operations on meta, and writes them down."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        inputs = list(_tensors((args, kwargs)))
+        if func is torch.ops.aten._local_scalar_dense.default and inputs[0].is_meta:
+            return self._tape.replay(inputs[0], torch.device("cpu")).item()
+        if any(not one.is_meta for one in inputs) and not any(one.is_meta for one in inputs):
+            return func(*args, **kwargs)  # real tensors from outside stay what they are
+        factory = not inputs and any(one.name == "device" for one in func._schema.arguments)
+        if not inputs and not factory:
+            return func(*args, **kwargs)
+        state = _advance(func, args, kwargs)
+        on_meta = dict(kwargs, device=torch.device("meta")) if factory else kwargs
+        meta_args, meta_kwargs = tree_map_only(
+            Tensor, lambda one: one if one.is_meta else one.to("meta"), (args, on_meta)
+        )
+        results = func(*meta_args, **meta_kwargs)
+        outputs = tuple(_tensors(results))
+        known = {_storage(one) for one in inputs}
+        makes = [one for one in outputs if _storage(one) not in known]
+        if makes or func._schema.is_mutable:
+            self._tape.add(_Operation(func, args, kwargs, outputs, state), [*inputs, *makes])
+        return results
+
+
+def _advance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """For a random operation: its generator's state before, with the generator moved on."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    generator = kwargs.get("generator") or torch.default_generator
+    state: Tensor = generator.get_state()
+    func(*tree_map_only(Tensor, lambda one: torch.empty_like(one, device="cpu"), args), **kwargs)
+    return state
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _as(planned: Tensor, real: dict[int, Tensor]) -> Tensor:
+    """What a meta tensor stands for: the same view of its storage's real counterpart."""
+    return real[_storage(planned)].as_strided(
+        planned.size(), planned.stride(), planned.storage_offset()
+    )
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for one in tree.values():
+            yield from _tensors(one)
+    elif isinstance(tree, list | tuple):
+        for one in tree:
+            yield from _tensors(one)
+
+
+_tapes: list[Tape] = []  # of models not yet handed to `initialize`
+
+
+@contextmanager
+def zero_init() -> Iterator[None]:
+    """Builds a model without its memory; `rayzero.initialize` makes it real unit by unit.
+
+    Example:
+        >>> with rayzero.zero_init():
+        ...     model = GPT(config)
+        >>> engine, *_ = rayzero.initialize(model=model, config=config)
+
+    A function given as `initialize(model=function)` is called inside this context.
+    """
+    tape = Tape()
+    _tapes.append(tape)
+    with _Recorder(tape):
+        yield
+
+
+class Materializer:
+    """Gives the values of a model's parameters and buffers, one at a time."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._owners = {
+            id(tensor): module
+            for module in model.modules()
+            for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        }
+        self._last: tuple[nn.Module, nn.Module] | None = None
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """A real tensor with this parameter's or buffer's initial values.
+
+        Raises:
+            ConfigError: it is on the meta device, and nothing tells its values.
+        """
+        if not tensor.is_meta:
+            return tensor.detach()
+        for tape in _tapes:
+            if tape.knows(tensor):
+                return tape.replay(tensor, self._device).detach()
+        return self._reset(tensor)
+
+    def forget(self) -> None:
+        """The model is real now: what was recorded of it is not needed any more."""
+        self._last = None
+        _tapes.clear()
+
+    def _reset(self, tensor: Tensor) -> Tensor:
+        """From `reset_parameters` of the module that owns it, on a real copy of that module."""
+        owner = self._owners[id(tensor)]
+        reset: Callable[[nn.Module], None] | None = getattr(type(owner), "reset_parameters", None)
+        if reset is None:
+            raise ConfigError(
+                f"the model is on the meta device, and {type(owner).__name__} has no "
+                "reset_parameters() to give its weights values",
+                fix="build the model inside rayzero.zero_init(), or pass a function as `model`",
+            )
+        if self._last is None or self._last[0] is not owner:
+            real = copy.deepcopy(owner).to_empty(device=self._device)
+            reset(real)
+            self._last = owner, real
+        name = next(
+            name
+            for name, one in [*owner.named_parameters(), *owner.named_buffers()]
+            if one is tensor
+        )
+        return (
+            self._last[1].get_parameter(name).detach()
+            if isinstance(tensor, nn.Parameter)
+            else self._last[1].get_buffer(name)
+        )

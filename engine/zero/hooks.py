@@ -1,0 +1,98 @@
+"""Where the engine meets autograd and nn.Module: hooks, and nothing but hooks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rayzero.engine.errors import EngineError
+from rayzero.engine.zero.gatherer import Gatherer
+from rayzero.engine.zero.reducer import Reducer
+from rayzero.engine.zero.slots import Block, BlockState
+from rayzero.engine.zero.unit import Unit
+
+
+def hook_gradients(units: list[Unit], reducer: Reducer) -> list[RemovableHandle]:
+    """Hands every gradient to the reducer as soon as autograd has accumulated it."""
+
+    def taking(unit: int, index: int) -> Callable[[Tensor], None]:
+        def take(param: Tensor) -> None:
+            reducer.take(unit, index, param)  # type: ignore[arg-type]
+
+        return take
+
+    return [
+        param.register_post_accumulate_grad_hook(taking(number, index))
+        for number, unit in enumerate(units)
+        for index, param in enumerate(unit.params)
+    ]
+
+
+def hook_blocks(model: nn.Module, blocks: list[Block], gatherer: Gatherer) -> list[RemovableHandle]:
+    """Has every block gathered before its forward and before its backward."""
+    # The first hook to run on the root module, before those of a block that is the root itself.
+    handles = [model.register_forward_pre_hook(lambda *_: gatherer.begin_pass(), prepend=True)]
+    for block in blocks:
+        handles += _hook_block(block, gatherer)
+    return handles
+
+
+def _hook_block(block: Block, gatherer: Gatherer) -> list[RemovableHandle]:
+    def before(module: nn.Module, args: Any) -> None:
+        gatherer.enter(block)
+
+    def before_backward(grad: Tensor) -> None:
+        gatherer.enter_backward(block)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        gatherer.leave(block)
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(before_backward)
+
+    return [
+        block.module.register_forward_pre_hook(before),
+        block.module.register_forward_hook(after, always_call=True),
+        *_hook_strays(block),
+    ]
+
+
+def _hook_strays(block: Block) -> list[RemovableHandle]:
+    """Refuses a gradient computed while its block was not gathered: it would be garbage."""
+
+    def check(param: Tensor) -> None:
+        if block.state is not BlockState.GATHERED:
+            raise EngineError(
+                f"a parameter of the block {block.name!r} got a gradient while it was not gathered",
+                allowed="the loss reaches a block through what its forward returns",
+                fix="return the tensor from forward instead of keeping it on the module, or use "
+                "zero_optimization.stage 2",
+            )
+
+    return [
+        param.register_post_accumulate_grad_hook(check)
+        for unit in block.units
+        for param in unit.params
+        if param.requires_grad
+    ]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested mappings, lists, tuples and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from tensors_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for one in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, one.name))

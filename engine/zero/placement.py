@@ -1,0 +1,84 @@
+"""The stages as rows of data, and the collective that each change of placement is.
+
+Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", SC 2020. Nothing outside this table asks for the stage's number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Placement(Enum):
+    """How one logical tensor lies over the ranks."""
+
+    REPLICATED = "replicated"  # every rank holds all of it, equal
+    PARTIAL = "partial"  # every rank holds a term of the sum
+    SHARDED = "sharded"  # every rank holds its own part
+
+
+class Collective(Enum):
+    """The traffic that changes a placement."""
+
+    NONE = "none"
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row: where each kind of tensor lies between two micro-steps.
+
+    The main weights lie as the optimizer state does.
+    """
+
+    number: int
+    model_weights: Placement
+    main_grads: Placement
+    optimizer_state: Placement
+
+    def on(self, world_size: int) -> Stage:
+        """This row on so many ranks: on one, a shard is the whole and nothing has to move."""
+        return self if world_size > 1 else Stage(self.number, R, P, R)
+
+    @property
+    def gradient_collective(self) -> Collective:
+        """What brings the sum of the ranks' gradients to where the optimizer needs it."""
+        return collective(Placement.PARTIAL, self.optimizer_state)
+
+    @property
+    def weight_collective(self) -> Collective:
+        """What brings updated weights to where forward needs them, or keeps them, whole."""
+        return collective(self.optimizer_state, self.model_weights)
+
+
+R, P, S = Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED
+
+#                 model weights  main grads  optimizer state
+STAGES = (
+    Stage(0, R, P, R),
+    Stage(1, R, P, S),
+    Stage(2, R, S, S),
+    Stage(3, S, S, S),
+)
+
+_CHANGES = {
+    (P, R): Collective.ALL_REDUCE,
+    (P, S): Collective.REDUCE_SCATTER,
+    (S, R): Collective.ALL_GATHER,
+}
+
+
+def collective(source: Placement, target: Placement) -> Collective:
+    """The collective that turns one placement into another.
+
+    Raises:
+        ValueError: no single collective does that.
+    """
+    if source is target:
+        return Collective.NONE
+    if (source, target) not in _CHANGES:
+        raise ValueError(f"no collective turns {source.value} into {target.value}")
+    return _CHANGES[source, target]

@@ -1,0 +1,66 @@
+"""The moving parts of ZeRO on one rank, owned together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.precision.policy import Precision
+from rayzero.engine.zero.gatherer import Gatherer
+from rayzero.engine.zero.grads import GradSlots
+from rayzero.engine.zero.placement import Collective, Stage
+from rayzero.engine.zero.reducer import Reducer
+from rayzero.engine.zero.slots import WeightSlots
+from rayzero.engine.zero.unit import Unit
+from rayzero.engine.zero.vote import Verdict, take_vote
+
+
+@dataclass(frozen=True)
+class ZeroRuntime:
+    """Everything between the model's hooks and the local optimizer.
+
+    Attributes:
+        units: in launch order.
+        loose: parameters in no unit: frozen ones, where weights are replicated.
+        gatherer: None when model weights are replicated.
+    """
+
+    stage: Stage
+    precision: Precision
+    collectives: Collectives
+    units: list[Unit]
+    loose: list[Tensor]
+    reducer: Reducer
+    grad_slots: GradSlots | None
+    gatherer: Gatherer | None
+    weight_slots: WeightSlots | None
+    hooks: list[RemovableHandle]
+
+    def vote(self, loss: Tensor) -> Verdict:
+        """Waits for the gradients' sums, then agrees on norm and loss. Collective."""
+        self.reducer.wait()
+        parts = [unit.grads.counted(unit.shard) for unit in self.units if unit.grads is not None]
+        return take_vote(parts, loss, self.collectives)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After the local update: every rank's model weights follow all ranks' main weights."""
+        gather = self.stage.weight_collective is Collective.ALL_GATHER
+        pending = []
+        for unit in self.units:
+            if unit.main is not None:
+                self.precision.publish(unit.main, unit.weights.part(unit.owned))
+                pending.append(unit.weights.after_update(self.collectives, gather=gather))
+        for one in pending:
+            one.wait()
+        if self.gatherer is not None:
+            self.gatherer.invalidate()
+
+    def remove_hooks(self) -> None:
+        for handle in self.hooks:
+            handle.remove()
+        self.hooks.clear()

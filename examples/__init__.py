@@ -1,0 +1,1 @@
+"""Examples, each a folder with a job file. They use rayzero as any user would."""

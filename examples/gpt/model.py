@@ -1,0 +1,122 @@
+"""A compact GPT in plain torch: it knows nothing of rayzero, and rayzero nothing of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of the model. `vocab` is 256 because its tokens are bytes."""
+
+    vocab: int = 256
+    context: int = 256  # the most tokens it looks at
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    tie: bool = True  # one matrix for the embedding and the head
+
+
+class Linear(nn.Linear):
+    """A linear layer with GPT-2's initial weights.
+
+    They live in `reset_parameters`, so that a model built on `meta` gets them too when its layers
+    are made real one by one.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, std: float = INIT_STD) -> None:
+        self.std = std  # first: the constructor below draws the weights
+        super().__init__(inputs, outputs, bias)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """An embedding with GPT-2's initial weights."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INIT_STD)
+
+
+class Attention(nn.Module):
+    """Causal self-attention: (B, T, width) to (B, T, width)."""
+
+    def __init__(self, config: GPTConfig, residual_std: float) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = Linear(config.width, 3 * config.width)
+        self.out = Linear(config.width, config.width, std=residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        shape = (batch, length, 3, self.heads, width // self.heads)
+        q, k, v = self.qkv(x).view(shape).permute(2, 0, 3, 1, 4).unbind()
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        # Two additions a block: scaled down so that the sum's variance does not grow with depth.
+        residual_std = INIT_STD / (2 * config.layers) ** 0.5
+        self.norm_1 = nn.LayerNorm(config.width)
+        self.attention = Attention(config, residual_std)
+        self.norm_2 = nn.LayerNorm(config.width)
+        self.up = Linear(config.width, 4 * config.width)
+        self.down = Linear(4 * config.width, config.width, std=residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer over tokens."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        if config.width % config.heads:
+            raise ValueError(f"width {config.width} does not divide by heads {config.heads}")
+        self.config = config
+        self.token = Embedding(config.vocab, config.width)
+        self.position = Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = Linear(config.width, config.vocab, bias=False)
+        if config.tie:
+            self.head.weight = self.token.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The mean loss in nats per token if `targets` is given, else the logits.
+
+        Args:
+            tokens: (B, T) int64, T up to `config.context`.
+            targets: (B, T) int64, the token that follows each of `tokens`.
+
+        Returns:
+            a scalar, or (B, T, vocab).
+        """
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token(tokens) + self.position(places)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def num_parameters(self) -> int:
+        """Trainable numbers; tied ones count once."""
+        return sum(parameter.numel() for parameter in self.parameters())

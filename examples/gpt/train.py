@@ -1,0 +1,114 @@
+"""Pre-trains a byte-level GPT on the source of Python's standard library.
+
+    rayzero run examples/gpt/job.yaml
+
+`train` runs on every worker. It may be called again in the same process, after a fault or when
+workers came or went: `ctx.initialize` then hands back the living engine, and the loader goes on
+at the next sample.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.prepare import prepare
+from rayzero import ParquetTokens
+
+if TYPE_CHECKING:
+    from rayzero import Context, Engine
+
+VALIDATION_BATCHES = 16
+VALIDATION_BATCH_SIZE = 8
+
+
+def train(ctx: Context) -> dict[str, Any]:
+    """Trains for `ctx.steps` steps and writes the weights to `ctx.output_dir`.
+
+    Returns:
+        on rank 0, what belongs in the job's summary.
+    """
+    args = {"data": "data/stdlib", "context": 128, **ctx.args}
+    data = Path(args.pop("data"))
+    config = GPTConfig(**args)
+    make_data(data, ctx.local_rank)
+    train_set = ParquetTokens(data / "train", config.context)
+    validation_set = ParquetTokens(data / "validation", config.context)
+
+    torch.manual_seed(ctx.seed)
+    model = GPT(config)
+    engine, _, loader, _ = ctx.initialize(
+        model=model, model_parameters=model.parameters(), training_data=train_set
+    )
+
+    notes = ctx.output_dir / "validation.json"  # the first validation outlives a second call
+    done = engine.progress.step
+    if done == 0:
+        first = bits_per_byte(engine, validation_set, ctx)
+        if ctx.is_main:
+            notes.write_text(json.dumps({"first": first}))
+
+    for batch in loader.steps(ctx.steps - done):
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        loss = engine(inputs, targets)
+        engine.backward(loss)
+        ctx.report(tokens=targets.numel())
+        engine.step()
+
+    last = bits_per_byte(engine, validation_set, ctx)
+    weights = engine.state_dict()  # every rank helps to gather it; rank 0 gets it
+    if not ctx.is_main:
+        return {}
+    if config.tie:
+        del weights["head.weight"]  # it is token.weight, and safetensors stores nothing twice
+    save_file(weights, ctx.output_dir / "weights.safetensors")
+    return {
+        "validation_bits_per_byte": {**json.loads(notes.read_text()), "last": last},
+        "weights": str(ctx.output_dir / "weights.safetensors"),
+    }
+
+
+def make_data(folder: Path, local_rank: int) -> None:
+    """Prepares the data once a node, unless it is there."""
+    if local_rank == 0 and not (folder / "train").is_dir():
+        prepare(folder)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@torch.no_grad()
+def bits_per_byte(engine: Engine, dataset: ParquetTokens, ctx: Context) -> float:
+    """The mean loss over samples spread evenly over `dataset`, the same ones at any world size.
+
+    The ranks share the batches. A rank with none left computes one again and does not count it:
+    every rank must call the engine equally often, because at stage 3 a forward pass is collective.
+    """
+    engine.eval()
+    samples = VALIDATION_BATCHES * VALIDATION_BATCH_SIZE
+    total = torch.zeros((), device=ctx.device)
+    for turn in range(math.ceil(VALIDATION_BATCHES / ctx.world_size)):
+        number = turn * ctx.world_size + ctx.rank
+        first = number % VALIDATION_BATCHES * VALIDATION_BATCH_SIZE
+        batch = torch.stack(
+            [
+                dataset[k * len(dataset) // samples]
+                for k in range(first, first + VALIDATION_BATCH_SIZE)
+            ]
+        ).to(ctx.device)
+        loss = engine(batch[:, :-1], batch[:, 1:])
+        if number < VALIDATION_BATCHES:
+            total += loss
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    engine.train()
+    bits = total.item() / VALIDATION_BATCHES / math.log(2)
+    if ctx.is_main:
+        print(f"validation: {bits:.2f} bits per byte", flush=True)
+    return bits

@@ -1,0 +1,186 @@
+"""The Python job API: describe a job, run it, wait for it, stop it."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, TypeAlias
+
+from ray import cloudpickle
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.engine.validation import validated
+from rayzero.orchestrator import events as ev
+from rayzero.orchestrator.clock import SystemClock
+from rayzero.orchestrator.cluster import Cluster, connect
+from rayzero.orchestrator.controller import Controller
+from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.loading import check
+from rayzero.orchestrator.notices import Observer, Unwatched
+from rayzero.orchestrator.plan import JobPlan, make_plan
+from rayzero.orchestrator.result import JobResult
+from rayzero.orchestrator.spec import JobSpec, Workers
+from rayzero.orchestrator.worker_group import RayWorkerGroup
+
+__all__ = ["Job", "JobHandle", "JobResult", "Workers"]
+
+EntryPoint: TypeAlias = str | Callable[[Any], Any]
+
+STOP_S = 10.0
+"""How long a stopped job may take to be gone."""
+
+
+class Job:
+    """A job to run.
+
+    Args:
+        name: letters, digits, '.', '_' and '-'.
+        entrypoint: `module:function`, or a function of one argument, ctx.
+        engine: a DeepSpeed config file, relative to the working directory, or the same as a dict.
+        workers: how many, and what each needs.
+        args: handed to the function as ctx.args.
+        steps: optimizer steps, as ctx.steps.
+        settings: any other key of the job file: seed, checkpoint, recovery.
+
+    Raises:
+        ConfigError: a value is wrong.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: EntryPoint,
+        engine: str | Path | dict[str, Any] | None = None,
+        workers: Workers | dict[str, Any] | None = None,
+        args: dict[str, Any] | None = None,
+        steps: int | None = None,
+        **settings: Any,
+    ) -> None:
+        self._function = None if isinstance(entrypoint, str) else entrypoint
+        given = {
+            "name": name,
+            "entrypoint": _named(entrypoint),
+            "engine": str(engine) if isinstance(engine, Path) else engine,
+            "workers": workers,
+            "args": args,
+            "steps": steps,
+            **settings,
+        }
+        document = {key: value for key, value in given.items() if value is not None}
+        self.spec = check(validated(JobSpec, document, "job"), Path())
+
+    @classmethod
+    def from_spec(cls, spec: JobSpec) -> Job:
+        """A job from a checked spec, as `loading.load_job` returns it."""
+        job = cls.__new__(cls)
+        job._function, job.spec = None, spec
+        return job
+
+    def submit(self, address: str | None = None, observer: Observer | None = None) -> JobHandle:
+        """Starts the job in the background of this process; it ends with this process.
+
+        Args:
+            address: of a Ray cluster; by default RAY_ADDRESS, or else a cluster of our own.
+            observer: is told about states, steps and log lines, in the controller's thread.
+
+        Raises:
+            ConfigError: there is no such cluster, or the output folder cannot be made.
+        """
+        plan = self._plan()
+        return JobHandle(plan, connect(address), observer or Unwatched())
+
+    def run(self, address: str | None = None, observer: Observer | None = None) -> JobResult:
+        """Runs the job and waits for its end. An exception here, Ctrl-C too, stops the job.
+
+        Raises:
+            JobFailedError, ConfigError: the job failed, and why.
+        """
+        handle = self.submit(address, observer)
+        try:
+            return handle.result()
+        finally:
+            handle.stop()
+            handle.wait(STOP_S)
+
+    def _plan(self) -> JobPlan:
+        if self._function is None:
+            return make_plan(self.spec, self.spec.entrypoint)
+        return make_plan(self.spec, cloudpickle.dumps(self._function), tuple(sys.path))  # type: ignore[no-untyped-call]
+
+
+class JobHandle:
+    """A running job. Owns the controller's thread, and the connection to the cluster."""
+
+    def __init__(self, plan: JobPlan, cluster: Cluster, observer: Observer) -> None:
+        self._plan = plan
+        self._cluster = cluster
+        self._observer = observer
+        self._feed: Callable[[ev.Event], Any] | None = None
+        self._stop_wanted = Event()
+        self._result: JobResult | None = None
+        self._error: RayzeroError | None = None
+        self._thread = Thread(target=self._run, name="rayzero-controller", daemon=True)
+        atexit.register(self._at_exit)
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits for the job's end; whether it came in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def result(self) -> JobResult:
+        """Waits for the job's end and returns its result.
+
+        Raises:
+            JobFailedError, ConfigError: the job failed, and why.
+            JobStoppedError: it was stopped.
+        """
+        self.wait()
+        if self._result is None:
+            raise self._error or JobFailedError("the controller ended without a result")
+        return self._result
+
+    def stop(self) -> None:
+        """Asks the job to end. Returns at once; may be called from a signal handler, and twice."""
+        self._stop_wanted.set()
+        if self._feed is not None:
+            with suppress(RuntimeError):  # its loop is closed: the job has ended
+                self._feed(ev.StopWanted())
+
+    def _run(self) -> None:
+        try:
+            self._result = asyncio.run(self._main())
+        except RayzeroError as error:
+            self._error = error
+        except Exception as error:  # noqa: BLE001  # the thread's end: nothing may be lost
+            self._error = JobFailedError(f"rayzero itself failed: {type(error).__name__}: {error}")
+        finally:
+            self._cluster.close()
+            atexit.unregister(self._at_exit)
+
+    async def _main(self) -> JobResult:
+        clock = SystemClock()
+        group = RayWorkerGroup(self._plan.setup, clock, self._cluster.can_grow)
+        controller = Controller(self._plan, group, self._observer, clock)
+        loop = asyncio.get_running_loop()
+        self._feed = lambda event: loop.call_soon_threadsafe(controller.feed, event)
+        if self._stop_wanted.is_set():  # before there was somebody to tell
+            controller.feed(ev.StopWanted())
+        return await controller.run()
+
+    def _at_exit(self) -> None:
+        """The process ends: so does the job, before Ray's own exit handlers run."""
+        self.stop()
+        self.wait(STOP_S)
+
+
+def _named(entrypoint: EntryPoint) -> str:
+    if isinstance(entrypoint, str):
+        return entrypoint
+    name = getattr(entrypoint, "__qualname__", type(entrypoint).__qualname__)
+    return f"{getattr(entrypoint, '__module__', '__main__')}:{name}"

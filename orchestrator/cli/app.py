@@ -1,0 +1,52 @@
+"""The commands and their arguments. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Train PyTorch models with ZeRO on Ray clusters that keep changing.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def main() -> None:
+    """Train PyTorch models with ZeRO on Ray clusters that keep changing."""
+
+
+@app.command()
+def run(
+    job: Annotated[Path, typer.Argument(help="The job file (YAML).", metavar="JOB.yaml")],
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="host:port of a Ray cluster. Default: RAY_ADDRESS, or else a cluster of our own."
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Overrides a key of the job file: steps=10, engine.zero_optimization.stage=3.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON lines on stdout: events, then the summary.")
+    ] = False,
+) -> None:
+    """Run a job and wait for its end.
+
+    Exit code 0: it succeeded. 1: it failed. 2: a mistake in the job, its engine config or its
+    entry point. 130: stopped by Ctrl-C; a second Ctrl-C kills.
+    """
+    # Here, because it brings ray and pydantic with it, and `--help` must not wait for them.
+    from rayzero.orchestrator.cli.run import run_job
+
+    raise typer.Exit(run_job(job, overrides or (), address, as_json))

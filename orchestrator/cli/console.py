@@ -1,0 +1,210 @@
+"""What the user sees of a job: a live bar on a terminal, plain lines or JSON lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from time import monotonic
+from typing import Any, Protocol
+
+import rich.console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.notices import Notice, StateEntered, Warned, WorkersUp
+from rayzero.orchestrator.progress import StepRecord
+from rayzero.orchestrator.result import JobResult
+from rayzero.workers.messages import LogLine
+
+
+class Console(Protocol):
+    """An observer that also tells how the job ended. `see` is called in another thread."""
+
+    def expect(self, name: str, steps: int | None) -> None: ...
+    def see(self, notice: Notice) -> None: ...
+    def succeeded(self, result: JobResult) -> None: ...
+    def failed(self, error: RayzeroError) -> None: ...
+
+
+@contextmanager
+def console_for(as_json: bool) -> Iterator[Console]:
+    """The console that suits where stdout goes; a bar is taken down at the end of the `with`."""
+    if as_json:
+        yield JsonLines()
+    elif sys.stdout.isatty():
+        bar = LiveBar(rich.console.Console(highlight=False))
+        try:
+            yield bar
+        finally:
+            bar.take_down()
+    else:
+        yield PlainLines()
+
+
+def step_text(record: StepRecord) -> str:
+    """`loss 2.301 | 12,345 tokens/s | 0.12 s/step | 2 workers`"""
+    parts = [] if record.loss is None else [f"loss {record.loss:.4f}"]
+    if record.tokens_per_s is not None:
+        parts.append(f"{record.tokens_per_s:,.0f} tokens/s")
+    parts.append(f"{record.step_s:.3f} s/step")
+    parts.append(f"{record.world_size} worker{'s' * (record.world_size != 1)}")
+    return " | ".join(parts)
+
+
+class PlainLines:
+    """Lines for a file or a pipe: a step now and then, everything else as it comes."""
+
+    def __init__(
+        self,
+        write: Callable[[str], None] | None = None,
+        every_s: float = 5.0,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._write = write or _to_stdout
+        self._every_s = every_s
+        self._clock = clock
+        self._steps: int | None = None
+        self._next_at_s = 0.0
+        self._untold: StepRecord | None = None
+
+    def expect(self, name: str, steps: int | None) -> None:
+        self._steps = steps
+        self._write(f"job {name}")
+
+    def see(self, notice: Notice) -> None:
+        if isinstance(notice, StepRecord):
+            self._untold = notice
+            if self._clock() >= self._next_at_s:
+                self._next_at_s = self._clock() + self._every_s
+                self._tell_step()
+        else:
+            if isinstance(notice, StateEntered):
+                self._tell_step()
+            for line in notice_lines(notice):
+                self._write(line)
+
+    def succeeded(self, result: JobResult) -> None:
+        for line in summary_lines(result):
+            self._write(line)
+
+    def failed(self, error: RayzeroError) -> None:
+        self._tell_step()
+        print_error(error)
+
+    def _tell_step(self) -> None:
+        if self._untold is not None:
+            total = f"/{self._steps}" if self._steps else ""
+            self._write(f"step {self._untold.step}{total} | {step_text(self._untold)}")
+            self._untold = None
+
+
+class LiveBar:
+    """A progress bar that stays at the bottom; lines are printed above it."""
+
+    def __init__(self, terminal: rich.console.Console) -> None:
+        self._terminal = terminal
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(compact=True),
+            console=terminal,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._task = self._bar.add_task("", total=None, text="")
+        self._name = ""
+
+    def expect(self, name: str, steps: int | None) -> None:
+        self._name = name
+        self._bar.update(self._task, total=steps, description=f"{name}: pending")
+        self._bar.start()
+
+    def see(self, notice: Notice) -> None:
+        if isinstance(notice, StepRecord):
+            self._bar.update(self._task, completed=notice.step, text=step_text(notice))
+            return
+        if isinstance(notice, StateEntered):
+            self._bar.update(self._task, description=f"{self._name}: {notice.state}")
+        for line in notice_lines(notice):
+            self._terminal.print(line, markup=False, soft_wrap=True)
+
+    def succeeded(self, result: JobResult) -> None:
+        self.take_down()
+        for line in summary_lines(result):
+            self._terminal.print(line, markup=False, soft_wrap=True)
+
+    def failed(self, error: RayzeroError) -> None:
+        self.take_down()
+        print_error(error)
+
+    def take_down(self) -> None:
+        self._bar.stop()
+
+
+class JsonLines:
+    """One JSON object a line on stdout; the last is the summary or the error."""
+
+    def expect(self, name: str, steps: int | None) -> None:
+        self._emit("job", {"name": name, "steps": steps})
+
+    def see(self, notice: Notice) -> None:
+        match notice:
+            case StepRecord():
+                self._emit("step", asdict(notice) | {"tokens_per_s": notice.tokens_per_s})
+            case StateEntered():
+                self._emit("state", asdict(notice))
+            case WorkersUp():
+                self._emit("workers", asdict(notice))
+            case LogLine():
+                self._emit("log", asdict(notice))
+            case Warned():
+                self._emit("warning", asdict(notice))
+
+    def succeeded(self, result: JobResult) -> None:
+        self._emit("summary", result.metrics)
+
+    def failed(self, error: RayzeroError) -> None:
+        self._emit("error", {"kind": type(error).__name__, "text": str(error)})
+        print_error(error)
+
+    def _emit(self, event: str, fields: dict[str, Any]) -> None:
+        _to_stdout(json.dumps({"event": event, **fields}))
+
+
+def notice_lines(notice: Notice) -> Iterator[str]:
+    """What is said in words, whatever the console."""
+    match notice:
+        case LogLine():
+            yield f"[rank {notice.rank}] {notice.text}"
+        case Warned():
+            yield f"warning: {notice.text}"
+        case WorkersUp():
+            for worker in notice.workers:
+                yield f"worker {worker.index} is up on node {worker.node} (pid {worker.pid})"
+        case StateEntered() if not notice.state.is_final:
+            yield f"state: {notice.state}"
+
+
+def summary_lines(result: JobResult) -> Iterator[str]:
+    for key, value in result.metrics.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{name} {_figure(part)}" for name, part in value.items())
+        yield f"{key}: {_figure(value)}"
+    yield f"summary: {result.summary_path}"
+
+
+def print_error(error: RayzeroError) -> None:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _to_stdout(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,57 @@
+"""`rayzero run`: one job, from its file to an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.orchestrator.api import Job, JobHandle
+from rayzero.orchestrator.cli.console import Console, console_for
+from rayzero.orchestrator.cli.signals import Signals
+from rayzero.orchestrator.errors import JobStoppedError
+from rayzero.orchestrator.loading import load_job
+from rayzero.orchestrator.notices import Warned
+
+_LOOK_S = 0.1  # how often the main thread looks whether a signal came
+
+
+def run_job(path: Path, overrides: Sequence[str], address: str | None, as_json: bool) -> int:
+    """Runs the job in `path`; returns the process's exit code."""
+    with console_for(as_json) as console:
+        try:
+            spec = load_job(path, overrides)
+            console.expect(spec.name, spec.steps)
+            return _run(Job.from_spec(spec), address, console)
+        except RayzeroError as error:
+            console.failed(error)
+            return exit_code(error)
+        except KeyboardInterrupt:  # before the job's own signals were in place
+            return 130
+
+
+def exit_code(error: RayzeroError) -> int:
+    """2 for what the user wrote, 1 for what happened."""
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _run(job: Job, address: str | None, console: Console) -> int:
+    handle = job.submit(address, console)
+    # After submit, because ray.init installs a handler of its own.
+    with Signals() as signals:
+        _wait(handle, signals, console)
+    try:
+        console.succeeded(handle.result())
+    except JobStoppedError as stopped:
+        console.failed(stopped)
+        return signals.exit_code or 1
+    return 0
+
+
+def _wait(handle: JobHandle, signals: Signals, console: Console) -> None:
+    told = False
+    while not handle.wait(_LOOK_S):
+        if signals.exit_code and not told:
+            handle.stop()
+            console.see(Warned(f"{signals.name}: stopping the job; once more kills it"))
+            told = True

@@ -1,0 +1,47 @@
+"""Ctrl-C and SIGTERM: the first asks for a clean end, the second ends the process at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Signals:
+    """Handles the signals for the length of a `with`, in the main thread.
+
+    The handler only takes a note: the main thread's loop acts on it. After the second signal the
+    kernel ends what is ours: a Ray cluster of our own dies with its parent process, and on any
+    other cluster actors die with their driver.
+    """
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number once one came, 0 before."""
+        return 0 if self._first is None else 128 + self._first
+
+    @property
+    def name(self) -> str:
+        return "" if self._first is None else signal.Signals(self._first).name
+
+    def __enter__(self) -> Signals:
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self._first is not None:
+            os._exit(128 + number)
+        self._first = number

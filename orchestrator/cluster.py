@@ -1,0 +1,79 @@
+"""The Ray cluster a job runs on: the one the user names, or one of our own for the time being."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import ray
+
+from rayzero.engine.errors import ConfigError
+
+_OBJECT_STORE_BYTES = 128 * 2**20  # nothing big goes through it
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A connection to Ray.
+
+    Args:
+        owned: whether we made the connection, and so close it.
+        can_grow: whether waiting for resources can help: not on our own, single-node cluster.
+    """
+
+    owned: bool
+    can_grow: bool
+
+    def close(self) -> None:
+        """Closes what `connect` opened; our own cluster ends with it. Does nothing twice."""
+        if self.owned and ray.is_initialized():
+            ray.shutdown()
+
+
+def connect(address: str | None) -> Cluster:
+    """Joins the cluster at `address` or RAY_ADDRESS, or else starts one on this machine.
+
+    A process that is connected to Ray already stays where it is.
+
+    Raises:
+        ConfigError: there is no cluster at that address.
+    """
+    if ray.is_initialized():
+        return Cluster(owned=False, can_grow=True)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"address {address!r} is Ray's client protocol",
+            allowed="host:port of a cluster this machine is part of, or `auto`",
+            fix="`ray job submit --address http://HOST:8265 -- rayzero run job.yaml` from outside",
+        )
+    if address == "local":
+        _start()
+        return Cluster(owned=True, can_grow=False)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"there is no Ray cluster at {address!r}: {str(error).splitlines()[0]}",
+            fix="--address or RAY_ADDRESS; without either, a cluster is started on this machine",
+        ) from None
+    return Cluster(owned=True, can_grow=True)
+
+
+def _start() -> None:
+    """Our own cluster listens on the loopback interface only and ends with this process.
+
+    Ray turns authentication on when it finds a token in the user's home; workers of a cluster
+    that nobody else can reach do without, whatever lies there.
+    """
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        _node_ip_address="127.0.0.1",
+    )

@@ -1,0 +1,110 @@
+"""What can happen to a job. Policies have spoken already: a fault comes as what it means.
+
+An event with a `generation` is about that process group; once a newer one exists it is stale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rayzero.engine.errors import RayzeroError
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """The job was accepted."""
+
+
+@dataclass(frozen=True)
+class WorkersPlaced:
+    """The workers' processes are alive and answer."""
+
+
+@dataclass(frozen=True)
+class GenerationFormed:
+    """Every member joined the generation's process group and goes on to the user's function."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class AllFinished:
+    """The user's function returned on every rank."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class FaultNoticed:
+    """A fault the job survives, by the failure policy."""
+
+    generation: int
+    lost_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FaultFatal:
+    """A fault that ends the job, by the failure policy; or the job cannot start."""
+
+    error: RayzeroError
+
+
+@dataclass(frozen=True)
+class ResizeWanted:
+    """Another world size, by the elasticity policy or by hand."""
+
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """The old generation can do nothing more: its survivors are out of the user's function."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class RecoveryStepPicked:
+    """The newest step of which every range is held somewhere."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class MembershipSettled:
+    """Who takes part in the next generation."""
+
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StopWanted:
+    """The user wants the job to end: Ctrl-C, SIGTERM, `stop()`."""
+
+
+@dataclass(frozen=True)
+class TrainingStopped:
+    """Every user's function was unwound."""
+
+
+@dataclass(frozen=True)
+class StopTimedOut:
+    """Some user's function did not unwind in time; its process will be killed."""
+
+
+Event: TypeAlias = (
+    Submitted
+    | WorkersPlaced
+    | GenerationFormed
+    | AllFinished
+    | FaultNoticed
+    | FaultFatal
+    | ResizeWanted
+    | Fenced
+    | RecoveryStepPicked
+    | MembershipSettled
+    | StopWanted
+    | TrainingStopped
+    | StopTimedOut
+)

@@ -1,0 +1,90 @@
+"""How many workers, and which rank each of them gets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import floor
+
+from rayzero.orchestrator.errors import JobFailedError
+from rayzero.workers.messages import WorkerInfo
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the job asks for: between `least` and `most` workers of so many CPUs and GPUs each."""
+
+    least: int
+    most: int
+    cpus: float
+    gpus: float
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """CPUs and GPUs: a node's, or what is free in the whole cluster."""
+
+    cpus: float
+    gpus: float
+
+    def room(self, need: Need) -> int:
+        """How many workers fit in here."""
+        rooms = [floor(self.cpus / need.cpus)] if need.cpus else []
+        rooms += [floor(self.gpus / need.gpus)] if need.gpus else []
+        return min(rooms)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place in a generation."""
+
+    worker: int
+    rank: int
+    local_rank: int
+    local_world_size: int
+
+
+def could_hold(nodes: Sequence[Capacity], need: Need) -> int:
+    """How many workers the nodes could hold if they were free: a worker never spans two nodes."""
+    return sum(node.room(need) for node in nodes)
+
+
+def world_size(nodes: Sequence[Capacity], free: Capacity, need: Need) -> int:
+    """How many workers to ask for: as many as fit now, but at least the least."""
+    fits = min(could_hold(nodes, need), free.room(need))
+    return max(need.least, min(need.most, fits))
+
+
+def too_small(
+    nodes: Sequence[Capacity], free: Capacity, need: Need, waited_s: float
+) -> JobFailedError:
+    """The error for a cluster that has no room for the least number of workers."""
+    each = f"{need.cpus:g} CPU" + (f" and {need.gpus:g} GPU" if need.gpus else "")
+    cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
+    waited = f" after {waited_s:g} s" if waited_s else ""
+    fits = min(could_hold(nodes, need), free.room(need))
+    return JobFailedError(
+        f"the cluster has room for {fits} of at least {need.least} workers with {each} "
+        f"each{waited}: it has {len(nodes)} nodes with {cpus:g} CPU and {gpus:g} GPU in all, of "
+        f"which {free.cpus:g} CPU and {free.gpus:g} GPU are free",
+        allowed=f"free resources for {need.least} workers within {need.timeout_s:g} s "
+        "(workers.start_timeout_s)",
+        fix="workers.min, workers.cpus or workers.gpus in the job file, or the size of the cluster",
+    )
+
+
+def ranks(workers: Sequence[WorkerInfo]) -> tuple[Place, ...]:
+    """Ranks in the workers' order, but node by node, so that neighbours in rank share a node."""
+    order: dict[str, int] = {}
+    for worker in sorted(workers, key=lambda one: one.index):
+        order.setdefault(worker.node_id, len(order))
+    seated = sorted(workers, key=lambda one: (order[one.node_id], one.index))
+    sizes = Counter(worker.node_id for worker in workers)
+    local: Counter[str] = Counter()
+    places = []
+    for rank, worker in enumerate(seated):
+        places.append(Place(worker.index, rank, local[worker.node_id], sizes[worker.node_id]))
+        local[worker.node_id] += 1
+    return tuple(places)

@@ -1,0 +1,109 @@
+"""From the ranks' reports to one record a step, and to the totals of the job. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from rayzero.workers.messages import Report
+
+_BYTES = "bytes/"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step, over all ranks.
+
+    Args:
+        loss: the mean over ranks (an engine's loss is already global and the same on each).
+        tokens: counted by all ranks since the last record.
+        step_s: the slowest rank's time.
+        gauges: the mean over ranks of everything else they reported.
+    """
+
+    step: int
+    world_size: int
+    generation: int
+    loss: float | None
+    tokens: float
+    step_s: float
+    gauges: dict[str, float]
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.tokens / self.step_s if self.tokens and self.step_s > 0 else None
+
+
+class JobProgress:
+    """Collects reports until a step is complete, which is when every rank has finished it."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self.tokens = 0.0
+        self.step_time_s = 0.0
+        self.peak_bytes: dict[str, int] = {}
+        self._generation = 0
+        self._world_size = 0
+        self._open: defaultdict[int, dict[int, Report]] = defaultdict(dict)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Over all steps; time outside of steps, such as validation, does not count."""
+        return self.tokens / self.step_time_s if self.tokens and self.step_time_s > 0 else None
+
+    def begin(self, generation: int, world_size: int) -> None:
+        """A new generation begins; what the old one left unfinished is forgotten."""
+        self._generation, self._world_size = generation, world_size
+        self._open.clear()
+
+    def add(self, report: Report) -> StepRecord | None:
+        """The record of the step that this report completes, if it does."""
+        if report.generation != self._generation:
+            return None
+        self.peak(
+            {
+                name.removeprefix(_BYTES): int(value)
+                for name, value in report.gauges.items()
+                if name.startswith(_BYTES)
+            }
+        )
+        ranks = self._open[report.step]
+        ranks[report.rank] = report
+        if len(ranks) < self._world_size:
+            return None
+        del self._open[report.step]
+        return self._close(report.step, list(ranks.values()))
+
+    def count(self, counters: dict[str, float]) -> None:
+        """Adds what a rank counted after its last step."""
+        self.tokens += counters.get("tokens", 0.0)
+
+    def peak(self, held: dict[str, int]) -> None:
+        """Notes the bytes a rank holds, by class; the most of any rank stays."""
+        for name, amount in held.items():
+            self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), amount)
+
+    def _close(self, step: int, reports: list[Report]) -> StepRecord:
+        gauges: defaultdict[str, list[float]] = defaultdict(list)
+        for report in reports:
+            for name, value in report.gauges.items():
+                gauges[name].append(value)
+        means = {name: sum(values) / len(values) for name, values in gauges.items()}
+        record = StepRecord(
+            step=step,
+            world_size=self._world_size,
+            generation=self._generation,
+            loss=means.pop("loss", None),
+            tokens=sum(report.counters.get("tokens", 0.0) for report in reports),
+            step_s=max(gauges.get("step_s", [0.0])),
+            gauges={name: value for name, value in means.items() if name != "step_s"},
+        )
+        self.steps = max(self.steps, step)
+        self.tokens += record.tokens
+        self.step_time_s += record.step_s
+        if record.loss is not None:
+            self.first_loss = record.loss if self.first_loss is None else self.first_loss
+            self.last_loss = record.loss
+        return record

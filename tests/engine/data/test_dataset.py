@@ -1,0 +1,125 @@
+"""Parquet token shards: samples across row groups and shards, and every way they can be wrong."""
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from rayzero.engine.data.dataset import ParquetTokens
+from rayzero.engine.errors import ConfigError, DataError
+
+
+def write(path: Path, tokens: np.ndarray, row_group_size: int = 7) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"tokens": tokens}), path, row_group_size=row_group_size)
+
+
+@pytest.fixture
+def stream(tmp_path: Path) -> np.ndarray:
+    """100 tokens in three shards of uneven row groups, the last shard in a sub-folder."""
+    tokens = np.random.default_rng(0).integers(0, 256, 100).astype(np.uint8)
+    write(tmp_path / "data/0.parquet", tokens[:30])
+    write(tmp_path / "data/1.parquet", tokens[30:33], row_group_size=2)
+    write(tmp_path / "data/more/2.parquet", tokens[33:], row_group_size=50)
+    return tokens
+
+
+@pytest.mark.parametrize("context", [1, 3, 10, 33, 99])
+def test_samples_are_the_stream(tmp_path: Path, stream: np.ndarray, context: int) -> None:
+    data = ParquetTokens(tmp_path / "data", context)
+    assert data.num_tokens == 100
+    assert len(data) == 99 // context
+    for i in range(len(data)):
+        sample = data[i]
+        assert sample.dtype == torch.int64
+        assert sample.tolist() == stream[i * context : (i + 1) * context + 1].tolist()
+    assert data[-1].tolist() == data[len(data) - 1].tolist()
+    with pytest.raises(IndexError):
+        data[len(data)]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.uint32, np.int64])
+def test_any_integer_type(tmp_path: Path, dtype: type) -> None:
+    tokens = np.array([0, 1, 127, 5], dtype=dtype)
+    write(tmp_path / "one.parquet", tokens)
+    assert ParquetTokens(tmp_path / "one.parquet", 3)[0].tolist() == [0, 1, 127, 5]
+
+
+def test_a_file_a_folder_or_a_glob(tmp_path: Path, stream: np.ndarray) -> None:
+    assert ParquetTokens(str(tmp_path / "data/0.parquet"), 2).num_tokens == 30
+    assert ParquetTokens(str(tmp_path / "data/*.parquet"), 2).num_tokens == 33
+    assert ParquetTokens(str(tmp_path / "data/**/*.parquet"), 2).num_tokens == 100
+
+
+def test_lazy_and_bounded(tmp_path: Path, stream: np.ndarray, monkeypatch) -> None:
+    opened = []
+    real = pq.ParquetFile
+
+    def counting(*args, **kwargs):
+        opened.append(args)
+        return real(*args, **kwargs)
+
+    data = ParquetTokens(tmp_path / "data", 3, cached_row_groups=1)
+    monkeypatch.setattr("rayzero.engine.data.dataset.pq.ParquetFile", counting)
+    assert data.num_tokens == 100  # from the footers alone
+    assert opened == []
+    data[0], data[1], data[0]
+    assert len(opened) == 1
+    data[20], data[0]
+    assert len(opened) == 3
+
+
+def test_threads_read_the_same(tmp_path: Path, stream: np.ndarray) -> None:
+    data = ParquetTokens(tmp_path / "data", 3, cached_row_groups=2)
+    with ThreadPoolExecutor(8) as pool:
+        samples = list(pool.map(data.__getitem__, list(range(len(data))) * 20))
+    for i, sample in zip(list(range(len(data))) * 20, samples, strict=True):
+        assert sample.tolist() == stream[i * 3 : i * 3 + 4].tolist()
+
+
+def test_it_pickles_as_its_arguments(tmp_path: Path, stream: np.ndarray) -> None:
+    data = ParquetTokens(tmp_path / "data", 9)
+    copy = pickle.loads(pickle.dumps(data))
+    assert len(copy) == len(data)
+    assert copy[3].tolist() == data[3].tolist()
+    pattern = ParquetTokens(str(tmp_path / "data/*.parquet"), 2)
+    assert pickle.loads(pickle.dumps(pattern)).num_tokens == 33
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    def refused(path: Path, match: str, context: int = 4) -> None:
+        with pytest.raises(DataError, match=match) as caught:
+            ParquetTokens(path, context)
+        assert caught.value.allowed
+        assert caught.value.fix
+
+    refused(tmp_path / "nowhere", "no data at .*nowhere")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "no Parquet shards")
+    refused(tmp_path / "*.parquet", "no Parquet shards")
+    (tmp_path / "text.parquet").write_text("not Parquet at all")
+    refused(tmp_path / "text.parquet", r"text\.parquet cannot be read")
+    pq.write_table(pa.table({"words": ["a"]}), tmp_path / "words.parquet")
+    refused(tmp_path / "words.parquet", "has the columns \\['words'\\]")
+    pq.write_table(pa.table({"tokens": [0.5]}), tmp_path / "float.parquet")
+    refused(tmp_path / "float.parquet", "of type double")
+    pq.write_table(pa.table({"tokens": [[1, 2], [3]]}), tmp_path / "list.parquet")
+    refused(tmp_path / "list.parquet", "of type list")
+    write(tmp_path / "few.parquet", np.arange(4, dtype=np.uint8))
+    refused(tmp_path / "few.parquet", "holds 4 tokens")
+    assert len(ParquetTokens(tmp_path / "few.parquet", 3)) == 1
+    write(tmp_path / "none.parquet", np.empty(0, dtype=np.uint8))
+    refused(tmp_path / "none.parquet", "holds 0 tokens", context=1)
+    with pytest.raises(ConfigError, match="context is 0"):
+        ParquetTokens(tmp_path / "few.parquet", 0)
+
+
+def test_missing_tokens_are_said(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"tokens": [1, None, 3]}), tmp_path / "holes.parquet")
+    with pytest.raises(DataError, match="1 missing tokens"):
+        ParquetTokens(tmp_path / "holes.parquet", 2)[0]

@@ -1,0 +1,300 @@
+"""The loader: every sample once whatever the world size, epochs, weights, errors, threads."""
+
+import gc
+import threading
+from collections import Counter, namedtuple
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+from rayzero.engine.data.loader import LoaderPlan, StepLoader, dataset_length
+from rayzero.engine.data.order import SampleOrder
+from rayzero.engine.data.progress import Progress
+from rayzero.engine.data.transfer import pinned, to_device
+from rayzero.engine.errors import DataError, EngineError
+
+
+def threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "rayzero-prefetch"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    yield
+    if threads():
+        gc.collect()
+    for thread in threads():
+        thread.join(2)
+    assert threads() == []
+
+
+def loader(
+    length: int = 10,
+    global_batch: int = 4,
+    micro_batch: int = 2,
+    world: tuple[int, int] = (1, 0),
+    progress: Progress | None = None,
+) -> StepLoader:
+    """Over the samples 0, 1, ..., so that a batch shows which samples it holds."""
+    plan = LoaderPlan(global_batch, micro_batch, *world)
+    progress = progress or Progress(global_batch=global_batch)
+    return StepLoader(list(range(length)), SampleOrder(length, 1), plan, progress)
+
+
+def consume(one: StepLoader, batches: Iterator) -> list[tuple[list[int], float]]:
+    """Runs an iteration as the engine would, and returns (samples, weight) of each micro-batch."""
+    seen = []
+    for batch in batches:
+        progress = one.progress
+        seen.append((batch.tolist(), progress.weight))
+        progress.micro_step += 1
+        if progress.micro_step == one.micro_steps:
+            progress.micro_step = 0
+            progress.step += 1
+            progress.sample_cursor += one.plan.global_batch
+    return seen
+
+
+def owned(seen: list[tuple[list[int], float]]) -> list[int]:
+    return [sample for samples, weight in seen if weight for sample in samples]
+
+
+def test_one_rank_follows_the_global_order_over_epochs() -> None:
+    one = loader(length=10, global_batch=4, micro_batch=2)
+    order = SampleOrder(10, 1)
+    assert len(one) == 6
+    assert owned(consume(one, iter(one))) == order.indices(0, 12).tolist()  # 2 of the next epoch
+    assert one.progress.sample_cursor == 12
+    assert len(one) == 4  # the second epoch has 8 samples left, two steps
+    assert owned(consume(one, iter(one))) == order.indices(12, 8).tolist()
+    assert one.progress.step == 5
+
+
+def test_a_batch_larger_than_the_dataset() -> None:
+    one = loader(length=3, global_batch=8, micro_batch=8)
+    assert len(one) == 1
+    seen = consume(one, iter(one))
+    assert Counter(owned(seen)) == Counter(SampleOrder(3, 1).indices(0, 8).tolist())
+
+
+@settings(max_examples=30)
+@given(
+    length=st.integers(1, 40),
+    global_batch=st.integers(1, 12),
+    micro_batch=st.integers(1, 5),
+    worlds=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=4),
+)
+def test_every_sample_once_at_any_membership_history(
+    length: int, global_batch: int, micro_batch: int, worlds: list[tuple[int, int]]
+) -> None:
+    """The world changes after any number of steps; all ranks together follow the one order."""
+    cursor, history = 0, []
+    for world_size, steps in worlds:
+        ranks = []
+        for rank in range(world_size):
+            one = loader(
+                length,
+                global_batch,
+                micro_batch,
+                (world_size, rank),
+                Progress(sample_cursor=cursor, global_batch=global_batch),
+            )
+            seen = consume(one, one.steps(steps))
+            turns = one.micro_steps
+            assert len(seen) == steps * turns
+            ranks.append([seen[step * turns : (step + 1) * turns] for step in range(steps)])
+        for step in range(steps):
+            history += [sample for rank in ranks for sample in owned(rank[step])]
+            assert sum(w for rank in ranks for _, w in rank[step]) == pytest.approx(1.0)
+        cursor += steps * global_batch
+    assert history == SampleOrder(length, 1).indices(0, cursor).tolist()
+
+
+@given(length=st.integers(1, 50), global_batch=st.integers(1, 60), steps=st.integers(0, 50))
+def test_len_is_what_an_epoch_hands_out(length: int, global_batch: int, steps: int) -> None:
+    one = loader(length, global_batch, 3, progress=Progress(sample_cursor=steps * global_batch))
+    epoch = steps * global_batch // length
+    starts = [
+        s * global_batch
+        for s in range(300)
+        if epoch * length <= s * global_batch < (epoch + 1) * length
+    ]
+    assert len(one) == len(starts) * one.micro_steps
+
+
+def test_a_step_left_half_way_is_gone_on_with() -> None:
+    one = loader(length=10, global_batch=6, micro_batch=2)
+    batches = iter(one)
+    first = consume(one, (next(batches) for _ in range(4)))
+    rest = consume(one, one.steps(1))
+    assert one.progress.step == 2
+    assert owned(first + rest) == SampleOrder(10, 1).indices(0, 12).tolist()
+
+
+def test_ranks_without_samples_borrow_one() -> None:
+    one = loader(length=10, global_batch=2, micro_batch=1, world=(3, 2))
+    (samples, weight), *_ = consume(one, one.steps(1))
+    assert weight == 0.0
+    assert samples == SampleOrder(10, 1).indices(0, 1).tolist()
+
+
+def test_a_new_iteration_closes_the_one_before() -> None:
+    one = loader()
+    earlier = iter(one)
+    next(earlier)
+    next(iter(one))
+    with pytest.raises(EngineError, match="closed"):
+        next(earlier)
+
+
+def test_threads_end_with_their_iterator() -> None:
+    one = loader(length=1000)
+    closed = one.steps(100)
+    next(closed)
+    (thread,) = threads()
+    closed.close()
+    assert not thread.is_alive()
+
+    dropped = one.steps(100)
+    next(dropped)
+    (thread,) = threads()
+    del dropped
+    assert not thread.is_alive()
+
+    exhausted = one.steps(1)
+    consume(one, exhausted)
+    assert threads() == []
+
+    def train() -> None:
+        for _ in one.steps(100):
+            raise KeyError(threads().pop())
+
+    with pytest.raises(KeyError) as caught:
+        train()
+    (thread,) = caught.value.args
+    del caught  # the traceback keeps the frame, which keeps the iterator
+    assert not thread.is_alive()
+
+
+def test_an_iteration_never_begun_has_no_thread() -> None:
+    one = loader()
+    batches = iter(one)
+    assert threads() == []
+    del batches
+
+
+def test_it_reads_ahead_but_not_far() -> None:
+    read = threading.Semaphore(0)
+    count = []
+
+    class Counting(list):
+        def __getitem__(self, index):
+            count.append(index)
+            read.release()
+            return super().__getitem__(index)
+
+    data = Counting(range(100))
+    one = StepLoader(data, SampleOrder(100, 0), LoaderPlan(1, 1, 1, 0), Progress())
+    batches = one.steps(100)
+    next(batches)
+    for _ in range(4):  # one handed out, two in the queue, one in the thread's hands
+        assert read.acquire(timeout=5)
+    assert not read.acquire(timeout=0.3)
+    assert len(count) == 4
+    batches.close()
+
+
+class Broken(list):
+    """A dataset that has one bad sample."""
+
+    def __getitem__(self, index):
+        if index == 7:
+            raise OSError("disk on fire")
+        return super().__getitem__(index)
+
+
+def test_an_error_of_the_dataset_names_the_sample() -> None:
+    one = StepLoader(Broken(range(10)), SampleOrder(10, 0), LoaderPlan(2, 2, 1, 0), Progress())
+    with pytest.raises(DataError, match=r"sample 7 .* OSError: disk on fire") as caught:
+        consume(one, iter(one))
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_batches_before_the_error_are_handed_out() -> None:
+    order = SampleOrder(10, 0)
+    bad = order.indices(0, 10).tolist().index(7)
+    one = StepLoader(Broken(range(10)), order, LoaderPlan(1, 1, 1, 0), Progress())
+    batches = iter(one)
+    for position in range(bad):
+        assert next(batches).tolist() == [order.index(position)]
+    with pytest.raises(DataError, match="sample 7"):
+        next(batches)
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_samples_that_make_no_batch_are_named() -> None:
+    ragged = [torch.zeros(i) for i in range(4)]
+    one = StepLoader(ragged, SampleOrder(4, 0), LoaderPlan(2, 2, 1, 0), Progress())
+    with pytest.raises(DataError, match=r"samples \[\d, \d\] do not make a batch"):
+        next(iter(one))
+    assert len(next(iter(StepLoader(ragged, SampleOrder(4, 0), one.plan, Progress(), list)))) == 2
+
+
+def test_getitems_is_used_when_offered() -> None:
+    class Many(list):
+        def __getitems__(self, indices):
+            assert type(indices) is list
+            return [super(Many, self).__getitem__(i) * 10 for i in indices]
+
+    one = StepLoader(Many(range(10)), SampleOrder(10, 1), LoaderPlan(4, 4, 1, 0), Progress())
+    assert next(iter(one)).tolist() == [i * 10 for i in SampleOrder(10, 1).indices(0, 4).tolist()]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("data", [Stream(), iter([1, 2]), {1, 2}, object()])
+def test_what_is_not_map_style_is_refused(data: object) -> None:
+    with pytest.raises(DataError, match="can only be iterated") as caught:
+        StepLoader(data, SampleOrder(3, 0), LoaderPlan(1, 1, 1, 0), Progress())
+    assert caught.value.fix
+
+
+def test_empty_or_changed_data_is_refused() -> None:
+    with pytest.raises(DataError, match="is empty"):
+        dataset_length([])
+    with pytest.raises(DataError, match="3 samples and the order is over 4"):
+        StepLoader([1, 2, 3], SampleOrder(4, 0), LoaderPlan(1, 1, 1, 0), Progress())
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+def test_nests_of_containers_are_moved() -> None:
+    meta = torch.device("meta")
+    batch = {"a": torch.ones(2), "b": [Pair(torch.ones(1), "text"), (torch.ones(3),)]}
+    assert to_device(batch, torch.device("cpu")) is batch
+    moved = to_device(batch, meta)
+    assert moved["a"].device == moved["b"][1][0].device == meta
+    pair = moved["b"][0]
+    assert type(pair) is Pair
+    assert (pair.x.device, pair.y) == (meta, "text")
+
+
+@pytest.mark.gpu
+def test_batches_arrive_on_the_gpu_through_pinned_memory() -> None:
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    data = torch.arange(64 * 1024).view(64, 1024)
+    order = SampleOrder(64, 0)
+    one = StepLoader(data, order, LoaderPlan(8, 4, 1, 0), Progress(), device=device)
+    assert pinned(data).is_pinned()
+    seen = torch.cat(list(one))
+    assert seen.device == device
+    assert torch.equal(seen.cpu(), data[order.indices(0, 64)])

@@ -1,0 +1,81 @@
+"""A step's split over ranks and micro-steps: the rule, for any sizes."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.engine.data.split import MicroBatch, micro_steps, split_step
+from rayzero.engine.errors import ConfigError
+
+SIZES = {
+    "global_batch": st.integers(1, 200),
+    "world_size": st.integers(1, 40),
+    "micro_batch": st.integers(1, 30),
+}
+
+
+@given(**SIZES)
+def test_every_sample_once_and_weights_add_up(
+    global_batch: int, world_size: int, micro_batch: int
+) -> None:
+    plans = [split_step(global_batch, world_size, r, micro_batch) for r in range(world_size)]
+    owned = [m.start + k for plan in plans for m in plan for k in range(m.count)]
+    assert owned == list(range(global_batch))  # contiguous runs, in the order of the ranks
+    exact = sum(Fraction(m.count, global_batch) for plan in plans for m in plan)
+    assert exact == 1
+    assert all(m.weight == m.count / global_batch for plan in plans for m in plan)
+    assert sum(m.weight for plan in plans for m in plan) == pytest.approx(1.0)
+
+
+@given(**SIZES)
+def test_every_rank_runs_the_same_number_of_even_micro_steps(
+    global_batch: int, world_size: int, micro_batch: int
+) -> None:
+    turns = micro_steps(global_batch, world_size, micro_batch)
+    shares = []
+    for rank in range(world_size):
+        plan = split_step(global_batch, world_size, rank, micro_batch)
+        assert len(plan) == turns
+        counts = [m.count for m in plan]
+        assert max(counts) <= micro_batch
+        assert max(counts) - min(counts) <= 1
+        shares.append(sum(counts))
+    assert max(shares) - min(shares) <= 1
+    # No fewer micro-steps would do.
+    assert turns == 1 or max(shares) > (turns - 1) * micro_batch
+
+
+@given(**SIZES)
+def test_borrowed_samples_are_real_and_weigh_nothing(
+    global_batch: int, world_size: int, micro_batch: int
+) -> None:
+    for rank in range(world_size):
+        for m in split_step(global_batch, world_size, rank, micro_batch):
+            assert m.borrowed == (m.count == 0) == (m.weight == 0.0)
+            assert m.reads == (m.count or 1)
+            assert 0 <= m.start <= m.start + m.reads <= global_batch
+
+
+def test_examples() -> None:
+    assert split_step(8, 2, 1, 4) == (MicroBatch(4, 4, 0.5),)
+    assert split_step(8, 3, 0, 2) == (MicroBatch(0, 2, 0.25), MicroBatch(2, 1, 0.125))
+    assert split_step(8, 3, 2, 2) == (MicroBatch(6, 1, 0.125), MicroBatch(7, 1, 0.125))
+    assert split_step(2, 3, 2, 4) == (MicroBatch(0, 0, 0.0),)
+    # The largest share takes two turns, so a rank with one sample borrows for the second.
+    assert [m.borrowed for m in split_step(4, 3, 1, 1)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seen"),
+    [
+        ((0, 1, 0, 1), "the global batch is 0"),
+        ((8, 0, 0, 1), "the world size is 0"),
+        ((8, 2, 0, -1), "the micro-batch is -1"),
+        ((8, 2, 2, 1), "rank 2 of 2"),
+    ],
+)
+def test_senseless_sizes_are_refused(sizes: tuple[int, int, int, int], seen: str) -> None:
+    with pytest.raises(ConfigError, match=seen):
+        split_step(*sizes)

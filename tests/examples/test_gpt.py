@@ -1,0 +1,189 @@
+"""The GPT example's parts, without rayzero's engine: the model, and the data it prepares."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from examples.gpt import prepare as preparation
+from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.prepare import prepare, split_of
+from rayzero.engine.data.dataset import ParquetTokens
+from rayzero.engine.errors import DataError
+
+TINY = GPTConfig(context=16, layers=2, width=32, heads=4)
+
+
+def test_logits_loss_and_size() -> None:
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    tokens = torch.randint(256, (3, 17))
+    assert model(tokens[:, :-1]).shape == (3, 16, 256)
+    assert model(tokens[:, :5]).shape == (3, 5, 256)
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(torch.log(torch.tensor(256.0)).item(), abs=0.2)
+    block = 12 * 32 * 32 + (3 + 1 + 4 + 1) * 32 + 4 * 32  # matrices, their biases, two norms
+    assert model.num_parameters() == (256 + 16) * 32 + 2 * block + 2 * 32
+    untied = GPT(GPTConfig(context=16, layers=2, width=32, heads=4, tie=False))
+    assert untied.num_parameters() == model.num_parameters() + 256 * 32
+
+
+def test_it_cannot_see_the_future() -> None:
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    tokens = torch.randint(256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % 256
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+def test_weights_are_scaled_with_depth() -> None:
+    torch.manual_seed(0)
+    block = GPT(GPTConfig(layers=8, width=128, heads=4)).blocks[0]
+    assert block.up.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.down.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert block.attention.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+
+
+def test_a_large_model_builds_on_meta() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(layers=9, width=512, heads=8))
+    assert 28e6 < model.num_parameters() < 32e6
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.head.weight is model.token.weight
+
+
+def test_layers_made_real_one_by_one_get_the_same_kind_of_weights() -> None:
+    with torch.device("meta"):
+        block = GPT(GPTConfig(layers=2, width=128, heads=4)).blocks[0]
+    for layer in block.modules():
+        if list(layer.parameters(recurse=False)):
+            layer.to_empty(device="cpu", recurse=False)
+            layer.reset_parameters()
+    assert block.down.weight.std().item() == pytest.approx(0.01, rel=0.05)
+    assert not block.down.bias.any()
+    assert torch.equal(block.norm_1.weight, torch.ones(128))
+
+
+def test_heads_must_divide_the_width() -> None:
+    with pytest.raises(ValueError, match="does not divide"):
+        GPT(GPTConfig(width=30, heads=4))
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A small standard library: 60 modules, and files that must be left out."""
+    root = tmp_path / "lib"
+    for folder in ("", "json", "test", "json/tests", "site-packages/other", "__pycache__"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    for i in range(60):
+        (root / f"module_{i:02}.py").write_bytes(b"x = %d\n" % i * (i + 1))
+    (root / "json/latin.py").write_bytes(b"# \xe9 is not UTF-8\n")
+    (root / "json/notes.txt").write_text("not Python")
+    for left_out in (
+        "test/a.py",
+        "json/tests/b.py",
+        "site-packages/other/c.py",
+        "__pycache__/d.py",
+    ):
+        (root / left_out).write_text("left out")
+    return root
+
+
+def content(out: Path, split: str) -> list[bytes]:
+    """The files of a split, from its shards."""
+    shards = sorted((out / split).glob("*.parquet"))
+    stream = b"".join(bytes(pq.read_table(s)["tokens"].to_numpy()) for s in shards)
+    assert stream.endswith(b"\0")
+    return stream.split(b"\0")[:-1]
+
+
+def test_preparation_splits_by_file_and_keeps_every_byte(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "SHARD_TOKENS", 500)
+    monkeypatch.setattr(preparation, "ROW_GROUP_TOKENS", 100)
+    out = tmp_path / "data"
+    made = prepare(out, library)
+    expected = {
+        path.relative_to(library).as_posix(): path.read_bytes()
+        for path in [*library.glob("*.py"), library / "json/latin.py"]
+    }
+    for split in ("train", "validation"):
+        files = [text for name, text in expected.items() if split_of(name) == split]
+        assert files, "the tree is too small for this hash"
+        assert sorted(content(out, split)) == sorted(files)
+        assert made["files"][split] == len(files)
+        assert made["tokens"][split] == ParquetTokens(out / split, 8).num_tokens
+    assert len(list((out / "train").glob("*.parquet"))) > 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_about_a_twentieth_is_validation() -> None:
+    splits = [split_of(f"package/module_{i}.py") for i in range(4000)]
+    assert 150 < splits.count("validation") < 250
+
+
+def test_preparation_is_skipped_when_up_to_date(
+    tmp_path: Path, library: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "data"
+    made = prepare(out, library)
+    shard = out / "train/00000.parquet"
+    stamp = shard.stat().st_ino
+    capsys.readouterr()
+    assert prepare(out, library) == made
+    assert "up to date" in capsys.readouterr().out
+    assert shard.stat().st_ino == stamp
+
+    stale = json.loads((out / "meta.json").read_text())
+    stale["settings"]["python"] = "2.7.18"
+    (out / "meta.json").write_text(json.dumps(stale))
+    assert prepare(out, library) == made
+    assert shard.stat().st_ino != stamp
+
+
+def test_many_may_prepare_at_once(tmp_path: Path, library: Path) -> None:
+    for out in (tmp_path / "new", tmp_path / "stale"):
+        if out.name == "stale":
+            out.mkdir()
+            (out / "meta.json").write_text('{"settings": {}}')
+        with ThreadPoolExecutor(8) as pool:
+            results = list(pool.map(lambda _, out=out: prepare(out, library), range(8)))
+        assert all(result == results[0] for result in results)
+        assert len(content(out, "train")) == results[0]["files"]["train"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lib", "new", "stale"]
+
+
+def test_preparation_deletes_nothing_of_others(tmp_path: Path, library: Path) -> None:
+    with pytest.raises(DataError, match="holds something else"):
+        prepare(library, library)
+    assert (library / "module_00.py").exists()
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(DataError, match="no \\*\\.py files"):
+        prepare(tmp_path / "data", tmp_path / "nothing")
+    assert not (tmp_path / "data").exists()
+    assert prepare(tmp_path / "nothing", library)["files"]["train"] > 0  # empty: it may be used
+
+
+def test_a_few_steps_lower_the_loss(tmp_path: Path, library: Path) -> None:
+    prepare(tmp_path / "data", library)
+    data = ParquetTokens(tmp_path / "data/train", TINY.context)
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(20):
+        batch = torch.stack([data[(step * 8 + k) % len(data)] for k in range(8)])
+        loss = model(batch[:, :-1], batch[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]

@@ -1,0 +1,1 @@
+"""Tests of the house: budgets, imports and packaging. They read the code and never train."""

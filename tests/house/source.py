@@ -1,0 +1,89 @@
+"""Our own source, parsed: what the tests of the house look at."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("engine", "workers", "orchestrator")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file: its dotted name, its lines and its tree."""
+
+    name: str
+    lines: int
+    tree: ast.Module
+
+
+def parse(name: str, text: str) -> Module:
+    return Module(name, text.count("\n"), ast.parse(text))
+
+
+@cache
+def packages() -> list[Module]:
+    """The modules of the import package `rayzero`, under the names that they are imported by."""
+    door = [("rayzero", path) for path in sorted((ROOT / "rayzero").glob("*.py"))]
+    return [*_read(ROOT / "rayzero", door), *(m for p in PACKAGES for m in _folder(p, "rayzero."))]
+
+
+@cache
+def scripts() -> list[Module]:
+    """The examples and benchmarks, which users read as models of how to write their own."""
+    return [m for folder in ("examples", "benchmarks") for m in _folder(folder, "")]
+
+
+@cache
+def suite() -> list[Module]:
+    return _folder("tests", "")
+
+
+def _folder(folder: str, prefix: str) -> list[Module]:
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    return _read(ROOT / folder, [(prefix + folder, path) for path in paths])
+
+
+def _read(base: Path, named: list[tuple[str, Path]]) -> list[Module]:
+    found = []
+    for prefix, path in named:
+        parts = [prefix, *path.relative_to(base).with_suffix("").parts]
+        name = ".".join(parts).removesuffix(".__init__")
+        found.append(parse(name, path.read_text(encoding="utf-8")))
+    return found
+
+
+def imported(module: Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import statement, wherever it stands."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def used(module: Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything reached through an import: `dist.send` is found as
+    `torch.distributed.send`, however torch.distributed was imported."""
+    yield from imported(module)
+    homes = {}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.split(".")[0]
+                homes[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                homes[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute):
+            chain, base = [node.attr], node.value
+            while isinstance(base, ast.Attribute):
+                chain, base = [base.attr, *chain], base.value
+            if isinstance(base, ast.Name) and base.id in homes:
+                yield node.lineno, ".".join([homes[base.id], *chain])

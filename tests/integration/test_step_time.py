@@ -1,0 +1,46 @@
+"""The step-time benchmark runs, and refuses to compare systems that did different work."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.step_time import Measured, disagreeing, rows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_ratios_are_to_the_ddp_step_of_the_same_round() -> None:
+    seconds = {"ddp": [1.0, 2.0, 4.0], "fsdp2": [2.0, 3.0, 4.0]}
+    measured = Measured(seconds, {"ddp": 1.0, "fsdp2": 1.0}, peak_rss_bytes=0)
+    ddp, fsdp2 = rows(measured, alone={"fsdp2": 7})
+    assert (ddp.ratio, ddp.paired_ratio, ddp.peak_rss_bytes) == (1.0, 1.0, None)
+    assert (fsdp2.median_s, fsdp2.min_s, fsdp2.ratio) == (3.0, 2.0, 1.5)
+    assert (fsdp2.paired_ratio, fsdp2.peak_rss_bytes) == (1.5, 7)
+
+
+@pytest.mark.parametrize(("loss", "agrees"), [(5.004, True), (5.006, False), (math.nan, False)])
+def test_a_system_that_did_other_work_is_named(loss: float, agrees: bool) -> None:
+    assert disagreeing({"ddp": 5.0, "rayzero-1": loss}) == ([] if agrees else ["rayzero-1"])
+
+
+@pytest.mark.slow
+def test_it_runs_and_every_stage_agrees_with_ddp(tmp_path: Path) -> None:
+    path = tmp_path / "step_time.json"
+    systems = "ddp,fsdp2,rayzero-0,rayzero-1,rayzero-2,rayzero-3"
+    command = [sys.executable, "-m", "benchmarks.step_time", "--systems", systems]
+    done = subprocess.run(
+        [*command, "--rounds", "2", "--warmup", "1", "--json", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "agree with ddp's" in done.stdout
+    assert [row["system"] for row in json.loads(path.read_text())["rows"]] == systems.split(",")

@@ -1,0 +1,131 @@
+"""The rank processes: results, errors, and recovery from ranks that die or hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import MAX_WORLD, RankError, run_ranks
+
+
+def total(rank: int, world: int, scale: float) -> tuple[int, float]:
+    value = torch.tensor([scale * (rank + 1)])
+    dist.all_reduce(value)
+    return rank, value.item()
+
+
+def has_group(rank: int, world: int) -> tuple[int, int, bool]:
+    return rank, world, dist.is_initialized()
+
+
+def draw(rank: int, world: int) -> float:
+    torch.set_default_dtype(torch.float64)  # the next call must not see it
+    return torch.rand(()).item()
+
+
+def raise_on(rank: int, world: int, culprit: int) -> None:
+    if rank == culprit:
+        raise ValueError("a bad thing")
+    dist.barrier()
+
+
+def die_on(rank: int, world: int, culprit: int) -> None:
+    if rank == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hang_on(rank: int, world: int, culprit: int) -> int:
+    if rank == culprit:
+        time.sleep(600)
+    return rank
+
+
+def pid(rank: int, world: int) -> int:
+    return os.getpid()
+
+
+def unpicklable(rank: int, world: int) -> object:
+    return lambda: None
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_results_come_in_rank_order_from_a_working_group(world: int) -> None:
+    expected = sum(2.0 * (rank + 1) for rank in range(world))
+    assert run_ranks(world, total, 2.0) == [(rank, expected) for rank in range(world)]
+
+
+def test_world_zero_has_no_group() -> None:
+    assert run_ranks(0, has_group) == [(0, 0, False)]
+
+
+def test_processes_are_kept_and_start_from_the_same_state() -> None:
+    pids = run_ranks(2, pid)
+    first = run_ranks(2, draw)
+    assert run_ranks(2, draw) == first
+    assert run_ranks(3, pid)[:2] == pids
+    assert run_ranks(1, pid) == pids[:1]
+
+
+def test_an_error_names_its_rank_and_carries_the_traceback() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1: Traceback.*raise_on.*a bad thing") as caught:
+        run_ranks(2, raise_on, 1)
+    assert caught.value.rank == 1
+    assert run_ranks(2, has_group) == [(0, 2, True), (1, 2, True)]
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
+    with pytest.raises(RankError, match="lambda"):
+        run_ranks(1, unpicklable)
+
+
+def test_a_killed_rank_is_named_and_the_pool_recovers() -> None:
+    with pytest.raises(RankError, match="rank 1: the process died"):
+        run_ranks(2, die_on, 1)
+    assert len(run_ranks(2, pid)) == 2
+
+
+def test_a_rank_killed_between_calls_is_named() -> None:
+    os.kill(run_ranks(2, pid)[1], signal.SIGKILL)
+    with pytest.raises(RankError, match="rank 1: the process died"):
+        run_ranks(2, total, 1.0)
+
+
+def test_a_hanging_rank_times_out_and_is_killed() -> None:
+    hung = run_ranks(2, pid)
+    with pytest.raises(RankError, match=r"ranks \[1\] did not finish in 0.5 s"):
+        run_ranks(2, hang_on, 1, timeout_s=0.5)
+    assert not any(psutil.pid_exists(one) for one in hung)
+    assert run_ranks(2, hang_on, -1) == [0, 1]
+
+
+@pytest.mark.parametrize("world", [-1, MAX_WORLD + 1])
+def test_a_world_out_of_range_is_refused(world: int) -> None:
+    with pytest.raises(ValueError, match="allowed: 0 to 4"):
+        run_ranks(world, pid)
+
+
+@pytest.mark.slow
+def test_ranks_die_with_the_process_that_started_them() -> None:
+    script = (
+        "import os, signal\n"
+        "from tests.support import ranks, test_ranks\n"
+        "print(ranks.run_ranks(1, test_ranks.pid)[0], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    orphan = int(done.stdout)
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(orphan) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(orphan)

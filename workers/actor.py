@@ -1,0 +1,55 @@
+"""The Ray actor: a thin shell around `WorkerHost`, and the only module here that knows Ray."""
+
+from __future__ import annotations
+
+import os
+import socket
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import ray
+
+from rayzero.workers.messages import Assign, Message, Setup, WorkerInfo
+
+if TYPE_CHECKING:
+    from rayzero.workers.host import WorkerHost
+
+COMMAND_THREADS = 4
+"""One for the long poll; the others keep the worker reachable meanwhile."""
+
+
+class WorkerActor:
+    """One rank's process. Made with `max_concurrency=COMMAND_THREADS`."""
+
+    def __init__(self, setup: Setup, index: int) -> None:
+        # By name, because the controller's process imports this module to make the actor, and
+        # must not import torch.
+        host: type[WorkerHost] = import_module("rayzero.workers.host").WorkerHost
+        self._host = host(setup, index)
+        self._index = index
+
+    def describe(self) -> WorkerInfo:
+        """Where this worker runs; answers as soon as its process is ready for work."""
+        context = ray.get_runtime_context()
+        return WorkerInfo(
+            index=self._index,
+            node_id=context.get_node_id(),
+            node=socket.gethostname(),
+            ip=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+            pid=os.getpid(),
+        )
+
+    def open_store(self) -> int:
+        return self._host.open_store()
+
+    def assign(self, assign: Assign) -> None:
+        self._host.assign(assign)
+
+    def poll(self, timeout_s: float) -> list[Message]:
+        return self._host.poll(timeout_s)
+
+    def stop(self) -> None:
+        self._host.stop()
+
+    def dump_stack(self) -> str:
+        return self._host.dump_stack()

@@ -1,0 +1,89 @@
+"""From what the job file calls `entrypoint` to a function that can be called."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, TypeAlias, cast
+
+from rayzero.engine.errors import ConfigError, nearest
+
+TrainFunction: TypeAlias = Callable[[Any], Any]
+
+_FIX = "`entrypoint:` in the job file"
+
+
+class EntryPointError(ConfigError):
+    """The entry point cannot be called. Its `__cause__`, if any, is the user's own error."""
+
+
+def resolve(entrypoint: str | bytes) -> TrainFunction:
+    """The function that `entrypoint` names.
+
+    Args:
+        entrypoint: `module:function`, or a callable pickled by value.
+
+    Raises:
+        EntryPointError: there is no such module or function, it is not callable, or importing
+            the module fails; then the user's error is the cause.
+    """
+    if isinstance(entrypoint, bytes):
+        return _unpickled(entrypoint)
+    module_name, _, attribute = entrypoint.partition(":")
+    module = _imported(entrypoint, module_name)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = [name for name in vars(found) if not name.startswith("_")]
+            raise EntryPointError(
+                f"entrypoint {entrypoint!r}: {part!r} is not in "
+                f"{module.__file__ or module_name}{nearest(part, names)}",
+                allowed="a function of one argument, ctx",
+                fix=_FIX,
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise EntryPointError(
+            f"entrypoint {entrypoint!r} is a {type(found).__name__}, which is not callable",
+            allowed="a function of one argument, ctx",
+            fix=_FIX,
+        )
+    return cast(TrainFunction, found)
+
+
+def _imported(entrypoint: str, module_name: str) -> Any:
+    try:
+        return import_module(module_name)
+    except ModuleNotFoundError as error:
+        # The module itself or a parent package of it is missing; any other missing module is an
+        # import inside the user's code, and its traceback says where.
+        if error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise EntryPointError(
+                f"entrypoint {entrypoint!r}: there is no module {error.name!r}",
+                allowed=f"a module that can be imported from {os.getcwd()}",
+                fix=f"{_FIX}, or run from the folder that holds the module",
+            ) from None
+        raise EntryPointError(_inside(entrypoint, error), fix=_FIX) from error
+    except Exception as error:
+        raise EntryPointError(_inside(entrypoint, error), fix=_FIX) from error
+
+
+def _unpickled(entrypoint: bytes) -> TrainFunction:
+    try:
+        function = pickle.loads(entrypoint)
+    except Exception as error:
+        raise EntryPointError(
+            f"the entry point cannot be unpickled on the worker: {type(error).__name__}: {error}",
+            fix="a function of a module the workers can import, or entrypoint='module:function'",
+        ) from error
+    if not callable(function):
+        raise EntryPointError(
+            f"the entry point is a {type(function).__name__}, which is not callable"
+        )
+    return cast(TrainFunction, function)
+
+
+def _inside(entrypoint: str, error: Exception) -> str:
+    return f"entrypoint {entrypoint!r} does not import: {type(error).__name__}: {error}"

@@ -1,0 +1,42 @@
+"""The progress record of one training thread: step, phase, and when it last moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+from rayzero.workers.messages import Heartbeat
+
+
+@dataclass(frozen=True)
+class _Beat:
+    step: int
+    phase: str
+    at_s: float
+
+
+class Progress:
+    """Written by the training thread, read by the command thread.
+
+    Each write replaces one immutable record, so a reader needs no lock to see a consistent one.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._beat = _Beat(0, "start", clock())
+
+    @property
+    def step(self) -> int:
+        """The step being worked on, counted from 1; 0 before the user's function is called."""
+        return self._beat.step
+
+    def entered(self, phase: str) -> None:
+        self._beat = _Beat(self._beat.step, phase, self._clock())
+
+    def working_on(self, step: int) -> None:
+        self._beat = _Beat(step, self._beat.phase, self._clock())
+
+    def heartbeat(self, rank: int) -> Heartbeat:
+        beat = self._beat
+        return Heartbeat(rank, beat.step, beat.phase, self._clock() - beat.at_s)

@@ -1,0 +1,154 @@
+"""Everything a worker's process does, without Ray: the actor only forwards calls to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.session import entered
+from rayzero.workers import process_group
+from rayzero.workers.context import Context, Wire
+from rayzero.workers.entrypoint import TrainFunction, resolve
+from rayzero.workers.interrupt import Interrupt
+from rayzero.workers.logs import teed
+from rayzero.workers.messages import Assign, Finished, Joined, LogLine, Message, Setup
+from rayzero.workers.outbox import Outbox
+from rayzero.workers.runner import Runner
+
+
+class WorkerHost:
+    """One worker process. Its methods are called by the command threads; none of them waits for
+    the training thread, so the worker always answers.
+
+    Lifetimes: the tees, the outbox and the store live as long as the process; a context and its
+    wire live for one generation.
+    """
+
+    def __init__(self, setup: Setup, index: int) -> None:
+        self._setup = setup
+        self._rank = index  # until the first generation says better
+        self._outbox = Outbox()
+        self._runner = Runner(on_unwound=process_group.abort)
+        self._wire = Wire(self._outbox.post)
+        self._function: TrainFunction | None = None
+        self._store: TCPStore | None = None
+        self._open = ExitStack()
+        self._tees = self._open.enter_context(teed(self._log))
+        torch.set_num_threads(max(1, int(setup.cpus)))
+        self._enter_working_dir()
+
+    def open_store(self) -> int:
+        """The port of a store that this process serves from now on."""
+        self._store = process_group.open_store(self._setup.hang_timeout_s)
+        return int(self._store.port)
+
+    def assign(self, assign: Assign) -> None:
+        """Begins a generation: joins its group, then calls the user's function."""
+        self._rank = assign.rank
+        self._wire = Wire(self._outbox.post, interrupt=Interrupt())
+        wire = self._wire
+        self._runner.start(assign, lambda: self._generation(assign, wire), wire)
+
+    def poll(self, timeout_s: float) -> list[Message]:
+        """What happened since the last poll, and last of all a heartbeat."""
+        return [*self._outbox.take(timeout_s), self._wire.progress.heartbeat(self._rank)]
+
+    def stop(self) -> None:
+        """Unwinds the user's function at its next report, phase or step; `Stopped` follows."""
+        self._runner.stop()
+
+    def dump_stack(self) -> str:
+        """The Python stack of every thread of this process."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return "\n".join(
+            f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
+            for ident, frame in sys._current_frames().items()
+        )
+
+    def close(self) -> None:
+        """Puts sys.stdout and sys.stderr back; for tests, since an actor's process just ends."""
+        self._runner.stop()
+        self._runner.join(timeout_s=5)
+        self._open.close()
+
+    def _generation(self, assign: Assign, wire: Wire) -> Message:
+        function = self._function = self._function or resolve(self._setup.entrypoint)
+        device = self._device()
+        wire.progress.entered("join")
+        process_group.join(assign, device, self._setup.hang_timeout_s)
+        wire.post(Joined(assign.generation, assign.rank))
+        context = Context(self._setup, assign, device, wire)
+        wire.progress.working_on(1)
+        try:
+            with entered(context):
+                result = self._plain(function(context))
+        finally:
+            for tee in self._tees:
+                tee.finish_line()
+        return Finished(
+            assign.generation,
+            assign.rank,
+            result,
+            context.unreported(),
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+
+    def _device(self) -> torch.device:
+        if self._setup.gpus <= 0:
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"the job asks for {self._setup.gpus:g} GPU a worker, but torch {torch.__version__}"
+                " finds no CUDA device on the worker's node",
+                fix="workers.gpus in the job file, or a torch with CUDA on the nodes",
+            )
+        return torch.device("cuda", 0)  # Ray shows a worker its own device only
+
+    def _plain(self, result: Any) -> dict[str, Any] | None:
+        """The function's result as JSON can hold it; what cannot be held is told and left out."""
+        if result is None:
+            return None
+        kept: Any = None
+        if isinstance(result, Mapping):
+            try:
+                kept = json.loads(json.dumps(dict(result), default=_scalar))
+            except (TypeError, ValueError) as error:
+                self._log("stderr", f"what the function returned cannot become JSON: {error}")
+        else:
+            kind = type(result).__name__
+            self._log("stderr", f"the function returned {kind}: only a dict goes into the summary")
+        return kept if isinstance(kept, dict) else None
+
+    def _enter_working_dir(self) -> None:
+        folder = self._setup.working_dir
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            self._log(
+                "stderr",
+                f"the submitter's folder {folder} is not on this node ({error.strerror}): "
+                f"relative paths start at {os.getcwd()}",
+            )
+        first, *others = self._setup.import_paths or (os.getcwd(),)
+        sys.path.insert(0, first)
+        sys.path.extend(path for path in others if path not in sys.path)
+
+    def _log(self, stream: str, text: str) -> None:
+        self._outbox.post(LogLine(self._rank, stream, text))
+
+
+def _scalar(value: Any) -> Any:
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not a number, a text, a list or a dict")

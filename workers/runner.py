@@ -1,0 +1,81 @@
+"""Owns the training thread: one at a time, one for each generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+
+from rayzero.engine.errors import EngineError
+from rayzero.workers.context import Wire
+from rayzero.workers.crash import crashed
+from rayzero.workers.interrupt import Interrupted
+from rayzero.workers.messages import Assign, Crashed, Message, Stopped
+
+Body = Callable[[], Message]
+"""What a generation does, from joining its group to the message it ends with."""
+
+
+class Runner:
+    """Runs one body at a time and makes sure that each ends with exactly one message.
+
+    The thread is a daemon: a function that no longer reaches an interrupt point, because it hangs
+    in native code, must not keep the process alive once the controller kills it.
+    """
+
+    def __init__(self, on_unwound: Callable[[], None]) -> None:
+        """`on_unwound` is called in the training thread after an interrupt, to free the peers."""
+        self._on_unwound = on_unwound
+        self._thread: Thread | None = None
+        self._wire: Wire | None = None
+
+    def start(self, assign: Assign, body: Body, wire: Wire) -> None:
+        """Runs `body` in a new training thread.
+
+        Raises:
+            EngineError: the thread of an earlier generation is still alive.
+        """
+        if self.alive:
+            raise EngineError(
+                f"generation {assign.generation} cannot start: the training thread of the one "
+                "before is still alive"
+            )
+        self._wire = wire
+        self._thread = Thread(
+            target=self._run, args=(assign, body, wire), name="rayzero-train", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Asks the body to unwind at its next report, phase or step. Returns at once."""
+        if self._wire is not None:
+            self._wire.interrupt.request()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the thread's end; whether it came in time."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return not self.alive
+
+    def _run(self, assign: Assign, body: Body, wire: Wire) -> None:
+        wire.post(self._outcome(assign, body, wire))
+
+    def _outcome(self, assign: Assign, body: Body, wire: Wire) -> Message:
+        try:
+            return body()
+        except Interrupted:
+            self._on_unwound()
+            return Stopped(assign.generation, assign.rank)
+        except BaseException as error:  # noqa: BLE001  # the thread's end: nothing may be lost
+            message = crashed(error, assign.generation, assign.rank, wire.progress.step)
+            return self._unwound_by_peer(message, wire) or message
+
+    def _unwound_by_peer(self, message: Crashed, wire: Wire) -> Message | None:
+        """A collective that fails while we are being stopped: a peer was unwound before us."""
+        if message.kind != "collective" or not wire.interrupt.requested:
+            return None
+        self._on_unwound()
+        return Stopped(message.generation, message.rank)
