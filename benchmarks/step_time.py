@@ -215,9 +215,8 @@ def show(facts: dict[str, Any], found: list[Row]) -> None:
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_time", description=__doc__)
-    default = [name for name in SYSTEMS if name != "ddp-plain"]
     parser.add_argument(
-        "--systems", default=",".join(default), help=f"comma-separated, of: {', '.join(SYSTEMS)}"
+        "--systems", default=",".join(SYSTEMS), help=f"comma-separated, of: {', '.join(SYSTEMS)}"
     )
     parser.add_argument("--rounds", type=int, default=30, help="timed steps of each system")
     parser.add_argument("--warmup", type=int, default=3, help="steps of each before that")
@@ -240,8 +239,11 @@ def main(arguments: list[str]) -> int:
     for name in options.systems:
         if missing(name):
             print(f"{name}: skipped, {missing(name)}")
+    present = [name for name in options.systems if not missing(name)]
+    if not present:
+        return 0
     plan = Plan(
-        systems=[name for name in options.systems if not missing(name)],
+        systems=present,
         rounds=options.rounds,
         warmup=options.warmup,
         ranks=options.ranks,

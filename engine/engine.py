@@ -79,8 +79,7 @@ class Engine:
         self._meter.enter("backward")
         reducer = self._runtime.reducer
         reducer.begin(first=not self._accumulated, last=last)
-        # The weight goes in as the seed of backward: it costs nothing there.
-        torch.autograd.backward(loss, torch.full_like(loss, weight))
+        torch.autograd.backward(loss, torch.full_like(loss, self._settings.seed(weight)))
         reducer.finish()
         if self._runtime.gatherer is not None:
             self._runtime.gatherer.end_backward()
@@ -107,11 +106,12 @@ class Engine:
             self.progress.micro_step += 1
             return
         self._meter.enter("reduce")
-        verdict = self._runtime.vote(self._loss)
+        factor = self._settings.factor
+        verdict = self._runtime.vote(self._loss, factor)
         lr = self._optimizer.lr
         if verdict.finite:
             self._meter.enter("update")
-            self._optimizer.step(verdict.clip_factor(self._settings.clip_norm))
+            self._optimizer.step(factor * verdict.clip_factor(self._settings.clip_norm))
             self._runtime.publish()
             if self._scheduler is not None:
                 self._scheduler.step()

@@ -52,7 +52,7 @@ def initialize(
     """Makes an engine of a model. Collective: every rank calls it with the same arguments.
 
     Args:
-        args: not used by this version; its place is DeepSpeed's.
+        args: not used by this version; the place is DeepSpeed's.
         model: the model, the same on every rank (rank 0's values are taken), or a function that
             builds it, which is then called without the memory for it (`zero_init`).
         optimizer: a fresh torch optimizer over the model's parameters, or a function of parameter
@@ -77,45 +77,59 @@ def initialize(
     session = current_session()
     if config is None and session is not None:
         config = session.engine_config
-    settings_from = parse_config(config)
-    collectives, device = connect()
-    batches = solve_batches(settings_from, collectives.world_size)
+    parsed = parse_config(config)
     model = _built(model)
     client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     groups = find_groups(model, model_parameters, client)
-    recipe = Recipe(
-        stage=STAGES[settings_from.zero_optimization.stage].on(collectives.world_size),
-        precision=Bf16() if settings_from.bf16.enabled else Native(),
-        collectives=collectives,
-        device=device,
-        values=Materializer(model, device),
-    )
-    runtime = _make_runtime(model, groups, settings_from, recipe)
-    local = _make_optimizer(runtime, groups, optimizer, settings_from)
-    schedule = _make_schedule(local.torch, lr_scheduler, settings_from)
-    progress = Progress(
-        weight=1.0 / (batches.micro_steps * collectives.world_size),
-        global_batch=batches.global_batch,
-    )
-    settings = Settings(
-        stage=settings_from.zero_optimization.stage,
-        batches=batches,
-        clip_norm=settings_from.gradient_clipping,
-        log_every_steps=settings_from.steps_per_print,
-        device=device,
-    )
+    recipe = _make_recipe(parsed, model)
+    settings = _settle(parsed, recipe)
+    runtime = _make_runtime(model, groups, parsed, recipe)
+    local = _make_optimizer(runtime, groups, optimizer, parsed)
+    schedule = _make_schedule(local.torch, lr_scheduler, parsed)
+    progress = Progress(weight=settings.share, global_batch=settings.batches.global_batch)
     meter = Meter(runtime, local, progress, session, settings.log_every_steps)
     engine = Engine(model, runtime, local, schedule, progress, settings, meter)
     loader = None
     if training_data is not None:
-        order = SampleOrder(dataset_length(training_data), session.seed if session else 0)
-        plan = LoaderPlan(
-            batches.global_batch, batches.micro_batch, collectives.world_size, collectives.rank
-        )
-        loader = StepLoader(training_data, order, plan, progress, collate_fn, device)
+        seed = session.seed if session is not None else 0
+        loader = _make_loader(training_data, seed, engine, collate_fn)
     if session is not None:
         session.engine_ready(engine)
     return engine, local.torch, loader, schedule
+
+
+def _make_recipe(config: EngineConfig, model: nn.Module) -> Recipe:
+    collectives, device = connect()
+    return Recipe(
+        stage=STAGES[config.zero_optimization.stage].on(collectives.world_size),
+        precision=Bf16() if config.bf16.enabled else Native(),
+        collectives=collectives,
+        device=device,
+        values=Materializer(model, device),
+    )
+
+
+def _settle(config: EngineConfig, recipe: Recipe) -> Settings:
+    world_size = recipe.collectives.world_size
+    batches = solve_batches(config, world_size)
+    return Settings(
+        stage=config.zero_optimization.stage,
+        batches=batches,
+        clip_norm=config.gradient_clipping,
+        log_every_steps=config.steps_per_print,
+        device=recipe.device,
+        share=1.0 / (batches.micro_steps * world_size),
+        average_first=recipe.precision.average_first,
+    )
+
+
+def _make_loader(
+    data: MapDataset, seed: int, engine: Engine, collate_fn: Callable[[list[Any]], Any] | None
+) -> StepLoader:
+    batches = engine.settings.batches
+    plan = LoaderPlan(batches.global_batch, batches.micro_batch, engine.world_size, engine.rank)
+    order = SampleOrder(dataset_length(data), seed)
+    return StepLoader(data, order, plan, engine.progress, collate_fn, engine.device)
 
 
 def _built(model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:

@@ -19,6 +19,8 @@ class Settings:
         clip_norm: gradients are clipped to this L2 norm; 0 for never.
         log_every_steps: rank 0 logs every so many steps; None for never.
         device: where the model is.
+        share: the weight of a micro-batch of average size.
+        average_first: see `Precision`.
     """
 
     stage: int
@@ -26,3 +28,14 @@ class Settings:
     clip_norm: float
     log_every_steps: int | None
     device: torch.device
+    share: float
+    average_first: bool
+
+    def seed(self, weight: float) -> float:
+        """What backward starts from for a micro-batch of this weight."""
+        return weight if self.average_first else weight / self.share
+
+    @property
+    def factor(self) -> float:
+        """What is left to multiply summed gradients by."""
+        return 1.0 if self.average_first else self.share

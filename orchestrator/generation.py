@@ -32,7 +32,7 @@ class Generation:
         self._joined: set[int] = set()
         self._finished: set[int] = set()
         self._stopped: set[int] = set()
-        self._steps: dict[int, int] = {}
+        self._step = 0
 
     @property
     def world_size(self) -> int:
@@ -41,7 +41,8 @@ class Generation:
     def take(self, worker: int, message: Message) -> Iterator[ev.Event]:
         """The events that a message completes. A crash is noted in `faults` instead."""
         if isinstance(message, Heartbeat):
-            self._steps[worker] = message.step
+            # Ranks go in step, and a lost one may not have told its newest: take the furthest.
+            self._step = max(self._step, message.step)
         elif isinstance(message, Crashed) and message.generation == self.number:
             self._crashed(worker, message)
         elif isinstance(message, Joined | Finished | Stopped) and message.generation == self.number:
@@ -51,8 +52,8 @@ class Generation:
         """Notes that a worker's process is gone."""
         info = self._workers[worker]
         rank = self._ranks.get(worker, worker)
-        step = self._steps.get(worker, 0)
-        self.faults.append(Fault(Cause.PROCESS_LOST, rank, info.node, info.pid, step, cause))
+        where = (rank, info.node, info.pid, self._step)
+        self.faults.append(Fault(Cause.PROCESS_LOST, *where, cause))
 
     def _crashed(self, worker: int, message: Crashed) -> None:
         info = self._workers[worker]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -34,6 +35,8 @@ _SETTLE_S = 5.0
 """How long to hope for more than the least number of workers."""
 _GONE_S = 3.0
 """How long to wait for killed workers to be gone."""
+
+_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes include|$)")
 
 T = TypeVar("T")
 
@@ -151,9 +154,10 @@ async def _gone(actor: Any) -> None:
 
 
 def _cause(error: RayError) -> str:
-    """What Ray knows about a death, without the identifiers it begins with."""
-    lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
-    return " ".join(lines[1:] or lines)
+    """What Ray knows about a death, without the identifiers and the advice around it."""
+    text = " ".join(line for line in str(error).splitlines() if not line.startswith("\t"))
+    found = _DETAIL.search(text)
+    return found.group(1) if found else text
 
 
 def _capacities() -> tuple[list[Capacity], Capacity]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.engine.factory import initialize
 from rayzero.workers.heartbeat import Progress
 from rayzero.workers.interrupt import Interrupt
 from rayzero.workers.messages import Assign, Message, Report, Setup
@@ -98,8 +99,6 @@ class Context:
 
     def initialize(self, **kwargs: Any) -> tuple[Any, ...]:
         """`rayzero.initialize` with the job's config: (engine, optimizer, loader, scheduler)."""
-        from rayzero.engine.factory import initialize
-
         return initialize(**kwargs)
 
     def report(self, **metrics: float) -> None:

@@ -23,6 +23,7 @@ class Outbox:
         self._linger_s = linger_s
         self._lines = 0
         self._dropped = 0
+        self._urgent = False
 
     def post(self, message: Message) -> None:
         with self._ready:
@@ -30,6 +31,7 @@ class Outbox:
                 if self._lines >= self._max_lines:
                     self._drop_a_line()
                 self._lines += 1
+            self._urgent = self._urgent or not isinstance(message, LogLine | Report)
             self._messages.append(message)
             self._ready.notify_all()
 
@@ -38,20 +40,17 @@ class Outbox:
         with self._ready:
             self._ready.wait_for(lambda: bool(self._messages), timeout_s)
             until = monotonic() + min(self._linger_s, timeout_s)
-            while self._messages and not self._urgent():
+            while self._messages and not self._urgent:
                 if not self._ready.wait(max(0.0, until - monotonic())):
                     break
             taken = list(self._messages)
             self._messages.clear()
-            self._lines = 0
+            self._lines, self._urgent = 0, False
             dropped, self._dropped = self._dropped, 0
         if dropped:
             rank = next(m.rank for m in taken if isinstance(m, LogLine))
             taken.insert(0, LogLine(rank, "stderr", f"({dropped} earlier lines were dropped)"))
         return taken
-
-    def _urgent(self) -> bool:
-        return not isinstance(self._messages[-1], LogLine | Report)
 
     def _drop_a_line(self) -> None:
         place = next(i for i, m in enumerate(self._messages) if isinstance(m, LogLine))

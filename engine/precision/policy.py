@@ -16,7 +16,15 @@ from torch import Tensor
 
 
 class Precision(Protocol):
-    """The dtype decisions of a run."""
+    """The dtype decisions of a run.
+
+    Attributes:
+        average_first: whether gradients are averaged by the seed of backward, which costs nothing,
+            or only when the optimizer uses them, which keeps a weight such as 1/3 from being
+            rounded to the precision of the model.
+    """
+
+    average_first: bool
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
         """The dtype that forward uses a tensor in."""
@@ -37,6 +45,8 @@ class Precision(Protocol):
 class Native:
     """The model trains in the dtype it came in. Model weights and main weights are one tensor."""
 
+    average_first = True
+
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
         return original
 
@@ -55,6 +65,8 @@ class Native:
 
 class Bf16:
     """Forward and backward in bfloat16, sums and updates in fp32 (Micikevicius et al., 2018)."""
+
+    average_first = False
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
         return torch.bfloat16 if original.is_floating_point else original

@@ -102,7 +102,7 @@ class _Recorder(TorchDispatchMode):
     """Runs a constructor's operations on meta, and writes them down."""
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
 
     def __torch_dispatch__(

@@ -49,16 +49,15 @@ def _hook_block(block: Block, gatherer: Gatherer) -> list[RemovableHandle]:
     def before_backward(grad: Tensor) -> None:
         gatherer.enter_backward(block)
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         gatherer.leave(block)
         if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(before_backward)
+            for tensor in _made_in(output, (args, kwargs)):
+                tensor.register_hook(before_backward)
 
     return [
         block.module.register_forward_pre_hook(before),
-        block.module.register_forward_hook(after, always_call=True),
+        block.module.register_forward_hook(after, with_kwargs=True, always_call=True),
         *_hook_strays(block),
     ]
 
@@ -81,6 +80,17 @@ def _hook_strays(block: Block) -> list[RemovableHandle]:
         for param in unit.params
         if param.requires_grad
     ]
+
+
+def _made_in(output: Any, inputs: Any) -> Iterator[Tensor]:
+    """The outputs that a module's own backward starts from.
+
+    Not those it only passes on: their gradient is there when that of an earlier block is.
+    """
+    before = {id(tensor.grad_fn) for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None and id(tensor.grad_fn) not in before:
+            yield tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

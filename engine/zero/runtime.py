@@ -40,11 +40,15 @@ class ZeroRuntime:
     weight_slots: WeightSlots | None
     hooks: list[RemovableHandle]
 
-    def vote(self, loss: Tensor) -> Verdict:
-        """Waits for the gradients' sums, then agrees on norm and loss. Collective."""
+    def vote(self, loss: Tensor, factor: float) -> Verdict:
+        """Waits for the gradients' sums, then agrees on norm and loss. Collective.
+
+        Args:
+            factor: what the sums are still to be multiplied by.
+        """
         self.reducer.wait()
         parts = [unit.grads.counted(unit.shard) for unit in self.units if unit.grads is not None]
-        return take_vote(parts, loss, self.collectives)
+        return take_vote(parts, loss, factor, self.collectives)
 
     @torch.no_grad()
     def publish(self) -> None:

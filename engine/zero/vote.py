@@ -34,15 +34,18 @@ class Verdict:
         return min(1.0, max_norm / (self.grad_norm + 1e-6)) if max_norm else 1.0
 
 
-def take_vote(parts: Iterable[Tensor], loss: Tensor, collectives: Collectives) -> Verdict:
+def take_vote(
+    parts: Iterable[Tensor], loss: Tensor, factor: float, collectives: Collectives
+) -> Verdict:
     """Agrees on a step.
 
     Args:
         parts: this rank's parts of the summed gradients; over all ranks, each element once.
         loss: this rank's weighted loss, a scalar; the ranks' add up to the mean.
+        factor: what the gradients are still to be multiplied by.
     """
     norm = get_total_norm(list(parts))
     ballot = torch.stack((norm.double().square(), loss.detach().double().to(norm.device)))
     collectives.vote(ballot)
     square, mean = ballot.tolist()
-    return Verdict(grad_norm=square**0.5, loss=mean)
+    return Verdict(grad_norm=factor * square**0.5, loss=mean)

@@ -9,6 +9,7 @@ file. Nothing is done when the folder is up to date.
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ import pyarrow.parquet as pq
 
 from rayzero.engine.errors import DataError
 
+SPLITS = ("train", "validation")
 SEPARATOR = b"\0"
 VALIDATION_PERCENT = 5
 SHARD_TOKENS = 4 << 20
@@ -61,7 +63,7 @@ def prepare(out: Path, source: Path | None = None) -> dict[str, Any]:
     if made and made["settings"] == settings:
         print(f"data: {out} is up to date", flush=True)
         return made
-    if made is None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if _foreign(out):
         raise DataError(f"{out} holds something else", "a new or empty folder", "--out")
 
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +75,7 @@ def prepare(out: Path, source: Path | None = None) -> dict[str, Any]:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     tokens, files = made["tokens"], made["files"]
-    for split in ("train", "validation"):
+    for split in SPLITS:
         print(f"data: {out}/{split}: {tokens[split]:,} bytes of {files[split]} files", flush=True)
     return made
 
@@ -96,8 +98,8 @@ def split_of(name: str) -> str:
 
 
 def _write(folder: Path, source: Path) -> dict[str, Any]:
-    text = {"train": bytearray(), "validation": bytearray()}
-    files = {"train": 0, "validation": 0}
+    text = {split: bytearray() for split in SPLITS}
+    files = dict.fromkeys(SPLITS, 0)
     for path in source_files(source):
         split = split_of(path.relative_to(source).as_posix())
         text[split] += path.read_bytes() + SEPARATOR  # bytes as they are: any encoding is fine
@@ -126,15 +128,28 @@ def _publish(draft: Path, out: Path, settings: dict[str, Any]) -> None:
         try:
             os.rename(draft, out)  # atomic; fails when `out` is there and not empty
             return
-        except OSError:
-            if not out.is_dir():
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         stale = draft.with_name(draft.name + "-stale")
         try:
             os.rename(out, stale)
         except FileNotFoundError:
             continue  # somebody else has moved it away
+        for split in SPLITS:  # meta.json goes last: see _foreign
+            shutil.rmtree(stale / split, ignore_errors=True)
         shutil.rmtree(stale)
+
+
+def _foreign(out: Path) -> bool:
+    """Whether `out` holds what `prepare` did not write, by one look: others may replace it now."""
+    try:
+        names = os.listdir(out)
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return True
+    return bool(names) and "meta.json" not in names
 
 
 def _made(out: Path) -> dict[str, Any] | None:

@@ -63,7 +63,7 @@ def main() -> None:
     if ctx.device.type == "cuda":
         torch.cuda.set_device(ctx.device)
     if ctx.world_size > 1:
-        dist.init_process_group()
+        dist.init_process_group("nccl" if ctx.device.type == "cuda" else "gloo")
     summary = train(ctx)  # type: ignore[arg-type]
     if ctx.is_main:
         print(summary)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
+from io import TextIOBase
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -19,29 +20,64 @@ from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.result import JobResult
 from rayzero.workers.messages import LogLine
 
+Write = Callable[[str], None]
+
 
 class Console(Protocol):
     """An observer that also tells how the job ended. `see` is called in another thread."""
 
-    def expect(self, name: str, steps: int | None) -> None: ...
-    def see(self, notice: Notice) -> None: ...
-    def succeeded(self, result: JobResult) -> None: ...
-    def failed(self, error: RayzeroError) -> None: ...
+    def expect(self, name: str, steps: int | None) -> None:
+        """A job of that name begins; None: nobody knows of how many steps."""
+
+    def see(self, notice: Notice) -> None:
+        """As `Observer.see`."""
+
+    def succeeded(self, result: JobResult) -> None:
+        """The job's end, well."""
+
+    def failed(self, error: RayzeroError) -> None:
+        """The job's end, badly."""
 
 
 @contextmanager
 def console_for(as_json: bool) -> Iterator[Console]:
-    """The console that suits where stdout goes; a bar is taken down at the end of the `with`."""
-    if as_json:
-        yield JsonLines()
-    elif sys.stdout.isatty():
-        bar = LiveBar(rich.console.Console(highlight=False))
-        try:
-            yield bar
-        finally:
-            bar.take_down()
-    else:
-        yield PlainLines()
+    """The console that suits where stdout goes; a bar is taken down at the end of the `with`.
+
+    Meanwhile stdout is the console's alone: what others print in this process goes to stderr.
+    """
+    stdout = sys.stdout
+
+    def write(line: str) -> None:
+        print(line, file=stdout, flush=True)
+
+    with redirect_stdout(RayNotices(sys.stderr)):
+        if as_json:
+            yield JsonLines(write)
+        elif stdout.isatty():
+            bar = LiveBar(rich.console.Console(file=stdout, highlight=False))
+            try:
+                yield bar
+            finally:
+                bar.take_down()
+        else:
+            yield PlainLines(write)
+
+
+class RayNotices(TextIOBase):
+    """Passes text on to `target`, but for the raylet's notices of a worker's death.
+
+    Ray prints those into the driver's stdout; what they say is in the job's own error as well.
+    """
+
+    def __init__(self, target: TextIO) -> None:
+        super().__init__()
+        self._target = target
+
+    def write(self, text: str) -> int:
+        return len(text) if "(raylet)" in text else self._target.write(text)
+
+    def flush(self) -> None:
+        self._target.flush()
 
 
 def step_text(record: StepRecord) -> str:
@@ -59,11 +95,11 @@ class PlainLines:
 
     def __init__(
         self,
-        write: Callable[[str], None] | None = None,
+        write: Write,
         every_s: float = 5.0,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._write = write or _to_stdout
+        self._write = write
         self._every_s = every_s
         self._clock = clock
         self._steps: int | None = None
@@ -131,12 +167,12 @@ class LiveBar:
         if isinstance(notice, StateEntered):
             self._bar.update(self._task, description=f"{self._name}: {notice.state}")
         for line in notice_lines(notice):
-            self._terminal.print(line, markup=False, soft_wrap=True)
+            self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def succeeded(self, result: JobResult) -> None:
         self.take_down()
         for line in summary_lines(result):
-            self._terminal.print(line, markup=False, soft_wrap=True)
+            self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def failed(self, error: RayzeroError) -> None:
         self.take_down()
@@ -148,6 +184,9 @@ class LiveBar:
 
 class JsonLines:
     """One JSON object a line on stdout; the last is the summary or the error."""
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
 
     def expect(self, name: str, steps: int | None) -> None:
         self._emit("job", {"name": name, "steps": steps})
@@ -173,7 +212,7 @@ class JsonLines:
         print_error(error)
 
     def _emit(self, event: str, fields: dict[str, Any]) -> None:
-        _to_stdout(json.dumps({"event": event, **fields}))
+        self._write(json.dumps({"event": event, **fields}))
 
 
 def notice_lines(notice: Notice) -> Iterator[str]:
@@ -204,7 +243,3 @@ def print_error(error: RayzeroError) -> None:
 
 def _figure(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _to_stdout(line: str) -> None:
-    print(line, flush=True)

@@ -82,7 +82,9 @@ def _error(fault: Fault) -> RayzeroError:
     if fault.cause is Cause.PROCESS_LOST:
         return JobFailedError(
             f"{where} was lost {when}: {fault.detail}",
-            fix="the cause above; this version does not repair a lost worker, so run the job again",
+            allowed="every worker's process lives to the end of the job; usual causes are the "
+            "kernel's out-of-memory killer, a crash in native code, and a lost node",
+            fix="the cause, and then run the job again: this version does not repair a lost worker",
         )
     if fault.cause in (Cause.CONFIG, Cause.ENTRYPOINT):
         return JobConfigError(fault.detail, traceback=fault.traceback)

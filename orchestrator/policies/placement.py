@@ -67,8 +67,9 @@ def too_small(
     fits = min(could_hold(nodes, need), free.room(need))
     return JobFailedError(
         f"the cluster has room for {fits} of at least {need.least} workers with {each} "
-        f"each{waited}: it has {len(nodes)} nodes with {cpus:g} CPU and {gpus:g} GPU in all, of "
-        f"which {free.cpus:g} CPU and {free.gpus:g} GPU are free",
+        f"each{waited}: it has {cpus:g} CPU and {gpus:g} GPU on "
+        f"{len(nodes)} node{'s' * (len(nodes) != 1)}, "
+        f"of which {free.cpus:g} CPU and {free.gpus:g} GPU are free",
         allowed=f"free resources for {need.least} workers within {need.timeout_s:g} s "
         "(workers.start_timeout_s)",
         fix="workers.min, workers.cpus or workers.gpus in the job file, or the size of the cluster",

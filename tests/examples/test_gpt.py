@@ -27,7 +27,7 @@ def test_logits_loss_and_size() -> None:
     assert loss.shape == ()
     assert loss.item() == pytest.approx(torch.log(torch.tensor(256.0)).item(), abs=0.2)
     block = 12 * 32 * 32 + (3 + 1 + 4 + 1) * 32 + 4 * 32  # matrices, their biases, two norms
-    assert model.num_parameters() == (256 + 16) * 32 + 2 * block + 2 * 32
+    assert model.num_parameters() == 256 * 32 + 2 * block + 2 * 32
     untied = GPT(GPTConfig(context=16, layers=2, width=32, heads=4, tie=False))
     assert untied.num_parameters() == model.num_parameters() + 256 * 32
 
@@ -69,6 +69,22 @@ def test_layers_made_real_one_by_one_get_the_same_kind_of_weights() -> None:
     assert block.down.weight.std().item() == pytest.approx(0.01, rel=0.05)
     assert not block.down.bias.any()
     assert torch.equal(block.norm_1.weight, torch.ones(128))
+
+
+def test_positions_matter() -> None:
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attention.qkv.weight)
+    tokens = torch.tensor([[1, 2, 3], [2, 1, 3]])
+    first, second = model(tokens)[:, -1]
+    assert not torch.allclose(first, second)
+
+
+def test_every_dtype_is_kept() -> None:
+    tokens = torch.randint(256, (1, 9))
+    for dtype in (torch.float64, torch.bfloat16):
+        assert GPT(TINY).to(dtype)(tokens).dtype == dtype
 
 
 def test_heads_must_divide_the_width() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import resource
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,8 +28,8 @@ from tests.house.source import (
 
 # The only modules that talk to Ray; everything else can be driven in a test without it.
 RAY_MODULES = {
-    "rayzero.orchestrator.controller",
-    "rayzero.orchestrator.job_client",
+    "rayzero.orchestrator.api",
+    "rayzero.orchestrator.cluster",
     "rayzero.orchestrator.worker_group",
     "rayzero.workers.actor",
 }
@@ -217,7 +216,7 @@ def test_a_package_imports_alone(package: str, without: str | None) -> None:
 
 
 def cpu_s(*arguments: str) -> float:
-    """Median processor time of a Python process. Not wall time: other work must not fail a test."""
+    """Least processor time of a Python process: other work on the machine only ever adds to it."""
     times = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -226,7 +225,7 @@ def cpu_s(*arguments: str) -> float:
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return statistics.median(times)
+    return min(times)
 
 
 @pytest.mark.parametrize("arguments", [["-c", "import rayzero"], ["-m", "rayzero", "--help"]])

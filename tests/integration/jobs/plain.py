@@ -49,6 +49,7 @@ def killed(ctx: Context) -> None:
     for step in range(1, ctx.steps + 1):
         dist.barrier()
         if ctx.rank == 1 and step == ctx.args["at"]:
+            (ctx.output_dir / "killed").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
         ctx.report(step=step)
 
@@ -66,3 +67,10 @@ def no_data(ctx: Context) -> None:
 
 
 not_callable = 7
+
+
+def deaf(ctx: Context) -> None:
+    """Goes on for good after its first step, without an interrupt point."""
+    ctx.report(step=1)
+    while True:
+        time.sleep(0.1)

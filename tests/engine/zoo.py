@@ -1,0 +1,175 @@
+"""Models made awkward on purpose, and the plain torch loop that says what is right."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCAB, WIDTH = 13, 10
+
+
+@dataclass
+class Hidden:
+    """A dataclass between blocks: hooks must find the tensor in it."""
+
+    x: Tensor
+    extra: dict[str, Tensor]
+
+
+class OddBlock(nn.Module):
+    """Shapes that divide by nothing, a scalar parameter, a frozen layer, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 7)
+        self.down = nn.Linear(7, WIDTH, bias=False)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.register_buffer("shift", torch.full((WIDTH,), 0.1))
+
+    def forward(self, hidden: Hidden) -> Hidden:
+        x = self.norm(hidden.x + self.shift)
+        x = hidden.x + self.gain * self.down(torch.tanh(self.up(x))) + 0.1 * self.frozen(x)
+        return Hidden(x, {"seen": x.detach()})
+
+
+class PairBlock(nn.Module):
+    """Takes a dataclass, gives a tuple; its parameter is as long as a prime."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(WIDTH, 11) / 4)
+
+    def forward(self, hidden: Hidden) -> tuple[Tensor, Tensor]:
+        return torch.tanh(hidden.x @ self.mix) @ self.mix.t() + hidden.x, hidden.x
+
+
+class Odd(nn.Module):
+    """Tied embedding and head, a block called twice, a module of the root called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList([OddBlock(), OddBlock(), PairBlock(), OddBlock()])
+        self.twice = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> dict[str, Any]:
+        hidden = Hidden(self.embed(tokens), {})
+        hidden = self.blocks[0](hidden)
+        hidden = self.blocks[1](hidden)
+        hidden = self.blocks[0](hidden)
+        x, skipped = self.blocks[2](hidden)
+        hidden = self.blocks[3](Hidden(self.twice(x), {}))
+        logits = self.head(self.twice(hidden.x) + skipped)
+        if targets is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, -2), targets.flatten())}
+
+
+def make(dtype: torch.dtype = torch.float32, seed: int = 0) -> Odd:
+    torch.manual_seed(seed)
+    return Odd().to(dtype)
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not and learn slower."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    return [
+        {"params": [param for param in params if param.ndim >= 2], "weight_decay": 0.1},
+        {"params": [param for param in params if param.ndim < 2], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+def batches(steps: int, samples: int, seed: int = 7) -> Iterator[Tensor]:
+    """Global batches: (samples, 6) tokens; input is [:, :-1] and target [:, 1:]."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        yield torch.randint(0, VOCAB, (samples, 6), generator=generator)
+
+
+Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=1e-1, momentum=0.9)
+
+
+def plain(
+    model: nn.Module, make_optimizer: Optimizer, data: list[Tensor], clip: float = 0.0
+) -> tuple[list[float], dict[str, Tensor]]:
+    """One process, the whole global batch at once, nothing but torch: the oracle."""
+    optimizer = make_optimizer(two_groups(model))
+    losses = []
+    for batch in data:
+        optimizer.zero_grad()
+        loss = model(batch[:, :-1], batch[:, 1:])["loss"]
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def plain_bf16(
+    model: nn.Module,
+    make_optimizer: Optimizer,
+    data: list[Tensor],
+    clip: float = 0.0,
+    parts: int = 1,
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The same in bfloat16, with fp32 main weights and grads kept beside the model.
+
+    The batch is taken in `parts`: bfloat16 gradients depend on how many samples they are summed
+    over at once, and AdamW turns the sign of a tiny gradient into a whole step.
+    """
+    low = copy.deepcopy(model).to(torch.bfloat16)
+    pairs = list(zip(low.parameters(), model.parameters(), strict=True))
+    optimizer = make_optimizer(two_groups(model))
+    losses = []
+    for batch in data:
+        optimizer.zero_grad()
+        mean = 0.0
+        for part in batch.chunk(parts):
+            low.zero_grad()
+            loss = low(part[:, :-1], part[:, 1:])["loss"]
+            loss.backward()
+            mean += loss.item() / parts
+            for param, main in pairs:
+                if param.grad is not None:
+                    main.grad = (0 if main.grad is None else main.grad) + param.grad.float() / parts
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        with torch.no_grad():
+            for param, main in pairs:
+                param.copy_(main)
+        losses.append(mean)
+    return losses, low.state_dict()
+
+
+def relative(seen: Tensor, right: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    scale = right.double().abs().max().item() or 1.0
+    return (seen.double() - right.double()).abs().max().item() / scale
+
+
+def relative_l2(seen: Tensor, right: Tensor) -> float:
+    """The difference's L2 norm, relative: what 16-bit weights can be held to.
+
+    Single elements cannot: where a gradient is zero but for rounding, its sign is noise.
+    """
+    return ((seen.double() - right.double()).norm() / (right.double().norm() + 1e-300)).item()

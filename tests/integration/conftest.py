@@ -1,0 +1,80 @@
+"""A real Ray head, with its dashboard, that the integration tests of jobs share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+CPUS = 4  # more than two cores have: the workers of the tests compute nothing
+
+
+@dataclass(frozen=True)
+class Head:
+    """A running head: where drivers join it, and where jobs are submitted to it."""
+
+    address: str
+    dashboard: str
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@pytest.fixture(scope="session")
+def head() -> Iterator[Head]:
+    # A short path: Ray puts sockets there, whose paths may have 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="rz-", dir="/tmp"))
+    port, dashboard, client, agent = free_ports(4)
+    command = [
+        str(Path(sys.executable).with_name("ray")),
+        *("start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=true"),
+        *("--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1"),
+        *(f"--port={port}", f"--dashboard-port={dashboard}", f"--num-cpus={CPUS}"),
+        *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),
+        *(f"--temp-dir={folder}", f"--object-store-memory={128 * 2**20}"),
+    ]
+    env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    with (folder / "start.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+    try:
+        wait_for_dashboard(f"http://127.0.0.1:{dashboard}/api/version", process, folder)
+        yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        for child in psutil.wait_procs(children, timeout=5)[1]:
+            child.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_for_dashboard(url: str, process: subprocess.Popen[bytes], folder: Path) -> None:
+    until = time.monotonic() + 90
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError as error:
+            if process.poll() is not None or time.monotonic() > until:
+                log = (folder / "start.log").read_text(errors="replace")
+                raise RuntimeError(f"the head did not start:\n{log}") from error
+            time.sleep(0.2)

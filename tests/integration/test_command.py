@@ -1,0 +1,251 @@
+"""The `rayzero` command as its user meets it: output, exit codes, signals, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.integration.conftest import Head
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "RAYZERO_TEST_MARK"
+JOBS = "tests.integration.jobs.plain"
+
+
+class Shell:
+    """Starts rayzero in processes that carry a mark, as do all that they start."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.env = {**os.environ, MARK: self.mark, "RAY_AUTH_MODE": "disabled"}
+        self.env.pop("RAY_ADDRESS", None)
+
+    def job_file(self, function: str, **changes: Any) -> Path:
+        document = {
+            "name": "job",
+            "entrypoint": f"{JOBS}:{function}",
+            "workers": {"min": 2},
+            "steps": 10,
+            "checkpoint": {"path": str(self.folder)},
+            **changes,
+        }
+        path = self.folder / "job.yaml"
+        path.write_text(yaml.safe_dump(document))
+        return path
+
+    def start(self, *args: object, cwd: Path = ROOT) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "rayzero", *map(str, args)]
+        return subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=self.env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a group of its own, as a terminal gives it
+        )
+
+    def run(self, *args: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+        process = self.start(*args, cwd=cwd)
+        out, err = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(args, process.returncode, out, err)
+
+    def left(self) -> list[psutil.Process]:
+        """The marked processes that still live."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    made = Shell(tmp_path)
+    yield made
+    until = time.monotonic() + 5
+    while made.left() and time.monotonic() < until:
+        time.sleep(0.1)
+    left = [(process.pid, process.cmdline()) for process in made.left()]
+    for process in made.left():
+        process.kill()
+    assert left == [], "processes were left behind"
+
+
+def test_help_is_there_without_ray_or_torch(shell: Shell):
+    code = (
+        "import sys, contextlib\n"
+        "from rayzero.__main__ import main\n"
+        "sys.argv = ['rayzero', '--help']\n"
+        "with contextlib.suppress(SystemExit): main()\n"
+        "print(sorted({'ray', 'torch', 'pydantic'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "run" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read: No such file"),
+        ("name: [", "is not YAML"),
+        ("name: job\nentrypoint: m:f\nstepz: 3\n", "stepz: unknown key (did you mean 'steps'?)"),
+        ("name: job\nentrypoint: m:f\nsteps: many\n", "steps: input should be a valid integer"),
+        ("name: job\nentrypoint: m:f\nengine: none.json\n", "engine config"),
+    ],
+)
+def test_a_mistake_in_the_job_file_is_one_message_and_exit_code_2(
+    shell: Shell, text: str | None, words: str
+):
+    path = shell.folder / "job.yaml"
+    if text is not None:
+        path.write_text(text)
+    done = shell.run("run", path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.slow
+def test_a_job_on_a_cluster_of_its_own(shell: Shell):
+    done = shell.run("run", shell.job_file("train"), "--json", "--set", "steps=7")
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    steps = [event["step"] for event in events if event["event"] == "step"]
+    assert steps == list(range(1, 8))
+    assert events[-1]["event"] == "summary"
+    assert events[-1]["answer"] == {"first": 1.5, "last": 2.5}
+    assert "raylet" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_job_that_asks_for_more_than_the_machine_has_fails_at_once(shell: Shell):
+    done = shell.run("run", shell.job_file("train", workers={"min": 4096}))
+    assert done.returncode == 1
+    assert "of at least 4096 workers" in done.stderr
+    assert done.stderr.count("error:") == 1
+
+
+def started(shell: Shell, function: str) -> subprocess.Popen[str]:
+    """A job in a cluster of its own, as soon as its first step is told."""
+    process = shell.start("run", shell.job_file(function), "--json")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if json.loads(line)["event"] == "step":
+            return process
+    raise AssertionError(process.communicate()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
+)
+def test_ctrl_c_ends_cleanly_within_10_s(shell: Shell, number: signal.Signals, code: int):
+    process = started(shell, "endless")
+    before = time.monotonic()
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # a terminal sends it to the whole group
+    else:
+        process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert time.monotonic() - before < 10
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    assert json.loads(out.splitlines()[-1])["kind"] == "JobStoppedError"
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_kills(shell: Shell):
+    process = started(shell, "deaf")
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None, "the training function does not unwind"
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=2)
+    assert process.returncode == 130
+
+
+@pytest.mark.slow
+def test_a_failed_job_on_a_joined_cluster_is_exit_code_1_with_the_users_frames(
+    shell: Shell, head: Head
+):
+    done = shell.run("run", shell.job_file("raises", args={"at": 3}), "--address", head.address)
+    assert done.returncode == 1
+    assert "failed in step 3 on rank 1" in done.stderr
+    assert 'raise ValueError("the data has a hole")' in done.stderr
+    assert "controller.py" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_wrong_entry_point_is_exit_code_2(shell: Shell, head: Head):
+    done = shell.run(
+        "run", shell.job_file("train", entrypoint="no.where:f"), "--address", head.address
+    )
+    assert done.returncode == 2
+    assert "there is no module 'no'" in done.stderr
+    assert f"imported from {ROOT}" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_address_where_no_cluster_is_is_exit_code_2(shell: Shell):
+    done = shell.run("run", shell.job_file("train"), "--address", "127.0.0.1:1")
+    assert done.returncode == 2
+    assert "there is no Ray cluster at '127.0.0.1:1'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_users_own_engine_module_and_plain_lines(shell: Shell, head: Head):
+    """The user's folder has modules with the names of our packages, and the job's code."""
+    for name in ("engine", "workers", "orchestrator"):
+        (shell.folder / f"{name}.py").write_text("MINE = True\n")
+    (shell.folder / "mine.py").write_text(
+        "import engine, workers\n"
+        "def train(ctx):\n"
+        "    print('mine', engine.MINE, workers.MINE)\n"
+        "    ctx.report(step=1, loss=0.5)\n"
+    )
+    path = shell.job_file("train", entrypoint="mine:train", workers={"min": 1})
+    done = shell.run("run", path.name, "--address", head.address, cwd=shell.folder)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "[rank 0] mine True True" in lines
+    assert any(line.startswith("step 1/10 | loss 0.5000") for line in lines)
+    assert lines[-1] == f"summary: {shell.folder}/job/summary.json"
+
+
+@pytest.mark.slow
+def test_ray_job_submit(shell: Shell, head: Head):
+    ray = Path(sys.executable).with_name("ray")
+    runner = f"{sys.executable} -m rayzero run {shell.job_file('train')}"
+    command = f"{ray} job submit --address {head.dashboard} -- bash -c"
+    done = subprocess.run(
+        [*command.split(), f"'cd {ROOT} && {runner}'"],
+        env=shell.env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[rank 1] hello from 1 of 2" in done.stdout
+    assert "succeeded" in done.stdout
+    assert json.loads((shell.folder / "job" / "summary.json").read_text())["steps"] == 10

@@ -1,0 +1,179 @@
+"""Whole jobs on a real Ray cluster, through the Python job API."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.api import Job, Workers
+from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
+from rayzero.orchestrator.notices import StateEntered, WorkersUp
+from rayzero.orchestrator.progress import StepRecord
+from rayzero.orchestrator.states import State
+from rayzero.workers.messages import LogLine
+from tests.integration.conftest import CPUS, Head
+from tests.orchestrator.support import Notebook
+
+pytestmark = pytest.mark.slow
+JOBS = "tests.integration.jobs.plain"
+
+
+@pytest.fixture(scope="module")
+def connected(head: Head) -> Iterator[None]:
+    """This process as a driver of the head: jobs started from here stay in this connection."""
+    ray.init(address=head.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def notebook(connected: None) -> Iterator[Notebook]:
+    """Watches a test's jobs, and sees to it that nothing of them is left behind."""
+    notes = Notebook()
+    yield notes
+    pids = [worker.pid for up in notes.of(WorkersUp) for worker in up.workers]
+    until = time.monotonic() + 5
+    while (left(pids) or ray.available_resources().get("CPU") != CPUS) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert left(pids) == []
+    assert ray.available_resources()["CPU"] == CPUS
+
+
+def left(pids: list[int]) -> list[str]:
+    """What still lives; a process that only waits for its parent to take note does not."""
+    found = []
+    for pid in pids:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{pid} {process.status()} {process.cmdline()}")
+    return found
+
+
+def job(function: Any, folder: Path, **changes: Any) -> Job:
+    settings: dict[str, Any] = {
+        "workers": Workers(min=2),
+        "steps": 20,
+        "checkpoint": {"path": str(folder)},
+    }
+    entrypoint = f"{JOBS}:{function}" if isinstance(function, str) else function
+    return Job("job", entrypoint, **(settings | changes))
+
+
+def test_a_function_of_the_script_itself(notebook: Notebook, tmp_path: Path):
+    def train(ctx: Any) -> dict[str, Any]:
+        for step in range(1, ctx.steps + 1):
+            ctx.report(step=step, loss=1 / step, tokens=10)
+        return {"folder": os.getcwd(), "threads": os.environ["OMP_NUM_THREADS"]}
+
+    result = job(train, tmp_path).run(observer=notebook)
+    assert result.metrics["folder"] == os.getcwd()
+    assert result.metrics["threads"] == "1"
+    assert result.metrics["loss"] == {"first": 1.0, "last": 0.05}
+    assert (result.steps, result.metrics["world_size"]) == (20, 2)
+
+
+def test_a_function_named_by_string_and_everything_a_job_tells(notebook: Notebook, tmp_path: Path):
+    handle = job("train", tmp_path).submit(observer=notebook)
+    assert not handle.wait(0.01)
+    assert handle.wait(60)
+    result = handle.result()
+    assert json.loads(result.summary_path.read_text()) == result.metrics
+    assert result.metrics["answer"] == {"first": 1.5, "last": 2.5}
+    assert result.metrics["peak_bytes"]["process"] > 50e6
+    assert [notice.state for notice in notebook.of(StateEntered)] == [
+        State.STARTING,
+        State.RUNNING,
+        State.SUCCEEDED,
+    ]
+    records = notebook.of(StepRecord)
+    assert [record.step for record in records] == list(range(1, 21))
+    assert {(record.world_size, record.tokens) for record in records} == {(2, 200)}
+    lines = {(line.rank, line.stream, line.text) for line in notebook.of(LogLine)}
+    assert {(0, "stdout", "hello from 0 of 2"), (1, "stdout", "hello from 1 of 2")} <= lines
+    assert (1, "stderr", "to stderr") in lines
+
+
+def test_a_job_can_be_stopped(notebook: Notebook, tmp_path: Path):
+    handle = job("endless", tmp_path).submit(observer=notebook)
+    until = time.monotonic() + 60
+    while not notebook.of(StepRecord) and time.monotonic() < until:
+        time.sleep(0.05)
+    before = time.monotonic()
+    handle.stop()
+    assert handle.wait(10)
+    with pytest.raises(JobStoppedError):
+        handle.result()
+    assert time.monotonic() - before < 4, "unwound, not killed after the time limit"
+
+
+def test_user_code_that_raises(notebook: Notebook, tmp_path: Path):
+    with pytest.raises(JobFailedError) as caught:
+        job("raises", tmp_path, args={"at": 5}).run(observer=notebook)
+    text = str(caught.value)
+    assert "failed in step 5 on rank 1 on node" in text
+    assert "ValueError: the data has a hole" in text
+    assert caught.value.traceback.splitlines()[1].strip().startswith("File")
+    assert "jobs/plain.py" in caught.value.traceback.splitlines()[1]
+
+
+def test_a_killed_worker_is_named_within_seconds(notebook: Notebook, tmp_path: Path):
+    with pytest.raises(JobFailedError) as caught:
+        job("killed", tmp_path, args={"at": 5}).run(observer=notebook)
+    ended_s = time.time()
+    (up,) = notebook.of(WorkersUp)
+    text = str(caught.value).splitlines()[0]
+    victim = next(w for w in up.workers if f"(pid {w.pid})" in text)
+    assert text.startswith(f"rank 1 on node {victim.node} (pid {victim.pid}) was lost in step")
+    assert "exit" in text
+    killed_s = float((tmp_path / "job" / "killed").read_text())
+    assert ended_s - killed_s < 10
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "words"),
+    [
+        ("wrong_config", ConfigError, "the batch sizes disagree"),
+        ("no_data", JobFailedError, "'/no/such' does not exist"),
+        ("not_callable", ConfigError, "is a int, which is not callable"),
+        ("tran", ConfigError, "did you mean 'train'?"),
+    ],
+)
+def test_mistakes_only_a_worker_can_see(
+    notebook: Notebook, tmp_path: Path, function: str, kind: type[Exception], words: str
+):
+    with pytest.raises(kind) as caught:
+        job(function, tmp_path, args={"data": "/no/such"}).run(observer=notebook)
+    assert words in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_module_that_fails_inside_is_shown_with_its_frames(notebook: Notebook, tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
+        Job("job", "tests.workers.broken:train", checkpoint={"path": str(tmp_path)}).run(
+            observer=notebook
+        )
+    assert "does not import: ZeroDivisionError" in str(caught.value)
+    assert "VALUE = helper()" in str(caught.value)
+
+
+def test_too_few_resources_after_the_stated_wait(notebook: Notebook, tmp_path: Path):
+    workers = Workers(min=CPUS + 1, start_timeout_s=1.5)
+    with pytest.raises(JobFailedError, match=r"room for 4 of at least 5 workers .* after 1\.5 s"):
+        job("train", tmp_path, workers=workers).run(observer=notebook)
+
+
+def test_as_many_workers_as_there_is_room_for(notebook: Notebook, tmp_path: Path):
+    workers = Workers(min=1, max=8, cpus=2)
+    result = job("train", tmp_path, workers=workers).run(observer=notebook)
+    assert result.metrics["world_size"] == CPUS // 2

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import rich.console
+
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.cli.console import (
+    Console,
+    JsonLines,
+    LiveBar,
+    PlainLines,
+    console_for,
+    step_text,
+)
+from rayzero.orchestrator.notices import StateEntered, Warned, WorkersUp
+from rayzero.orchestrator.progress import StepRecord
+from rayzero.orchestrator.result import JobResult
+from rayzero.orchestrator.states import State
+from rayzero.workers.messages import LogLine, WorkerInfo
+
+RESULT = JobResult("job", {"job": "job", "loss": {"first": 8.0, "last": 2.5}}, Path("s.json"))
+NOTICES = (
+    WorkersUp((WorkerInfo(0, "id", "host", "10.0.0.1", 7),)),
+    StateEntered(State.RUNNING, 1, 2),
+    Warned("beware"),
+    LogLine(1, "stdout", "[bold]not markup[/bold]"),
+)
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(step, 2, 1, loss=1.5, tokens=1000, step_s=0.25, gauges={})
+
+
+def test_a_step_in_words():
+    assert step_text(record(3)) == "loss 1.5000 | 4,000 tokens/s | 0.250 s/step | 2 workers"
+    bare = StepRecord(1, 1, 1, loss=None, tokens=0, step_s=0.5, gauges={})
+    assert step_text(bare) == "0.500 s/step | 1 worker"
+
+
+def test_plain_lines_tell_a_step_now_and_then_and_always_the_last():
+    lines: list[str] = []
+    now_s = 0.0
+    console = PlainLines(lines.append, every_s=5, clock=lambda: now_s)
+    console.expect("job", 100)
+    for step in range(1, 8):
+        console.see(record(step))
+        now_s += 1
+    console.see(StateEntered(State.SUCCEEDED, 1, 2))
+    told = [line.split(" | ")[0] for line in lines]
+    assert told == ["job job", "step 1/100", "step 6/100", "step 7/100"]
+
+
+def test_everything_else_is_a_line_as_it_comes():
+    lines: list[str] = []
+    console = PlainLines(lines.append)
+    for notice in NOTICES:
+        console.see(notice)
+    console.succeeded(RESULT)
+    assert lines == [
+        "worker 0 is up on node host (pid 7)",
+        "state: running",
+        "warning: beware",
+        "[rank 1] [bold]not markup[/bold]",
+        "job: job",
+        "loss: first 8, last 2.5",
+        "summary: s.json",
+    ]
+
+
+def test_json_lines_are_json_and_end_with_the_summary():
+    lines: list[str] = []
+    console = JsonLines(lines.append)
+    console.expect("job", None)
+    for notice in (*NOTICES, record(1)):
+        console.see(notice)
+    console.succeeded(RESULT)
+    events = [json.loads(line) for line in lines]
+    assert [event["event"] for event in events] == [
+        *("job", "workers", "state", "warning", "log", "step", "summary")
+    ]
+    assert events[2]["state"] == "running"
+    assert (events[5]["step"], events[5]["tokens_per_s"]) == (1, 4000)
+    assert events[-1]["loss"] == {"first": 8.0, "last": 2.5}
+
+
+@pytest.mark.parametrize("kind", [PlainLines, JsonLines])
+def test_errors_go_to_stderr(
+    kind: type[PlainLines] | type[JsonLines], capsys: pytest.CaptureFixture[str]
+):
+    lines: list[str] = []
+    kind(lines.append).failed(ConfigError("wrong", allowed="right", fix="key"))
+    assert capsys.readouterr().err == "error: wrong\n  allowed: right\n  to change it: key\n"
+
+
+def test_the_bar_prints_lines_above_itself_and_shows_the_step():
+    out = io.StringIO()
+    bar = LiveBar(rich.console.Console(file=out, force_terminal=True, width=140))
+    bar.expect("job", 10)
+    for notice in (*NOTICES, record(4)):
+        bar.see(notice)
+    bar.succeeded(RESULT)
+    shown = out.getvalue()
+    assert "[rank 1] [bold]not markup[/bold]" in shown
+    assert "job: running" in shown
+    assert "4/10" in shown
+    assert "loss 1.5000" in shown
+
+
+def test_stdout_is_the_consoles_alone(capsys: pytest.CaptureFixture[str]):
+    before = sys.stdout
+    with console_for(as_json=True) as console:
+        made: Console = console
+        made.expect("job", 1)
+        print("\x1b[33m(raylet)\x1b[0m A worker died or was killed")
+        print("somebody else")
+    assert sys.stdout is before
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["event"] for line in out.splitlines()] == ["job"]
+    assert "somebody else" in err
+    assert "raylet" not in err

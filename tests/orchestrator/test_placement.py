@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.orchestrator.policies.placement import (
+    Capacity,
+    Need,
+    could_hold,
+    ranks,
+    too_small,
+    world_size,
+)
+from rayzero.workers.messages import WorkerInfo
+
+
+def need(least: int = 2, most: int = 4, cpus: float = 2, gpus: float = 0) -> Need:
+    return Need(least, most, cpus, gpus, timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "free", "asked", "size"),
+    [
+        ([Capacity(8, 0)], Capacity(8, 0), need(), 4),
+        ([Capacity(64, 0)], Capacity(64, 0), need(), 4),
+        ([Capacity(6, 0)], Capacity(6, 0), need(), 3),
+        ([Capacity(8, 0)], Capacity(5, 0), need(), 2),  # the rest is taken by others
+        ([Capacity(2, 0)], Capacity(2, 0), need(), 2),  # too few: ask for the least and wait
+        ([Capacity(3, 0), Capacity(3, 0)], Capacity(6, 0), need(), 2),  # none spans two nodes
+        ([Capacity(64, 3)], Capacity(64, 3), need(gpus=1), 3),
+        ([Capacity(1, 1)], Capacity(1, 1), need(least=1, cpus=0.25, gpus=0.5), 2),
+        ([], Capacity(0, 0), need(), 2),
+    ],
+)
+def test_as_many_workers_as_fit_now_between_least_and_most(
+    nodes: list[Capacity], free: Capacity, asked: Need, size: int
+):
+    assert world_size(nodes, free, asked) == size
+
+
+def test_the_error_says_what_there_is_and_what_to_change():
+    text = str(too_small([Capacity(2, 0)], Capacity(1.5, 0), need(least=3), waited_s=30))
+    assert "room for 0 of at least 3 workers with 2 CPU each after 30 s" in text
+    assert "it has 2 CPU and 0 GPU on 1 node, of which 1.5 CPU" in text
+    assert "workers.start_timeout_s" in text
+    assert could_hold([Capacity(2, 0)], need()) == 1
+
+
+def worker(index: int, node: str) -> WorkerInfo:
+    return WorkerInfo(index, node, f"host-{node}", "10.0.0.1", 100 + index)
+
+
+def test_ranks_go_node_by_node():
+    places = ranks([worker(0, "b"), worker(1, "a"), worker(2, "b"), worker(3, "a")])
+    assert [(p.worker, p.rank, p.local_rank, p.local_world_size) for p in places] == [
+        (0, 0, 0, 2),
+        (2, 1, 1, 2),
+        (1, 2, 0, 2),
+        (3, 3, 1, 2),
+    ]
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
+def test_ranks_are_a_permutation_and_local_ranks_count_each_node(nodes: list[str]):
+    places = ranks([worker(index, node) for index, node in enumerate(nodes)])
+    assert [place.rank for place in places] == list(range(len(nodes)))
+    assert sorted(place.worker for place in places) == list(range(len(nodes)))
+    for node in set(nodes):
+        mine = [p for p in places if nodes[p.worker] == node]
+        assert [p.local_rank for p in mine] == list(range(len(mine)))
+        assert {p.local_world_size for p in mine} == {len(mine)}
+        assert mine[-1].rank - mine[0].rank == len(mine) - 1

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from rayzero.orchestrator.progress import JobProgress
+from rayzero.workers.messages import Report
+
+
+def report(rank: int, step: int, *, generation: int = 1, tokens: float = 0, **gauges: float):
+    counters = {"tokens": tokens} if tokens else {}
+    return Report(generation, rank, step, counters, gauges)
+
+
+def started(world_size: int = 2) -> JobProgress:
+    progress = JobProgress()
+    progress.begin(generation=1, world_size=world_size)
+    return progress
+
+
+def test_a_step_is_complete_when_every_rank_has_finished_it():
+    progress = started()
+    assert progress.add(report(0, 1, tokens=10, loss=2.0, step_s=0.5)) is None
+    assert progress.add(report(0, 2, tokens=10, loss=1.0, step_s=0.5)) is None
+    record = progress.add(report(1, 1, tokens=30, loss=4.0, step_s=0.25, lr=0.1))
+    assert record is not None
+    assert (record.step, record.world_size, record.generation) == (1, 2, 1)
+    assert record.loss == 3.0
+    assert record.tokens == 40
+    assert record.step_s == 0.5
+    assert record.tokens_per_s == 80
+    assert record.gauges == {"lr": 0.1}
+    assert progress.steps == 1
+
+
+def test_the_totals_of_the_job():
+    progress = started(world_size=1)
+    for step, loss in enumerate((8.0, 4.0, 2.0), start=1):
+        progress.add(report(0, step, tokens=100, loss=loss, step_s=0.5))
+    progress.count({"tokens": 50})
+    assert (progress.first_loss, progress.last_loss, progress.steps) == (8.0, 2.0, 3)
+    assert progress.tokens == 350
+    assert progress.tokens_per_s == 350 / 1.5
+
+
+def test_the_most_bytes_of_any_rank_at_any_step_by_class():
+    progress = started()
+    progress.add(report(0, 1, **{"bytes/main_weights": 10.0, "bytes/slots": 4.0}))
+    progress.add(report(1, 1, **{"bytes/main_weights": 12.0}))
+    progress.add(report(0, 2, **{"bytes/main_weights": 3.0}))
+    progress.peak({"process": 1000})
+    assert progress.peak_bytes == {"main_weights": 12, "slots": 4, "process": 1000}
+
+
+def test_a_job_that_reports_neither_loss_nor_tokens():
+    progress = started(world_size=1)
+    record = progress.add(report(0, 1, step_s=0.1))
+    assert record is not None
+    assert (record.loss, record.tokens_per_s) == (None, None)
+    assert (progress.first_loss, progress.tokens_per_s) == (None, None)
+
+
+def test_a_new_generation_forgets_what_the_old_one_left_unfinished():
+    progress = started()
+    progress.add(report(0, 5, tokens=10))
+    progress.begin(generation=2, world_size=1)
+    assert progress.add(report(1, 5, tokens=10)) is None  # of the old generation
+    record = progress.add(report(0, 5, generation=2, tokens=7))
+    assert record is not None
+    assert (record.tokens, record.world_size) == (7, 1)
+    assert progress.tokens == 7

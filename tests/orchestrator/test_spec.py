@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.loading import load_job
+from rayzero.orchestrator.spec import JobSpec, not_in_this_version
+
+WHOLE = """
+name: gpt-stdlib
+entrypoint: examples.gpt.train:train
+args: {layers: 4, width: 256}
+engine: engine.json
+workers: {min: 2, max: 4, cpus: 1, gpus: 0}
+steps: 200
+seed: 0
+checkpoint: {path: runs, every_steps: 50, keep: 3}
+recovery: {replicas: 1, hang_timeout_s: 30, max_faults: 20, fault_window_s: 3600}
+metrics: {port: 9400}
+"""
+SMALL = {"name": "job", "entrypoint": "m:f"}
+ENGINE = {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "engine.json").write_text(json.dumps(ENGINE))
+    return tmp_path
+
+
+def load(folder: Path, document: Any, *overrides: str) -> JobSpec:
+    path = folder / "job.yaml"
+    path.write_text(document if isinstance(document, str) else yaml.safe_dump(document))
+    return load_job(path, overrides)
+
+
+def test_the_job_file_of_the_documentation(folder: Path):
+    spec = load(folder, WHOLE)
+    assert (spec.name, spec.entrypoint) == ("gpt-stdlib", "examples.gpt.train:train")
+    assert spec.args == {"layers": 4, "width": 256}
+    assert spec.engine == ENGINE
+    assert (spec.workers.min, spec.workers.most, spec.steps) == (2, 4, 200)
+    assert spec.recovery.hang_timeout_s == 30
+
+
+def test_the_smallest_job_file_and_its_defaults(folder: Path):
+    spec = load(folder, SMALL)
+    assert (spec.workers.min, spec.workers.most, spec.steps) == (1, 1, None)
+    assert spec.engine is None
+    assert list(not_in_this_version(spec)) == []
+
+
+def test_a_key_that_does_nothing_yet_is_told_one_by_one(folder: Path):
+    lines = list(not_in_this_version(load(folder, WHOLE)))
+    assert [line.split(":")[0] for line in lines] == [
+        "checkpoint.every_steps",
+        "checkpoint.keep",
+        "recovery.replicas",
+        "recovery.max_faults",
+        "recovery.fault_window_s",
+        "metrics.port",
+        "workers.max",
+    ]
+    assert all("not in this version" in line for line in lines)
+
+
+def test_overrides_win_and_reach_into_the_engine_config(folder: Path):
+    spec = load(
+        folder,
+        WHOLE,
+        "steps=3",
+        "workers.max=2",
+        "engine.zero_optimization.stage=3",
+        "args.data=/tmp/x",
+    )
+    assert (spec.steps, spec.workers.most) == (3, 2)
+    assert isinstance(spec.engine, dict)
+    assert spec.engine["zero_optimization"]["stage"] == 3
+    assert spec.args["data"] == "/tmp/x"
+
+
+def test_the_engine_config_may_stand_in_the_job_file_or_be_replaced(folder: Path):
+    assert load(folder, {**SMALL, "engine": ENGINE}).engine == ENGINE
+    assert load(folder, {**SMALL, "engine": ENGINE}, "engine=null").engine is None
+    assert load(folder, SMALL, "engine=engine.json").engine == ENGINE
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"step": 5}, ["step: unknown key", "did you mean 'steps'?"]),
+        ({"workers": {"gpu": 1}}, ["workers.gpu: unknown key", "did you mean 'gpus'?"]),
+        ({"steps": "many"}, ["steps:", "valid integer", "'many'"]),
+        ({"steps": 1.5}, ["steps:", "1.5"]),
+        ({"steps": 0}, ["steps:", "greater than or equal to 1"]),
+        ({"workers": {"min": 0}}, ["workers.min:", "(seen: 0)"]),
+        ({"workers": {"min": 3, "max": 2}}, ["workers.max:", "workers.min, which is 3"]),
+        ({"workers": {"gpus": 2}}, ["workers.gpus:", "less than or equal to 1"]),
+        ({"workers": 4}, ["workers:", "(seen: 4)"]),
+        ({"name": "a/b"}, ["name:", "'a/b'"]),
+        ({"name": "../up"}, ["name:"]),
+        ({"entrypoint": "train"}, ["entrypoint:", "module:function"]),
+        ({"engine": {"zero_optimization": {"stag": 2}}}, ["zero_optimization.stag", "'stage'"]),
+        ({"engine": {"train_batch_size": "x"}}, ["train_batch_size"]),
+        (
+            {
+                "engine": {
+                    "train_batch_size": 9,
+                    "train_micro_batch_size_per_gpu": 2,
+                    "gradient_accumulation_steps": 2,
+                }
+            },
+            ["batch sizes disagree"],
+        ),
+        ({"engine": "nowhere.json"}, ["nowhere.json", "cannot be read"]),
+        ({"checkpoint": {"path": "s3://bucket/runs"}}, ["checkpoint.path", "this version"]),
+        ({"metrics": {"port": 99999}}, ["metrics.port", "65535"]),
+        ({"seed": -1, "steps": 0}, ["2 mistakes", "seed:", "steps:"]),
+    ],
+)
+def test_each_mistake_is_one_message_with_its_path(
+    folder: Path, change: dict[str, Any], words: list[str]
+):
+    with pytest.raises(ConfigError) as caught:
+        load(folder, {**SMALL, **change})
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["name", "entrypoint"])
+def test_a_missing_key_is_named(folder: Path, missing: str):
+    document = {key: value for key, value in SMALL.items() if key != missing}
+    with pytest.raises(ConfigError, match=f"{missing}: this key is required"):
+        load(folder, document)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "a mapping of keys to values was expected"),
+        ("- a\n- b\n", "a mapping of keys to values was expected, not list"),
+        ("1: x\n", "a mapping"),
+        ("name: [unclosed\n", "is not YAML: line 2"),
+        ("name: a\n\tsteps: 3\n", "is not YAML: line"),
+    ],
+)
+def test_a_file_that_is_no_mapping(folder: Path, text: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        load(folder, text)
+
+
+def test_a_job_file_that_cannot_be_read(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_job(tmp_path / "missing.yaml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_job(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_job(tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("steps", "there is no '='"),
+        ("=3", "there is no '='"),
+        ("steps=[", "is not YAML"),
+        ("name.x=3", "'name' is not a mapping"),
+        ("stepz=3", "unknown key"),
+    ],
+)
+def test_a_wrong_override_is_named(folder: Path, override: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        load(folder, SMALL, override)
+
+
+def test_editors_can_have_a_schema():
+    schema = JobSpec.model_json_schema()
+    assert set(yaml.safe_load(WHOLE)) == set(schema["properties"])
+    assert "seconds" in schema["$defs"]["Recovery"]["properties"]["hang_timeout_s"]["description"]

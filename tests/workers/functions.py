@@ -1,0 +1,51 @@
+"""Training functions and other things an entry point may name."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def returns(ctx: Any) -> dict[str, Any]:
+    print("line one\nline", "two", end="")
+    ctx.report(tokens=3)
+    ctx.report(step=1, loss=torch.tensor(2.0))
+    ctx.report(tokens=4)
+    return {"world": dist.get_world_size(), "score": torch.tensor(0.5)}
+
+
+def raises(ctx: Any) -> None:
+    ctx.report(step=1)
+    print("half a line", end="")
+    raise ValueError("boom")
+
+
+def endless(ctx: Any) -> None:
+    step = 0
+    while True:
+        step += 1
+        try:
+            ctx.report(step=step)
+        except Exception:  # noqa: BLE001  # as careless users do: it must not catch the interrupt
+            print("caught")
+        time.sleep(0.005)
+
+
+def returns_a_list(ctx: Any) -> list[int]:
+    return [1]
+
+
+def returns_no_json(ctx: Any) -> dict[str, Any]:
+    return {"model": object()}
+
+
+class Holder:
+    @staticmethod
+    def train(ctx: Any) -> None:
+        del ctx
+
+
+number = 3

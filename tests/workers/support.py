@@ -1,0 +1,49 @@
+"""What the tests of the workers share: ready-made commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from rayzero.workers.messages import Assign, Message, Setup
+
+SETUP = Setup(
+    name="job",
+    entrypoint="tests.workers.functions:returns",
+    args={"width": 8},
+    seed=3,
+    steps=5,
+    output_dir="runs/job",
+    engine_config=None,
+    cpus=1,
+    gpus=0,
+    hang_timeout_s=20,
+    working_dir=".",
+    import_paths=(".",),
+)
+ASSIGN = Assign(
+    generation=1,
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    store_host="127.0.0.1",
+    store_port=0,
+)
+
+
+def setup(**changes: Any) -> Setup:
+    return replace(SETUP, **changes)
+
+
+def poll_until(
+    poll: Callable[[float], list[Message]], last: type[Message], rounds: int = 60
+) -> list[Message]:
+    """Polls until a message of type `last` came; all messages up to there."""
+    seen: list[Message] = []
+    for _ in range(rounds):
+        seen += poll(0.5)
+        if any(isinstance(message, last) for message in seen):
+            return seen
+    raise AssertionError(f"no {last.__name__} in {seen}")

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Event
+
+import pytest
+
+from rayzero.engine.errors import CollectiveError, EngineError
+from rayzero.workers.context import Wire
+from rayzero.workers.messages import Crashed, Finished, Message, Stopped
+from rayzero.workers.runner import Body, Runner
+from tests.workers.support import ASSIGN
+
+DONE = Finished(1, 0, None, {}, 0)
+
+
+class Bench:
+    """A runner with its posts and a way to count how often peers were freed."""
+
+    def __init__(self) -> None:
+        self.posted: list[Message] = []
+        self.freed = 0
+        self.wire = Wire(self.posted.append)
+        self.runner = Runner(self._free)
+
+    def _free(self) -> None:
+        self.freed += 1
+
+    def start(self, body: Body) -> None:
+        self.runner.start(ASSIGN, body, self.wire)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.runner.stop()
+    assert made.runner.join(5)
+
+
+def test_a_body_ends_with_its_own_message(bench: Bench):
+    bench.start(lambda: DONE)
+    assert bench.runner.join(5)
+    assert bench.posted == [DONE]
+    assert bench.freed == 0
+
+
+def test_an_exception_becomes_a_crash_with_its_step(bench: Bench):
+    def body() -> Message:
+        bench.wire.progress.working_on(3)
+        raise ValueError("boom")
+
+    bench.start(body)
+    assert bench.runner.join(5)
+    (crash,) = bench.posted
+    assert isinstance(crash, Crashed)
+    assert (crash.kind, crash.step, crash.error) == ("user", 3, "ValueError: boom")
+
+
+def test_stop_unwinds_at_the_next_check_and_frees_the_peers(bench: Bench):
+    running = Event()
+
+    def body() -> Message:
+        running.set()
+        while True:
+            bench.wire.interrupt.check()
+
+    bench.start(body)
+    assert running.wait(5)
+    bench.runner.stop()
+    assert bench.runner.join(5)
+    assert bench.posted == [Stopped(1, 0)]
+    assert bench.freed == 1
+
+
+def test_a_collective_that_fails_while_stopping_is_a_stop(bench: Bench):
+    go = Event()
+
+    def body() -> Message:
+        go.wait(5)
+        raise CollectiveError("a peer was unwound first")
+
+    bench.start(body)
+    bench.runner.stop()
+    go.set()
+    assert bench.runner.join(5)
+    assert bench.posted == [Stopped(1, 0)]
+
+
+def test_two_generations_do_not_run_at_once_but_one_after_the_other(bench: Bench):
+    go = Event()
+
+    def body() -> Message:
+        go.wait(5)
+        return DONE
+
+    bench.start(body)
+    with pytest.raises(EngineError, match="still alive"):
+        bench.start(lambda: DONE)
+    go.set()
+    assert bench.runner.join(5)
+    bench.start(lambda: DONE)
+    assert bench.runner.join(5)
+    assert bench.posted == [DONE, DONE]
