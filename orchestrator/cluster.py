@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from dataclasses import dataclass
 
 import ray
@@ -11,6 +12,7 @@ import ray
 from rayzero.engine.errors import ConfigError
 
 _OBJECT_STORE_BYTES = 128 * 2**20  # nothing big goes through it
+_REACH_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,31 @@ def connect(address: str | None) -> Cluster:
     if address == "local":
         _start()
         return Cluster(owned=True, can_grow=False)
+    _reach(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"there is no Ray cluster at {address!r}: {str(error).splitlines()[0]}",
-            fix="--address or RAY_ADDRESS; without either, a cluster is started on this machine",
-        ) from None
+        raise _no_cluster(address, error) from None
     return Cluster(owned=True, can_grow=True)
+
+
+def _reach(address: str) -> None:
+    """Ray itself would try for minutes, and could not be interrupted meanwhile."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()):
+        return  # a word, such as `auto`: Ray knows what it means
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, error) from None
+
+
+def _no_cluster(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"there is no Ray cluster at {address!r}: {str(error).splitlines()[0]}",
+        allowed="host:port of a running cluster's head, or `auto`",
+        fix="--address or RAY_ADDRESS; without either, a cluster is started on this machine",
+    )
 
 
 def _start() -> None:

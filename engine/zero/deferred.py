@@ -137,7 +137,13 @@ def _advance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
         return None
     generator = kwargs.get("generator") or torch.default_generator
     state: Tensor = generator.get_state()
-    func(*tree_map_only(Tensor, lambda one: torch.empty_like(one, device="cpu"), args), **kwargs)
+    # The same strides: how many numbers an operation draws depends on the memory's layout.
+    func(
+        *tree_map_only(
+            Tensor, lambda one: torch.empty_strided(one.size(), one.stride(), dtype=one.dtype), args
+        ),
+        **kwargs,
+    )
     return state
 
 

@@ -45,7 +45,13 @@ class Gatherer:
             block.calls = 0
 
     def enter(self, block: Block) -> None:
-        """A block's forward is about to run; also when a checkpointed one runs again."""
+        """A block's forward is about to run; also when a checkpointed one runs again.
+
+        Raises:
+            EngineError: a block that was used on its own is now called inside another one that
+                shares its slot.
+        """
+        self._make_way(block)
         self._ensure(block)
         if not self._in_backward:
             self._learn(block)
@@ -86,9 +92,6 @@ class Gatherer:
 
     def _ensure(self, block: Block) -> None:
         if block.state is BlockState.SHARDED:
-            other = self._slots.occupant(block)
-            if other is not None and other.forwards:
-                self._move_out(block)
             self._start(block)
         if block.state is BlockState.GATHERING:
             self._settle(block)
@@ -160,20 +163,29 @@ class Gatherer:
             self._ahead = False
             self._order = self._order or list(self._blocks)
 
-    def _move_out(self, block: Block) -> None:
-        """A block is entered while the occupant of its slot computes: it gets its own slot.
+    def _make_way(self, block: Block) -> None:
+        """A block that is called inside another one of the ring leaves the ring.
 
-        Raises:
-            EngineError: it was used in this pass already, so its address may not change now.
+        At its first use in a pass only: afterwards autograd may hold views of its address.
         """
-        if block.calls:
+        if block.turn is None or not any(
+            other.forwards and other.turn is not None
+            for other in self._blocks
+            if other is not block
+        ):
+            return
+        if not block.calls:
+            self._release(block)
+            self._slots.move_out(block)
+            self._alone.add(self._blocks.index(block))
+            return
+        other = self._slots.occupant(block)
+        if other is not None and other.forwards:
             raise EngineError(
-                f"the block {block.name!r} is called by itself and inside another block that "
-                "shares its slot",
+                f"the block {block.name!r} is called on its own and then inside {other.name!r}, "
+                "which shares its slot",
                 fix="rayzero.unit_classes in the engine config: name classes that do not nest",
             )
-        self._alone.add(self._blocks.index(block))
-        block.turn = None
 
     def _plan(self, order: Sequence[int]) -> dict[int, int | None]:
         return plan_turns(order, self._alone, self._slots.count)

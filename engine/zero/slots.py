@@ -83,6 +83,12 @@ class WeightSlots:
             self._occupants[block.turn] = block
         return [self._buffer(block, place) for place in range(len(block.units))]
 
+    def move_out(self, block: Block) -> None:
+        """Gives a block that is not gathered a slot of its own."""
+        if block.turn is not None and self._occupants.get(block.turn) is block:
+            del self._occupants[block.turn]
+        block.turn = None
+
     def set_turns(self, turns: dict[int, int | None]) -> None:
         """Moves every block to a new plan. No block may be gathered."""
         self._occupants.clear()

@@ -22,6 +22,7 @@ from tests.integration.conftest import Head
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "RAYZERO_TEST_MARK"
 JOBS = "tests.integration.jobs.plain"
+RAYZERO = (sys.executable, "-m", "rayzero")
 
 
 class Shell:
@@ -47,7 +48,7 @@ class Shell:
         return path
 
     def start(self, *args: object, cwd: Path = ROOT) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "rayzero", *map(str, args)]
+        command = [*RAYZERO, *map(str, args)]
         return subprocess.Popen(
             command,
             cwd=cwd,
@@ -235,17 +236,25 @@ def test_a_users_own_engine_module_and_plain_lines(shell: Shell, head: Head):
 
 @pytest.mark.slow
 def test_ray_job_submit(shell: Shell, head: Head):
-    ray = Path(sys.executable).with_name("ray")
-    runner = f"{sys.executable} -m rayzero run {shell.job_file('train')}"
-    command = f"{ray} job submit --address {head.dashboard} -- bash -c"
+    """The job file and the user's module travel with `--working-dir`; Ray sets RAY_ADDRESS."""
+    folder = shell.folder / "project"
+    folder.mkdir()
+    (folder / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "def train(ctx):\n"
+        "    print('hello from', ctx.rank, Path('job.yaml').exists())\n"
+        "    ctx.report(step=1, loss=0.5)\n"
+    )
+    shell.job_file("train", entrypoint="mine:train").rename(folder / "job.yaml")
+    submit = ("job", "submit", "--address", head.dashboard, "--working-dir", str(folder), "--")
     done = subprocess.run(
-        [*command.split(), f"'cd {ROOT} && {runner}'"],
+        [Path(sys.executable).with_name("ray"), *submit, *RAYZERO, "run", "job.yaml"],
         env=shell.env,
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "[rank 1] hello from 1 of 2" in done.stdout
-    assert "succeeded" in done.stdout
-    assert json.loads((shell.folder / "job" / "summary.json").read_text())["steps"] == 10
+    assert "[rank 0] hello from 0 True" in done.stdout
+    assert "[rank 1] hello from 1 True" in done.stdout
+    assert json.loads((shell.folder / "job" / "summary.json").read_text())["steps"] == 1

@@ -1,0 +1,240 @@
+"""The engine's everyday surface, and what it says when it is used wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import rayzero
+from rayzero.engine.errors import ConfigError, EngineError
+from tests.engine import zoo
+from tests.support.ranks import run_ranks
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
+
+
+def config(stage: int = 2, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": ADAMW,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 100},
+        **more,
+    }
+
+
+def lone(**more: Any) -> rayzero.Engine:
+    return rayzero.initialize(model=nn.Linear(3, 1), config=config(**more))[0]
+
+
+def loss_of(engine: rayzero.Engine, batch: Tensor) -> Tensor:
+    return engine(batch[:, :-1], targets=batch[:, 1:])["loss"]
+
+
+class TestMisuse:
+    def test_step_needs_backward(self) -> None:
+        with pytest.raises(EngineError, match="without a backward"):
+            lone().step()
+
+    def test_backward_needs_step(self) -> None:
+        engine = lone()
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        with pytest.raises(EngineError, match="twice without step"):
+            engine.backward(engine(torch.ones(2, 3)).sum())
+
+    @pytest.mark.parametrize("make", [lambda out: out, lambda out: out.sum().detach()])
+    def test_backward_needs_a_scalar_with_a_graph(self, make: Any) -> None:
+        engine = lone()
+        with pytest.raises(EngineError, match="a scalar loss"):
+            engine.backward(make(engine(torch.ones(2, 3))))
+
+    def test_no_optimizer(self) -> None:
+        with pytest.raises(ConfigError, match="there is no optimizer"):
+            rayzero.initialize(model=nn.Linear(3, 1), config={})
+
+    def test_nothing_to_train(self) -> None:
+        with pytest.raises(ConfigError, match="nothing to train"):
+            rayzero.initialize(model=nn.Linear(3, 1).requires_grad_(False), config=config())
+
+    def test_parameter_of_another_model(self) -> None:
+        with pytest.raises(ConfigError, match="is not a parameter of the model"):
+            rayzero.initialize(
+                model=nn.Linear(3, 1),
+                model_parameters=nn.Linear(2, 2).parameters(),
+                config=config(),
+            )
+
+    def test_used_optimizer(self) -> None:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        with pytest.raises(ConfigError, match="has taken steps already"):
+            rayzero.initialize(model=model, optimizer=optimizer, config=config())
+
+    def test_wrong_optimizer_argument(self) -> None:
+        wrong = {"type": "AdamW", "params": {"learning_rate": 1}}
+        with pytest.raises(ConfigError, match=r"optimizer\.params.*learning_rate"):
+            rayzero.initialize(model=nn.Linear(3, 1), config=config(optimizer=wrong))
+
+    @pytest.mark.parametrize("model", [None, 3, lambda: 3])
+    def test_not_a_model(self, model: Any) -> None:
+        with pytest.raises(ConfigError, match=r"torch\.nn\.Module"):
+            rayzero.initialize(model=model, config=config())
+
+
+class TestSurface:
+    def test_parameters_in_no_group_are_frozen_and_said(self, caplog: Any) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        before = model[0].weight.clone()
+        engine, *_ = rayzero.initialize(
+            model=model, model_parameters=model[1].parameters(), config=config()
+        )
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        engine.step()
+        assert "0.weight, 0.bias" in caplog.text
+        assert torch.equal(model[0].weight, before)
+
+    def test_a_client_optimizer_keeps_its_scheduler(self) -> None:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        engine, returned, _, schedule = rayzero.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config(optimizer=None)
+        )
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 3)).sum())
+            engine.step()
+        assert returned is optimizer
+        assert schedule is scheduler
+        assert optimizer.param_groups[0]["lr"] == 0.125
+        assert engine.metrics.lr == 0.25  # what the last step used
+
+    def test_train_and_eval(self) -> None:
+        engine = lone()
+        assert not engine.eval().module.training
+        assert engine.train().module.training
+
+    def test_metrics(self) -> None:
+        engine = lone()
+        assert engine.metrics.loss is None
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        engine.step()
+        flat = engine.metrics.flat()
+        assert flat["step"] == 1
+        assert flat["samples"] == 2
+        assert flat["bytes/optimizer_state"] > 0
+        assert all(isinstance(value, int | float) for value in flat.values())
+
+    def test_closed_engine_lets_the_model_go(self) -> None:
+        engine = lone()
+        engine.close()
+        engine.module(torch.ones(2, 3)).sum().backward()
+        assert engine.module.weight.grad is not None
+
+
+def overflowing(rank: int, world: int, stage: int) -> tuple[list[Tensor], list[Tensor], Any]:
+    engine, *_ = rayzero.initialize(model=zoo.make(), config=config(stage))
+    before = engine.state_dict()
+    for step in range(2):
+        for batch in zoo.batches(1, 2):
+            loss = loss_of(engine, batch)
+            # One rank's gradient alone is not finite, and only in the first step.
+            engine.backward(loss * float("inf") if rank == 1 and step == 0 else loss)
+            engine.step()
+        if step == 0:
+            after = engine.state_dict()
+    moved = engine.state_dict()
+    names = list(before)
+    return (
+        [after[name] - before[name] for name in names],
+        [moved[name] - before[name] for name in names],
+        (engine.metrics.skipped_steps, engine.metrics.step, engine.metrics.loss),
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(stage: int) -> None:
+    results = run_ranks(2, overflowing, stage)
+    stayed, moved, _ = results[0]
+    assert all(not difference.any() for difference in stayed)
+    assert any(difference.any() for difference in moved)
+    for _, _, (skipped, step, loss) in results:
+        assert (skipped, step) == (1, 2)
+        assert loss == loss  # the second step's is a number again
+
+
+def unsynced(rank: int, world: int, stage: int) -> tuple[dict[str, Tensor], dict[str, Any], int]:
+    model = zoo.make(torch.float64)
+    engine, *_ = rayzero.initialize(
+        model=model, model_parameters=zoo.two_groups(model), optimizer=zoo.sgd, config=config(stage)
+    )
+    for batch in zoo.batches(4, 12):
+        first, second, third = batch.chunk(world)[rank].chunk(3)
+        with engine.no_sync():
+            for part in (first, second):
+                engine.backward(loss_of(engine, part) / 3)
+            with pytest.raises(EngineError):
+                engine.step()
+        engine.backward(loss_of(engine, third) / 3)
+        engine.step()
+    return engine.state_dict(), engine.metrics.collectives, len(engine._runtime.units)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_sync_accumulates_at_every_stage(stage: int) -> None:
+    _, right = zoo.plain(zoo.make(torch.float64), zoo.sgd, list(zoo.batches(4, 12)))
+    state, traffic, buckets = run_ranks(2, unsynced, stage)[0]
+    assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-9
+    if stage <= 1:  # one sum a step: nothing was reduced within no_sync
+        sums = traffic["all_reduce" if stage == 0 else "reduce_scatter"]
+        votes = traffic["vote"]["calls"]
+        assert votes == 4
+        assert sums["calls"] == votes * buckets
+
+
+class Tokens(Dataset):
+    """Sample i is a function of i."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randint(0, zoo.VOCAB, (6,), generator=torch.Generator().manual_seed(index))
+
+
+def by_loader(rank: int, world: int, stage: int, micro_batch: int) -> dict[str, Any]:
+    model = zoo.make(torch.float64)
+    engine, _, loader, _ = rayzero.initialize(
+        model=model,
+        model_parameters=zoo.two_groups(model),
+        optimizer=zoo.adamw,
+        training_data=Tokens(),
+        config=config(stage, train_batch_size=7, train_micro_batch_size_per_gpu=micro_batch),
+    )
+    for batch in loader.steps(10):
+        engine.backward(loss_of(engine, batch))
+        engine.step()
+    assert engine.progress.sample_cursor == 70
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 7])
+@pytest.mark.parametrize("world", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_global_batch_is_the_same_for_any_number_of_ranks(
+    stage: int, world: int, micro_batch: int
+) -> None:
+    """Seven samples a step: two and three ranks cannot share them evenly."""
+    from rayzero.engine.data.order import SampleOrder
+
+    order, data = SampleOrder(23, 0), Tokens()
+    global_batches = [
+        torch.stack([data[i] for i in order.indices(7 * step, 7).tolist()]) for step in range(10)
+    ]
+    _, right = zoo.plain(zoo.make(torch.float64), zoo.adamw, global_batches)
+    state = run_ranks(world, by_loader, stage, micro_batch)[0]
+    assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-9

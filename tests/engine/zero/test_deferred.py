@@ -1,0 +1,200 @@
+"""A model built without memory has the values that an ordinary construction gives."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.zero import deferred
+from rayzero.engine.zero.deferred import Materializer, zero_init
+from tests.engine import zoo
+from tests.support.ranks import run_ranks
+
+
+class Rotary(nn.Module):
+    """Buffers computed from one another, a constant list, a number read back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = 1.0 / 10 ** (torch.arange(0, 8, 2).float() / 8)
+        self.register_buffer("angles", torch.outer(torch.arange(5).float(), base))
+        self.register_buffer("mask", torch.tril(torch.ones(5, 5)).bool())
+        self.register_buffer("listed", torch.tensor([1.0, 2.0, 3.0]) * 2)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.5, 4)]
+        self.weight = nn.Parameter(torch.randn(3, 4) * self.rates[-1])
+
+
+class Fancy(nn.Module):
+    """Initialisations that touch views, copies and other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6, padding_idx=2)
+        self.square = nn.Linear(6, 6)
+        nn.init.orthogonal_(self.square.weight)
+        nn.init.trunc_normal_(self.square.bias, std=0.2)
+        self.copied = nn.Parameter(self.square.weight.detach().clone() + 1)
+        self.rnn = nn.GRU(6, 4)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        with torch.no_grad():
+            self.embed.weight[3].fill_(0.25)
+            self.encoder.layers[1].linear1.weight[:, ::2].uniform_(-1, 1)
+        self.apply(self._rescale)
+
+    def _rescale(self, module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm):
+            nn.init.normal_(module.weight, 1.0, 0.1)
+
+
+class Generated(nn.Module):
+    """Its own generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.first = nn.Parameter(torch.empty(4, 4))
+        nn.init.normal_(self.first, generator=generator)
+        self.second = nn.Parameter(torch.rand(4, generator=generator))
+
+
+@pytest.mark.parametrize("make", [zoo.Odd, Rotary, Fancy, Generated])
+def test_values_are_those_of_an_ordinary_construction(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(11)
+    ordinary = make()
+    after = torch.rand(1)
+    torch.manual_seed(11)
+    with zero_init():
+        model = make()
+    assert torch.equal(torch.rand(1), after)  # the generator stands where it would
+    values = Materializer(model, torch.device("cpu"))
+    tensors = dict(model.state_dict(keep_vars=True))
+    # In any order: each is replayed by itself.
+    for name, right in reversed(ordinary.state_dict().items()):
+        if isinstance(tensors[name], nn.Parameter):
+            assert tensors[name].is_meta
+        assert torch.equal(values.value(tensors[name]), right), name
+    values.forget()
+    assert not deferred._tapes
+
+
+def build(rank: int, world: int, how: str, stage: int) -> tuple[dict[str, Tensor], list[float]]:
+    torch.manual_seed(0)
+    if how == "context":
+        with rayzero.zero_init():
+            model: nn.Module | Callable[[], nn.Module] = zoo.Odd()
+    else:
+        model = zoo.Odd
+    engine, *_ = rayzero.initialize(
+        model=model,
+        optimizer=zoo.sgd,
+        config={
+            "train_batch_size": 6,
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 100},
+        },
+    )
+    losses = []
+    for batch in zoo.batches(5, 6):
+        mine = batch.chunk(max(world, 1))[rank]
+        loss = engine(mine[:, :-1], targets=mine[:, 1:])["loss"]
+        engine.backward(loss)
+        engine.step()
+        losses.append(engine.metrics.loss)
+    return engine.state_dict(), losses
+
+
+@pytest.mark.parametrize("how", ["context", "factory"])
+@pytest.mark.parametrize(("world", "stage"), [(0, 0), (2, 1), (2, 3)])
+def test_trains_like_the_ordinary_model(world: int, stage: int, how: str) -> None:
+    state, losses = run_ranks(world, build, how, stage)[0]
+    model = zoo.make()
+    optimizer = zoo.sgd([{"params": [p for p in model.parameters() if p.requires_grad]}])
+    for batch, seen in zip(zoo.batches(5, 6), losses, strict=True):
+        optimizer.zero_grad()
+        loss = model(batch[:, :-1], batch[:, 1:])["loss"]
+        loss.backward()
+        optimizer.step()
+        assert seen == pytest.approx(loss.item(), rel=1e-5)
+    right = model.state_dict()
+    assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-5
+
+
+def meta_with_reset(rank: int, world: int) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    engine, *_ = rayzero.initialize(
+        model=model, optimizer=zoo.sgd, config={"zero_optimization": {"stage": 3}}
+    )
+    engine.backward(engine(torch.randn(3, 4)).sum())
+    engine.step()
+    return engine.state_dict()
+
+
+def test_a_meta_model_is_made_by_reset_parameters() -> None:
+    state = run_ranks(2, meta_with_reset)[0]
+    assert state["0.weight"].abs().max() > 0
+    assert all(value.isfinite().all() for value in state.values())
+    assert state["1.num_batches_tracked"] == 1
+
+
+def test_a_meta_model_that_cannot_be_made_says_so() -> None:
+    with torch.device("meta"):
+        model = zoo.PairBlock()
+    with pytest.raises(ConfigError, match=r"PairBlock has no reset_parameters.*\n.*zero_init"):
+        rayzero.initialize(model=model, optimizer=zoo.sgd, config={})
+
+
+BLOCKS, BLOCK_BYTES = 40, 1500 * 1500 * 4  # 360 MB in all
+
+
+class Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(1500, 1500, bias=False) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def grow(rank: int, world: int) -> int:
+    """How far this process' peak rises above where it stood, in bytes."""
+    warm = nn.Linear(8, 8)
+    warm(torch.ones(1, 8)).sum().backward()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    engine, *_ = rayzero.initialize(
+        model=Large,
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        config={"zero_optimization": {"stage": 3}},
+    )
+    for _ in range(2):
+        engine.backward(engine(torch.randn(2, 1500)))
+        engine.step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+
+
+def test_the_model_is_never_whole() -> None:
+    """In processes of their own, because a peak never falls again."""
+    script = (
+        "from tests.support.ranks import run_ranks\n"
+        "from tests.engine.zero.test_deferred import grow\n"
+        "if __name__ == '__main__':\n"
+        "    print(max(run_ranks(3, grow)))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    whole = BLOCKS * BLOCK_BYTES
+    shards = 2 * whole / 3  # weights and gradients
+    live = 8 * BLOCK_BYTES  # two slots of weights, two of gradients, what autograd makes, staging
+    assert shards + live < 0.9 * whole
+    assert int(run.stdout) < shards + live

@@ -1,0 +1,335 @@
+"""Sharded weights under everything a model may do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rayzero
+from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.engine.zero.slots import BlockState
+from tests.engine import zoo
+from tests.support.ranks import run_ranks
+
+WIDTH = 12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Calls(nn.Module):
+    """A block that calls another one, which stands elsewhere in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, other: nn.Module) -> Tensor:
+        return other(torch.tanh(self.own(x))) + torch.sin(self.own(x))
+
+
+class Base(nn.Module):
+    def __init__(self, blocks: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.first(x)).square().mean()
+
+
+class Checkpointed(Base):
+    reentrant = False
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class ReentrantCheckpointed(Checkpointed):
+    reentrant = True
+
+
+class CheckpointedTogether(Base):
+    def run(self, x: Tensor) -> Tensor:
+        return checkpoint(super().run, x, use_reentrant=False)
+
+
+class Nested(Base):
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.callers = nn.ModuleList(Calls() for _ in range(3))
+
+    def run(self, x: Tensor) -> Tensor:
+        for caller, block in zip(self.callers, self.blocks, strict=False):
+            x = caller(x, block)
+        return self.blocks[3](x)
+
+
+class Shared(Base):
+    """One block used by every caller, as in models that share weights across depth."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.callers = nn.ModuleList(Calls() for _ in range(3))
+
+    def run(self, x: Tensor) -> Tensor:
+        for caller in self.callers:
+            x = caller(x, self.blocks[0])
+        return self.blocks[1](x)
+
+
+class Backwards(Base):
+    """Runs its blocks in another order than it registers them, some twice, with branches."""
+
+    def run(self, x: Tensor) -> Tensor:
+        a, b, c, d, e = self.blocks
+        return e(d(x) + b(x)) + a(c(a(x)))
+
+
+class PartlyUnused(Base):
+    def run(self, x: Tensor) -> Tensor:
+        return self.blocks[4](self.blocks[0](x)) + 0 * self.blocks[2](x).detach().sum()
+
+
+class Tree(nn.Module):
+    """Blocks in blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(Base(2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = stage.run(stage.first(x))
+        return x.square().mean()
+
+
+class Lora(nn.Module):
+    """Frozen weights beside trained ones, in one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 3, bias=False)
+        self.up = nn.Linear(3, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.frozen(x)) + self.up(self.down(x))
+
+
+class LoraModel(Base):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(Lora() for _ in range(4))
+
+
+MODELS: list[Callable[[], nn.Module]] = [
+    Base,
+    Checkpointed,
+    ReentrantCheckpointed,
+    CheckpointedTogether,
+    Nested,
+    Shared,
+    Backwards,
+    PartlyUnused,
+    LoraModel,
+]
+
+
+def sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.3, momentum=0.9)
+
+
+def make(cls: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return cls().double()
+
+
+def batches(steps: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for _ in range(steps)]
+
+
+def start(model: nn.Module, **more: Any) -> rayzero.Engine:
+    return rayzero.initialize(
+        model=model,
+        optimizer=sgd,
+        config={
+            "train_batch_size": 8,
+            "zero_optimization": {"stage": 3},
+            "rayzero": more,
+        },
+    )[0]
+
+
+def train(rank: int, world: int, cls: type[nn.Module], slots: int) -> dict[str, Tensor]:
+    engine = start(make(cls), slots=slots)
+    for batch in batches(4):
+        mine = batch.chunk(world)[rank]
+        with torch.no_grad():  # an evaluation between steps disturbs nothing
+            engine.eval()(mine)
+        loss = engine.train()(mine)
+        with torch.inference_mode():  # nor does one between forward and backward
+            engine(mine)
+        engine.backward(loss)
+        engine.step()
+    return engine.state_dict()
+
+
+def oracle(cls: Callable[[], nn.Module]) -> dict[str, Tensor]:
+    model = make(cls)
+    optimizer = sgd([{"params": [p for p in model.parameters() if p.requires_grad]}])
+    for batch in batches(4):
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("cls", MODELS, ids=lambda cls: cls.__name__)
+def test_equals_plain_torch(cls: type[nn.Module], slots: int) -> None:
+    state = run_ranks(2, train, cls, slots)[0]
+    right = oracle(cls)
+    assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-9
+
+
+def look(rank: int, world: int) -> None:
+    engine = start(make(Base))
+    model = engine.module
+    names = dict(model.named_parameters())
+    assert all(param.isnan().all() for param in names.values())
+    assert names["blocks.0.up.weight"].shape == (3 * WIDTH, WIDTH)
+    addresses: dict[str, set[int]] = {name: set() for name in names}
+    for name, param in names.items():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        owner.register_forward_hook(
+            lambda *_, name=name, param=param: addresses[name].add(param.data_ptr())
+        )
+    for batch in batches(4):
+        engine.backward(engine(batch.chunk(world)[rank]))
+        engine.step()
+        assert all(param.isnan().all() for param in names.values())
+    # One address for the first step, and one for those of the plan made from it.
+    assert all(len(seen) <= 2 for seen in addresses.values())
+    places = {next(reversed(sorted(addresses[f"blocks.{i}.up.weight"]))) for i in range(5)}
+    assert len(places) <= 2 + 1
+
+
+def test_weights_rest_as_nan_and_come_back_to_one_address() -> None:
+    run_ranks(2, look)
+
+
+class Leaks(Base):
+    """Its loss uses what a block kept to itself, so nothing tells when backward enters it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.run(self.first(x))
+        return self.blocks[0].kept.square().mean()
+
+
+class Keeps(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.up(x)
+        return x
+
+
+def leak(rank: int, world: int) -> None:
+    model = make(Leaks)
+    model.blocks[0] = Keeps().double()
+    engine = start(model)
+    with pytest.raises(EngineError, match=r"'blocks\.0' got a gradient while it was not gathered"):
+        engine.backward(engine(batches(1)[0].chunk(world)[rank]))
+
+
+def test_a_gradient_that_bypasses_its_block_is_an_error() -> None:
+    run_ranks(2, leak)
+
+
+class Raises(Base):
+    fail = True
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if self.fail:
+            raise ValueError("the user's own mistake")
+        return super().run(x)
+
+
+def recover(rank: int, world: int) -> dict[str, Tensor]:
+    model = make(Raises)
+    engine = start(model)
+    with pytest.raises(ValueError, match="own mistake"):
+        engine(batches(1)[0].chunk(world)[rank])
+    model.fail = False
+    for batch in batches(4):
+        engine.backward(engine(batch.chunk(world)[rank]))
+        engine.step()
+    return engine.state_dict()
+
+
+def test_an_error_in_forward_leaves_the_engine_usable() -> None:
+    state = run_ranks(2, recover)[0]
+    Raises.fail = False
+    right = oracle(Raises)
+    Raises.fail = True
+    assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-9
+
+
+def choose(rank: int, world: int) -> list[str]:
+    engine = start(make(Base), unit_classes=["Linear"])
+    for batch in batches(2):
+        engine.backward(engine(batch.chunk(world)[rank]))
+        engine.step()
+    with pytest.raises(ConfigError, match=r"no module of class 'Blok' \(did you mean 'Block'"):
+        start(make(Base), unit_classes=["Blok"])
+    return [unit.name for unit in engine._runtime.units]
+
+
+def test_unit_classes_choose_the_blocks() -> None:
+    names = run_ranks(2, choose)[0]
+    assert len(names) == 11
+    assert "blocks.0.up" in names
+
+
+def overlap(rank: int, world: int) -> list[str]:
+    """The state of each block as the one before it computes, in the second step."""
+    model = make(Base)
+    engine = start(model)
+    seen: list[str] = []
+    gatherer = engine._runtime.gatherer
+    blocks = {block.name: block for block in gatherer._blocks}
+    data = batches(3)
+    for batch in data[:2]:
+        engine.backward(engine(batch.chunk(world)[rank]))
+        engine.step()
+    for index in range(4):
+        following = blocks[f"blocks.{index + 1}"]
+        model.blocks[index].up.register_forward_hook(
+            lambda *_, following=following: seen.append(following.state.value)
+        )
+    engine(data[2].chunk(world)[rank])
+    return seen
+
+
+def test_the_next_block_is_gathered_while_this_one_computes() -> None:
+    assert run_ranks(2, overlap)[0] == [BlockState.GATHERING.value] * 4
