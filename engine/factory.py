@@ -26,7 +26,7 @@ from rayzero.engine.precision.policy import Bf16, Native
 from rayzero.engine.session import current_session
 from rayzero.engine.settings import Settings
 from rayzero.engine.zero.build import Recipe, make_blocks, make_slots, make_unit, place_loose
-from rayzero.engine.zero.deferred import Materializer, zero_init
+from rayzero.engine.zero.deferred import Materializer, Scratch, zero_init
 from rayzero.engine.zero.gatherer import Gatherer
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
 from rayzero.engine.zero.placement import STAGES, Placement, Stage
@@ -106,6 +106,7 @@ def _make_recipe(config: EngineConfig, model: nn.Module) -> Recipe:
         collectives=collectives,
         device=device,
         values=Materializer(model, device),
+        scratch=Scratch(device),
     )
 
 

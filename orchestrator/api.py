@@ -16,6 +16,7 @@ from ray import cloudpickle
 from rayzero.engine.errors import RayzeroError
 from rayzero.engine.validation import validated
 from rayzero.orchestrator import events as ev
+from rayzero.orchestrator.cli.console import watching
 from rayzero.orchestrator.clock import SystemClock
 from rayzero.orchestrator.cluster import Cluster, connect
 from rayzero.orchestrator.controller import Controller
@@ -97,9 +98,22 @@ class Job:
     def run(self, address: str | None = None, observer: Observer | None = None) -> JobResult:
         """Runs the job and waits for its end. An exception here, Ctrl-C too, stops the job.
 
+        Args:
+            address: as for `submit`.
+            observer: as for `submit`; by default what `rayzero run` shows goes to stdout.
+
         Raises:
             JobFailedError, ConfigError: the job failed, and why.
         """
+        if observer is not None:
+            return self._watched(address, observer)
+        with watching(sys.stdout) as console:
+            console.expect(self.spec.name, self.spec.steps)
+            result = self._watched(address, console)
+            console.succeeded(result)
+            return result
+
+    def _watched(self, address: str | None, observer: Observer) -> JobResult:
         handle = self.submit(address, observer)
         try:
             return handle.result()

@@ -42,7 +42,9 @@ class JobProgress:
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.tokens = 0.0
-        self.step_time_s = 0.0
+        self._first_step: StepRecord | None = None
+        self._steady_tokens = 0.0
+        self._steady_s = 0.0
         self.peak_bytes: dict[str, int] = {}
         self._generation = 0
         self._world_size = 0
@@ -50,12 +52,18 @@ class JobProgress:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Over all steps; time outside of steps, such as validation, does not count."""
-        return self.tokens / self.step_time_s if self.tokens and self.step_time_s > 0 else None
+        """Over all steps but each generation's first, which holds what happens once.
+
+        Of a job with a single step, that step's.
+        """
+        if self._steady_tokens and self._steady_s > 0:
+            return self._steady_tokens / self._steady_s
+        return self._first_step.tokens_per_s if self._first_step else None
 
     def begin(self, generation: int, world_size: int) -> None:
         """A new generation begins; what the old one left unfinished is forgotten."""
         self._generation, self._world_size = generation, world_size
+        self._first_step = None
         self._open.clear()
 
     def add(self, report: Report) -> StepRecord | None:
@@ -102,7 +110,11 @@ class JobProgress:
         )
         self.steps = max(self.steps, step)
         self.tokens += record.tokens
-        self.step_time_s += record.step_s
+        if self._first_step is None:
+            self._first_step = record
+        else:
+            self._steady_tokens += record.tokens
+            self._steady_s += record.step_s
         if record.loss is not None:
             self.first_loss = record.loss if self.first_loss is None else self.first_loss
             self.last_loss = record.loss

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.precision.policy import Precision
-from rayzero.engine.zero.deferred import Materializer
+from rayzero.engine.zero.deferred import Materializer, Scratch
 from rayzero.engine.zero.grads import GradSlots, GradStore, PartialGrads, ShardedGrads
 from rayzero.engine.zero.placement import Placement, Stage
 from rayzero.engine.zero.slots import Block
@@ -34,6 +34,7 @@ class Recipe:
     collectives: Collectives
     device: torch.device
     values: Materializer
+    scratch: Scratch
 
 
 def make_slots(plans: Sequence[UnitPlan], recipe: Recipe, count: int) -> GradSlots | None:
@@ -74,7 +75,10 @@ def make_unit(plan: UnitPlan, recipe: Recipe, slots: GradSlots | None) -> Unit:
 def _flattened(plan: UnitPlan, recipe: Recipe) -> Tensor:
     """The unit's initial values in one buffer, rank 0's on every rank; zeros between them."""
     dtype = plan.params[0].dtype
-    flat = torch.zeros(plan.layout.numel, dtype=dtype, device=recipe.device)
+    if recipe.stage.model_weights is Placement.SHARDED:  # only a shard of it will stay
+        flat = recipe.scratch.flat(plan.layout.numel, dtype).zero_()
+    else:
+        flat = torch.zeros(plan.layout.numel, dtype=dtype, device=recipe.device)
     for view, param in zip(views_of(plan.layout, flat), plan.params, strict=True):
         view.copy_(recipe.values.value(param))
     recipe.collectives.broadcast(flat)

@@ -77,7 +77,7 @@ class Tape:
                 operation = self._operations[number]
                 for other in _tensors((operation.args, operation.kwargs)):
                     key = _storage(other)
-                    if other.is_meta and key not in seen:
+                    if _planned(other) and key not in seen:
                         seen.add(key)
                         storages.append(key)
         return sorted(needed)
@@ -85,7 +85,7 @@ class Tape:
     def _run(self, operation: _Operation, real: dict[int, Tensor]) -> None:
         args, kwargs = tree_map_only(
             Tensor,
-            lambda one: _as(one, real) if one.is_meta else one,
+            lambda one: _as(one, real) if _planned(one) else one,
             (operation.args, operation.kwargs),
         )
         generator = operation.generator
@@ -98,29 +98,48 @@ class Tape:
             real.setdefault(_storage(planned), result)
 
 
+class Scratch:
+    """Memory for one tensor after another: freeing and allocating large ones tears the heap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def flat(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of any content. The one given before must not be in use any more."""
+        size = numel * dtype.itemsize
+        if self._memory.numel() < size:
+            self._memory = torch.empty(0, dtype=torch.uint8, device=self._memory.device)
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._memory.device)
+        return self._memory[:size].view(dtype)
+
+
 class _Recorder(TorchDispatchMode):
     """Runs a constructor's operations on meta, and writes them down."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
+        self._scratch = Scratch(torch.device("cpu"))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if kwargs.get("device") == torch.device("meta"):  # taken over from one of our tensors
+            kwargs["device"] = torch.device("cpu")
         inputs = list(_tensors((args, kwargs)))
-        if func is torch.ops.aten._local_scalar_dense.default and inputs[0].is_meta:
+        if func is torch.ops.aten._local_scalar_dense.default and _planned(inputs[0]):
             return self._tape.replay(inputs[0], torch.device("cpu")).item()
-        if any(not one.is_meta for one in inputs) and not any(one.is_meta for one in inputs):
+        if inputs and not any(_planned(one) for one in inputs):
             return func(*args, **kwargs)  # real tensors from outside stay what they are
         factory = not inputs and any(one.name == "device" for one in func._schema.arguments)
         if not inputs and not factory:
             return func(*args, **kwargs)
-        state = _advance(func, args, kwargs)
-        on_meta = dict(kwargs, device=torch.device("meta")) if factory else kwargs
+        state = self._advance(func, args, kwargs)
+        places = factory or "device" in kwargs
+        on_meta = dict(kwargs, device=torch.device("meta")) if places else kwargs
         meta_args, meta_kwargs = tree_map_only(
-            Tensor, lambda one: one if one.is_meta else one.to("meta"), (args, on_meta)
+            Tensor, lambda one: one if _planned(one) else one.to("meta"), (args, on_meta)
         )
         results = func(*meta_args, **meta_kwargs)
         outputs = tuple(_tensors(results))
@@ -130,21 +149,26 @@ class _Recorder(TorchDispatchMode):
             self._tape.add(_Operation(func, args, kwargs, outputs, state), [*inputs, *makes])
         return results
 
+    def _advance(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """For a random operation: its generator's state before, with the generator moved on."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return None
+        generator = kwargs.get("generator") or torch.default_generator
+        state: Tensor = generator.get_state()
 
-def _advance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """For a random operation: its generator's state before, with the generator moved on."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return None
-    generator = kwargs.get("generator") or torch.default_generator
-    state: Tensor = generator.get_state()
-    # The same strides: how many numbers an operation draws depends on the memory's layout.
-    func(
-        *tree_map_only(
-            Tensor, lambda one: torch.empty_strided(one.size(), one.stride(), dtype=one.dtype), args
-        ),
-        **kwargs,
-    )
-    return state
+        def real(one: Tensor) -> Tensor:
+            # The same strides: how many numbers are drawn depends on the memory's layout.
+            numel = one.untyped_storage().nbytes() // one.dtype.itemsize
+            flat = self._scratch.flat(numel, one.dtype)
+            return flat.as_strided(one.size(), one.stride(), one.storage_offset())
+
+        func(*tree_map_only(Tensor, real, args), **kwargs)
+        return state
+
+
+def _planned(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory yet."""
+    return tensor.device.type == "meta"
 
 
 def _storage(tensor: Tensor) -> int:
@@ -185,8 +209,21 @@ def zero_init() -> Iterator[None]:
     """
     tape = Tape()
     _tapes.append(tape)
-    with _Recorder(tape):
+    with _Recorder(tape), _looking_real():
         yield
+
+
+@contextmanager
+def _looking_real() -> Iterator[None]:
+    """Some of `torch.nn.init` does nothing to a tensor that says it is on meta: here none says so.
+
+    For all threads, as long as a model is built; nothing of torch's own depends on it meanwhile.
+    """
+    torch.Tensor.is_meta = property(lambda _: False)  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        del torch.Tensor.is_meta  # the one it hid, of the base class, is there again
 
 
 class Materializer:

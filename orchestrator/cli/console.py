@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
+from functools import partial
 from io import TextIOBase
 from time import monotonic
 from typing import Any, Protocol, TextIO
@@ -41,26 +42,31 @@ class Console(Protocol):
 
 @contextmanager
 def console_for(as_json: bool) -> Iterator[Console]:
-    """The console that suits where stdout goes; a bar is taken down at the end of the `with`.
-
-    Meanwhile stdout is the console's alone: what others print in this process goes to stderr.
-    """
+    """The console of a process whose stdout is the job's: what others print goes to stderr."""
     stdout = sys.stdout
-
-    def write(line: str) -> None:
-        print(line, file=stdout, flush=True)
-
     with redirect_stdout(RayNotices(sys.stderr)):
         if as_json:
-            yield JsonLines(write)
-        elif stdout.isatty():
-            bar = LiveBar(rich.console.Console(file=stdout, highlight=False))
-            try:
-                yield bar
-            finally:
-                bar.take_down()
+            yield JsonLines(_writer(stdout))
         else:
-            yield PlainLines(write)
+            with watching(stdout) as console:
+                yield console
+
+
+@contextmanager
+def watching(out: TextIO) -> Iterator[Console]:
+    """A live bar on a terminal, taken down at the end of the `with`; plain lines elsewhere."""
+    if out.isatty():
+        bar = LiveBar(rich.console.Console(file=out))
+        try:
+            yield bar
+        finally:
+            bar.take_down()
+    else:
+        yield PlainLines(_writer(out))
+
+
+def _writer(out: TextIO) -> Write:
+    return partial(print, file=out, flush=True)
 
 
 class RayNotices(TextIOBase):
@@ -149,6 +155,7 @@ class LiveBar:
             TextColumn("{task.fields[text]}"),
             TimeRemainingColumn(compact=True),
             console=terminal,
+            refresh_per_second=4,
             redirect_stdout=False,
             redirect_stderr=False,
         )
@@ -166,6 +173,7 @@ class LiveBar:
             return
         if isinstance(notice, StateEntered):
             self._bar.update(self._task, description=f"{self._name}: {notice.state}")
+            return
         for line in notice_lines(notice):
             self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -233,7 +241,8 @@ def summary_lines(result: JobResult) -> Iterator[str]:
     for key, value in result.metrics.items():
         if isinstance(value, dict):
             value = ", ".join(f"{name} {_figure(part)}" for name, part in value.items())
-        yield f"{key}: {_figure(value)}"
+        if value is not None:
+            yield f"{key}: {_figure(value)}"
     yield f"summary: {result.summary_path}"
 
 

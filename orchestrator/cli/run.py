@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,16 +19,18 @@ _LOOK_S = 0.1  # how often the main thread looks whether a signal came
 
 def run_job(path: Path, overrides: Sequence[str], address: str | None, as_json: bool) -> int:
     """Runs the job in `path`; returns the process's exit code."""
-    with console_for(as_json) as console:
+    with console_for(as_json) as console, Signals() as signals:
         try:
             spec = load_job(path, overrides)
             console.expect(spec.name, spec.steps)
-            return _run(Job.from_spec(spec), address, console)
+            return _run(Job.from_spec(spec), address, console, signals)
         except RayzeroError as error:
             console.failed(error)
             return exit_code(error)
-        except KeyboardInterrupt:  # before the job's own signals were in place
-            return 130
+        except KeyboardInterrupt:  # while the cluster was starting
+            return signals.exit_code
+        except SystemExit:  # likewise, after Ray took the SIGTERM handler over
+            return 128 + signal.SIGTERM
 
 
 def exit_code(error: RayzeroError) -> int:
@@ -35,11 +38,10 @@ def exit_code(error: RayzeroError) -> int:
     return 2 if isinstance(error, ConfigError) else 1
 
 
-def _run(job: Job, address: str | None, console: Console) -> int:
+def _run(job: Job, address: str | None, console: Console, signals: Signals) -> int:
     handle = job.submit(address, console)
-    # After submit, because ray.init installs a handler of its own.
-    with Signals() as signals:
-        _wait(handle, signals, console)
+    signals.defer()  # after submit, because Ray takes the SIGTERM handler over when it starts
+    _wait(handle, signals, console)
     try:
         console.succeeded(handle.result())
     except JobStoppedError as stopped:

@@ -13,9 +13,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Signals:
     """Handles the signals for the length of a `with`, in the main thread.
 
-    The handler only takes a note: the main thread's loop acts on it. After the second signal the
-    kernel ends what is ours: a Ray cluster of our own dies with its parent process, and on any
-    other cluster actors die with their driver.
+    Until `defer`, a signal raises KeyboardInterrupt. From then on the first one is only noted, and
+    the main thread's loop acts on it. After the second the kernel ends what is ours: a Ray cluster
+    of our own dies with its parent process, and on any other cluster actors die with their driver.
     """
 
     def __init__(self) -> None:
@@ -32,13 +32,22 @@ class Signals:
         return "" if self._first is None else signal.Signals(self._first).name
 
     def __enter__(self) -> Signals:
-        for number in _SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
+        self._before = {number: signal.signal(number, self._interrupt) for number in _SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def defer(self) -> None:
+        """Only notes the first signal from now on, whoever took the handlers over meanwhile."""
+        for number in _SIGNALS:
+            signal.signal(number, self._note)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self._first = self._first or number
+        raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame

@@ -175,6 +175,17 @@ def test_ctrl_c_ends_cleanly_within_10_s(shell: Shell, number: signal.Signals, c
 
 
 @pytest.mark.slow
+def test_ctrl_c_while_the_cluster_starts(shell: Shell):
+    process = shell.start("run", shell.job_file("endless"), "--json")
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline())["event"] == "job"
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (130, "")
+
+
+@pytest.mark.slow
 def test_a_second_ctrl_c_kills(shell: Shell):
     process = started(shell, "deaf")
     os.kill(process.pid, signal.SIGINT)
@@ -199,7 +210,10 @@ def test_a_failed_job_on_a_joined_cluster_is_exit_code_1_with_the_users_frames(
 @pytest.mark.slow
 def test_a_wrong_entry_point_is_exit_code_2(shell: Shell, head: Head):
     done = shell.run(
-        "run", shell.job_file("train", entrypoint="no.where:f"), "--address", head.address
+        "run",
+        shell.job_file("train", entrypoint="no.where:f", workers={"min": 1}),
+        "--address",
+        head.address,
     )
     assert done.returncode == 2
     assert "there is no module 'no'" in done.stderr

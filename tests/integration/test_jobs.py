@@ -104,6 +104,16 @@ def test_a_function_named_by_string_and_everything_a_job_tells(notebook: Noteboo
     assert (1, "stderr", "to stderr") in lines
 
 
+def test_what_a_job_prints_reaches_the_caller_of_run(
+    notebook: Notebook, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    job("train", tmp_path, workers=Workers(min=1), steps=3).run()
+    lines = capsys.readouterr().out.splitlines()
+    assert "[rank 0] hello from 0 of 1" in lines
+    assert any(line.startswith("step 3/3 | loss 2.6667 | ") for line in lines)
+    assert lines[-1] == f"summary: {tmp_path}/job/summary.json"
+
+
 def test_a_job_can_be_stopped(notebook: Notebook, tmp_path: Path):
     handle = job("endless", tmp_path).submit(observer=notebook)
     until = time.monotonic() + 60
@@ -153,7 +163,9 @@ def test_mistakes_only_a_worker_can_see(
     notebook: Notebook, tmp_path: Path, function: str, kind: type[Exception], words: str
 ):
     with pytest.raises(kind) as caught:
-        job(function, tmp_path, args={"data": "/no/such"}).run(observer=notebook)
+        job(function, tmp_path, workers=Workers(min=1), args={"data": "/no/such"}).run(
+            observer=notebook
+        )
     assert words in str(caught.value)
     assert "Traceback" not in str(caught.value)
 

@@ -32,12 +32,14 @@ def test_a_step_is_complete_when_every_rank_has_finished_it():
 
 def test_the_totals_of_the_job():
     progress = started(world_size=1)
-    for step, loss in enumerate((8.0, 4.0, 2.0), start=1):
-        progress.add(report(0, step, tokens=100, loss=loss, step_s=0.5))
+    progress.add(report(0, 1, tokens=100, loss=8.0, step_s=50.0))
+    assert progress.tokens_per_s == 2  # there is no better one yet
+    progress.add(report(0, 2, tokens=100, loss=4.0, step_s=0.5))
+    progress.add(report(0, 3, tokens=100, loss=2.0, step_s=0.3))
     progress.count({"tokens": 50})
     assert (progress.first_loss, progress.last_loss, progress.steps) == (8.0, 2.0, 3)
     assert progress.tokens == 350
-    assert progress.tokens_per_s == 350 / 1.5
+    assert progress.tokens_per_s == 200 / 0.8
 
 
 def test_the_most_bytes_of_any_rank_at_any_step_by_class():
