@@ -22,6 +22,13 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _no_bool(value: Any) -> Any:
+    """True equals 1, and would pass for a number."""
+    if isinstance(value, bool):
+        raise ValueError("a number was expected")
+    return value
+
+
 Count = Annotated[int, BeforeValidator(_whole), Field(gt=0, strict=True)]
 
 
@@ -52,7 +59,7 @@ class Bf16Config(Section):
 class ZeroConfig(Section):
     """What is sharded (the stage), and how much travels at once."""
 
-    stage: Literal[0, 1, 2, 3] = 0
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_bool)] = 0
     reduce_bucket_size: Count = Field(
         default=4_000_000, description="elements reduced together at stages 0 to 2"
     )
@@ -84,7 +91,7 @@ class EngineConfig(Section):
     scheduler: SchedulerConfig | None = None
     bf16: Bf16Config = Bf16Config()
     zero_optimization: ZeroConfig = ZeroConfig()
-    gradient_clipping: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    gradient_clipping: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, strict=True)
     steps_per_print: Count | None = Field(
         default=None, description="rank 0 logs loss and lr every this many steps"
     )
@@ -108,12 +115,18 @@ def read_config(source: str | Path | dict[str, Any]) -> dict[str, Any]:
     """
     if isinstance(source, dict):
         return source
+    if not isinstance(source, str | Path):
+        raise ConfigError(
+            f"engine config: a {type(source).__name__} was given",
+            allowed="a dict, or the path of a JSON or Hjson file",
+        )
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(
-            f"engine config {str(path)!r} cannot be read: {error.strerror}",
+            f"engine config {str(path)!r} cannot be read: {reason}",
             fix="`engine:` in the job file, or `config=`: the path of a DeepSpeed config file",
         ) from None
     try:

@@ -196,10 +196,10 @@ class Controller:
         try:
             await asyncio.wait((answer, timer), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                raise _SilentError(worker, f"its process did not answer for {limit_s:g} s")
+                raise _GoneError(worker, f"its process did not answer for {limit_s:g} s")
             return answer.result()
         except WorkerLostError as lost:
-            raise _SilentError(worker, str(lost)) from None
+            raise _GoneError(worker, str(lost)) from None
         finally:
             timer.cancel()
             answer.cancel()
@@ -213,7 +213,7 @@ class Controller:
         """Whatever goes wrong in a background task becomes an event, never silence."""
         try:
             await work
-        except _SilentError as lost:
+        except _GoneError as lost:
             self._lost(lost.worker, lost.cause)
         except RayzeroError as error:
             self.feed(ev.FaultFatal(error))
@@ -247,7 +247,7 @@ class Controller:
         raise JobStoppedError(f"job {name!r} was stopped after step {self._progress.steps}")
 
 
-class _SilentError(Exception):
+class _GoneError(Exception):
     """A worker is gone, or does not answer; `cause` says which."""
 
     def __init__(self, worker: int, cause: str) -> None:

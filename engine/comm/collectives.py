@@ -141,7 +141,7 @@ class Collectives:
         try:
             pending = run()
         except RuntimeError as error:
-            raise _failed(name, self, error) from error
+            raise _failed(name, self.counters.sequence, self, error) from error
         self.counters.exposed_s += perf_counter() - start
         return _Timed(name, pending, self)
 
@@ -151,6 +151,7 @@ class _Timed:
 
     def __init__(self, name: str, pending: Pending, owner: Collectives) -> None:
         self._name = name
+        self._number = owner.counters.sequence
         self._pending = pending
         self._owner = owner
 
@@ -159,14 +160,14 @@ class _Timed:
         try:
             self._pending.wait()
         except RuntimeError as error:
-            raise _failed(self._name, self._owner, error) from error
+            raise _failed(self._name, self._number, self._owner, error) from error
         self._owner.counters.exposed_s += perf_counter() - start
 
 
-def _failed(name: str, owner: Collectives, error: RuntimeError) -> CollectiveError:
+def _failed(name: str, number: int, owner: Collectives, error: RuntimeError) -> CollectiveError:
     return CollectiveError(
         f"{name} failed on rank {owner.rank} of {owner.world_size} "
-        f"(collective {owner.counters.sequence}): {error}"
+        f"(collective {number}): {error}"
     )
 
 

@@ -29,7 +29,7 @@ def connect() -> tuple[Collectives, torch.device]:
     if not dist.is_initialized():
         return Collectives(LocalBackend()), _device(prefer_cuda=True)
     group = dist.group.WORLD
-    name = dist.get_backend()
+    name = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl", also when none was asked for
     cuda = "nccl" in name
     if not cuda and "gloo" not in name:
         raise ConfigError(f"the process group's backend is {name!r}", allowed="nccl, gloo")

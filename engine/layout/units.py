@@ -6,7 +6,7 @@ A unit has one dtype and is trainable or frozen as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -82,21 +82,22 @@ def plan_blocks(
     Raises:
         ConfigError: a class name fits no module of the model.
     """
-    blocks = dict(_named_blocks(model, classes))
-    blocks[""] = model
-    owners: dict[nn.Parameter, list[str]] = {}
-    for path, module in model.named_modules():
+    paths = {model: "root"}  # a block that stands in several places goes by its first name
+    for path, block in _named_blocks(model, classes):
+        paths.setdefault(block, path)
+    uses: dict[nn.Parameter, list[list[nn.Module]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
         for param in module.parameters(recurse=False):
-            owners.setdefault(param, []).append(path)
-    homes: dict[str, list[NamedParam]] = {path: [] for path in ["", *blocks]}
+            uses.setdefault(param, []).append(_lineage(model, path))
+    homes: dict[nn.Module, list[NamedParam]] = {block: [] for block in paths}
     for one in params:
-        homes[_home(owners[one.param], blocks)].append(one)
+        homes[_home(uses[one.param], homes)].append(one)
     plans = []
-    for path, members in homes.items():
+    for block, members in homes.items():
         members.sort(key=lambda one: str(one.kind))
         for (_, trainable), kind in groupby(members, key=lambda one: one.kind):
-            name = (path or "root") + ("" if trainable else " (frozen)")
-            plans.append(_plan(name, list(kind), world_size, blocks[path]))
+            name = paths[block] + ("" if trainable else " (frozen)")
+            plans.append(_plan(name, list(kind), world_size, block))
     return plans
 
 
@@ -132,18 +133,18 @@ def _repeated(
         yield from _repeated(child, here, inside_block=inside_block or block)
 
 
-def _home(paths: Iterable[str], blocks: Mapping[str, nn.Module]) -> str:
-    """The innermost block that contains all of `paths`."""
-    split = [path.split(".") for path in paths]
-    common = split[0]
-    for other in split[1:]:
-        same = 0
-        while same < min(len(common), len(other)) and common[same] == other[same]:
-            same += 1
-        common = common[:same]
-    while common and ".".join(common) not in blocks:
-        common = common[:-1]
-    return ".".join(common)
+def _lineage(model: nn.Module, path: str) -> list[nn.Module]:
+    """The modules on the way to `path`, the model and the module there included."""
+    modules = [model]
+    for name in path.split(".") if path else ():
+        modules.append(modules[-1].get_submodule(name))
+    return modules
+
+
+def _home(uses: Sequence[list[nn.Module]], blocks: Container[nn.Module]) -> nn.Module:
+    """The innermost block that is on the way to every use."""
+    common = set(uses[0]).intersection(*uses[1:])
+    return next(one for one in reversed(uses[0]) if one in blocks and one in common)
 
 
 def _plan(

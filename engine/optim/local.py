@@ -131,14 +131,14 @@ def maker(config: OptimizerConfig) -> MakeOptimizer:
     name = config.type
     if name == "Adam" and params.pop("adam_w_mode", True):  # as in DeepSpeed: decoupled by default
         name = "AdamW"
-    if "betas" in params:
+    if isinstance(params.get("betas"), list):
         params["betas"] = tuple(params["betas"])
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         cls = _CLASSES[name]
         try:
-            return cls(groups, fused=True, **params)
-        except (TypeError, ValueError) as error:
+            return cls(groups, **({"fused": True} | params))
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
             raise ConfigError(
                 f"optimizer.params for {config.type}: {error}",
                 allowed=f"the arguments of torch.optim.{name}",

@@ -101,18 +101,20 @@ def place_loose(model: nn.Module, in_units: set[nn.Parameter], recipe: Recipe) -
     loose = []
     for param in model.parameters():
         if param not in in_units:
-            value = recipe.values.value(param)
-            value = value.to(recipe.device, recipe.precision.model_dtype(value.dtype))
-            recipe.collectives.broadcast(value)
+            value = _everywhere(recipe.values.value(param), recipe)
             adopt(param, value)
             loose.append(value)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            value = recipe.values.value(buffer)
-            value = value.to(recipe.device, recipe.precision.model_dtype(value.dtype))
-            recipe.collectives.broadcast(value)
-            module._buffers[name] = value
+            module._buffers[name] = _everywhere(recipe.values.value(buffer), recipe)
     return loose
+
+
+def _everywhere(value: Tensor, recipe: Recipe) -> Tensor:
+    """Rank 0's value on every rank, in memory that is contiguous, as broadcasts need it."""
+    value = value.to(recipe.device, recipe.precision.model_dtype(value.dtype)).contiguous()
+    recipe.collectives.broadcast(value)
+    return value
 
 
 def make_blocks(units: Sequence[Unit]) -> list[Block]:

@@ -114,11 +114,8 @@ class GPT(nn.Module):
         """The mean loss in nats per token if `targets` is given, else the logits.
 
         Args:
-            tokens: (B, T) int64, T up to `config.context`.
+            tokens: (B, T) int64; the logits are (B, T, vocab).
             targets: (B, T) int64, the token that follows each of `tokens`.
-
-        Returns:
-            a scalar, or (B, T, vocab).
         """
         x = self.token(tokens)
         for block in self.blocks:

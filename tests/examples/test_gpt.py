@@ -1,16 +1,24 @@
-"""The GPT example's parts, without rayzero's engine: the model, and the data it prepares."""
+"""The GPT example's parts, the model, the data it prepares, and the training function."""
 
+import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
 
 from examples.gpt import prepare as preparation
+from examples.gpt import torchrun
 from examples.gpt.model import GPT, GPTConfig
 from examples.gpt.prepare import prepare, split_of
+from examples.gpt.train import train
+from rayzero.engine.config import parse_config
 from rayzero.engine.data.dataset import ParquetTokens
 from rayzero.engine.errors import DataError
 
@@ -85,6 +93,50 @@ def test_every_dtype_is_kept() -> None:
     tokens = torch.randint(256, (1, 9))
     for dtype in (torch.float64, torch.bfloat16):
         assert GPT(TINY).to(dtype)(tokens).dtype == dtype
+
+
+@dataclass(frozen=True)
+class Reentered(torchrun.Context):
+    """A context whose engine outlives a call of `train`, as it does in a worker."""
+
+    alive: list = field(default_factory=list)
+
+    def initialize(self, **kwargs):
+        if not self.alive:
+            self.alive.append(super().initialize(**kwargs))
+        return self.alive[0]
+
+
+def test_training_goes_on_when_it_is_called_again(tmp_path: Path, library: Path, capsys) -> None:
+    prepare(tmp_path / "data", library)
+    for shards in (tmp_path / "data").glob("*/*.parquet"):  # more text than the tiny library has
+        table = pq.read_table(shards)
+        pq.write_table(pa.concat_tables([table] * 20), shards)
+    args = {"layers": 1, "width": 32, "heads": 2, "context": 16, "data": str(tmp_path / "data")}
+    ctx = Reentered(args, steps=2, output_dir=tmp_path)
+    before = train(ctx)
+    more = dataclasses.replace(ctx, steps=12)
+    after = train(more)
+    engine = ctx.alive[0][0]
+    assert engine.progress.step == 12
+    bits = after["validation_bits_per_byte"]
+    assert bits["first"] == before["validation_bits_per_byte"]["first"] == pytest.approx(8, abs=0.5)
+    assert bits["last"] < before["validation_bits_per_byte"]["last"]
+    assert capsys.readouterr().out.count(" bits per byte") == 3
+
+    model = GPT(GPTConfig(layers=1, width=32, heads=2, context=16))
+    missing, unexpected = model.load_state_dict(load_file(after["weights"]), strict=False)
+    assert (missing, unexpected) == (["head.weight"], [])
+    torch.testing.assert_close(model.norm.weight, engine.state_dict()["norm.weight"])
+
+
+def test_the_job_and_its_config_agree() -> None:
+    folder = Path(torchrun.__file__).parent
+    job = yaml.safe_load((folder / "job.yaml").read_text())
+    config = parse_config(folder / job["engine"])
+    assert config.scheduler.params["total_num_steps"] == job["steps"]
+    assert config.zero_optimization.stage == 2
+    GPTConfig(**job["args"])
 
 
 def test_heads_must_divide_the_width() -> None:

@@ -104,6 +104,31 @@ def test_a_function_named_by_string_and_everything_a_job_tells(notebook: Noteboo
     assert (1, "stderr", "to stderr") in lines
 
 
+def test_the_engine_finds_the_job_and_reports_its_steps(notebook: Notebook, tmp_path: Path):
+    engine = {
+        "train_batch_size": 6,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 2},
+    }
+    result = Job(
+        "job",
+        "tests.integration.jobs.linear:train",
+        engine=engine,
+        workers=Workers(min=2),
+        steps=5,
+        checkpoint={"path": str(tmp_path)},
+    ).run(observer=notebook)
+    records = notebook.of(StepRecord)
+    assert [record.step for record in records] == [1, 2, 3, 4, 5]
+    assert {record.tokens for record in records} == {6}  # 3 micro-steps on each of 2 ranks
+    assert all(record.gauges["lr"] == 0.01 for record in records)
+    summary = result.metrics
+    assert (summary["stage"], summary["world_size"], summary["samples"]) == (2, 2, 30)
+    assert summary["loss"]["last"] < summary["loss"]["first"]
+    assert {"model_weights", "main_grads", "process"} <= set(summary["peak_bytes"])
+
+
 def test_what_a_job_prints_reaches_the_caller_of_run(
     notebook: Notebook, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
