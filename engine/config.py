@@ -60,8 +60,10 @@ class ZeroConfig(Section):
     """What is sharded (the stage), and how much travels at once."""
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_bool)] = 0
-    reduce_bucket_size: Count = Field(
-        default=4_000_000, description="elements reduced together at stages 0 to 2"
+    reduce_bucket_size: Count | None = Field(
+        default=None,
+        description="elements reduced together at stages 0 to 2; by default an eighth of the "
+        "model, at least 250 thousand and at most 4 million",
     )
     overlap_comm: bool = Field(
         default=True, description="start a bucket's collective while backward goes on"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from rayzero.engine.errors import CollectiveError
@@ -42,14 +43,23 @@ class Backend(Protocol):
         `out` may be this rank's own part of `full`. The rest of `full` is left undefined.
         """
 
-    def all_gather(self, full: Tensor) -> Pending:
-        """Fills in the other ranks' parts of `full`."""
+    def all_gather(self, full: Tensor, part: Tensor) -> Pending:
+        """All ranks' `part`s behind one another in `full`, on every rank.
+
+        `part` may be this rank's own part of `full`; it must not change before the next vote.
+        """
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
         """All ranks' `part`s behind one another in `full`, on rank `target` only."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Gives every rank the source's `tensor`, in place."""
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat buffer that reductions and gathers may be called on: `full`, or a gather's `part`.
+
+        Where it lies is the backend's to choose.
+        """
 
     @property
     def staging_bytes(self) -> int:
@@ -105,6 +115,10 @@ class Collectives:
     def staging_bytes(self) -> int:
         return self._backend.staging_bytes
 
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat buffer for reductions and gathers."""
+        return self._backend.zeros(numel, dtype, device)
+
     def all_reduce(self, full: Tensor) -> Pending:
         return self._launch("all_reduce", 2 * full.nbytes, lambda: self._backend.all_reduce(full))
 
@@ -115,8 +129,8 @@ class Collectives:
             lambda: self._backend.reduce_scatter(full, out, accumulate=accumulate),
         )
 
-    def all_gather(self, full: Tensor) -> Pending:
-        return self._launch("all_gather", full.nbytes, lambda: self._backend.all_gather(full))
+    def all_gather(self, full: Tensor, part: Tensor) -> Pending:
+        return self._launch("all_gather", full.nbytes, lambda: self._backend.all_gather(full, part))
 
     def gather(self, full: Tensor, part: Tensor, target: int = 0) -> Pending:
         moved = part.nbytes * self.world_size
@@ -166,8 +180,7 @@ class _Timed:
 
 def _failed(name: str, number: int, owner: Collectives, error: RuntimeError) -> CollectiveError:
     return CollectiveError(
-        f"{name} failed on rank {owner.rank} of {owner.world_size} "
-        f"(collective {number}): {error}"
+        f"{name} failed on rank {owner.rank} of {owner.world_size} (collective {number}): {error}"
     )
 
 
@@ -188,8 +201,13 @@ class LocalBackend:
             out.copy_(full)
         return Done()
 
-    def all_gather(self, full: Tensor) -> Pending:
+    def all_gather(self, full: Tensor, part: Tensor) -> Pending:
+        if full.data_ptr() != part.data_ptr():
+            full.copy_(part)
         return Done()
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
         full.copy_(part)

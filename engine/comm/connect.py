@@ -17,7 +17,8 @@ def connect() -> tuple[Collectives, torch.device]:
     """The way to the other ranks, and the device this rank computes on.
 
     The default process group is used if there is one (a rayzero worker and Ray Train make it);
-    under torchrun it is made here; without either this process is alone.
+    under torchrun it is made here; without either this process is alone. CPU ranks on one host
+    exchange through shared memory unless the environment says RAYZERO_SHARED_MEMORY=0.
 
     Raises:
         ConfigError: the group's backend is neither nccl nor gloo.
@@ -36,7 +37,8 @@ def connect() -> tuple[Collectives, torch.device]:
     device = _device(prefer_cuda=cuda)
     if group is None or dist.get_world_size() == 1:
         return Collectives(LocalBackend()), device
-    backend: Backend = NcclBackend(group) if cuda else GlooBackend(group)
+    share = os.environ.get("RAYZERO_SHARED_MEMORY", "1") != "0"
+    backend: Backend = NcclBackend(group) if cuda else GlooBackend(group, share_memory=share)
     return Collectives(backend), device
 
 

@@ -5,7 +5,8 @@ they took 113 and 101 ms for 96 MB where the direct exchange below takes about 3
 
 Every rank sends each other rank its part and receives that rank's copy of its own, all posted at
 once: the same bytes as a ring, with no rank waiting on another's partial sum. Sums are taken in
-rank order, so a result does not depend on timing.
+rank order, so a result does not depend on timing. Where all ranks are on one host, buffers lie in
+shared memory and only tokens are sent (`neighbours`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayzero.engine.comm.collectives import Pending, part_of
+from rayzero.engine.comm.neighbours import add_terms, find_neighbours
 
 
 class _Exchange:
     """Messages under way, and what to do when all have arrived. Waits once."""
 
-    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], None] | None) -> None:
+    def __init__(
+        self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None
+    ) -> None:
         self._works = works
         self._finish = finish
 
@@ -60,24 +64,40 @@ class StagingPool:
 
 
 class GlooBackend:
-    """CPU ranks. Message tags are the collectives' numbers, the same on every rank."""
+    """CPU ranks.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        group: a gloo group of two ranks or more.
+        share_memory: exchange through shared memory where that is possible.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, share_memory: bool = True) -> None:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._group = group
         self._staging = StagingPool()
         self._tag = 0
+        self._neighbours = find_neighbours(self, group) if share_memory else None
 
     @property
     def staging_bytes(self) -> int:
         return self._staging.total_bytes
 
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._neighbours is not None:
+            return self._neighbours.segments.zeros(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=device)
+
     def all_reduce(self, full: Tensor) -> Pending:
-        work = dist.all_reduce(full, group=self._group, async_op=True)
-        return _Exchange([work], None)
+        if self._neighbours is not None:
+            if self._neighbours.segments.locate(full) is not None:
+                return self._neighbours.all_reduce(full)
+            self._neighbours.drain()
+        return _Exchange([dist.all_reduce(full, group=self._group, async_op=True)])
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Pending:
+        if self._neighbours is not None:
+            return self._neighbours.reduce_scatter(full, out, accumulate=accumulate)
         own = self._part(full, self.rank)
         buffers = {peer: self._staging.take(own.dtype, own.numel()) for peer in self._peers()}
         received = {peer: buffer[: own.numel()] for peer, buffer in buffers.items()}
@@ -87,55 +107,56 @@ class GlooBackend:
 
         def add_up() -> None:
             terms = [received.get(rank, own) for rank in range(self.world_size)]
-            if accumulate:
-                for term in terms:
-                    out.add_(term)
-            else:
-                # `out` may be `own`: then it can hold the running sum only if its old value is
-                # one of the first two terms.
-                total = received[0] if self.rank > 1 else out
-                torch.add(terms[0], terms[1], out=total)
-                for term in terms[2:]:
-                    total.add_(term)
-                if total is not out:
-                    out.copy_(total)
+            add_terms(terms, out, accumulate=accumulate)
             for buffer in buffers.values():
                 self._staging.give_back(buffer)
 
         return _Exchange(works, add_up)
 
-    def all_gather(self, full: Tensor) -> Pending:
+    def all_gather(self, full: Tensor, part: Tensor) -> Pending:
+        if self._neighbours is not None:
+            return self._neighbours.all_gather(full, part)
         own = self._part(full, self.rank)
+        if own.data_ptr() != part.data_ptr():
+            own.copy_(part)
         works = self._post(
             receive={peer: self._part(full, peer) for peer in self._peers()},
-            send=dict.fromkeys(self._peers(), own),
+            send=dict.fromkeys(self._peers(), part),
         )
-        return _Exchange(works, None)
+        return _Exchange(works)
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
+        self._drain()
         if self.rank != target:
-            return _Exchange(self._post(receive={}, send={target: part}), None)
+            return _Exchange(self._post(receive={}, send={target: part}))
         self._part(full, target).copy_(part)
         return _Exchange(
-            self._post(receive={peer: self._part(full, peer) for peer in self._peers()}, send={}),
-            None,
+            self._post(receive={peer: self._part(full, peer) for peer in self._peers()}, send={})
         )
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
+        self._drain()
         dist.broadcast(tensor, group=self._group, group_src=source)
 
+    def send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        return _started(dist.isend(tensor, group=self._group, group_dst=peer, tag=tag))
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        return _started(dist.irecv(tensor, group=self._group, group_src=peer, tag=tag))
+
+    def _drain(self) -> None:
+        if self._neighbours is not None:
+            self._neighbours.drain()
+
     def _post(self, receive: dict[int, Tensor], send: dict[int, Tensor]) -> list[dist.Work]:
-        """Starts the messages of one collective; receives first, so that no send has to buffer."""
+        """Starts the messages of one collective; receives first, so that no send has to buffer.
+
+        Their tag is the collective's number, the same on every rank; neighbours' are smaller.
+        """
         self._tag = (self._tag + 1) % (1 << 20)
-        works = [
-            dist.irecv(tensor, group=self._group, group_src=peer, tag=self._tag)
-            for peer, tensor in receive.items()
-        ]
-        works += [
-            dist.isend(tensor, group=self._group, group_dst=peer, tag=self._tag)
-            for peer, tensor in send.items()
-        ]
-        return [work for work in works if work is not None]
+        tag = (1 << 20) + self._tag
+        works = [self.receive(tensor, peer, tag) for peer, tensor in receive.items()]
+        return works + [self.send(tensor, peer, tag) for peer, tensor in send.items()]
 
     def _peers(self) -> list[int]:
         """The other ranks, nearest first, so that not all ranks begin with rank 0."""
@@ -143,3 +164,10 @@ class GlooBackend:
 
     def _part(self, full: Tensor, rank: int) -> Tensor:
         return part_of(full, rank, self.world_size)
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    """torch answers None to a rank that is not in the group, which this one is."""
+    if work is None:
+        raise RuntimeError("this process has left the process group")
+    return work

@@ -57,9 +57,11 @@ class NcclBackend:
         work = _reduce_scatter(target, full, group=self._group, async_op=True)
         return _Enqueued(work, (lambda: _add(out, own)) if accumulate else None)
 
-    def all_gather(self, full: Tensor) -> Pending:
-        own = part_of(full, self.rank, self.world_size)
-        return _Enqueued(_all_gather(full, own, group=self._group, async_op=True))
+    def all_gather(self, full: Tensor, part: Tensor) -> Pending:
+        return _Enqueued(_all_gather(full, part, group=self._group, async_op=True))
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
         parts = None

@@ -16,6 +16,8 @@ from torch import nn
 from rayzero.engine.errors import ConfigError, nearest
 from rayzero.engine.layout.partition import ParamSpec, UnitLayout, lay_out
 
+SMALLEST_BUCKET, LARGEST_BUCKET = 250_000, 4_000_000
+
 
 @dataclass(frozen=True)
 class NamedParam:
@@ -50,12 +52,17 @@ def name_params(model: nn.Module, groups: Mapping[nn.Parameter, int]) -> list[Na
 
 
 def plan_buckets(
-    params: Sequence[NamedParam], bucket_numel: int, world_size: int
+    params: Sequence[NamedParam], bucket_numel: int | None, world_size: int
 ) -> list[UnitPlan]:
-    """Trainable parameters in buckets of about `bucket_numel` elements.
+    """Trainable parameters in buckets of at most `bucket_numel` elements, or one parameter.
 
     They stand in reverse registration order, which is about the order their gradients arrive in.
+    By default a bucket is an eighth of the model: small enough for sums to begin early in backward,
+    large enough for each to be worth its messages.
     """
+    if bucket_numel is None:
+        eighth = _numel([one for one in params if one.group is not None]) // 8
+        bucket_numel = min(max(eighth, SMALLEST_BUCKET), LARGEST_BUCKET)
     plans: list[UnitPlan] = []
     open_buckets: dict[tuple[torch.dtype, bool], list[NamedParam]] = {}
     for one in reversed(params):

@@ -50,6 +50,7 @@ class _WarmupParams(_Params):
 
 
 class _DecayParams(_WarmupParams):
+    warmup_max_lr: float | None = Field(default=0.001, ge=0)  # DeepSpeed's, unlike WarmupLR's
     total_num_steps: int = Field(gt=0)
 
 

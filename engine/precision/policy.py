@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, Protocol
 
@@ -84,16 +85,18 @@ class Bf16:
         if isinstance(value, Tensor):
             return value.to(torch.bfloat16) if value.is_floating_point() else value
         if isinstance(value, dict):
-            return type(value)({key: self.cast_inputs(one) for key, one in value.items()})
+            cast = copy.copy(value)  # a subclass may know more than its items
+            cast.update({key: self.cast_inputs(one) for key, one in value.items()})
+            return cast
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self.cast_inputs(one) for one in value))
         if isinstance(value, list | tuple):
             return type(value)(self.cast_inputs(one) for one in value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            cast = {
+            fields = {
                 one.name: self.cast_inputs(getattr(value, one.name))
                 for one in dataclasses.fields(value)
                 if one.init
             }
-            return dataclasses.replace(value, **cast)
+            return dataclasses.replace(value, **fields)
         return value

@@ -46,7 +46,8 @@ def make_slots(plans: Sequence[UnitPlan], recipe: Recipe, count: int) -> GradSlo
     dtypes = [recipe.precision.main_dtype(plan.params[0].dtype) for plan in trainable]
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     numel = max(plan.layout.numel for plan in trainable)
-    return GradSlots(numel, widest, recipe.device, count)
+    zeros, device = recipe.collectives.zeros, recipe.device
+    return GradSlots(lambda: zeros(numel, widest, device), count)
 
 
 def make_unit(plan: UnitPlan, recipe: Recipe, slots: GradSlots | None) -> Unit:
@@ -62,9 +63,11 @@ def make_unit(plan: UnitPlan, recipe: Recipe, slots: GradSlots | None) -> Unit:
     model_dtype = recipe.precision.model_dtype(original.dtype)
     weights: WeightStore
     if stage.model_weights is Placement.SHARDED:
-        weights = ShardedWeights(layout, plan.params, original[shard].to(model_dtype, copy=True))
+        weights = ShardedWeights(layout, plan.params, _shared(original[shard], model_dtype, recipe))
+    elif original.dtype is model_dtype:
+        weights = ResidentWeights(layout, plan.params, original)
     else:
-        weights = ResidentWeights(layout, plan.params, original.to(model_dtype))
+        weights = ResidentWeights(layout, plan.params, _shared(original, model_dtype, recipe))
     main, grads = None, None
     if plan.trainable:
         main = recipe.precision.main_weights(original[owned], weights.part(owned))
@@ -78,11 +81,16 @@ def _flattened(plan: UnitPlan, recipe: Recipe) -> Tensor:
     if recipe.stage.model_weights is Placement.SHARDED:  # only a shard of it will stay
         flat = recipe.scratch.flat(plan.layout.numel, dtype).zero_()
     else:
-        flat = torch.zeros(plan.layout.numel, dtype=dtype, device=recipe.device)
+        flat = recipe.collectives.zeros(plan.layout.numel, dtype, recipe.device)
     for view, param in zip(views_of(plan.layout, flat), plan.params, strict=True):
         view.copy_(recipe.values.value(param))
     recipe.collectives.broadcast(flat)
     return flat
+
+
+def _shared(values: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
+    """A copy in a buffer that collectives may be called on."""
+    return recipe.collectives.zeros(values.numel(), dtype, recipe.device).copy_(values)
 
 
 def _make_grads(
@@ -90,7 +98,7 @@ def _make_grads(
 ) -> GradStore:
     if slots is not None:
         return ShardedGrads(plan.layout, torch.zeros_like(main), slots)
-    flat = main.new_zeros(plan.layout.numel)
+    flat = recipe.collectives.zeros(plan.layout.numel, main.dtype, recipe.device)
     return PartialGrads(plan.layout, flat, owned, recipe.stage.gradient_collective)
 
 

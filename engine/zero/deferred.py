@@ -219,7 +219,7 @@ def _looking_real() -> Iterator[None]:
 
     For all threads, as long as a model is built; nothing of torch's own depends on it meanwhile.
     """
-    torch.Tensor.is_meta = property(lambda _: False)  # type: ignore[assignment, misc]
+    torch.Tensor.is_meta = property(lambda _: False)  # type: ignore[assignment]
     try:
         yield
     finally:

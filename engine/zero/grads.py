@@ -7,9 +7,9 @@ costs one pass; accumulating into a zeroed `.grad` would cost three.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from rayzero.engine.comm.collectives import Collectives, Pending
@@ -90,11 +90,14 @@ class GradSlots:
     A slot belongs to a unit from its first gradient of a micro-step until its reduce-scatter has
     been waited for. When all are taken, `take` waits for the oldest sum under way; it makes another
     slot only when none is under way, which is when gradients arrive out of order.
+
+    Args:
+        make: makes a slot: zeros, as long as the longest unit.
+        count: how many may be made before waiting is tried.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, count: int) -> None:
-        self._numel = numel
-        self._like = torch.empty(0, dtype=dtype, device=device)
+    def __init__(self, make: Callable[[], Tensor], count: int) -> None:
+        self._make = make
         self._count = count
         self.buffers: list[Tensor] = []
         self._free: list[Tensor] = []
@@ -105,7 +108,7 @@ class GradSlots:
 
     def take(self) -> Tensor:
         if not self._free:
-            buffer = self._like.new_zeros(self._numel)
+            buffer = self._make()
             self.buffers.append(buffer)
             return buffer
         return self._free.pop()

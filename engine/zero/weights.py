@@ -28,7 +28,10 @@ class ResidentWeights:
 
     def after_update(self, collectives: Collectives, *, gather: bool) -> Pending:
         """Brings the other ranks' updates in, when each rank has updated its own part only."""
-        return collectives.all_gather(self.flat) if gather else Done()
+        if not gather:
+            return Done()
+        own = part_of(self.flat, collectives.rank, collectives.world_size)
+        return collectives.all_gather(self.flat, own)
 
     def invalidate(self) -> None:
         return
@@ -72,9 +75,7 @@ class ShardedWeights:
         if self._slot is not slot:
             self._slot = slot
             self._views = tuple(views_of(self.layout, slot))
-        full = slot[: self.layout.numel]
-        part_of(full, collectives.rank, collectives.world_size).copy_(self.shard)
-        pending = collectives.all_gather(full)
+        pending = collectives.all_gather(slot[: self.layout.numel], self.shard)
         for param, view in zip(self.params, self._views, strict=True):
             param.data = view
         return pending

@@ -1,0 +1,236 @@
+"""Exchanges between ranks on one host: tokens go through gloo, data is read where it lies.
+
+TCP on loopback copies every byte four times; here a sum reads the peers' buffers in place, and a
+gather is one copy. Each exchange has two messages a peer: *ready* says where to read, *done* that
+it has been read.
+
+Order. Exchanges are carried out in launch order, and waiting for one carries out all before it; so
+a rank that waits has done its part of whatever its peers may be waiting for, and no cycle can
+form. Before any other collective, `drain` carries out what is left. A part that was given to
+`all_gather` may not change before the next drain; every other buffer may once `wait` has returned.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rayzero.engine.comm.collectives import part_of
+from rayzero.engine.comm.segments import Probe, Segments
+from rayzero.engine.errors import EngineError
+
+
+class Messenger(Protocol):
+    """Sends small tensors between ranks; every pair's messages of one tag arrive in order."""
+
+    rank: int
+    world_size: int
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Starts to send."""
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Starts to receive into `tensor`."""
+
+
+class _Round:
+    """One message from each peer and one to each: 'my part is there, read it at this place'."""
+
+    def __init__(self, messenger: Messenger, peers: list[int], tag: int) -> None:
+        self._messenger = messenger
+        self._tag = tag
+        self._places = {peer: torch.empty(2, dtype=torch.int64) for peer in peers}
+        self._arriving = {
+            peer: messenger.receive(place, peer, tag) for peer, place in self._places.items()
+        }
+        self._leaving: list[tuple[dist.Work, Tensor]] = []
+
+    def tell(self, peer: int, place: tuple[int, int]) -> None:
+        token = torch.tensor(place, dtype=torch.int64)
+        self._leaving.append((self._messenger.send(token, peer, self._tag), token))
+
+    def hear(self, peer: int) -> tuple[int, int]:
+        """Waits for the peer's message; once, because a second wait would never return."""
+        self._arriving.pop(peer).wait()
+        descriptor, offset = self._places[peer].tolist()
+        return descriptor, offset
+
+    def end(self) -> None:
+        """Waits for all that is still under way."""
+        while self._arriving:
+            self._arriving.popitem()[1].wait()
+        while self._leaving:
+            self._leaving.pop()[0].wait()
+
+
+class Exchange:
+    """A collective among neighbours. `carry_out` runs once, in launch order."""
+
+    def __init__(self, owner: Neighbours, steps: Iterator[None]) -> None:
+        self._owner = owner
+        self._steps = steps
+        self.finished = False
+
+    def wait(self) -> None:
+        self._owner.carry_out_until(self)
+
+    def carry_out(self) -> None:
+        for _ in self._steps:
+            pass
+        self.finished = True
+
+
+class Neighbours:
+    """Collectives over the segments of ranks on one host. Same contract as `Backend`'s."""
+
+    def __init__(self, messenger: Messenger, segments: Segments) -> None:
+        self.segments = segments
+        self._messenger = messenger
+        self._rank = messenger.rank
+        self._peers = [
+            (messenger.rank + step) % messenger.world_size
+            for step in range(1, messenger.world_size)
+        ]
+        self._waiting: deque[Exchange] = deque()
+        self._read_later: list[_Round] = []  # rounds of 'done' that the next drain ends
+        self._tag = 0
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Exchange:
+        return self._launch(self._reduce_scatter(full, out, accumulate))
+
+    def all_gather(self, full: Tensor, part: Tensor) -> Exchange:
+        return self._launch(self._all_gather(full, part))
+
+    def all_reduce(self, full: Tensor) -> Exchange:
+        return self._launch(self._all_reduce(full))
+
+    def drain(self) -> None:
+        """Carries out everything launched, and waits until all peers have read what is ours."""
+        while self._waiting:
+            self._waiting.popleft().carry_out()
+        for done in self._read_later:
+            done.end()
+        self._read_later.clear()
+
+    def carry_out_until(self, exchange: Exchange) -> None:
+        while not exchange.finished:
+            self._waiting.popleft().carry_out()
+
+    def _launch(self, steps: Iterator[None]) -> Exchange:
+        """Runs an exchange to its first stop: its own part is announced."""
+        next(steps)
+        exchange = Exchange(self, steps)
+        self._waiting.append(exchange)
+        return exchange
+
+    def _reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool) -> Iterator[None]:
+        ready, done = self._announce(lambda peer: self._part(full, peer)), self._round()
+        yield
+        self._sum(full, out, ready, accumulate=accumulate)
+        self._close(done)
+        done.end()
+
+    def _all_gather(self, full: Tensor, part: Tensor) -> Iterator[None]:
+        ready, done = self._announce(lambda _: part), self._round()
+        own = self._part(full, self._rank)
+        if own.data_ptr() != part.data_ptr():
+            own.copy_(part)
+        yield
+        self._copy(full, ready)
+        self._close(done)
+        self._read_later.append(done)
+
+    def _all_reduce(self, full: Tensor) -> Iterator[None]:
+        """Scatters sums, then gathers them. A peer's part of ours is overwritten only when it has
+        announced its sum, for which it has read that part before."""
+        ready, summed, done = (
+            self._announce(lambda peer: self._part(full, peer)),
+            self._round(),
+            self._round(),
+        )
+        yield
+        own = self._part(full, self._rank)
+        self._sum(full, own, ready, accumulate=False)
+        for peer in self._peers:
+            summed.tell(peer, self._place(own))
+        self._copy(full, summed)
+        self._close(done)
+        done.end()
+
+    def _announce(self, part_for: Callable[[int], Tensor]) -> _Round:
+        ready = self._round()
+        for peer in self._peers:
+            ready.tell(peer, self._place(part_for(peer)))
+        return ready
+
+    def _sum(self, full: Tensor, out: Tensor, ready: _Round, *, accumulate: bool) -> None:
+        """Adds up this rank's part over the ranks, in rank order."""
+        own = self._part(full, self._rank)
+        terms = {peer: self.segments.view(peer, ready.hear(peer), own) for peer in self._peers}
+        ready.end()
+        terms[self._rank] = own
+        add_terms([terms[rank] for rank in range(len(terms))], out, accumulate=accumulate)
+
+    def _copy(self, full: Tensor, ready: _Round) -> None:
+        for peer in self._peers:
+            target = self._part(full, peer)
+            target.copy_(self.segments.view(peer, ready.hear(peer), target))
+        ready.end()
+
+    def _close(self, done: _Round) -> None:
+        for peer in self._peers:
+            done.tell(peer, (0, 0))
+
+    def _round(self) -> _Round:
+        self._tag = (self._tag + 1) % (1 << 20)
+        return _Round(self._messenger, self._peers, self._tag)
+
+    def _place(self, part: Tensor) -> tuple[int, int]:
+        place = self.segments.locate(part)
+        if place is None:
+            raise EngineError("a buffer that was not made by Collectives.zeros was exchanged")
+        return place
+
+    def _part(self, full: Tensor, rank: int) -> Tensor:
+        return part_of(full, rank, len(self._peers) + 1)
+
+
+def add_terms(terms: list[Tensor], out: Tensor, *, accumulate: bool) -> None:
+    """Sums `terms` into `out`, which may be one of them, in the order given."""
+    if accumulate:
+        for term in terms:
+            out.add_(term)
+        return
+    aliased = [term.data_ptr() == out.data_ptr() for term in terms]
+    # The running sum may overwrite a term only once that term is in it.
+    total = torch.empty_like(out) if any(aliased[2:]) else out
+    torch.add(terms[0], terms[1], out=total)
+    for term in terms[2:]:
+        total.add_(term)
+    if total is not out:
+        out.copy_(total)
+
+
+def find_neighbours(messenger: Messenger, group: dist.ProcessGroup) -> Neighbours | None:
+    """Shared memory with all the other ranks, if every one of them can read every other's.
+
+    Collective. The ranks agree: either all of them get an answer, or none.
+    """
+    probe = Probe()
+    try:
+        card = torch.tensor([probe.pid, probe.descriptor, probe.secret], dtype=torch.int64)
+        cards = [torch.empty_like(card) for _ in range(messenger.world_size)]
+        dist.all_gather(cards, card, group=group)
+        readable = all(Probe.readable(*other.tolist()) for other in cards)
+        agreed = torch.tensor(int(readable))
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+    finally:
+        probe.close()
+    if not agreed.item():
+        return None
+    return Neighbours(messenger, Segments([int(other[0]) for other in cards]))

@@ -1,0 +1,349 @@
+"""The collectives against plain sums, and what is told when one fails."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rayzero.engine.comm import connect as connecting
+from rayzero.engine.comm.collectives import Collectives, LocalBackend, part_of
+from rayzero.engine.comm.connect import connect
+from rayzero.engine.comm.gloo import GlooBackend, StagingPool
+from rayzero.engine.errors import CollectiveError, ConfigError
+from tests.support.ranks import RankError, run_ranks
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+PART = 96  # elements of one rank's part
+CPU = torch.device("cpu")
+shared_or_not = pytest.mark.parametrize("share", [True, False], ids=["shared", "messages"])
+
+
+def open_way(share: bool) -> Collectives:
+    """Through shared memory, as ranks on one host go; or through messages, as between hosts."""
+    group = dist.group.WORLD
+    assert group is not None
+    backend = GlooBackend(group, share_memory=share)
+    assert (backend._neighbours is not None) == share
+    return Collectives(backend)
+
+
+def values(rank: int, world: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Small whole numbers: their sums are exact in every dtype, in any order."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randint(-9, 9, (world * PART,), generator=generator).to(dtype)
+
+
+def total(world: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.stack([values(rank, world, dtype, seed) for rank in range(world)]).sum(0)
+
+
+def buffer(ours: Collectives, value: Tensor) -> Tensor:
+    return ours.zeros(value.numel(), value.dtype, CPU).copy_(value)
+
+
+def every_collective(rank: int, world: int, share: bool) -> dict[str, dict[str, int]]:
+    ours = open_way(share)
+    assert (ours.rank, ours.world_size) == (rank, world)
+    for dtype in DTYPES:
+        summed = total(world, dtype)
+        mine = part_of(summed, rank, world)
+
+        full = buffer(ours, values(rank, world, dtype))
+        ours.all_reduce(full).wait()
+        assert torch.equal(full, summed)
+
+        full, out = buffer(ours, values(rank, world, dtype)), torch.full((PART,), 7, dtype=dtype)
+        ours.reduce_scatter(full, out).wait()
+        assert torch.equal(out, mine)
+
+        full = buffer(ours, values(rank, world, dtype))
+        ours.reduce_scatter(full, part_of(full, rank, world)).wait()
+        assert torch.equal(part_of(full, rank, world), mine)
+
+        full, out = buffer(ours, values(rank, world, dtype)), torch.full((PART,), 7, dtype=dtype)
+        ours.reduce_scatter(full, out, accumulate=True).wait()
+        assert torch.equal(out, mine + 7)
+
+        full = buffer(ours, torch.full((world * PART,), -1, dtype=dtype))
+        part_of(full, rank, world).copy_(mine)
+        ours.all_gather(full, part_of(full, rank, world)).wait()
+        assert torch.equal(full, summed)
+
+        full = torch.full((world * PART,), -1, dtype=dtype)  # a slot: only what is read is shared
+        ours.all_gather(full, buffer(ours, mine)).wait()
+        assert torch.equal(full, summed)
+
+        for target in range(world):
+            full = torch.zeros(world * PART if rank == target else 0, dtype=dtype)
+            ours.gather(full, mine, target).wait()
+            assert rank != target or torch.equal(full, summed)
+
+        source = world - 1
+        full = values(rank, world, dtype)
+        ours.broadcast(full, source)
+        assert torch.equal(full, values(source, world, dtype))
+
+    scalars = torch.tensor([rank, 1.0], dtype=torch.float64)
+    ours.vote(scalars)
+    assert scalars.tolist() == [world * (world - 1) / 2, world]
+    assert ours.counters.exposed_s > 0
+    assert ours.counters.sequence == len(DTYPES) * (7 + world) + 1
+    return {name: vars(traffic) for name, traffic in ours.counters.by_name.items()}
+
+
+@shared_or_not
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_results_are_plain_sums_and_all_is_counted(world: int, share: bool) -> None:
+    full = sum(world * PART * dtype.itemsize for dtype in DTYPES)
+    once = len(DTYPES)
+    for counted in run_ranks(world, every_collective, share):
+        assert counted == {
+            "all_reduce": {"calls": once, "bytes": 2 * full},
+            "reduce_scatter": {"calls": 3 * once, "bytes": 3 * full},
+            "all_gather": {"calls": 2 * once, "bytes": 2 * full},
+            "gather": {"calls": world * once, "bytes": world * full},
+            "broadcast": {"calls": once, "bytes": full},
+            "vote": {"calls": 1, "bytes": 16},
+        }
+
+
+def many_in_flight(rank: int, world: int, share: bool) -> int:
+    """A dozen at once of three kinds, waited for in another order on each rank."""
+    ours = open_way(share)
+    shuffled = random.Random(rank)
+    for _ in range(3):
+        jobs, right = [], []
+        for seed in range(12):
+            full, part = (
+                buffer(ours, values(rank, world, torch.float64, seed)),
+                torch.zeros(PART, dtype=torch.float64),
+            )
+            if seed % 3 == 0:
+                jobs.append((ours.reduce_scatter(full, part), part))
+                right.append(part_of(total(world, torch.float64, seed), rank, world))
+            elif seed % 3 == 1:
+                jobs.append((ours.all_gather(full, part_of(full, rank, world)), full))
+                terms = [values(one, world, torch.float64, seed) for one in range(world)]
+                right.append(torch.cat([part_of(t, r, world) for r, t in enumerate(terms)]))
+            else:
+                jobs.append((ours.all_reduce(full), full))
+                right.append(total(world, torch.float64, seed))
+        order = list(range(len(jobs)))
+        shuffled.shuffle(order)
+        for number in order:
+            jobs[number][0].wait()
+            jobs[number][0].wait()  # a second wait changes nothing
+        for (_, seen), expected in zip(jobs, right, strict=True):
+            assert torch.equal(seen, expected)
+        ours.vote(torch.zeros(1))  # after it a gathered part may go
+    return ours.staging_bytes
+
+
+@shared_or_not
+@pytest.mark.parametrize("world", [2, 4])
+def test_many_under_way_at_once_keep_their_data_apart(world: int, share: bool) -> None:
+    # Four reduce-scatters are under way at once; the rounds after the first use their buffers.
+    expected = 0 if share else 4 * (world - 1) * PART * 8
+    assert run_ranks(world, many_in_flight, share) == [expected] * world
+
+
+def repeated(rank: int, world: int) -> list[Tensor]:
+    """Values whose sum depends on the order of addition, with ranks late by turns."""
+    results = []
+    for share in (False, True):
+        ours = open_way(share)
+        for late in range(world):
+            torch.manual_seed(rank)
+            full = buffer(ours, torch.randn(world * PART) * 10.0 ** torch.randint(-6, 6, (1,)))
+            kept = buffer(ours, full)
+            if rank == late:
+                time.sleep(0.05)
+            out = torch.empty(PART)
+            ours.reduce_scatter(full, out).wait()
+            ours.reduce_scatter(kept, part_of(kept, rank, world)).wait()
+            results += [out, part_of(kept, rank, world).clone()]
+    return results
+
+
+def test_a_sum_is_bitwise_the_same_whoever_is_late_and_whichever_way_it_goes() -> None:
+    for results in run_ranks(4, repeated):
+        assert all(torch.equal(one, results[0]) for one in results)
+
+
+class Broken(LocalBackend):
+    """Two ranks, as far as it says; nothing works."""
+
+    world_size = 2
+
+    class _Never:
+        def wait(self) -> None:
+            raise RuntimeError("peer gone")
+
+    def all_gather(self, full: Tensor, part: Tensor) -> Any:
+        return self._Never()
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        raise RuntimeError("peer gone")
+
+
+def test_an_error_names_the_collective_that_failed_not_the_latest() -> None:
+    ours = Collectives(Broken())
+    first = ours.all_gather(torch.zeros(2), torch.zeros(1))
+    ours.all_gather(torch.zeros(2), torch.zeros(1))
+    with pytest.raises(
+        CollectiveError, match=r"all_gather .* rank 0 of 2 \(collective 1\): peer gone"
+    ):
+        first.wait()
+    with pytest.raises(CollectiveError, match=r"broadcast .* \(collective 3\): peer gone"):
+        ours.broadcast(torch.zeros(2))
+
+
+def test_alone_every_collective_is_done_and_counted() -> None:
+    ours = Collectives(LocalBackend())
+    full = torch.arange(4.0)
+    ours.all_reduce(full).wait()
+    ours.all_gather(full, full).wait()
+    ours.broadcast(full)
+    ours.vote(full)
+    assert full.tolist() == [0, 1, 2, 3]
+    out = torch.ones(4)
+    ours.reduce_scatter(full, out, accumulate=True).wait()
+    assert out.tolist() == [1, 2, 3, 4]
+    ours.reduce_scatter(full, out).wait()
+    assert torch.equal(out, full)
+    ours.reduce_scatter(full, full).wait()
+    assert full.tolist() == [0, 1, 2, 3]
+    for fill in (ours.gather, ours.all_gather):
+        whole = torch.zeros(4)
+        fill(whole, full).wait()
+        assert torch.equal(whole, full)
+    assert ours.zeros(3, torch.bfloat16, CPU).tolist() == [0, 0, 0]
+    assert ours.counters.by_name["reduce_scatter"].calls == 3
+    assert ours.counters.exposed_s == 0
+    assert ours.staging_bytes == 0
+
+
+def test_staging_buffers_are_used_again() -> None:
+    pool = StagingPool()
+    first = pool.take(torch.float32, 10)
+    second = pool.take(torch.float32, 10)
+    assert first.data_ptr() != second.data_ptr()
+    assert pool.total_bytes == 80
+    pool.give_back(first)
+    assert pool.take(torch.float32, 8) is first  # longer ones will do
+    pool.give_back(first)
+    assert pool.take(torch.float64, 8).dtype is torch.float64  # but not of another dtype
+    assert pool.take(torch.float32, 11).numel() == 11
+    assert pool.total_bytes == 80 + 64 + 44
+
+
+@contextmanager
+def group(backend: str | None) -> Iterator[None]:
+    """A process group of one rank in this process."""
+    store: Any = dist.HashStore()
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        store = FakeStore()
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class TestConnect:
+    def test_without_a_group_this_process_is_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+            monkeypatch.delenv(name, raising=False)
+        ours, device = connect()
+        assert isinstance(ours._backend, LocalBackend)
+        assert device == torch.device("cuda" if torch.cuda.is_available() else "cpu", device.index)
+        assert not dist.is_initialized()
+
+    def test_part_of_torchruns_environment_is_not_torchrun(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("MASTER_ADDR", raising=False)
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert connect()[0].world_size == 1
+
+    def test_under_torchrun_the_group_is_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made: list[str] = []
+        monkeypatch.setattr(connecting.dist, "init_process_group", made.append)
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+            monkeypatch.setenv(name, value)
+        connect()
+        assert made == ["nccl" if torch.cuda.is_available() else "gloo"]
+
+    @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", None])
+    def test_a_group_of_one_rank_needs_no_backend(self, backend: str | None) -> None:
+        with group(backend):
+            ours, device = connect()
+            assert isinstance(ours._backend, LocalBackend)
+            assert torch.cuda.is_available() or device.type == "cpu"
+
+    def test_another_backend_is_refused(self) -> None:
+        with group("fake"), pytest.raises(ConfigError, match=r"(?s)'.*fake.*'.*nccl, gloo"):
+            connect()
+
+
+def unnamed_backend(rank: int, world: int) -> bool:
+    """A group made without naming a backend has gloo for CPU tensors."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    again = dist.PrefixStore("again", store)
+    dist.init_process_group(store=again, rank=rank, world_size=world)
+    ours, _ = connect()
+    full = ours.zeros(world * 4, torch.float32, CPU).fill_(1)
+    ours.all_reduce(full).wait()
+    return isinstance(ours._backend, GlooBackend) and full.tolist() == [world] * (4 * world)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it would be NCCL")
+def test_a_group_made_without_naming_a_backend_will_do() -> None:
+    assert run_ranks(2, unnamed_backend) == [True, True]
+
+
+def lose_a_peer(rank: int, world: int, share: bool) -> None:
+    ours = open_way(share)
+    full, out = buffer(ours, torch.zeros(world * 1_000_000)), torch.zeros(1_000_000)
+    ours.broadcast(full)  # all are connected
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start, told = time.monotonic(), []
+    for call in (
+        lambda: ours.all_gather(full, part_of(full, rank, world)).wait(),
+        lambda: ours.reduce_scatter(full, out).wait(),
+        lambda: ours.all_reduce(full).wait(),
+        lambda: ours.vote(torch.zeros(1)),
+        lambda: ours.broadcast(full, source=1),
+    ):
+        with pytest.raises(CollectiveError) as caught:
+            call()
+        told.append(caught.value.seen)
+    # The process of rank 1 is gone, so what was told here comes to the test in a RankError.
+    quick = "at once" if time.monotonic() - start < 5 else "late"
+    raise RuntimeError(f"{quick}: {told}")
+
+
+@shared_or_not
+def test_a_killed_peer_is_an_error_that_names_the_collective(share: bool) -> None:
+    with pytest.raises(RankError, match="rank 1: the process died") as caught:
+        run_ranks(2, lose_a_peer, share)
+    text = str(caught.value)
+    assert "RuntimeError: at once" in text
+    names = ["all_gather", "reduce_scatter", "all_reduce", "vote", "broadcast"]
+    for number, name in enumerate(names, start=2):
+        assert f"{name} failed on rank 0 of 2 (collective {number})" in text

@@ -1,0 +1,142 @@
+"""The flat layout: every element in one place, on one rank, in one run; and nothing else moves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.engine.layout.partition import ALIGN, ParamSpec, UnitLayout, lay_out
+
+SHAPES = st.one_of(
+    st.just(()),  # a scalar
+    st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple),  # empty ones among them
+    st.tuples(st.integers(1, 3000)),
+)
+PARAMS = st.lists(st.tuples(SHAPES, st.integers(0, 2)), min_size=1, max_size=8)
+WORLDS = st.integers(1, 9)
+
+
+def make(params: list[tuple[tuple[int, ...], int]], world: int) -> UnitLayout:
+    specs = [ParamSpec(f"p{i}", shape, group) for i, (shape, group) in enumerate(params)]
+    return lay_out("unit", specs, world)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> UnitLayout:
+    return make(draw(PARAMS), draw(WORLDS))
+
+
+def covered(parts: list[slice], length: int) -> bool:
+    """Whether the parts lie behind one another, without overlap, from 0 to `length`."""
+    at = 0
+    for part in sorted(parts, key=lambda one: (one.start, one.stop)):
+        if part.start != at:
+            return False
+        at = part.stop
+    return at == length
+
+
+@given(layouts())
+def test_shards_are_equal_disjoint_and_cover_the_buffer(layout: UnitLayout) -> None:
+    shards = [layout.shard(rank) for rank in range(layout.world_size)]
+    assert covered(shards, layout.numel)
+    assert {shard.stop - shard.start for shard in shards} == {layout.shard_numel}
+
+
+@given(layouts())
+def test_extents_and_gaps_cover_the_buffer(layout: UnitLayout) -> None:
+    extents = [layout.extent(index) for index in range(len(layout.params))]
+    filled = [extent for extent in extents if extent.start < extent.stop]
+    assert covered([*filled, *layout.gaps], layout.numel)
+    assert all(gap.start < gap.stop for gap in layout.gaps)
+    assert [extent.stop - extent.start for extent in extents] == [p.numel for p in layout.params]
+    padding = sum(gap.stop - gap.start for gap in layout.gaps)
+    assert padding == layout.numel - layout.logical_numel
+
+
+@given(layouts())
+def test_everything_is_aligned_and_padding_is_bounded(layout: UnitLayout) -> None:
+    assert all(offset % ALIGN == 0 for offset in layout.offsets)
+    assert layout.shard_numel % ALIGN == 0
+    limit = ALIGN * (len(layout.params) + layout.world_size)
+    assert layout.numel - layout.logical_numel <= limit
+
+
+@given(layouts())
+def test_the_ranks_pieces_are_every_element_once(layout: UnitLayout) -> None:
+    found: dict[int, list[slice]] = {index: [] for index in range(len(layout.params))}
+    for rank in range(layout.world_size):
+        for piece in layout.pieces(rank):
+            found[piece.param].append(slice(piece.param_start, piece.param_stop))
+            # Where the piece says it lies is where its parameter lies.
+            start = layout.shard(rank).start + piece.shard_start
+            assert start == layout.extent(piece.param).start + piece.param_start
+            assert 0 < piece.numel <= layout.shard_numel - piece.shard_start
+    for index, parts in found.items():
+        assert covered(parts, layout.params[index].numel)
+
+
+@given(layouts(), st.data())
+def test_runs_cover_any_range_and_hold_their_groups_elements(
+    layout: UnitLayout, data: st.DataObject
+) -> None:
+    edges = st.integers(0, layout.numel)
+    start, stop = sorted((data.draw(edges), data.draw(edges)))
+    runs = list(layout.runs(slice(start, stop)))
+    assert covered([part for _, part in runs], stop - start)
+    assert len({group for group, _ in runs}) == len(runs)
+    for group, part in runs:
+        inside = range(start + part.start, start + part.stop)
+        for index, spec in enumerate(layout.params):
+            extent = layout.extent(index)
+            common = range(max(inside.start, extent.start), min(inside.stop, extent.stop))
+            assert not len(common) or spec.group == group
+
+
+@given(PARAMS, WORLDS)
+def test_a_layout_is_a_pure_function_of_its_input(
+    params: list[tuple[tuple[int, ...], int]], world: int
+) -> None:
+    one, other = make(params, world), make(params, world)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert (one.offsets, one.gaps, one.shard_numel) == (other.offsets, other.gaps, one.shard_numel)
+
+
+@given(PARAMS, WORLDS)
+def test_groups_lie_together_in_the_order_of_registration(
+    params: list[tuple[tuple[int, ...], int]], world: int
+) -> None:
+    layout = make(params, world)
+    names = [f"p{i}" for g in (0, 1, 2) for i, (_, group) in enumerate(params) if group == g]
+    assert [spec.name for spec in layout.params] == names
+
+
+@given(PARAMS)
+def test_offsets_do_not_depend_on_the_world(params: list[tuple[tuple[int, ...], int]]) -> None:
+    """So that resharding moves ranges and never renumbers them."""
+    assert len({make(params, world).offsets for world in range(1, 10)}) == 1
+
+
+def test_by_hand() -> None:
+    layout = make([((3, 5), 1), ((), 0), ((0, 4), 0), ((40,), 0)], 2)
+    assert [(spec.name, spec.numel) for spec in layout.params] == [
+        *(("p1", 1), ("p2", 0), ("p3", 40), ("p0", 15)),
+    ]
+    assert layout.offsets == (0, 32, 32, 96)
+    assert (layout.shard_numel, layout.numel, layout.logical_numel) == (64, 128, 56)
+    assert layout.gaps == (slice(1, 32), slice(72, 96), slice(111, 128))
+    assert list(layout.runs(slice(0, 128))) == [(0, slice(0, 96)), (1, slice(96, 128))]
+    assert list(layout.runs(layout.shard(1))) == [(0, slice(0, 32)), (1, slice(32, 64))]
+    assert [(p.param, p.param_start, p.param_stop, p.shard_start) for p in layout.pieces(1)] == [
+        (2, 32, 40, 0),
+        (3, 0, 15, 32),
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 9])
+def test_a_unit_without_elements_has_an_empty_layout(world: int) -> None:
+    layout = make([((0,), 0)], world)
+    assert (layout.numel, layout.gaps, list(layout.pieces(0))) == (0, (), [])
+    assert list(layout.runs(slice(0, 0))) == []

@@ -1,0 +1,207 @@
+"""Which parameters are gathered and reduced together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.layout.units import UnitPlan, name_params, plan_blocks, plan_buckets
+
+
+def groups_of(model: nn.Module) -> dict[nn.Parameter, int]:
+    return {param: 0 for param in model.parameters() if param.requires_grad}
+
+
+def buckets(model: nn.Module, numel: int) -> list[UnitPlan]:
+    return plan_buckets(name_params(model, groups_of(model)), numel, 2)
+
+
+def blocks(model: nn.Module, *classes: str) -> dict[str, list[str]]:
+    """Unit names and what is in them."""
+    plans = plan_blocks(model, name_params(model, groups_of(model)), classes, 2)
+    names = dict(model.named_modules(remove_duplicate=False))
+    for plan in plans:
+        path = plan.layout.name.removesuffix(" (frozen)")
+        assert plan.block is (model if path == "root" else names[path])
+    return contents(plans)
+
+
+def contents(plans: list[UnitPlan]) -> dict[str, list[str]]:
+    found = {plan.layout.name: [spec.name for spec in plan.layout.params] for plan in plans}
+    assert len(found) == len(plans)
+    return found
+
+
+class TestNames:
+    def test_in_registration_order_with_the_first_name_of_a_tied_parameter(self) -> None:
+        model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, bias=False)})
+        model["b"].weight = model["a"].weight
+        model["a"].bias.requires_grad_(False)
+        named = name_params(model, {model["a"].weight: 3})
+        assert [(one.name, one.group) for one in named] == [("a.weight", 3), ("a.bias", None)]
+
+
+class TestBuckets:
+    @given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 100))
+    def test_are_as_full_as_may_be_in_reverse_order(self, sizes: list[int], limit: int) -> None:
+        model = nn.ParameterList(torch.zeros(size) for size in sizes)
+        plans = buckets(model, limit)
+        order = [int(spec.name) for plan in plans for spec in plan.layout.params]
+        assert order == list(reversed(range(len(sizes))))
+        totals = [plan.layout.logical_numel for plan in plans]
+        assert all(
+            total <= limit or len(plan.params) == 1
+            for total, plan in zip(totals, plans, strict=True)
+        )
+        following = [plan.params[0].numel() for plan in plans[1:]]
+        # No bucket would have taken the next one's first parameter as well.
+        assert all(
+            total + more > limit for total, more in zip(totals[:-1], following, strict=True)
+        )
+
+    def test_leave_frozen_parameters_out(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 3))
+        assert contents(buckets(model, 100)) == {"bucket0": ["1.bias", "1.weight"]}
+
+    def test_hold_one_dtype_each(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2))
+        assert contents(buckets(model, 100)) == {
+            "bucket0": ["2.bias", "2.weight", "0.bias", "0.weight"],
+            "bucket1": ["1.bias", "1.weight"],
+        }
+        assert all(len({param.dtype for param in plan.params}) == 1 for plan in buckets(model, 4))
+
+    def test_params_stand_in_the_layouts_order(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        groups = {param: number % 2 for number, param in enumerate(model.parameters())}
+        (plan,) = plan_buckets(name_params(model, groups), 100, 2)
+        by_name = dict(model.named_parameters())
+        names = [spec.name for spec in plan.layout.params]
+        assert names == ["1.weight", "0.weight", "1.bias", "0.bias"]
+        assert all(a is by_name[name] for a, name in zip(plan.params, names, strict=True))
+        assert plan.block is None
+        assert plan.trainable
+
+
+class Pair(nn.Module):
+    def __init__(self, other: nn.Module | None = None) -> None:
+        super().__init__()
+        self.own = nn.Linear(2, 2, bias=False)
+        self.other = nn.Linear(2, 2, bias=False) if other is None else other
+
+
+class TestBlocks:
+    def test_elements_of_a_module_list_and_the_rest_in_the_root(self) -> None:
+        model = nn.Module()
+        model.first = nn.Linear(2, 2, bias=False)
+        model.layers = nn.ModuleList([Pair(), Pair()])
+        assert blocks(model) == {
+            "root": ["first.weight"],
+            "layers.0": ["layers.0.own.weight", "layers.0.other.weight"],
+            "layers.1": ["layers.1.own.weight", "layers.1.other.weight"],
+        }
+
+    def test_elements_of_a_sequential_that_have_parameters(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 2, bias=False))
+        assert blocks(model) == {"0": ["0.weight"], "2": ["2.weight"]}
+
+    def test_a_sequential_inside_a_block_is_part_of_it(self) -> None:
+        inner = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        model = nn.Module()
+        model.layers = nn.ModuleList([Pair(inner)])
+        assert list(blocks(model)) == ["layers.0"]
+
+    def test_a_module_list_inside_a_block_makes_blocks_of_its_own(self) -> None:
+        outer = Pair()
+        outer.experts = nn.ModuleList([Pair()])
+        model = nn.Module()
+        model.layers = nn.ModuleList([outer])
+        found = blocks(model)
+        assert list(found) == ["layers.0", "layers.0.experts.0"]
+        assert found["layers.0"] == ["layers.0.own.weight", "layers.0.other.weight"]
+
+    def test_containers_are_not_blocks_but_their_elements_may_be(self) -> None:
+        lists = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2, bias=False)])])
+        assert list(blocks(lists)) == ["0.0"]
+        # Nothing calls the elements of a dict in turn: they stay with what is around it.
+        both = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.ModuleList([nn.Linear(2, 2)])})
+        assert list(blocks(both)) == ["root", "b.0"]
+
+    def test_parameters_tied_between_blocks_go_to_what_holds_both(self) -> None:
+        model = nn.Module()
+        model.layers = nn.ModuleList([Pair(), Pair()])
+        model.layers[1].own.weight = model.layers[0].own.weight
+        model.layers[0].other.weight = model.layers[0].own.weight
+        found = blocks(model)
+        assert found == {"root": ["layers.0.own.weight"], "layers.1": ["layers.1.other.weight"]}
+
+    def test_parameters_tied_within_a_block_stay_there(self) -> None:
+        model = nn.Module()
+        model.layers = nn.ModuleList([Pair(), Pair()])
+        model.layers[0].other.weight = model.layers[0].own.weight
+        assert blocks(model)["layers.0"] == ["layers.0.own.weight"]
+
+    def test_tied_parameters_go_to_the_innermost_block_around_them(self) -> None:
+        outer = Pair()
+        outer.experts = nn.ModuleList([Pair(), Pair()])
+        outer.experts[1].own.weight = outer.experts[0].own.weight
+        model = nn.Module()
+        model.layers = nn.ModuleList([outer])
+        assert "layers.0.experts.0.own.weight" in blocks(model)["layers.0"]
+
+    def test_a_module_inside_several_blocks_goes_to_what_holds_them_all(self) -> None:
+        shared = nn.Linear(2, 2, bias=False)
+        model = nn.Module()
+        model.layers = nn.ModuleList([Pair(shared), Pair(shared)])
+        assert blocks(model) == {
+            "root": ["layers.0.other.weight"],
+            "layers.0": ["layers.0.own.weight"],
+            "layers.1": ["layers.1.own.weight"],
+        }
+
+    def test_a_block_that_stands_in_several_places_is_one_block(self) -> None:
+        block = Pair()
+        model = nn.Module()
+        model.layers = nn.ModuleList([block, block])
+        model.again = nn.ModuleList([block])
+        assert list(blocks(model)) == ["layers.0"]
+        model.callers = nn.ModuleList([Pair(block), Pair(block)])
+        assert list(blocks(model)) == ["layers.0", "callers.0", "callers.1"]
+
+    def test_frozen_parameters_and_other_dtypes_are_units_of_the_same_block(self) -> None:
+        model = nn.Module()
+        model.layers = nn.ModuleList([Pair()])
+        model.layers[0].own.requires_grad_(False)
+        model.layers[0].third = nn.Linear(2, 2, bias=False).double()
+        plans = plan_blocks(model, name_params(model, groups_of(model)), (), 2)
+        assert {plan.block for plan in plans} == {model.layers[0]}
+        found = {(plan.trainable, plan.params[0].dtype): plan.layout.name for plan in plans}
+        assert found == {
+            (False, torch.float32): "layers.0 (frozen)",
+            (True, torch.float32): "layers.0",
+            (True, torch.float64): "layers.0",
+        }
+
+    def test_classes_choose(self) -> None:
+        model = nn.Module()
+        model.layers = nn.ModuleList([Pair(), Pair()])
+        model.single = Pair()
+        assert list(blocks(model, "Pair")) == ["layers.0", "layers.1", "single"]
+        assert list(blocks(nn.Sequential(Pair()), "Linear")) == ["0.own", "0.other"]
+        # The root is a block in any case, and is not made one twice.
+        assert list(blocks(Pair(), "Pair")) == ["root"]
+
+    def test_a_class_that_is_not_there_is_named_with_its_nearest(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        with pytest.raises(ConfigError, match=r"unit_classes.*'Liner' \(did you mean 'Linear'\?\)"):
+            blocks(model, "Liner")
+
+    @pytest.mark.parametrize("classes", [(), ("Pair",), ("Linear",), ("Pair", "Linear")])
+    def test_every_parameter_is_in_one_unit(self, classes: tuple[str, ...]) -> None:
+        model = nn.Sequential(Pair(), Pair(nn.Sequential(Pair(), nn.Linear(3, 1))))
+        found = [name for unit in blocks(model, *classes).values() for name in unit]
+        assert sorted(found) == sorted(name for name, _ in model.named_parameters())

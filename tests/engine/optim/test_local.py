@@ -1,0 +1,235 @@
+"""The local optimizer against torch on whole parameters, and how its groups are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rayzero.engine.config import OptimizerConfig
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.layout.partition import ParamSpec, lay_out
+from rayzero.engine.optim.groups import find_groups
+from rayzero.engine.optim.local import (
+    LocalOptimizer,
+    Run,
+    group_runs,
+    maker,
+    runs_of,
+    take_over,
+)
+from rayzero.engine.zero.grads import PartialGrads
+from rayzero.engine.zero.placement import Collective
+from rayzero.engine.zero.unit import Unit
+from rayzero.engine.zero.weights import ResidentWeights
+
+
+def make_runs(*groups: int, dtype: torch.dtype = torch.float32) -> list[Run]:
+    torch.manual_seed(0)
+    return [
+        Run(group, nn.Parameter(torch.randn(8, dtype=dtype)), torch.randn(8, dtype=dtype))
+        for group in groups
+    ]
+
+
+def config(kind: Any, **params: Any) -> OptimizerConfig:
+    return OptimizerConfig(type=kind, params=params)
+
+
+def trained(
+    optimizer: OptimizerConfig, factor: float, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    runs = make_runs(0, 1, dtype=dtype)
+    local = LocalOptimizer(maker(optimizer)(group_runs(runs, [{}, {"weight_decay": 0.3}])), runs)
+    for step in range(3):
+        for run in runs:
+            run.grad.add_(0.1 * step)
+        local.step(factor)
+        for run in runs:  # the fused kernels leave what they have multiplied; grads start afresh
+            run.grad.copy_(torch.sin(run.weight.detach()))
+    return [run.weight.detach() for run in runs]
+
+
+def plainly_trained(make: Any, factor: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """torch alone, with the gradients multiplied beforehand."""
+    runs = make_runs(0, 1, dtype=dtype)
+    params = [nn.Parameter(run.weight.detach().clone()) for run in runs]
+    optimizer = make([{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.3}])
+    grads = [run.grad.clone() for run in runs]
+    for step in range(3):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = (grad + 0.1 * step) * factor
+        optimizer.step()
+        grads = [torch.sin(param.detach()) for param in params]
+    return [param.detach() for param in params]
+
+
+KINDS: list[tuple[OptimizerConfig, Any]] = [
+    (config("SGD", lr=0.1, momentum=0.9), lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9)),
+    (config("AdamW", lr=0.1), lambda g: torch.optim.AdamW(g, lr=0.1)),
+    (
+        config("AdamW", lr=0.1, betas=[0.5, 0.6], eps=1e-3, weight_decay=0.2),
+        lambda g: torch.optim.AdamW(g, lr=0.1, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.2),
+    ),
+    # DeepSpeed's Adam decays weights apart from the gradient unless told otherwise.
+    (config("Adam", lr=0.1), lambda g: torch.optim.AdamW(g, lr=0.1)),
+    (config("Adam", lr=0.1, adam_w_mode=True), lambda g: torch.optim.AdamW(g, lr=0.1)),
+    (config("Adam", lr=0.1, adam_w_mode=False), lambda g: torch.optim.Adam(g, lr=0.1)),
+]
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("optimizer", "plain"), KINDS, ids=range(len(KINDS)))
+def test_steps_like_torch_on_multiplied_gradients(
+    optimizer: OptimizerConfig, plain: Any, dtype: torch.dtype, factor: float
+) -> None:
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-12
+    ours, right = trained(optimizer, factor, dtype), plainly_trained(plain, factor, dtype)
+    for one, other in zip(ours, right, strict=True):
+        assert torch.allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
+def test_the_fused_kernel_is_the_default(kind: Any) -> None:
+    runs = make_runs(0)
+    assert maker(config(kind))(group_runs(runs, [{}])).defaults["fused"] is True
+    assert maker(config(kind, fused=False))(group_runs(runs, [{}])).defaults["fused"] is False
+
+
+def test_a_factor_costs_no_pass_where_the_kernel_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[float] = []
+    multiply = torch._foreach_mul_
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda ts, f: calls.append(f) or multiply(ts, f))
+    trained(config("AdamW", lr=0.1), 0.5)
+    assert calls == []
+    trained(config("AdamW", lr=0.1, fused=False), 0.5)
+    trained(config("AdamW", lr=0.1), 0.5, torch.float64)  # the kernel's scale is a float32
+    assert calls == [0.5] * 6
+
+
+def test_a_factor_is_forgotten_after_its_step() -> None:
+    runs = make_runs(0)
+    local = LocalOptimizer(maker(config("SGD", lr=1.0))(group_runs(runs, [{}])), runs)
+    runs[0].weight.data.zero_()
+    runs[0].grad.fill_(1.0)
+    local.step(0.5)
+    runs[0].grad.fill_(1.0)
+    local.step(1.0)
+    assert runs[0].weight.tolist() == pytest.approx([-1.5] * 8)
+
+
+def test_lr_and_state_bytes() -> None:
+    runs = make_runs(0, 1)
+    made = maker(config("AdamW", lr=0.1))(group_runs(runs, [{"lr": 0.7}, {}]))
+    local = LocalOptimizer(made, runs)
+    assert local.lr == 0.7
+    assert local.state_bytes == 0
+    local.step(1.0)
+    assert local.state_bytes == 2 * 2 * 8 * 4  # two moments, two runs
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"learning_rate": 1}, "learning_rate"),
+        ({"lr": "1e-3"}, "str"),
+        ({"lr": None}, "NoneType"),
+        ({"lr": -1.0}, "Invalid learning rate"),
+        ({"betas": 0.9}, "float"),
+        ({"betas": [0.9]}, "range"),
+        ({"foreach": True}, "fused"),
+        ({"params": []}, "params"),
+    ],
+)
+def test_wrong_parameters_are_config_errors(params: dict[str, Any], message: str) -> None:
+    make = maker(config("AdamW", **params))
+    with pytest.raises(ConfigError, match=rf"optimizer\.params for AdamW: .*{message}"):
+        make(group_runs(make_runs(0), [{}]))
+
+
+def make_unit(groups: list[int], owned: slice | None = None, frozen: bool = False) -> Unit:
+    specs = [ParamSpec(f"p{i}", (40,), group) for i, group in enumerate(groups)]
+    layout = lay_out("unit", specs, 2)
+    flat = torch.arange(layout.numel, dtype=torch.float32)
+    params = tuple(nn.Parameter(torch.zeros(40)) for _ in specs)
+    weights = ResidentWeights(layout, params, flat)
+    part = owned or slice(0, layout.numel)
+    grads = PartialGrads(layout, -flat, part, Collective.REDUCE_SCATTER)
+    return Unit(
+        layout,
+        params,
+        weights,
+        None if frozen else flat[part],
+        None if frozen else grads,
+        part,
+        part,
+        None,
+    )
+
+
+def test_runs_are_the_groups_parts_of_what_this_rank_owns() -> None:
+    whole = make_unit([0, 1, 0])  # group 0 from 0 to 128, group 1 from 128 on
+    second = make_unit([0, 1], slice(64, 128))  # all of it group 1's
+    runs = runs_of([whole, make_unit([0], frozen=True), second])
+    found = [(run.group, int(run.weight[0]), run.weight.numel()) for run in runs]
+    assert found == [(0, 0, 128), (1, 128, 64), (1, 64, 64)]
+    assert whole.main is not None
+    assert runs[0].weight.data_ptr() == whole.main.data_ptr()  # a view, not a copy
+    assert all(torch.equal(run.grad, -run.weight.detach()) for run in runs)
+    groups = group_runs(runs, [{"lr": 1.0}, {"lr": 2.0}])
+    assert [(group["lr"], len(group["params"])) for group in groups] == [(1.0, 1), (2.0, 2)]
+
+
+class TestTakeOver:
+    def test_keeps_the_optimizer_and_its_options(self) -> None:
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.weight], "lr": 3.0}, {"params": [model.bias]}]
+        given = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
+        runs = make_runs(1, 0, 1)
+        taken = take_over(given, runs)
+        assert taken is given
+        assert [group["lr"] for group in given.param_groups] == [3.0, 1.0]
+        assert given.param_groups[0]["params"] == [runs[1].weight]
+        assert len(given.param_groups[1]["params"]) == 2
+
+    def test_refuses_one_that_has_taken_steps(self) -> None:
+        param = nn.Parameter(torch.zeros(1))
+        given = torch.optim.SGD([param], lr=1.0, momentum=0.5)
+        param.grad = torch.ones(1)
+        given.step()
+        with pytest.raises(ConfigError, match="SGD passed to initialize has taken steps"):
+            take_over(given, [])
+
+
+class TestGroups:
+    def test_one_group_of_all_that_require_gradients(self) -> None:
+        model = nn.Linear(2, 2)
+        model.bias.requires_grad_(False)
+        groups = find_groups(model, None, None)
+        assert groups.of == {model.weight: 0}
+        assert groups.options == [{}]
+
+    def test_given_groups_and_a_lone_parameter(self) -> None:
+        model = nn.Linear(2, 2)
+        given: list[dict[str, Any]] = [
+            {"params": model.bias, "lr": 1.0},
+            {"params": iter([model.weight])},
+        ]
+        groups = find_groups(model, given, None)
+        assert groups.of == {model.bias: 0, model.weight: 1}
+        assert groups.options == [{"lr": 1.0}, {}]
+
+    def test_the_optimizers_groups_come_first(self) -> None:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=1.0)
+        groups = find_groups(model, model.parameters(), optimizer)
+        assert groups.of == {model.weight: 0, model.bias: 1}
+
+    def test_a_parameter_in_two_groups_is_named(self) -> None:
+        model = nn.Linear(2, 2)
+        given = [{"params": [model.weight]}, {"params": [model.weight]}]
+        with pytest.raises(ConfigError, match="weight is in parameter groups 0 and 1"):
+            find_groups(model, given, None)

@@ -1,0 +1,173 @@
+"""Learning rates worked out by hand from DeepSpeed's published formulas.
+
+There step n of a run, counted from 1, is trained with the rate of iteration n - 2: the schedule is
+made at -1, and moves on after every optimizer step.
+"""
+
+from __future__ import annotations
+
+from math import cos, log, pi
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rayzero
+from rayzero.engine.config import SchedulerConfig
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.optim.schedule import StepSchedule, learning_rate
+
+TOP = 0.4  # the optimizer's configured lr
+
+
+def rates(kind: Any, steps: int, **params: Any) -> list[float]:
+    """The lr each of the first steps is trained with."""
+    rate = learning_rate(SchedulerConfig(type=kind, params=params))
+    return [rate(step - 2, TOP) for step in range(1, steps + 1)]
+
+
+class TestWarmupLR:
+    def test_linear(self) -> None:
+        found = rates("WarmupLR", 7, warmup_num_steps=4, warmup_type="linear", warmup_max_lr=0.8)
+        assert found == pytest.approx([0, 0, 0.2, 0.4, 0.6, 0.8, 0.8])
+
+    def test_log(self) -> None:
+        found = rates("WarmupLR", 7, warmup_num_steps=4, warmup_max_lr=0.8, warmup_min_lr=0.2)
+        share = [0, 0, log(2) / log(4), log(3) / log(4), 1, 1, 1]
+        assert found == pytest.approx([0.2 + 0.6 * one for one in share])
+
+    def test_the_top_is_the_optimizers_lr_unless_given(self) -> None:
+        assert rates("WarmupLR", 5, warmup_num_steps=2)[-1] == TOP
+
+    def test_defaults(self) -> None:
+        found = rates("WarmupLR", 1003)
+        assert found[501] == pytest.approx(TOP * log(501) / log(1000))
+        assert found[999] < TOP
+        assert found[1000] == pytest.approx(TOP)
+        assert found[1001] == TOP
+
+    def test_a_warm_up_is_two_steps_at_least(self) -> None:
+        assert rates("WarmupLR", 4, warmup_num_steps=1, warmup_type="linear") == pytest.approx(
+            [0, 0, TOP / 2, TOP]
+        )
+
+
+class TestWarmupDecayLR:
+    def test_up_and_down_in_lines(self) -> None:
+        found = rates(
+            "WarmupDecayLR",
+            14,
+            total_num_steps=10,
+            warmup_num_steps=2,
+            warmup_max_lr=0.8,
+            warmup_type="linear",
+        )
+        down = [0.8 * (10 - step) / 8 for step in range(2, 11)]
+        assert found == pytest.approx([0, 0, 0.4, *down, 0, 0])
+
+    def test_the_floor_is_the_lowest_rate_at_both_ends(self) -> None:
+        found = rates(
+            "WarmupDecayLR", 9, total_num_steps=6, warmup_num_steps=2, warmup_min_lr=0.0005
+        )
+        assert found[:2] == [0.0005] * 2
+        assert found[-1] == 0.0005
+
+    def test_the_default_top_is_deepspeeds(self) -> None:
+        found = rates("WarmupDecayLR", 4, total_num_steps=10, warmup_num_steps=2)
+        assert max(found) == pytest.approx(0.001)
+
+    def test_a_total_within_the_warm_up_ends_at_once(self) -> None:
+        found = rates("WarmupDecayLR", 7, total_num_steps=2, warmup_num_steps=4)
+        assert found[4] > 0
+        assert found[5:] == [0, 0]
+
+
+class TestWarmupCosineLR:
+    def test_by_hand(self) -> None:
+        found = rates(
+            "WarmupCosineLR",
+            12,
+            total_num_steps=8,
+            warmup_num_steps=4,
+            warmup_type="linear",
+            warmup_min_ratio=0.2,
+            cos_min_ratio=0.1,
+        )
+        # Iteration -1 has no rate yet; the warm-up begins at its lowest in the second step.
+        up = [0, *(0.2 + 0.8 * step / 4 for step in range(4))]
+        down = [0.1 + 0.9 * (1 + cos(pi * done / 4)) / 2 for done in (1, 2, 3, 4, 4, 4, 4)]
+        assert found == pytest.approx([TOP * ratio for ratio in [*up, *down]])
+
+    def test_log_and_the_default_floor(self) -> None:
+        found = rates("WarmupCosineLR", 20, total_num_steps=10, warmup_num_steps=3)
+        assert found[:4] == pytest.approx([0, 0, TOP * log(2) / log(3), TOP])
+        assert found[-1] == pytest.approx(TOP * 0.0001)
+
+    def test_a_total_within_the_warm_up_ends_at_the_floor(self) -> None:
+        found = rates("WarmupCosineLR", 8, total_num_steps=2, warmup_num_steps=4)
+        assert found[5:] == pytest.approx([TOP * 0.0001] * 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "message"),
+    [
+        ("WarmupLR", {"warmup_steps": 3}, r"WarmupLR: warmup_steps: .*'warmup_num_steps'"),
+        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps: .*greater than 0"),
+        ("WarmupLR", {"warmup_type": "cubic"}, "warmup_type: .*'log' or 'linear'"),
+        ("WarmupDecayLR", {}, "WarmupDecayLR: total_num_steps: this key is required"),
+        ("WarmupCosineLR", {"total_num_steps": "many"}, r"total_num_steps: .*seen: 'many'"),
+        ("WarmupCosineLR", {"total_num_steps": 9, "warmup_max_lr": 1}, "warmup_max_lr: unknown"),
+    ],
+)
+def test_wrong_parameters_are_named(kind: Any, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        learning_rate(SchedulerConfig(type=kind, params=params))
+
+
+def optimizer(*lrs: float) -> torch.optim.Optimizer:
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs]
+    return torch.optim.SGD(groups, lr=1.0)
+
+
+def test_every_group_follows_from_its_own_lr() -> None:
+    made = optimizer(1.0, 10.0)
+    schedule = StepSchedule(made, lambda step, lr: lr + step)
+    assert schedule.get_last_lr() == [0.0, 9.0]
+    schedule.step()
+    schedule.step()
+    assert [group["lr"] for group in made.param_groups] == [2.0, 11.0]
+
+
+def test_state_goes_on_where_it_stood() -> None:
+    first = StepSchedule(optimizer(1.0), lambda step, lr: lr * step)
+    for _ in range(5):
+        first.step()
+    second = StepSchedule(optimizer(1.0), lambda step, lr: lr * step)
+    second.load_state_dict(first.state_dict())
+    assert second.get_last_lr() == first.get_last_lr() == [4.0]
+
+
+def test_the_engine_steps_it_once_a_step() -> None:
+    """And a step uses the rate that was set before it."""
+    engine, _, _, schedule = rayzero.initialize(
+        model=nn.Linear(2, 1),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": TOP}},
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_num_steps": 2, "warmup_type": "linear"},
+            },
+        },
+    )
+    used = []
+    for _ in range(5):
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.step()
+        used.append(engine.metrics.lr)
+    assert used == pytest.approx([0, 0, TOP / 2, TOP, TOP])
+    assert schedule is not None
+    assert schedule.get_last_lr() == [TOP]

@@ -1,0 +1,262 @@
+"""The engine's config file: every key, every mistake, and the batch triangle."""
+
+from __future__ import annotations
+
+import json
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.engine.config import EngineConfig, parse_config, read_config, solve_batches
+from rayzero.engine.errors import ConfigError
+
+WHOLE = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 8,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+    "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": 500, "overlap_comm": False},
+    "gradient_clipping": 1.0,
+    "steps_per_print": 10,
+    "rayzero": {"unit_classes": ["Block"], "slots": 3},
+}
+
+
+def test_every_key() -> None:
+    config = parse_config(WHOLE)
+    assert json.loads(config.model_dump_json()) == WHOLE
+    assert set(WHOLE) == set(EngineConfig.model_fields)  # a new key belongs in this test
+
+
+def test_defaults() -> None:
+    config = parse_config(None)
+    assert config == parse_config({}) == EngineConfig()
+    assert config.zero_optimization.stage == 0
+    assert config.zero_optimization.overlap_comm
+    assert not config.bf16.enabled
+    assert config.gradient_clipping == 0
+    assert config.optimizer is config.scheduler is config.train_batch_size is None
+
+
+def test_a_parsed_config_is_taken_as_it_is() -> None:
+    config = parse_config(WHOLE)
+    assert parse_config(config) is config
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("train_batch_siz", 1, r"train_batch_siz: unknown key \(did you mean 'train_batch_size'\?\)"),
+        ("zero_optimisation", {}, r"\(did you mean 'zero_optimization'\?\)"),
+        ("zero_optimization.stge", 1, r"zero_optimization\.stge: .*\(did you mean 'stage'\?\)"),
+        ("bf16.enable", True, r"bf16\.enable: .*\(did you mean 'enabled'\?\)"),
+        ("optimizer.parms", {}, r"optimizer\.parms: .*\(did you mean 'params'\?\)"),
+        ("scheduler.typ", "x", r"scheduler\.typ: .*\(did you mean 'type'\?\)"),
+        ("rayzero.slot", 2, r"rayzero\.slot: .*\(did you mean 'slots'\?\)"),
+        ("rayzero.zebra", 2, r"rayzero\.zebra: unknown key; known keys here: slots, unit_classes"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(path: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(_with(path, value))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("train_batch_size", 0, r"train_batch_size: .*greater than 0 \(seen: 0\)"),
+        ("train_batch_size", 1.5, r"valid integer \(seen: 1\.5\)"),
+        ("train_batch_size", "8", r"valid integer \(seen: '8'\)"),
+        ("train_batch_size", True, r"valid integer \(seen: True\)"),
+        ("gradient_accumulation_steps", -1, "gradient_accumulation_steps: .*greater than 0"),
+        ("train_micro_batch_size_per_gpu", [], "train_micro_batch_size_per_gpu: "),
+        ("steps_per_print", 0, "steps_per_print: .*greater than 0"),
+        ("gradient_clipping", -1, "gradient_clipping: .*greater than or equal to 0"),
+        ("gradient_clipping", float("inf"), "gradient_clipping: .*finite"),
+        ("gradient_clipping", "1.0", "gradient_clipping: .*valid number"),
+        ("gradient_clipping", True, "gradient_clipping: .*valid number"),
+        ("zero_optimization.stage", 4, r"zero_optimization\.stage: .*0, 1, 2 or 3 \(seen: 4\)"),
+        ("zero_optimization.stage", "2", r"zero_optimization\.stage: .*0, 1, 2 or 3"),
+        ("zero_optimization.stage", True, r"zero_optimization\.stage: a number was expected"),
+        ("zero_optimization.reduce_bucket_size", 0, r"reduce_bucket_size: .*greater than 0"),
+        ("zero_optimization.overlap_comm", 7, r"overlap_comm: .*boolean"),
+        ("zero_optimization", None, r"zero_optimization: .*\(seen: None\)"),
+        ("zero_optimization", 2, r"zero_optimization: .*\(seen: 2\)"),
+        ("bf16.enabled", "perhaps", r"bf16\.enabled: .*boolean"),
+        ("optimizer.type", "Adm", r"optimizer\.type: .*'Adam', 'AdamW' or 'SGD' \(seen: 'Adm'\)"),
+        ("optimizer", {}, r"optimizer\.type: this key is required"),
+        ("optimizer.params", [1], r"optimizer\.params: .*dictionary"),
+        ("scheduler.type", "OneCycle", r"scheduler\.type: .*\(seen: 'OneCycle'\)"),
+        ("rayzero.slots", 1, r"rayzero\.slots: .*greater than or equal to 2"),
+        ("rayzero.unit_classes", "Block", r"rayzero\.unit_classes: .*\(seen: 'Block'\)"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_path(path: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(_with(path, value))
+
+
+def _with(path: str, value: Any) -> dict[str, Any]:
+    """The whole config with one thing changed."""
+    config = json.loads(json.dumps(WHOLE))
+    *outer, last = path.split(".")
+    here = config
+    for key in outer:
+        here = here[key]
+    here[last] = value
+    return config
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"train_batch_size": 0, "zero_optimization": {"stge": 1}, "fp61": {}})
+    text = str(caught.value)
+    assert text.startswith("engine config: 3 mistakes:\n")
+    assert all(key in text for key in ("train_batch_size", "zero_optimization.stge", "fp61"))
+
+
+@pytest.mark.parametrize("written", ["5e8", "500000000", "5.0e8"])
+def test_counts_may_be_written_as_floats(written: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"zero_optimization": {"reduce_bucket_size": %s}}' % written)
+    size = parse_config(path).zero_optimization.reduce_bucket_size
+    assert (size, type(size)) == (500_000_000, int)
+
+
+def test_hjson(tmp_path: Path) -> None:
+    path = tmp_path / "config.hjson"
+    path.write_text(
+        "{\n"
+        "  # how much\n"
+        '  "train_batch_size": 64, // samples\n'
+        "  zero_optimization: {\n"
+        "    /* sharded */ stage: 2,\n"
+        "  },\n"
+        "}\n"
+    )
+    config = parse_config(str(path))
+    assert (config.train_batch_size, config.zero_optimization.stage) == (64, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": 1, "a": 2}', "the key 'a' stands there twice"),
+        (b'{"rayzero": {"slots": 2, "slots": 3}}', "the key 'slots' stands there twice"),
+        (b"{", "is not JSON or Hjson"),
+        (b"[1, 2]", "a mapping of keys to values was expected"),
+        (b"3", "a mapping of keys to values was expected"),
+        (b"\xff\xfe\x00", "cannot be read: it is not text"),
+        (b'{"stage": 2}', "stage: unknown key"),
+    ],
+)
+def test_a_bad_file_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gone.json' cannot be read: No such file"):
+        parse_config(tmp_path / "gone.json")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("source", [3, [1], True, object()])
+def test_something_else_is_refused(source: Any) -> None:
+    with pytest.raises(ConfigError, match=type(source).__name__):
+        parse_config(source)
+
+
+SIZES = st.none() | st.integers(1, 40)
+
+
+@given(SIZES, SIZES, SIZES, st.integers(1, 9))
+def test_the_batch_triangle_is_solved_or_refused(
+    total: int | None, micro: int | None, steps: int | None, world: int
+) -> None:
+    config = EngineConfig(
+        train_batch_size=total,
+        train_micro_batch_size_per_gpu=micro,
+        gradient_accumulation_steps=steps,
+    )
+    try:
+        found = solve_batches(config, world)
+    except ConfigError as error:
+        assert total is not None  # without it there is nothing to disagree with
+        assert str(total) in error.seen
+        assert str(world) in error.seen
+        assert total < world or steps is not None
+        if micro is not None and steps is not None and total != micro * steps * world:
+            assert str(micro) in error.seen
+            assert str(steps) in error.seen
+        return
+    # What was given is kept.
+    assert total in (None, found.global_batch)
+    assert micro in (None, found.micro_batch)
+    assert steps in (None, found.micro_steps)
+    # Every rank has a sample, and its largest share is cut into just so many micro-batches.
+    share = ceil(found.global_batch / world)
+    assert found.global_batch >= world
+    assert ceil(share / found.micro_batch) == found.micro_steps
+    if total is None or None not in (micro, steps):
+        assert found.global_batch == found.micro_batch * found.micro_steps * world
+
+
+@given(SIZES, SIZES, st.integers(1, 9))
+def test_a_global_and_a_micro_batch_fit_any_world_up_to_the_batch(
+    total: int | None, micro: int | None, world: int
+) -> None:
+    if total is not None and total >= world:
+        config = EngineConfig(train_batch_size=total, train_micro_batch_size_per_gpu=micro)
+        assert solve_batches(config, world).global_batch == total
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "expected"),
+    [
+        ((None, None, None), 3, (3, 1, 1)),
+        ((None, 4, None), 3, (12, 4, 1)),
+        ((None, 4, 2), 3, (24, 4, 2)),
+        ((None, None, 2), 3, (6, 1, 2)),
+        ((24, 4, 2), 3, (24, 4, 2)),
+        ((24, None, 2), 3, (24, 4, 2)),
+        ((24, 4, None), 3, (24, 4, 2)),
+        ((24, None, None), 3, (24, 8, 1)),
+        ((7, 1, None), 3, (7, 1, 3)),  # shares of 3, 2 and 2
+        ((7, 2, None), 3, (7, 2, 2)),
+    ],
+)
+def test_triangles_by_hand(sizes: Any, world: int, expected: tuple[int, int, int]) -> None:
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    found = solve_batches(EngineConfig(**dict(zip(keys, sizes, strict=True))), world)
+    assert (found.global_batch, found.micro_batch, found.micro_steps) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "message"),
+    [
+        ((10, 2, 2), 2, "train_batch_size is 10, but .*gpu 2 x .*steps 2 x world size 2 is 8"),
+        ((2, None, None), 3, "train_batch_size 2 is less than the world size 3"),
+        ((6, None, 4), 2, "6 on 2 ranks is 3 samples a rank, .* gradient_accumulation_steps 4"),
+    ],
+)
+def test_refusals_name_the_numbers(sizes: Any, world: int, message: str) -> None:
+    total, micro, steps = sizes
+    config = EngineConfig(
+        train_batch_size=total,
+        train_micro_batch_size_per_gpu=micro,
+        gradient_accumulation_steps=steps,
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
+        solve_batches(config, world)
+    assert caught.value.fix

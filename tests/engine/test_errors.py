@@ -1,0 +1,55 @@
+"""Errors say what was seen, what is allowed and what to change, on both sides of a process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from rayzero.engine import errors
+from rayzero.engine.errors import (
+    CollectiveError,
+    ConfigError,
+    DataError,
+    EngineError,
+    RayzeroError,
+    nearest,
+)
+
+ALL = [RayzeroError, ConfigError, EngineError, DataError, CollectiveError]
+
+
+def test_all_of_them_are_known_here() -> None:
+    found = [one for one in vars(errors).values() if isinstance(one, type)]
+    assert set(found) == set(ALL)
+    assert all(issubclass(one, RayzeroError) for one in ALL)
+
+
+@pytest.mark.parametrize("cls", ALL)
+@pytest.mark.parametrize("parts", [("s",), ("s", "a"), ("s", "a", "f"), ("s", "", "f")])
+def test_a_pickled_error_is_the_same(cls: type[RayzeroError], parts: tuple[str, ...]) -> None:
+    error = cls(*parts)
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(other) is cls
+        assert (other.seen, other.allowed, other.fix) == (error.seen, error.allowed, error.fix)
+        assert str(other) == str(error)
+        assert other.args == error.args
+
+
+def test_the_text_has_a_line_for_each_part_that_is_there() -> None:
+    assert str(ConfigError("lr is -1")) == "lr is -1"
+    assert str(ConfigError("lr is -1", fix="optimizer.params.lr")) == (
+        "lr is -1\n  to change it: optimizer.params.lr"
+    )
+    assert str(ConfigError("lr is -1", "0 or more", "optimizer.params.lr")) == (
+        "lr is -1\n  allowed: 0 or more\n  to change it: optimizer.params.lr"
+    )
+
+
+def test_nearest() -> None:
+    words = ["stage", "overlap_comm"]
+    assert nearest("stge", words) == " (did you mean 'stage'?)"
+    assert nearest("overlap", words) == " (did you mean 'overlap_comm'?)"
+    assert nearest("zebra", words) == ""
+    assert nearest("stage", []) == ""

@@ -1,0 +1,118 @@
+"""How a host lends its job to the engine."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rayzero
+from rayzero.engine.session import Session, current_session, entered
+
+CONFIG = {
+    "train_batch_size": 4,
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+}
+
+
+class Host:
+    """Writes down what the engine tells it."""
+
+    def __init__(self, config: dict[str, Any] | None = None, seed: int = 0) -> None:
+        self.engine_config = config
+        self.seed = seed
+        self.engines: list[rayzero.Engine] = []
+        self.phases: list[str] = []
+        self.steps: list[dict[str, float]] = []
+
+    def engine_ready(self, engine: rayzero.Engine) -> None:
+        self.engines.append(engine)
+
+    def phase(self, name: str) -> None:
+        self.phases.append(name)
+
+    def step_done(self, metrics: dict[str, float]) -> None:
+        self.steps.append(metrics)
+
+
+def test_a_session_lasts_as_long_as_its_with() -> None:
+    outer: Session = Host()
+    inner: Session = Host()
+    assert current_session() is None
+    with entered(outer):
+        with pytest.raises(ValueError, match="mistake"), entered(inner):
+            assert current_session() is inner
+            raise ValueError("the user's mistake")
+        assert current_session() is outer
+    assert current_session() is None
+
+
+def test_a_session_is_its_threads_own() -> None:
+    seen: list[object] = []
+    with entered(Host()):
+        other = threading.Thread(target=lambda: seen.append(current_session()))
+        other.start()
+        other.join(10)
+    assert seen == [None]
+
+
+def test_the_jobs_config_is_taken_when_the_user_gives_none() -> None:
+    with entered(Host(CONFIG)):
+        engine, *_ = rayzero.initialize(model=nn.Linear(3, 1))
+        assert engine.settings.batches.global_batch == 4
+        engine, *_ = rayzero.initialize(model=nn.Linear(3, 1), config=CONFIG | {"train_batch_size": 2})
+        assert engine.settings.batches.global_batch == 2
+    with entered(Host(None)):
+        engine, *_ = rayzero.initialize(
+            model=nn.Linear(3, 1), optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0)
+        )
+        assert engine.settings.batches.global_batch == 1
+
+
+def test_the_host_hears_of_the_engine_its_phases_and_its_steps() -> None:
+    host = Host(CONFIG)
+    with entered(host):
+        engine, *_ = rayzero.initialize(model=nn.Linear(3, 1))
+    assert host.engines == [engine]
+    for _ in range(2):  # two micro-steps: one step
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        engine.step()
+    engine.state_dict()
+    micro_step = ["forward", "backward"]
+    assert host.phases == [*micro_step, *micro_step, "reduce", "update", "gather"]
+    (metrics,) = host.steps
+    assert (metrics["step"], metrics["samples"]) == (1, 4)
+    assert metrics == engine.metrics.flat()
+    assert all(isinstance(value, int | float) for value in metrics.values())
+
+
+def test_a_skipped_step_is_told_and_updates_nothing() -> None:
+    host = Host(CONFIG | {"train_batch_size": 2})
+    with entered(host):
+        engine, *_ = rayzero.initialize(model=nn.Linear(3, 1))
+    engine.backward(engine(torch.ones(2, 3)).sum() * float("nan"))
+    engine.step()
+    assert "update" not in host.phases
+    assert host.steps[0]["skipped_steps"] == 1
+
+
+def test_the_data_order_follows_from_the_jobs_seed() -> None:
+    data: Any = list(range(50))
+
+    def order(seed: int) -> list[int]:
+        with entered(Host(CONFIG, seed)):
+            _, _, loader, _ = rayzero.initialize(model=nn.Linear(3, 1), training_data=data)
+        assert loader is not None
+        return [sample for batch in loader.steps(3) for sample in batch.tolist()]
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    _, _, loader, _ = rayzero.initialize(
+        model=nn.Linear(3, 1), training_data=data, config=CONFIG
+    )  # outside a job: seed 0
+    assert loader is not None
+    assert [sample for batch in loader.steps(3) for sample in batch.tolist()] == order(0)

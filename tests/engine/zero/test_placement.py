@@ -1,0 +1,53 @@
+"""The stage table is the ZeRO paper's, and every change of placement has its collective."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from rayzero.engine.zero.placement import STAGES, Collective, Placement, Stage, collective
+
+R, P, S = Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED
+
+
+def test_each_stage_shards_one_thing_more() -> None:
+    """P_os, P_os+g and P_os+g+p of the paper, after plain data parallelism."""
+    rows = [(row.number, row.model_weights, row.main_grads, row.optimizer_state) for row in STAGES]
+    assert rows == [(0, R, P, R), (1, R, P, S), (2, R, S, S), (3, S, S, S)]
+
+
+def test_the_collectives_of_each_stage() -> None:
+    found = [(row.gradient_collective, row.weight_collective) for row in STAGES]
+    scatter, gather = Collective.REDUCE_SCATTER, Collective.ALL_GATHER
+    none = Collective.NONE
+    assert found == [
+        (Collective.ALL_REDUCE, none),
+        (scatter, gather),
+        (scatter, gather),
+        (scatter, none),  # weights stay sharded: gathered when used, not when updated
+    ]
+
+
+@pytest.mark.parametrize(("source", "target"), product(Placement, Placement))
+def test_every_pair_of_placements(source: Placement, target: Placement) -> None:
+    known = {
+        (P, R): Collective.ALL_REDUCE,
+        (P, S): Collective.REDUCE_SCATTER,
+        (S, R): Collective.ALL_GATHER,
+    }
+    if source is target:
+        assert collective(source, target) is Collective.NONE
+    elif (source, target) in known:
+        assert collective(source, target) is known[source, target]
+    else:
+        with pytest.raises(ValueError, match=f"{source.value} into {target.value}"):
+            collective(source, target)
+
+
+@pytest.mark.parametrize("row", STAGES, ids=lambda row: str(row.number))
+def test_on_one_rank_nothing_is_sharded(row: Stage) -> None:
+    alone = row.on(1)
+    assert alone == Stage(row.number, R, P, R)
+    assert alone.weight_collective is Collective.NONE
+    assert row.on(2) is row

@@ -1,0 +1,77 @@
+"""Norm, finiteness and loss in one small sum."""
+
+from __future__ import annotations
+
+from math import inf, isnan, nan
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rayzero.engine.comm.collectives import Collectives, LocalBackend
+from rayzero.engine.comm.connect import connect
+from rayzero.engine.zero.vote import Verdict, take_vote
+from tests.support.ranks import run_ranks
+
+
+def alone(parts: list[Tensor], loss: float = 0.0, factor: float = 1.0) -> Verdict:
+    return take_vote(parts, torch.tensor(loss), factor, Collectives(LocalBackend()))
+
+
+def test_the_norm_is_over_all_parts_and_scaled() -> None:
+    verdict = alone([torch.tensor([3.0]), torch.tensor([0.0, 4.0])], 1.5, factor=0.5)
+    assert verdict == Verdict(grad_norm=2.5, loss=1.5)
+    assert verdict.finite
+
+
+def test_parts_of_several_dtypes() -> None:
+    parts = [torch.tensor([3.0]), torch.tensor([4.0]).double(), torch.tensor([12.0]).bfloat16()]
+    assert alone(parts).grad_norm == pytest.approx(13)
+
+
+def test_no_parts_at_all() -> None:
+    assert alone([]) == Verdict(0.0, 0.0)
+
+
+@pytest.mark.parametrize("bad", [inf, -inf, nan])
+def test_one_bad_number_is_enough(bad: float) -> None:
+    verdict = alone([torch.ones(5), torch.tensor([0.0, bad])])
+    assert not verdict.finite
+
+
+def test_a_loss_that_is_not_a_number_does_not_decide() -> None:
+    verdict = alone([torch.ones(1)], nan)
+    assert isnan(verdict.loss)
+    assert verdict.finite
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 5.0, 100.0])
+def test_clipping_is_torchs(max_norm: float) -> None:
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([3.0, 4.0])
+    verdict = alone([param.grad.clone()])
+    clipped = param.grad * verdict.clip_factor(max_norm)
+    nn.utils.clip_grad_norm_([param], max_norm)
+    assert torch.allclose(clipped, param.grad)
+
+
+def test_no_clipping() -> None:
+    assert Verdict(grad_norm=1e9, loss=0.0).clip_factor(0.0) == 1.0
+
+
+def ballots(rank: int, world: int) -> tuple[list[Verdict], dict[str, int]]:
+    ours, _ = connect()
+    good = take_vote([torch.full((4,), rank + 1.0)], torch.tensor(0.5), 1.0, ours)
+    # One rank's gradient alone overflows.
+    bad = take_vote([torch.tensor([inf if rank == 1 else 1.0])], torch.tensor(0.5), 1.0, ours)
+    return [good, bad], vars(ours.counters.by_name["vote"])
+
+
+def test_all_ranks_come_to_the_same_verdict_in_one_collective() -> None:
+    results = run_ranks(3, ballots)
+    assert all(result == results[0] for result in results)
+    (good, bad), counted = results[0]
+    assert good == Verdict(grad_norm=pytest.approx((4 * (1 + 4 + 9)) ** 0.5), loss=1.5)
+    assert bad.loss == 1.5
+    assert not bad.finite
+    assert counted == {"calls": 2, "bytes": 2 * 16}
