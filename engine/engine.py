@@ -77,12 +77,8 @@ class Engine:
         last = self._synced and self.is_gradient_accumulation_boundary()
         weight = self.progress.weight
         self._meter.enter("backward")
-        reducer = self._runtime.reducer
-        reducer.begin(first=not self._accumulated, last=last)
-        torch.autograd.backward(loss, torch.full_like(loss, self._settings.seed(weight)))
-        reducer.finish()
-        if self._runtime.gatherer is not None:
-            self._runtime.gatherer.end_backward()
+        with self._runtime.backward_pass(first=not self._accumulated, last=last):
+            torch.autograd.backward(loss, torch.full_like(loss, self._settings.seed(weight)))
         self._loss += weight * loss.detach()
         self._accumulated = True
         self._awaiting_step = self._synced

@@ -20,7 +20,14 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.units import NamedParam, UnitPlan, name_params, plan_blocks, plan_buckets
 from rayzero.engine.meter import Meter
 from rayzero.engine.optim.groups import ParamGroups, find_groups
-from rayzero.engine.optim.local import LocalOptimizer, group_runs, maker, runs_of, take_over
+from rayzero.engine.optim.local import (
+    LocalOptimizer,
+    check_elementwise,
+    group_runs,
+    maker,
+    runs_of,
+    take_over,
+)
 from rayzero.engine.optim.schedule import Scheduler, StepSchedule, learning_rate
 from rayzero.engine.precision.policy import Bf16, Native
 from rayzero.engine.session import current_session
@@ -36,7 +43,7 @@ from rayzero.engine.zero.slots import WeightSlots
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 SchedulerLike = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
-GRAD_SLOTS = 2  # one fills while the other is summed
+GRAD_SLOTS = 3  # one fills, one is summed, one is still read by other ranks
 
 
 def initialize(
@@ -205,10 +212,13 @@ def _make_optimizer(
     runtime: ZeroRuntime, groups: ParamGroups, given: OptimizerLike | None, config: EngineConfig
 ) -> LocalOptimizer:
     runs = runs_of(runtime.units)
+    check_elementwise(given)
     if isinstance(given, torch.optim.Optimizer):
         return LocalOptimizer(take_over(given, runs), runs)
     if given is not None:
-        return LocalOptimizer(given(group_runs(runs, groups.options)), runs)
+        made = given(group_runs(runs, groups.options))
+        check_elementwise(made)
+        return LocalOptimizer(made, runs)
     if config.optimizer is None:
         raise ConfigError(
             "there is no optimizer",

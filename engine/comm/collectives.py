@@ -19,10 +19,17 @@ from rayzero.engine.errors import CollectiveError
 
 
 class Pending(Protocol):
-    """A collective under way. Its buffers must not be touched before `wait` has returned."""
+    """A collective under way. Its buffers must not be touched before `wait` has returned.
+
+    Afterwards the result is there. What was given may still be read by other ranks: it must not be
+    overwritten before `release`, or the next vote.
+    """
 
     def wait(self) -> None:
         """Returns when the result is there (on CUDA: when the current stream will see it)."""
+
+    def release(self) -> None:
+        """Returns when no other rank reads this rank's buffers any more."""
 
 
 class Backend(Protocol):
@@ -46,7 +53,7 @@ class Backend(Protocol):
     def all_gather(self, full: Tensor, part: Tensor) -> Pending:
         """All ranks' `part`s behind one another in `full`, on every rank.
 
-        `part` may be this rank's own part of `full`; it must not change before the next vote.
+        `part` may be this rank's own part of `full`.
         """
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
@@ -70,6 +77,9 @@ class Done:
     """A collective with nothing to wait for."""
 
     def wait(self) -> None:
+        return
+
+    def release(self) -> None:
         return
 
 
@@ -170,9 +180,15 @@ class _Timed:
         self._owner = owner
 
     def wait(self) -> None:
+        self._until(self._pending.wait)
+
+    def release(self) -> None:
+        self._until(self._pending.release)
+
+    def _until(self, ended: Callable[[], None]) -> None:
         start = perf_counter()
         try:
-            self._pending.wait()
+            ended()
         except RuntimeError as error:
             raise _failed(self._name, self._number, self._owner, error) from error
         self._owner.counters.exposed_s += perf_counter() - start

@@ -5,8 +5,8 @@ they took 113 and 101 ms for 96 MB where the direct exchange below takes about 3
 
 Every rank sends each other rank its part and receives that rank's copy of its own, all posted at
 once: the same bytes as a ring, with no rank waiting on another's partial sum. Sums are taken in
-rank order, so a result does not depend on timing. Where all ranks are on one host, buffers lie in
-shared memory and only tokens are sent (`neighbours`).
+a fixed order, so a result does not depend on timing. Where all ranks are on one host, buffers lie
+in shared memory and only tokens are sent (`neighbours`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ class _Exchange:
         if self._finish is not None:
             self._finish()
             self._finish = None
+
+    def release(self) -> None:
+        self.wait()
 
 
 class StagingPool:
@@ -106,8 +109,7 @@ class GlooBackend:
         )
 
         def add_up() -> None:
-            terms = [received.get(rank, own) for rank in range(self.world_size)]
-            add_terms(terms, out, accumulate=accumulate)
+            add_terms(own, [received[peer] for peer in self._peers()], out, accumulate=accumulate)
             for buffer in buffers.values():
                 self._staging.give_back(buffer)
 

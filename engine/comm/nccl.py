@@ -37,6 +37,9 @@ class _Enqueued:
             self._finish()
             self._finish = None
 
+    def release(self) -> None:
+        self.wait()
+
 
 class NcclBackend:
     """CUDA ranks."""

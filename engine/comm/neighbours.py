@@ -6,14 +6,15 @@ it has been read.
 
 Order. Exchanges are carried out in launch order, and waiting for one carries out all before it; so
 a rank that waits has done its part of whatever its peers may be waiting for, and no cycle can
-form. Before any other collective, `drain` carries out what is left. A part that was given to
-`all_gather` may not change before the next drain; every other buffer may once `wait` has returned.
+form. Before any other collective, `drain` carries out what is left. Peers may read a buffer until
+its exchange was released or drained; waiting for that only when it is to be overwritten keeps ranks
+from waiting for each other at every exchange.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -54,6 +55,11 @@ class _Round:
         token = torch.tensor(place, dtype=torch.int64)
         self._leaving.append((self._messenger.send(token, peer, self._tag), token))
 
+    def tell_all(self) -> None:
+        """To rounds that say no more than that they are there."""
+        for peer in self._places:
+            self.tell(peer, (0, 0))
+
     def hear(self, peer: int) -> tuple[int, int]:
         """Waits for the peer's message; once, because a second wait would never return."""
         self._arriving.pop(peer).wait()
@@ -71,17 +77,23 @@ class _Round:
 class Exchange:
     """A collective among neighbours. `carry_out` runs once, in launch order."""
 
-    def __init__(self, owner: Neighbours, steps: Iterator[None]) -> None:
+    def __init__(self, owner: Neighbours, steps: Iterator[None], done: _Round) -> None:
         self._owner = owner
         self._steps = steps
+        self._done = done
         self.finished = False
 
     def wait(self) -> None:
         self._owner.carry_out_until(self)
 
+    def release(self) -> None:
+        self.wait()
+        self._done.end()
+
     def carry_out(self) -> None:
         for _ in self._steps:
             pass
+        self._done.tell_all()
         self.finished = True
 
 
@@ -97,7 +109,7 @@ class Neighbours:
             for step in range(1, messenger.world_size)
         ]
         self._waiting: deque[Exchange] = deque()
-        self._read_later: list[_Round] = []  # rounds of 'done' that the next drain ends
+        self._unread: list[Exchange] = []  # launched since the last drain
         self._tag = 0
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Exchange:
@@ -113,9 +125,9 @@ class Neighbours:
         """Carries out everything launched, and waits until all peers have read what is ours."""
         while self._waiting:
             self._waiting.popleft().carry_out()
-        for done in self._read_later:
-            done.end()
-        self._read_later.clear()
+        for exchange in self._unread:
+            exchange.release()
+        self._unread.clear()
 
     def carry_out_until(self, exchange: Exchange) -> None:
         while not exchange.finished:
@@ -124,43 +136,34 @@ class Neighbours:
     def _launch(self, steps: Iterator[None]) -> Exchange:
         """Runs an exchange to its first stop: its own part is announced."""
         next(steps)
-        exchange = Exchange(self, steps)
+        exchange = Exchange(self, steps, self._round())
         self._waiting.append(exchange)
+        self._unread.append(exchange)
         return exchange
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool) -> Iterator[None]:
-        ready, done = self._announce(lambda peer: self._part(full, peer)), self._round()
+        ready = self._announce(lambda peer: self._part(full, peer))
         yield
         self._sum(full, out, ready, accumulate=accumulate)
-        self._close(done)
-        done.end()
 
     def _all_gather(self, full: Tensor, part: Tensor) -> Iterator[None]:
-        ready, done = self._announce(lambda _: part), self._round()
+        ready = self._announce(lambda _: part)
         own = self._part(full, self._rank)
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
         yield
         self._copy(full, ready)
-        self._close(done)
-        self._read_later.append(done)
 
     def _all_reduce(self, full: Tensor) -> Iterator[None]:
         """Scatters sums, then gathers them. A peer's part of ours is overwritten only when it has
         announced its sum, for which it has read that part before."""
-        ready, summed, done = (
-            self._announce(lambda peer: self._part(full, peer)),
-            self._round(),
-            self._round(),
-        )
+        ready, summed = self._announce(lambda peer: self._part(full, peer)), self._round()
         yield
         own = self._part(full, self._rank)
         self._sum(full, own, ready, accumulate=False)
         for peer in self._peers:
             summed.tell(peer, self._place(own))
         self._copy(full, summed)
-        self._close(done)
-        done.end()
 
     def _announce(self, part_for: Callable[[int], Tensor]) -> _Round:
         ready = self._round()
@@ -169,22 +172,17 @@ class Neighbours:
         return ready
 
     def _sum(self, full: Tensor, out: Tensor, ready: _Round, *, accumulate: bool) -> None:
-        """Adds up this rank's part over the ranks, in rank order."""
+        """Adds up this rank's part over the ranks, in a fixed order."""
         own = self._part(full, self._rank)
-        terms = {peer: self.segments.view(peer, ready.hear(peer), own) for peer in self._peers}
+        terms = [self.segments.view(peer, ready.hear(peer), own) for peer in self._peers]
         ready.end()
-        terms[self._rank] = own
-        add_terms([terms[rank] for rank in range(len(terms))], out, accumulate=accumulate)
+        add_terms(own, terms, out, accumulate=accumulate)
 
     def _copy(self, full: Tensor, ready: _Round) -> None:
         for peer in self._peers:
             target = self._part(full, peer)
             target.copy_(self.segments.view(peer, ready.hear(peer), target))
         ready.end()
-
-    def _close(self, done: _Round) -> None:
-        for peer in self._peers:
-            done.tell(peer, (0, 0))
 
     def _round(self) -> _Round:
         self._tag = (self._tag + 1) % (1 << 20)
@@ -200,20 +198,18 @@ class Neighbours:
         return part_of(full, rank, len(self._peers) + 1)
 
 
-def add_terms(terms: list[Tensor], out: Tensor, *, accumulate: bool) -> None:
-    """Sums `terms` into `out`, which may be one of them, in the order given."""
+def add_terms(own: Tensor, terms: Sequence[Tensor], out: Tensor, *, accumulate: bool) -> None:
+    """Sums this rank's term and the others' into `out`, which may be `own`, in the order given.
+
+    This rank's comes first, so that its memory can hold the running sum.
+    """
     if accumulate:
-        for term in terms:
-            out.add_(term)
-        return
-    aliased = [term.data_ptr() == out.data_ptr() for term in terms]
-    # The running sum may overwrite a term only once that term is in it.
-    total = torch.empty_like(out) if any(aliased[2:]) else out
-    torch.add(terms[0], terms[1], out=total)
-    for term in terms[2:]:
-        total.add_(term)
-    if total is not out:
-        out.copy_(total)
+        out.add_(own)
+    elif terms:
+        torch.add(own, terms[0], out=out)
+        terms = terms[1:]
+    for term in terms:
+        out.add_(term)
 
 
 def find_neighbours(messenger: Messenger, group: dist.ProcessGroup) -> Neighbours | None:

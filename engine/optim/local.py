@@ -25,6 +25,10 @@ _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+# Of torch's own: those that look at a parameter's shape, or at all parameters at once.
+_WHOLE_TENSOR = {"LBFGS", "Muon", "Adafactor", "SparseAdam"}
+
+
 @dataclass(frozen=True)
 class Run:
     """One parameter group's part of one unit's main weights on this rank, and its gradient."""
@@ -102,6 +106,21 @@ def group_runs(runs: Sequence[Run], options: Sequence[dict[str, Any]]) -> list[d
         {**option, "params": [run.weight for run in runs if run.group == group]}
         for group, option in enumerate(options)
     ]
+
+
+def check_elementwise(optimizer: object) -> None:
+    """Refuses an optimizer, or its class, that does not work element by element.
+
+    Raises:
+        ConfigError: shards of parameters would not be updated as whole parameters are.
+    """
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if any(base.__name__ in _WHOLE_TENSOR for base in cls.__mro__):
+        raise ConfigError(
+            f"the optimizer {cls.__name__} does not update each element by itself",
+            allowed="optimizers such as AdamW, SGD, RMSprop or Adagrad, which shards can use",
+            fix="initialize(optimizer=...)",
+        )
 
 
 def take_over(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> torch.optim.Optimizer:

@@ -38,8 +38,9 @@ class Gatherer:
         slots.set_turns(self._plan(range(len(blocks))))
 
     def begin_pass(self) -> None:
-        """The model's forward is about to run."""
-        self._in_backward = False
+        """The model's forward is about to run; also when backward runs it again, checkpointed."""
+        if self._in_backward:
+            return
         self._previous = None
         for block in self._blocks:
             block.calls = 0
@@ -63,11 +64,24 @@ class Gatherer:
         """A block's forward has run, or has raised."""
         block.forwards -= 1
 
+    def begin_backward(self) -> None:
+        self._in_backward = True
+        self._previous = None
+
     def enter_backward(self, block: Block) -> None:
-        """The gradient of one of a block's outputs is there; its own backward comes next."""
+        """The gradient of one of a block's outputs is there; its own backward comes next.
+
+        Raises:
+            EngineError: this backward was not begun. What it builds for a second derivative would
+                read weights when nobody gathers them.
+        """
         if not self._in_backward:
-            self._in_backward = True
-            self._previous = None
+            raise EngineError(
+                f"a gradient reached the block {block.name!r} outside engine.backward()",
+                allowed="at stage 3, gradients through engine.backward(loss) only",
+                fix="zero_optimization.stage 2 or less, for torch.autograd.grad and second "
+                "derivatives",
+            )
         self._ensure(block)
         self._note("backward", block)
         self._gather_ahead("backward", block)

@@ -34,7 +34,7 @@ class GradStore(Protocol):
     def reduce(self, collectives: Collectives, *, first: bool) -> Pending:
         """Starts to sum over the ranks. All parameters have been taken."""
 
-    def reduced(self) -> None:
+    def reduced(self, summed: Pending) -> None:
         """Called once after the pending sum has been waited for."""
 
     def owned(self) -> Tensor:
@@ -70,7 +70,7 @@ class PartialGrads:
             return collectives.all_reduce(self._flat)
         return collectives.reduce_scatter(self._flat, self.owned())
 
-    def reduced(self) -> None:
+    def reduced(self, summed: Pending) -> None:
         return
 
     def owned(self) -> Tensor:
@@ -87,9 +87,9 @@ class PartialGrads:
 class GradSlots:
     """A few buffers that units' gradients pass through on their way into the shards.
 
-    A slot belongs to a unit from its first gradient of a micro-step until its reduce-scatter has
-    been waited for. When all are taken, `take` waits for the oldest sum under way; it makes another
-    slot only when none is under way, which is when gradients arrive out of order.
+    A slot belongs to a unit from its first gradient of a micro-step until its sum has been waited
+    for. When all are taken, the reducer waits for the oldest sum under way; another slot is made
+    only when none is under way, which is when gradients arrive out of order.
 
     Args:
         make: makes a slot: zeros, as long as the longest unit.
@@ -100,21 +100,24 @@ class GradSlots:
         self._make = make
         self._count = count
         self.buffers: list[Tensor] = []
-        self._free: list[Tensor] = []
+        self._free: deque[tuple[Tensor, Pending]] = deque()  # the one given back first comes first
 
     @property
     def exhausted(self) -> bool:
         return not self._free and len(self.buffers) >= self._count
 
     def take(self) -> Tensor:
+        """A slot that no rank reads any more."""
         if not self._free:
-            buffer = self._make()
-            self.buffers.append(buffer)
-            return buffer
-        return self._free.pop()
+            self.buffers.append(self._make())
+            return self.buffers[-1]
+        buffer, summed = self._free.popleft()
+        summed.release()
+        return buffer
 
-    def give_back(self, buffer: Tensor) -> None:
-        self._free.append(buffer)
+    def give_back(self, buffer: Tensor, summed: Pending) -> None:
+        """`summed` is the sum that the slot's content went into; it has been waited for."""
+        self._free.append((buffer, summed))
 
 
 class ShardedGrads:
@@ -159,8 +162,8 @@ class ShardedGrads:
         full = slot[: self._layout.numel]
         return collectives.reduce_scatter(full, self._shard, accumulate=not first)
 
-    def reduced(self) -> None:
-        self._slots.give_back(self._leaving.popleft())
+    def reduced(self, summed: Pending) -> None:
+        self._slots.give_back(self._leaving.popleft(), summed)
 
     def owned(self) -> Tensor:
         return self._shard

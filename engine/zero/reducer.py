@@ -139,4 +139,4 @@ class Reducer:
     def _wait_oldest(self) -> None:
         pending, grads = self._in_flight.popleft()
         pending.wait()
-        grads.reduced()
+        grads.reduced(pending)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +41,19 @@ class ZeroRuntime:
     gatherer: Gatherer | None
     weight_slots: WeightSlots | None
     hooks: list[RemovableHandle]
+
+    @contextmanager
+    def backward_pass(self, *, first: bool, last: bool) -> Iterator[None]:
+        """Around autograd's backward of one micro-step; `first` and `last` of its step."""
+        self.reducer.begin(first=first, last=last)
+        if self.gatherer is not None:
+            self.gatherer.begin_backward()
+        try:
+            yield
+        finally:
+            if self.gatherer is not None:
+                self.gatherer.end_backward()
+        self.reducer.finish()
 
     def vote(self, loss: Tensor, factor: float) -> Verdict:
         """Waits for the gradients' sums, then agrees on norm and loss. Collective.

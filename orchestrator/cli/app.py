@@ -9,6 +9,7 @@ import typer
 
 app = typer.Typer(
     help="Train PyTorch models with ZeRO on Ray clusters that keep changing.",
+    epilog="Example: rayzero run examples/gpt/job.yaml",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -20,7 +21,7 @@ def main() -> None:
     """Train PyTorch models with ZeRO on Ray clusters that keep changing."""
 
 
-@app.command()
+@app.command(epilog="Example: rayzero run examples/gpt/job.yaml --set steps=50 --json")
 def run(
     job: Annotated[Path, typer.Argument(help="The job file (YAML).", metavar="JOB.yaml")],
     address: Annotated[

@@ -52,7 +52,11 @@ def test_a_parsed_config_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("train_batch_siz", 1, r"train_batch_siz: unknown key \(did you mean 'train_batch_size'\?\)"),
+        (
+            "train_batch_siz",
+            1,
+            r"train_batch_siz: unknown key \(did you mean 'train_batch_size'\?\)",
+        ),
         ("zero_optimisation", {}, r"\(did you mean 'zero_optimization'\?\)"),
         ("zero_optimization.stge", 1, r"zero_optimization\.stge: .*\(did you mean 'stage'\?\)"),
         ("bf16.enable", True, r"bf16\.enable: .*\(did you mean 'enabled'\?\)"),

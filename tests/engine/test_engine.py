@@ -80,6 +80,15 @@ class TestMisuse:
         with pytest.raises(ConfigError, match=r"optimizer\.params.*learning_rate"):
             rayzero.initialize(model=nn.Linear(3, 1), config=config(optimizer=wrong))
 
+    @pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor"])
+    def test_optimizer_that_needs_whole_parameters(self, name: str) -> None:
+        model = nn.Linear(3, 1, bias=False)
+        with pytest.raises(ConfigError, match=f"{name} does not update each element by itself"):
+            rayzero.initialize(model=model, optimizer=getattr(torch.optim, name), config=config())
+        made = getattr(torch.optim, name)(model.parameters())
+        with pytest.raises(ConfigError, match=name):
+            rayzero.initialize(model=model, optimizer=made, config=config())
+
     @pytest.mark.parametrize("model", [None, 3, lambda: 3])
     def test_not_a_model(self, model: Any) -> None:
         with pytest.raises(ConfigError, match=r"torch\.nn\.Module"):

@@ -64,7 +64,9 @@ def test_the_jobs_config_is_taken_when_the_user_gives_none() -> None:
     with entered(Host(CONFIG)):
         engine, *_ = rayzero.initialize(model=nn.Linear(3, 1))
         assert engine.settings.batches.global_batch == 4
-        engine, *_ = rayzero.initialize(model=nn.Linear(3, 1), config=CONFIG | {"train_batch_size": 2})
+        engine, *_ = rayzero.initialize(
+            model=nn.Linear(3, 1), config=CONFIG | {"train_batch_size": 2}
+        )
         assert engine.settings.batches.global_batch == 2
     with entered(Host(None)):
         engine, *_ = rayzero.initialize(

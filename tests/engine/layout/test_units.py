@@ -59,9 +59,7 @@ class TestBuckets:
         )
         following = [plan.params[0].numel() for plan in plans[1:]]
         # No bucket would have taken the next one's first parameter as well.
-        assert all(
-            total + more > limit for total, more in zip(totals[:-1], following, strict=True)
-        )
+        assert all(total + more > limit for total, more in zip(totals[:-1], following, strict=True))
 
     def test_leave_frozen_parameters_out(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 3))

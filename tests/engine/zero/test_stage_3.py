@@ -142,6 +142,17 @@ class LoraModel(Base):
         self.blocks = nn.ModuleList(Lora() for _ in range(4))
 
 
+class CheckpointedWhole(nn.Module):
+    """Its root is run again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Base()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
 MODELS: list[Callable[[], nn.Module]] = [
     Base,
     Checkpointed,
@@ -152,6 +163,7 @@ MODELS: list[Callable[[], nn.Module]] = [
     Backwards,
     PartlyUnused,
     LoraModel,
+    CheckpointedWhole,
 ]
 
 
@@ -263,6 +275,18 @@ def leak(rank: int, world: int) -> None:
 
 def test_a_gradient_that_bypasses_its_block_is_an_error() -> None:
     run_ranks(2, leak)
+
+
+def penalty(rank: int, world: int) -> None:
+    engine = start(make(Base))
+    x = batches(1)[0].chunk(world)[rank].requires_grad_()
+    loss = engine(x)
+    with pytest.raises(EngineError, match=r"outside engine\.backward\(\)"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_second_derivatives_are_refused() -> None:
+    run_ranks(2, penalty)
 
 
 class Raises(Base):

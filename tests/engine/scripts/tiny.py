@@ -1,0 +1,75 @@
+"""Trains a tiny model for a few steps, with whatever process group it finds, and tells the losses.
+
+Run as a module it is what a user starts under torchrun; the last line of rank 0 is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import rayzero
+
+STEPS, SAMPLES, WIDTH = 4, 6, 5
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [module for _ in range(3) for module in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 1)).double()
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = SAMPLES, WIDTH
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
+
+
+def train(stage: int) -> list[float]:
+    """The loss of every global batch."""
+    engine, *_ = rayzero.initialize(
+        model=make(),
+        config={
+            "train_batch_size": SAMPLES,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
+            "zero_optimization": {"stage": stage},
+        },
+    )
+    losses = []
+    for batch in batches():
+        mine = batch.chunk(engine.world_size)[engine.rank]
+        engine.backward((engine(mine) - 1).square().mean())
+        engine.step()
+        losses.append(engine.metrics.loss)
+    return losses
+
+
+def plain() -> list[float]:
+    """What is right: torch alone on the whole batches."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    losses = []
+    for batch in batches():
+        optimizer.zero_grad()
+        loss = (model(batch) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main() -> None:
+    told: dict[str, Any] = {f"stage {stage}": train(stage) for stage in range(4)}
+    told["world_size"] = dist.get_world_size() if dist.is_initialized() else 0
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(json.dumps(told), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

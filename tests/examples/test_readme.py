@@ -1,0 +1,39 @@
+"""The first script of README.md, as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = re.compile(r"^`([\w.]+)`[^\n]*:\n\n```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_first_script_prints_what_is_said(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    files = dict(FILES.findall(text))
+    assert files.keys() == {"first.py", "ds_config.json", "job.yaml"}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    said = re.search(r"the same five losses, ([\d.]+) to ([\d.]+):", text)
+    assert said is not None
+    done = subprocess.run(
+        [sys.executable, "first.py"],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)
+    assert len(losses) == 5
+    assert [float(losses[0]), float(losses[-1])] == pytest.approx(
+        [float(one) for one in said.groups()], rel=0.05
+    )
