@@ -35,6 +35,9 @@ class Sum:
     def wait(self) -> None:
         self._log.events.append(f"wait {self._name}")
 
+    def release(self) -> None:
+        self._log.events.append(f"release {self._name}")
+
 
 class Store:
     """One unit's gradients: says what is done to it; takes slots as the real one does."""
@@ -69,9 +72,9 @@ class Store:
         self._log.events.append(f"launch {self.name}{'' if first else '+'}")
         return Sum(self.name, self._log)
 
-    def reduced(self) -> None:
+    def reduced(self, summed: Sum) -> None:
         if self._slots is not None:
-            self._slots.give_back(self._leaving.pop(0))
+            self._slots.give_back(self._leaving.pop(0), summed)
         self._log.events.append(f"done {self.name}")
 
 
@@ -141,6 +144,16 @@ def test_when_all_slots_are_taken_the_oldest_sum_is_waited_for() -> None:
     assert log.of("wait") == ["wait a", "wait b"]
     assert pool is not None
     assert len(pool.buffers) == 2
+
+
+def test_a_slot_is_filled_again_only_when_no_rank_reads_it() -> None:
+    reducer, log, _ = make([1, 1, 1, 1], slots=2)
+    reducer.begin(first=True, last=True)
+    arrive(reducer, "a0", "b0", "c0", "d0")
+    assert log.of("wait", "release", "put") == [
+        *("put a.0", "put b.0"),
+        *("wait a", "release a", "put c.0", "wait b", "release b", "put d.0"),
+    ]
 
 
 def test_gradients_out_of_order_make_more_slots_instead_of_waiting_for_ever() -> None:
@@ -269,8 +282,8 @@ def test_whole_gradients_are_reduced_in_place(how: Collective) -> None:
 
 def test_sharded_gradients_pass_through_a_slot_whose_padding_is_clean() -> None:
     slots = GradSlots(lambda: torch.zeros(2 * LAYOUT.numel), 1)
-    dirty = slots.take().fill_(7)  # what a longer unit left
-    slots.give_back(dirty)
+    summed = Sum("earlier", Log())
+    slots.give_back(slots.take().fill_(7), summed)  # what a longer unit left
     shard = torch.zeros(LAYOUT.shard_numel)
     store = ShardedGrads(LAYOUT, shard, slots)
     assert store.needs_slot
@@ -285,5 +298,5 @@ def test_sharded_gradients_pass_through_a_slot_whose_padding_is_clean() -> None:
     assert full.numel() == LAYOUT.numel
     assert out is shard is store.owned()
     assert slots.exhausted
-    store.reduced()
+    store.reduced(summed)
     assert not slots.exhausted
