@@ -131,6 +131,8 @@ class Neighbours:
 
     def carry_out_until(self, exchange: Exchange) -> None:
         while not exchange.finished:
+            if not self._waiting:  # it was begun, and broke off
+                raise RuntimeError("an earlier exchange failed")
             self._waiting.popleft().carry_out()
 
     def _launch(self, steps: Iterator[None]) -> Exchange:

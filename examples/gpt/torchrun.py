@@ -55,7 +55,7 @@ class Context:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="train the byte-level GPT under torchrun")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--out", type=Path, default=Path("runs/gpt-torchrun"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

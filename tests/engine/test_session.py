@@ -44,10 +44,12 @@ def test_a_session_lasts_as_long_as_its_with() -> None:
     inner: Session = Host()
     assert current_session() is None
     with entered(outer):
-        with pytest.raises(ValueError, match="mistake"), entered(inner):
+        with entered(inner):
             assert current_session() is inner
-            raise ValueError("the user's mistake")
         assert current_session() is outer
+    assert current_session() is None
+    with pytest.raises(ValueError, match="mistake"), entered(outer):
+        raise ValueError("the user's mistake")
     assert current_session() is None
 
 

@@ -302,6 +302,7 @@ class TestConnect:
 def unnamed_backend(rank: int, world: int) -> bool:
     """A group made without naming a backend has gloo for CPU tensors."""
     store = dist.distributed_c10d._get_default_store()
+    dist.barrier()  # all have joined the group that goes
     dist.destroy_process_group()
     again = dist.PrefixStore("again", store)
     dist.init_process_group(store=again, rank=rank, world_size=world)

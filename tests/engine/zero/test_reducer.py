@@ -1,4 +1,4 @@
-"""When sums are launched, with stores and collectives that only write down what is asked of them."""
+"""When sums are launched, with stores and collectives that only write down what is asked."""
 
 from __future__ import annotations
 
