@@ -68,6 +68,9 @@ class Backend(Protocol):
         Where it lies is the backend's to choose.
         """
 
+    def settle(self) -> None:
+        """Does this rank's part of everything launched, so that no peer has to wait for it."""
+
     @property
     def staging_bytes(self) -> int:
         """Bytes of buffers held to receive into."""
@@ -129,6 +132,14 @@ class Collectives:
         """A flat buffer for reductions and gathers."""
         return self._backend.zeros(numel, dtype, device)
 
+    def settle(self) -> None:
+        """Called before the user's code goes on, which may hold collectives of its own.
+
+        Without it a peer could wait here for what this rank would only do later.
+        """
+        if self.world_size > 1:
+            _Timed("an exchange", Done(), self).until(self._backend.settle)
+
     def all_reduce(self, full: Tensor) -> Pending:
         return self._launch("all_reduce", 2 * full.nbytes, lambda: self._backend.all_reduce(full))
 
@@ -180,12 +191,13 @@ class _Timed:
         self._owner = owner
 
     def wait(self) -> None:
-        self._until(self._pending.wait)
+        self.until(self._pending.wait)
 
     def release(self) -> None:
-        self._until(self._pending.release)
+        self.until(self._pending.release)
 
-    def _until(self, ended: Callable[[], None]) -> None:
+    def until(self, ended: Callable[[], None]) -> None:
+        """Runs something that waits for other ranks."""
         start = perf_counter()
         try:
             ended()
@@ -224,6 +236,9 @@ class LocalBackend:
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
+
+    def settle(self) -> None:
+        return
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
         full.copy_(part)

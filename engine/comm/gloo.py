@@ -91,6 +91,10 @@ class GlooBackend:
             return self._neighbours.segments.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
+    def settle(self) -> None:
+        if self._neighbours is not None:  # messages go on by themselves
+            self._neighbours.carry_out_all()
+
     def all_reduce(self, full: Tensor) -> Pending:
         if self._neighbours is not None:
             if self._neighbours.segments.locate(full) is not None:

@@ -55,16 +55,20 @@ class NcclBackend:
         return _Enqueued(dist.all_reduce(full, group=self._group, async_op=True))
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Pending:
+        if not accumulate and out.dtype is full.dtype:
+            return _Enqueued(_reduce_scatter(out, full, group=self._group, async_op=True))
         own = part_of(full, self.rank, self.world_size)
-        target = own if accumulate else out
-        work = _reduce_scatter(target, full, group=self._group, async_op=True)
-        return _Enqueued(work, (lambda: _add(out, own)) if accumulate else None)
+        work = _reduce_scatter(own, full, group=self._group, async_op=True)
+        return _Enqueued(work, lambda: _put(out, own, accumulate=accumulate))
 
     def all_gather(self, full: Tensor, part: Tensor) -> Pending:
         return _Enqueued(_all_gather(full, part, group=self._group, async_op=True))
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
+
+    def settle(self) -> None:
+        return  # NCCL's kernels need no host
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
         parts = None
@@ -77,6 +81,9 @@ class NcclBackend:
         dist.broadcast(tensor, group=self._group, group_src=source)
 
 
-def _add(out: Tensor, term: Tensor) -> None:
+def _put(out: Tensor, term: Tensor, *, accumulate: bool) -> None:
     with torch.no_grad():
-        out.add_(term)
+        if accumulate:
+            out.add_(term)
+        else:
+            out.copy_(term)

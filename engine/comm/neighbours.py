@@ -6,7 +6,8 @@ it has been read.
 
 Order. Exchanges are carried out in launch order, and waiting for one carries out all before it; so
 a rank that waits has done its part of whatever its peers may be waiting for, and no cycle can
-form. Before any other collective, `drain` carries out what is left. Peers may read a buffer until
+form. Before any other collective, `drain` carries out what is left; before user code goes on, which
+may hold collectives that nobody sees here, `carry_out_all` does. Peers may read a buffer until
 its exchange was released or drained; waiting for that only when it is to be overwritten keeps ranks
 from waiting for each other at every exchange.
 """
@@ -123,11 +124,15 @@ class Neighbours:
 
     def drain(self) -> None:
         """Carries out everything launched, and waits until all peers have read what is ours."""
-        while self._waiting:
-            self._waiting.popleft().carry_out()
+        self.carry_out_all()
         for exchange in self._unread:
             exchange.release()
         self._unread.clear()
+
+    def carry_out_all(self) -> None:
+        """Does this rank's part of everything launched."""
+        while self._waiting:
+            self._waiting.popleft().carry_out()
 
     def carry_out_until(self, exchange: Exchange) -> None:
         while not exchange.finished:

@@ -47,8 +47,15 @@ class UnitPlan:
 
 
 def name_params(model: nn.Module, groups: Mapping[nn.Parameter, int]) -> list[NamedParam]:
-    """The model's parameters in registration order; `groups` gives the trainable ones' group."""
-    return [NamedParam(name, param, groups.get(param)) for name, param in model.named_parameters()]
+    """The model's parameters in registration order; `groups` gives the trainable ones' group.
+
+    Not those without elements: there is nothing to place, to sum or to update.
+    """
+    return [
+        NamedParam(name, param, groups.get(param))
+        for name, param in model.named_parameters()
+        if param.numel()
+    ]
 
 
 def plan_buckets(
@@ -102,8 +109,10 @@ def plan_blocks(
     plans = []
     for block, members in homes.items():
         members.sort(key=lambda one: str(one.kind))
-        for (_, trainable), kind in groupby(members, key=lambda one: one.kind):
-            name = paths[block] + ("" if trainable else " (frozen)")
+        mixed = len({one.param.dtype for one in members}) > 1
+        for (dtype, trainable), kind in groupby(members, key=lambda one: one.kind):
+            name = paths[block] + (f" ({dtype})" if mixed else "")
+            name += "" if trainable else " (frozen)"
             plans.append(_plan(name, list(kind), world_size, block))
     return plans
 

@@ -54,6 +54,7 @@ class ZeroRuntime:
             if self.gatherer is not None:
                 self.gatherer.end_backward()
         self.reducer.finish()
+        self.collectives.settle()
 
     def vote(self, loss: Tensor, factor: float) -> Verdict:
         """Waits for the gradients' sums, then agrees on norm and loss. Collective.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -247,3 +248,41 @@ def test_the_global_batch_is_the_same_for_any_number_of_ranks(
     _, right = zoo.plain(zoo.make(torch.float64), zoo.adamw, global_batches)
     state = run_ranks(world, by_loader, stage, micro_batch)[0]
     assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-9
+
+
+class Branches(nn.Module):
+    """Ranks may use different parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.none = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor, skip: int) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if number == skip else torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def own_collectives(rank: int, world: int, stage: int) -> None:
+    """Ranks that use different parameters, and a user's collective before and after step."""
+    engine, *_ = rayzero.initialize(
+        model=Branches(),
+        config={
+            "optimizer": ADAMW,
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 4200},
+        },
+    )
+    for _ in range(3):
+        # Stage 3 gathers weights collectively: there every rank must call every block.
+        loss = engine(torch.randn(2, 64), skip=5 if rank and stage < 3 else -1)
+        dist.all_reduce(loss.detach().clone())
+        engine.backward(loss)
+        dist.all_reduce(loss.detach())
+        engine.step()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_users_may_have_collectives_of_their_own(stage: int) -> None:
+    run_ranks(2, own_collectives, stage, timeout_s=20)
