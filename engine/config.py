@@ -62,7 +62,7 @@ class ZeroConfig(Section):
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_bool)] = 0
     reduce_bucket_size: Count | None = Field(
         default=None,
-        description="elements reduced together at stages 0 to 2; by default a twelfth of the "
+        description="elements reduced together at stages 0 to 2; by default an eighth of the "
         "model, at least 250 thousand and at most 4 million",
     )
     overlap_comm: bool = Field(

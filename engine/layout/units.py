@@ -64,11 +64,11 @@ def plan_buckets(
     """Trainable parameters in buckets of at most `bucket_numel` elements, or one parameter.
 
     They stand in reverse registration order, which is about the order their gradients arrive in.
-    By default a bucket is a twelfth of the model: small enough for sums to begin early in backward,
+    By default a bucket is an eighth of the model: small enough for sums to begin early in backward,
     large enough for each to be worth its messages.
     """
     if bucket_numel is None:
-        share = _numel([one for one in params if one.group is not None]) // 12
+        share = _numel([one for one in params if one.group is not None]) // 8
         bucket_numel = min(max(share, SMALLEST_BUCKET), LARGEST_BUCKET)
     plans: list[UnitPlan] = []
     open_buckets: dict[tuple[torch.dtype, bool], list[NamedParam]] = {}

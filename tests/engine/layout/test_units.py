@@ -179,9 +179,9 @@ class TestBlocks:
         assert {plan.block for plan in plans} == {model.layers[0]}
         found = {(plan.trainable, plan.params[0].dtype): plan.layout.name for plan in plans}
         assert found == {
-            (False, torch.float32): "layers.0 (frozen)",
-            (True, torch.float32): "layers.0",
-            (True, torch.float64): "layers.0",
+            (False, torch.float32): "layers.0 (torch.float32) (frozen)",
+            (True, torch.float32): "layers.0 (torch.float32)",
+            (True, torch.float64): "layers.0 (torch.float64)",
         }
 
     def test_classes_choose(self) -> None:
