@@ -34,7 +34,11 @@ RAY_MODULES = {
     "rayzero.workers.actor",
 }
 # The only modules that call collectives; engine/comm/collectives.py counts what passes.
-COLLECTIVE_MODULES = {"rayzero.engine.comm.gloo", "rayzero.engine.comm.nccl"}
+COLLECTIVE_MODULES = {
+    "rayzero.engine.comm.gloo",
+    "rayzero.engine.comm.nccl",
+    "rayzero.engine.comm.neighbours",
+}
 COLLECTIVES = (
     *("all_gather", "all_reduce", "all_to_all", "batch_isend_irecv", "broadcast", "gather"),
     *("irecv", "isend", "recv", "reduce", "scatter", "send"),
