@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.zero.trees import tensors_in
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Tape:
                     continue
                 needed.add(number)
                 operation = self._operations[number]
-                for other in _tensors((operation.args, operation.kwargs)):
+                for other in tensors_in((operation.args, operation.kwargs)):
                     key = _storage(other)
                     if _planned(other) and key not in seen:
                         seen.add(key)
@@ -94,7 +95,7 @@ class Tape:
             generator.set_state(operation.random_state)
         results = operation.func(*args, **kwargs)
         generator.set_state(before)
-        for planned, result in zip(operation.outputs, _tensors(results), strict=True):
+        for planned, result in zip(operation.outputs, tensors_in(results), strict=True):
             real.setdefault(_storage(planned), result)
 
 
@@ -127,7 +128,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == torch.device("meta"):  # taken over from one of our tensors
             kwargs["device"] = torch.device("cpu")
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(tensors_in((args, kwargs)))
         if func is torch.ops.aten._local_scalar_dense.default and _planned(inputs[0]):
             return self._tape.replay(inputs[0], torch.device("cpu")).item()
         if inputs and not any(_planned(one) for one in inputs):
@@ -142,7 +143,7 @@ class _Recorder(TorchDispatchMode):
             Tensor, lambda one: one if _planned(one) else one.to("meta"), (args, on_meta)
         )
         results = func(*meta_args, **meta_kwargs)
-        outputs = tuple(_tensors(results))
+        outputs = tuple(tensors_in(results))
         known = {_storage(one) for one in inputs}
         makes = [one for one in outputs if _storage(one) not in known]
         if makes or func._schema.is_mutable:
@@ -180,17 +181,6 @@ def _as(planned: Tensor, real: dict[int, Tensor]) -> Tensor:
     return real[_storage(planned)].as_strided(
         planned.size(), planned.stride(), planned.storage_offset()
     )
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for one in tree.values():
-            yield from _tensors(one)
-    elif isinstance(tree, list | tuple):
-        for one in tree:
-            yield from _tensors(one)
 
 
 _tapes: list[Tape] = []  # of models not yet handed to `initialize`

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from rayzero.engine.errors import EngineError
 from rayzero.engine.zero.gatherer import Gatherer
 from rayzero.engine.zero.reducer import Reducer
 from rayzero.engine.zero.slots import Block, BlockState
+from rayzero.engine.zero.trees import tensors_in
 from rayzero.engine.zero.unit import Unit
 
 
@@ -91,18 +91,3 @@ def _made_in(output: Any, inputs: Any) -> Iterator[Tensor]:
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None and id(tensor.grad_fn) not in before:
             yield tensor
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested mappings, lists, tuples and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from tensors_in(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors_in(one)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for one in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, one.name))
