@@ -13,9 +13,6 @@ and on top, bounded by a few units: slots (weights gathered, gradients in passin
 
 from __future__ import annotations
 
-import resource
-
-import torch
 from torch import Tensor
 
 from rayzero.engine.zero.runtime import ZeroRuntime
@@ -49,11 +46,3 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def peak_bytes() -> dict[str, int]:
-    """The most memory this process has held at once: resident, and allocated on the GPU."""
-    peak = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        peak["device"] = int(torch.cuda.max_memory_allocated())
-    return peak

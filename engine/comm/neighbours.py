@@ -26,6 +26,8 @@ from rayzero.engine.comm.collectives import part_of
 from rayzero.engine.comm.segments import Probe, Segments
 from rayzero.engine.errors import EngineError
 
+MOST_UNREAD = 64
+
 
 class Messenger(Protocol):
     """Sends small tensors between ranks; every pair's messages of one tag arrive in order."""
@@ -110,7 +112,7 @@ class Neighbours:
             for step in range(1, messenger.world_size)
         ]
         self._waiting: deque[Exchange] = deque()
-        self._unread: list[Exchange] = []  # launched since the last drain
+        self._unread: deque[Exchange] = deque()  # not yet known to be read by all, oldest first
         self._tag = 0
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Exchange:
@@ -125,9 +127,8 @@ class Neighbours:
     def drain(self) -> None:
         """Carries out everything launched, and waits until all peers have read what is ours."""
         self.carry_out_all()
-        for exchange in self._unread:
-            exchange.release()
-        self._unread.clear()
+        while self._unread:
+            self._unread.popleft().release()
 
     def carry_out_all(self) -> None:
         """Does this rank's part of everything launched."""
@@ -146,6 +147,10 @@ class Neighbours:
         exchange = Exchange(self, steps, self._round())
         self._waiting.append(exchange)
         self._unread.append(exchange)
+        # An evaluation gathers weights again and again with no vote between. A peer
+        # that waits anywhere has done its part of all before, so this wait ends.
+        while len(self._unread) > MOST_UNREAD and self._unread[0].finished:
+            self._unread.popleft().release()
         return exchange
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool) -> Iterator[None]:

@@ -33,9 +33,6 @@ class ResidentWeights:
         own = part_of(self.flat, collectives.rank, collectives.world_size)
         return collectives.all_gather(self.flat, own)
 
-    def invalidate(self) -> None:
-        return
-
     @property
     def resting(self) -> Tensor:
         return self.flat

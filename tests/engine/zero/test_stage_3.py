@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rayzero
+from rayzero.engine.comm.neighbours import MOST_UNREAD
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.zero.slots import BlockState
 from tests.engine import zoo
@@ -357,3 +358,25 @@ def overlap(rank: int, world: int) -> list[str]:
 
 def test_the_next_block_is_gathered_while_this_one_computes() -> None:
     assert run_ranks(2, overlap)[0] == [BlockState.GATHERING.value] * 4
+
+
+def evaluate(rank: int, world: int) -> list[int]:
+    """The exchanges still remembered after each of many forwards with no step between."""
+    engine = start(make(Base))
+    neighbours = engine._runtime.collectives._backend._neighbours
+    remembered = []
+    with torch.no_grad():
+        for batch in batches(60):
+            engine(batch.chunk(world)[rank])
+            remembered.append(len(neighbours._unread))
+    engine.backward(engine(batches(1)[0].chunk(world)[rank]))
+    engine.step()
+    return [*remembered, len(neighbours._unread)]
+
+
+def test_a_long_evaluation_remembers_a_bounded_number_of_exchanges() -> None:
+    for remembered in run_ranks(2, evaluate):
+        *during, after = remembered
+        assert during[-1] >= MOST_UNREAD  # it did gather again and again
+        assert max(during) <= MOST_UNREAD + 2
+        assert after == 0
