@@ -7,13 +7,28 @@ it built and every step that was finished. Under torchrun or alone there is no s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rayzero.engine.engine import Engine
+    from rayzero.engine.state.source import StateSource
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What ranks agree on in a step's vote, at no cost of its own.
+
+    Attributes:
+        drain: leave the training function at the end of this step. Agreed when any rank wishes it.
+        pin: ready to keep a copy of this step until it is stored elsewhere. Agreed when all are.
+    """
+
+    drain: bool = False
+    pin: bool = False
 
 
 class Session(Protocol):
@@ -27,14 +42,34 @@ class Session(Protocol):
     def seed(self) -> int:
         """The job's seed: the data order follows from it."""
 
+    @property
+    def shares(self) -> Sequence[float]:
+        """Each rank's share of a step's samples; empty for even shares."""
+
+    def resume_from(self) -> AbstractContextManager[StateSource | None]:
+        """The state that a new engine begins from; None for a fresh start."""
+
     def engine_ready(self, engine: Engine) -> None:
-        """Called once by `initialize` with the finished engine."""
+        """Called once by `initialize` with the finished engine, its state loaded."""
 
     def phase(self, name: str) -> None:
         """The training thread entered a phase: data, forward, backward, reduce, update, gather."""
 
-    def step_done(self, metrics: dict[str, float]) -> None:
-        """An optimizer step was finished; `metrics` is `Engine.metrics` flattened to numbers."""
+    def waiting(self, collective: int, *, entered: bool) -> None:
+        """The training thread begins, or ends, to wait for other ranks in that collective."""
+
+    def consumed(self, samples: Sequence[int]) -> None:
+        """The loader handed out samples with these numbers, as this rank's own."""
+
+    def wishes(self) -> Wishes:
+        """What this rank wants to agree on with the others in the vote of the step at hand."""
+
+    def step_done(self, metrics: dict[str, float], agreed: Wishes) -> None:
+        """An optimizer step was finished on this rank, and its vote has been passed by all.
+
+        `metrics` is `Engine.metrics` flattened to numbers. `agreed` is what the ranks wish
+        together, the same on all of them.
+        """
 
 
 _current: ContextVar[Session | None] = ContextVar("rayzero_session", default=None)

@@ -1,26 +1,60 @@
-"""What the controller needs of the workers, without Ray: tests put a fake in its place."""
+"""What the controller needs of workers and vaults, without Ray: tests put fakes in their place."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from rayzero.orchestrator.policies.placement import Need
-from rayzero.workers.messages import Assign, Message, WorkerInfo
+from rayzero.workers.messages import (
+    Assign,
+    ConnectionLost,
+    Message,
+    RankFile,
+    SlotInfo,
+    SlotRef,
+    WorkerInfo,
+)
 
 
 class WorkerLostError(Exception):
     """A worker's process is gone. The text says what the cluster knows about the cause."""
 
 
+class VaultLostError(Exception):
+    """A vault's process is gone, or its node."""
+
+
 class WorkerGroup(Protocol):
-    """The workers of one job. All but `place` and `release` may raise WorkerLostError."""
+    """The workers of one job, each in a seat: its own reservation of CPUs and GPUs.
+
+    A seat outlives its worker's process; on a lost node it waits for another one. All calls that
+    name a worker may raise WorkerLostError.
+    """
 
     async def place(self, need: Need) -> tuple[WorkerInfo, ...]:
-        """Reserves resources and starts the workers; returns when all of them answer.
+        """Asks for `need.most` seats and starts a worker in each that is there; returns when all
+        of these answer. Seats that are not there stay asked for (the autoscaler sees them).
 
         Raises:
-            JobFailedError: the resources did not come in time, or a worker did not start.
+            JobFailedError: fewer than `need.least` came in time, or a worker did not start.
         """
+
+    async def next_worker(self) -> WorkerInfo:
+        """The next worker that became ready behind the first ones: in a seat that came later, or
+        as a replacement. Waits without end; can be cancelled."""
+
+    def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
+        """Starts a new worker in the seat of one that is gone; it gets an index of its own."""
+
+    def resize(self, least: int, most: int) -> None:
+        """Asks for so many seats from now on. Seats beyond `most` that hold no worker go."""
+
+    async def dismiss(self, worker: int) -> None:
+        """Ends a worker's process and gives its seat back."""
+
+    async def kill(self, worker: int) -> None:
+        """Ends a worker's process at once, whatever state it is in (SIGKILL); the seat stays."""
 
     async def open_store(self, worker: int) -> int:
         """The port of a new store in that worker's process."""
@@ -32,7 +66,66 @@ class WorkerGroup(Protocol):
         """What happened on one worker; waits up to `timeout_s` for something to happen."""
 
     async def stop(self, worker: int) -> None:
-        """Asks one worker to unwind the user's function."""
+        """Asks one worker to unwind the user's function at its next report, phase or step."""
+
+    async def drain(self, worker: int) -> None:
+        """Asks one worker, and so all, to unwind at the end of the step at hand, mirrored."""
+
+    async def fence(self, worker: int) -> None:
+        """As `stop`, and breaks off the collective it may be waiting in."""
+
+    async def salvage(self, worker: int) -> SlotInfo:
+        """Copies the state in an unwound worker's memory into its vault."""
+
+    async def dump_stack(self, worker: int) -> str:
+        """The Python stacks of a worker's process."""
+
+    async def leaving_nodes(self) -> frozenset[str]:
+        """Ids of the nodes that the cluster is draining or is about to lose."""
 
     async def release(self) -> None:
         """Ends every worker and gives the resources back. May be called at any time, and twice."""
+
+
+class VaultGroup(Protocol):
+    """One vault a node. All calls that name a node may raise VaultLostError."""
+
+    async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
+        """Makes sure that each of these nodes has a vault; their addresses, by node.
+
+        Raises:
+            JobFailedError: one did not start.
+        """
+
+    async def poll(self, node_id: str, timeout_s: float) -> list[ConnectionLost]:
+        """What a vault noticed; waits up to `timeout_s` for something to happen."""
+
+    async def inventory(self, node_id: str) -> list[SlotInfo]:
+        """Every whole version that a vault holds."""
+
+    async def unpin(self, node_id: str, generation: int, step: int) -> None:
+        """Frees what was pinned at that step or before."""
+
+    async def keep_only(self, node_id: str, slots: Sequence[SlotRef]) -> None:
+        """Drops every version but these, and what is still being written."""
+
+    async def replicate(self, node_id: str, slots: Sequence[SlotRef]) -> int:
+        """Copies other vaults' slots into this one, in place of the replicas it has of the same
+        generations and ranks; the bytes copied."""
+
+    async def write(self, node_id: str, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
+        """Writes slots of this vault as files of the checkpoint in `folder`; they are durable.
+
+        Raises:
+            StoreError: the store cannot take them: full, gone, forbidden. It says which.
+        """
+
+    async def inspect(self, node_id: str, pid: int) -> str:
+        """What the system says about a process on that node: its state, its stack if py-spy can
+        be had. For a worker that does not answer."""
+
+    async def usage(self, node_id: str) -> dict[str, Any]:
+        """Bytes held: `slots`, `replicas`; `available`."""
+
+    async def release(self) -> None:
+        """Ends every vault. May be called at any time, and twice."""

@@ -1,6 +1,7 @@
 """What crosses the wire between the controller and a worker. Frozen, small, and free of torch.
 
-Down go `Setup` (once) and `Assign` (once a generation); everything else goes up through `poll`.
+Down go `Setup` (once) and `Assign` (once a generation); messages go up through `poll`. The last few
+are what a vault says of itself.
 """
 
 from __future__ import annotations
@@ -8,7 +9,29 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-CrashKind: TypeAlias = Literal["config", "entrypoint", "data", "collective", "user"]
+CrashKind: TypeAlias = Literal["config", "entrypoint", "data", "state", "collective", "user"]
+
+
+@dataclass(frozen=True)
+class MirrorPlan:
+    """When a worker copies its state into its node's vault.
+
+    Args:
+        replicas: copies of each shard outside its process; 0: only for checkpoints and resizes.
+        every_steps: steps between two mirrors; None: chosen by what one costs.
+        checkpoint_every_steps: steps between two checkpoints; None: never.
+        remote: whether a step is pinned now and then for another node's vault to copy.
+    """
+
+    replicas: int = 0
+    every_steps: int | None = None
+    checkpoint_every_steps: int | None = None
+    remote: bool = False
+
+    @property
+    def pins(self) -> bool:
+        """Whether steps are pinned, which takes a third buffer."""
+        return self.remote or self.checkpoint_every_steps is not None
 
 
 @dataclass(frozen=True)
@@ -19,7 +42,10 @@ class Setup:
         entrypoint: `module:function`, or a callable pickled by value.
         steps: optimizer steps the job asks for; None: the user's function decides.
         engine_config: the engine config, already read from its file.
-        hang_timeout_s: the collective timeout.
+        hang_timeout_s: a rank that makes no progress for so long is taken for hung.
+        mirror: when the state is mirrored into the vault, and when a checkpoint is due.
+        faults: faults to inject, in the language of `rayzero.workers.faults`.
+        ledger: whether consumed sample ids are written down, under `output_dir`/ledger.
         working_dir: the submitter's working directory: the worker's too, where it exists.
         import_paths: what the submitter could import from; the first goes before everything.
     """
@@ -36,6 +62,9 @@ class Setup:
     hang_timeout_s: float
     working_dir: str
     import_paths: tuple[str, ...]
+    mirror: MirrorPlan
+    faults: tuple[str, ...] = ()
+    ledger: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,8 +79,43 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True)
+class SlotRef:
+    """One rank's state of one step, in a vault.
+
+    Args:
+        generation, rank: who wrote it.
+        node_id: of the vault that holds it.
+    """
+
+    generation: int
+    rank: int
+    step: int
+    node_id: str
+
+
+@dataclass(frozen=True)
+class Restore:
+    """What a generation begins from. Without slots, a checkpoint folder; a URL or a path.
+
+    Args:
+        slots: together they hold the whole state of `step`.
+        checkpoint: `.../step-<n>`; empty when `slots` are given.
+    """
+
+    step: int
+    slots: tuple[SlotRef, ...] = ()
+    checkpoint: str = ""
+
+
+@dataclass(frozen=True)
 class Assign:
-    """A worker's place in one generation, and the store where its members meet."""
+    """A worker's place in one generation, and the store where its members meet.
+
+    Args:
+        vault: the address of the vault on the worker's node; empty when there is none.
+        restore: what to begin from; None for a fresh start.
+        shares: each rank's share of a step's samples, adding up to 1; empty for even shares.
+    """
 
     generation: int
     rank: int
@@ -60,6 +124,9 @@ class Assign:
     local_world_size: int
     store_host: str
     store_port: int
+    vault: str = ""
+    restore: Restore | None = None
+    shares: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,6 +135,21 @@ class Joined:
 
     generation: int
     rank: int
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The engine of this generation has the state it begins from.
+
+    Args:
+        step: finished steps in it; 0 for a fresh start.
+        seconds: how long each part took on this rank: `join`, `build`, `load`.
+    """
+
+    generation: int
+    rank: int
+    step: int
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,12 +170,19 @@ class Report:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """How far the training thread is, and how long ago it last said so."""
+    """How far the training thread is, and how long ago it last said so.
+
+    Args:
+        collective: the number of the collective last entered in this generation.
+        waiting: whether it is waiting for other ranks in there.
+    """
 
     rank: int
     step: int
     phase: str
     silent_s: float
+    collective: int = 0
+    waiting: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,11 +212,29 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """The state that a worker's own memory holds after its function was unwound.
+
+    Args:
+        step: finished steps in it.
+        whole: whether it is all of the state, not this rank's part only.
+    """
+
+    step: int
+    whole: bool
+
+
+@dataclass(frozen=True)
 class Stopped:
-    """The user's function was unwound because the controller asked for it."""
+    """The user's function was unwound because the controller asked for it.
+
+    Args:
+        memory: None when there was no engine, or it was in the middle of an update.
+    """
 
     generation: int
     rank: int
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +246,7 @@ class Crashed:
         step: the step that was being worked on, counted from 1; 0 before the function was called.
         error: the exception as one text, without a traceback.
         traceback: the user's frames; empty where the error itself says all there is to say.
+        memory: as in `Stopped`.
     """
 
     generation: int
@@ -147,6 +255,87 @@ class Crashed:
     step: int
     error: str
     traceback: str
+    memory: Memory | None = None
 
 
-Message: TypeAlias = Joined | Report | Heartbeat | LogLine | Finished | Stopped | Crashed
+@dataclass(frozen=True)
+class Pinned:
+    """This rank's state of a step is in its vault, and stays there until it is unpinned.
+
+    Args:
+        checkpoint: whether a checkpoint is to be made of it; otherwise it is for other nodes.
+        stopped_s: how long training stood still for it.
+    """
+
+    generation: int
+    rank: int
+    step: int
+    checkpoint: bool
+    stopped_s: float
+
+
+@dataclass(frozen=True)
+class FaultFired:
+    """An injected fault happened just now; sent before it takes effect."""
+
+    rank: int
+    step: int
+    fault: str
+
+
+Message: TypeAlias = (
+    Joined
+    | Restored
+    | Report
+    | Heartbeat
+    | LogLine
+    | Finished
+    | Stopped
+    | Crashed
+    | Pinned
+    | FaultFired
+)
+
+
+@dataclass(frozen=True)
+class SlotInfo:
+    """A slot's buffer that holds a whole version, as its vault lists it."""
+
+    generation: int
+    rank: int
+    world_size: int
+    step: int
+    nbytes: int
+    pinned: bool
+    replica: bool = False
+    """Whether it was copied from another node's vault."""
+
+
+@dataclass(frozen=True)
+class ConnectionLost:
+    """A worker's connection to its node's vault closed: its process is gone."""
+
+    worker: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """One rank's file of a checkpoint, durable.
+
+    Args:
+        table: of the file's data, as `Table.to_json` gives it.
+        small: the rank's JSON part.
+        checksum: xxh3-64 of the whole file.
+        blocks: xxh3-64 of each `BLOCK_BYTES` of the data, the last one shorter.
+        seconds: from open to durable.
+    """
+
+    name: str
+    rank: int
+    nbytes: int
+    checksum: int
+    blocks: tuple[int, ...]
+    table: dict[str, Any]
+    small: dict[str, Any]
+    seconds: float
