@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.data.progress import Progress
 from rayzero.engine.errors import EngineError
 from rayzero.engine.meter import Meter, Metrics
 from rayzero.engine.optim.local import LocalOptimizer
 from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.settings import Settings
 from rayzero.engine.state.gather import full_state_dict
+from rayzero.engine.state.training import TrainingState
 from rayzero.engine.zero.runtime import ZeroRuntime
+from rayzero.engine.zero.vote import Verdict
 
 
 class Engine:
@@ -33,6 +34,7 @@ class Engine:
     Attributes:
         module: the model. Its parameters are views of the engine's buffers.
         progress: finished steps, micro-steps, samples.
+        state: all that has to outlive this process, as named ranges.
     """
 
     def __init__(
@@ -41,12 +43,13 @@ class Engine:
         runtime: ZeroRuntime,
         optimizer: LocalOptimizer,
         scheduler: Scheduler | None,
-        progress: Progress,
+        state: TrainingState,
         settings: Settings,
         meter: Meter,
     ) -> None:
         self.module = module
-        self.progress = progress
+        self.progress = state.progress
+        self.state = state
         self._runtime = runtime
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -102,21 +105,30 @@ class Engine:
             self.progress.micro_step += 1
             return
         self._meter.enter("reduce")
-        factor = self._settings.factor
-        verdict = self._runtime.vote(self._loss, factor)
+        verdict = self._runtime.vote(self._loss, self._settings.factor, self._meter.wishes())
         lr = self._optimizer.lr
         if verdict.finite:
             self._meter.enter("update")
-            self._optimizer.step(factor * verdict.clip_factor(self._settings.clip_norm))
-            self._runtime.publish()
-            if self._scheduler is not None:
-                self._scheduler.step()
+        with self.state.changing():
+            self._update(verdict)
         self._loss.zero_()
         self._accumulated = False
+        if verdict.finite:  # the state is whole without it: weights can be published again
+            self._meter.enter("publish")
+            self._runtime.publish()
+        self._meter.step_done(verdict, lr)
+
+    def _update(self, verdict: Verdict) -> None:
+        """From one step's state to the next one's. No collectives."""
+        if verdict.finite:
+            clip = verdict.clip_factor(self._settings.clip_norm)
+            self._optimizer.step(self._settings.factor * clip)
+            if self._scheduler is not None:
+                self._scheduler.step()
+        self.progress.skipped_steps += not verdict.finite
         self.progress.micro_step = 0
         self.progress.step += 1
         self.progress.sample_cursor += self.progress.global_batch
-        self._meter.step_done(verdict, lr)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-step at hand is the last of its step."""
@@ -153,6 +165,11 @@ class Engine:
     def metrics(self) -> Metrics:
         """Loss, norm, times, bytes and traffic, as of the last finished step."""
         return self._meter.reading
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer. `step()` steps it; do not step it yourself."""
+        return self._optimizer.torch
 
     @property
     def device(self) -> torch.device:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ from rayzero.engine.optim.local import (
 )
 from rayzero.engine.optim.schedule import Scheduler, StepSchedule, learning_rate
 from rayzero.engine.precision.policy import Bf16, Native
-from rayzero.engine.session import current_session
+from rayzero.engine.session import Session, current_session
 from rayzero.engine.settings import Settings
+from rayzero.engine.state.source import StateSource
+from rayzero.engine.state.training import TrainingState
 from rayzero.engine.zero.build import Recipe, make_blocks, make_slots, make_unit, place_loose
 from rayzero.engine.zero.deferred import Materializer, Scratch, zero_init
 from rayzero.engine.zero.gatherer import Gatherer
@@ -86,26 +89,68 @@ def initialize(
         config = session.engine_config
     parsed = parse_config(config)
     model = _built(model)
-    client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-    groups = find_groups(model, model_parameters, client)
-    recipe = _make_recipe(parsed, model)
-    settings = _settle(parsed, recipe)
-    runtime = _make_runtime(model, groups, parsed, recipe)
-    local = _make_optimizer(runtime, groups, optimizer, parsed)
-    schedule = _make_schedule(local.torch, lr_scheduler, parsed)
-    progress = Progress(weight=settings.share, global_batch=settings.batches.global_batch)
-    meter = Meter(runtime, local, progress, session, settings.log_every_steps)
-    engine = Engine(model, runtime, local, schedule, progress, settings, meter)
+    with session.resume_from() if session is not None else nullcontext() as source:
+        engine, schedule = _make_engine(
+            parsed, model, model_parameters, optimizer, lr_scheduler, source
+        )
     loader = None
     if training_data is not None:
-        seed = session.seed if session is not None else 0
-        loader = _make_loader(training_data, seed, engine, collate_fn)
+        loader = _make_loader(training_data, session, engine, collate_fn)
     if session is not None:
         session.engine_ready(engine)
-    return engine, local.torch, loader, schedule
+    return engine, engine.optimizer, loader, schedule
 
 
-def _make_recipe(config: EngineConfig, model: nn.Module) -> Recipe:
+def _make_engine(
+    config: EngineConfig,
+    model: nn.Module,
+    model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
+    optimizer: OptimizerLike | None,
+    lr_scheduler: SchedulerLike | None,
+    source: StateSource | None,
+) -> tuple[Engine, Scheduler | None]:
+    """Builds an engine; its state comes from `source`, if there is one."""
+    session = current_session()
+    if source is not None:
+        config = _of_the_same_step(config, source.small(0))
+    client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    groups = find_groups(model, model_parameters, client)
+    recipe = _make_recipe(config, model, restoring=source is not None)
+    if session is not None:
+        recipe.collectives.watch = session.waiting
+    shares = session.shares if session is not None else ()
+    settings = _settle(config, recipe, shares)
+    runtime = _make_runtime(model, groups, config, recipe)
+    local = _make_optimizer(runtime, groups, optimizer, config)
+    schedule = _make_schedule(local.torch, lr_scheduler, config)
+    batches = settings.batches
+    progress = Progress(
+        weight=settings.share, global_batch=batches.global_batch, micro_batch=batches.micro_batch
+    )
+    state = TrainingState(model, runtime, local, schedule, progress, recipe.device)
+    if source is not None:
+        state.load(source)
+    meter = Meter(runtime, local, progress, session, settings.log_every_steps)
+    return Engine(model, runtime, local, schedule, state, settings, meter), schedule
+
+
+def _of_the_same_step(config: EngineConfig, small: dict[str, Any]) -> EngineConfig:
+    """The config with the batch sizes that a state was trained with: a step is the same whatever
+    the world size became. A config that asks for another global batch gets it."""
+    total = small.get("global_batch")
+    asked, steps = config.train_batch_size, config.gradient_accumulation_steps
+    if total is None or asked not in (None, total) or (asked == total and steps is None):
+        return config
+    sizes = {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu
+        or small["micro_batch"],
+        "gradient_accumulation_steps": None,  # what it takes at this world size
+    }
+    return config.model_copy(update=sizes)
+
+
+def _make_recipe(config: EngineConfig, model: nn.Module, *, restoring: bool) -> Recipe:
     collectives, device = connect()
     return Recipe(
         stage=STAGES[config.zero_optimization.stage].on(collectives.world_size),
@@ -114,12 +159,13 @@ def _make_recipe(config: EngineConfig, model: nn.Module) -> Recipe:
         device=device,
         values=Materializer(model, device),
         scratch=Scratch(device),
+        restoring=restoring,
     )
 
 
-def _settle(config: EngineConfig, recipe: Recipe) -> Settings:
+def _settle(config: EngineConfig, recipe: Recipe, shares: Sequence[float]) -> Settings:
     world_size = recipe.collectives.world_size
-    batches = solve_batches(config, world_size)
+    batches = solve_batches(config, world_size, shares)
     return Settings(
         stage=config.zero_optimization.stage,
         batches=batches,
@@ -132,10 +178,16 @@ def _settle(config: EngineConfig, recipe: Recipe) -> Settings:
 
 
 def _make_loader(
-    data: MapDataset, seed: int, engine: Engine, collate_fn: Callable[[list[Any]], Any] | None
+    data: MapDataset,
+    session: Session | None,
+    engine: Engine,
+    collate_fn: Callable[[list[Any]], Any] | None,
 ) -> StepLoader:
+    seed = session.seed if session is not None else 0
     batches = engine.settings.batches
-    plan = LoaderPlan(batches.global_batch, batches.micro_batch, engine.world_size, engine.rank)
+    plan = LoaderPlan(
+        batches.global_batch, batches.micro_batch, engine.world_size, engine.rank, batches.shares
+    )
     order = SampleOrder(dataset_length(data), seed)
     return StepLoader(data, order, plan, engine.progress, collate_fn, engine.device)
 

@@ -11,7 +11,7 @@ from typing import Any
 from rayzero.engine.data.progress import Progress
 from rayzero.engine.memory import resting_bytes
 from rayzero.engine.optim.local import LocalOptimizer
-from rayzero.engine.session import Session
+from rayzero.engine.session import NO_WISHES, Session, Wishes
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.vote import Verdict
 
@@ -74,12 +74,12 @@ class Meter:
         log_every_steps: int | None,
     ) -> None:
         self.enter: Callable[[str], None] = session.phase if session else _nobody
+        self.wishes: Callable[[], Wishes] = session.wishes if session else _none
         self._runtime = runtime
         self._optimizer = optimizer
         self._progress = progress
         self._session = session
         self._log_every_steps = log_every_steps
-        self._skipped = 0
         self._step_end_s = perf_counter()
         self._exposed_s = 0.0
         self._last: dict[str, Any] = {}
@@ -87,7 +87,6 @@ class Meter:
     def step_done(self, verdict: Verdict, lr: float) -> None:
         """A step was finished, or skipped if its gradient was not finite."""
         now, exposed_s = perf_counter(), self._runtime.collectives.counters.exposed_s
-        self._skipped += not verdict.finite
         self._last = {
             "loss": verdict.loss,
             "grad_norm": verdict.grad_norm,
@@ -97,7 +96,7 @@ class Meter:
         }
         self._step_end_s, self._exposed_s = now, exposed_s
         if self._session is not None:
-            self._session.step_done(self.reading.flat())
+            self._session.step_done(self.reading.flat(), verdict.agreed)
         self._log(verdict)
 
     @property
@@ -106,7 +105,7 @@ class Meter:
         return Metrics(
             step=self._progress.step,
             samples=self._progress.sample_cursor,
-            skipped_steps=self._skipped,
+            skipped_steps=self._progress.skipped_steps,
             bytes=resting_bytes(self._runtime, self._optimizer.state_bytes),
             collectives={name: asdict(traffic) for name, traffic in counters.by_name.items()},
             **self._last,
@@ -126,3 +125,7 @@ class Meter:
 
 def _nobody(phase: str) -> None:
     """There is no session to tell."""
+
+
+def _none() -> Wishes:
+    return NO_WISHES

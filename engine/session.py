@@ -25,10 +25,25 @@ class Wishes:
     Attributes:
         drain: leave the training function at the end of this step. Agreed when any rank wishes it.
         pin: ready to keep a copy of this step until it is stored elsewhere. Agreed when all are.
+        pace: steps between two mirrors that this rank's measurements ask for. Agreed is the mean.
     """
 
     drain: bool = False
     pin: bool = False
+    pace: float = 1.0
+
+    def ballot(self) -> list[float]:
+        """As numbers that are summed over the ranks."""
+        return [float(self.drain), float(self.pin), self.pace]
+
+    @classmethod
+    def counted(cls, sums: Sequence[float], ranks: int) -> Wishes:
+        """What the summed ballots of so many ranks say together."""
+        drain, pin, pace = sums
+        return cls(drain > 0, pin == ranks, pace / ranks)
+
+
+NO_WISHES = Wishes()
 
 
 class Session(Protocol):
@@ -55,7 +70,7 @@ class Session(Protocol):
     def phase(self, name: str) -> None:
         """The training thread entered a phase: data, forward, backward, reduce, update, gather."""
 
-    def waiting(self, collective: int, *, entered: bool) -> None:
+    def waiting(self, collective: int, entered: bool) -> None:
         """The training thread begins, or ends, to wait for other ranks in that collective."""
 
     def consumed(self, samples: Sequence[int]) -> None:

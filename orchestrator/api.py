@@ -6,26 +6,34 @@ import asyncio
 import atexit
 import sys
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TypeAlias
 
+import ray
 from ray import cloudpickle
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.engine.validation import validated
 from rayzero.orchestrator import events as ev
+from rayzero.orchestrator.bounds import bounds
 from rayzero.orchestrator.cli.console import watching
 from rayzero.orchestrator.clock import SystemClock
 from rayzero.orchestrator.cluster import Cluster, connect
+from rayzero.orchestrator.control.desk import Ports
 from rayzero.orchestrator.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.loading import check
-from rayzero.orchestrator.notices import Observer, Unwatched
+from rayzero.orchestrator.mailbox import Mailbox, serve
+from rayzero.orchestrator.notices import Observer, Unwatched, Warned
 from rayzero.orchestrator.plan import JobPlan, make_plan
+from rayzero.orchestrator.records import here
 from rayzero.orchestrator.result import JobResult
 from rayzero.orchestrator.spec import JobSpec, Workers
+from rayzero.orchestrator.stored_archive import StoredArchive
+from rayzero.orchestrator.vault_group import RayVaultGroup
 from rayzero.orchestrator.worker_group import RayWorkerGroup
 
 __all__ = ["Job", "JobHandle", "JobResult", "Workers"]
@@ -33,7 +41,9 @@ __all__ = ["Job", "JobHandle", "JobResult", "Workers"]
 EntryPoint: TypeAlias = str | Callable[[Any], Any]
 
 STOP_S = 10.0
-"""How long a stopped job may take to be gone."""
+"""How long a stopped job may take to be gone, without its last checkpoint."""
+SCALE_S = 10.0
+"""How long a running job may take to answer a wish for another size."""
 
 
 class Job:
@@ -118,8 +128,7 @@ class Job:
         try:
             return handle.result()
         finally:
-            handle.stop()
-            handle.wait(STOP_S)
+            handle.end()
 
     def _plan(self) -> JobPlan:
         if self._function is None:
@@ -134,12 +143,13 @@ class JobHandle:
         self._plan = plan
         self._cluster = cluster
         self._observer = observer
-        self._feed: Callable[[ev.Event], Any] | None = None
+        self._controller: Controller | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_wanted = Event()
         self._result: JobResult | None = None
         self._error: RayzeroError | None = None
         self._thread = Thread(target=self._run, name="rayzero-controller", daemon=True)
-        atexit.register(self._at_exit)
+        atexit.register(self.end)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -162,9 +172,43 @@ class JobHandle:
     def stop(self) -> None:
         """Asks the job to end. Returns at once; may be called from a signal handler, and twice."""
         self._stop_wanted.set()
-        if self._feed is not None:
+        if self._controller is not None and self._loop is not None:
             with suppress(RuntimeError):  # its loop is closed: the job has ended
-                self._feed(ev.StopWanted())
+                self._loop.call_soon_threadsafe(self._controller.feed, ev.StopWanted())
+
+    def scale(self, workers: int | tuple[int, int] | str) -> str:
+        """Changes how many workers the job may have, at its next step boundary.
+
+        Args:
+            workers: how many, or the least and the most: 4, (2, 4), "2:4".
+
+        Returns:
+            What comes of it, in words.
+
+        Raises:
+            ConfigError: the job cannot have so many.
+            JobFailedError: the job has ended, or does not answer.
+        """
+        least, most = bounds(workers)
+        if self._controller is None or self._loop is None or not self._thread.is_alive():
+            raise JobFailedError(f"job {self._plan.spec.name!r} is not running")
+        asked = asyncio.run_coroutine_threadsafe(self._scale(least, most), self._loop)
+        try:
+            return asked.result(SCALE_S)
+        except (TimeoutError, CancelledError):
+            raise JobFailedError(f"job {self._plan.spec.name!r} does not answer") from None
+
+    def end(self) -> None:
+        """Asks the job to end and waits for it: at most as long as a clean stop takes."""
+        self.stop()
+        checkpoint = self._plan.spec.checkpoint
+        keeps = checkpoint.every_steps is not None
+        self.wait(STOP_S + (checkpoint.notice_s if keeps else 0.0))
+
+    async def _scale(self, least: int, most: int) -> str:
+        if self._controller is None:
+            raise JobFailedError("the job has ended")
+        return self._controller.scale(least, most)
 
     def _run(self) -> None:
         try:
@@ -175,22 +219,28 @@ class JobHandle:
             self._error = JobFailedError(f"rayzero itself failed: {type(error).__name__}: {error}")
         finally:
             self._cluster.close()
-            atexit.unregister(self._at_exit)
+            atexit.unregister(self.end)
 
     async def _main(self) -> JobResult:
-        clock = SystemClock()
-        group = RayWorkerGroup(self._plan.setup, clock, self._cluster.can_grow)
-        controller = Controller(self._plan, group, self._observer, clock)
-        loop = asyncio.get_running_loop()
-        self._feed = lambda event: loop.call_soon_threadsafe(controller.feed, event)
+        clock, spec = SystemClock(), self._plan.spec
+        vaults = RayVaultGroup(spec.name)
+        workers = RayWorkerGroup(self._plan.setup, clock, self._cluster.can_grow, vaults)
+        archive = StoredArchive(self._plan)
+        controller = Controller(self._plan, Ports(workers, vaults, archive, self._observer, clock))
+        self._loop, self._controller = asyncio.get_running_loop(), controller
         if self._stop_wanted.is_set():  # before there was somebody to tell
             controller.feed(ev.StopWanted())
-        return await controller.run()
+        driver = ray.get_runtime_context().get_job_id()
+        mailbox = Mailbox(here(), spec.name, driver)
+        requests = asyncio.ensure_future(serve(mailbox, clock, controller.scale, self._warn))
+        try:
+            return await controller.run()
+        finally:
+            requests.cancel()
+            await asyncio.wait({requests})
 
-    def _at_exit(self) -> None:
-        """The process ends: so does the job, before Ray's own exit handlers run."""
-        self.stop()
-        self.wait(STOP_S)
+    def _warn(self, text: str) -> None:
+        self._observer.see(Warned(text))
 
 
 def _named(entrypoint: EntryPoint) -> str:

@@ -44,17 +44,11 @@ def connect(address: str | None) -> Cluster:
     if ray.is_initialized():
         return Cluster(owned=False, can_grow=True)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"address {address!r} is Ray's client protocol",
-            allowed="host:port of a cluster this machine is part of, or `auto`",
-            fix="`ray job submit --address http://HOST:8265 -- rayzero run job.yaml` from outside",
-        )
+    address = head_address(address) or "local"
     if address == "local":
         _start()
         return Cluster(owned=True, can_grow=False)
-    _reach(address)
+    reach(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -62,11 +56,32 @@ def connect(address: str | None) -> Cluster:
     return Cluster(owned=True, can_grow=True)
 
 
-def _reach(address: str) -> None:
-    """Ray itself would try for minutes, and could not be interrupted meanwhile."""
+def head_address(address: str | None) -> str:
+    """Where the cluster's head is by the user's word: `address`, or else RAY_ADDRESS, or empty.
+
+    Raises:
+        ConfigError: it is an address of another kind.
+    """
+    address = address or os.environ.get("RAY_ADDRESS") or ""
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"address {address!r} is Ray's client protocol",
+            allowed="host:port of a cluster this machine is part of, or `auto`",
+            fix="`ray job submit --address http://HOST:8265 -- rayzero run job.yaml` from outside",
+        )
+    return address
+
+
+def reach(address: str) -> None:
+    """Looks whether somebody listens there, unless `address` is a word, such as `auto`. Ray itself
+    would try for minutes, and could not be interrupted meanwhile.
+
+    Raises:
+        ConfigError: nobody does.
+    """
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
-        return  # a word, such as `auto`: Ray knows what it means
+        return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
     except (OSError, OverflowError) as error:

@@ -1,23 +1,32 @@
-"""The shell around the pure machine: polls the workers, feeds events, carries out instructions."""
+"""The shell around the pure machine: feeds it events, and has its instructions carried out."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
+from rayzero.engine.config import parse_config
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator import instructions as do
-from rayzero.orchestrator.clock import Clock
+from rayzero.orchestrator.control.checkpoints import Checkpoints
+from rayzero.orchestrator.control.desk import Desk, GoneError, Ports
+from rayzero.orchestrator.control.elastic import Elastic
+from rayzero.orchestrator.control.faults import Faults
+from rayzero.orchestrator.control.hearing import Hearing
+from rayzero.orchestrator.control.keeping import Keeping
+from rayzero.orchestrator.control.passage import Passage
+from rayzero.orchestrator.control.speeds import Speeds
+from rayzero.orchestrator.control.stopping import Stopping
+from rayzero.orchestrator.control.vaults import Vaults
+from rayzero.orchestrator.control.vigil import Vigil
+from rayzero.orchestrator.control.watch import Watch
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.generation import Generation
-from rayzero.orchestrator.group import WorkerGroup, WorkerLostError
+from rayzero.orchestrator.loading import check_sizes
 from rayzero.orchestrator.machine import handle
-from rayzero.orchestrator.notices import Observer, StateEntered, Warned, WorkersUp
+from rayzero.orchestrator.notices import StateEntered, Warned, WorkersUp
 from rayzero.orchestrator.plan import JobPlan
-from rayzero.orchestrator.policies import failure, placement
-from rayzero.orchestrator.progress import JobProgress
+from rayzero.orchestrator.repairs import Repairs
 from rayzero.orchestrator.result import (
     JobResult,
     Totals,
@@ -27,42 +36,35 @@ from rayzero.orchestrator.result import (
     write_summary,
 )
 from rayzero.orchestrator.spec import not_in_this_version
-from rayzero.orchestrator.states import JobState, State
-from rayzero.workers.messages import Assign, Finished, LogLine, Message, Report, WorkerInfo
-
-POLL_S = 2.0
-"""How long a poll waits at the worker for something to happen."""
-GRACE_S = 3.0
-"""How long a failed collective waits for a better explanation, such as a dead worker."""
-STOP_S = 4.0
-"""How long the training functions may take to unwind before their processes are killed."""
-COMMAND_S = 30.0
-"""How long a worker may take to answer a command."""
-
-T = TypeVar("T")
+from rayzero.orchestrator.states import State
+from rayzero.workers.messages import WorkerInfo
 
 
 class Controller:
-    """Runs one job, once. Everything but `stop` is used from one event loop.
+    """Runs one job, once, from one event loop.
 
-    It owns its background tasks (one poll a worker, and the instructions under way): `run` does
-    not return before all of them are cancelled and the workers released.
+    The rooms do the work, in background tasks: `run` does not return before all of them are
+    cancelled, and the workers and vaults released.
     """
 
-    def __init__(self, plan: JobPlan, group: WorkerGroup, observer: Observer, clock: Clock) -> None:
-        self._plan = plan
-        self._group = group
-        self._observer = observer
-        self._clock = clock
-        self._job = JobState()
-        self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._workers: tuple[WorkerInfo, ...] = ()
-        self._generation = Generation(0, (), ())
-        self._progress = JobProgress()
+    def __init__(self, plan: JobPlan, ports: Ports) -> None:
+        desk = self._desk = Desk(plan, ports, self._failed)
+        repairs = self._repairs = Repairs()
+        self._faults = Faults(desk, repairs)
+        self._vaults = Vaults(desk, self._faults.lost)
+        self._checkpoints = Checkpoints(desk)
+        keeping = Keeping(desk, self._checkpoints)
+        self._passage = Passage(desk, self._faults, self._vaults, repairs, self._checkpoints.newest)
+        speeds = self._speeds = Speeds(desk)
+        hearing = Hearing(desk, self._faults, keeping, speeds, repairs)
+        self._watch = Watch(desk, hearing.receive)
+        self._passage.on_forming = self._forming
+        self._vigil = Vigil(desk, self._watch, self._faults)
+        self._elastic = Elastic(desk, self._faults, self._vaults, self._passage, self._watch)
+        self._stopping = Stopping(desk, self._passage, self._vaults, self._checkpoints)
         self._error: RayzeroError | None = None
         self._summary: dict[str, Any] = {}
-        self._started_at_s = clock.now()
+        self._started_at_s = desk.now_s()
 
     async def run(self) -> JobResult:
         """Runs the job to its end.
@@ -71,189 +73,138 @@ class Controller:
             JobFailedError, ConfigError: the job failed.
             JobStoppedError: it was stopped.
         """
-        for text in not_in_this_version(self._plan.spec):
-            self._observer.see(Warned(text))
-        forget_summary(self._plan.output_dir)
+        desk = self._desk
+        for text in not_in_this_version(desk.plan.spec):
+            desk.see(Warned(text))
+        forget_summary(desk.plan.output_dir)
         self.feed(ev.Submitted())
         try:
-            while not self._job.state.is_final:
-                await self._step(await self._events.get())
+            while not desk.job.state.is_final:
+                await self._step(await desk.events.get())
         finally:
-            await self._end_tasks()
-            await self._group.release()
+            await self._release()
         return self._outcome()
 
     def feed(self, event: ev.Event) -> None:
         """Hands the machine an event. From another thread: `loop.call_soon_threadsafe(feed, e)`."""
-        self._events.put_nowait(event)
+        self._desk.feed(event)
+
+    def scale(self, least: int, most: int) -> str:
+        """Other limits for the number of workers; what comes of it, in words.
+
+        Raises:
+            ConfigError: the engine config has no room for one of these numbers.
+        """
+        desk = self._desk
+        if isinstance(engine := desk.plan.spec.engine, dict):
+            check_sizes(parse_config(engine), least, most)
+        self._elastic.scale(least, most)
+        name, now = desk.plan.spec.name, self._world_size
+        return f"{name}: {least} to {most} workers; now {now}"
+
+    @property
+    def _world_size(self) -> int:
+        return self._desk.generation.world_size
+
+    def _forming(self, workers: Sequence[WorkerInfo]) -> tuple[float, ...]:
+        """A generation of these workers, by rank, is about to begin; its shares of a step."""
+        self._watch.generation_begins()
+        return self._speeds.begin(workers)
 
     async def _step(self, event: ev.Event) -> None:
-        before = self._job.state
-        self._job, orders = handle(self._job, event)
-        if isinstance(event, ev.FaultFatal) and self._job.state is State.FAILED:
+        desk = self._desk
+        before = desk.job.state
+        desk.job, orders = handle(desk.job, event)
+        if isinstance(event, ev.FaultFatal) and desk.job.state is State.FAILED:
             self._error = self._error or event.error
-        if self._job.state is not before:
-            world_size = self._generation.world_size
-            self._observer.see(StateEntered(self._job.state, self._job.generation, world_size))
+        if isinstance(event, ev.ResizeWanted) and desk.job.state is State.RESIZING:
+            self._repairs.wished(event.reason, self._world_size, desk.now_s())
+        if desk.job.state is not before:
+            desk.see(StateEntered(desk.job.state, desk.job.generation, self._world_size))
+            desk.bell.ring()
         for order in orders:
             await self._carry_out(order)
 
     async def _carry_out(self, order: do.Instruction) -> None:
         match order:
             case do.PlaceWorkers():
-                self._spawn(self._place())
-            case do.FormGeneration(generation):
-                self._spawn(self._form(generation))
+                self._desk.tasks.spawn(self._place())
+            case do.FenceGeneration(passage):
+                self._passage.fence(passage)
+            case do.DrainGeneration(passage):
+                self._passage.drain(passage)
+            case do.PickRecoveryStep(passage):
+                self._passage.pick(passage)
+            case do.SettleMembership(passage):
+                self._passage.settle(passage)
+            case do.FormGeneration(generation, passage):
+                self._passage.form(generation, passage)
+            case do.TidyUp():
+                self._elastic.tidy_up()
             case do.StopTraining():
-                self._spawn(self._stop_training())
+                self._stopping.begin()
             case do.ReleaseWorkers():
-                await self._end_tasks()
-                await self._group.release()
+                await self._release()
             case do.WriteSummary():
                 self._write_summary()
-            case _:
-                # The failure policy ends a job at its first fault and nothing asks for a resize,
-                # so the machine cannot come here in this version.
-                raise NotImplementedError(f"{type(order).__name__} is not in this version")
 
     async def _place(self) -> None:
-        self._workers = await self._group.place(self._plan.need)
-        self._generation = Generation(0, (), self._workers)
-        self._observer.see(WorkersUp(self._workers))
-        for worker in self._workers:
-            self._spawn(self._watch(worker.index))
+        desk = self._desk
+        await self._checkpoints.begin()  # first: what cannot be begun needs no workers
+        workers = await desk.ports.workers.place(desk.plan.need)
+        await self._vaults.open(worker.node_id for worker in workers)
+        desk.crew.add(workers)
+        desk.see(WorkersUp(workers))
+        for worker in workers:
+            self._watch.worker(worker.index)
+        self._elastic.begin()
+        desk.tasks.spawn(self._vigil.keep())
         self.feed(ev.WorkersPlaced())
 
-    async def _form(self, number: int) -> None:
-        """Gives every worker its place. The store is opened by any live worker: here, rank 0's."""
-        places = placement.ranks(self._workers)
-        self._generation = Generation(number, places, self._workers)
-        self._progress.begin(number, len(places))
-        host = next(w for w in self._workers if w.index == places[0].worker)
-        port = await self._within(COMMAND_S, self._group.open_store(host.index), host.index)
-        for place in places:
-            assign = Assign(
-                generation=number,
-                rank=place.rank,
-                world_size=len(places),
-                local_rank=place.local_rank,
-                local_world_size=place.local_world_size,
-                store_host=host.ip,
-                store_port=port,
-            )
-            command = self._group.assign(place.worker, assign)
-            await self._within(COMMAND_S, command, place.worker)
+    async def _release(self) -> None:
+        """In this order, so that nothing is done any more with what goes."""
+        await self._desk.tasks.end()
+        await self._desk.ports.workers.release()
+        await self._desk.ports.vaults.release()
 
-    async def _stop_training(self) -> None:
-        """TrainingStopped comes from the workers' own messages; here is only the time limit."""
-        for worker in self._workers:
-            self._spawn(self._within(STOP_S, self._group.stop(worker.index), worker.index))
-        await self._clock.sleep(STOP_S)
-        self.feed(ev.StopTimedOut())
-
-    async def _watch(self, worker: int) -> None:
-        """Polls one worker for as long as it lives."""
-        silence_s = POLL_S + self._plan.setup.hang_timeout_s
-        while True:
-            for message in await self._within(silence_s, self._group.poll(worker, POLL_S), worker):
-                self._receive(worker, message)
-
-    def _receive(self, worker: int, message: Message) -> None:
-        if isinstance(message, LogLine):
-            self._observer.see(message)
-        elif isinstance(message, Report):
-            if record := self._progress.add(message):
-                self._observer.see(record)
-        else:
-            if isinstance(message, Finished):
-                self._progress.count(message.counters)
-                self._progress.peak({"process": message.peak_rss_bytes})
-            known = len(self._generation.faults)
-            for event in self._generation.take(worker, message):
-                self.feed(event)
-            if len(self._generation.faults) > known:
-                self._judge(grace_over=False)
-
-    def _lost(self, worker: int, cause: str) -> None:
-        self._generation.lost(worker, cause)
-        self._judge(grace_over=False)
-
-    def _judge(self, grace_over: bool) -> None:
-        decision = failure.decide(self._generation.faults, grace_over)
-        if isinstance(decision, failure.Fail):
-            self.feed(ev.FaultFatal(decision.error))
-        elif len(self._generation.faults) == 1:
-            self._spawn(self._judge_later())
-
-    async def _judge_later(self) -> None:
-        await self._clock.sleep(GRACE_S)
-        self._judge(grace_over=True)
-
-    async def _within(self, limit_s: float, command: Awaitable[T], worker: int) -> T:
-        """The answer of a worker; one that does not answer in time counts as lost."""
-        answer = asyncio.ensure_future(command)
-        timer = asyncio.ensure_future(self._clock.sleep(limit_s))
-        try:
-            await asyncio.wait((answer, timer), return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise _GoneError(worker, f"its process did not answer for {limit_s:g} s")
-            return answer.result()
-        except WorkerLostError as lost:
-            raise _GoneError(worker, str(lost)) from None
-        finally:
-            timer.cancel()
-            answer.cancel()
-
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.get_running_loop().create_task(self._guarded(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _guarded(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _failed(self, error: Exception) -> None:
         """Whatever goes wrong in a background task becomes an event, never silence."""
-        try:
-            await work
-        except _GoneError as lost:
-            self._lost(lost.worker, lost.cause)
-        except RayzeroError as error:
+        if isinstance(error, GoneError):
+            self._faults.lost(error.worker, error.cause)
+        elif isinstance(error, RayzeroError):
             self.feed(ev.FaultFatal(error))
-        except Exception as error:  # noqa: BLE001
+        else:
             self.feed(ev.FaultFatal(_internal(error)))
 
-    async def _end_tasks(self) -> None:
-        mine = asyncio.current_task()
-        tasks = [task for task in self._tasks if task is not mine]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
     def _write_summary(self) -> None:
+        desk = self._desk
         totals = Totals(
-            name=self._plan.spec.name,
-            world_size=self._generation.world_size,
-            stage=self._plan.stage,
-            seconds=self._clock.now() - self._started_at_s,
-            returned=self._generation.returned,
+            name=desk.plan.spec.name,
+            world_size=self._world_size,
+            stage=desk.plan.stage,
+            seconds=desk.now_s() - self._started_at_s,
+            returned=desk.generation.returned,
+            history={
+                "faults": self._faults.counts(),
+                "repairs": self._repairs.repairs,
+                "steps_redone": self._repairs.steps_redone,
+                "checkpoints": {
+                    "written": self._checkpoints.written,
+                    "failed": self._checkpoints.failed,
+                },
+            },
         )
-        self._summary = summarize(totals, self._progress)
-        write_summary(self._plan.output_dir, self._summary)
+        self._summary = summarize(totals, desk.progress)
+        write_summary(desk.plan.output_dir, self._summary)
 
     def _outcome(self) -> JobResult:
-        name = self._plan.spec.name
-        if self._job.state is State.SUCCEEDED:
-            return JobResult(name, self._summary, summary_path(self._plan.output_dir))
+        desk = self._desk
+        name = desk.plan.spec.name
+        if desk.job.state is State.SUCCEEDED:
+            return JobResult(name, self._summary, summary_path(desk.plan.output_dir))
         if self._error is not None:
             raise self._error
-        raise JobStoppedError(f"job {name!r} was stopped after step {self._progress.steps}")
-
-
-class _GoneError(Exception):
-    """A worker is gone, or does not answer; `cause` says which."""
-
-    def __init__(self, worker: int, cause: str) -> None:
-        super().__init__(worker, cause)
-        self.worker = worker
-        self.cause = cause
+        raise JobStoppedError(f"job {name!r} was stopped after step {desk.progress.steps}")
 
 
 def _internal(error: Exception) -> JobFailedError:

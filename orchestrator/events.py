@@ -1,6 +1,7 @@
 """What can happen to a job. Policies have spoken already: a fault comes as what it means.
 
-An event with a `generation` is about that process group; once a newer one exists it is stale.
+An event with a `generation` is about that process group; once a newer one exists it is stale. One
+with a `passage` is about that way to a new generation; once the job set out again it is stale.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ class GenerationFormed:
     """Every member joined the generation's process group and goes on to the user's function."""
 
     generation: int
+    passage: int
 
 
 @dataclass(frozen=True)
 class AllFinished:
-    """The user's function returned on every rank."""
+    """The user's function returned on every rank, and what was pinned is stored."""
 
     generation: int
 
@@ -52,22 +54,24 @@ class FaultFatal:
 
 @dataclass(frozen=True)
 class ResizeWanted:
-    """Another world size, by the elasticity policy or by hand."""
+    """Other members, or other places for them, by the elasticity policy or by hand."""
 
-    world_size: int
+    generation: int
+    reason: str
 
 
 @dataclass(frozen=True)
 class Fenced:
     """The old generation can do nothing more: its survivors are out of the user's function."""
 
-    generation: int
+    passage: int
 
 
 @dataclass(frozen=True)
 class RecoveryStepPicked:
     """The newest step of which every range is held somewhere."""
 
+    passage: int
     step: int
 
 
@@ -75,6 +79,7 @@ class RecoveryStepPicked:
 class MembershipSettled:
     """Who takes part in the next generation."""
 
+    passage: int
     workers: tuple[int, ...]
 
 
@@ -85,12 +90,12 @@ class StopWanted:
 
 @dataclass(frozen=True)
 class TrainingStopped:
-    """Every user's function was unwound."""
+    """Every user's function was unwound, and a last checkpoint is written if one was due."""
 
 
 @dataclass(frozen=True)
 class StopTimedOut:
-    """Some user's function did not unwind in time; its process will be killed."""
+    """The time for a stop is over; what still runs will be killed."""
 
 
 Event: TypeAlias = (

@@ -8,80 +8,154 @@ from typing import Any
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.policies.failure import Cause, Fault
 from rayzero.orchestrator.policies.placement import Place
+from rayzero.orchestrator.policies.recovery import Remembered
 from rayzero.workers.messages import (
     Crashed,
     Finished,
     Heartbeat,
     Joined,
+    Memory,
     Message,
+    Restore,
+    Restored,
     Stopped,
     WorkerInfo,
 )
 
 
 class Generation:
-    """The members of one generation and what became of each. Number 0 has no members yet."""
+    """The members of one generation and what became of each. Number 0 has no members.
 
-    def __init__(self, number: int, places: Sequence[Place], workers: Sequence[WorkerInfo]) -> None:
+    A member is *in* from the moment it is told its place until its function is unwound, whatever
+    the way: a generation of which nobody is in can do nothing more.
+    """
+
+    def __init__(
+        self,
+        number: int = 0,
+        passage: int = 0,
+        places: Sequence[Place] = (),
+        workers: Sequence[WorkerInfo] = (),
+        restore: Restore | None = None,
+    ) -> None:
         self.number = number
+        self.passage = passage
         self.places = tuple(places)
+        self.restore = restore
         self.faults: list[Fault] = []
+        """Not judged yet."""
         self.returned: dict[str, Any] = {}
+        self.fenced = False
+        """Whether its members were asked to leave at once: then a crash is only a way out."""
+        self.step = 0 if restore is None else restore.step
+        """The step that its furthest rank works on, counted from 1."""
         self._workers = {worker.index: worker for worker in workers}
         self._ranks = {place.worker: place.rank for place in places}
+        self._in: set[int] = set()
         self._joined: set[int] = set()
+        self._restored: set[int] = set()
         self._finished: set[int] = set()
-        self._stopped: set[int] = set()
-        self._step = 0
+        self._memories: dict[int, Memory] = {}
 
     @property
     def world_size(self) -> int:
         return len(self.places)
 
-    def take(self, worker: int, message: Message) -> Iterator[ev.Event]:
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The members, by rank."""
+        return tuple(self._workers[place.worker] for place in self.places)
+
+    @property
+    def spread(self) -> bool:
+        """Whether it lies on several nodes."""
+        return len({worker.node_id for worker in self._workers.values()}) > 1
+
+    @property
+    def still_in(self) -> frozenset[int]:
+        """The members that have not left the user's function."""
+        return frozenset(self._in)
+
+    @property
+    def over(self) -> bool:
+        """Whether some member's function returned: there is nothing left to resize for."""
+        return bool(self._finished)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every member's function returned."""
+        return bool(self.places) and len(self._finished) == self.world_size
+
+    @property
+    def restored(self) -> bool:
+        """Whether every member has an engine, its state loaded: it can be moved without loss."""
+        return bool(self.places) and len(self._restored) == self.world_size
+
+    def rank_of(self, worker: int) -> int | None:
+        return self._ranks.get(worker)
+
+    def worker_of(self, rank: int) -> WorkerInfo:
+        return self.workers[rank]
+
+    def remembered(self) -> Remembered:
+        """What is in the memory of the members that were unwound; those that died forget."""
+        by_rank = {self._ranks[worker]: (worker, one) for worker, one in self._memories.items()}
+        return Remembered(self.world_size, by_rank)
+
+    def enters(self, worker: int) -> None:
+        """A member is being told its place."""
+        self._in.add(worker)
+
+    def take(self, worker: int, message: Message, at_s: float = 0.0) -> Iterator[ev.Event]:
         """The events that a message completes. A crash is noted in `faults` instead."""
+        if worker not in self._ranks:
+            return
         if isinstance(message, Heartbeat):
             # Ranks go in step, and a lost one may not have told its newest: take the furthest.
-            self._step = max(self._step, message.step)
-        elif isinstance(message, Crashed) and message.generation == self.number:
-            self._crashed(worker, message)
-        elif isinstance(message, Joined | Finished | Stopped) and message.generation == self.number:
-            yield from self._progressed(message)
-
-    def lost(self, worker: int, cause: str) -> None:
-        """Notes that a worker's process is gone."""
-        info = self._workers[worker]
-        rank = self._ranks.get(worker, worker)
-        where = (rank, info.node, info.pid, self._step)
-        self.faults.append(Fault(Cause.PROCESS_LOST, *where, cause))
-
-    def _crashed(self, worker: int, message: Crashed) -> None:
-        info = self._workers[worker]
-        self.faults.append(
-            Fault(
-                Cause(message.kind),
-                message.rank,
-                info.node,
-                info.pid,
-                message.step,
-                message.error,
-                message.traceback,
-            )
-        )
-
-    def _progressed(self, message: Joined | Finished | Stopped) -> Iterator[ev.Event]:
-        if isinstance(message, Joined):
-            self._joined.add(message.rank)
-            if len(self._joined) == self.world_size:
-                yield ev.GenerationFormed(self.number)
+            if message.rank == self._ranks[worker] and worker in self._in:
+                self.step = max(self.step, message.step)
+        elif getattr(message, "generation", None) != self.number or worker not in self._in:
             return
+        elif isinstance(message, Joined):
+            self._joined.add(worker)
+            if len(self._joined) == self.world_size:
+                yield ev.GenerationFormed(self.number, self.passage)
+        elif isinstance(message, Restored):
+            self._restored.add(worker)
+        elif isinstance(message, Finished | Stopped | Crashed):
+            self._in.discard(worker)
+            self._left(worker, message, at_s)
+
+    def lost(self, worker: int, cause: Cause, detail: str, at_s: float) -> Fault | None:
+        """A worker's process is gone. The fault, if it was a member that had not finished."""
+        self._in.discard(worker)
+        self._memories.pop(worker, None)
+        if worker not in self._ranks or worker in self._finished:
+            return None
+        fault = Fault(
+            cause, self._workers[worker], self._ranks[worker], self.step, detail, at_s, self.number
+        )
+        self.faults.append(fault)
+        return fault
+
+    def _left(self, worker: int, message: Finished | Stopped | Crashed, at_s: float) -> None:
         if isinstance(message, Finished):
-            self._finished.add(message.rank)
+            self._finished.add(worker)
             if message.rank == 0 and message.result:
                 self.returned = message.result
-        else:
-            self._stopped.add(message.rank)
-        if len(self._finished) == self.world_size:
-            yield ev.AllFinished(self.number)
-        elif self._stopped and len(self._finished | self._stopped) == self.world_size:
-            yield ev.TrainingStopped()
+            return
+        if message.memory is not None:
+            self._memories[worker] = message.memory
+        if isinstance(message, Crashed) and not self.fenced:
+            self.faults.append(
+                Fault(
+                    Cause(message.kind),
+                    self._workers[worker],
+                    self._ranks[worker],
+                    message.step,
+                    message.error,
+                    at_s,
+                    self.number,
+                    message.traceback,
+                )
+            )

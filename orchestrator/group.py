@@ -42,7 +42,11 @@ class WorkerGroup(Protocol):
 
     async def next_worker(self) -> WorkerInfo:
         """The next worker that became ready behind the first ones: in a seat that came later, or
-        as a replacement. Waits without end; can be cancelled."""
+        as a replacement. Waits without end; can be cancelled.
+
+        Raises:
+            WorkerLostError: one did not start; it is tried again without being asked for.
+        """
 
     def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
         """Starts a new worker in the seat of one that is gone; it gets an index of its own."""

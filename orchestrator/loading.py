@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from rayzero.engine.config import parse_config, read_config, solve_batches
+from rayzero.engine.config import EngineConfig, parse_config, read_config, solve_batches
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.validation import validated
 from rayzero.orchestrator.spec import JobSpec
@@ -34,18 +34,33 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
 
 
 def check(spec: JobSpec, engine_folder: Path) -> JobSpec:
-    """The spec with its engine config read and checked for the smallest world it may run in.
+    """The spec with its engine config read and checked for every size it may run in.
 
     Raises:
-        ConfigError: the engine config cannot be read, or is wrong.
+        ConfigError: the engine config cannot be read, is wrong, or would have another global batch
+            at another number of workers.
     """
     if spec.engine is None:
         return spec
     source = engine_folder / spec.engine if isinstance(spec.engine, str) else spec.engine
-    config = parse_config(source)
-    for world_size in {spec.workers.min, spec.workers.most}:
-        solve_batches(config, world_size)
+    check_sizes(parse_config(source), spec.workers.min, spec.workers.most)
     return spec.model_copy(update={"engine": read_config(source)})
+
+
+def check_sizes(config: EngineConfig, least: int, most: int) -> None:
+    """Whether a job can run with any number of workers between these.
+
+    Raises:
+        ConfigError: the batch sizes do not work out, or the global batch would change.
+    """
+    totals = {solve_batches(config, size).global_batch for size in range(least, most + 1)}
+    if len(totals) > 1:
+        raise ConfigError(
+            f"with {least} to {most} workers the global batch would be anything from "
+            f"{min(totals)} to {max(totals)} samples, because train_batch_size is not given",
+            allowed="a global batch that does not depend on how many workers there are",
+            fix="train_batch_size in the engine config, or the same workers.min and workers.max",
+        )
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ late, and then means nothing), or "illegal" (the controller has a bug).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Final, TypeAlias, get_args
 
@@ -34,13 +34,15 @@ class Row:
 
     Args:
         to: the next state.
-        orders: the instructions, in order; those that carry a generation get the state's new one.
+        orders: the instructions, in order; what they carry is the new state's.
         opens: whether a new generation begins.
+        departs: whether the job sets out for one, on a new passage.
     """
 
     to: State
     orders: tuple[Order, ...] = ()
     opens: bool = False
+    departs: bool = False
 
 
 class IllegalEventError(RayzeroError):
@@ -53,56 +55,58 @@ _SUCCEED = Row(State.SUCCEEDED, (do.ReleaseWorkers, do.WriteSummary))
 _FAIL = Row(State.FAILED, (do.ReleaseWorkers,))
 _STOPPED = Row(State.STOPPED, (do.ReleaseWorkers,))
 _STOP = Row(State.STOPPING, (do.StopTraining,))
-_RECOVER = Row(State.RECOVERING, (do.FenceGeneration,))
-_NEW_GENERATION = (do.FormGeneration,)
+_RECOVER = Row(State.RECOVERING, (do.FenceGeneration,), departs=True)
+_RUN = Row(State.RUNNING, (do.TidyUp,))
+
+
+def _way_on(state: State) -> dict[Pair, Row]:
+    """To the next generation: the same whether it is the first, a worker came, or one was lost."""
+    return {
+        (state, ev.RecoveryStepPicked): Row(state, (do.SettleMembership,)),
+        (state, ev.MembershipSettled): Row(state, (do.FormGeneration,), opens=True),
+        (state, ev.GenerationFormed): _RUN,
+        (state, ev.FaultNoticed): _RECOVER,  # a loss on the way begins the way again
+        (state, ev.FaultFatal): _FAIL,
+    }
+
 
 TABLE: Final[dict[Pair, Row]] = {
     (State.PENDING, ev.Submitted): Row(State.STARTING, (do.PlaceWorkers,)),
     (State.PENDING, ev.StopWanted): Row(State.STOPPED),
     (State.PENDING, ev.FaultFatal): Row(State.FAILED),
-    # Nothing is trained yet, so a worker lost now costs a new start and no state.
-    (State.STARTING, ev.WorkersPlaced): Row(State.STARTING, _NEW_GENERATION, opens=True),
-    (State.STARTING, ev.GenerationFormed): Row(State.RUNNING),
-    (State.STARTING, ev.FaultNoticed): Row(State.STARTING, (do.ReleaseWorkers, do.PlaceWorkers)),
-    (State.STARTING, ev.FaultFatal): _FAIL,
+    # There is nothing to fence yet; the step to begin at may be a checkpoint's.
+    **_way_on(State.STARTING),
+    (State.STARTING, ev.WorkersPlaced): Row(State.STARTING, (do.PickRecoveryStep,), departs=True),
     (State.STARTING, ev.StopWanted): _STOPPED,
     (State.RUNNING, ev.AllFinished): _SUCCEED,
     (State.RUNNING, ev.FaultNoticed): _RECOVER,
     (State.RUNNING, ev.FaultFatal): _FAIL,
-    (State.RUNNING, ev.ResizeWanted): Row(State.RESIZING, (do.DrainGeneration,)),
+    (State.RUNNING, ev.ResizeWanted): Row(State.RESIZING, (do.DrainGeneration,), departs=True),
     (State.RUNNING, ev.StopWanted): _STOP,
-    # By wish: drained at the end of a step, so there is no step to pick.
-    (State.RESIZING, ev.Fenced): Row(State.RESIZING, (do.SettleMembership,)),
-    (State.RESIZING, ev.MembershipSettled): Row(State.RESIZING, _NEW_GENERATION, opens=True),
-    (State.RESIZING, ev.GenerationFormed): Row(State.RUNNING),
+    **_way_on(State.RESIZING),
+    (State.RESIZING, ev.Fenced): Row(State.RESIZING, (do.PickRecoveryStep,)),
     (State.RESIZING, ev.AllFinished): _SUCCEED,
-    (State.RESIZING, ev.FaultNoticed): _RECOVER,
-    (State.RESIZING, ev.FaultFatal): _FAIL,
     (State.RESIZING, ev.StopWanted): _STOP,
-    # A second loss on the way back begins the way back again.
+    **_way_on(State.RECOVERING),
     (State.RECOVERING, ev.Fenced): Row(State.RECOVERING, (do.PickRecoveryStep,)),
-    (State.RECOVERING, ev.RecoveryStepPicked): Row(State.RECOVERING, (do.SettleMembership,)),
-    (State.RECOVERING, ev.MembershipSettled): Row(State.RECOVERING, _NEW_GENERATION, opens=True),
-    (State.RECOVERING, ev.GenerationFormed): Row(State.RUNNING),
-    (State.RECOVERING, ev.FaultNoticed): _RECOVER,
-    (State.RECOVERING, ev.FaultFatal): _FAIL,
     (State.RECOVERING, ev.StopWanted): _STOP,
+    # A fault on the way to the end costs nothing: what is mirrored is what can be kept.
     (State.STOPPING, ev.TrainingStopped): _STOPPED,
     (State.STOPPING, ev.StopTimedOut): _STOPPED,
     (State.STOPPING, ev.AllFinished): _SUCCEED,
-    (State.STOPPING, ev.FaultNoticed): _STOPPED,
     (State.STOPPING, ev.FaultFatal): _STOPPED,
 }
 
 # What can still be under way when a state was left, and then comes too late to matter.
 _LATE: Final[dict[State, tuple[EventType, ...]]] = {
     State.PENDING: (),
-    State.STARTING: (ev.ResizeWanted,),  # placement already takes what there is
+    State.STARTING: (),
     State.RUNNING: (),
     State.RESIZING: (ev.ResizeWanted,),  # membership is settled after the drain anyway
     State.RECOVERING: (ev.ResizeWanted, ev.AllFinished),
     State.STOPPING: (
         ev.GenerationFormed,
+        ev.FaultNoticed,
         ev.ResizeWanted,
         ev.Fenced,
         ev.RecoveryStepPicked,
@@ -124,20 +128,20 @@ def answer(state: State, event: EventType) -> Row | Answer:
 def handle(job: JobState, event: ev.Event) -> tuple[JobState, tuple[do.Instruction, ...]]:
     """The next state, and what to do, in order.
 
-    An event about an older generation than the job's changes nothing, in any state.
+    An event about an older generation or passage than the job's changes nothing, in any state.
 
     Raises:
         IllegalEventError: the event cannot happen in this state.
     """
-    if getattr(event, "generation", job.generation) < job.generation:
+    if any(getattr(event, what, newest) < newest for what, newest in _numbers(job).items()):
         return job, ()
     found = answer(job.state, type(event))
     if found is Answer.IGNORED:
         return job, ()
     if not isinstance(found, Row):
         raise IllegalEventError(f"{type(event).__name__} in state {job.state}: {event!r}")
-    after = JobState(found.to, job.generation + found.opens)
-    return after, tuple(_filled(order, after.generation) for order in found.orders)
+    after = JobState(found.to, job.generation + found.opens, job.passage + found.departs)
+    return after, tuple(_filled(order, after) for order in found.orders)
 
 
 def rows() -> Iterator[tuple[State, EventType, Row | Answer]]:
@@ -147,7 +151,10 @@ def rows() -> Iterator[tuple[State, EventType, Row | Answer]]:
             yield state, event, answer(state, event)
 
 
-def _filled(order: Order, generation: int) -> do.Instruction:
-    if order is do.FormGeneration or order is do.DrainGeneration or order is do.FenceGeneration:
-        return order(generation)
-    return order()  # type: ignore[call-arg]  # the orders left carry nothing
+def _numbers(job: JobState) -> dict[str, int]:
+    return {"generation": job.generation, "passage": job.passage}
+
+
+def _filled(order: Order, job: JobState) -> do.Instruction:
+    carried = {field.name for field in fields(order)}
+    return order(**{what: n for what, n in _numbers(job).items() if what in carried})

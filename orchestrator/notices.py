@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.states import State
-from rayzero.workers.messages import LogLine, WorkerInfo
+from rayzero.workers.messages import FaultFired, LogLine, WorkerInfo
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class StateEntered:
 
 @dataclass(frozen=True)
 class WorkersUp:
-    """The workers' processes are alive, in the order of their index."""
+    """These workers' processes are alive and ready for work."""
 
     workers: tuple[WorkerInfo, ...]
 
@@ -29,7 +29,118 @@ class Warned:
     text: str
 
 
-Notice: TypeAlias = StateEntered | WorkersUp | Warned | StepRecord | LogLine
+@dataclass(frozen=True)
+class Resumed:
+    """The job goes on from a checkpoint of an earlier run."""
+
+    step: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class FaultSeen:
+    """Something broke.
+
+    Args:
+        cause: a `failure.Cause`.
+        rank: None when the worker was no member of the generation.
+        text: all of it in words.
+    """
+
+    cause: str
+    worker: WorkerInfo
+    rank: int | None
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """The job is past a fault: a step is finished that was not finished before it.
+
+    Args:
+        cause: of the first fault, when several fell together.
+        lost: who is gone, as "rank 1 on node a (pid 7)".
+        step: the step that was gone back to.
+        steps_redone: finished steps that had to be done again.
+        world_size_before, world_size: ranks before and after.
+        seconds: how long each part took: `notice` (from the first sign to the judgement), `fence`,
+            `pick`, `settle`, `form`, `load`, `redo` (to the next finished step, less that step).
+    """
+
+    cause: str
+    lost: tuple[str, ...]
+    step: int
+    steps_redone: int
+    world_size_before: int
+    world_size: int
+    seconds: dict[str, float]
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Resized:
+    """The job goes on with other members, by wish. `seconds` as in `Repaired`, but `drain`."""
+
+    reason: str
+    step: int
+    world_size_before: int
+    world_size: int
+    seconds: dict[str, float]
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """A checkpoint is durable.
+
+    Args:
+        seconds: from the pinned step to the manifest, behind training.
+        stopped_s: how long training stood still for it, on the slowest rank.
+    """
+
+    step: int
+    folder: str
+    nbytes: int
+    seconds: float
+    stopped_s: float
+
+
+@dataclass(frozen=True)
+class CheckpointFailed:
+    """A checkpoint could not be written. Training goes on.
+
+    Args:
+        tries: so far.
+        again_in_s: when it is tried again; None: it is given up.
+    """
+
+    step: int
+    text: str
+    tries: int
+    again_in_s: float | None
+
+
+Notice: TypeAlias = (
+    StateEntered
+    | WorkersUp
+    | Warned
+    | Resumed
+    | FaultSeen
+    | FaultFired
+    | Repaired
+    | Resized
+    | Checkpointed
+    | CheckpointFailed
+    | StepRecord
+    | LogLine
+)
 
 
 class Observer(Protocol):

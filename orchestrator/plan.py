@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from time import time_ns
 
 from rayzero.engine.config import parse_config
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.policies.placement import Need
 from rayzero.orchestrator.spec import JobSpec
-from rayzero.workers.messages import Setup
+from rayzero.workers.faults import parse
+from rayzero.workers.messages import MirrorPlan, Setup
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,9 @@ class JobPlan:
 
     Args:
         setup: what each worker is told.
+        need: the workers to ask for, spares among them.
+        output_dir: where the job's local files go.
+        archive: where its checkpoints go: a path or a URL.
         stage: the ZeRO stage of the job's engine config; None when the job has no such config.
     """
 
@@ -26,6 +31,7 @@ class JobPlan:
     setup: Setup
     need: Need
     output_dir: Path
+    archive: str
     stage: int | None
 
 
@@ -40,10 +46,14 @@ def make_plan(
         import_paths: where the workers may import from, after the working directory.
 
     Raises:
-        ConfigError: the output folder cannot be made.
+        ConfigError: the output folder cannot be made, or a fault is not one.
     """
     cwd = os.getcwd()
-    output_dir = Path(cwd, spec.checkpoint.path, spec.name)
+    path = spec.checkpoint.path
+    output_dir = Path(cwd, "runs" if spec.checkpoint.is_url else path, spec.name)
+    archive = f"{path.rstrip('/')}/{spec.name}" if spec.checkpoint.is_url else str(output_dir)
+    for fault in spec.faults:
+        parse(fault)  # refused now, not when it should happen
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -67,7 +77,16 @@ def make_plan(
         hang_timeout_s=spec.recovery.hang_timeout_s,
         working_dir=cwd,
         import_paths=(cwd, *import_paths),
+        mirror=MirrorPlan(
+            replicas=spec.recovery.replicas,
+            every_steps=spec.recovery.mirror_every,
+            checkpoint_every_steps=spec.checkpoint.every_steps,
+        ),
+        faults=tuple(spec.faults),
+        ledger=spec.ledger,
+        run=f"{time_ns():020d}",
     )
-    need = Need(workers.min, workers.most, workers.cpus, workers.gpus, workers.start_timeout_s)
+    most = workers.most + workers.spares
+    need = Need(workers.min, most, workers.cpus, workers.gpus, workers.start_timeout_s)
     stage = None if engine is None else parse_config(engine).zero_optimization.stage
-    return JobPlan(spec, setup, need, output_dir, stage)
+    return JobPlan(spec, setup, need, output_dir, archive, stage)

@@ -39,6 +39,9 @@ class JobProgress:
 
     def __init__(self) -> None:
         self.steps = 0
+        """Finished steps in the state of the job: those it went back behind do not count."""
+        self.done = 0
+        """Steps finished by this run, those that were done again too."""
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.tokens = 0.0
@@ -46,6 +49,8 @@ class JobProgress:
         self._steady_tokens = 0.0
         self._steady_s = 0.0
         self.peak_bytes: dict[str, int] = {}
+        self.world_sizes: list[int] = []
+        """Every change of it."""
         self._generation = 0
         self._world_size = 0
         self._open: defaultdict[int, dict[int, Report]] = defaultdict(dict)
@@ -60,11 +65,20 @@ class JobProgress:
             return self._steady_tokens / self._steady_s
         return self._first_step.tokens_per_s if self._first_step else None
 
-    def begin(self, generation: int, world_size: int) -> None:
-        """A new generation begins; what the old one left unfinished is forgotten."""
+    def begin(self, generation: int, world_size: int, step: int = 0) -> None:
+        """A new generation begins at a finished step; what the old one left undone is forgotten."""
         self._generation, self._world_size = generation, world_size
+        if not self.world_sizes or self.world_sizes[-1] != world_size:
+            self.world_sizes.append(world_size)
+        self.steps = step
         self._first_step = None
         self._open.clear()
+
+    def rewind(self, step: int) -> int:
+        """Goes back to an earlier step; how many finished ones are to be done again."""
+        redone = max(0, self.steps - step)
+        self.steps = min(self.steps, step)
+        return redone
 
     def add(self, report: Report) -> StepRecord | None:
         """The record of the step that this report completes, if it does."""
@@ -109,6 +123,7 @@ class JobProgress:
             gauges={name: value for name, value in means.items() if name != "step_s"},
         )
         self.steps = max(self.steps, step)
+        self.done += 1
         self.tokens += record.tokens
         if self._first_step is None:
             self._first_step = record

@@ -36,6 +36,7 @@ class Totals:
     Args:
         seconds: from submission to the last rank's end.
         returned: what rank 0's training function returned.
+        history: what the job went through: faults, repairs, steps_redone, checkpoints.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Totals:
     stage: int | None
     seconds: float
     returned: dict[str, Any]
+    history: dict[str, Any] = field(default_factory=dict)
 
 
 def summarize(totals: Totals, progress: JobProgress) -> dict[str, Any]:
@@ -56,6 +58,8 @@ def summarize(totals: Totals, progress: JobProgress) -> dict[str, Any]:
         "tokens_per_s": progress.tokens_per_s,
         "seconds": totals.seconds,
         "peak_bytes": dict(sorted(progress.peak_bytes.items())),
+        "world_sizes": list(progress.world_sizes),
+        **totals.history,
         **totals.returned,
     }
 

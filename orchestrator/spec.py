@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+SCHEMES = ("file", "s3", "gs", "gcs", "hdfs")
+"""What the URL of a checkpoint folder may begin with."""
+
+_SCHEMES = ", ".join(f"{scheme}://" for scheme in SCHEMES)
 _ENTRYPOINT = re.compile(r"[\w.]+:[\w.<>]+")
 
 
@@ -24,6 +28,9 @@ class Workers(_Section):
     )
     cpus: float = Field(default=1, gt=0, description="CPUs of a worker, and its compute threads")
     gpus: float = Field(default=0, ge=0, le=1, description="GPUs of a worker: 0 or 1")
+    spares: int = Field(
+        default=0, ge=0, description="workers kept ready beyond max, to take a lost one's place"
+    )
     start_timeout_s: float = Field(
         default=300, gt=0, description="seconds to wait for the resources of `min` workers"
     )
@@ -47,29 +54,61 @@ class Checkpoint(_Section):
     path: str = Field(
         default="runs",
         min_length=1,
-        description="folder for the job's output, relative to the working directory; "
-        "the job's own folder in it has the job's name",
+        description="folder for the job's output, relative to the working directory, or a URL "
+        "(s3://, gs://, hdfs://) for its checkpoints; the job's own folder in it has its name",
     )
     every_steps: int | None = Field(default=None, ge=1, description="steps between checkpoints")
-    keep: int = Field(default=3, ge=1, description="checkpoints kept")
+    keep: int = Field(default=3, ge=1, description="newest checkpoints kept")
+    keep_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="checkpoints of multiples of so many steps are kept for ever",
+    )
+    resume: str = Field(
+        default="auto",
+        min_length=1,
+        description="what to begin from: `auto` is the newest whole checkpoint of the job's folder, "
+        "if there is one; `never` refuses a folder with checkpoints; or a checkpoint's path",
+    )
+    notice_s: float = Field(
+        default=30, gt=0, description="seconds a stop may take for a last checkpoint"
+    )
 
     @field_validator("path")
     @classmethod
-    def _local(cls, value: str) -> str:
-        if "://" in value:
-            raise ValueError("object storage is not in this version: give a local or shared folder")
+    def _known_scheme(cls, value: str) -> str:
+        scheme, separator, rest = value.partition("://")
+        if separator and (scheme not in SCHEMES or not rest.strip("/")):
+            raise ValueError(f"must be a folder, or a URL such as s3://bucket/runs ({_SCHEMES})")
         return value
+
+    @property
+    def is_url(self) -> bool:
+        return "://" in self.path
 
 
 class Recovery(_Section):
     """What happens when something breaks."""
 
-    replicas: int = Field(default=0, ge=0, description="copies of each shard in other memories")
+    replicas: int = Field(
+        default=1,
+        ge=0,
+        description="copies of each shard in other memories: in the node's vault, and in so many "
+        "other nodes' vaults where there are several",
+    )
+    mirror_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps between two copies; by default chosen so that they cost little",
+    )
     hang_timeout_s: float = Field(
-        default=120, gt=0, description="seconds a rank may wait for its peers in a collective"
+        default=120, gt=0, description="seconds without progress that make a rank hung"
     )
     max_faults: int = Field(default=20, ge=0, description="hardware faults allowed in the window")
     fault_window_s: float = Field(default=3600, gt=0, description="seconds of the fault window")
+    balance: Literal["even", "auto"] = Field(
+        default="even", description="samples of a step: the same for all, or by measured speed"
+    )
 
 
 class Metrics(_Section):
@@ -96,6 +135,13 @@ class JobSpec(_Section):
     checkpoint: Checkpoint = Checkpoint()
     recovery: Recovery = Recovery()
     metrics: Metrics = Metrics()
+    faults: list[str] = Field(
+        default_factory=list,
+        description="faults to inject, such as kill(rank=1, step=7): for tests and trials",
+    )
+    ledger: bool = Field(
+        default=False, description="write down which samples each step consumed, under ledger/"
+    )
 
     @field_validator("entrypoint")
     @classmethod
@@ -105,29 +151,11 @@ class JobSpec(_Section):
         return value
 
 
-_LATER = {
-    ("checkpoint", "every_steps"): "no checkpoint is written while the job runs",
-    ("checkpoint", "keep"): "no checkpoint is written while the job runs",
-    ("recovery", "replicas"): "no shard is copied, and a lost worker ends the job",
-    ("recovery", "max_faults"): "a lost worker ends the job",
-    ("recovery", "fault_window_s"): "a lost worker ends the job",
-    ("metrics", "port"): "no endpoint is opened",
-}
-
-
 def not_in_this_version(spec: JobSpec) -> Iterator[str]:
     """One line for each key the user set whose feature is still to come.
 
     Such a key is accepted, so that a job file can be written for the versions to come, but the
     user is told what it does now.
     """
-    for (section, key), now in _LATER.items():
-        part: BaseModel = getattr(spec, section)
-        value = getattr(part, key)
-        if key in part.model_fields_set and value not in (None, 0):
-            yield f"{section}.{key}: {value} is not in this version: {now}"
-    if spec.workers.most > spec.workers.min:
-        yield (
-            f"workers.max: {spec.workers.max} is not in this version while the job runs: the "
-            "number of workers is chosen at the start and stays"
-        )
+    if spec.metrics.port is not None:
+        yield f"metrics.port: {spec.metrics.port} is not in this version: no endpoint is opened"

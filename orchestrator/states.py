@@ -33,7 +33,14 @@ FINAL = frozenset({State.SUCCEEDED, State.FAILED, State.STOPPED})
 
 @dataclass(frozen=True)
 class JobState:
-    """Where a job stands: its state, and the number of its newest process group (0: none yet)."""
+    """Where a job stands.
+
+    Args:
+        generation: the number of its newest process group; 0: none yet.
+        passage: how often it set out for a new generation. A fault on the way sets out again, and
+            what the way before still brings is stale.
+    """
 
     state: State = State.PENDING
     generation: int = 0
+    passage: int = 0

@@ -1,175 +1,248 @@
-"""The workers of a job as Ray actors in a placement group."""
+"""The workers of a job on Ray: each in a seat that is asked for, taken, and taken again."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayError
 
+from rayzero.orchestrator import nodes
 from rayzero.orchestrator.clock import Clock
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.group import WorkerLostError
-from rayzero.orchestrator.policies.placement import (
-    Capacity,
-    Need,
-    could_hold,
-    too_small,
-    world_size,
-)
-from rayzero.workers.actor import COMMAND_THREADS, WorkerActor
-from rayzero.workers.messages import Assign, Message, Setup, WorkerInfo
+from rayzero.orchestrator.group import VaultLostError, WorkerLostError
+from rayzero.orchestrator.lost import LOST, cause
+from rayzero.orchestrator.policies.placement import Capacity, Need, could_hold, too_small
+from rayzero.orchestrator.roster import Roster, Worker
+from rayzero.orchestrator.vault_group import RayVaultGroup
+from rayzero.workers.actor import WorkerActor
+from rayzero.workers.messages import Assign, Message, Setup, SlotInfo, WorkerInfo
 
-_CHECK_S = 0.1
-_SETTLE_S = 5.0
-"""How long to hope for more than the least number of workers."""
-_GONE_S = 3.0
-"""How long to wait for killed workers to be gone."""
-
-_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes include|$)")
+_CHECK_S = 0.02
+"""How often to look for seats while a job waits for them."""
+_WATCH_S = 0.5
+"""How often to look for seats that are to come behind a running job."""
+_SETTLE_S = 1.0
+"""How long to hope for one more seat when the least number stands."""
+_KILL_S = 1.0
+"""How long a vault may take to kill a process."""
 
 T = TypeVar("T")
 
 
 class RayWorkerGroup:
-    """Owns one placement group and the actors in it, from `place` to `release`."""
+    """Owns the seats and the workers in them, from `place` to `release`. Used from one event loop.
 
-    def __init__(self, setup: Setup, clock: Clock, can_grow: bool) -> None:
-        self._setup = setup
+    An usher, one background task, puts a worker into every vacant seat as soon as it stands; it
+    sleeps while no seat is vacant. Tasks end in `release`.
+
+    Args:
+        can_grow: whether more nodes may come; if not, no more seats are asked for than could fit.
+        vaults: started where workers are, and asked to kill them.
+        actor: the class of the workers.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        clock: Clock,
+        can_grow: bool,
+        vaults: RayVaultGroup,
+        actor: type[Any] = WorkerActor,
+    ) -> None:
         self._clock = clock
         self._can_grow = can_grow
-        self._reserved: PlacementGroup | None = None
-        self._actors: list[Any] = []
+        self._vaults = vaults
+        self._need = Need(1, 1, setup.cpus, setup.gpus, 0.0)  # until `place` says more
+        self._roster = Roster(setup, clock, vaults, actor)
+        self._ready: asyncio.Queue[Worker | Exception] = asyncio.Queue()
+        self._vacancy = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def place(self, need: Need) -> tuple[WorkerInfo, ...]:
-        group = await self._reserve(need)
-        for index in range(group.bundle_count):
-            self._actors.append(self._start(group, index))
-        answers = asyncio.gather(*(actor.describe.remote() for actor in self._actors))
+        self._need = need
+        await self._take_seats()
+        first = self._roster.workers
+        answers = asyncio.gather(*(self._roster.introduced(worker) for worker in first))
         try:
-            return tuple(await asyncio.wait_for(answers, need.timeout_s))
+            infos = await asyncio.wait_for(answers, need.timeout_s)
         except TimeoutError:
             raise JobFailedError(
                 f"the workers' processes did not answer within {need.timeout_s:g} s",
                 fix="workers.start_timeout_s in the job file",
             ) from None
         except RayError as error:
-            raise JobFailedError(f"a worker could not start: {_cause(error)}") from None
+            raise JobFailedError(f"a worker could not start: {cause(error)}") from None
+        for worker in first:
+            worker.known = True
+        self._spawn(self._usher())
+        return tuple(infos)
+
+    async def next_worker(self) -> WorkerInfo:
+        while True:
+            came = await self._ready.get()
+            if isinstance(came, Exception):
+                raise came
+            if came in self._roster and came.info is not None:
+                came.known = True
+                return came.info
+
+    def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
+        lost = self._roster.get(worker)
+        lost.seat.avoid = frozenset(avoid_nodes)
+        self._roster.vacate(lost, delay_s)
+        self._vacancy.set()
+
+    def resize(self, least: int, most: int) -> None:
+        now = self._need
+        self._need = Need(least, most, now.cpus, now.gpus, now.timeout_s)
+        self._spawn(self._fit(most))
+
+    async def dismiss(self, worker: int) -> None:
+        await self._roster.end([self._roster.get(worker)])
+
+    async def kill(self, worker: int) -> None:
+        """The vault kills in a millisecond. Ray asks first: a stopped process would live on for
+        another 5 s."""
+        victim = self._roster.get(worker)
+        if victim.info is not None:
+            with suppress(VaultLostError, TimeoutError):
+                killed = self._vaults.kill(victim.info.node_id, victim.info.pid)
+                await asyncio.wait_for(killed, _KILL_S)
+        ray.kill(victim.actor)
 
     async def open_store(self, worker: int) -> int:
-        return int(await _answer(self._actors[worker].open_store.remote()))
+        return int(await _answer(self._actor(worker).open_store.remote()))
 
     async def assign(self, worker: int, assign: Assign) -> None:
-        await _answer(self._actors[worker].assign.remote(assign))
+        await _answer(self._actor(worker).assign.remote(assign))
 
     async def poll(self, worker: int, timeout_s: float) -> list[Message]:
-        messages: list[Message] = await _answer(self._actors[worker].poll.remote(timeout_s))
+        messages: list[Message] = await _answer(self._actor(worker).poll.remote(timeout_s))
         return messages
 
     async def stop(self, worker: int) -> None:
-        await _answer(self._actors[worker].stop.remote())
+        await _answer(self._actor(worker).stop.remote())
+
+    async def drain(self, worker: int) -> None:
+        await _answer(self._actor(worker).drain.remote())
+
+    async def fence(self, worker: int) -> None:
+        await _answer(self._actor(worker).fence.remote())
+
+    async def salvage(self, worker: int) -> SlotInfo:
+        slot: SlotInfo = await _answer(self._actor(worker).salvage.remote())
+        return slot
+
+    async def dump_stack(self, worker: int) -> str:
+        return str(await _answer(self._actor(worker).dump_stack.remote()))
+
+    async def leaving_nodes(self) -> frozenset[str]:
+        return await asyncio.to_thread(nodes.draining)
 
     async def release(self) -> None:
-        actors, self._actors = self._actors, []
-        for actor in actors:
-            ray.kill(actor)
-        if self._reserved is not None:
-            remove_placement_group(self._reserved)
-            self._reserved = None
-        gone = [asyncio.ensure_future(_gone(actor)) for actor in actors]
-        if gone:
-            _, late = await asyncio.wait(gone, timeout=_GONE_S)
-            for one in late:
-                one.cancel()
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._roster.end(self._roster.workers)
+        self._roster.seats.clear()
 
-    async def _reserve(self, need: Need) -> PlacementGroup:
-        """Makes the placement group; first for as many workers as fit, then for the least."""
-        nodes, free = _capacities()
-        if not self._can_grow and could_hold(nodes, need) < need.least:
-            raise too_small(nodes, free, need, waited_s=0)
-        wanted = world_size(nodes, free, need)
-        group = None
-        if wanted > need.least:
-            group = await self._created(wanted, need, _SETTLE_S)
-        group = group or await self._created(need.least, need, need.timeout_s)
-        if group is not None:
-            return group
-        raise too_small(*_capacities(), need, waited_s=need.timeout_s)
-
-    async def _created(self, count: int, need: Need, timeout_s: float) -> PlacementGroup | None:
-        """The group once it stands; None when it does not in time, and then it is removed."""
-        bundle = {"CPU": need.cpus} | ({"GPU": need.gpus} if need.gpus else {})
-        group: PlacementGroup = placement_group(
-            [dict(bundle) for _ in range(count)], strategy="PACK"
-        )
-        self._reserved = group
-        until = self._clock.now() + timeout_s
-        while placement_group_table(group)["state"] != "CREATED":
-            if self._clock.now() >= until:
-                await self.release()
-                return None
+    async def _take_seats(self) -> None:
+        """Asks for all seats and starts workers in those that come; returns when all came that
+        there was room for, or after a while without another one."""
+        need = self._need
+        seen = await asyncio.to_thread(nodes.look)
+        holds = could_hold(seen.capacities, need)
+        if not self._can_grow and holds < need.least:
+            raise too_small(seen.capacities, seen.all_free, need, waited_s=0)
+        most = need.most if self._can_grow else min(need.most, holds)
+        fits = sum(node.room(need) for node in seen.free.values())
+        expected = min(fits, most) if fits >= need.least else most
+        asked_s = came_s = self._clock.now()
+        await self._roster.seats.ask(most, need)
+        while len(self._roster) < expected:
+            if await self._roster.fill(need):
+                came_s = self._clock.now()
+                continue
+            now_s, seated = self._clock.now(), len(self._roster)
+            if seated >= need.least and now_s - came_s >= _SETTLE_S:
+                return
+            if seated < need.least and now_s - asked_s >= need.timeout_s:
+                raise await self._too_small(seated)
             await self._clock.sleep(_CHECK_S)
-        return group
 
-    def _start(self, group: PlacementGroup, index: int) -> Any:
-        cpus, gpus = self._setup.cpus, self._setup.gpus
-        actor = ray.remote(WorkerActor).options(
-            num_cpus=cpus,
-            num_gpus=gpus,
-            max_concurrency=COMMAND_THREADS,
-            max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=index
-            ),
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(max(1, int(cpus)))}},
-        )
-        return actor.remote(self._setup, index)
+    async def _too_small(self, seated: int) -> JobFailedError:
+        """What we hold ourselves counts as free: it is what the job could have had."""
+        seen = await asyncio.to_thread(nodes.look)
+        need, free = self._need, seen.all_free
+        ours = Capacity(free.cpus + seated * need.cpus, free.gpus + seated * need.gpus)
+        await self.release()
+        return too_small(seen.capacities, ours, need, waited_s=need.timeout_s)
+
+    async def _usher(self) -> None:
+        while True:
+            if not self._roster.seats.vacant:
+                self._vacancy.clear()
+                await self._vacancy.wait()
+            for worker in await self._roster.fill(self._need):
+                self._spawn(self._introduce(worker))
+            await self._clock.sleep(_WATCH_S)
+
+    async def _introduce(self, worker: Worker) -> None:
+        """Tells of a worker once it answers; one that does not start is tried again later."""
+        limit_s = self._need.timeout_s
+        try:
+            await asyncio.wait_for(self._roster.introduced(worker), limit_s)
+            self._ready.put_nowait(worker)
+            return
+        except TimeoutError:
+            why = f"its process did not answer within {limit_s:g} s"
+        except RayError as error:
+            why = cause(error)
+        if worker in self._roster:  # else it was dismissed meanwhile
+            delay_s = self._roster.failed(worker)
+            self._vacancy.set()
+            self._ready.put_nowait(
+                WorkerLostError(f"a worker did not start, the next try is in {delay_s:g} s: {why}")
+            )
+
+    async def _fit(self, most: int) -> None:
+        """Asks for the seats that are missing, or gives back those that nobody knows of."""
+        seats = self._roster.seats
+        if not self._can_grow:
+            seen = await asyncio.to_thread(nodes.look)
+            most = min(most, could_hold(seen.capacities, self._need))
+        if len(seats) < most:
+            await seats.ask(most - len(seats), self._need)
+            self._vacancy.set()
+        for seat in seats.vacant[::-1][: max(0, len(seats) - most)]:
+            seats.give_back(seat)
+        unknown = [worker for worker in self._roster.workers[::-1] if not worker.known]
+        await self._roster.end(unknown[: max(0, len(seats) - most)])
+
+    def _actor(self, worker: int) -> Any:
+        return self._roster.get(worker).actor
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(self._guarded(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # when it was cancelled before it began
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        """What goes wrong behind the scenes is raised by `next_worker`."""
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001
+            self._ready.put_nowait(error)
 
 
 async def _answer(reference: Awaitable[T]) -> T:
     try:
         return await reference
-    except RayActorError as error:
-        raise WorkerLostError(_cause(error)) from None
-
-
-async def _gone(actor: Any) -> None:
-    """Returns once a killed actor's process no longer answers."""
-    try:
-        while True:
-            await actor.describe.remote()
-            await asyncio.sleep(_CHECK_S)
-    except RayError:
-        return
-
-
-def _cause(error: RayError) -> str:
-    """What Ray knows about a death, without the identifiers and the advice around it."""
-    text = " ".join(line for line in str(error).splitlines() if not line.startswith("\t"))
-    found = _DETAIL.search(text)
-    return found.group(1) if found else text
-
-
-def _capacities() -> tuple[list[Capacity], Capacity]:
-    """The nodes' resources, and what is free in the cluster as a whole."""
-    nodes = [
-        _capacity(node["Resources"])
-        for node in ray.nodes()  # type: ignore[no-untyped-call]
-        if node["Alive"]
-    ]
-    free = ray.available_resources()  # type: ignore[no-untyped-call]
-    return nodes, _capacity(free)
-
-
-def _capacity(resources: dict[str, float]) -> Capacity:
-    return Capacity(resources.get("CPU", 0.0), resources.get("GPU", 0.0))
+    except LOST as error:
+        raise WorkerLostError(cause(error)) from None

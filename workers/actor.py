@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from rayzero.workers.messages import Assign, Message, Setup, WorkerInfo
+from rayzero.workers.messages import Assign, Message, Setup, SlotInfo, WorkerInfo
 
 if TYPE_CHECKING:
     from rayzero.workers.host import WorkerHost
@@ -30,6 +30,7 @@ class WorkerActor:
 
     def describe(self) -> WorkerInfo:
         """Where this worker runs; answers as soon as its process is ready for work."""
+        self._host.prepare()
         context = ray.get_runtime_context()
         return WorkerInfo(
             index=self._index,
@@ -50,6 +51,15 @@ class WorkerActor:
 
     def stop(self) -> None:
         self._host.stop()
+
+    def drain(self) -> None:
+        self._host.drain()
+
+    def fence(self) -> None:
+        self._host.fence()
+
+    def salvage(self) -> SlotInfo:
+        return self._host.salvage()
 
     def dump_stack(self) -> str:
         return self._host.dump_stack()

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from rayzero.engine.errors import CollectiveError, ConfigError, DataError
 from rayzero.workers.entrypoint import EntryPointError
+from rayzero.workers.keeper import StateError
 from rayzero.workers.messages import Crashed, CrashKind
 from rayzero.workers.process_group import is_collective_failure
 
@@ -20,7 +21,7 @@ def crashed(error: BaseException, generation: int, rank: int, step: int) -> Cras
     shown: BaseException | None = error if kind in ("user", "collective") else None
     if kind == "entrypoint":
         shown = error.__cause__
-    text = str(error) if kind in ("config", "entrypoint", "data") else _headline(error)
+    text = str(error) if kind in ("config", "entrypoint", "data", "state") else _headline(error)
     return Crashed(generation, rank, kind, step, text, user_traceback(shown) if shown else "")
 
 
@@ -33,6 +34,8 @@ def user_traceback(error: BaseException) -> str:
 def _kind(error: BaseException) -> CrashKind:
     if isinstance(error, EntryPointError):
         return "entrypoint"
+    if isinstance(error, StateError):
+        return "state"
     if isinstance(error, ConfigError):
         return "config"
     if isinstance(error, DataError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 
 from rayzero.workers.messages import Heartbeat
@@ -14,6 +14,8 @@ class _Beat:
     step: int
     phase: str
     at_s: float
+    collective: int = 0
+    waiting: bool = False
 
 
 class Progress:
@@ -32,11 +34,16 @@ class Progress:
         return self._beat.step
 
     def entered(self, phase: str) -> None:
-        self._beat = _Beat(self._beat.step, phase, self._clock())
+        self._beat = replace(self._beat, phase=phase, at_s=self._clock(), waiting=False)
 
     def working_on(self, step: int) -> None:
-        self._beat = _Beat(step, self._beat.phase, self._clock())
+        self._beat = replace(self._beat, step=step, at_s=self._clock(), waiting=False)
+
+    def waits(self, collective: int, entered: bool) -> None:
+        """A wait for other ranks begins, or ends."""
+        self._beat = replace(self._beat, collective=collective, waiting=entered, at_s=self._clock())
 
     def heartbeat(self, rank: int) -> Heartbeat:
         beat = self._beat
-        return Heartbeat(rank, beat.step, beat.phase, self._clock() - beat.at_s)
+        silent_s = self._clock() - beat.at_s
+        return Heartbeat(rank, beat.step, beat.phase, silent_s, beat.collective, beat.waiting)

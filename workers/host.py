@@ -9,22 +9,36 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.session import entered
 from rayzero.workers import process_group
-from rayzero.workers.context import Context, Wire
+from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import TrainFunction, resolve
-from rayzero.workers.interrupt import Interrupt
+from rayzero.workers.faults import parse
+from rayzero.workers.injector import FaultRecord, Injector, Schedule
+from rayzero.workers.job_session import JobSession
+from rayzero.workers.keeper import Keeper
 from rayzero.workers.logs import teed
-from rayzero.workers.messages import Assign, Finished, Joined, LogLine, Message, Setup
+from rayzero.workers.messages import (
+    Assign,
+    Finished,
+    Joined,
+    LogLine,
+    Memory,
+    Message,
+    Setup,
+    SlotInfo,
+)
 from rayzero.workers.outbox import Outbox
 from rayzero.workers.runner import Runner
+from rayzero.workers.warmth import warm_up
+from rayzero.workers.wire import Wire
 
 
 class WorkerHost:
@@ -39,7 +53,8 @@ class WorkerHost:
         self._setup = setup
         self._rank = index  # until the first generation says better
         self._outbox = Outbox()
-        self._runner = Runner(on_unwound=process_group.abort)
+        self._keeper = Keeper(index)
+        self._runner = Runner(on_unwound=self._unwound)
         self._wire = Wire(self._outbox.post)
         self._function: TrainFunction | None = None
         self._store: TCPStore | None = None
@@ -50,13 +65,20 @@ class WorkerHost:
 
     def open_store(self) -> int:
         """The port of a store that this process serves from now on."""
-        self._store = process_group.open_store(self._setup.hang_timeout_s)
+        self._store = process_group.open_store(self._collective_timeout_s)
         return int(self._store.port)
+
+    def prepare(self) -> None:
+        """Gets slow firsts over with, so that no peer waits for them in a generation. Whatever
+        is wrong with the user's module is told when the first generation needs it."""
+        with suppress(ConfigError):
+            self._function = resolve(self._setup.entrypoint)
+        warm_up()
 
     def assign(self, assign: Assign) -> None:
         """Begins a generation: joins its group, then calls the user's function."""
         self._rank = assign.rank
-        self._wire = Wire(self._outbox.post, interrupt=Interrupt())
+        self._wire = Wire(self._outbox.post)
         wire = self._wire
         self._runner.start(assign, lambda: self._generation(assign, wire), wire)
 
@@ -67,6 +89,25 @@ class WorkerHost:
     def stop(self) -> None:
         """Unwinds the user's function at its next report, phase or step; `Stopped` follows."""
         self._runner.stop()
+
+    def drain(self) -> None:
+        """Unwinds the user's function at the end of a step that all ranks agree on, mirrored."""
+        self._runner.drain()
+
+    def fence(self) -> None:
+        """As `stop`, and breaks off the collective that the function may be waiting in."""
+        self._runner.stop()
+        process_group.break_off()
+
+    def salvage(self) -> SlotInfo:
+        """Copies the state in this process's memory into the vault, once the function is unwound.
+
+        Raises:
+            EngineError: the function is not unwound, or there is no state.
+        """
+        if not self._runner.join(timeout_s=1):
+            raise EngineError("the training function is still under way: its state is not at rest")
+        return self._keeper.salvage()
 
     def dump_stack(self) -> str:
         """The Python stack of every thread of this process."""
@@ -80,18 +121,21 @@ class WorkerHost:
         """Puts sys.stdout and sys.stderr back; for tests, since an actor's process just ends."""
         self._runner.stop()
         self._runner.join(timeout_s=5)
+        self._keeper.close()
         self._open.close()
 
     def _generation(self, assign: Assign, wire: Wire) -> Message:
         function = self._function = self._function or resolve(self._setup.entrypoint)
         device = self._device()
         wire.progress.entered("join")
-        process_group.join(assign, device, self._setup.hang_timeout_s)
+        self._keeper.begin(assign)  # first: the vault is to notice a death in joining, too
+        process_group.join(assign, device, self._collective_timeout_s)
         wire.post(Joined(assign.generation, assign.rank))
-        context = Context(self._setup, assign, device, wire)
+        session = JobSession(self._setup, assign, wire, self._keeper, self._injector(assign))
+        context = Context(self._setup, assign, device, session)
         wire.progress.working_on(1)
         try:
-            with entered(context):
+            with entered(session):
                 result = self._plain(function(context))
         finally:
             for tee in self._tees:
@@ -100,9 +144,24 @@ class WorkerHost:
             assign.generation,
             assign.rank,
             result,
-            context.unreported(),
+            session.reports.unreported(),
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
+
+    @property
+    def _collective_timeout_s(self) -> float:
+        """The last resort: a hang is noticed by heartbeats, and its collective broken off, before
+        that."""
+        return 2 * self._setup.hang_timeout_s + 10
+
+    def _injector(self, assign: Assign) -> Injector:
+        faults = [parse(text) for text in self._setup.faults]
+        record = FaultRecord(self._setup.output_dir)
+        return Injector(Schedule(faults, record, self._outbox.post), assign.rank)
+
+    def _unwound(self) -> Memory | None:
+        process_group.abort()
+        return self._keeper.memory()
 
     def _device(self) -> torch.device:
         if self._setup.gpus <= 0:

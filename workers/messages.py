@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from rayzero.engine.checkpoint.format import WrittenFile
+
 CrashKind: TypeAlias = Literal["config", "entrypoint", "data", "state", "collective", "user"]
 
 
@@ -20,18 +22,11 @@ class MirrorPlan:
         replicas: copies of each shard outside its process; 0: only for checkpoints and resizes.
         every_steps: steps between two mirrors; None: chosen by what one costs.
         checkpoint_every_steps: steps between two checkpoints; None: never.
-        remote: whether a step is pinned now and then for another node's vault to copy.
     """
 
     replicas: int = 0
     every_steps: int | None = None
     checkpoint_every_steps: int | None = None
-    remote: bool = False
-
-    @property
-    def pins(self) -> bool:
-        """Whether steps are pinned, which takes a third buffer."""
-        return self.remote or self.checkpoint_every_steps is not None
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,8 @@ class Setup:
         hang_timeout_s: a rank that makes no progress for so long is taken for hung.
         mirror: when the state is mirrored into the vault, and when a checkpoint is due.
         faults: faults to inject, in the language of `rayzero.workers.faults`.
-        ledger: whether consumed sample ids are written down, under `output_dir`/ledger.
+        ledger: whether consumed sample ids are written down, under `output_dir`/ledger/`run`.
+        run: which run of the job this is; later ones sort behind.
         working_dir: the submitter's working directory: the worker's too, where it exists.
         import_paths: what the submitter could import from; the first goes before everything.
     """
@@ -65,6 +61,7 @@ class Setup:
     mirror: MirrorPlan
     faults: tuple[str, ...] = ()
     ledger: bool = False
+    run: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,6 +112,7 @@ class Assign:
         vault: the address of the vault on the worker's node; empty when there is none.
         restore: what to begin from; None for a fresh start.
         shares: each rank's share of a step's samples, adding up to 1; empty for even shares.
+        remote: whether steps are pinned as often as can be, for another node's vault to copy.
     """
 
     generation: int
@@ -127,6 +125,7 @@ class Assign:
     vault: str = ""
     restore: Restore | None = None
     shares: tuple[float, ...] = ()
+    remote: bool = False
 
 
 @dataclass(frozen=True)
@@ -319,23 +318,5 @@ class ConnectionLost:
     pid: int
 
 
-@dataclass(frozen=True)
-class RankFile:
-    """One rank's file of a checkpoint, durable.
-
-    Args:
-        table: of the file's data, as `Table.to_json` gives it.
-        small: the rank's JSON part.
-        checksum: xxh3-64 of the whole file.
-        blocks: xxh3-64 of each `BLOCK_BYTES` of the data, the last one shorter.
-        seconds: from open to durable.
-    """
-
-    name: str
-    rank: int
-    nbytes: int
-    checksum: int
-    blocks: tuple[int, ...]
-    table: dict[str, Any]
-    small: dict[str, Any]
-    seconds: float
+RankFile: TypeAlias = WrittenFile
+"""A file of a checkpoint, as the vault that wrote it reports it."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from rayzero.workers.connections import Connections
 from rayzero.workers.messages import Assign
 
 
@@ -26,6 +27,9 @@ def open_store(timeout_s: float) -> TCPStore:
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
     )
+
+
+_connections = Connections()
 
 
 def join(assign: Assign, device: torch.device, timeout_s: float) -> None:
@@ -56,22 +60,32 @@ def join(assign: Assign, device: torch.device, timeout_s: float) -> None:
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)  # a thread's own setting: we are in the training thread
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=PrefixStore(f"generation-{assign.generation}", store),
-        rank=assign.rank,
-        world_size=assign.world_size,
-        timeout=timeout,
-        device_id=device if on_gpu else None,
-    )
+    with _connections.noting():
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=PrefixStore(f"generation-{assign.generation}", store),
+            rank=assign.rank,
+            world_size=assign.world_size,
+            timeout=timeout,
+            device_id=device if on_gpu else None,
+        )
 
 
 def abort() -> None:
     """Ends the default group, if there is one, without waiting for anybody.
 
-    The peers' collectives fail at once, because their connections to this rank close.
+    The peers' collectives fail at once, because their connections to this rank close. Called when
+    no thread is in a collective any more.
     """
+    _connections.cut()
     if dist.is_available() and dist.is_initialized():
+        _abort_process_group()
+
+
+def break_off() -> None:
+    """Ends the collective that the training thread may be waiting in; from another thread."""
+    _connections.cut()
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
         _abort_process_group()
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Thread
 
 from rayzero.engine.errors import EngineError
-from rayzero.workers.context import Wire
 from rayzero.workers.crash import crashed
 from rayzero.workers.interrupt import Interrupted
-from rayzero.workers.messages import Assign, Crashed, Message, Stopped
+from rayzero.workers.messages import Assign, Memory, Message, Stopped
+from rayzero.workers.wire import Wire
 
 Body = Callable[[], Message]
 """What a generation does, from joining its group to the message it ends with."""
@@ -22,8 +23,9 @@ class Runner:
     in native code, must not keep the process alive once the controller kills it.
     """
 
-    def __init__(self, on_unwound: Callable[[], None]) -> None:
-        """`on_unwound` is called in the training thread after an interrupt, to free the peers."""
+    def __init__(self, on_unwound: Callable[[], Memory | None]) -> None:
+        """`on_unwound` is called in the training thread when an exception left the body: it frees
+        the peers, and says what state is left in memory."""
         self._on_unwound = on_unwound
         self._thread: Thread | None = None
         self._wire: Wire | None = None
@@ -54,6 +56,11 @@ class Runner:
         if self._wire is not None:
             self._wire.interrupt.request()
 
+    def drain(self) -> None:
+        """Asks the body to unwind at the end of a step that all ranks agree on."""
+        if self._wire is not None:
+            self._wire.drain.request()
+
     def join(self, timeout_s: float) -> bool:
         """Waits for the thread's end; whether it came in time."""
         if self._thread is not None:
@@ -67,15 +74,10 @@ class Runner:
         try:
             return body()
         except Interrupted:
-            self._on_unwound()
-            return Stopped(assign.generation, assign.rank)
+            return Stopped(assign.generation, assign.rank, self._on_unwound())
         except BaseException as error:  # noqa: BLE001  # the thread's end: nothing may be lost
-            message = crashed(error, assign.generation, assign.rank, wire.progress.step)
-            return self._unwound_by_peer(message, wire) or message
-
-    def _unwound_by_peer(self, message: Crashed, wire: Wire) -> Message | None:
-        """A collective that fails while we are being stopped: a peer was unwound before us."""
-        if message.kind != "collective" or not wire.interrupt.requested:
-            return None
-        self._on_unwound()
-        return Stopped(message.generation, message.rank)
+            memory = self._on_unwound()
+            told = crashed(error, assign.generation, assign.rank, wire.progress.step)
+            if told.kind == "collective" and wire.interrupt.requested:  # broken off, by wish
+                return Stopped(assign.generation, assign.rank, memory)
+            return replace(told, memory=memory)

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from rayzero.engine.errors import CollectiveError
+
+
+T = TypeVar("T")
 
 
 class Pending(Protocol):
@@ -110,11 +113,17 @@ class Counters:
 
 
 class Collectives:
-    """The engine's only way to other ranks."""
+    """The engine's only way to other ranks.
+
+    Attributes:
+        watch: told (number, entered=) when a wait for other ranks begins and ends. What it raises
+            breaks the collective off.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.counters = Counters()
+        self.watch: Callable[[int, bool], None] = _nobody
 
     @property
     def rank(self) -> int:
@@ -138,7 +147,7 @@ class Collectives:
         Without it a peer could wait here for what this rank would only do later.
         """
         if self.world_size > 1:
-            _Timed("an exchange", Done(), self).until(self._backend.settle)
+            self.timed("an exchange", self.counters.sequence, self._backend.settle)
 
     def all_reduce(self, full: Tensor) -> Pending:
         return self._launch("all_reduce", 2 * full.nbytes, lambda: self._backend.all_reduce(full))
@@ -172,44 +181,43 @@ class Collectives:
         self.counters.count(name, moved_bytes)
         if self.world_size == 1:
             return run()
+        number = self.counters.sequence
+        return _Timed(name, number, self.timed(name, number, run), self)
+
+    def timed(self, name: str, number: int, waits: Callable[[], T]) -> T:
+        """Runs something that may wait for other ranks; a failure says what was going on."""
         start = perf_counter()
+        self.watch(number, True)
         try:
-            pending = run()
+            result = waits()
         except RuntimeError as error:
-            raise _failed(name, self.counters.sequence, self, error) from error
+            raise CollectiveError(
+                f"{name} failed on rank {self.rank} of {self.world_size} (collective {number}): "
+                f"{error}"
+            ) from error
+        self.watch(number, False)
         self.counters.exposed_s += perf_counter() - start
-        return _Timed(name, pending, self)
+        return result
 
 
 class _Timed:
-    """A pending collective whose wait is counted, and whose failure says what was going on."""
+    """A pending collective whose waits are counted and watched."""
 
-    def __init__(self, name: str, pending: Pending, owner: Collectives) -> None:
+    def __init__(self, name: str, number: int, pending: Pending, owner: Collectives) -> None:
         self._name = name
-        self._number = owner.counters.sequence
+        self._number = number
         self._pending = pending
         self._owner = owner
 
     def wait(self) -> None:
-        self.until(self._pending.wait)
+        self._owner.timed(self._name, self._number, self._pending.wait)
 
     def release(self) -> None:
-        self.until(self._pending.release)
-
-    def until(self, ended: Callable[[], None]) -> None:
-        """Runs something that waits for other ranks."""
-        start = perf_counter()
-        try:
-            ended()
-        except RuntimeError as error:
-            raise _failed(self._name, self._number, self._owner, error) from error
-        self._owner.counters.exposed_s += perf_counter() - start
+        self._owner.timed(self._name, self._number, self._pending.release)
 
 
-def _failed(name: str, number: int, owner: Collectives, error: RuntimeError) -> CollectiveError:
-    return CollectiveError(
-        f"{name} failed on rank {owner.rank} of {owner.world_size} (collective {number}): {error}"
-    )
+def _nobody(number: int, entered: bool) -> None:
+    """There is nobody to tell of waits."""
 
 
 class LocalBackend:

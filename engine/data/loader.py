@@ -13,9 +13,9 @@ from torch.utils.data import IterableDataset, default_collate
 from rayzero.engine.data.order import SampleOrder
 from rayzero.engine.data.prefetch import Prefetch
 from rayzero.engine.data.progress import Progress
-from rayzero.engine.data.split import MicroBatch, split_step
+from rayzero.engine.data.split import split_step
 from rayzero.engine.data.transfer import pinned, to_device
-from rayzero.engine.errors import DataError
+from rayzero.engine.errors import DataError, EngineError
 from rayzero.engine.session import current_session
 
 
@@ -37,12 +37,29 @@ class LoaderPlan:
     Attributes:
         global_batch: samples of a step, over all ranks.
         micro_batch: the most samples that a rank takes at once.
+        shares: each rank's share of a step's samples; empty for even shares.
     """
 
     global_batch: int
     micro_batch: int
     world_size: int
     rank: int
+    shares: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Portion:
+    """A micro-batch that was read.
+
+    Attributes:
+        place: (sample cursor of its step, number in the step): it grows from one to the next.
+        own: the dataset indices of this rank's own samples in it; none if it is borrowed.
+    """
+
+    place: tuple[int, int]
+    weight: float
+    own: list[int]
+    batch: Any
 
 
 class StepLoader:
@@ -53,9 +70,13 @@ class StepLoader:
     samples from the next one, so no sample is dropped and the global batch is constant. The next
     `for` goes on from the cursor. A step that was left half-way is gone on with.
 
-    `progress.weight` is set to the weight of each micro-batch as it is handed out. There is one
-    iteration at a time: a new one closes the one before, and each ends its thread when it is
-    exhausted, closed or garbage-collected.
+    A training function that may be called again half-way asks for what is left: `until(step)`, or
+    `epochs(count)`.
+
+    `progress.weight` is set to the weight of each micro-batch as it is handed out, and the session
+    is told which samples it consumes, of each micro-batch once. There is one iteration at a time: a
+    new one closes the one before, and each ends its thread when it is exhausted, closed or
+    garbage-collected.
 
     Args:
         dataset: map-style.
@@ -92,8 +113,11 @@ class StepLoader:
         self.device = device or torch.device("cpu")
         self._order = order
         self._collate = collate_fn or default_collate
-        self._step = split_step(plan.global_batch, plan.world_size, plan.rank, plan.micro_batch)
-        self._feed: weakref.ref[Prefetch[tuple[MicroBatch, Any]]] | None = None
+        self._step = split_step(
+            plan.global_batch, plan.world_size, plan.rank, plan.micro_batch, plan.shares
+        )
+        self._feed: weakref.ref[Prefetch[_Portion]] | None = None
+        self._told = (-1, -1)  # the last place whose samples the session was told of
 
     @property
     def micro_steps(self) -> int:
@@ -114,6 +138,31 @@ class StepLoader:
         """The micro-batches of exactly `count` optimizer steps from the cursor on, over epochs."""
         return self._micro_batches(count)
 
+    def until(self, step: int) -> Iterator[Any]:
+        """The micro-batches until `progress.step` is `step`: what is left of so many in all."""
+        yield from self.steps(max(0, step - self.progress.step))
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers, from 0, of the epochs that are left of `count` in all.
+
+        Each is followed by `for batch in loader`, which hands out what is left of that epoch. One
+        that was broken off is yielded again.
+
+        Raises:
+            EngineError: no step was finished between one epoch and the next.
+        """
+        seen = None
+        while (cursor := self.progress.sample_cursor) < count * self._order.length:
+            epoch = cursor // self._order.length
+            if cursor == seen:
+                raise EngineError(
+                    f"epoch {epoch} was left without a finished step",
+                    "for epoch in loader.epochs(count): for batch in loader: ...",
+                    "break out of the outer loop too, or train on the batches",
+                )
+            seen = cursor
+            yield epoch
+
     def _micro_batches(self, steps: int | None) -> Iterator[Any]:
         """Owns the thread: leaving this generator, by whatever way, closes it."""
         earlier = self._feed() if self._feed is not None else None
@@ -127,9 +176,12 @@ class StepLoader:
         try:
             if session is not None:
                 session.phase("data")
-            for micro_batch, batch in feed:
-                self.progress.weight = micro_batch.weight
-                yield to_device(batch, self.device)
+            for portion in feed:
+                self.progress.weight = portion.weight
+                if session is not None and portion.place > self._told:
+                    self._told = portion.place
+                    session.consumed(portion.own)
+                yield to_device(portion.batch, self.device)
                 if session is not None:
                     session.phase("data")
         finally:
@@ -140,16 +192,19 @@ class StepLoader:
         left = self._order.length - cursor % self._order.length
         return -(-left // self.plan.global_batch)
 
-    def _read(self, cursor: int, done: int, steps: int) -> Iterator[tuple[MicroBatch, Any]]:
+    def _read(self, cursor: int, done: int, steps: int) -> Iterator[_Portion]:
         """What the thread runs: batches in host memory, without the first step's `done` first."""
         if self.device.type == "cuda":  # or pinning would open a context on the first device
             torch.cuda.set_device(self.device)
         for step in range(steps):
             start = cursor + step * self.plan.global_batch
-            for micro_batch in self._step[done if step == 0 else 0 :]:
-                indices = self._order.indices(start + micro_batch.start, micro_batch.reads)
-                batch = self._batch(indices.tolist())
-                yield micro_batch, pinned(batch) if self.device.type == "cuda" else batch
+            for turn in range(done if step == 0 else 0, self.micro_steps):
+                part = self._step[turn]
+                indices = self._order.indices(start + part.start, part.reads).tolist()
+                batch = self._batch(indices)
+                if self.device.type == "cuda":
+                    batch = pinned(batch)
+                yield _Portion((start, turn), part.weight, indices[: part.count], batch)
 
     def _batch(self, indices: list[int]) -> Any:
         samples = _samples(self.dataset, indices)

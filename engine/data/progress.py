@@ -19,6 +19,8 @@ class Progress:
             micro-batch out; the engine multiplies by it in backward, so that the weighted
             gradients of all ranks and micro-steps add up to the mean over the global batch.
         global_batch: samples of a step, over all ranks.
+        micro_batch: the most samples that a rank takes at once.
+        skipped_steps: finished steps whose gradient was not finite, and which changed nothing.
     """
 
     step: int = 0
@@ -26,3 +28,5 @@ class Progress:
     sample_cursor: int = 0
     weight: float = 1.0
     global_batch: int = 1
+    micro_batch: int = 1
+    skipped_steps: int = 0

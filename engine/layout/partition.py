@@ -101,11 +101,16 @@ class UnitLayout:
     def pieces(self, rank: int) -> Iterator[Piece]:
         """What of which parameters lies in one rank's shard, in buffer order."""
         shard = self.shard(rank)
+        for index, start, stop in self.overlaps(shard):
+            yield Piece(index, start, stop, self.offsets[index] + start - shard.start)
+
+    def overlaps(self, within: slice) -> Iterator[tuple[int, int, int]]:
+        """(parameter, start, stop) of what lies in a part of the flat buffer, in buffer order."""
         for index in range(len(self.params)):
             extent = self.extent(index)
-            start, stop = max(extent.start, shard.start), min(extent.stop, shard.stop)
+            start, stop = max(extent.start, within.start), min(extent.stop, within.stop)
             if start < stop:
-                yield Piece(index, start - extent.start, stop - extent.start, start - shard.start)
+                yield index, start - extent.start, stop - extent.start
 
     def runs(self, within: slice) -> Iterator[tuple[int, slice]]:
         """(optimizer group, part of `within` counted from its start), one for each group there.

@@ -31,9 +31,14 @@ _WHOLE_TENSOR = {"LBFGS", "Muon", "Adafactor", "SparseAdam"}
 
 @dataclass(frozen=True)
 class Run:
-    """One parameter group's part of one unit's main weights on this rank, and its gradient."""
+    """One parameter group's part of one unit's main weights on this rank, and its gradient.
+
+    `extent` is where it lies in the unit's flat layout.
+    """
 
     group: int
+    unit: Unit
+    extent: slice
     weight: nn.Parameter
     grad: Tensor
 
@@ -46,7 +51,8 @@ def runs_of(units: Sequence[Unit]) -> list[Run]:
             continue
         grads = unit.grads.owned()
         for group, part in unit.layout.runs(unit.owned):
-            runs.append(Run(group, nn.Parameter(unit.main[part]), grads[part]))
+            extent = slice(unit.owned.start + part.start, unit.owned.start + part.stop)
+            runs.append(Run(group, unit, extent, nn.Parameter(unit.main[part]), grads[part]))
     return runs
 
 
@@ -55,11 +61,12 @@ class LocalOptimizer:
 
     Attributes:
         torch: the torch optimizer, which learning-rate schedulers and users see.
+        runs: what it updates.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> None:
         self.torch = optimizer
-        self._runs = runs
+        self.runs = runs
         # The contract torch's own GradScaler uses: such an optimizer divides gradients by
         # `grad_scale` inside its kernel, which spares a pass over them. The scale is a float32.
         self._scales = bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
@@ -68,7 +75,7 @@ class LocalOptimizer:
 
     def step(self, factor: float) -> None:
         """Updates the main weights with `factor` times the main grads."""
-        for run in self._runs:
+        for run in self.runs:
             run.weight.grad = run.grad
         if factor != 1.0:
             self._scale(factor)
@@ -93,11 +100,11 @@ class LocalOptimizer:
 
     def _scale(self, factor: float) -> None:
         if self._scales:
-            device = self._runs[0].weight.device
+            device = self.runs[0].weight.device
             scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
             self.torch.grad_scale = scale  # type: ignore[attr-defined]
         else:
-            torch._foreach_mul_([run.grad for run in self._runs], factor)
+            torch._foreach_mul_([run.grad for run in self.runs], factor)
 
 
 def group_runs(runs: Sequence[Run], options: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

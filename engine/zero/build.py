@@ -27,7 +27,11 @@ from rayzero.engine.zero.weights import (
 
 @dataclass(frozen=True)
 class Recipe:
-    """What every unit of a run has in common."""
+    """What every unit of a run has in common.
+
+    Attributes:
+        restoring: a state is loaded right afterwards, so that initial values do not matter.
+    """
 
     stage: Stage
     precision: Precision
@@ -35,6 +39,7 @@ class Recipe:
     device: torch.device
     values: Materializer
     scratch: Scratch
+    restoring: bool = False
 
 
 def make_slots(plans: Sequence[UnitPlan], recipe: Recipe, count: int) -> GradSlots | None:
@@ -76,12 +81,17 @@ def make_unit(plan: UnitPlan, recipe: Recipe, slots: GradSlots | None) -> Unit:
 
 
 def _flattened(plan: UnitPlan, recipe: Recipe) -> Tensor:
-    """The unit's initial values in one buffer, rank 0's on every rank; zeros between them."""
+    """The unit's initial values in one buffer, rank 0's on every rank; zeros between them.
+
+    Zeros only, when the values come from elsewhere.
+    """
     dtype = plan.params[0].dtype
     if recipe.stage.model_weights is Placement.SHARDED:  # only a shard of it will stay
         flat = recipe.scratch.flat(plan.layout.numel, dtype).zero_()
     else:
         flat = recipe.collectives.zeros(plan.layout.numel, dtype, recipe.device)
+    if recipe.restoring:
+        return flat
     for view, param in zip(views_of(plan.layout, flat), plan.params, strict=True):
         view.copy_(recipe.values.value(param))
     recipe.collectives.broadcast(flat)
@@ -109,19 +119,27 @@ def place_loose(model: nn.Module, in_units: set[nn.Parameter], recipe: Recipe) -
     loose = []
     for param in model.parameters():
         if param not in in_units:
-            value = _everywhere(recipe.values.value(param), recipe)
+            value = _everywhere(param, recipe)
             adopt(param, value)
             loose.append(value)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = _everywhere(recipe.values.value(buffer), recipe)
+            kept = name not in module._non_persistent_buffers_set
+            module._buffers[name] = _everywhere(buffer, recipe, loaded=kept)
     return loose
 
 
-def _everywhere(value: Tensor, recipe: Recipe) -> Tensor:
-    """Rank 0's value on every rank, in memory that is contiguous, as broadcasts need it."""
-    value = value.to(recipe.device, recipe.precision.model_dtype(value.dtype)).contiguous()
-    recipe.collectives.broadcast(value)
+def _everywhere(tensor: Tensor, recipe: Recipe, *, loaded: bool = True) -> Tensor:
+    """Rank 0's value on every rank, in memory that is contiguous, as broadcasts need it.
+
+    Any value, when a state that holds it is `loaded` right afterwards.
+    """
+    dtype = recipe.precision.model_dtype(tensor.dtype)
+    if recipe.restoring and loaded and tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=dtype, device=recipe.device)
+    value = recipe.values.value(tensor).to(recipe.device, dtype).contiguous()
+    if not (recipe.restoring and loaded):
+        recipe.collectives.broadcast(value)
     return value
 
 

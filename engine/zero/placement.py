@@ -44,6 +44,11 @@ class Stage:
         return self if world_size > 1 else Stage(self.number, R, P, R)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all that has to outlive a step."""
+        return self.optimizer_state is Placement.REPLICATED
+
+    @property
     def gradient_collective(self) -> Collective:
         """What brings the sum of the ranks' gradients to where the optimizer needs it."""
         return collective(Placement.PARTIAL, self.optimizer_state)

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.precision.policy import Precision
+from rayzero.engine.session import Wishes
 from rayzero.engine.zero.gatherer import Gatherer
 from rayzero.engine.zero.grads import GradSlots
 from rayzero.engine.zero.placement import Collective, Stage
@@ -56,15 +57,16 @@ class ZeroRuntime:
         self.reducer.finish()
         self.collectives.settle()
 
-    def vote(self, loss: Tensor, factor: float) -> Verdict:
+    def vote(self, loss: Tensor, factor: float, wishes: Wishes) -> Verdict:
         """Waits for the gradients' sums, then agrees on norm and loss. Collective.
 
         Args:
             factor: what the sums are still to be multiplied by.
+            wishes: what else this rank wants to agree on.
         """
         self.reducer.wait()
         parts = [unit.grads.counted(unit.shard) for unit in self.units if unit.grads is not None]
-        return take_vote(parts, loss, factor, self.collectives)
+        return take_vote(parts, loss, factor, self.collectives, wishes)
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -1,4 +1,4 @@
-"""The one small all-reduce of a step: gradient norm, finiteness and loss share it."""
+"""The one small all-reduce of a step: gradient norm, finiteness, loss and wishes share it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.session import NO_WISHES, Wishes
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,12 @@ class Verdict:
     Attributes:
         grad_norm: the L2 norm of the summed gradient, before clipping.
         loss: the mean loss over the global batch.
+        agreed: the ranks' wishes, counted.
     """
 
     grad_norm: float
     loss: float
+    agreed: Wishes = NO_WISHES
 
     @property
     def finite(self) -> bool:
@@ -35,7 +38,11 @@ class Verdict:
 
 
 def take_vote(
-    parts: Iterable[Tensor], loss: Tensor, factor: float, collectives: Collectives
+    parts: Iterable[Tensor],
+    loss: Tensor,
+    factor: float,
+    collectives: Collectives,
+    wishes: Wishes = NO_WISHES,
 ) -> Verdict:
     """Agrees on a step.
 
@@ -43,9 +50,12 @@ def take_vote(
         parts: this rank's parts of the summed gradients; over all ranks, each element once.
         loss: this rank's weighted loss, a scalar; the ranks' add up to the mean.
         factor: what the gradients are still to be multiplied by.
+        wishes: this rank's.
     """
     norm = get_total_norm(list(parts))
-    ballot = torch.stack((norm.double().square(), loss.detach().double().to(norm.device)))
+    found = torch.stack((norm.double().square(), loss.detach().double().to(norm.device)))
+    ballot = torch.cat((found, found.new_tensor(wishes.ballot())))
     collectives.vote(ballot)
-    square, mean = ballot.tolist()
-    return Verdict(grad_norm=factor * square**0.5, loss=mean)
+    square, mean, *sums = ballot.tolist()
+    agreed = Wishes.counted(sums, collectives.world_size)
+    return Verdict(grad_norm=factor * square**0.5, loss=mean, agreed=agreed)

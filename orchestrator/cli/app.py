@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rayzero.orchestrator.cli.ckpt import ckpt
+
 app = typer.Typer(
     help="Train PyTorch models with ZeRO on Ray clusters that keep changing.",
     epilog="Example: rayzero run examples/gpt/job.yaml",
@@ -14,6 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(ckpt, name="ckpt")
 
 
 @app.callback()
@@ -51,3 +54,29 @@ def run(
     from rayzero.orchestrator.cli.run import run_job
 
     raise typer.Exit(run_job(job, overrides or (), address, as_json))
+
+
+@app.command(epilog="Example: rayzero scale gpt 2:8")
+def scale(
+    name: Annotated[str, typer.Argument(help="The job's name.", metavar="NAME")],
+    workers: Annotated[
+        str,
+        typer.Argument(help="The least and the most workers, or one number.", metavar="MIN:MAX"),
+    ],
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="host:port of the head of the job's cluster. Default: RAY_ADDRESS, or else every "
+            "cluster whose head runs on this machine."
+        ),
+    ] = None,
+) -> None:
+    """Change the number of workers of a running job, at a step boundary.
+
+    Exit code 0: the job takes it. 1: the job does not answer. 2: no such job, or a number of
+    workers that it cannot have.
+    """
+    # Here, because it brings ray with it, and `--help` must not wait for it.
+    from rayzero.orchestrator.cli.scale import scale_job
+
+    raise typer.Exit(scale_job(name, workers, address))

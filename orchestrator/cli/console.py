@@ -16,10 +16,27 @@ import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.orchestrator.notices import Notice, StateEntered, Warned, WorkersUp
+from rayzero.orchestrator.cli.texts import (
+    notice_lines,
+    print_error,
+    step_text,
+    summary_lines,
+)
+from rayzero.orchestrator.notices import (
+    Checkpointed,
+    CheckpointFailed,
+    FaultSeen,
+    Notice,
+    Repaired,
+    Resized,
+    Resumed,
+    StateEntered,
+    Warned,
+    WorkersUp,
+)
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.result import JobResult
-from rayzero.workers.messages import LogLine
+from rayzero.workers.messages import FaultFired, LogLine
 
 Write = Callable[[str], None]
 
@@ -84,16 +101,6 @@ class RayNotices(TextIOBase):
 
     def flush(self) -> None:
         self._target.flush()
-
-
-def step_text(record: StepRecord) -> str:
-    """`loss 2.301 | 12,345 tokens/s | 0.12 s/step | 2 workers`"""
-    parts = [] if record.loss is None else [f"loss {record.loss:.4f}"]
-    if record.tokens_per_s is not None:
-        parts.append(f"{record.tokens_per_s:,.0f} tokens/s")
-    parts.append(f"{record.step_s:.3f} s/step")
-    parts.append(f"{record.world_size} worker{'s' * (record.world_size != 1)}")
-    return " | ".join(parts)
 
 
 class PlainLines:
@@ -211,6 +218,10 @@ class JsonLines:
                 self._emit("log", asdict(notice))
             case Warned():
                 self._emit("warning", asdict(notice))
+            case Repaired() | Resized():
+                self._emit(_NAMES[type(notice)], asdict(notice) | {"total_s": notice.total_s})
+            case _:
+                self._emit(_NAMES[type(notice)], asdict(notice))
 
     def succeeded(self, result: JobResult) -> None:
         self._emit("summary", result.metrics)
@@ -223,32 +234,12 @@ class JsonLines:
         self._write(json.dumps({"event": event, **fields}))
 
 
-def notice_lines(notice: Notice) -> Iterator[str]:
-    """What is said in words, whatever the console."""
-    match notice:
-        case LogLine():
-            yield f"[rank {notice.rank}] {notice.text}"
-        case Warned():
-            yield f"warning: {notice.text}"
-        case WorkersUp():
-            for worker in notice.workers:
-                yield f"worker {worker.index} is up on node {worker.node} (pid {worker.pid})"
-        case StateEntered() if not notice.state.is_final:
-            yield f"state: {notice.state}"
-
-
-def summary_lines(result: JobResult) -> Iterator[str]:
-    for key, value in result.metrics.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{name} {_figure(part)}" for name, part in value.items())
-        if value is not None:
-            yield f"{key}: {_figure(value)}"
-    yield f"summary: {result.summary_path}"
-
-
-def print_error(error: RayzeroError) -> None:
-    print(f"error: {error}", file=sys.stderr, flush=True)
-
-
-def _figure(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+_NAMES: dict[type[Notice], str] = {
+    Resumed: "resumed",
+    FaultSeen: "fault",
+    FaultFired: "injected",
+    Repaired: "repaired",
+    Resized: "resized",
+    Checkpointed: "checkpoint",
+    CheckpointFailed: "checkpoint_failed",
+}

@@ -1,4 +1,4 @@
-"""What a fault means for the job.
+"""What a fault means for the job: to wait, to repair, or to end it. Budgets are kept by cause.
 
 Faults come in flocks: when one worker dies, its peers' collectives fail, often before the death
 itself is known. So a failed collective is not judged until a better explanation had time to come.
@@ -13,18 +13,28 @@ from typing import TypeAlias
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.errors import JobConfigError, JobFailedError
+from rayzero.workers.messages import WorkerInfo
 
 
 class Cause(StrEnum):
     """Why a worker is no longer training; the first names outrank the last as an explanation."""
 
+    NODE_LOST = "node"
     PROCESS_LOST = "lost"
+    HANG = "hang"
+    PREEMPTED = "preempted"
     CONFIG = "config"
     ENTRYPOINT = "entrypoint"
+    STATE = "state"
     DATA = "data"
     USER_CODE = "user"
     COLLECTIVE = "collective"
 
+
+HARDWARE = frozenset({Cause.NODE_LOST, Cause.PROCESS_LOST, Cause.HANG, Cause.COLLECTIVE})
+"""What machines do; spent from `recovery.max_faults`."""
+USERS = frozenset({Cause.DATA, Cause.USER_CODE})
+"""What the training function does; spent from as many of its own."""
 
 _RANKING = {cause: place for place, cause in enumerate(Cause)}
 
@@ -34,18 +44,44 @@ class Fault:
     """One worker's fault.
 
     Args:
+        rank: in the generation it was a member of; None for a worker that was no member.
         step: the step that was being worked on, counted from 1; 0 before the first.
-        detail: the exception, or what the cluster says about the process.
+        detail: the exception, or what the cluster says about the process; empty while it has not
+            said anything yet.
+        at_s: when the controller learnt of it.
         traceback: the user's frames, for user code.
     """
 
     cause: Cause
-    rank: int
-    node: str
-    pid: int
+    worker: WorkerInfo
+    rank: int | None
     step: int
     detail: str
+    at_s: float = 0.0
+    generation: int = 0
     traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many faults of a kind may happen in any window of time."""
+
+    max_faults: int
+    window_s: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a judgement depends on beside the faults.
+
+    Args:
+        steps: finished by this run of the job.
+        restored: whether the generation began from a state that could be damaged.
+    """
+
+    budget: Budget
+    steps: int
+    restored: bool
 
 
 @dataclass(frozen=True)
@@ -60,44 +96,119 @@ class Fail:
     error: RayzeroError
 
 
-Decision: TypeAlias = Wait | Fail
+@dataclass(frozen=True)
+class Repair:
+    """Go on without the lost ones. `root` explains the faults."""
+
+    root: Fault
 
 
-def decide(faults: Sequence[Fault], grace_over: bool) -> Decision:
-    """Judges all faults of a generation so far. In this version every fault ends the job.
+Decision: TypeAlias = Wait | Fail | Repair
+
+
+def decide(
+    faults: Sequence[Fault], earlier: Sequence[Fault], job: Job, *, grace_over: bool
+) -> Decision:
+    """Judges the faults of a generation that are not judged yet.
 
     Args:
         faults: in the order they became known; at least one.
+        earlier: the roots of the repairs so far, the oldest first.
         grace_over: whether the wait for a better explanation has ended.
     """
     root = min(faults, key=lambda fault: _RANKING[fault.cause])
     if root.cause is Cause.COLLECTIVE and not grace_over:
         return Wait()
-    return Fail(_error(root))
+    error = _fatal(root, earlier, job)
+    if error is None:
+        return Repair(root)
+    if root.cause in HARDWARE and not root.detail and not grace_over:
+        return Wait()  # the user should be told what the cluster will know in a moment
+    return Fail(error)
 
 
-def _error(fault: Fault) -> RayzeroError:
-    where = f"rank {fault.rank} on node {fault.node} (pid {fault.pid})"
+def incidents(faults: Sequence[Fault]) -> list[Fault]:
+    """One fault for each time that something happened to a node, however many workers it cost."""
+    return list({(one.generation, one.worker.node_id): one for one in faults}.values())
+
+
+def describe(fault: Fault) -> str:
+    """`rank 1 on node a (pid 7) was lost in step 8: it was killed`"""
+    worker = fault.worker
+    who = f"worker {worker.index}" if fault.rank is None else f"rank {fault.rank}"
     when = f"in step {fault.step}" if fault.step else "before the first step"
-    if fault.cause is Cause.PROCESS_LOST:
-        return JobFailedError(
-            f"{where} was lost {when}: {fault.detail}",
-            allowed="every worker's process lives to the end of the job; usual causes are the "
-            "kernel's out-of-memory killer, a crash in native code, and a lost node",
-            fix="the cause, and then run the job again: this version does not repair a lost worker",
-        )
-    if fault.cause in (Cause.CONFIG, Cause.ENTRYPOINT):
-        return JobConfigError(fault.detail, traceback=fault.traceback)
-    if fault.cause is Cause.DATA:
-        return JobFailedError(fault.detail)
-    if fault.cause is Cause.COLLECTIVE:
-        return JobFailedError(
-            f"a collective failed on {where} {when}, though no worker died: {fault.detail}",
-            allowed="every rank enters the same collectives, within recovery.hang_timeout_s",
-            fix="the training function, or recovery.hang_timeout_s in the job file",
-            traceback=fault.traceback,
-        )
+    what = {
+        Cause.NODE_LOST: "was lost with its node",
+        Cause.PROCESS_LOST: "was lost",
+        Cause.PREEMPTED: "was lost with its node, which was being drained,",
+        Cause.HANG: "hung",
+        Cause.COLLECTIVE: "had a collective fail, though no worker died,",
+        Cause.STATE: "could not load the state",
+    }.get(fault.cause, "raised an exception")
+    detail = fault.detail or "its process is gone"
+    return f"{who} on node {worker.node} (pid {worker.pid}) {what} {when}: {detail}"
+
+
+def _fatal(root: Fault, earlier: Sequence[Fault], job: Job) -> RayzeroError | None:
+    """The error that ends the job; None when it can go on."""
+    if root.cause in (Cause.CONFIG, Cause.ENTRYPOINT):
+        return JobConfigError(root.detail, traceback=root.traceback)
+    if root.cause is Cause.STATE:
+        return None if job.restored else JobFailedError(root.detail)
+    if root.cause is Cause.PREEMPTED:
+        return None
+    if root.cause in USERS:
+        return _users_error(root, earlier, job)
+    if _spent(HARDWARE, root, earlier, job.budget):
+        return _hardware_error(root, earlier, job.budget)
+    return None
+
+
+def _users_error(root: Fault, earlier: Sequence[Fault], job: Job) -> JobFailedError | None:
+    again = any(_signature(one) == _signature(root) for one in earlier if one.cause in USERS)
+    if not (job.steps == 0 or again or _spent(USERS, root, earlier, job.budget)):
+        return None
+    if root.cause is Cause.DATA:
+        return JobFailedError(root.detail)
+    when = f"in step {root.step}" if root.step else "before the first step"
+    twice = ", a second time in the same way" if again else ""
+    worker = root.worker
     return JobFailedError(
-        f"the training function failed {when} on {where}: {fault.detail}",
-        traceback=fault.traceback,
+        f"the training function failed {when} on rank {root.rank} on node {worker.node} "
+        f"(pid {worker.pid}){twice}: {root.detail}",
+        traceback=root.traceback,
+    )
+
+
+def _signature(fault: Fault) -> tuple[Cause, int, str]:
+    """The same exception at the same step: its text may hold an address or a time."""
+    return fault.cause, fault.step, fault.detail.partition(":")[0]
+
+
+def _spent(kind: frozenset[Cause], root: Fault, earlier: Sequence[Fault], budget: Budget) -> bool:
+    """Whether this fault is one more than the budget of its kind allows."""
+    return len(_counted(kind, root, earlier, budget)) > budget.max_faults
+
+
+def _counted(
+    kind: frozenset[Cause], root: Fault, earlier: Sequence[Fault], budget: Budget
+) -> list[Fault]:
+    since_s = root.at_s - budget.window_s
+    members = [one for one in (*earlier, root) if one.rank is not None]  # others cost no repair
+    return incidents([one for one in members if one.cause in kind and one.at_s > since_s])
+
+
+def _hardware_error(root: Fault, earlier: Sequence[Fault], budget: Budget) -> JobFailedError:
+    counted = _counted(HARDWARE, root, earlier, budget)
+    others = [f"\n    before that: {describe(one)}" for one in reversed(counted[:-1])]
+    fix = "the machines named here, or recovery.max_faults and recovery.fault_window_s"
+    if root.cause is Cause.COLLECTIVE:
+        fix = f"the training function, recovery.hang_timeout_s, or {fix}"
+    return JobFailedError(
+        describe(root) + "".join(others),
+        allowed=f"{budget.max_faults} hardware faults within {budget.window_s:g} s "
+        "(recovery.max_faults, recovery.fault_window_s); usual causes are the kernel's "
+        "out-of-memory killer, a crash in native code, and a lost node",
+        fix=fix,
+        traceback=root.traceback,
     )

@@ -255,6 +255,22 @@ def test_triangles_by_hand(sizes: Any, world: int, expected: tuple[int, int, int
 
 
 @pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((8, 2, None), (8, 2, 3)),  # the micro-batch is a limit: 6 samples in three turns
+        ((8, None, None), (8, 6, 1)),  # without one the micro-steps stay
+        ((8, None, 2), (8, 3, 2)),
+        ((8, 2, 2), (8, 2, 3)),
+        ((None, 2, 2), (8, 2, 3)),
+    ],
+)
+def test_uneven_shares_keep_the_global_batch(sizes: Any, expected: tuple[int, int, int]) -> None:
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = EngineConfig(**dict(zip(keys, sizes, strict=True)))
+    assert solve_batches(config, 2, (0.75, 0.25)) == BatchSizes(*expected, (0.75, 0.25))
+
+
+@pytest.mark.parametrize(
     ("sizes", "world", "message"),
     [
         ((10, 2, 2), 2, "train_batch_size is 10, but .*gpu 2 x .*steps 2 x world size 2 is 8"),

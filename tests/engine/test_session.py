@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import rayzero
-from rayzero.engine.session import Session, current_session, entered
+from rayzero.engine.session import Session, Wishes, current_session, entered
+from tests.engine.state.blocks import StateSession
 
 CONFIG = {
     "train_batch_size": 4,
@@ -19,12 +20,11 @@ CONFIG = {
 }
 
 
-class Host:
+class Host(StateSession):
     """Writes down what the engine tells it."""
 
     def __init__(self, config: dict[str, Any] | None = None, seed: int = 0) -> None:
-        self.engine_config = config
-        self.seed = seed
+        super().__init__(engine_config=config, seed=seed)
         self.engines: list[rayzero.Engine] = []
         self.phases: list[str] = []
         self.steps: list[dict[str, float]] = []
@@ -35,7 +35,7 @@ class Host:
     def phase(self, name: str) -> None:
         self.phases.append(name)
 
-    def step_done(self, metrics: dict[str, float]) -> None:
+    def step_done(self, metrics: dict[str, float], agreed: Wishes) -> None:
         self.steps.append(metrics)
 
 
@@ -87,7 +87,7 @@ def test_the_host_hears_of_the_engine_its_phases_and_its_steps() -> None:
         engine.step()
     engine.state_dict()
     micro_step = ["forward", "backward"]
-    assert host.phases == [*micro_step, *micro_step, "reduce", "update", "gather"]
+    assert host.phases == [*micro_step, *micro_step, "reduce", "update", "publish", "gather"]
     (metrics,) = host.steps
     assert (metrics["step"], metrics["samples"]) == (1, 4)
     assert metrics == engine.metrics.flat()

@@ -30,8 +30,15 @@ from tests.house.source import (
 RAY_MODULES = {
     "rayzero.orchestrator.api",
     "rayzero.orchestrator.cluster",
+    "rayzero.orchestrator.lost",
+    "rayzero.orchestrator.nodes",
+    "rayzero.orchestrator.records",
+    "rayzero.orchestrator.roster",
+    "rayzero.orchestrator.seats",
+    "rayzero.orchestrator.vault_group",
     "rayzero.orchestrator.worker_group",
     "rayzero.workers.actor",
+    "rayzero.workers.vault_actor",
 }
 # The only modules that call collectives; engine/comm/collectives.py counts what passes.
 COLLECTIVE_MODULES = {

@@ -1,22 +1,24 @@
-"""What the tests of the orchestrator share: turned time, workers that do as told, a notebook."""
+"""What the tests of the orchestrator share: turned time, a notebook, a controller in a world."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rayzero.engine.validation import validated
-from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.group import WorkerLostError
-from rayzero.orchestrator.notices import Notice
+from rayzero.orchestrator.control.desk import Ports
+from rayzero.orchestrator.controller import Controller
+from rayzero.orchestrator.notices import Notice, StateEntered
 from rayzero.orchestrator.plan import JobPlan, make_plan
-from rayzero.orchestrator.policies.placement import Need
+from rayzero.orchestrator.result import JobResult
 from rayzero.orchestrator.spec import JobSpec
-from rayzero.workers.messages import Assign, Message, WorkerInfo
+from rayzero.orchestrator.states import State
+from rayzero.workers.messages import Assign
+from tests.orchestrator.world import Group, Shelf, World
 
 N = TypeVar("N")
 
@@ -51,72 +53,8 @@ class VirtualClock:
 
 async def settle() -> None:
     """Lets everything run that can run without time passing."""
-    for _ in range(50):
+    for _ in range(120):
         await asyncio.sleep(0)
-
-
-class FakeGroup:
-    """Workers that say what the test lets them say, and record what they were told."""
-
-    def __init__(self, size: int = 2, node_of: Callable[[int], str] = lambda _: "a") -> None:
-        self.infos = tuple(
-            WorkerInfo(i, node_of(i), f"host-{node_of(i)}", f"10.0.0.{i}", 100 + i)
-            for i in range(size)
-        )
-        self.assigned: dict[int, Assign] = {}
-        self.stopped: list[int] = []
-        self.stores: list[int] = []
-        self.releases = 0
-        self.refusal: JobFailedError | None = None
-        self.may_place = asyncio.Event()
-        self.may_place.set()
-        self.deaf: set[int] = set()
-        self._said: dict[int, asyncio.Queue[list[Message] | WorkerLostError]] = {
-            i: asyncio.Queue() for i in range(size)
-        }
-
-    def say(self, worker: int, *messages: Message) -> None:
-        self._said[worker].put_nowait(list(messages))
-
-    def say_all(self, message: Callable[[int], Message]) -> None:
-        """Every rank says the message made for it; ranks are indices here."""
-        for info in self.infos:
-            self.say(info.index, message(info.index))
-
-    def kill(self, worker: int, cause: str) -> None:
-        self._said[worker].put_nowait(WorkerLostError(cause))
-
-    async def place(self, need: Need) -> tuple[WorkerInfo, ...]:
-        await self.may_place.wait()
-        if self.refusal is not None:
-            raise self.refusal
-        return self.infos
-
-    async def open_store(self, worker: int) -> int:
-        await self._hear(worker)
-        self.stores.append(worker)
-        return 4000 + worker
-
-    async def assign(self, worker: int, assign: Assign) -> None:
-        await self._hear(worker)
-        self.assigned[worker] = assign
-
-    async def poll(self, worker: int, timeout_s: float) -> list[Message]:
-        said = await self._said[worker].get()
-        if isinstance(said, WorkerLostError):
-            raise said
-        return said
-
-    async def stop(self, worker: int) -> None:
-        await self._hear(worker)
-        self.stopped.append(worker)
-
-    async def release(self) -> None:
-        self.releases += 1
-
-    async def _hear(self, worker: int) -> None:
-        if worker in self.deaf:
-            await asyncio.Event().wait()
 
 
 class Notebook:
@@ -139,6 +77,74 @@ def plan(folder: Path, **changes: Any) -> JobPlan:
         "workers": {"min": 2},
         "checkpoint": {"path": str(folder)},
         "recovery": {"hang_timeout_s": 60.0},
-        **changes,
     }
+    for key, value in changes.items():
+        here = document.get(key)
+        document[key] = here | value if isinstance(here, dict) else value
     return make_plan(validated(JobSpec, document, "job"), "m:f")
+
+
+class Stage:
+    """One controller and everything around it."""
+
+    def __init__(
+        self, folder: Path, world: World | None = None, shelf: Shelf | None = None, **changes: Any
+    ) -> None:
+        self.clock = VirtualClock()
+        self.world = world or World()
+        self.shelf = shelf or Shelf()
+        self.notebook = Notebook()
+        self.plan = plan(folder, **changes)
+        group: Any = Group(self.world)
+        ports = Ports(group, self.world.vaults, self.shelf, self.notebook, self.clock)
+        self.controller = Controller(self.plan, ports)
+        self.run = asyncio.ensure_future(self.controller.run())
+
+    async def steps(self, count: int) -> None:
+        """Trains so many steps."""
+        for _ in range(count):
+            await settle()
+            assert self.world.step(), "somebody is missing"
+        await settle()
+
+    async def finish(self) -> JobResult:
+        """One more step, the last."""
+        await settle()
+        assert self.world.step(last=True)
+        await settle()
+        return await self.result()
+
+    async def result(self) -> JobResult:
+        assert self.run.done(), "the controller waits for time or for a worker"
+        left = [str(task.get_coro()) for task in asyncio.all_tasks() - {asyncio.current_task()}]
+        assert left == []
+        assert self.world.releases >= 1
+        assert self.world.vaults.releases >= 1
+        return await self.run
+
+    @property
+    def states(self) -> list[State]:
+        return [notice.state for notice in self.notebook.of(StateEntered)]
+
+    @property
+    def newest(self) -> dict[int, Assign]:
+        """The places of the newest generation, by worker."""
+        generation = max(assign.generation for _, assign in self.world.assigned)
+        return {w: one for w, one in self.world.assigned if one.generation == generation}
+
+
+Play = Callable[[Path], Awaitable[None]]
+
+
+def played(scene: Play) -> Callable[[Path], None]:
+    """Runs an async test in a loop of its own."""
+
+    async def bounded(folder: Path) -> None:
+        async with asyncio.timeout(20):
+            await scene(folder)
+
+    def test(tmp_path: Path) -> None:
+        asyncio.run(bounded(tmp_path))
+
+    test.__name__ = scene.__name__
+    return test

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rayzero.workers.messages import Assign, Message, Setup
+from rayzero.workers.messages import Assign, Message, MirrorPlan, Setup
 
 SETUP = Setup(
     name="job",
@@ -21,6 +21,7 @@ SETUP = Setup(
     hang_timeout_s=20,
     working_dir=".",
     import_paths=(".",),
+    mirror=MirrorPlan(),
 )
 ASSIGN = Assign(
     generation=1,

@@ -6,16 +6,29 @@ import pytest
 import torch
 
 from rayzero.engine.errors import ConfigError, EngineError
-from rayzero.workers.context import Context, Wire
+from rayzero.engine.factory import initialize
+from rayzero.engine.session import NO_WISHES, Wishes
+from rayzero.workers.context import Context
+from rayzero.workers.injector import FaultRecord, Injector, Schedule
 from rayzero.workers.interrupt import Interrupted
-from rayzero.workers.messages import Message, Report
+from rayzero.workers.job_session import JobSession
+from rayzero.workers.keeper import Keeper
+from rayzero.workers.messages import Message, Report, Restored
+from rayzero.workers.wire import Wire
+from tests.workers import repairs
 from tests.workers.support import ASSIGN, setup
 
 
-def context(**changes: Any) -> tuple[Context, Wire, list[Message]]:
+def session(**changes: Any) -> tuple[JobSession, Wire, list[Message]]:
     posted: list[Message] = []
     wire = Wire(posted.append)
-    return Context(setup(**changes), ASSIGN, torch.device("cpu"), wire), wire, posted
+    injector = Injector(Schedule([], FaultRecord("/nowhere"), posted.append), 0)
+    return JobSession(setup(**changes), ASSIGN, wire, Keeper(0), injector), wire, posted
+
+
+def context(**changes: Any) -> tuple[Context, Wire, list[Message]]:
+    made, wire, posted = session(**changes)
+    return Context(setup(**changes), ASSIGN, torch.device("cpu"), made), wire, posted
 
 
 def report_of(posted: list[Message]) -> Report:
@@ -60,16 +73,18 @@ def test_nothing_of_one_step_leaks_into_the_next():
     assert second.counters == {}
     assert set(second.gauges) == {"step_s"}
     ctx.report(tokens=7)
-    assert ctx.unreported() == {"tokens": 7}
+    assert ctx._session.reports.unreported() == {"tokens": 7}
 
 
 def test_with_an_engine_the_engine_finishes_the_step():
-    ctx, _, posted = context()
-    ctx.engine_ready(None)  # type: ignore[arg-type]  # the context does not look at it
+    made, _, posted = session()
+    ctx = Context(setup(), ASSIGN, torch.device("cpu"), made)
+    engine, *_ = initialize(model=torch.nn.Linear(1, 1), config=repairs.engine_config(1))
+    made.engine_ready(engine)
     ctx.report(step=99, tokens=4, loss=9.0)
-    assert posted == []
-    ctx.step_done({"step": 1.0, "loss": 2.0, "step_s": 0.25})
-    report = report_of(posted)
+    assert [type(one) for one in posted] == [Restored]
+    made.step_done({"step": 1.0, "loss": 2.0, "step_s": 0.25}, NO_WISHES)
+    report = report_of(posted[1:])
     assert report.step == 1
     assert report.gauges == {"loss": 2.0, "step_s": 0.25}
     assert report.counters == {"tokens": 4}
@@ -91,14 +106,26 @@ def test_steps_must_grow_from_one(step: int):
 
 
 def test_an_interrupt_is_raised_at_the_next_report_phase_or_step():
-    ctx, wire, posted = context()
-    ctx.phase("forward")
+    made, wire, posted = session()
+    ctx = Context(setup(), ASSIGN, torch.device("cpu"), made)
+    made.phase("forward")
     wire.interrupt.request()
     for act in (
         lambda: ctx.report(loss=1.0),
-        lambda: ctx.phase("data"),
-        lambda: ctx.step_done({"step": 1.0}),
+        lambda: made.phase("data"),
+        lambda: made.waiting(3, True),
+        lambda: made.step_done({"step": 1.0}, NO_WISHES),
     ):
         with pytest.raises(Interrupted):
             act()
     assert len(posted) == 1  # the step that was finished counts
+
+
+def test_an_agreed_drain_ends_the_function_after_the_step():
+    made, wire, posted = session()
+    assert not made.wishes().drain
+    wire.drain.request()
+    assert made.wishes().drain
+    with pytest.raises(Interrupted):
+        made.step_done({"step": 1.0}, Wishes(drain=True))
+    assert isinstance(posted[-1], Report)

@@ -6,9 +6,9 @@ from threading import Event
 import pytest
 
 from rayzero.engine.errors import CollectiveError, EngineError
-from rayzero.workers.context import Wire
 from rayzero.workers.messages import Crashed, Finished, Message, Stopped
 from rayzero.workers.runner import Body, Runner
+from rayzero.workers.wire import Wire
 from tests.workers.support import ASSIGN
 
 DONE = Finished(1, 0, None, {}, 0)

@@ -3,7 +3,7 @@
 import gc
 import threading
 from collections import Counter, namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from rayzero.engine.data.order import SampleOrder
 from rayzero.engine.data.progress import Progress
 from rayzero.engine.data.transfer import pinned, to_device
 from rayzero.engine.errors import DataError, EngineError
+from rayzero.engine.session import entered
 
 
 def threads() -> list[threading.Thread]:
@@ -38,9 +39,10 @@ def loader(
     micro_batch: int = 2,
     world: tuple[int, int] = (1, 0),
     progress: Progress | None = None,
+    shares: tuple[float, ...] = (),
 ) -> StepLoader:
     """Over the samples 0, 1, ..., so that a batch shows which samples it holds."""
-    plan = LoaderPlan(global_batch, micro_batch, *world)
+    plan = LoaderPlan(global_batch, micro_batch, *world, shares)
     progress = progress or Progress(global_batch=global_batch)
     return StepLoader(list(range(length)), SampleOrder(length, 1), plan, progress)
 
@@ -140,6 +142,130 @@ def test_ranks_without_samples_borrow_one() -> None:
     (samples, weight), *_ = consume(one, one.steps(1))
     assert weight == 0.0
     assert samples == SampleOrder(10, 1).indices(0, 1).tolist()
+
+
+def test_shares_decide_who_reads_what() -> None:
+    shares = (0.75, 0.25)
+    ranks = [loader(20, 8, 2, (2, rank), shares=shares) for rank in range(2)]
+    assert [one.micro_steps for one in ranks] == [3, 3]
+    samples = [owned(consume(one, one.steps(2))) for one in ranks]
+    order = SampleOrder(20, 1).indices(0, 16).tolist()
+    assert samples == [order[:6] + order[8:14], order[6:8] + order[14:16]]
+
+
+def test_until_hands_out_what_is_left() -> None:
+    one = loader(length=10, global_batch=4, micro_batch=2)
+    first = consume(one, one.until(2))
+    assert one.progress.step == 2
+    assert consume(one, one.until(2)) == []
+    assert consume(one, one.until(1)) == []
+    again = loader(progress=Progress(step=2, sample_cursor=8))  # called again after a fault
+    rest = consume(again, again.until(5))
+    assert again.progress.step == 5
+    assert owned(first + rest) == SampleOrder(10, 1).indices(0, 20).tolist()
+
+
+def test_until_goes_on_with_a_step_left_half_way() -> None:
+    one = loader(length=10, global_batch=6, micro_batch=2)
+    batches = one.until(3)
+    first = consume(one, (next(batches) for _ in range(4)))
+    rest = consume(one, one.until(3))
+    assert one.progress.step == 3
+    assert owned(first + rest) == SampleOrder(10, 1).indices(0, 18).tolist()
+
+
+def test_the_thread_ends_with_until() -> None:
+    one = loader(length=1000)
+    batches = one.until(100)
+    assert threads() == []
+    next(batches)
+    (thread,) = threads()
+    del batches
+    assert not thread.is_alive()
+
+
+@given(
+    length=st.integers(1, 20),
+    global_batch=st.integers(1, 25),
+    count=st.integers(0, 4),
+    done=st.integers(0, 30),
+)
+@settings(max_examples=50, deadline=None)
+def test_epochs_are_those_that_are_left(
+    length: int, global_batch: int, count: int, done: int
+) -> None:
+    """From any step on: every step whose first sample is in one of the epochs, in order."""
+    progress = Progress(step=done, sample_cursor=done * global_batch)
+    one = loader(length, global_batch, 3, progress=progress)
+    seen, steps = [], []
+    for epoch in one.epochs(count):
+        seen.append(epoch)
+        first = one.progress.step
+        consume(one, iter(one))
+        steps += [(epoch, step) for step in range(first, one.progress.step)]
+    left = [s for s in range(done, 200) if s * global_batch < count * length]
+    assert [step for _, step in steps] == left
+    assert seen == sorted({step * global_batch // length for step in left})
+    assert all(epoch == step * global_batch // length for epoch, step in steps)
+
+
+def test_an_epoch_broken_off_is_gone_on_with() -> None:
+    one = loader(length=8, global_batch=4, micro_batch=4)
+    epochs = one.epochs(2)
+    assert next(epochs) == 0
+    consume(one, one.steps(1))
+    assert [epoch for epoch in epochs if consume(one, iter(one))] == [0, 1]
+    assert one.progress.step == 4
+
+
+def test_an_epoch_without_a_step_is_an_error_not_an_endless_loop() -> None:
+    one = loader()
+    with pytest.raises(EngineError, match="epoch 0 was left without a finished step"):
+        for _ in one.epochs(2):
+            pass
+
+
+class Consumed:
+    """The part of a session that a loader uses."""
+
+    def __init__(self) -> None:
+        self.samples: list[list[int]] = []
+
+    def phase(self, name: str) -> None:
+        assert name == "data"
+
+    def consumed(self, samples: Sequence[int]) -> None:
+        self.samples.append(list(samples))
+
+
+def test_the_session_is_told_of_a_ranks_own_samples_as_they_are_handed_out() -> None:
+    session, order = Consumed(), SampleOrder(10, 1)
+    one = loader(length=10, global_batch=5, micro_batch=2, world=(2, 1))
+    with entered(session):
+        batches = one.steps(2)
+        next(batches)
+        assert session.samples == [order.indices(3, 1).tolist()]  # one of two, and none ahead
+        next(batches)
+        assert session.samples[1:] == [order.indices(4, 1).tolist()]
+    assert one.micro_steps == 2
+
+
+def test_the_session_is_told_of_each_micro_batch_once() -> None:
+    session, order = Consumed(), SampleOrder(10, 1)
+    one = loader(length=10, global_batch=4, micro_batch=2)
+    with entered(session):
+        next(iter(one))  # handed out and thrown away: the step is gone on with from there
+        consume(one, one.steps(2))
+    told = [sample for samples in session.samples for sample in samples]
+    assert told == order.indices(0, 8).tolist()
+
+
+def test_the_session_is_not_told_of_borrowed_samples() -> None:
+    session = Consumed()
+    one = loader(length=10, global_batch=2, micro_batch=1, world=(3, 2))
+    with entered(session):
+        consume(one, one.steps(1))
+    assert session.samples == [[]]
 
 
 def test_a_new_iteration_closes_the_one_before() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.engine.data.split import MicroBatch, micro_steps, split_step
+from rayzero.engine.data.split import MicroBatch, micro_steps, rank_samples, split_step
 from rayzero.engine.errors import ConfigError
 
 SIZES = {
@@ -65,6 +65,56 @@ def test_examples() -> None:
     assert split_step(2, 3, 2, 4) == (MicroBatch(0, 0, 0.0),)
     # The largest share takes two turns, so a rank with one sample borrows for the second.
     assert [m.borrowed for m in split_step(4, 3, 1, 1)] == [False, True]
+
+
+@st.composite
+def uneven(draw: st.DrawFn) -> tuple[float, ...]:
+    parts = draw(st.lists(st.floats(0, 1000), min_size=1, max_size=40).filter(lambda x: sum(x) > 1))
+    return tuple(part / sum(parts) for part in parts)
+
+
+@given(SIZES["global_batch"], uneven(), SIZES["micro_batch"])
+def test_uneven_shares_keep_every_promise(
+    global_batch: int, shares: tuple[float, ...], micro_batch: int
+) -> None:
+    ranks = len(shares)
+    plans = [split_step(global_batch, ranks, r, micro_batch, shares) for r in range(ranks)]
+    owned = [m.start + k for plan in plans for m in plan for k in range(m.count)]
+    assert owned == list(range(global_batch))
+    assert sum(Fraction(m.count, global_batch) for plan in plans for m in plan) == 1
+    turns = micro_steps(global_batch, ranks, micro_batch, shares)
+    assert {len(plan) for plan in plans} == {turns}
+    counts = [sum(m.count for m in plan) for plan in plans]
+    assert turns == 1 or max(counts) > (turns - 1) * micro_batch  # no fewer would do
+    for count, share, plan in zip(counts, shares, plans, strict=True):
+        assert abs(count - share * global_batch) < 1 + 1e-9
+        assert max(m.count for m in plan) <= micro_batch
+        assert max(m.count for m in plan) - min(m.count for m in plan) <= 1
+        assert all(m.start + m.reads <= global_batch for m in plan)
+
+
+@given(**SIZES)
+def test_even_shares_are_what_no_shares_are(
+    global_batch: int, world_size: int, micro_batch: int
+) -> None:
+    even = (1 / world_size,) * world_size
+    assert rank_samples(global_batch, world_size, even) == rank_samples(global_batch, world_size)
+    for rank in range(world_size):
+        split = split_step(global_batch, world_size, rank, micro_batch, even)
+        assert split == split_step(global_batch, world_size, rank, micro_batch)
+
+
+def test_the_largest_remainders_get_what_is_left() -> None:
+    assert rank_samples(10, 3, (0.5, 0.25, 0.25)) == (5, 3, 2)  # of equal ones the first
+    assert rank_samples(10, 3, (0.44, 0.28, 0.28)) == (4, 3, 3)
+    assert rank_samples(10, 2, (1.0, 0.0)) == (10, 0)
+    assert [m.borrowed for m in split_step(10, 2, 1, 5, (1.0, 0.0))] == [True, True]
+
+
+@pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.4), (1.5, -0.5), (0.5, float("nan"))])
+def test_senseless_shares_are_refused(shares: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"the shares .* of 2 ranks"):
+        rank_samples(8, 2, shares)
 
 
 @pytest.mark.parametrize(

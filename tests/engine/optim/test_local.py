@@ -28,10 +28,18 @@ from rayzero.engine.zero.weights import ResidentWeights
 
 def make_runs(*groups: int, dtype: torch.dtype = torch.float32) -> list[Run]:
     torch.manual_seed(0)
-    return [
-        Run(group, nn.Parameter(torch.randn(8, dtype=dtype)), torch.randn(8, dtype=dtype))
-        for group in groups
-    ]
+    flat, grads = torch.randn(8 * len(groups), dtype=dtype), torch.randn(8 * len(groups))
+    layout = lay_out("unit", [ParamSpec("one", (8 * len(groups),))], 1)
+    whole = slice(0, len(flat))
+    params = (nn.Parameter(flat.clone()),)
+    weights = ResidentWeights(layout, params, flat)
+    unit = Unit(layout, params, weights, flat, None, whole, whole, None)
+    runs = []
+    for number, group in enumerate(groups):
+        part = slice(8 * number, 8 * number + 8)
+        weight, grad = nn.Parameter(flat[part].clone()), grads[part].to(dtype)
+        runs.append(Run(group, unit, part, weight, grad))
+    return runs
 
 
 def config(kind: Any, **params: Any) -> OptimizerConfig:

@@ -1,0 +1,165 @@
+"""Checkpoints as files that others read.
+
+| kind | what is written | read by |
+|---|---|---|
+| `safetensors` | `model.safetensors`, several and an index above 5 GB | transformers, safetensors |
+| `torch` | `pytorch_model.pt`, a state dict | `torch.load(weights_only=True)`, strict loading |
+| `dcp` | a `torch.distributed.checkpoint` folder: `model`, `optimizer` | `dcp.load` |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import rmtree
+from warnings import catch_warnings, filterwarnings
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+from rayzero.engine.checkpoint.exportable import Exportable
+from rayzero.engine.checkpoint.imports.foreign import open_foreign
+from rayzero.engine.checkpoint.reader import CheckpointSource
+from rayzero.engine.errors import ConfigError, DataError, nearest
+from rayzero.engine.state.source import StateSource
+
+SHARD_BYTES = 5_000_000_000
+
+
+def export(folder: str, target: str, kind: str, dtype: str = "") -> list[str]:
+    """Writes a checkpoint as files that others read.
+
+    Args:
+        folder: a checkpoint's folder (one step), or what `open_foreign` knows.
+        target: a local folder, new or empty. It appears when all of it is written.
+        kind: `safetensors`, `torch` or `dcp`.
+        dtype: of floating-point parameters: float32, bfloat16 or float16; by default each has
+            the dtype that it had in the model.
+
+    Returns:
+        The paths written.
+
+    Raises:
+        ConfigError: an argument is wrong, or the target is not empty.
+        DataError: the checkpoint is damaged, or the target cannot be written.
+    """
+    check_kind(kind)
+    source = open_foreign(folder) or CheckpointSource(folder)
+    try:
+        return export_state(source, target, kind, dtype)
+    finally:
+        source.close()
+
+
+def export_state(source: StateSource, target: str, kind: str, dtype: str = "") -> list[str]:
+    """The same from a source that is open."""
+    check_kind(kind)
+    state = Exportable(source, dtype)
+    with _new_folder(Path(target)) as folder:
+        _KINDS[kind](state, folder)
+    return sorted(str(path) for path in Path(target).rglob("*") if path.is_file())
+
+
+def check_kind(kind: str) -> None:
+    """
+    Raises:
+        ConfigError: there is no such kind of export.
+    """
+    if kind not in _KINDS:
+        raise ConfigError(
+            f"cannot export as {kind!r}{nearest(kind, list(_KINDS))}", allowed=", ".join(_KINDS)
+        )
+
+
+def write_safetensors(state: Exportable, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """One stored tensor for each parameter and buffer; no more than one file's are in memory."""
+    metadata = {"format": "pt"}
+    shards = _shards(state.sizes(), shard_bytes)
+    if len(shards) == 1:
+        tensors = {name: state.read(name) for name in shards[0]}
+        save_file(tensors, folder / "model.safetensors", metadata)
+        return
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file({name: state.read(name) for name in names}, folder / file, metadata)
+        places |= dict.fromkeys(names, file)
+    index = {
+        "metadata": {"total_size": sum(state.sizes().values())},
+        "weight_map": dict(sorted(places.items())),
+    }
+    text = json.dumps(index, indent=2) + "\n"
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """Names in order, in files of at most `limit` bytes or one tensor."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _write_torch(state: Exportable, folder: Path) -> None:
+    content = _state_dict(state)
+    try:
+        torch.save(content, folder / "pytorch_model.pt")
+    except RuntimeError as error:  # its zip writer tells no more than that a write fell short
+        raise OSError("torch.save could not write all of it; is there room?") from error
+
+
+def _write_dcp(state: Exportable, folder: Path) -> None:
+    content = {"model": _state_dict(state)} | state.optimizer()
+    try:
+        with catch_warnings():
+            filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be
+            save_distributed(content, storage_writer=FileSystemWriter(folder), no_dist=True)
+    except CheckpointException as error:
+        reasons = "; ".join(str(failure) for failure, _ in error.failures.values())
+        raise OSError(f"torch.distributed.checkpoint: {reasons}") from error
+
+
+def _state_dict(state: Exportable) -> dict[str, Tensor]:
+    """The model's state dict: tied parameters under all of their names, and buffers."""
+    tensors = {name: state.read(name) for name in state.sizes()}
+    return tensors | {alias: tensors[name] for alias, name in state.ties.items()}
+
+
+_KINDS: dict[str, Callable[[Exportable, Path], None]] = {
+    "safetensors": write_safetensors,
+    "torch": _write_torch,
+    "dcp": _write_dcp,
+}
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A folder that takes the target's name when all went well, and is gone when it did not."""
+    partial = target.parent / f".{target.name}.partial"
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ConfigError(
+                f"{target} is there already", allowed="a new or an empty folder to export to"
+            )
+        rmtree(partial, ignore_errors=True)  # of an export that was killed
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(target)
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"cannot write {target}: {error}", fix="where to export to, its rights, its free space"
+        ) from error
+    finally:
+        rmtree(partial, ignore_errors=True)

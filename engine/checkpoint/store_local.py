@@ -1,0 +1,168 @@
+"""A folder of a mounted file system: a disk, NFS."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rayzero.engine.checkpoint.errors import StoreError, StoreTrouble
+from rayzero.engine.checkpoint.format import PARTIAL
+from rayzero.engine.checkpoint.storage import Entry
+
+_TROUBLES: Mapping[int, StoreTrouble] = {
+    errno.ENOSPC: "full",
+    errno.EDQUOT: "full",
+    errno.EFBIG: "full",
+    errno.ENOENT: "gone",
+    errno.ENOTDIR: "gone",
+    errno.ESTALE: "gone",
+    errno.ENODEV: "gone",
+    errno.EACCES: "forbidden",
+    errno.EPERM: "forbidden",
+    errno.EROFS: "forbidden",
+    errno.ETIMEDOUT: "slow",
+}
+
+
+class LocalStore:
+    """Durable by fsync of the file, a rename, and fsync of the folder, in that order."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def url(self) -> str:
+        return str(self._folder)
+
+    def entries(self, folder: str = "") -> list[Entry]:
+        path = self._folder / folder
+        with _told(path), suppress(FileNotFoundError), os.scandir(path) as found:
+            return [entry for one in found if (entry := _entry(one)) is not None]
+        return []
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[LocalSink]:
+        path = self._folder / name
+        partial = path.with_name(f".{path.name}{PARTIAL}")
+        with _told(path):
+            _make_folder(path.parent)
+            fd = os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+            try:
+                try:
+                    yield LocalSink(fd)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                os.rename(partial, path)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(partial)
+                raise
+            _sync_folder(path.parent)
+
+    def replace(self, name: str, content: bytes) -> None:
+        with self.create(name) as sink:
+            sink.write(memoryview(content))
+
+    def open(self, name: str) -> LocalFile:
+        path = self._folder / name
+        with _told(path):
+            return LocalFile(path)
+
+    def read(self, name: str) -> bytes:
+        path = self._folder / name
+        with _told(path):
+            return path.read_bytes()
+
+    def remove(self, name: str) -> None:
+        path = self._folder / name
+        with _told(path), suppress(FileNotFoundError):
+            os.unlink(path)
+            _sync_folder(path.parent)
+
+    def remove_folder(self, name: str) -> None:
+        with suppress(OSError):  # what is left in it is not ours to remove
+            os.rmdir(self._folder / name)
+
+
+class LocalSink:
+    """An open file descriptor, which belongs to the `create` that made this."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            done += os.write(self._fd, data[done:])
+
+
+class LocalFile:
+    """Reads into the caller's memory, without a buffer between."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, offset: int, parts: Sequence[memoryview]) -> int:
+        left = list(parts)
+        done = 0
+        with _told(self._path):
+            while left:
+                count = os.preadv(self._fd, left, offset + done)
+                if count == 0:
+                    break
+                done += count
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if left:
+                    left[0] = left[0][count:]
+        return done
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Says of an OSError what it means to the user."""
+    try:
+        yield
+    except OSError as error:
+        kind = _TROUBLES.get(error.errno or 0, "other")
+        raise StoreError(kind, str(path), error.strerror or repr(error)) from error
+
+
+def _entry(one: os.DirEntry[str]) -> Entry | None:
+    """None for what went away meanwhile."""
+    try:
+        found = one.stat()
+    except FileNotFoundError:
+        return None
+    return Entry(one.name, one.is_dir(), 0 if one.is_dir() else found.st_size, found.st_mtime)
+
+
+def _make_folder(path: Path) -> None:
+    """Makes a folder and those it is in, durably."""
+    if path.is_dir():
+        return
+    _make_folder(path.parent)
+    with suppress(FileExistsError):  # another rank's writer was faster
+        os.mkdir(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # said by file systems that keep folders in step anyway
+            raise
+    finally:
+        os.close(fd)

@@ -1,0 +1,232 @@
+"""Object stores and HDFS, through pyarrow: s3://, gs://, hdfs://."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from pyarrow import ArrowException, fs
+
+from rayzero.engine.checkpoint.errors import StoreError, StoreTrouble
+from rayzero.engine.checkpoint.format import PARTIAL
+from rayzero.engine.checkpoint.storage import Entry
+from rayzero.engine.errors import ConfigError
+
+# What pyarrow and the services' own texts say, in lower case; the first that is found counts.
+_TROUBLES: Mapping[str, StoreTrouble] = {
+    "access_denied": "forbidden",
+    "access denied": "forbidden",
+    "invalid_access_key": "forbidden",
+    "signature_does_not_match": "forbidden",
+    "invalid_signature": "forbidden",
+    "invalid_client_token": "forbidden",
+    "unrecognized_client": "forbidden",
+    "expired": "forbidden",
+    "permission": "forbidden",
+    "no_such_bucket": "gone",
+    "bucket does not exist": "gone",
+    "resource_not_found": "gone",
+    "not found": "gone",
+    "quota": "full",
+    "space": "full",
+    "slow_down": "slow",
+    "throttling": "slow",
+    "timeout": "slow",
+    "timed out": "slow",
+    "network_connection": "slow",
+    "service_unavailable": "slow",
+}
+_CHANGED = (
+    "the store gives back other bytes than it was given; an older S3-compatible one may need "
+    "AWS_REQUEST_CHECKSUM_CALCULATION=when_required in the environment"
+)
+_EDGE_BYTES = 64 * 1024  # of a written file's beginning and end are read back
+
+
+class RemoteStore:
+    """Durable by the service's word, and by looking at what it kept."""
+
+    def __init__(self, url: str) -> None:
+        """
+        Args:
+            url: with options in its query, as pyarrow's `FileSystem.from_uri` takes them:
+                `s3://bucket/path?endpoint_override=host:port&scheme=http`. Credentials come from
+                where the service's own tools have them: environment variables, files, the machine.
+
+        Raises:
+            ConfigError: the URL is not one that pyarrow takes.
+        """
+        self._url = url
+        try:
+            with _told(url):
+                self._fs, self._root = fs.FileSystem.from_uri(_with_region(url))
+        except (ArrowException, ValueError) as error:
+            raise ConfigError(
+                f"the URL {url} cannot be used: {error}",
+                allowed="a path, or a URL that pyarrow.fs.FileSystem.from_uri takes",
+                fix="checkpoint.path",
+            ) from None
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def entries(self, folder: str = "") -> list[Entry]:
+        path = self._path(folder)
+        selector = fs.FileSelector(path, allow_not_found=True)
+        with self._told(folder):
+            return [
+                Entry(
+                    one.base_name,
+                    one.type == fs.FileType.Directory,
+                    one.size or 0,
+                    one.mtime_ns / 1e9 if one.mtime_ns else 0.0,
+                )
+                for one in self._fs.get_file_info(selector)
+                if one.path.rstrip("/") != path
+            ]
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[RemoteSink]:
+        with self._told(name):
+            stream = self._fs.open_output_stream(self._path(name), compression=None)
+            sink = RemoteSink(stream)
+            try:
+                yield sink
+                stream.close()
+                self._look_at(name, sink)
+            except BaseException:
+                # pyarrow cannot give an upload up: closing completes it
+                with suppress(OSError):
+                    stream.close()
+                with suppress(OSError):
+                    self._fs.delete_file(self._path(name))
+                raise
+
+    def replace(self, name: str, content: bytes) -> None:
+        """One PUT, which is atomic. HDFS shows a file while it is written, so there it is moved to
+        its place; for a moment, neither the old nor the new one may be there."""
+        moved = self._fs.type_name == "hdfs"
+        written = f"{name}{PARTIAL}" if moved else name
+        with self._told(name):
+            with self._fs.open_output_stream(self._path(written), compression=None) as stream:
+                stream.write(content)
+            if self.read(written) != content:
+                raise StoreError("other", self._shown(name), _CHANGED)
+            if moved:
+                with suppress(FileNotFoundError):
+                    self._fs.delete_file(self._path(name))
+                self._fs.move(self._path(written), self._path(name))
+
+    def open(self, name: str) -> RemoteFile:
+        with self._told(name):
+            return RemoteFile(self._fs.open_input_file(self._path(name)), self._shown(name))
+
+    def read(self, name: str) -> bytes:
+        with self._told(name), self._fs.open_input_file(self._path(name)) as stream:
+            content: bytes = stream.read()
+            return content
+
+    def remove(self, name: str) -> None:
+        with self._told(name), suppress(FileNotFoundError):
+            self._fs.delete_file(self._path(name))
+
+    def remove_folder(self, name: str) -> None:
+        if not self.entries(name):
+            with suppress(OSError):  # most object stores have no folders to remove
+                self._fs.delete_dir(self._path(name))
+
+    def _look_at(self, name: str, sink: RemoteSink) -> None:
+        """Some S3-compatible stores keep an upload's framing as part of it: its size and its ends
+        show that, without all of it being read back."""
+        size = self._fs.get_file_info(self._path(name)).size
+        if size != sink.nbytes:
+            seen = f"{sink.nbytes} bytes were written and {size} are there"
+            raise StoreError("other", self._shown(name), f"{seen}. {_CHANGED}")
+        with self._fs.open_input_file(self._path(name)) as file:
+            first = file.read_at(len(sink.first), 0)
+            last = file.read_at(len(sink.last), sink.nbytes - len(sink.last))
+        if first != sink.first or last != sink.last:
+            raise StoreError("other", self._shown(name), _CHANGED)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+    def _shown(self, name: str) -> str:
+        return f"{self._url.partition('?')[0].rstrip('/')}/{name}".rstrip("/")
+
+    def _told(self, name: str) -> AbstractContextManager[None]:
+        return _told(self._shown(name))
+
+
+class RemoteSink:
+    """An upload, and what is to be compared with what the store kept."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.nbytes = 0
+        self.first = b""
+        self.last = b""
+
+    def write(self, data: memoryview) -> None:
+        self._stream.write(data)
+        self.nbytes += len(data)
+        if len(self.first) < _EDGE_BYTES:
+            self.first += data[: _EDGE_BYTES - len(self.first)]
+        self.last = (self.last + bytes(data[-_EDGE_BYTES:]))[-_EDGE_BYTES:]
+
+
+class RemoteFile:
+    """Every read is one request: a stream that reads ahead would take hundreds."""
+
+    def __init__(self, file: Any, shown: str) -> None:
+        self._file = file
+        self._shown = shown
+
+    def read(self, offset: int, parts: Sequence[memoryview]) -> int:
+        with _told(self._shown):
+            self._file.seek(offset)
+            if len(parts) == 1:
+                return int(self._file.readinto(parts[0]))
+            found = memoryview(self._file.read(sum(len(part) for part in parts)))
+        at = 0
+        for part in parts:
+            piece = found[at : at + len(part)]
+            part[: len(piece)] = piece
+            at += len(piece)
+        return at
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextmanager
+def _told(shown: str) -> Iterator[None]:
+    """Says of an OSError what it means to the user."""
+    try:
+        yield
+    except OSError as error:
+        text = str(error).splitlines()[0] if str(error) else repr(error)
+        raise StoreError(_trouble(error), shown, text) from error
+
+
+def _trouble(error: OSError) -> StoreTrouble:
+    if isinstance(error, FileNotFoundError):
+        return "gone"
+    if isinstance(error, PermissionError):
+        return "forbidden"
+    text = str(error).lower()
+    return next((kind for words, kind in _TROUBLES.items() if words in text), "other")
+
+
+def _with_region(url: str) -> str:
+    """An S3 URL with the environment's region, where it names none: pyarrow would ask AWS for it,
+    whatever the endpoint."""
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    parts = urlsplit(url)
+    if parts.scheme != "s3" or not region or "region" in parse_qs(parts.query):
+        return url
+    return f"{url}{'&' if parts.query else '?'}region={region}"

@@ -1,0 +1,123 @@
+"""Reading all of a checkpoint, to say what of it is not as it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.format import BLOCK_BYTES, MANIFEST, PARTIAL, is_ours
+from rayzero.engine.checkpoint.manifest import FileEntry
+from rayzero.engine.checkpoint.reader import manifest_in
+from rayzero.engine.checkpoint.storage import Store
+from rayzero.engine.checkpoint.store import open_store
+from rayzero.engine.errors import DataError
+
+_CHUNK_BYTES = 16 * BLOCK_BYTES
+
+Progress: TypeAlias = Callable[[int], None]
+"""Told the number of bytes that were read since it was last told."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something in a checkpoint's folder that is not as it should be.
+
+    Attributes:
+        file: its name in the folder.
+        kind: flipped: bytes differ; cut: it is shorter or longer; foreign: it is no part of the
+            checkpoint, which is none the worse for it.
+        text: what is wrong with the file.
+    """
+
+    file: str
+    kind: Literal["flipped", "cut", "missing", "foreign"]
+    text: str
+
+    @property
+    def harms(self) -> bool:
+        """Whether the checkpoint cannot be used because of it."""
+        return self.kind != "foreign"
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.text}"
+
+
+def verify(folder: str, progress: Progress = lambda _: None) -> list[Problem]:
+    """Reads every byte of the checkpoint in `folder`, a path or a URL.
+
+    Raises:
+        CheckpointVersionError: it is of a newer format.
+        StoreError: the store cannot be read.
+    """
+    store = open_store(folder)
+    sizes = {one.name: one.nbytes for one in store.entries()}
+    if MANIFEST not in sizes:
+        return [Problem(MANIFEST, "missing", "is missing: there is no checkpoint without it")]
+    try:
+        manifest = manifest_in(store)
+    except DataError as error:
+        return [Problem(MANIFEST, "flipped", error.seen.partition(f"{MANIFEST} ")[2])]
+    problems = [
+        problem for file in manifest.files for problem in _verify_file(store, file, sizes, progress)
+    ]
+    ours = {MANIFEST, *(file.name for file in manifest.files)}
+    for name in sorted(sizes.keys() - ours):
+        what = "is left from a save that did not end" if _left(name) else "is no part of it"
+        problems.append(Problem(name, "foreign", what))
+    return problems
+
+
+def _left(name: str) -> bool:
+    return is_ours(name) or name.endswith(PARTIAL)
+
+
+def _verify_file(
+    store: Store, file: FileEntry, sizes: dict[str, int], progress: Progress
+) -> Iterator[Problem]:
+    size = sizes.get(file.name)
+    if size is None:
+        yield Problem(file.name, "missing", "is missing")
+        return
+    if size != file.nbytes:
+        yield Problem(file.name, "cut", f"has {size} bytes, and had {file.nbytes}")
+        return
+    try:
+        blocks, checksum = _flipped_blocks(store, file, progress)
+    except StoreError as error:
+        if error.kind != "gone":
+            raise
+        yield Problem(file.name, "missing", "is missing")
+        return
+    for number in blocks:
+        begin = file.data_offset + number * BLOCK_BYTES
+        end = min(begin + BLOCK_BYTES, file.nbytes)
+        yield Problem(file.name, "flipped", f"is damaged between bytes {begin} and {end}")
+    if checksum != file.checksum and not blocks:
+        yield Problem(file.name, "flipped", "is damaged in its header")
+
+
+def _flipped_blocks(store: Store, file: FileEntry, progress: Progress) -> tuple[list[int], int]:
+    """The blocks whose checksums differ, and the checksum of the whole file."""
+    memory = memoryview(bytearray(max(_CHUNK_BYTES, file.data_offset)))
+    flipped = []
+    opened = store.open(file.name)
+    try:
+        header = memory[: file.data_offset]
+        opened.read(0, [header])
+        whole = xxh3_64(header)
+        for at in range(0, file.table.nbytes, _CHUNK_BYTES):
+            chunk = memory[: min(_CHUNK_BYTES, file.table.nbytes - at)]
+            opened.read(file.data_offset + at, [chunk])
+            whole.update(chunk)
+            for inside in range(0, len(chunk), BLOCK_BYTES):
+                number = (at + inside) // BLOCK_BYTES
+                if xxh3_64_intdigest(chunk[inside : inside + BLOCK_BYTES]) != file.blocks[number]:
+                    flipped.append(number)
+            progress(len(chunk))
+    finally:
+        opened.close()
+    return flipped, whole.intdigest()

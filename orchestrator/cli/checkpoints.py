@@ -1,0 +1,181 @@
+"""What `rayzero ckpt` does: each function is one command, and returns the process's exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import wraps
+from importlib import import_module
+from time import time
+from typing import Any, ParamSpec
+
+import rich.console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from rayzero.engine.checkpoint.catalogue import Found, list_checkpoints, newest_whole
+from rayzero.engine.checkpoint.format import step_of
+from rayzero.engine.checkpoint.prune import Pruned, prune
+from rayzero.engine.checkpoint.store import split
+from rayzero.engine.checkpoint.verify import Problem, verify
+from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.orchestrator.cli.console import print_error
+
+P = ParamSpec("P")
+
+
+def _with_exit_code(command: Callable[P, int]) -> Callable[P, int]:
+    """Errors as text on stderr: 2 for what the user wrote, 1 for what was found."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return command(*args, **kwargs)
+        except RayzeroError as error:
+            print_error(error)
+            return 2 if isinstance(error, ConfigError) else 1
+        except KeyboardInterrupt:
+            return 130
+
+    return run
+
+
+@_with_exit_code
+def list_all(path: str, as_json: bool) -> int:
+    found = _checkpoints(path)
+    if as_json:
+        for one in found:
+            print(json.dumps(_facts(one)))
+        return 0
+    rows = [("step", "age", "size", "world", "stage", ""), *(_row(one) for one in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    for *figures, condition in rows:
+        cells = [text.rjust(width) for text, width in zip(figures, widths, strict=True)]
+        print("  ".join([*cells, condition]).rstrip())
+    return 0
+
+
+@_with_exit_code
+def verify_all(path: str, as_json: bool) -> int:
+    damaged = False
+    one_only = step_of(split(path)[1]) is not None
+    for one in _checkpoints(path):
+        if one.condition == "newer":
+            raise ConfigError(f"{one.folder}: {one.problem}", fix="a newer rayzero")
+        if one.condition == "unfinished" and not one_only:
+            problems: list[Problem] = []
+            verdict = f"step {one.step}: {one.problem}"
+        else:
+            with _progress(one, shown=sys.stdout.isatty() and not as_json) as progress:
+                problems = verify(one.folder, progress)
+            harm = [problem for problem in problems if problem.harms]
+            damaged = damaged or bool(harm)
+            verdict = f"step {one.step}: {'damaged' if harm else 'as it was written'}"
+        if as_json:
+            print(json.dumps(_facts(one) | {"problems": [asdict(each) for each in problems]}))
+            continue
+        print(verdict)
+        for problem in problems:
+            print(f"  {problem}")
+    return 1 if damaged else 0
+
+
+@_with_exit_code
+def prune_job(path: str, keep: int, keep_every: int | None, dry_run: bool) -> int:
+    _checkpoints(path)
+    pruned = prune(path, keep, keep_every, dry_run=dry_run)
+    for line in _pruned_lines(pruned, "would be removed" if dry_run else "removed"):
+        print(line)
+    return 0
+
+
+@_with_exit_code
+def export_one(path: str, target: str, kind: str) -> int:
+    folder = path
+    if step_of(split(path)[1]) is None:
+        newest = newest_whole(path)
+        folder = path if newest is None else newest.folder  # or it is another system's
+    # By name: it needs torch, which nothing else here does.
+    export = import_module("rayzero.engine.checkpoint.export").export
+    for written in export(folder, target, kind):
+        print(written)
+    return 0
+
+
+def _checkpoints(path: str) -> Sequence[Found]:
+    found = list_checkpoints(path)
+    if not found:
+        raise ConfigError(
+            f"there are no checkpoints at {path}",
+            allowed="a job's folder with checkpoints step-<n> in it, or one of these",
+        )
+    return found
+
+
+def _facts(one: Found) -> dict[str, Any]:
+    manifest = one.manifest
+    return {
+        "step": one.step,
+        "folder": one.folder,
+        "condition": one.condition,
+        "problem": one.problem,
+        "bytes": sum(entry.nbytes for entry in one.entries),
+        "world_size": manifest.world_size if manifest else None,
+        "stage": manifest.stage if manifest else None,
+        "created_s": manifest.created_s if manifest else None,
+    }
+
+
+def _row(one: Found) -> tuple[str, ...]:
+    manifest = one.manifest
+    return (
+        str(one.step),
+        _age(time() - manifest.created_s) if manifest else "-",
+        _size(sum(entry.nbytes for entry in one.entries)),
+        str(manifest.world_size) if manifest else "-",
+        "-" if manifest is None or manifest.stage is None else str(manifest.stage),
+        one.condition + (f": {one.problem}" if one.problem else ""),
+    )
+
+
+def _pruned_lines(pruned: Pruned, verb: str) -> Iterator[str]:
+    if pruned.removed:
+        yield f"{verb}: steps {', '.join(map(str, pruned.removed))}"
+    if pruned.swept:
+        yield f"{verb}: leftovers of saves of steps {', '.join(map(str, pruned.swept))}"
+    yield f"{verb}: {_size(pruned.nbytes)}"
+    yield f"kept: steps {', '.join(map(str, pruned.kept)) or 'none'}"
+
+
+@contextmanager
+def _progress(one: Found, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar over the bytes of a checkpoint, on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(24), DownloadColumn(True))
+    with Progress(
+        *columns,
+        TransferSpeedColumn(),
+        console=rich.console.Console(file=sys.stderr),
+        transient=True,
+        disable=not shown,
+    ) as bar:
+        total = sum(file.table.nbytes for file in one.manifest.files) if one.manifest else None
+        task = bar.add_task(f"step {one.step}", total=total)
+        yield lambda nbytes: bar.update(task, advance=nbytes)
+
+
+def _age(seconds: float) -> str:
+    for unit, length_s in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _size(nbytes: int) -> str:
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

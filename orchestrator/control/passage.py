@@ -1,0 +1,253 @@
+"""The way from one generation to the next: fence or drain, pick, settle, form."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayzero.orchestrator import events as ev
+from rayzero.orchestrator.control.desk import Desk
+from rayzero.orchestrator.control.faults import Faults
+from rayzero.orchestrator.control.vaults import Vaults
+from rayzero.orchestrator.generation import Generation
+from rayzero.orchestrator.notices import Warned
+from rayzero.orchestrator.policies import membership, placement, recovery
+from rayzero.orchestrator.policies.membership import Members, Short
+from rayzero.orchestrator.repairs import Repairs
+from rayzero.workers.messages import Assign, Restore, SlotRef, WorkerInfo
+
+FENCE_S = 10.0
+"""How long the survivors of a fault may take to unwind before they are killed."""
+
+Newest = Callable[[frozenset[int]], Awaitable[recovery.Stored | None]]
+"""The newest whole checkpoint but for some steps: at hand, or looked up."""
+
+
+@dataclass
+class _Way:
+    """What one way has found out so far."""
+
+    work: asyncio.Task[None] | None = None
+    restore: Restore | None = None
+    step: int = 0
+    members: Members = field(default_factory=lambda: Members(()))
+    store: tuple[int, int] | None = None
+    """(worker, port) of a store that was opened ahead."""
+
+
+class Passage:
+    """Owns the way under way; setting out again ends it.
+
+    The survivors of a death wait for nothing but each other and one answer each: the places,
+    the addresses and the slots are worked out here, from what is known already.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        faults: Faults,
+        vaults: Vaults,
+        repairs: Repairs,
+        newest: Newest,
+    ) -> None:
+        self.left_out = Members(())
+        """Of the newest generation: who was left out, to be let go once it is formed."""
+        self.on_forming: Callable[[Sequence[WorkerInfo]], tuple[float, ...]] = lambda _: ()
+        """Told the members, by rank, when a generation is about to begin; gives their shares."""
+        self._desk = desk
+        self._faults = faults
+        self._vaults = vaults
+        self._repairs = repairs
+        self._newest = newest
+        self._way = _Way()
+        self._assigning: dict[int, asyncio.Task[None]] = {}
+
+    def fence(self, passage: int) -> None:
+        self._depart("fence", self._fence(passage))
+
+    def drain(self, passage: int) -> None:
+        self._depart("drain", self._drain(passage))
+
+    def pick(self, passage: int) -> None:
+        if self._way.work is None:  # the first generation of all: nobody had to be unwound
+            self._way = _Way()
+        self._go_on("pick", self._pick(passage))
+
+    def settle(self, passage: int) -> None:
+        self._go_on("settle", self._settle(passage))
+
+    def form(self, generation: int, passage: int) -> None:
+        self._go_on("form", self._form(generation, passage))
+
+    def end(self) -> None:
+        """Gives the way up: the job is being stopped."""
+        if self._way.work is not None:
+            self._way.work.cancel()
+
+    async def break_off(self, worker: int, *, softly: bool = False) -> None:
+        """Has one worker leave, but not before it has heard its place: it would begin after it.
+
+        Args:
+            softly: let it finish the collective it is in.
+        """
+        if (telling := self._assigning.get(worker)) is not None:
+            await asyncio.wait({telling})
+        group = self._desk.ports.workers
+        await self._desk.ask(worker, group.stop(worker) if softly else group.fence(worker))
+
+    def _depart(self, part: str, work: Coroutine[Any, Any, None]) -> None:
+        self.end()
+        self._way = _Way()
+        self._go_on(part, work)
+
+    def _go_on(self, part: str, work: Coroutine[Any, Any, None]) -> None:
+        self._repairs.enter(part, self._desk.now_s())
+        self._way.work = self._desk.tasks.spawn(work)
+
+    async def _fence(self, passage: int) -> None:
+        desk, generation = self._desk, self._desk.generation
+        generation.fenced = True
+        for worker in generation.still_in:
+            desk.tasks.spawn(self.break_off(worker))
+        if not await desk.happens(FENCE_S, lambda: not generation.still_in):
+            for worker in generation.still_in:
+                self._faults.abandon(worker, f"it did not unwind within {FENCE_S:g} s")
+        desk.feed(ev.Fenced(passage))
+
+    async def _drain(self, passage: int) -> None:
+        """Has no limit of its own: a step takes what it takes, and a hang is found elsewhere."""
+        desk, generation = self._desk, self._desk.generation
+        for worker in generation.still_in:
+            desk.tasks.spawn(desk.ask(worker, desk.ports.workers.drain(worker)))
+        await desk.bell.until(lambda: not generation.still_in)
+        if not generation.finished:  # then the job is done, and that is told elsewhere
+            desk.feed(ev.Fenced(passage))
+
+    async def _pick(self, passage: int) -> None:
+        desk, way = self._desk, self._way
+        held, _ = await asyncio.gather(self._vaults.inventory(), self._open_store(way))
+        stored = await self._newest(self._faults.damaged.checkpoints)
+        damaged = self._faults.damaged
+        picked = recovery.pick(held, self._remembered(), stored, damaged)
+        if isinstance(picked, recovery.FromMemory):
+            slots = await self._salvage(picked)
+            if not slots:
+                picked = recovery.pick(held, recovery.Remembered(), stored, damaged)
+        match picked:
+            case recovery.FromSlots(step, slots):
+                way.restore = Restore(step, slots)
+            case recovery.FromMemory(step, _):
+                way.restore = Restore(step, slots)
+            case recovery.FromCheckpoint(step, folder):
+                way.restore = Restore(step, checkpoint=folder)
+        redone = desk.progress.rewind(picked.step)
+        if isinstance(picked, recovery.FromCheckpoint | recovery.FromNothing):
+            self._tell_loss(picked, redone)
+        way.step = picked.step
+        self._repairs.picked(picked.step, redone)
+        desk.feed(ev.RecoveryStepPicked(passage, picked.step))
+
+    async def _settle(self, passage: int) -> None:
+        desk = self._desk
+        limit_s = desk.plan.need.timeout_s
+        choice = desk.crew.choose()
+        if isinstance(choice, Short):
+            least = desk.crew.wanted.least
+            text = f"{choice.there} of at least {least} workers are left: waiting for more"
+            desk.see(Warned(f"{text}, at most {limit_s:g} s (workers.start_timeout_s)"))
+            await desk.happens(limit_s, lambda: isinstance(desk.crew.choose(), Members))
+            choice = desk.crew.choose()
+        if isinstance(choice, Short):
+            raise membership.too_few(choice, desk.crew.wanted, limit_s)
+        self._way.members = choice
+        chosen = tuple(worker.index for worker in choice.chosen)
+        desk.feed(ev.MembershipSettled(passage, chosen))
+
+    async def _form(self, number: int, passage: int) -> None:
+        """Gives every member its place. The store is opened by any live worker."""
+        desk, way = self._desk, self._way
+        members = way.members.chosen
+        places = placement.ranks(members)
+        desk.generation = Generation(number, passage, places, members, way.restore)
+        desk.crew.members = frozenset(worker.index for worker in members)
+        desk.progress.begin(number, len(places), way.step)
+        self.left_out = way.members
+        if missing := [one.index for one in members if not desk.crew.alive(one.index)]:
+            for worker in missing:
+                self._faults.missing(worker)
+            return
+        shares = self.on_forming(desk.generation.workers)
+        if way.store is None or way.store[0] not in desk.crew.members:
+            way.store = await self._store_on(places[0].worker)
+        host, port = desk.crew.info(way.store[0]), way.store[1]
+        self._vaults.used(worker.node_id for worker in members)
+        for place in places:
+            assign = Assign(
+                generation=number,
+                rank=place.rank,
+                world_size=len(places),
+                local_rank=place.local_rank,
+                local_world_size=place.local_world_size,
+                store_host=host.ip,
+                store_port=port,
+                vault=desk.vaults.get(desk.crew.info(place.worker).node_id, ""),
+                restore=way.restore,
+                shares=shares,
+                remote=desk.sends_to_others,
+            )
+            desk.generation.enters(place.worker)
+            telling = desk.tasks.spawn(self._assign(place.worker, assign))
+            self._assigning[place.worker] = telling
+
+    async def _assign(self, worker: int, assign: Assign) -> None:
+        await self._desk.ask(worker, self._desk.ports.workers.assign(worker, assign))
+
+    async def _open_store(self, way: _Way) -> None:
+        """Ahead of time, where the membership to come has its first rank as things stand."""
+        choice = self._desk.crew.choose()
+        if isinstance(choice, Members):
+            way.store = await self._store_on(placement.ranks(choice.chosen)[0].worker)
+
+    async def _store_on(self, worker: int) -> tuple[int, int]:
+        return worker, await self._desk.ask(worker, self._desk.ports.workers.open_store(worker))
+
+    async def _salvage(self, picked: recovery.FromMemory) -> tuple[SlotRef, ...]:
+        """Copies memories into vaults. None, if they turn out not to be one state: a generation
+        that was fenced before it had a state still holds parts cut for an older one."""
+        desk = self._desk
+        commands = [desk.ports.workers.salvage(worker) for worker in picked.workers]
+        asked = zip(picked.workers, commands, strict=True)
+        made = await asyncio.gather(*(desk.ask(worker, command) for worker, command in asked))
+        nodes = [desk.crew.info(worker).node_id for worker in picked.workers]
+        held = [recovery.Held(slot, node) for slot, node in zip(made, nodes, strict=True)]
+        if len(held) == 1:
+            return recovery.refs(held)
+        sets = recovery.complete_sets(held)
+        return sets[-1].slots if sets and sets[-1].step == picked.step else ()
+
+    def _remembered(self) -> recovery.Remembered:
+        """What can still be copied into a vault."""
+        desk = self._desk
+        there = desk.generation.remembered()
+        by_rank = {
+            rank: (worker, memory)
+            for rank, (worker, memory) in (there.by_rank or {}).items()
+            if desk.crew.alive(worker) and desk.crew.info(worker).node_id in desk.vaults
+        }
+        return recovery.Remembered(there.world_size, by_rank)
+
+    def _tell_loss(self, picked: recovery.Pick, redone: int) -> None:
+        if self._desk.generation.number == 0 or redone == 0:
+            return  # the beginning of a run is told as such
+        if isinstance(picked, recovery.FromCheckpoint):
+            where = f"the checkpoint of step {picked.step} ({picked.folder})"
+        else:
+            where = "the beginning: there is no whole checkpoint"
+        self._desk.see(
+            Warned(
+                f"no complete copy of the state is left in memory: going back to {where}; "
+                f"{redone} finished step{'s' * (redone != 1)} will be done again"
+            )
+        )

@@ -1,0 +1,71 @@
+"""The way to an end by wish: unwind, keep what was trained, be gone in time."""
+
+from __future__ import annotations
+
+from rayzero.orchestrator import events as ev
+from rayzero.orchestrator.control.checkpoints import Checkpoints
+from rayzero.orchestrator.control.desk import Desk
+from rayzero.orchestrator.control.passage import Passage
+from rayzero.orchestrator.control.vaults import Vaults
+from rayzero.orchestrator.policies.recovery import complete_sets
+
+STOP_S = 4.0
+"""How long the training functions may take to unwind before their processes are killed."""
+
+
+class Stopping:
+    """With checkpoints on, a stop ends with one more, within `checkpoint.notice_s` in all."""
+
+    def __init__(
+        self, desk: Desk, passage: Passage, vaults: Vaults, checkpoints: Checkpoints
+    ) -> None:
+        self._desk = desk
+        self._passage = passage
+        self._vaults = vaults
+        self._checkpoints = checkpoints
+
+    def begin(self) -> None:
+        self._passage.end()
+        keeps = self._desk.plan.setup.mirror.checkpoint_every_steps is not None
+        self._desk.tasks.spawn(self._stop_and_keep() if keeps else self._stop())
+
+    async def _stop(self) -> None:
+        self._unwind(softly=not self._desk.generation.fenced)
+        await self._left(STOP_S)
+        self._end()
+
+    async def _stop_and_keep(self) -> None:
+        desk, generation = self._desk, self._desk.generation
+        notice_s = desk.plan.spec.checkpoint.notice_s
+        until_s = desk.now_s() + notice_s
+        if generation.restored and not generation.fenced:
+            for worker in generation.still_in:
+                desk.tasks.spawn(desk.ask(worker, desk.ports.workers.drain(worker)))
+            # Half of the time for the step at hand; none of it when a rank is lost on the way,
+            # because its peers would only wait for it.
+            await desk.happens(
+                notice_s / 2, lambda: not generation.still_in or bool(generation.faults)
+            )
+        self._unwind(softly=False)
+        await self._left(min(STOP_S, until_s - desk.now_s()))
+        sets = complete_sets(await self._vaults.inventory())
+        if sets and not self._checkpoints.has(sets[-1].step):
+            await self._checkpoints.keep_last(sets[-1].slots, until_s - desk.now_s())
+        self._end()
+
+    def _unwind(self, *, softly: bool) -> None:
+        """Has everyone leave who has not left yet."""
+        generation = self._desk.generation
+        generation.fenced = True
+        for worker in generation.still_in:
+            self._desk.tasks.spawn(self._passage.break_off(worker, softly=softly))
+
+    async def _left(self, limit_s: float) -> bool:
+        generation = self._desk.generation
+        return await self._desk.happens(limit_s, lambda: not generation.still_in)
+
+    def _end(self) -> None:
+        if self._desk.generation.still_in:
+            self._desk.feed(ev.StopTimedOut())
+        else:
+            self._desk.feed(ev.TrainingStopped())

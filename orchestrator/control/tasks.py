@@ -1,0 +1,80 @@
+"""Background tasks with an owner, waits with a limit, and a bell for those who wait for news."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from rayzero.orchestrator.clock import Clock
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """Owns the controller's background tasks: none outlives `end`, and none fails in silence."""
+
+    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+        self._on_error = on_error
+        self._running: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(self._guarded(work))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def end(self) -> None:
+        """Cancels everything but the caller, and waits until it is over."""
+        mine = asyncio.current_task()
+        tasks = [task for task in self._running if task is not mine]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _guarded(self, work: Coroutine[Any, Any, Any]) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  # whatever it is, somebody must judge it
+            self._on_error(error)
+
+
+class Bell:
+    """Rung whenever something changed that somebody may be waiting for."""
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def ring(self) -> None:
+        waiting, self._waiting = self._waiting, set()
+        for one in waiting:
+            if not one.done():
+                one.set_result(None)
+
+    async def until(self, so: Callable[[], bool]) -> None:
+        """Returns once `so()` holds; asks at once, and again at every ring."""
+        while not so():
+            rung = asyncio.get_running_loop().create_future()
+            self._waiting.add(rung)
+            try:
+                await rung
+            finally:
+                self._waiting.discard(rung)
+
+
+async def within(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
+    """What `work` brings.
+
+    Raises:
+        TimeoutError: it took longer; it is cancelled.
+    """
+    answer = asyncio.ensure_future(work)
+    timer = asyncio.ensure_future(clock.sleep(limit_s))
+    try:
+        await asyncio.wait((answer, timer), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise TimeoutError
+        return answer.result()
+    finally:
+        timer.cancel()
+        answer.cancel()

@@ -1,0 +1,116 @@
+"""Keeps a vault on every node of the job, and hears from them whose process died."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from itertools import count
+
+from rayzero.orchestrator.control.desk import COMMAND_S, Desk
+from rayzero.orchestrator.control.tasks import within
+from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.group import VaultLostError
+from rayzero.orchestrator.notices import Warned
+from rayzero.orchestrator.policies.recovery import Held
+
+POLL_S = 2.0
+"""How long a poll waits at the vault for something to happen."""
+SILENT_S = 10.0
+"""A vault that does not answer a poll for so long beyond that counts as lost."""
+REOPEN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+"""How long to wait after each failed try to open a vault; the last from then on."""
+
+
+class Vaults:
+    """Owns one poll a vault. Where a vault is gone, mirrors fail softly until it is back."""
+
+    def __init__(self, desk: Desk, on_lost: Callable[[int, str], None]) -> None:
+        self._desk = desk
+        self._on_lost = on_lost
+        self._used: dict[str, str] = {}
+
+    async def open(self, nodes: Iterable[str]) -> None:
+        """Makes sure that these nodes have a vault.
+
+        Raises:
+            JobFailedError: one did not start, or died at once.
+        """
+        desk = self._desk
+        missing = [node for node in dict.fromkeys(nodes) if node not in desk.vaults]
+        if not missing:
+            return
+        try:
+            opened = await desk.ports.vaults.open(missing)
+        except VaultLostError as lost:
+            raise JobFailedError(f"a vault did not start: {lost}") from None
+        for node in missing:
+            if node not in desk.vaults:  # somebody else may have waited for the same
+                desk.vaults[node] = opened[node]
+                desk.tasks.spawn(self._watch(node))
+
+    async def open_in_time(self, node: str, needed: Callable[[], bool]) -> bool:
+        """Tries until that node has a vault; False once nobody needs it any more."""
+        desk = self._desk
+        for tries in count():
+            if not needed():
+                break
+            try:
+                await self.open([node])
+            except JobFailedError as error:
+                desk.see(Warned(f"no vault on node {self._name(node)}: {error.seen}"))
+                await desk.ports.clock.sleep(REOPEN_S[min(tries, len(REOPEN_S) - 1)])
+            else:
+                return True
+        return False
+
+    async def inventory(self) -> list[Held]:
+        """What all vaults hold; one that is gone, or does not say, holds nothing."""
+        nodes = list(self._desk.vaults)
+        lists = await asyncio.gather(*(self._inventory(node) for node in nodes))
+        return [one for held in lists for one in held]
+
+    def used(self, nodes: Iterable[str]) -> None:
+        """A generation is formed that knows the vaults of these nodes as they are now."""
+        self._used = {node: self._desk.vaults.get(node, "") for node in nodes}
+
+    @property
+    def renewed(self) -> bool:
+        """Whether the generation's members know an address that is no longer right, and the right
+        one is there."""
+        now = self._desk.vaults
+        return any(node in now and now[node] != old for node, old in self._used.items())
+
+    async def _inventory(self, node: str) -> list[Held]:
+        desk = self._desk
+        try:
+            command = desk.ports.vaults.inventory(node)
+            slots = await within(desk.ports.clock, COMMAND_S, command)
+        except (VaultLostError, TimeoutError):
+            return []
+        return [Held(slot, node) for slot in slots]
+
+    async def _watch(self, node: str) -> None:
+        desk = self._desk
+        while True:
+            try:
+                command = desk.ports.vaults.poll(node, POLL_S)
+                news = await within(desk.ports.clock, POLL_S + SILENT_S, command)
+            except (VaultLostError, TimeoutError) as lost:
+                desk.vaults.pop(node, None)
+                desk.bell.ring()
+                cause = str(lost) or "it does not answer"
+                desk.see(Warned(f"the vault on node {self._name(node)} was lost: {cause}"))
+                await self._reopen(node)
+                return
+            for one in news:
+                if desk.crew.knows(one.worker, one.pid):
+                    self._on_lost(one.worker, "")
+
+    async def _reopen(self, node: str) -> None:
+        """Until it is there again, or nobody lives on its node. What it held is lost: the members
+        are told the new address, and fill it again, by a resize in place."""
+        if await self.open_in_time(node, lambda: node in self._desk.crew.nodes):
+            self._desk.bell.ring()
+
+    def _name(self, node: str) -> str:
+        return next((one.node for one in self._desk.crew.there if one.node_id == node), node)

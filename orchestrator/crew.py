@@ -1,0 +1,69 @@
+"""Which workers there are, and which of them may take part. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rayzero.orchestrator.policies.membership import Candidate, Choice, Wanted, choose
+from rayzero.workers.messages import WorkerInfo
+
+
+class Crew:
+    """Every worker the job ever had, by index, and what became of it.
+
+    A worker is ready from `add` on: its process answers, and its node has a vault. It stays so
+    until it is lost, or is let go.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.leaving: frozenset[str] = frozenset()
+        """Ids of nodes that are about to go."""
+        self.members: frozenset[int] = frozenset()
+        """Of the newest generation."""
+        self.vacant: list[WorkerInfo] = []
+        """Workers that are gone and whose seats wait for a replacement."""
+        self._known: dict[int, WorkerInfo] = {}
+        self._gone: set[int] = set()
+
+    def add(self, workers: Iterable[WorkerInfo]) -> None:
+        self._known |= {worker.index: worker for worker in workers}
+
+    def info(self, worker: int) -> WorkerInfo:
+        return self._known[worker]
+
+    def knows(self, worker: int, pid: int) -> bool:
+        """Whether that was this worker's process, and not one of an earlier job's."""
+        return worker in self._known and self._known[worker].pid == pid
+
+    def alive(self, worker: int) -> bool:
+        return worker in self._known and worker not in self._gone
+
+    @property
+    def there(self) -> list[WorkerInfo]:
+        """Everyone who is ready, members or not, by index."""
+        return [worker for index, worker in sorted(self._known.items()) if self.alive(index)]
+
+    @property
+    def nodes(self) -> list[str]:
+        """The nodes of those who are ready, each once, in order of their first worker."""
+        return list(dict.fromkeys(worker.node_id for worker in self.there))
+
+    def lost(self, worker: int) -> None:
+        """Its process is gone; its seat waits for a replacement."""
+        self._gone.add(worker)
+        self.vacant.append(self._known[worker])
+
+    def let_go(self, worker: int) -> None:
+        """It is about to be ended, by wish."""
+        self._gone.add(worker)
+
+    def choose(self) -> Choice:
+        """Who takes part next, as things stand."""
+        return choose(
+            [
+                Candidate(one, one.index in self.members, one.node_id in self.leaving)
+                for one in self.there
+            ],
+            self.wanted,
+        )

@@ -1,0 +1,138 @@
+"""The vaults of a job as Ray actors, one on every node that has a worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.group import VaultLostError
+from rayzero.orchestrator.lost import LOST, cause, gone
+from rayzero.workers.messages import ConnectionLost, RankFile, SlotInfo, SlotRef
+from rayzero.workers.vault_actor import COMMAND_THREADS, VaultActor
+
+_START_S = 60.0
+
+
+class RayVaultGroup:
+    """Owns the vaults, from `begin` or `open` to `release`. Used from one event loop.
+
+    A vault that was found lost is forgotten, so that the next `open` starts another one.
+
+    Args:
+        job: the job's name.
+        actor: the class of the vaults.
+    """
+
+    def __init__(self, job: str, actor: type[Any] = VaultActor) -> None:
+        self._job = job
+        self._actor = ray.remote(actor)
+        self._vaults: dict[str, Any] = {}
+        self._met: dict[str, Any] = {}
+
+    def begin(self, node_id: str) -> None:
+        """Starts a node's vault, if it has none, without waiting for it."""
+        if node_id in self._vaults:
+            return
+        here = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        actor = self._actor.options(
+            num_cpus=0,
+            max_concurrency=COMMAND_THREADS,
+            max_restarts=0,
+            scheduling_strategy=here,
+        )
+        self._vaults[node_id] = actor.remote(self._job, node_id)
+
+    async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
+        nodes = list(dict.fromkeys(node_ids))
+        answers = asyncio.gather(*(self._address(node) for node in nodes))
+        try:
+            addresses = await asyncio.wait_for(answers, _START_S)
+        except TimeoutError:
+            raise JobFailedError(
+                f"the vaults' processes did not answer within {_START_S:g} s",
+                allowed="a process without CPUs of its own on every node of the job",
+            ) from None
+        await self._introduce()
+        return dict(zip(nodes, addresses, strict=True))
+
+    async def poll(self, node_id: str, timeout_s: float) -> list[ConnectionLost]:
+        lost: list[ConnectionLost] = await self._ask(node_id, "poll", timeout_s)
+        return lost
+
+    async def inventory(self, node_id: str) -> list[SlotInfo]:
+        slots: list[SlotInfo] = await self._ask(node_id, "inventory")
+        return slots
+
+    async def unpin(self, node_id: str, generation: int, step: int) -> None:
+        await self._ask(node_id, "unpin", generation, step)
+
+    async def keep_only(self, node_id: str, slots: Sequence[SlotRef]) -> None:
+        await self._ask(node_id, "keep_only", tuple(slots))
+
+    async def replicate(self, node_id: str, slots: Sequence[SlotRef]) -> int:
+        return int(await self._ask(node_id, "replicate", tuple(slots)))
+
+    async def write(self, node_id: str, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
+        files: list[RankFile] = await self._ask(node_id, "write", folder, tuple(slots))
+        return files
+
+    async def inspect(self, node_id: str, pid: int) -> str:
+        return str(await self._ask(node_id, "inspect", pid))
+
+    async def usage(self, node_id: str) -> dict[str, Any]:
+        usage: dict[str, Any] = await self._ask(node_id, "usage")
+        return usage
+
+    async def kill(self, node_id: str, pid: int) -> bool:
+        """Ends a worker's process on that node (SIGKILL); False if the vault does not know it."""
+        return bool(await self._ask(node_id, "kill", pid))
+
+    async def release(self) -> None:
+        actors = list(self._vaults.values())
+        self._vaults, self._met = {}, {}
+        for actor in actors:
+            ray.kill(actor)
+        await gone(actor.usage for actor in actors)
+
+    async def _address(self, node_id: str) -> str:
+        """The address of a node's vault; a vault that turns out to be lost is started again."""
+        for attempt in ("the one there is", "a new one"):
+            self.begin(node_id)
+            try:
+                return str(await self._ask(node_id, "address"))
+            except VaultLostError:
+                if attempt == "a new one":
+                    raise
+            except RayError as error:
+                raise JobFailedError(f"a vault could not start: {cause(error)}") from None
+        raise VaultLostError("not reached")
+
+    async def _introduce(self) -> None:
+        """Gives every vault the handles of the others, when there are others than last time."""
+        everyone = dict(self._vaults)
+        if everyone == self._met:
+            return
+        others = {node: {n: v for n, v in everyone.items() if n != node} for node in everyone}
+        meetings = [self._ask(node, "meet", others[node]) for node in everyone]
+        for lost in await asyncio.gather(*meetings, return_exceptions=True):
+            if isinstance(lost, BaseException):
+                raise lost
+        self._met = everyone
+
+    async def _ask(self, node_id: str, method: str, *args: Any) -> Any:
+        if node_id not in self._vaults:
+            raise VaultLostError(f"node {node_id} has no vault")
+        actor = self._vaults[node_id]
+        try:
+            return await getattr(actor, method).remote(*args)
+        except LOST as error:
+            if self._vaults.get(node_id) is actor:
+                del self._vaults[node_id]
+                ray.kill(actor)  # Ray also gives up what it cannot reach for a while
+            raise VaultLostError(cause(error)) from None

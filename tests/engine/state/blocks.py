@@ -1,0 +1,86 @@
+"""Training states in plain memory, and a session that hands one to the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayzero.engine.engine import Engine
+from rayzero.engine.session import Wishes
+from rayzero.engine.state.table import Table
+
+
+@dataclass
+class Block:
+    """One rank's share of a state."""
+
+    table: Table
+    data: bytearray
+    small: bytes
+
+    @classmethod
+    def of(cls, engine: Engine) -> Block:
+        table = engine.state.table()
+        data = bytearray(table.nbytes)
+        engine.state.write(memoryview(data), constants=True)
+        return cls(table, data, engine.state.small())
+
+
+class BlocksSource:
+    """A StateSource over blocks; counts the bytes that are read."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._blocks = blocks
+        self.tables = [block.table for block in blocks]
+        self.step = json.loads(blocks[0].small)["step"]
+        self.bytes_read = 0
+
+    def small(self, rank: int) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._blocks[rank % len(self._blocks)].small)
+        return found
+
+    def read(self, block: int, offset: int, into: memoryview) -> None:
+        into[:] = memoryview(self._blocks[block].data)[offset : offset + len(into)]
+        self.bytes_read += len(into)
+
+    def close(self) -> None:
+        return
+
+
+@dataclass
+class StateSession:
+    """A host that has a state to begin from, and notes what it is told."""
+
+    blocks: Sequence[Block] | None = None
+    engine_config: dict[str, Any] | None = None
+    seed: int = 0
+    shares: Sequence[float] = ()
+    wish: Wishes = field(default_factory=Wishes)
+    agreed: list[Wishes] = field(default_factory=list)
+    source: BlocksSource | None = None
+
+    @contextmanager
+    def resume_from(self) -> Iterator[BlocksSource | None]:
+        self.source = BlocksSource(self.blocks) if self.blocks else None
+        yield self.source
+
+    def engine_ready(self, engine: Engine) -> None:
+        return
+
+    def phase(self, name: str) -> None:
+        return
+
+    def waiting(self, collective: int, entered: bool) -> None:
+        return
+
+    def consumed(self, samples: Sequence[int]) -> None:
+        return
+
+    def wishes(self) -> Wishes:
+        return self.wish
+
+    def step_done(self, metrics: dict[str, float], agreed: Wishes) -> None:
+        self.agreed.append(agreed)

@@ -1,0 +1,264 @@
+"""A training that changes stage and world size every few steps equals one plain torch loop."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero.engine.checkpoint.check import CheckpointMismatchError
+from rayzero.engine.layout.reshard import MissingRangesError
+from rayzero.engine.session import Wishes, entered
+from tests.engine import zoo
+from tests.engine.state.blocks import Block, StateSession
+from tests.support.ranks import RankError, run_ranks
+
+SAMPLES, CLIP = 12, 0.5
+OPTIMIZERS = {"adamw": zoo.adamw, "sgd": zoo.sgd}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
+
+
+def some_steps(
+    rank: int,
+    world: int,
+    stage: int,
+    precision: str,
+    optimizer: str,
+    steps: range,
+    blocks: list[Block] | None,
+) -> tuple[Block, dict[str, Tensor], list[float]]:
+    session = StateSession(blocks)
+    model = zoo.make(DTYPES[precision], seed=rank + steps.start)
+    with entered(session):
+        engine, *_ = rayzero.initialize(
+            model=model,
+            model_parameters=zoo.two_groups(model),
+            optimizer=OPTIMIZERS[optimizer],
+            config={
+                "train_batch_size": SAMPLES,
+                "gradient_clipping": CLIP,
+                "bf16": {"enabled": precision == "bf16"},
+                "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},
+            },
+        )
+    assert engine.progress.step == steps.start
+    assert engine.progress.sample_cursor == steps.start * SAMPLES
+    losses = []
+    data = list(zoo.batches(steps.stop, SAMPLES))
+    for step in steps:
+        part = data[step].chunk(max(world, 1))[rank]
+        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
+        engine.step()
+        losses.append(engine.metrics.loss)
+    return Block.of(engine), engine.state_dict(), losses
+
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+CHAIN = [(3, 3), (1, 2), (2, 0), (0, 3), (3, 2), (2, 3), (3, 0), (1, 3), (0, 2), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "limit"),
+    [("fp64", "adamw", 1e-9), ("fp32", "sgd", 1e-5), ("fp64", "sgd", 1e-9)],
+)
+def test_a_chain_of_stages_and_worlds_equals_plain_torch(precision, optimizer, limit):
+    each = 2
+    blocks, losses = None, []
+    for number, (stage, world) in enumerate(CHAIN):
+        steps = range(number * each, (number + 1) * each)
+        results = run_ranks(world, some_steps, stage, precision, optimizer, steps, blocks)
+        blocks = [block for block, _, _ in results]
+        losses += results[0][2]
+    oracle = zoo.plain(
+        zoo.make(DTYPES[precision]),
+        OPTIMIZERS[optimizer],
+        list(zoo.batches(each * len(CHAIN), SAMPLES)),
+        CLIP,
+    )
+    assert losses == pytest.approx(oracle[0], rel=limit)
+    for name, right in oracle[1].items():
+        assert zoo.relative(results[0][1][name], right) < limit, name
+
+
+def test_bf16_goes_on_bit_by_bit_at_the_same_size():
+    straight = run_ranks(2, some_steps, 3, "bf16", "adamw", range(6), None)
+    first = run_ranks(2, some_steps, 3, "bf16", "adamw", range(3), None)
+    blocks = [block for block, _, _ in first]
+    second = run_ranks(2, some_steps, 3, "bf16", "adamw", range(3, 6), blocks)
+    assert first[0][2] + second[0][2] == straight[0][2]
+    for name, right in straight[0][1].items():
+        assert torch.equal(second[0][1][name], right), name
+
+
+def test_every_byte_is_held_once_over_the_ranks():
+    for stage, world in CHAIN:
+        results = run_ranks(world, some_steps, stage, "fp32", "adamw", range(1), None)
+        seen: dict[str, int] = {}
+        shapes: dict[str, int] = {}
+        for block, _, _ in results:
+            for one in block.table.ranges:
+                seen[one.name] = seen.get(one.name, 0) + one.stop - one.start
+                shapes[one.name] = block.table.tensors[one.name].numel
+        assert seen == shapes
+        assert any(name.startswith("optimizer.exp_avg_sq/") for name in seen)
+
+
+def test_the_state_of_another_model_is_refused():
+    blocks = [b for b, _, _ in run_ranks(0, some_steps, 0, "fp32", "sgd", range(1), None)]
+    other = nn.Linear(3, 2)
+    with entered(StateSession(blocks)), pytest.raises(CheckpointMismatchError) as told:
+        rayzero.initialize(model=other, config=config())
+    assert "2 tensors of the model are not in it: weights/bias, weights/weight" in str(told.value)
+
+
+def test_a_part_of_a_state_is_refused():
+    blocks = [b for b, _, _ in run_ranks(2, some_steps, 3, "fp32", "sgd", range(1), None)]
+    table = blocks[1].table
+    blocks[1].table = replace(table, ranges=table.ranges[:-3])
+    with pytest.raises(RankError, match="nobody holds") as told:
+        run_ranks(2, some_steps, 1, "fp32", "sgd", range(1, 2), blocks)
+    assert MissingRangesError.__name__ in str(told.value)
+
+
+def config(**more: Any) -> dict[str, Any]:
+    return {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}} | more
+
+
+class Noisy(nn.Module):
+    """Frozen parts, buffers kept and not, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+        self.norm, self.dropout = nn.BatchNorm1d(6), nn.Dropout(0.3)
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.norm(self.frozen(self.first(x)))).square().mean()
+
+
+def noisy_steps(
+    rank: int, world: int, stage: int, steps: range, blocks: list[Block] | None
+) -> tuple[Block, dict[str, Tensor], list[float]]:
+    torch.manual_seed(1 if blocks is None else 99)
+    with entered(StateSession(blocks)):
+        model = Noisy()
+        schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 9}}
+        engine, *_ = rayzero.initialize(
+            model=model,
+            config=config(zero_optimization={"stage": stage}, scheduler=schedule),
+        )
+    losses = []
+    for step in steps:
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(x.chunk(max(world, 1))[rank]))
+        engine.step()
+        losses.append(engine.metrics.loss)
+    return Block.of(engine), engine.state_dict(), losses
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 0), (0, 2), (2, 2), (3, 2)])
+def test_frozen_weights_buffers_schedule_and_random_states_come_back(stage, world):
+    straight = run_ranks(world, noisy_steps, stage, range(8), None)
+    first = run_ranks(world, noisy_steps, stage, range(4), None)
+    blocks = [block for block, _, _ in first]
+    second = run_ranks(world, noisy_steps, stage, range(4, 8), blocks)
+    assert first[0][2] + second[0][2] == straight[0][2]
+    assert blocks[0].table.constant_bytes > 0
+    for name, right in straight[0][1].items():
+        assert torch.equal(second[0][1][name], right), name
+
+
+def test_a_torch_scheduler_goes_on():
+    def make(blocks: list[Block] | None) -> Any:
+        with entered(StateSession(blocks)):
+            return rayzero.initialize(
+                model=nn.Linear(2, 1),
+                config=config(),
+                lr_scheduler=lambda one: torch.optim.lr_scheduler.StepLR(one, 2, gamma=0.5),
+            )
+
+    def step(engine: rayzero.Engine) -> None:
+        engine.backward(engine(torch.ones(4, 2)).sum())
+        engine.step()
+
+    engine, optimizer, *_ = make(None)
+    for _ in range(3):
+        step(engine)
+    again, other, _, scheduler = make([Block.of(engine)])
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.05
+    step(again)
+    assert scheduler.last_epoch == 4
+    assert other.param_groups[0]["lr"] == 0.025
+
+
+def batch_sizes(
+    rank: int, world: int, sizes: dict[str, Any], blocks: list[Block] | None
+) -> tuple[Block, tuple[int, int, int]]:
+    with entered(StateSession(blocks)):
+        engine, *_ = rayzero.initialize(model=nn.Linear(2, 1), config=sizes)
+    batches = engine.settings.batches
+    return Block.of(engine), (batches.global_batch, batches.micro_batch, batches.micro_steps)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "first", "then"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, (12, 4, 1), (12, 4, 2)),
+        ({"train_batch_size": 12}, (12, 4, 1), (12, 6, 1)),
+        ({"train_batch_size": 12, "gradient_accumulation_steps": 2}, (12, 2, 2), (12, 2, 3)),
+        (
+            {
+                "train_batch_size": 12,
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 2,
+            },
+            (12, 2, 2),
+            (12, 2, 3),
+        ),
+    ],
+)
+def test_the_global_batch_stays_when_the_world_shrinks(sizes, first, then):
+    before = run_ranks(3, batch_sizes, {**sizes, "optimizer": SGD}, None)
+    assert before[0][1] == first
+    after = run_ranks(2, batch_sizes, {**sizes, "optimizer": SGD}, [one for one, _ in before])
+    assert after[0][1] == then
+
+
+def test_another_global_batch_may_be_asked_for():
+    before = run_ranks(0, batch_sizes, {"train_batch_size": 12, "optimizer": SGD}, None)
+    blocks = [one for one, _ in before]
+    after = run_ranks(0, batch_sizes, {"train_batch_size": 8, "optimizer": SGD}, blocks)
+    assert after[0][1] == (8, 8, 1)
+
+
+def test_the_small_part_is_json_that_names_step_and_cursor():
+    block = run_ranks(0, some_steps, 0, "fp32", "adamw", range(3), None)[0][0]
+    small = json.loads(block.small)
+    assert (small["step"], small["sample_cursor"], small["skipped_steps"]) == (3, 36, 0)
+    assert small["groups"][1]["scalars"]["step"]["value"] == 3.0
+    assert small["groups"][1]["options"]["lr"] == 3e-3
+    assert small["ties"] == {"head.weight": "embed.weight"}
+    assert len(block.small) < 32_000
+
+
+def vote_twice(rank: int, world: int) -> list[Wishes]:
+    session = StateSession(wish=Wishes(drain=rank == 1, pin=True, pace=1.0 + rank))
+    with entered(session):
+        engine, *_ = rayzero.initialize(model=nn.Linear(2, 1), config=config())
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 2)).sum())
+        engine.step()
+        session.wish = Wishes(pin=rank == 0)
+    return session.agreed
+
+
+def test_ranks_agree_on_wishes_in_the_vote():
+    for agreed in run_ranks(2, vote_twice):
+        assert agreed == [Wishes(True, True, 1.5), Wishes(False, False, 1.0)]

@@ -1,0 +1,139 @@
+"""Run as a process of its own namespaces: a cluster whose autoscaler adds and removes nodes.
+
+Everything started here ends with the process, which is the first of its process namespace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.autoscaler._private import fake_multi_node
+
+from rayzero.orchestrator.clock import SystemClock
+from rayzero.orchestrator.policies.placement import Need
+from rayzero.orchestrator.vault_group import RayVaultGroup
+from rayzero.orchestrator.worker_group import RayWorkerGroup
+from tests.integration.tiny import TinyWorker, setup
+
+ADDRESS = "127.0.0.1:6379"
+HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"
+STORE_BYTES = 80 * 2**20
+
+
+def start(folder: Path) -> None:
+    """A head without CPUs, and an autoscaler that may add nodes of two CPUs each."""
+    config = {
+        "cluster_name": "fake",
+        "max_workers": 4,
+        "provider": {
+            "type": "fake_multinode",
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+            "gcs_address": ADDRESS,
+            "launch_multiple": True,
+            "head_node_id": HEAD_ID,
+        },
+        "available_node_types": {
+            "head": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "two": {
+                "resources": {"CPU": 2, "object_store_memory": STORE_BYTES},
+                "node_config": {},
+                "min_workers": 0,
+                "max_workers": 4,
+            },
+        },
+        "head_node_type": "head",
+        "auth": {},
+        "upscaling_speed": 1.0,
+        "idle_timeout_minutes": 0.05,
+    }
+    path = folder / "autoscaler.json"
+    path.write_text(json.dumps(config))
+    _supply_defaults(folder, path)
+    command = [
+        str(Path(sys.executable).with_name("ray")),
+        *("start", "--head", "--disable-usage-stats", "--include-dashboard=false"),
+        *("--node-ip-address=127.0.0.1", "--port=6379", "--num-cpus=0"),
+        *(f"--temp-dir={folder / 'ray'}", f"--object-store-memory={STORE_BYTES}"),
+        f"--autoscaling-config={path}",
+    ]
+    env = {
+        **os.environ,
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_FAKE_CLUSTER": "1",
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        "RAY_enable_autoscaler_v2": "1",
+        "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
+        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
+    }
+    subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL, timeout=90)
+
+
+def _supply_defaults(folder: Path, config: Path) -> None:
+    """The autoscaler reads a file of defaults that Ray's wheel lacks: here it finds our config."""
+    there = Path(fake_multi_node.__file__).parent
+    shutil.copytree(there, folder / "fake_multi_node")
+    shutil.copy(config, folder / "fake_multi_node" / "example.yaml")
+    mount = ["mount", "--bind", str(folder / "fake_multi_node"), str(there)]
+    subprocess.run(mount, check=True, timeout=10)
+
+
+async def grow_and_shrink(folder: Path) -> dict[str, Any]:
+    """Two workers at least, six wished for: three nodes come. Then two are enough."""
+    began = time.monotonic()
+    vaults = RayVaultGroup("tiny")
+    workers = RayWorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
+    try:
+        came = list(await workers.place(Need(2, 6, 1.0, 0.0, 90.0)))
+        at_first, placed_s = len(came), time.monotonic() - began
+        while len(came) < 6:
+            came.append(await asyncio.wait_for(workers.next_worker(), 60))
+        grown_s = time.monotonic() - began
+        await vaults.open(sorted({one.node_id for one in came}))
+        stay = Counter(one.node_id for one in came).most_common(1)[0][0]
+        workers.resize(2, 2)
+        for one in came:
+            if one.node_id != stay:
+                await workers.dismiss(one.index)
+        # await vaults.keep([stay])
+        until = time.monotonic() + 60
+        while (left := working_nodes()) != {stay} and time.monotonic() < until:
+            await asyncio.sleep(0.2)
+        return {
+            "at_first": at_first,
+            "placed_s": placed_s,
+            "grown_s": grown_s,
+            "nodes": len({one.node_id for one in came}),
+            "left": len(left),
+            "shrunk_s": time.monotonic() - began - grown_s,
+        }
+    finally:
+        await workers.release()
+        await vaults.release()
+
+
+def working_nodes() -> set[str]:
+    return {n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")}
+
+
+def main(scenario: str, folder: Path) -> None:
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True, timeout=10)
+    start(folder)
+    ray.init(address=ADDRESS, log_to_driver=False)
+    print(json.dumps(asyncio.run({"grow_and_shrink": grow_and_shrink}[scenario](folder))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,178 @@
+"""Workers and vaults on clusters of several nodes: nodes that come, drain, and are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray._private.worker import global_worker
+from ray.cluster_utils import Cluster
+
+from rayzero.orchestrator.clock import SystemClock
+from rayzero.orchestrator.group import VaultLostError, WorkerLostError
+from rayzero.orchestrator.policies.placement import Need
+from rayzero.orchestrator.vault_group import RayVaultGroup
+from rayzero.orchestrator.worker_group import RayWorkerGroup
+from tests.integration.tiny import TinyWorker, setup
+
+pytestmark = pytest.mark.slow
+
+PREEMPTION = 2  # a reason to drain a node that the node cannot refuse
+CPUS = 2  # of each node
+
+
+class Nodes:
+    """A cluster of a head without CPUs and nodes of two; the process is its driver."""
+
+    def __init__(self) -> None:
+        small = {"object_store_memory": 80 * 2**20}
+        self._small = small
+        self._cluster = Cluster(True, head_node_args={"num_cpus": 0, **small})
+        ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
+
+    def add(self) -> str:
+        return str(self._cluster.add_node(num_cpus=CPUS, **self._small).node_id)
+
+    def lose(self, node_id: str) -> None:
+        """Kills its raylet and, a moment later, so die its workers."""
+        (node,) = [one for one in self._cluster.worker_nodes if one.node_id == node_id]
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def drain(self, node_id: str) -> None:
+        until_ms = int((time.time() + 600) * 1000)
+        accepted, why = global_worker.gcs_client.drain_node(node_id, PREEMPTION, "test", until_ms)
+        assert accepted, why
+
+    def close(self) -> None:
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    for name, value in {
+        "initial_delay_ms": "1000",
+        "period_ms": "1000",
+        "timeout_ms": "1000",
+        "failure_threshold": "3",
+    }.items():
+        monkeypatch.setenv(f"RAY_health_check_{name}", value)
+    made = Nodes()
+    yield made
+    made.close()
+
+
+@asynccontextmanager
+async def groups(folder: Path) -> AsyncIterator[tuple[RayWorkerGroup, RayVaultGroup]]:
+    vaults = RayVaultGroup("tiny")
+    workers = RayWorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
+    try:
+        yield workers, vaults
+    finally:
+        await workers.release()
+        await vaults.release()
+
+
+def need(least: int, most: int) -> Need:
+    return Need(least, most, 1.0, 0.0, 60.0)
+
+
+def test_neighbours_share_a_node_and_growth_takes_the_rest(nodes: Nodes, tmp_path: Path):
+    first, second = nodes.add(), nodes.add()
+
+    async def run() -> None:
+        async with groups(tmp_path) as (workers, vaults):
+            two = await workers.place(need(2, 2))
+            (shared,) = {one.node_id for one in two}
+            workers.resize(2, 6)
+            late = [await asyncio.wait_for(workers.next_worker(), 30) for _ in range(2)]
+            assert {one.node_id for one in late} == {first, second} - {shared}
+            third = nodes.add()
+            last = [await asyncio.wait_for(workers.next_worker(), 30) for _ in range(2)]
+            assert {one.node_id for one in last} == {third}
+            assert len(set((await vaults.open([first, second, third])).values())) == 3
+
+    asyncio.run(run())
+
+
+def test_a_lost_node_takes_its_workers_and_vault_and_its_seats_move(nodes: Nodes, tmp_path: Path):
+    first, second = nodes.add(), nodes.add()
+
+    async def run() -> None:
+        async with groups(tmp_path) as (workers, vaults):
+            four = await workers.place(need(2, 4))
+            assert Counter(one.node_id for one in four) == {first: 2, second: 2}
+            await vaults.open([first, second])
+            gone = [one for one in four if one.node_id == second]
+            polls = [asyncio.ensure_future(workers.poll(one.index, 30)) for one in gone]
+            polls.append(asyncio.ensure_future(vaults.poll(second, 30)))
+            await asyncio.sleep(0.5)
+            nodes.lose(second)
+            answers = await asyncio.wait_for(asyncio.gather(*polls, return_exceptions=True), 30)
+            assert [type(one) for one in answers] == [
+                WorkerLostError,
+                WorkerLostError,
+                VaultLostError,
+            ]
+            for one in gone:  # before Ray knows that the node is gone
+                workers.replace(one.index, 0.0, [])
+            third = nodes.add()
+            new = [await come(workers) for _ in gone]
+            assert {one.node_id for one in new} == {third}
+            with pytest.raises(VaultLostError):
+                await vaults.open([second])
+            await vaults.open([first, third])
+
+    async def come(workers: RayWorkerGroup) -> Any:
+        """The next worker; on the way, some may have been started on the lost node."""
+        while True:
+            try:
+                return await asyncio.wait_for(workers.next_worker(), 30)
+            except WorkerLostError as error:
+                assert "node" in str(error)  # noqa: PT017
+
+    asyncio.run(run())
+
+
+def test_a_node_to_avoid_is_left(nodes: Nodes, tmp_path: Path):
+    first, second = nodes.add(), nodes.add()
+
+    async def run() -> None:
+        async with groups(tmp_path) as (workers, _):
+            (one,) = await workers.place(need(1, 1))
+            await workers.kill(0)
+            workers.replace(0, 0.0, [one.node_id])
+            new = await asyncio.wait_for(workers.next_worker(), 30)
+            assert {one.node_id, new.node_id} == {first, second}
+            workers.replace(new.index, 0.0, [])
+            again = await asyncio.wait_for(workers.next_worker(), 30)
+            assert again.node_id == new.node_id
+
+    asyncio.run(run())
+
+
+def test_a_draining_node_is_told_and_gets_nothing_new(nodes: Nodes, tmp_path: Path):
+    first, second = nodes.add(), nodes.add()
+
+    async def run() -> None:
+        async with groups(tmp_path) as (workers, _):
+            one, two = await workers.place(need(2, 2))
+            assert one.node_id == two.node_id
+            assert await workers.leaving_nodes() == frozenset()
+            nodes.drain(one.node_id)
+            assert await workers.leaving_nodes() == {one.node_id}
+            assert await workers.open_store(0) == one.pid, "a drained node's workers go on"
+            for index in range(2):
+                workers.replace(index, 0.0, [])
+            new = {(await asyncio.wait_for(workers.next_worker(), 30)).node_id for _ in range(2)}
+            assert {one.node_id} | new == {first, second}
+            assert len(new) == 1
+
+    asyncio.run(run())

@@ -1,0 +1,232 @@
+"""Seats, workers and vaults on one node of a real cluster, without training."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from rayzero.orchestrator.clock import SystemClock
+from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.group import VaultLostError, WorkerLostError
+from rayzero.orchestrator.policies.placement import Need
+from rayzero.orchestrator.vault_group import RayVaultGroup
+from rayzero.orchestrator.worker_group import RayWorkerGroup
+from rayzero.workers.messages import ConnectionLost
+from tests.integration.conftest import CPUS, Head
+from tests.integration.tiny import TinyWorker, setup
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def connected(head: Head) -> Iterator[None]:
+    ray.init(address=head.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@asynccontextmanager
+async def groups(
+    folder: Path, can_grow: bool = True, **args: str
+) -> AsyncIterator[tuple[RayWorkerGroup, RayVaultGroup]]:
+    """Released at the end, and everything they held must be free again."""
+    vaults = RayVaultGroup("tiny")
+    made = setup(folder, args=args)
+    workers = RayWorkerGroup(made, SystemClock(), can_grow, vaults, TinyWorker)
+    try:
+        yield workers, vaults
+    finally:
+        await workers.release()
+        await vaults.release()
+    await workers.release()  # twice does no harm
+    await everything_free()
+
+
+async def everything_free() -> None:
+    until = time.monotonic() + 5
+    while (free := ray.available_resources().get("CPU")) != CPUS and time.monotonic() < until:
+        await asyncio.sleep(0.05)
+    assert free == CPUS
+
+
+def need(least: int, most: int, timeout_s: float = 60.0) -> Need:
+    return Need(least, most, 1.0, 0.0, timeout_s)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_as_many_as_fit_come_at_once_and_the_rest_when_there_is_room(tmp_path: Path):
+    async def run() -> None:
+        async with groups(tmp_path) as (workers, _):
+            before = time.monotonic()
+            first = await workers.place(need(1, CPUS + 1))
+            assert time.monotonic() - before < 10
+            assert [one.index for one in first] == list(range(CPUS))
+            waiting = asyncio.ensure_future(workers.next_worker())
+            await asyncio.sleep(1)
+            assert not waiting.done()
+            await workers.dismiss(1)
+            late = await asyncio.wait_for(waiting, 20)
+            assert late.index == CPUS
+            assert not lives(first[1].pid)
+            with pytest.raises(WorkerLostError):
+                await workers.poll(1, 0)
+
+    asyncio.run(run())
+
+
+def test_a_dead_worker_is_noticed_and_its_seat_taken_again(tmp_path: Path):
+    async def run() -> None:
+        async with groups(tmp_path) as (workers, _):
+            first = await workers.place(need(CPUS, CPUS))
+            poll = asyncio.ensure_future(workers.poll(2, 30))
+            await asyncio.sleep(0.2)
+            os.kill(first[2].pid, signal.SIGKILL)
+            with pytest.raises(WorkerLostError, match="exit"):
+                await asyncio.wait_for(poll, 5)
+            workers.replace(2, 1.5, [])
+            before = time.monotonic()
+            new = await asyncio.wait_for(workers.next_worker(), 20)
+            assert time.monotonic() - before > 1.4
+            assert (new.index, new.node_id) == (CPUS, first[2].node_id)
+            assert await workers.open_store(CPUS) == new.pid
+
+    asyncio.run(run())
+
+
+def test_a_stopped_worker_is_killed_at_once_and_its_vault_says_so(tmp_path: Path):
+    async def run() -> None:
+        async with groups(tmp_path) as (workers, vaults):
+            first = await workers.place(need(2, 2))
+            node = first[0].node_id
+            addresses = await vaults.open([node])
+            for one in first:
+                await workers.assign(one.index, addresses[node])  # type: ignore[arg-type]
+            os.kill(first[1].pid, signal.SIGSTOP)
+            notice = asyncio.ensure_future(vaults.poll(node, 10))
+            await asyncio.sleep(0.1)
+            before = time.monotonic()
+            await workers.kill(1)
+            assert await notice == [ConnectionLost(1, first[1].pid)]
+            assert time.monotonic() - before < 0.5
+            with pytest.raises(WorkerLostError):
+                await asyncio.wait_for(workers.poll(1, 0), 5)
+            assert lives(first[0].pid)
+
+    asyncio.run(run())
+
+
+def test_a_worker_no_vault_knows_is_killed_all_the_same(tmp_path: Path):
+    async def run() -> None:
+        async with groups(tmp_path) as (workers, _):
+            (one,) = await workers.place(need(1, 1))
+            process = psutil.Process(one.pid)
+            await workers.kill(0)
+            with pytest.raises(WorkerLostError):
+                await asyncio.wait_for(workers.poll(0, 0), 5)
+            psutil.wait_procs([process], timeout=5)
+            assert not process.is_running()
+
+    asyncio.run(run())
+
+
+def test_resize_asks_for_more_and_takes_back_only_what_nobody_knows(tmp_path: Path):
+    async def run() -> None:
+        async with groups(tmp_path) as (workers, _):
+            await workers.place(need(1, 1))
+            workers.resize(1, 3)
+            came = {(await asyncio.wait_for(workers.next_worker(), 20)).index for _ in range(2)}
+            assert came == {1, 2}
+            workers.resize(1, CPUS + 2)  # more than there is room for
+            await asyncio.sleep(0.2)
+            workers.resize(1, 2)
+            await asyncio.sleep(1.5)
+            assert [await workers.open_store(i) > 0 for i in range(3)] == [True] * 3
+            await workers.dismiss(2)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(workers.next_worker(), 1.5)
+            assert ray.available_resources()["CPU"] == CPUS - 2
+
+    asyncio.run(run())
+
+
+def test_a_cluster_that_cannot_grow_is_asked_for_what_could_fit(tmp_path: Path):
+    async def run() -> None:
+        async with groups(tmp_path, can_grow=False) as (workers, _):
+            before = time.monotonic()
+            with pytest.raises(JobFailedError, match="room for 4 of at least 5"):
+                await workers.place(need(CPUS + 1, CPUS + 2))
+            assert time.monotonic() - before < 1
+            assert len(await workers.place(need(1, CPUS + 2))) == CPUS
+
+    asyncio.run(run())
+
+
+def test_workers_that_do_not_start(tmp_path: Path):
+    trouble = tmp_path / "trouble"
+
+    async def run() -> None:
+        async with groups(tmp_path, trouble=str(trouble)) as (workers, _):
+            trouble.touch()
+            with pytest.raises(JobFailedError, match="a worker could not start"):
+                await workers.place(need(1, 1))
+            await workers.release()
+            trouble.unlink()
+            await workers.place(need(1, 1))
+            trouble.touch()
+            workers.resize(1, 2)
+            with pytest.raises(WorkerLostError, match=r"did not start, the next try is in 1 s"):
+                await asyncio.wait_for(workers.next_worker(), 20)
+            trouble.unlink()
+            assert (await asyncio.wait_for(workers.next_worker(), 20)).index >= 2
+
+    asyncio.run(run())
+
+
+def test_nothing_is_left_when_placing_is_broken_off(tmp_path: Path):
+    async def run() -> None:
+        async with groups(tmp_path) as (workers, _):
+            placing = asyncio.ensure_future(workers.place(need(CPUS + 1, CPUS + 1)))
+            await asyncio.sleep(0.7)
+            placing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await placing
+
+    asyncio.run(run())
+
+
+def test_a_lost_vault_is_noticed_and_opened_again(tmp_path: Path):
+    async def run() -> None:
+        async with groups(tmp_path) as (workers, vaults):
+            (one,) = await workers.place(need(1, 1))
+            node = one.node_id
+            first = await vaults.open([node])
+            assert await vaults.open([node, node]) == first
+            assert await vaults.inventory(node) == []
+            (vault,) = [p for p in psutil.process_iter() if "VaultActor" in " ".join(p.cmdline())]
+            poll = asyncio.ensure_future(vaults.poll(node, 30))
+            await asyncio.sleep(0.2)
+            vault.kill()
+            with pytest.raises(VaultLostError):
+                await asyncio.wait_for(poll, 5)
+            with pytest.raises(VaultLostError, match="has no vault"):
+                await vaults.usage(node)
+            again = await vaults.open([node])
+            assert again[node] != first[node]
+            assert set(await vaults.usage(node)) >= {"slots", "replicas", "available"}
+
+    asyncio.run(run())

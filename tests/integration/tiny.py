@@ -1,0 +1,62 @@
+"""A worker's process without torch and training: what the Ray side of a job is tested with."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rayzero.workers.messages import Message, MirrorPlan, Setup, WorkerInfo
+from rayzero.workers.vault.client import VaultClient
+
+
+class TinyWorker:
+    """Knows where it is. `args["trouble"]`: a file that, while it is there, keeps it from
+    starting."""
+
+    def __init__(self, setup: Setup, index: int) -> None:
+        self._index = index
+        self._trouble = setup.args.get("trouble", "")
+        self._vault: VaultClient | None = None
+
+    def describe(self) -> WorkerInfo:
+        if self._trouble and Path(self._trouble).exists():
+            os._exit(3)
+        context = ray.get_runtime_context()
+        node_id = context.get_node_id()
+        return WorkerInfo(self._index, node_id, socket.gethostname(), "127.0.0.1", os.getpid())
+
+    def poll(self, timeout_s: float) -> list[Message]:
+        time.sleep(timeout_s)
+        return []
+
+    def open_store(self) -> int:
+        """Stands for any command: the process's id comes back."""
+        return os.getpid()
+
+    def assign(self, address: Any) -> None:
+        """Connects to a vault, as a generation does."""
+        self._vault = VaultClient(address, self._index)
+
+
+def setup(folder: Path, **changes: Any) -> Setup:
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "entrypoint": "m:f",
+        "args": {},
+        "seed": 0,
+        "steps": None,
+        "output_dir": str(folder),
+        "engine_config": None,
+        "cpus": 1.0,
+        "gpus": 0.0,
+        "hang_timeout_s": 30.0,
+        "working_dir": str(folder),
+        "import_paths": (),
+        "mirror": MirrorPlan(),
+    }
+    return Setup(**(values | changes))

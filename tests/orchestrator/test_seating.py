@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.orchestrator.policies.placement import Capacity, Need
+from rayzero.orchestrator.policies.seating import targets
+
+NEED = Need(1, 9, cpus=2.0, gpus=0.0, timeout_s=1.0)
+
+
+def room(**cpus: float) -> dict[str, Capacity]:
+    return {node: Capacity(each, 0.0) for node, each in cpus.items()}
+
+
+def test_nodes_are_filled_one_by_one_the_roomiest_first():
+    assert targets(4, NEED, room(a=3, b=6, c=2), ()) == ["b", "b", "b", "a"]
+
+
+def test_nodes_in_use_come_first():
+    assert targets(3, NEED, room(a=2, b=6, c=2), {"c"}) == ["c", "b", "b"]
+
+
+def test_what_fits_nowhere_has_no_wish():
+    assert targets(3, NEED, room(a=2, b=1), ()) == ["a", None, None]
+
+
+@given(
+    st.integers(0, 20),
+    st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 9), max_size=6),
+    st.sets(st.sampled_from("abcdef")),
+)
+def test_no_node_is_wished_for_beyond_its_room(
+    count: int, cpus: dict[str, float], in_use: set[str]
+):
+    free = room(**cpus)
+    wishes = targets(count, NEED, free, in_use)
+    assert len(wishes) == count
+    wished = Counter(wish for wish in wishes if wish is not None)
+    assert all(times <= free[node].room(NEED) for node, times in wished.items())
+    left = sum(one.room(NEED) for one in free.values()) - wished.total()
+    assert left == 0 or None not in wishes
+    assert all(wish is None for wish in wishes[wished.total() :])

@@ -1,0 +1,524 @@
+"""A cluster in miniature for the controller's tests: workers that train, vaults that remember.
+
+Everything happens when the test says so, in virtual time, and messages come the way they really
+do: late, after their sender died, from generations that are over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.group import VaultLostError, WorkerLostError
+from rayzero.orchestrator.policies.placement import Need
+from rayzero.orchestrator.policies.recovery import Stored
+from rayzero.workers.messages import (
+    Assign,
+    ConnectionLost,
+    Crashed,
+    CrashKind,
+    Finished,
+    Heartbeat,
+    Joined,
+    Memory,
+    Message,
+    Pinned,
+    RankFile,
+    Report,
+    Restored,
+    SlotInfo,
+    SlotRef,
+    Stopped,
+    WorkerInfo,
+)
+
+Node = Callable[[int], str]
+
+
+@dataclass
+class Process:
+    """One worker's process."""
+
+    info: WorkerInfo
+    said: asyncio.Queue[list[Message] | WorkerLostError]
+    alive: bool = True
+    assign: Assign | None = None
+    """While it is in the user's function."""
+    ready: bool = False
+    """Whether its generation was joined, and its state loaded."""
+    step: int = 0
+    drain: bool = False
+    deaf: bool = False
+    """Whether it does not answer commands."""
+    stuck: bool = False
+    """Whether it does not unwind."""
+    engine: bool = True
+
+
+@dataclass
+class Vault:
+    """One node's vault."""
+
+    address: str
+    news: asyncio.Queue[list[ConnectionLost] | VaultLostError] = field(
+        default_factory=asyncio.Queue
+    )
+    slots: dict[tuple[int, int, int], SlotInfo] = field(default_factory=dict)
+    files: list[tuple[str, SlotRef]] = field(default_factory=list)
+
+
+class World:
+    """The cluster, as a WorkerGroup. `vaults` is its VaultGroup.
+
+    Args:
+        size: workers that are there at the start.
+        auto: whether workers join and load by themselves; otherwise the test says so.
+        mirrors: whether finished steps lie in the vaults.
+        checkpoint_every: steps between pinned steps for checkpoints; 0: never.
+    """
+
+    def __init__(
+        self,
+        size: int = 2,
+        node_of: Node = lambda _: "a",
+        *,
+        auto: bool = True,
+        mirrors: bool = True,
+        checkpoint_every: int = 0,
+    ) -> None:
+        self.node_of = node_of
+        self.auto = auto
+        self.mirrors = mirrors
+        self.checkpoint_every = checkpoint_every
+        self.processes: dict[int, Process] = {}
+        self.newcomers: asyncio.Queue[WorkerInfo | WorkerLostError] = asyncio.Queue()
+        self.assigned: list[tuple[int, Assign]] = []
+        self.told: list[tuple[str, int]] = []
+        self.replaced: list[tuple[int, float, tuple[str, ...]]] = []
+        self.resized: list[tuple[int, int]] = []
+        self.leaving: frozenset[str] = frozenset()
+        self.refusal: JobFailedError | None = None
+        self.may_place = asyncio.Event()
+        self.may_place.set()
+        self.releases = 0
+        self.committed = 0
+        """The newest step that all ranks of a generation finished."""
+        self.first = [self.add_process() for _ in range(size)]
+        self.vaults = Vaults(self)
+
+    # What a test does.
+
+    def add_process(self, node: str | None = None) -> WorkerInfo:
+        index = len(self.processes)
+        node = node or self.node_of(index)
+        info = WorkerInfo(index, node, f"host-{node}", f"10.0.0.{index}", 100 + index)
+        self.processes[index] = Process(info, asyncio.Queue())
+        return info
+
+    def arrive(self, node: str | None = None) -> int:
+        """A new worker becomes ready behind the first ones."""
+        info = self.add_process(node)
+        self.newcomers.put_nowait(info)
+        return info.index
+
+    def say(self, worker: int, *messages: Message) -> None:
+        self.processes[worker].said.put_nowait(list(messages))
+
+    def kill(self, worker: int, cause: str = "the process was killed", *, told: bool = True) -> None:
+        """A process dies. Its vault says so at once, the cluster says why a little later."""
+        process = self.processes[worker]
+        if not process.alive:
+            return
+        process.alive, process.assign = False, None
+        vault = self.vaults.of.get(process.info.node_id)
+        if vault is not None:
+            vault.news.put_nowait([ConnectionLost(worker, process.info.pid)])
+        if told:
+            process.said.put_nowait(WorkerLostError(cause))
+
+    def crash(
+        self,
+        worker: int,
+        kind: CrashKind,
+        error: str = "ValueError: hole",
+        step: int | None = None,
+    ) -> None:
+        """An exception leaves a worker's function."""
+        process = self.processes[worker]
+        assign = process.assign
+        assert assign is not None
+        at = process.step + 1 if step is None else step
+        process.assign = None
+        self.say(
+            worker,
+            Crashed(assign.generation, assign.rank, kind, at, error, "the user's frames"),
+        )
+
+    def drop_node(self, node: str) -> None:
+        for worker, process in self.processes.items():
+            if process.info.node_id == node and process.alive:
+                process.alive, process.assign = False, None
+                process.said.put_nowait(WorkerLostError("its node is gone"))
+        self.vaults.kill(node)
+
+    @property
+    def members(self) -> list[Process]:
+        """Who is in the newest generation's function, by rank."""
+        inside = [one for one in self.processes.values() if one.alive and one.assign]
+        newest = max((one.assign.generation for one in inside if one.assign), default=0)
+        mine = [one for one in inside if one.assign and one.assign.generation == newest]
+        return sorted(mine, key=lambda one: one.assign.rank if one.assign else 0)
+
+    @property
+    def can_step(self) -> bool:
+        members = self.members
+        if not members or members[0].assign is None:
+            return False
+        return len(members) == members[0].assign.world_size and all(one.ready for one in members)
+
+    def step(self, last: bool = False) -> bool:
+        """One optimizer step of all ranks, if all are there. `last`: the functions return."""
+        if not self.can_step:
+            return False
+        members = self.members
+        drain = any(one.drain for one in members)
+        step = members[0].step + 1
+        due = bool(self.checkpoint_every) and step % self.checkpoint_every == 0
+        pin = due and not self._pinned(members)
+        for one in members:
+            assign = one.assign
+            assert assign is not None
+            one.step = step
+            said: list[Message] = []
+            if one.engine and (self.mirrors or drain or pin):
+                self._mirror(one, assign, step, pin)
+            said.append(Report(assign.generation, assign.rank, step, {}, {"step_s": 0.1}))
+            if pin:
+                said.append(Pinned(assign.generation, assign.rank, step, True, 0.01))
+            if last:
+                said.append(Finished(assign.generation, assign.rank, {}, {}, 1))
+            elif drain:
+                said.append(Stopped(assign.generation, assign.rank, self._memory(one)))
+            if last or drain:
+                one.assign, one.drain = None, False
+            self.say(one.info.index, *said)
+        self.committed = max(self.committed, step)
+        return True
+
+    def _pinned(self, members: Sequence[Process]) -> bool:
+        """A worker has room for one pinned step."""
+        for one in members:
+            vault = self.vaults.of.get(one.info.node_id)
+            assign = one.assign
+            if vault is None or assign is None:
+                return True
+            for (generation, rank, _), slot in vault.slots.items():
+                if slot.pinned and (generation, rank) == (assign.generation, assign.rank):
+                    return True
+        return False
+
+    def _mirror(self, process: Process, assign: Assign, step: int, pin: bool) -> None:
+        vault = self.vaults.of.get(process.info.node_id)
+        if vault is None or vault.address != assign.vault:
+            return  # a mirror without a vault fails softly
+        generation, rank = assign.generation, assign.rank
+        mine = [key for key in vault.slots if key[:2] == (generation, rank)]
+        free = sorted(key for key in mine if not vault.slots[key].pinned)
+        for key in free[:-1]:  # two take turns
+            del vault.slots[key]
+        vault.slots[generation, rank, step] = SlotInfo(
+            generation, rank, assign.world_size, step, 64, pin
+        )
+        if len(mine) > 1:  # the vote proved that everybody has mirrored
+            for vault in self.vaults.of.values():
+                for key, slot in list(vault.slots.items()):
+                    if key[0] < generation and not slot.pinned and not slot.replica:
+                        del vault.slots[key]
+
+    def _memory(self, process: Process) -> Memory | None:
+        return Memory(process.step, whole=False) if process.engine else None
+
+    def _unwind(self, process: Process) -> None:
+        assign = process.assign
+        if assign is None or process.stuck or not process.alive:
+            return
+        process.assign, process.drain = None, False
+        memory = self._memory(process) if process.ready else None
+        self.say(process.info.index, Stopped(assign.generation, assign.rank, memory))
+
+    def _join(self, generation: int) -> None:
+        """Everybody is in once everybody has been told its place."""
+        members = [
+            one for one in self.members if one.assign and one.assign.generation == generation
+        ]
+        if not members or members[0].assign is None:
+            return
+        if len(members) < members[0].assign.world_size:
+            return
+        for one in members:
+            assign = one.assign
+            assert assign is not None
+            joined = Joined(generation, assign.rank)
+            if not one.engine:
+                one.ready, one.step = True, 0
+                self.say(one.info.index, joined)
+                continue
+            missing = [ref for ref in self._slots(assign) if not self.vaults.holds(ref)]
+            if missing:
+                self.say(one.info.index, joined)
+                self.crash(one.info.index, "state", f"{missing[0]} is gone", 0)
+                continue
+            one.step = assign.restore.step if assign.restore else 0
+            one.ready = True
+            self.say(one.info.index, joined, Restored(generation, assign.rank, one.step))
+
+    @staticmethod
+    def _slots(assign: Assign) -> tuple[SlotRef, ...]:
+        return assign.restore.slots if assign.restore else ()
+
+    # WorkerGroup.
+
+    async def place(self, need: Need) -> tuple[WorkerInfo, ...]:
+        await self.may_place.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        return tuple(self.first)
+
+    async def next_worker(self) -> WorkerInfo:
+        came = await self.newcomers.get()
+        if isinstance(came, WorkerLostError):
+            raise came
+        return came
+
+    def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
+        assert not self.processes[worker].alive
+        self.replaced.append((worker, delay_s, tuple(avoid_nodes)))
+
+    def resize(self, least: int, most: int) -> None:
+        self.resized.append((least, most))
+
+    async def dismiss(self, worker: int) -> None:
+        self.told.append(("dismiss", worker))
+        self.kill(worker, "dismissed")
+
+    async def kill_worker(self, worker: int) -> None:
+        await asyncio.sleep(0)
+        self.told.append(("kill", worker))
+        self.kill(worker, "killed by the controller")
+
+    async def open_store(self, worker: int) -> int:
+        await self._hear("store", worker)
+        return 4000 + worker
+
+    async def assign(self, worker: int, assign: Assign) -> None:
+        await self._hear("assign", worker)
+        process = self.processes[worker]
+        assert process.assign is None, "two generations at once"
+        for other in self.processes.values():
+            if other.alive and other.assign is not None:
+                assert other.assign.generation == assign.generation, "two generations at once"
+        self.assigned.append((worker, assign))
+        process.assign, process.ready, process.drain = assign, False, False
+        if self.auto:
+            self._join(assign.generation)
+
+    async def poll(self, worker: int, timeout_s: float) -> list[Message]:
+        process = self.processes[worker]
+        said = await process.said.get()
+        if isinstance(said, WorkerLostError):
+            raise said
+        return said
+
+    async def stop(self, worker: int) -> None:
+        await self._hear("stop", worker)
+        if self.auto:
+            self._unwind(self.processes[worker])
+
+    async def drain(self, worker: int) -> None:
+        await self._hear("drain", worker)
+        self.processes[worker].drain = True
+
+    async def fence(self, worker: int) -> None:
+        await self._hear("fence", worker)
+        self._unwind(self.processes[worker])
+
+    async def salvage(self, worker: int) -> SlotInfo:
+        await self._hear("salvage", worker)
+        process = self.processes[worker]
+        _, assign = next(one for one in reversed(self.assigned) if one[0] == worker)
+        slot = SlotInfo(
+            assign.generation, assign.rank, assign.world_size, process.step, 64, pinned=False
+        )
+        vault = self.vaults.of[process.info.node_id]
+        vault.slots[slot.generation, slot.rank, slot.step] = slot
+        return slot
+
+    async def dump_stack(self, worker: int) -> str:
+        await self._hear("stack", worker)
+        return "the stack"
+
+    async def leaving_nodes(self) -> frozenset[str]:
+        return self.leaving
+
+    async def release(self) -> None:
+        self.releases += 1
+
+    def beat(self, worker: int, **values: Any) -> None:
+        process = self.processes[worker]
+        rank = process.assign.rank if process.assign else 0
+        beat = Heartbeat(rank, process.step + 1, "forward", 0.0)
+        self.say(worker, replace(beat, **values))
+
+    async def _hear(self, command: str, worker: int) -> None:
+        await asyncio.sleep(0)
+        process = self.processes[worker]
+        if not process.alive:
+            raise WorkerLostError("")
+        if process.deaf:
+            await asyncio.Event().wait()
+        self.told.append((command, worker))
+
+
+class Group:
+    """The world's WorkerGroup: `kill` is a test's word there, and the controller's here."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._world, "kill_worker" if name == "kill" else name)
+
+
+class Vaults:
+    """The world's VaultGroup."""
+
+    def __init__(self, world: World) -> None:
+        self.of: dict[str, Vault] = {}
+        self.opened: list[str] = []
+        self.unpinned: list[tuple[str, int, int]] = []
+        self.copied: list[tuple[str, tuple[SlotRef, ...]]] = []
+        self.write_errors: list[Exception] = []
+        self.writes = 0
+        self.releases = 0
+        self.may_open = True
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        self._world = world
+
+    def kill(self, node: str) -> None:
+        """A vault dies, with everything it held."""
+        vault = self.of.pop(node, None)
+        if vault is not None:
+            vault.news.put_nowait(VaultLostError("the vault was killed"))
+
+    def holds(self, ref: SlotRef) -> bool:
+        vault = self.of.get(ref.node_id)
+        return vault is not None and (ref.generation, ref.rank, ref.step) in vault.slots
+
+    async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
+        await asyncio.sleep(0)
+        if not self.may_open:
+            raise JobFailedError("no vault can be opened")
+        for node in node_ids:
+            if node not in self.of:
+                self.opened.append(node)
+                self.of[node] = Vault(f"vault-{node}-{self.opened.count(node)}")
+        return {node: self.of[node].address for node in node_ids}
+
+    async def poll(self, node_id: str, timeout_s: float) -> list[ConnectionLost]:
+        news = await self._of(node_id).news.get()
+        if isinstance(news, VaultLostError):
+            raise news
+        return news
+
+    async def inventory(self, node_id: str) -> list[SlotInfo]:
+        await asyncio.sleep(0)
+        return list(self._of(node_id).slots.values())
+
+    async def unpin(self, node_id: str, generation: int, step: int) -> None:
+        self.unpinned.append((node_id, generation, step))
+        vault = self._of(node_id)
+        for key, slot in vault.slots.items():
+            if key[0] <= generation and key[2] <= step:
+                vault.slots[key] = replace(slot, pinned=False)
+
+    async def keep_only(self, node_id: str, slots: Sequence[SlotRef]) -> None:
+        raise NotImplementedError
+
+    async def replicate(self, node_id: str, slots: Sequence[SlotRef]) -> int:
+        await asyncio.sleep(0)
+        vault = self._of(node_id)
+        self.copied.append((node_id, tuple(slots)))
+        for ref in slots:
+            original = self._of(ref.node_id).slots[ref.generation, ref.rank, ref.step]
+            vault.slots[ref.generation, ref.rank, ref.step] = replace(
+                original, replica=True, pinned=True
+            )
+        return 64 * len(slots)
+
+    async def write(self, node_id: str, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
+        await asyncio.sleep(0)
+        self.writes += 1
+        await self.may_write.wait()
+        if self.write_errors:
+            raise self.write_errors.pop(0)
+        vault = self._of(node_id)
+        files = []
+        for ref in slots:
+            if (ref.generation, ref.rank, ref.step) not in vault.slots:
+                raise RayzeroError(f"{ref} is gone")
+            vault.files.append((folder, ref))
+            files.append(RankFile(f"rank-{ref.rank}", ref.rank, 64, 0, (), {}, {}, 0.1))
+        return files
+
+    async def inspect(self, node_id: str, pid: int) -> str:
+        return f"process {pid} is stopped"
+
+    async def usage(self, node_id: str) -> dict[str, Any]:
+        return {}
+
+    async def release(self) -> None:
+        self.releases += 1
+
+    def _of(self, node_id: str) -> Vault:
+        if node_id not in self.of:
+            raise VaultLostError("there is none")
+        return self.of[node_id]
+
+
+class Shelf:
+    """An archive that keeps steps in a list."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = list(steps)
+        self.prunes = 0
+        self.refusal: RayzeroError | None = None
+        self.errors: list[Exception] = []
+
+    def folder(self, step: int) -> str:
+        return f"/runs/job/step-{step}"
+
+    async def begin(self) -> Stored | None:
+        if self.refusal is not None:
+            raise self.refusal
+        return await self.newest(frozenset())
+
+    async def newest(self, excluding: frozenset[int]) -> Stored | None:
+        steps = [step for step in self.steps if step not in excluding]
+        return Stored(max(steps), self.folder(max(steps))) if steps else None
+
+    async def commit(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
+        await asyncio.sleep(0)
+        if self.errors:
+            raise self.errors.pop(0)
+        assert [file.rank for file in sorted(files, key=lambda one: one.rank)] == list(
+            range(len(files))
+        )
+        self.steps.append(step)
+
+    async def prune(self) -> None:
+        self.prunes += 1

@@ -1,0 +1,69 @@
+"""A training function and its oracle, for tests of repair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SAMPLES, LENGTH = 12, 50
+
+
+class Data:
+    """Regression samples; each is a pure function of its number."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        self._dtype = dtype
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(6, generator=generator, dtype=torch.float64).to(self._dtype)
+        return x, x.sum().reshape(1).sin()
+
+
+def make_model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(
+        nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 1)
+    )
+    return blocks.to(dtype)
+
+
+def train(ctx: Any) -> dict[str, Any]:
+    dtype = getattr(torch, ctx.args.get("dtype", "float64"))
+    model = make_model(dtype)
+    engine, _, loader, _ = ctx.initialize(model=model, training_data=Data(dtype))
+    for x, y in loader.steps(ctx.steps - engine.progress.step):
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()
+    weights = engine.state_dict()
+    if ctx.is_main:
+        torch.save(weights, ctx.output_dir / "weights.pt")
+    return {}
+
+
+def oracle(steps: int, dtype: torch.dtype = torch.float64, seed: int = 3) -> dict[str, Tensor]:
+    """Plain torch over the same samples: the sample order is the only thing of ours."""
+    from rayzero.engine.data.order import SampleOrder
+
+    model, data, order = make_model(dtype), Data(dtype), SampleOrder(LENGTH, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        batch = [data[int(one)] for one in order.indices(step * SAMPLES, SAMPLES)]
+        x, y = (torch.stack(part) for part in zip(*batch, strict=True))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return {name: one.detach() for name, one in model.state_dict().items()}
+
+
+def engine_config(stage: int) -> dict[str, Any]:
+    return {
+        "train_batch_size": SAMPLES,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 200},
+    }

@@ -1,0 +1,84 @@
+"""A wait for a peer that neither works nor dies can be broken off from another thread."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+RANK = textwrap.dedent(
+    """
+    import sys, threading, time
+    import torch, torch.distributed as dist
+    from datetime import timedelta
+    from rayzero.workers.connections import Connections
+
+    rank, port = int(sys.argv[1]), int(sys.argv[2])
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    connections = Connections()
+    with connections.noting():
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        )
+    dist.barrier()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    if rank == 1:
+        time.sleep(60)
+    begun = []
+    def cut():
+        while not begun:
+            time.sleep(0.01)
+        time.sleep(0.3)  # so that the wait below is on; too early a cut would end it as well
+        begun.append(time.perf_counter())
+        connections.cut()
+        connections.cut()
+    thread = threading.Thread(target=cut)
+    thread.start()
+    begun.append(0.0)
+    try:
+        dist.irecv(torch.ones(4), 1).wait()
+    except RuntimeError as error:
+        assert "closed by peer" in str(error), error
+        print(f"freed {time.perf_counter() - begun[-1]}", flush=True)
+    thread.join()
+    """
+)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_cutting_frees_a_wait_for_a_stopped_peer():
+    port = free_port()
+    ranks = [start(rank, port) for rank in (0, 1)]
+    try:
+        for one in ranks:
+            assert one.stdout.readline() == "ready\n"
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        ranks[0].stdin.write("go\n")
+        ranks[0].stdin.flush()
+        word, seconds = ranks[0].stdout.readline().split()
+        assert word == "freed"
+        assert float(seconds) < 1
+        assert ranks[0].wait(20) == 0
+    finally:
+        for one in ranks:
+            one.kill()
+            one.communicate()
+
+
+def start(rank: int, port: int) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", RANK, str(rank), str(port)]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

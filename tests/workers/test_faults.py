@@ -1,0 +1,184 @@
+"""The fault language: what it reads, what it refuses and how, and random schedules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.engine.errors import ConfigError
+from rayzero.workers.faults import KINDS, PHASES, Fault, parse, random_schedule
+
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "rank": st.integers(0, 999),
+    "node": st.integers(0, 99),
+    "step": st.integers(1, 10**6),
+    "steps": st.integers(1, 100),
+    "times": st.integers(1, 9),
+    "seconds": st.floats(0.001, 1e6),
+    "phase": st.sampled_from(PHASES),
+    "how": st.sampled_from(["flip", "cut", "remove"]),
+}
+
+
+@st.composite
+def faults(draw: st.DrawFn) -> Fault:
+    name = draw(st.sampled_from([*KINDS]))
+    kind = KINDS[name]
+    optional = draw(st.sets(st.sampled_from([*kind.defaults]))) if kind.defaults else set()
+    given = {key: draw(VALUES[key]) for key in {*kind.required, *optional}}
+    return Fault(name, **{**kind.defaults, **given})
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (
+            'kill(rank=1, step=7, phase="reduce")',
+            Fault("kill", rank=1, step=7, phase="reduce"),
+        ),
+        ("stop(rank=0, step=2)", Fault("stop", rank=0, step=2, phase="forward")),
+        (
+            " slow(rank=1, step=5, seconds=0.2, steps=3)\n",
+            Fault("slow", rank=1, step=5, seconds=0.2, steps=3, phase="forward"),
+        ),
+        ("hang(rank=1, step=5, phase='data')", Fault("hang", rank=1, step=5, phase="data")),
+        (
+            "raise_error(step=7, rank=1, phase='update', times=2)",
+            Fault("raise_error", rank=1, step=7, phase="update", times=2),
+        ),
+        ("drop_node(node=1, step=9)", Fault("drop_node", node=1, step=9)),
+        ("partition(node=1, step=9, seconds=5)", Fault("partition", node=1, step=9, seconds=5.0)),
+        ("kill_vault(node=0, step=4)", Fault("kill_vault", node=0, step=4)),
+        ('tear_file(step=50, rank=0, how="cut")', Fault("tear_file", step=50, rank=0, how="cut")),
+        ("full_disk(step=50, times=2)", Fault("full_disk", step=50, times=2)),
+        ("slow_store(seconds=3)", Fault("slow_store", seconds=3.0)),
+    ],
+)
+def test_what_it_reads(text: str, fault: Fault) -> None:
+    assert parse(text) == fault
+
+
+@given(faults())
+def test_the_canonical_text_reads_back(fault: Fault) -> None:
+    assert parse(str(fault)) == fault
+
+
+def test_the_canonical_text_leaves_defaults_out() -> None:
+    assert str(parse("kill(step=7, rank=1, phase='forward')")) == "kill(rank=1, step=7)"
+    assert str(parse("kill(step=7, rank=1, phase='data')")) == 'kill(rank=1, step=7, phase="data")'
+
+
+def test_who_makes_it_happen_and_how_often() -> None:
+    assert parse("kill(rank=1, step=7)").where == "worker"
+    assert parse("kill_vault(node=1, step=7)").where == "vault"
+    assert parse("drop_node(node=1, step=7)").where == "cluster"
+    assert parse("full_disk(step=7, times=3)").where == "store"
+    assert parse("full_disk(step=7, times=3)").firings == 3
+    assert parse("slow(rank=1, step=7, seconds=1, steps=4)").firings == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "seen", "allowed"),
+    [
+        ("kil(rank=1, step=7)", "unknown fault 'kil' (did you mean 'kill'?)", "one of kill, stop"),
+        (
+            "kill(rnak=1, step=7)",
+            "kill has no argument 'rnak' (did you mean 'rank'?)",
+            'kill(rank=, step=, phase="forward")',
+        ),
+        ("kill(rank=1)", "kill needs step=", "kill(rank=, step="),
+        (
+            "kill(rank=1, step=7, phase='reduec')",
+            "phase='reduec' (did you mean 'reduce'?)",
+            "one of data, forward,",
+        ),
+        ("kill(rank=-1, step=7)", "rank=-1", "a whole number, 0 or more"),
+        ("kill(rank=1, step=0)", "step=0", "a whole number, 1 or more"),
+        ("kill(rank=True, step=7)", "rank=True", "a whole number"),
+        ("kill(rank=1.0, step=7)", "rank=1.0", "a whole number"),
+        ("slow(rank=1, step=7, seconds=0)", "seconds=0", "a number of seconds above 0"),
+        ("slow(rank=1, step=7, seconds=1e999)", "seconds=inf", "a number of seconds"),
+        ("slow(rank=1, step=7, seconds='1')", "seconds='1'", "a number of seconds"),
+        ("tear_file(step=1, rank=0, how=[])", "how=[]", "one of flip, cut, remove"),
+        ("kill(1, 7)", "an argument without a name", "a call with named literals"),
+        ("kill(**{'rank': 1})", "an argument without a name", "a call"),
+        ("kill(rank=1, rank=2, step=3)", "'rank' stands there twice", "a call"),
+        ("kill(rank=open('x'), step=1)", "'rank' is not a literal", "a call"),
+        ("kill(rank=x, step=1)", "'rank' is not a literal", "a call"),
+        ("kill", "it is not a call", "a call"),
+        ("os.kill(rank=1)", "it is not a call", "a call"),
+        ("kill(rank=1", "it cannot be read", "a call"),
+        ("kill(rank=1); stop(rank=1)", "it cannot be read", "a call"),
+        ("", "it cannot be read", "a call"),
+        ("\0", "it cannot be read", "a call"),
+        ("kill(" * 60, "300 characters", "at most 200"),
+    ],
+)
+def test_what_it_refuses(text: str, seen: str, allowed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert seen in caught.value.seen
+    assert allowed in caught.value.allowed
+    assert caught.value.fix
+
+
+@given(
+    st.text(st.characters(max_codepoint=255), max_size=60)
+    | st.text("kilstop(rank=1,)[]{}'\"-*", max_size=60)
+)
+def test_any_text_is_read_or_refused(text: str) -> None:
+    with suppress(ConfigError):
+        parse(text)
+
+
+def test_a_schedule_follows_from_its_seed() -> None:
+    first = random_schedule(3, 20, 4, 100, [*KINDS])
+    assert first == random_schedule(3, 20, 4, 100, [*KINDS])
+    assert first != random_schedule(4, 20, 4, 100, [*KINDS])
+
+
+@given(
+    seed=st.integers(),
+    count=st.integers(0, 60),
+    ranks=st.integers(1, 9),
+    steps=st.integers(2, 200),
+    kinds=st.lists(st.sampled_from([*KINDS]), min_size=1, max_size=4),
+)
+def test_a_schedule_is_valid_and_spread_over_the_steps(
+    seed: int, count: int, ranks: int, steps: int, kinds: list[str]
+) -> None:
+    schedule = random_schedule(seed, count, ranks, steps, kinds)
+    assert len(schedule) == count
+    for fault in schedule:
+        assert fault.kind in kinds
+        assert parse(str(fault)) == fault
+        assert fault.rank < ranks
+        assert fault.step <= steps
+    at = [fault.step for fault in schedule if "step" in KINDS[fault.kind].required]
+    assert at == sorted(at)
+    assert all(step >= 2 for step in at)
+    if len(at) == count and steps - 1 >= 2 * count:
+        halves = [step <= 1 + (steps + 1) // 2 for step in at]
+        assert abs(2 * sum(halves) - count) <= 2
+
+
+def test_senseless_schedules_are_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'kill'"):
+        random_schedule(0, 1, 2, 10, ["killl"])
+    with pytest.raises(ConfigError, match="faults in 1 steps"):
+        random_schedule(0, 1, 2, 1)
+
+
+@pytest.mark.parametrize("module", ["faults", "injector"])
+def test_it_costs_neither_torch_nor_ray(module: str) -> None:
+    script = (
+        f"import sys, rayzero.workers.{module}\n"
+        "sys.exit(bool({'torch', 'ray'} & {*sys.modules}))\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,0 +1,214 @@
+"""Faults in a worker: they happen once, where they should, and are known even when it dies."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rayzero.engine.errors import ConfigError
+from rayzero.workers.faults import parse
+from rayzero.workers.injector import (
+    FaultRecord,
+    InjectedError,
+    Injector,
+    Schedule,
+    StoreFaults,
+    fired,
+    tear,
+)
+from rayzero.workers.messages import FaultFired
+
+
+class Worker:
+    """One rank in one generation, as a session would drive it."""
+
+    def __init__(self, folder: Path, rank: int, *texts: str) -> None:
+        self.posted: list[FaultFired] = []
+        faults = [parse(text) for text in texts]
+        self.schedule = Schedule(faults, FaultRecord(folder), self.posted.append)
+        self.injector = Injector(self.schedule, rank)
+
+    def steps(self, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            for phase in ("data", "forward", "backward", "forward", "backward", "reduce"):
+                self.injector.at(phase, step)
+
+
+ERROR = 'raise_error(rank=1, step=3, phase="backward")'
+
+
+def test_it_happens_at_its_rank_step_and_phase_only(tmp_path: Path) -> None:
+    Worker(tmp_path, 0, ERROR).steps(1, 9)
+    worker = Worker(tmp_path, 1, ERROR)
+    worker.steps(1, 2)
+    worker.injector.at("forward", 3)
+    assert fired(tmp_path) == ()
+    with pytest.raises(InjectedError, match="injected in phase backward of step 3"):
+        worker.injector.at("backward", 3)
+    assert worker.posted == [FaultFired(1, 3, ERROR)]
+    assert fired(tmp_path) == (FaultFired(1, 3, ERROR),)
+
+
+def test_it_happens_once_though_the_step_is_done_again(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, 1, ERROR)
+    with pytest.raises(InjectedError):
+        worker.steps(1, 9)
+    worker.steps(3, 9)
+    Worker(tmp_path, 1, ERROR).steps(3, 9)  # another process, a later generation
+    assert len(fired(tmp_path)) == 1
+
+
+def test_times_and_equal_lines_add_up(tmp_path: Path) -> None:
+    twice = 'raise_error(rank=0, step=3, phase="data", times=2)'
+    for count in (1, 2):
+        with pytest.raises(InjectedError):
+            Worker(tmp_path, 0, twice).steps(3, 3)
+        assert len(fired(tmp_path)) == count
+    Worker(tmp_path, 0, twice).steps(3, 9)
+    equal = ["raise_error(rank=0, step=9)"] * 2
+    for _ in equal:
+        with pytest.raises(InjectedError):
+            Worker(tmp_path, 0, *equal).steps(9, 9)
+    Worker(tmp_path, 0, *equal).steps(9, 12)
+    assert len(fired(tmp_path)) == 4
+
+
+def test_a_phase_that_is_rare_is_waited_for(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, 0, 'raise_error(rank=0, step=3, phase="mirror")')
+    worker.steps(1, 9)
+    with pytest.raises(InjectedError, match="phase mirror of step 10"):
+        worker.injector.at("mirror", 10)
+
+
+def test_slow_sleeps_once_a_step(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, 0, "slow(rank=0, step=2, seconds=0.05, steps=3)")
+    began = time.monotonic()
+    worker.steps(1, 9)
+    assert time.monotonic() - began >= 0.15
+    assert [one.step for one in worker.posted] == [2, 3, 4]
+
+
+def test_a_hang_waits_for_ever_until_the_process_ends(tmp_path: Path) -> None:
+    told = threading.Event()
+    faults = [parse("hang(rank=0, step=1)")]
+    injector = Injector(Schedule(faults, FaultRecord(tmp_path), lambda _: told.set()), 0)
+    thread = threading.Thread(target=injector.at, args=("forward", 1), daemon=True)
+    thread.start()
+    assert told.wait(5)
+    thread.join(0.2)
+    assert thread.is_alive()
+    injector.close()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def child(folder: Path, text: str) -> subprocess.Popen[bytes]:
+    """A process that goes through the phases of three steps as rank 0."""
+    script = (
+        "import sys\n"
+        "from rayzero.workers.faults import parse\n"
+        "from rayzero.workers.injector import FaultRecord, Injector, Schedule\n"
+        "schedule = Schedule([parse(sys.argv[2])], FaultRecord(sys.argv[1]), lambda _: None)\n"
+        "injector = Injector(schedule, 0)\n"
+        "for step in (1, 2, 3): injector.at('reduce', step)\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", script, folder, text])
+
+
+def test_a_kill_is_recorded_before_the_process_dies(tmp_path: Path) -> None:
+    text = 'kill(rank=0, step=2, phase="reduce")'
+    assert child(tmp_path, text).wait(60) == -signal.SIGKILL
+    assert fired(tmp_path) == (FaultFired(0, 2, text),)
+    assert child(tmp_path, text).wait(60) == 0  # the replacement goes on
+
+
+def test_a_stopped_process_is_recorded_and_goes_on_when_it_may(tmp_path: Path) -> None:
+    process = child(tmp_path, 'stop(rank=0, step=2, phase="reduce")')
+    try:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        assert len(fired(tmp_path)) == 1
+        os.kill(process.pid, signal.SIGCONT)
+        _, status = os.waitpid(process.pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+    finally:
+        process.returncode = 0  # it was waited for by hand
+
+
+def test_faults_of_others_are_left_to_them(tmp_path: Path) -> None:
+    texts = ["drop_node(node=0, step=1)", "kill_vault(node=0, step=1)", "slow_store(seconds=1)"]
+    worker = Worker(tmp_path, 0, *texts)
+    worker.steps(1, 3)
+    assert fired(tmp_path) == ()
+    assert [str(fault) for fault in worker.schedule.due(1)] == texts
+    worker.schedule.fire(worker.schedule.faults[0], rank=0, step=1)  # by whoever drops nodes
+    assert [str(fault) for fault in worker.schedule.faults] == texts[1:]
+
+
+def test_a_new_job_forgets_what_an_earlier_one_recorded(tmp_path: Path) -> None:
+    record = FaultRecord(tmp_path)
+    record.clear()
+    record.add(FaultFired(0, 1, ERROR))
+    record.clear()
+    assert fired(tmp_path) == ()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"faults\.jsonl cannot be written"):
+        Worker(tmp_path / "gone", 0, ERROR.replace("rank=1", "rank=0")).steps(1, 9)
+
+
+def test_a_full_disk_happens_so_many_times(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, 0, "full_disk(step=50, times=2)")
+    store = StoreFaults(worker.schedule)
+    store.before_write(49, 0)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space") as caught:
+            store.before_write(50, 0)
+        assert caught.value.errno == errno.ENOSPC
+    store.before_write(50, 0)
+    assert len(worker.posted) == 2
+
+
+def test_a_slow_store_can_be_closed(tmp_path: Path) -> None:
+    store = StoreFaults(Worker(tmp_path, 0, "slow_store(seconds=1000)").schedule)
+    thread = threading.Thread(target=store.before_write, args=(50, 0), daemon=True)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    store.close()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("how", "left"), [("flip", b"0123\x34" + b"6789"), ("cut", b"0123"), ("remove", None)]
+)
+def test_a_file_is_torn_after_the_commit(tmp_path: Path, how: str, left: bytes | None) -> None:
+    path = tmp_path / "rank-00001"
+    path.write_bytes(b"012356789")
+    worker = Worker(tmp_path, 0, f'tear_file(step=50, rank=1, how="{how}")')
+    store = StoreFaults(worker.schedule)
+    store.after_commit(40, {1: path})
+    store.after_commit(50, {0: tmp_path / "rank-00000"})  # not that rank's
+    assert path.read_bytes() == b"012356789"
+    store.after_commit(60, {1: path})
+    assert (path.read_bytes() if path.exists() else None) == left
+    assert [one.step for one in worker.posted] == [60]
+
+
+def test_tearing_a_file_twice_undoes_a_flip(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"abc")
+    tear(path, "flip")
+    assert path.read_bytes() == b"acc"
+    tear(path, "flip")
+    assert path.read_bytes() == b"abc"

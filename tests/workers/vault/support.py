@@ -1,0 +1,150 @@
+"""Small states, vaults that know each other, and worker processes to kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic, sleep
+from types import TracebackType
+from typing import Any, Self
+
+from xxhash import xxh3_64_intdigest
+
+from rayzero.engine.state.table import LogicalTensor, Range, Table
+from rayzero.workers.messages import SlotRef
+from rayzero.workers.vault.client import VaultClient
+from rayzero.workers.vault.errors import VaultGoneError
+from rayzero.workers.vault.slots import SlotBuffer
+from rayzero.workers.vault.vault import Vault
+
+ROOT = Path(__file__).resolve().parents[3]
+PLENTY = 2**40
+
+
+def table(rank: int = 0, nbytes: int = 64) -> Table:
+    """A rank's bytes of one tensor."""
+    mine = Range("weights/w", rank * nbytes, (rank + 1) * nbytes, 0)
+    return Table({"weights/w": LogicalTensor("U8", (nbytes * 8,))}, (mine,), nbytes)
+
+
+def content(rank: int, step: int, nbytes: int = 64) -> bytes:
+    return bytes((rank * 31 + step * 7 + i) % 251 for i in range(nbytes))
+
+
+def write(buffer: SlotBuffer, rank: int, step: int, pin: bool = False, check: bool = True) -> None:
+    """One mirror of a step, as a worker makes it."""
+    buffer.begin()
+    data = content(rank, step, len(buffer.data))
+    buffer.data[:] = data
+    checksum = xxh3_64_intdigest(data) if check else None
+    buffer.commit(step, json.dumps({"step": step, "rank": rank}).encode(), pin, checksum)
+
+
+def nowhere(ref: SlotRef, offset: int, length: int) -> memoryview:
+    raise VaultGoneError(f"no vault is known on node {ref.node_id}")
+
+
+@dataclass
+class Town:
+    """Vaults of several nodes in this process, each reading from the others."""
+
+    vaults: dict[str, Vault] = field(default_factory=dict)
+    fetched: list[tuple[SlotRef, int, int]] = field(default_factory=list)
+    on_fetch: Callable[[SlotRef, int], None] = lambda ref, offset: None
+    clients: list[VaultClient] = field(default_factory=list)
+
+    def vault(self, node: str = "a", **options: Any) -> Vault:
+        if node not in self.vaults:
+            self.vaults[node] = Vault("job", node, self._fetch, **options)
+        return self.vaults[node]
+
+    def client(self, node: str = "a", worker: int = 0) -> VaultClient:
+        client = VaultClient(self.vault(node).address, worker)
+        self.clients.append(client)
+        return client
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        for vault in self.vaults.values():
+            vault.close()
+
+    def _fetch(self, ref: SlotRef, offset: int, length: int) -> memoryview:
+        self.fetched.append((ref, offset, length))
+        self.on_fetch(ref, offset)
+        found = self.vaults[ref.node_id].read(ref.generation, ref.rank, ref.step, offset, length)
+        return found.data
+
+
+class WorkerProcess:
+    """A process that runs a function of `tests.workers.vault.functions` on the vault.
+
+    It has printed a line when this has been made.
+    """
+
+    def __init__(self, function: str, address: str, worker: int = 0) -> None:
+        script = (
+            f"from tests.workers.vault.functions import {function} as f; f({address!r}, {worker})"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        self.said = self._line()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+
+    def wait(self) -> int:
+        return self.process.wait(10)
+
+    def _line(self) -> str:
+        stream = self.process.stdout
+        return stream.readline().strip() if stream else ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self.wait()
+        if self.process.stdout:
+            self.process.stdout.close()
+
+
+def steps_of(vault: Vault, generation: int | None = None) -> list[tuple[int, int]]:
+    """(rank, step) of every whole version."""
+    return sorted(
+        (one.rank, one.step) for one in vault.inventory() if generation in (None, one.generation)
+    )
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def wait_for_fds(most: int) -> None:
+    """Returns once no more are open: the server closes its own after it has answered."""
+    until = monotonic() + 5.0
+    while (count := open_fds()) > most:
+        assert monotonic() < until, f"{count - most} descriptors were left open"
+        sleep(0.01)
+
+
+def refs(*wanted: tuple[int, int, int], node: str = "a") -> list[SlotRef]:
+    """Of (generation, rank, step)."""
+    return [SlotRef(*one, node) for one in wanted]

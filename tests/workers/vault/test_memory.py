@@ -1,0 +1,150 @@
+"""What memory there is, on machines made of files; and what is done when it is too little."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.workers.vault.errors import VaultMemoryError
+from rayzero.workers.vault.memory import available_bytes
+from rayzero.workers.vault.pool import Pool
+
+MIB = 2**20
+V2 = "0::/pod/box\n"
+V1 = "9:name=systemd:/x\n4:cpu,memory:/pod/box\n0::/x\n"
+
+
+def machine(root: Path, cgroup: str, files: Mapping[str, str]) -> Path:
+    """One with 1000 KiB available and these files of control groups."""
+    meminfo = "MemTotal: 4000 kB\nMemFree: 10 kB\nMemAvailable:   1000 kB\n"
+    everything = {"proc/meminfo": meminfo, "proc/self/cgroup": cgroup}
+    for path, text in (everything | {f"sys/fs/cgroup/{k}": v for k, v in files.items()}).items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        (V2, {}, 1_024_000),
+        (V2, {"pod/box/memory.max": "max\n", "pod/box/memory.current": "5"}, 1_024_000),
+        (V2, {"pod/box/memory.max": "900\n", "pod/box/memory.current": "300\n"}, 600),
+        (V2, {"pod/memory.max": "800", "pod/memory.current": "300"}, 500),
+        (V2, {"pod/memory.max": "800", "pod/memory.current": "900"}, 0),
+        (
+            V2,
+            {
+                "pod/box/memory.max": "900",
+                "pod/box/memory.current": "300",
+                "pod/box/memory.stat": "anon 7\ninactive_file 100\nfile 9\n",
+            },
+            700,
+        ),
+        # In a container the group may be mounted at the root, under a path that is not there.
+        (V2, {"memory.max": "900", "memory.current": "300"}, 600),
+        ("0::/../../box\n", {"memory.max": "900", "memory.current": "300"}, 600),
+        (
+            V1,
+            {
+                "memory/pod/box/memory.limit_in_bytes": "900",
+                "memory/pod/box/memory.usage_in_bytes": "300",
+                "memory/pod/box/memory.stat": "total_inactive_file 50\ninactive_file 9\n",
+            },
+            650,
+        ),
+        (V1, {"memory/memory.limit_in_bytes": "9223372036854771712"}, 1_024_000),
+    ],
+)
+def test_the_tightest_limit_holds(
+    cgroup: str, files: dict[str, str], expected: int, tmp_path: Path
+):
+    assert available_bytes(machine(tmp_path, cgroup, files)) == expected
+
+
+def test_a_machine_that_does_not_say(tmp_path: Path):
+    root = machine(tmp_path, V2, {})
+    (root / "proc/meminfo").write_text("MemTotal: 1 kB\n")
+    with pytest.raises(RayzeroError, match="MemAvailable"):
+        available_bytes(root)
+
+
+def test_this_machine_says():
+    assert available_bytes() > 0
+
+
+def fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_too_little_memory_says_how_much_and_what_to_change():
+    before = fds()
+    pool = Pool(lambda: 5 * MIB)
+    with pytest.raises(VaultMemoryError) as caught:
+        pool.take(2 * MIB, 3)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert (error.needed_bytes, error.available_bytes) == (6 * MIB, 5 * MIB)
+    assert "6 MiB" in str(error)
+    assert "5 MiB" in str(error)
+    for setting in ("recovery.replicas", "checkpoint.every_steps", "memory limit"):
+        assert setting in str(error)
+    assert fds() == before
+    held = pool.take(2 * MIB, 2)
+    assert all(os.fstat(one.fd).st_blocks * 512 >= 2 * MIB for one in held)  # touched already
+    pool.give(held)
+    pool.trim()
+    assert fds() == before
+
+
+def test_a_limit_that_only_shows_when_memory_is_taken(monkeypatch: pytest.MonkeyPatch):
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    before = fds()
+    pool = Pool(lambda: 100 * MIB)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(VaultMemoryError):
+        pool.take(MIB, 2)
+    assert (fds(), pool.nbytes) == (before, 0)
+
+
+def test_spare_buffers_are_used_first_and_only_growth_counts():
+    available = 100 * MIB
+    pool = Pool(lambda: available)
+    small, large = pool.take(MIB, 1) + pool.take(4 * MIB, 1)
+    pool.give([small, large])
+    assert pool.nbytes == 5 * MIB
+    available = 2 * MIB
+    [first] = pool.take(2 * MIB, 1)
+    assert first is large  # it need not grow
+    [second] = pool.take(3 * MIB, 1)
+    assert second is small
+    assert second.capacity_bytes == os.fstat(second.fd).st_size == 3 * MIB
+    pool.give([first, second])
+    pool.trim()
+
+
+def test_spares_of_no_use_go_before_memory_is_refused():
+    left = [3 * MIB, 8 * MIB]  # what is there before and after the spares went
+    pool = Pool(lambda: left[0] if pool.nbytes else left[1])
+    left[0], left[1] = 8 * MIB, 8 * MIB
+    pool.give(pool.take(MIB, 5))
+    left[0] = 3 * MIB
+    held = pool.take(8 * MIB, 1)
+    assert (len(held), pool.nbytes) == (1, 0)
+    pool.give(held)
+    pool.trim()
+
+
+def test_nobody_can_cut_a_buffer_under_the_mappings_of_others():
+    pool = Pool(lambda: MIB)
+    [one] = pool.take(8192, 1)
+    with pytest.raises(PermissionError):
+        os.ftruncate(one.fd, 0)
+    one.close()

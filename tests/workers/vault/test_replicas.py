@@ -1,0 +1,135 @@
+"""Copies of versions on other nodes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from rayzero.workers.messages import Restore, SlotInfo, SlotRef
+from rayzero.workers.vault import replicas
+from rayzero.workers.vault.errors import SlotDamagedError, SlotGoneError, VaultGoneError
+from tests.workers.vault.support import Town, content, refs, steps_of, table, write
+from tests.workers.vault.test_source import damage
+
+
+def pinned(town: Town, step: int, rank: int = 0, nbytes: int = 64) -> list[SlotRef]:
+    """A rank's pinned version in vault a."""
+    [buffer] = town.client("a", rank).reserve(1, rank, 2, table(rank, nbytes), 1)
+    write(buffer, rank, step, pin=True)
+    return refs((1, rank, step))
+
+
+def test_a_replica_is_the_version_byte_for_byte(town: Town):
+    slots = pinned(town, 4, 0) + pinned(town, 4, 1)
+    vault = town.vault("b")
+    assert vault.replicate(slots) > 2 * 64
+    assert sorted(vault.inventory(), key=lambda one: one.rank) == [
+        SlotInfo(1, rank, 2, 4, 64, pinned=True, replica=True) for rank in (0, 1)
+    ]
+    assert vault.usage()["replicas"] > 0
+    town.vaults["a"].close()
+    there = Restore(4, tuple(refs((1, 0, 4), (1, 1, 4), node="b")))
+    source = town.client("b").source(there)
+    found = bytearray(64)
+    source.read(1, 0, memoryview(found))
+    assert (bytes(found), source.small(1)) == (content(1, 4), {"step": 4, "rank": 1})
+    assert source.tables[1] == table(1)
+    source.close()
+
+
+def test_what_is_there_is_not_copied_again(town: Town):
+    slots = pinned(town, 4)
+    assert town.vault("b").replicate(slots) > 0
+    count = len(town.fetched)
+    assert town.vault("b").replicate(slots) == 0
+    assert len(town.fetched) == count
+
+
+def test_a_replica_of_a_replica(town: Town):
+    town.vault("b").replicate(pinned(town, 4))
+    assert town.vault("c").replicate(refs((1, 0, 4), node="b")) > 0
+    assert steps_of(town.vault("c")) == [(0, 4)]
+
+
+def test_the_older_replica_stays_until_the_new_one_is_whole(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(replicas, "CHUNK_BYTES", 10_000)
+    vault = town.vault("b")
+    vault.replicate(pinned(town, 4, nbytes=50_000))
+    vault.unpin(1, 4)
+    seen = []
+    town.on_fetch = lambda ref, offset: seen.append(steps_of(vault))
+    vault.replicate(pinned(town, 8, nbytes=50_000))
+    assert len(seen) > 5
+    assert set(map(tuple, seen)) == {((0, 4),)}
+    vault.unpin(1, 4)
+    assert steps_of(vault) == [(0, 8)]
+
+
+def test_memory_for_replicas_stays_bounded(town: Town):
+    vault = town.vault("b")
+    usages = []
+    for step in range(4, 40, 4):
+        vault.replicate(pinned(town, step))
+        vault.unpin(1, step - 4)
+        usages.append(sum(vault.usage()[kind] for kind in ("slots", "replicas", "spare")))
+    assert len(set(usages[1:])) == 1
+    assert steps_of(vault) == [(0, 36)]
+
+
+def test_damage_on_the_way_in_is_not_kept(town: Town):
+    slots = pinned(town, 4)
+    vault = town.vault("b")
+    vault.replicate(slots)
+    newer = pinned(town, 8)
+    # After its own vault compared it, which is when the first byte is read.
+    town.on_fetch = lambda ref, offset: (
+        offset and damage(town.vaults["a"], newer[0], lambda image: image.header.geometry.data_at)
+    )
+    with pytest.raises(SlotDamagedError, match="rank 0, step 8 on node a is damaged: its data"):
+        vault.replicate(newer)
+    assert steps_of(vault) == [(0, 4)]
+
+
+def test_damage_at_the_source_is_found_there(town: Town):
+    slots = pinned(town, 4)
+    damage(town.vaults["a"], slots[0], lambda image: image.header.geometry.data_at)
+    with pytest.raises(SlotDamagedError):
+        town.vault("b").replicate(slots)
+    assert len(town.fetched) == 1
+
+
+def test_a_version_that_goes_meanwhile_leaves_what_was_there(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(replicas, "CHUNK_BYTES", 10_000)
+    vault = town.vault("b")
+    vault.replicate(pinned(town, 4, nbytes=50_000))
+    newer = pinned(town, 8, nbytes=50_000)
+
+    def lose(ref: SlotRef, offset: int) -> None:
+        if offset > 20_000:
+            town.vaults["a"].keep_only([])
+
+    town.on_fetch = lose
+    with pytest.raises(SlotGoneError, match="step 8"):
+        vault.replicate(newer)
+    assert steps_of(vault) == [(0, 4)]
+
+
+def test_closing_the_vault_ends_a_copy(town: Town, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replicas, "CHUNK_BYTES", 10_000)
+    slots = pinned(town, 4, nbytes=100_000)
+    vault, closing = town.vault("b"), threading.Event()
+
+    def close(ref: SlotRef, offset: int) -> None:
+        if offset > 20_000 and not closing.is_set():
+            closing.set()
+            vault.close()
+
+    town.on_fetch = close
+    with pytest.raises(VaultGoneError, match="closing"):
+        vault.replicate(slots)
+    assert len(town.fetched) < 6

@@ -1,0 +1,203 @@
+"""Deaths, kills and strangers at a vault's socket; the processes are real."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from rayzero.workers.messages import ConnectionLost, Restore, SlotRef
+from rayzero.workers.vault import peers
+from rayzero.workers.vault.errors import VaultGoneError
+from rayzero.workers.vault.images import MappedImage
+from rayzero.workers.vault.server import new_address
+from rayzero.workers.vault.wire import socket_name
+from tests.workers.vault.support import Town, WorkerProcess, content, refs, steps_of, table, write
+
+NOTICE_S = 0.1
+
+
+def test_a_killed_worker_is_noticed_at_once_and_once(town: Town):
+    """The best of three: other work on the machine only ever adds to it."""
+    vault, took_s = town.vault(), []
+    for number in range(3):
+        with WorkerProcess("connect", vault.address, worker=number) as worker:
+            assert vault.poll(0.0) == []
+            started = time.monotonic()
+            worker.kill()
+            assert vault.poll(10.0) == [ConnectionLost(number, worker.pid)]
+            took_s.append(time.monotonic() - started)
+            worker.wait()
+            assert vault.poll(0.05) == []
+    assert min(took_s) < NOTICE_S
+
+
+def test_a_death_is_noticed_while_a_child_keeps_the_socket_open(town: Town):
+    vault = town.vault()
+    with WorkerProcess("fork", vault.address, worker=2) as worker:
+        worker.kill()
+        worker.wait()
+        assert vault.poll(1.0) == [ConnectionLost(2, worker.pid)]
+
+
+def test_a_worker_that_says_goodbye_is_no_loss(town: Town):
+    vault = town.vault()
+    with WorkerProcess("part", vault.address) as worker:
+        worker.kill()
+        worker.wait()
+        assert vault.poll(0.2) == []
+
+
+def test_a_poll_that_waits_ends_with_the_vault(town: Town):
+    vault = town.vault()
+    answers: list[list[ConnectionLost]] = []
+    thread = threading.Thread(target=lambda: answers.append(vault.poll(60.0)))
+    thread.start()
+    vault.close()
+    thread.join(5.0)
+    assert answers == [[]]
+
+
+def test_what_a_killed_writer_leaves_is_its_whole_versions(town: Town):
+    vault = town.vault()
+    with WorkerProcess("mirror", vault.address) as worker:
+        assert steps_of(vault) == [(0, 2)]
+        worker.kill()
+        vault.poll(10.0)
+        assert steps_of(vault) == [(0, 2)]
+        there = Restore(2, tuple(refs((1, 0, 2))))
+        for source in [town.client(worker=one).source(there) for one in (1, 2)]:
+            found = bytearray(64)
+            source.read(0, 0, memoryview(found))
+            assert (found, source.small(0)) == (content(0, 2), {"step": 2, "rank": 0})
+            source.close()
+        # What it had begun goes to the next one who needs a buffer.
+        [new] = town.client(worker=1).reserve(2, 0, 1, table(), 1)
+        assert vault.usage()["spare"] == 0
+        write(new, 0, 3)
+        assert steps_of(vault) == [(0, 2), (0, 3)]
+
+
+def test_only_workers_that_are_connected_are_killed(town: Town):
+    vault = town.vault()
+    with WorkerProcess("connect", vault.address) as worker:
+        assert not vault.kill(os.getppid())
+        assert not vault.kill(os.getpid())
+        assert vault.kill(worker.pid)
+        assert worker.wait() == -9
+        vault.poll(10.0)
+        assert not vault.kill(worker.pid)
+
+
+def test_without_pidfds_deaths_are_seen_and_nobody_is_killed(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(peers, "_pidfd_of", lambda pid: -1)
+    vault = town.vault()
+    with WorkerProcess("connect", vault.address) as worker:
+        assert not vault.kill(worker.pid)
+        worker.kill()
+        assert vault.poll(10.0) == [ConnectionLost(0, worker.pid)]
+
+
+def test_processes_of_other_users_are_not_let_in(town: Town, monkeypatch: pytest.MonkeyPatch):
+    address = town.vault().address
+    monkeypatch.setattr(os, "getuid", lambda: 4242)
+    with pytest.raises(VaultGoneError):
+        town.client()
+    monkeypatch.undo()
+    assert address
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"no json\n",
+        b"[1]\n",
+        b"\xff\n",
+        b"x" * 200_000,
+        b'{"op": "hello"}\n',
+        b'{"op": 5}\n',
+        b"\n",
+    ],
+)
+def test_nonsense_harms_nobody_else(town: Town, line: bytes):
+    vault, client = town.vault(), town.client()
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(5.0)
+        stranger.connect(socket_name(vault.address))
+        with suppress(BrokenPipeError, ConnectionResetError):
+            stranger.sendall(line)
+    assert vault.poll(0.05) == []
+    assert len(client.reserve(1, 0, 1, table(), 1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        (b'{"id": 1, "op": "dance"}', b"knows no request 'dance'"),
+        (b'{"id": 2, "op": "open"}', b"KeyError"),
+        (b'{"id": 3, "op": "reserve", "generation": "x"}', b"ValueError"),
+        (b'{"id": 4, "op": "hello", "worker": null, "pid": 1}', b"TypeError"),
+    ],
+)
+def test_requests_that_make_no_sense_are_answered(town: Town, line: bytes, answer: bytes):
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(5.0)
+        stranger.connect(socket_name(town.vault().address))
+        stranger.sendall(line + b"\n")
+        assert answer in stranger.recv(4096)
+
+
+def test_a_slow_fetch_holds_up_neither_notices_nor_other_requests(town: Town):
+    vault, other = town.vault(), town.vault("b")
+    [buffer] = town.client("b").reserve(1, 0, 1, table(), 1)
+    write(buffer, 0, 4)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def wait(ref: SlotRef, offset: int) -> None:
+        asked.set()
+        go_on.wait(10.0)
+
+    town.on_fetch = wait
+    client = town.client(worker=1)
+    opened: list[object] = []
+    there = Restore(4, tuple(refs((1, 0, 4), node="b")))
+    thread = threading.Thread(target=lambda: opened.append(client.source(there)))
+    thread.start()
+    assert asked.wait(5.0)
+    with WorkerProcess("connect", vault.address, worker=7) as worker:
+        worker.kill()
+        assert vault.poll(10.0) == [ConnectionLost(7, worker.pid)]
+    assert len(town.client(worker=2).reserve(1, 1, 2, table(), 1)) == 1
+    assert not opened
+    go_on.set()
+    thread.join(5.0)
+    assert len(opened) == 1
+    assert other.poll(0.0) == []
+
+
+def test_an_address_is_short_plain_and_new():
+    first, second = new_address("a/job näme\0" * 50), new_address("x")
+    assert first != new_address("a/job näme\0" * 50)
+    assert first.startswith("@rayzero-ajobnme")
+    assert len(first) < 100
+    assert second.isascii()
+
+
+def test_a_version_of_a_dropped_buffer_stays_with_who_opened_it(town: Town):
+    vault = town.vault()
+    [buffer] = town.client().reserve(1, 0, 1, table(), 1)
+    write(buffer, 0, 4)
+    [ref] = refs((1, 0, 4))
+    fd = vault._shelf.open(ref)
+    image = MappedImage(ref, fd)
+    os.close(fd)
+    vault.close()
+    image.verify()
+    assert bytes(image.data) == content(0, 4)
+    image.close()

@@ -1,0 +1,165 @@
+"""A buffer and its writer, killed at every line that it runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from rayzero.engine.errors import EngineError
+from rayzero.workers.messages import SlotRef
+from rayzero.workers.vault import slots
+from rayzero.workers.vault.errors import SlotGoneError, SlotRoomError
+from rayzero.workers.vault.header import Header
+from rayzero.workers.vault.images import MappedImage, read_small, read_table
+from rayzero.workers.vault.pool import Pool
+from rayzero.workers.vault.slots import (
+    SMALL_BYTES,
+    SlotBuffer,
+    encode_table,
+    geometry_of,
+    read_pin,
+    write_header,
+    write_pin,
+)
+from tests.workers.vault.support import content, table, write
+
+TABLE_JSON = encode_table(table())
+
+
+@pytest.fixture
+def fds() -> Iterator[list[int]]:
+    """Two buffers as a vault reserves them."""
+    pool = Pool()
+    geometry = geometry_of(table(), TABLE_JSON)
+    buffers = pool.take(geometry.nbytes, 2)
+    for one in buffers:
+        write_header(one.fd, Header(1, 0, 1, geometry))
+    yield [one.fd for one in buffers]
+    pool.give(buffers)
+    pool.trim()
+
+
+def read(fd: int, step: int) -> tuple[bytes, dict[str, Any]]:
+    """A whole version's data and JSON part, checked."""
+    image = MappedImage(SlotRef(1, 0, step, "a"), fd)
+    try:
+        image.verify()
+        assert read_table(image) == table()
+        return bytes(image.data), read_small(image)
+    finally:
+        image.close()
+
+
+def test_a_version_is_there_from_commit_to_begin(fds: list[int]):
+    buffer = SlotBuffer(fds[0], TABLE_JSON)
+    assert (buffer.step, buffer.pinned) == (-1, False)
+    write(buffer, 0, 5)
+    assert (buffer.step, buffer.pinned) == (5, False)
+    assert read(fds[0], 5) == (content(0, 5), {"step": 5, "rank": 0})
+    buffer.begin()
+    assert buffer.step == -1
+    with pytest.raises(SlotGoneError, match="rank 0, step 5"):
+        read(fds[0], 5)
+
+
+def test_a_pinned_version_cannot_be_overwritten(fds: list[int]):
+    buffer = SlotBuffer(fds[0], TABLE_JSON)
+    write(buffer, 0, 5, pin=True)
+    assert buffer.pinned
+    with pytest.raises(EngineError, match="step 5 is pinned"):
+        buffer.begin()
+    assert read(fds[0], 5)[0] == content(0, 5)
+    write_pin(fds[0], False)  # as the vault does
+    assert not buffer.pinned
+    write(buffer, 0, 6)
+    assert not read_pin(fds[0])
+    write(buffer, 0, 7, pin=True)
+    buffer.unpin()
+    assert not read_pin(fds[0])
+
+
+def test_what_cannot_be_committed(fds: list[int]):
+    buffer = SlotBuffer(fds[0], TABLE_JSON)
+    with pytest.raises(EngineError, match="begun"):
+        buffer.commit(1, b"{}", False, None)
+    buffer.begin()
+    with pytest.raises(SlotRoomError, match="262,145 bytes"):
+        buffer.commit(1, b"x" * (SMALL_BYTES + 1), False, None)
+    assert buffer.step == -1
+    buffer.commit(1, b"{}", False, None)
+    with pytest.raises(EngineError, match="begun"):
+        buffer.commit(2, b"{}", False, None)
+
+
+def test_memory_lives_as_long_as_a_view_of_it(fds: list[int]):
+    buffer = SlotBuffer(fds[0], TABLE_JSON)
+    before = len(os.listdir("/proc/self/fd"))
+    data = buffer.data
+    del buffer
+    data[:3] = b"abc"
+    assert bytes(data[:3]) == b"abc"
+    del data
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
+def killed_at_line(number: int, buffer: SlotBuffer) -> bool:
+    """Writes step 3 in a child process that kills itself before its n-th line in `slots`.
+
+    True when it was killed, False when it had written all before.
+    """
+    child = os.fork()
+    if not child:
+        lines = 0
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal lines
+            if frame.f_code.co_filename != slots.__file__:
+                return None
+            if event == "line":
+                lines += 1
+                if lines == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        sys.settrace(trace)
+        write(buffer, 0, 3, pin=True)
+        sys.settrace(None)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def test_a_writer_killed_anywhere_leaves_a_whole_version_and_none_that_is_torn(fds: list[int]):
+    old, new = (SlotBuffer(fd, TABLE_JSON) for fd in fds)
+    outcomes = []
+    for number in range(1, 100):
+        write_pin(fds[1], False)
+        write(new, 0, 1)  # what the child overwrites
+        write(old, 0, 2)
+        killed = killed_at_line(number, new)
+        assert read(fds[0], 2)[0] == content(0, 2)
+        outcomes.append(state_of(fds[1]))
+        if not killed:
+            break
+    assert not killed
+    assert outcomes == sorted(outcomes, key=["old", "torn", "new"].index)
+    assert set(outcomes) == {"old", "torn", "new"}
+    assert len(outcomes) > 10
+
+
+def state_of(fd: int) -> str:
+    """Which version a buffer holds; what says that it is whole must be."""
+    for step, name in ((1, "old"), (3, "new")):
+        try:
+            assert read(fd, step) == (content(0, step), {"step": step, "rank": 0})
+        except SlotGoneError:
+            continue
+        assert read_pin(fd) == (step == 3)
+        return name
+    return "torn"

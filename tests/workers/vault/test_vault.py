@@ -1,0 +1,187 @@
+"""Checkpoint files, stuck processes, and what a vault costs to start."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayzero.engine.state.table import Table
+from rayzero.workers.messages import RankFile
+from rayzero.workers.vault import processes
+from rayzero.workers.vault.errors import SlotDamagedError, SlotGoneError
+from tests.workers.vault.support import (
+    ROOT,
+    Town,
+    WorkerProcess,
+    content,
+    refs,
+    steps_of,
+    table,
+    write,
+)
+from tests.workers.vault.test_source import damage
+
+
+class Disk:
+    """Takes files as the checkpoint writer does."""
+
+    def __init__(self) -> None:
+        self.files: list[tuple[Any, ...]] = []
+        self.while_writing: Any = lambda: None
+
+    def write(
+        self,
+        folder: str,
+        rank: int,
+        table: Table,
+        small: dict[str, Any],
+        data: memoryview,
+        *,
+        generation: int,
+        world_size: int,
+    ) -> RankFile:
+        self.while_writing()
+        self.files.append((folder, rank, table, small, bytes(data), generation, world_size))
+        return RankFile(f"rank-{rank}", rank, len(data), 0, (), {}, small, 0.1)
+
+
+def test_files_hold_the_pinned_versions(town: Town):
+    disk = Disk()
+    vault = town.vault(write_file=disk.write)
+    for rank in (0, 1):
+        [buffer] = town.client(worker=rank).reserve(3, rank, 2, table(rank), 1)
+        write(buffer, rank, 50, pin=True)
+    # Not even a decision to keep nothing takes them away while they are written.
+    disk.while_writing = lambda: vault.keep_only(refs((3, 1, 50)))
+    files = vault.write("s3://bucket/step-50", refs((3, 0, 50), (3, 1, 50)))
+    assert [one.rank for one in files] == [0, 1]
+    assert disk.files == [
+        (
+            "s3://bucket/step-50",
+            rank,
+            table(rank),
+            {"step": 50, "rank": rank},
+            content(rank, 50),
+            3,
+            2,
+        )
+        for rank in (0, 1)
+    ]
+    assert steps_of(vault) == [(1, 50)]
+
+
+def test_a_file_of_the_real_format_is_durable_and_holds_the_data(town: Town, tmp_path: Path):
+    [buffer] = town.client().reserve(1, 0, 1, table(), 1)
+    write(buffer, 0, 4, pin=True)
+    [file] = town.vault().write(str(tmp_path / "step-4"), refs((1, 0, 4)))
+    assert (tmp_path / "step-4" / file.name).read_bytes().endswith(content(0, 4))
+    assert (file.rank, file.small) == (0, {"step": 4, "rank": 0})
+
+
+def test_what_is_damaged_or_overwritten_does_not_become_a_checkpoint(town: Town):
+    disk = Disk()
+    vault = town.vault(write_file=disk.write)
+    [buffer] = town.client().reserve(1, 0, 1, table(), 1)
+    write(buffer, 0, 4)
+    disk.while_writing = lambda: write(buffer, 0, 5)  # nobody pinned it
+    with pytest.raises(SlotGoneError):
+        vault.write("folder", refs((1, 0, 4)))
+    disk.files.clear()
+    damage(vault, refs((1, 0, 5))[0], lambda image: image.header.geometry.data_at)
+    with pytest.raises(SlotDamagedError):
+        vault.write("folder", refs((1, 0, 5)))
+    assert disk.files == []
+
+
+def test_a_store_that_fails_leaves_the_version(town: Town):
+    def full(*arguments: Any, **named: Any) -> RankFile:
+        raise OSError("no space")
+
+    vault = town.vault(write_file=full)
+    [buffer] = town.client().reserve(1, 0, 1, table(), 1)
+    write(buffer, 0, 4, pin=True)
+    with pytest.raises(OSError, match="no space"):
+        vault.write("folder", refs((1, 0, 4)))
+    assert steps_of(vault) == [(0, 4)]
+    assert buffer.pinned
+
+
+def test_usage_counts_every_buffer(town: Town):
+    vault = town.vault(available=lambda: 2**33)
+    assert vault.usage() == {"slots": 0, "replicas": 0, "spare": 0, "available": 2**33}
+    [buffer] = town.client().reserve(1, 0, 1, table(nbytes=2**20), 1)
+    write(buffer, 0, 4)
+    assert 2**20 < vault.usage()["slots"] < 2**20 + 2**19
+    vault.keep_only([])
+    assert 2**20 < vault.usage()["spare"] < 2**20 + 2**19
+
+
+def test_a_stopped_process_is_seen_through(town: Town):
+    with WorkerProcess("connect", town.vault().address) as worker:
+        assert re.match(rf"process {worker.pid}: [SR] ", town.vault().inspect(worker.pid))
+        os.kill(worker.pid, signal.SIGSTOP)
+        os.waitpid(worker.pid, os.WUNTRACED)
+        text = town.vault().inspect(worker.pid)
+        assert text.startswith(f"process {worker.pid}: T (stopped by a signal)")
+        assert "say_and_wait" in text or "no stacks: " in text
+        assert town.vault().kill(worker.pid)
+        assert worker.wait() == -9
+        text = town.vault().inspect(worker.pid)
+        assert text == f"process {worker.pid}: there is none"
+
+
+@pytest.mark.parametrize(
+    ("script", "answer"),
+    [
+        ("echo 'Thread 1 (idle)'", "Thread 1 (idle)"),
+        ("echo 'Permission denied' >&2; exit 1", "no stacks: Permission denied"),
+        ("exec sleep 9", "no stacks: "),
+    ],
+)
+def test_stacks_come_from_py_spy_in_limited_time(
+    script: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tool = tmp_path / "py-spy"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(processes, "_STACK_S", 0.3)
+    started = time.monotonic()
+    assert answer in processes.inspect(os.getpid())
+    assert time.monotonic() - started < 5.0
+
+
+def test_without_py_spy_the_rest_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    text = processes.inspect(os.getpid())
+    assert "(running)" in text or "(sleeping)" in text
+    assert "py-spy is not installed" in text
+
+
+def test_a_vault_starts_without_torch_ray_and_pyarrow():
+    script = (
+        "import importlib, pkgutil, sys, rayzero.workers.vault as vault\n"
+        "for one in pkgutil.iter_modules(vault.__path__):\n"
+        "    importlib.import_module(f'rayzero.workers.vault.{one.name}')\n"
+        "found = {'torch', 'ray', 'pyarrow'} & set(sys.modules)\n"
+        "sys.exit(repr(found) if found else 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_shell_brings_no_torch():
+    script = "import sys, rayzero.workers.vault_actor\nsys.exit('torch' in sys.modules)\n"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60)
+    assert done.returncode == 0

@@ -1,0 +1,196 @@
+"""Makes faults happen in a worker, and keeps the record of those that did.
+
+The record is a file in the job's output folder, which outlives every process and tells the ones to
+come what has happened already. On several machines that folder must be a shared one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from rayzero.engine.errors import ConfigError
+from rayzero.workers.faults import Fault
+from rayzero.workers.messages import FaultFired
+
+FILE = "faults.jsonl"
+
+
+class InjectedError(RuntimeError):
+    """What `raise_error` raises: to rayzero, any exception of the user's code."""
+
+
+class FaultRecord:
+    """The faults of a job that happened so far, told by their text. Used by any process."""
+
+    def __init__(self, output_dir: str | Path) -> None:
+        self._path = Path(output_dir) / FILE
+
+    def read(self) -> tuple[FaultFired, ...]:
+        """What happened, in order."""
+        try:
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return ()
+        return tuple(FaultFired(**json.loads(line)) for line in lines)
+
+    def clear(self) -> None:
+        """Forgets what an earlier run of the job left here. For the start of a job only."""
+        self._path.unlink(missing_ok=True)
+
+    def add(self, fired: FaultFired) -> None:
+        """Writes one line by one call, so that it is there even if the process dies right after.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        line = json.dumps({"rank": fired.rank, "step": fired.step, "fault": fired.fault}) + "\n"
+        try:
+            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(file, line.encode())
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise ConfigError(
+                f"the record of faults {self._path} cannot be written: {error.strerror}",
+                fix="the job's output folder, or leave `faults` out",
+            ) from error
+
+
+def fired(output_dir: str | Path) -> tuple[FaultFired, ...]:
+    """The faults of a job that happened, in order."""
+    return FaultRecord(output_dir).read()
+
+
+class Schedule:
+    """Which faults of a list are still to come, by the record. Made anew for each generation.
+
+    Attributes:
+        faults: those that have not happened as often as they should.
+    """
+
+    def __init__(
+        self, faults: Iterable[Fault], record: FaultRecord, post: Callable[[FaultFired], None]
+    ) -> None:
+        wanted: Counter[Fault] = Counter()
+        for fault in faults:
+            wanted[fault] += fault.firings
+        done = Counter(one.fault for one in record.read())
+        self._left = {fault: count - done[str(fault)] for fault, count in wanted.items()}
+        self._record = record
+        self._post = post
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        return tuple(fault for fault, left in self._left.items() if left > 0)
+
+    def due(self, step: int) -> tuple[Fault, ...]:
+        """Those whose step has come."""
+        return tuple(fault for fault in self.faults if fault.step <= step)
+
+    def fire(self, fault: Fault, rank: int, step: int) -> None:
+        """Tells that a fault happens. Call it before it takes effect."""
+        self._left[fault] -= 1
+        told = FaultFired(rank, step, str(fault))
+        self._record.add(told)
+        self._post(told)
+
+
+class Injector:
+    """The faults of one rank in one generation. Used by the training thread, but for `close`."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self._schedule = schedule
+        self._rank = rank
+        self._slowed: set[tuple[Fault, int]] = set()  # a step is slowed once, however often entered
+        self._closed = threading.Event()
+
+    def at(self, phase: str, step: int) -> None:
+        """The training thread enters a phase of the step it works on.
+
+        Raises:
+            InjectedError: `raise_error` is due.
+        """
+        for fault in self._schedule.due(step):
+            if fault.where != "worker" or (fault.rank, fault.phase) != (self._rank, phase):
+                continue
+            if fault.kind == "slow":
+                if (fault, step) in self._slowed:
+                    continue
+                self._slowed.add((fault, step))
+            self._schedule.fire(fault, self._rank, step)
+            self._act(fault, phase, step)
+
+    def close(self) -> None:
+        """Frees a thread that hangs or sleeps in here. Call it only when the process is to end."""
+        self._closed.set()
+
+    def _act(self, fault: Fault, phase: str, step: int) -> None:
+        match fault.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "slow":
+                self._closed.wait(fault.seconds)
+            case "hang":
+                self._closed.wait()
+            case "raise_error":
+                raise InjectedError(f"injected in phase {phase} of step {step}")
+
+
+class StoreFaults:
+    """The faults of whoever writes checkpoint files. Used by one thread."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._closed = threading.Event()
+
+    def before_write(self, step: int, rank: int) -> None:
+        """A rank's file of that step's checkpoint is about to be written.
+
+        Raises:
+            OSError: ENOSPC, as a full disk gives it.
+        """
+        for fault in self._schedule.due(step):
+            if fault.kind == "slow_store":
+                self._schedule.fire(fault, rank, step)
+                self._closed.wait(fault.seconds)
+            elif fault.kind == "full_disk":
+                self._schedule.fire(fault, rank, step)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def after_commit(self, step: int, paths: dict[int, Path]) -> None:
+        """A checkpoint of that step is durable; `paths` are its local files, by rank."""
+        for fault in self._schedule.due(step):
+            path = paths.get(fault.rank)
+            if fault.kind == "tear_file" and path is not None:
+                self._schedule.fire(fault, fault.rank, step)
+                tear(path, fault.how)
+
+    def close(self) -> None:
+        """Frees a thread that sleeps in here."""
+        self._closed.set()
+
+
+def tear(path: Path, how: str) -> None:
+    """Damages a file: flips a bit in its middle, cuts its second half off, or removes it."""
+    if how == "remove":
+        path.unlink()
+        return
+    middle = path.stat().st_size // 2
+    with path.open("r+b") as file:
+        if how == "cut":
+            file.truncate(middle)
+            return
+        file.seek(middle)
+        byte = file.read(1)[0]
+        file.seek(middle)
+        file.write(bytes([byte ^ 1]))

@@ -1,0 +1,124 @@
+"""What outlives a generation in a worker's process: the line to the vault, and the last state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rayzero.engine.errors import DataError, EngineError, RayzeroError
+from rayzero.engine.state.source import StateSource
+from rayzero.engine.state.training import copy_out
+from rayzero.workers.messages import Assign, Memory, Restore, SlotInfo
+from rayzero.workers.vault.client import VaultClient
+from rayzero.workers.vault.errors import VaultGoneError
+
+if TYPE_CHECKING:
+    from rayzero.engine.engine import Engine
+
+
+class StateError(RayzeroError):
+    """The state that a generation was to begin from cannot be read."""
+
+
+class Keeper:
+    """One a process. The training thread uses it while it runs; the command threads in between.
+
+    Args:
+        worker: this worker's index, by which the vault knows it.
+    """
+
+    def __init__(self, worker: int) -> None:
+        self.vault: VaultClient | None = None
+        self._worker = worker
+        self._address = ""
+        self._engine: Engine | None = None
+        self._assign: Assign | None = None
+
+    def begin(self, assign: Assign) -> None:
+        """A generation begins. The engine of the one before is let go: its state is elsewhere.
+
+        A vault that cannot be reached is done without: its notices and replicas are missing, and
+        the controller sees to another.
+        """
+        if self._engine is not None:
+            self._engine.close()  # the function may use the same model again
+        self._engine, self._assign = None, assign
+        if assign.vault != self._address or self.vault is None:
+            self._connect(assign.vault)
+
+    def keep(self, engine: Engine) -> None:
+        """The generation's engine: its memory may be asked for once the function is unwound."""
+        self._engine = engine
+
+    def memory(self) -> Memory | None:
+        """What this process's memory holds; None when that is of no step."""
+        if self._engine is None or not self._engine.state.consistent:
+            return None
+        return Memory(self._engine.progress.step, self._engine.state.whole)
+
+    @contextmanager
+    def source(self, restore: Restore | None) -> Iterator[StateSource | None]:
+        """The state to begin from.
+
+        Raises:
+            StateError: it is damaged, incomplete, or gone.
+        """
+        if restore is None:
+            yield None
+            return
+        try:
+            source = self._open(restore)
+            try:
+                yield source
+            finally:
+                source.close()
+        except (DataError, VaultGoneError, EngineError) as error:
+            raise StateError(error.seen, error.allowed, error.fix) from error
+
+    def salvage(self) -> SlotInfo:
+        """Copies the state in memory into the vault: all of it, where it is here.
+
+        Raises:
+            EngineError: there is none, or no vault.
+        """
+        memory, assign = self.memory(), self._assign
+        if memory is None or assign is None or self._engine is None or self.vault is None:
+            raise EngineError("there is no state to salvage in this process, or no vault for it")
+        state = self._engine.state
+        table, parts, offsets = state.block(whole=state.whole)
+        world_size = 1 if state.whole else assign.world_size
+        buffers = self.vault.reserve(assign.generation, assign.rank, world_size, table, 1)
+        buffers[0].begin()
+        copy_out(parts, offsets, buffers[0].data, constants=True)
+        buffers[0].commit(memory.step, state.small(), False, None)
+        return SlotInfo(
+            assign.generation, assign.rank, world_size, memory.step, table.nbytes, pinned=False
+        )
+
+    def close(self) -> None:
+        """Says goodbye to the vault: the end of this process is then no death."""
+        if self.vault is not None:
+            self.vault.close()
+            self.vault = None
+
+    def _open(self, restore: Restore) -> StateSource:
+        if restore.slots:
+            if self.vault is None:
+                raise EngineError("the state lies in vaults, and this node's cannot be reached")
+            return self.vault.source(restore)
+        # Here, because it brings pyarrow's file systems with it, and few generations need it.
+        from rayzero.engine.checkpoint.imports import open_foreign
+        from rayzero.engine.checkpoint.reader import CheckpointSource
+
+        return open_foreign(restore.checkpoint) or CheckpointSource(restore.checkpoint)
+
+    def _connect(self, address: str) -> None:
+        self.close()
+        self._address = address
+        if not address:
+            return
+        try:
+            self.vault = VaultClient(address, self._worker)
+        except VaultGoneError:
+            self._address = ""

@@ -1,0 +1,170 @@
+"""When and how a rank copies its state into its node's vault: one generation of it.
+
+Order. A step's mirror is done before the step is reported, and before the next vote is cast. So
+whoever passes the vote of step k knows that all ranks have mirrored what they were to mirror of
+step k - 1; and a rank overwrites a version only after such a vote. Hence the ranks always have a
+step in common.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from math import ceil
+from time import perf_counter
+
+from rayzero.engine.session import Wishes
+from rayzero.engine.state.table import Table
+from rayzero.engine.state.training import TrainingState
+from rayzero.workers.messages import Assign, Message, MirrorPlan, Pinned
+from rayzero.workers.vault.client import VaultClient
+from rayzero.workers.vault.errors import VaultGoneError
+from rayzero.workers.vault.slots import SlotBuffer
+
+log = logging.getLogger("rayzero.workers")
+
+COST = 0.05  # the share of a step that mirroring may take when the interval is chosen by itself
+SMOOTH = 0.2
+
+
+class Mirror:
+    """Used by the training thread only.
+
+    Args:
+        last_step: the job's last step, which gets a checkpoint too; None when nobody knows.
+        vault: None when the node has none; then nothing is copied.
+    """
+
+    def __init__(
+        self,
+        plan: MirrorPlan,
+        assign: Assign,
+        last_step: int | None,
+        vault: VaultClient | None,
+        post: Callable[[Message], None],
+    ) -> None:
+        self._plan = plan
+        self._assign = assign
+        self._rotating = 2 if plan.replicas else 1  # versions that take turns; pinned come on top
+        self._last_step = last_step
+        self._vault = vault
+        self._post = post
+        self._buffers: list[SlotBuffer] = []
+        self._table: Table | None = None
+        self._filled: set[int] = set()  # buffers that have the constant part
+        self._newest = assign.restore.step if assign.restore else 0
+        self._checkpointed = self._newest
+        self._complete = False  # a mirror of this generation is known to be everywhere
+        self._pace = float(plan.every_steps or 1)
+        self._costs = _Costs()
+
+    def wishes(self, step: int) -> Wishes:
+        """What to ask for in the vote of `step`."""
+        wanted = self._assign.remote or self._due(step)
+        free = not self._buffers or sum(not one.pinned for one in self._buffers) > self._rotating
+        ready = self._vault is not None and wanted and free
+        return Wishes(pin=ready, pace=self._plan.every_steps or self._costs.pace)
+
+    def step_done(self, step: int, agreed: Wishes, state: TrainingState) -> None:
+        """The vote of `step` was passed by all, and this rank has updated its state."""
+        if self._vault is None:
+            return
+        self._pace += SMOOTH * (agreed.pace - self._pace)
+        self._costs.step_ended()
+        pin = agreed.pin
+        if not (pin or agreed.drain or self._has_turn(step)):
+            return
+        started = perf_counter()
+        try:
+            self._tell_complete()
+            self._copy(step, state, pin)
+        except VaultGoneError as error:
+            log.warning("%s; this rank goes on without its replica", error)
+            self._vault, self._buffers = None, []
+            return
+        self._costs.mirrored(perf_counter() - started)
+        self._newest = step
+        if pin:
+            checkpoint = self._due(step)
+            self._checkpointed = step if checkpoint else self._checkpointed
+            assign, stopped_s = self._assign, perf_counter() - started
+            self._post(Pinned(assign.generation, assign.rank, step, checkpoint, stopped_s))
+
+    def _due(self, step: int) -> bool:
+        """Whether a checkpoint should be made of `step`; late ones are made up for."""
+        every = self._plan.checkpoint_every_steps
+        if every is None:
+            return False
+        return step == self._last_step or step // every > self._checkpointed // every
+
+    def _has_turn(self, step: int) -> bool:
+        """The same on all ranks: they know the same paces."""
+        return self._plan.replicas > 0 and step - self._newest >= max(1, round(self._pace))
+
+    def _tell_complete(self) -> None:
+        """A vote was passed since the first mirror: no older generation is needed any more."""
+        if self._buffers and not self._complete and self._vault is not None:
+            self._vault.complete(self._assign.generation, self._newest)
+            self._complete = True
+
+    def _copy(self, step: int, state: TrainingState, pin: bool) -> None:
+        buffer = self._next_buffer(state)
+        buffer.begin()
+        state.write(buffer.data, constants=id(buffer) not in self._filled)
+        self._filled.add(id(buffer))
+        buffer.commit(step, state.small(), pin, None)
+
+    def _next_buffer(self, state: TrainingState) -> SlotBuffer:
+        """The oldest version that is neither pinned nor the newest; new buffers for a new table."""
+        table = state.table()
+        if table is not self._table:
+            self._reserve(table)
+        free = [one for one in self._buffers if not one.pinned]
+        return min(free, key=lambda one: one.step)
+
+    def _reserve(self, table: Table) -> None:
+        if self._vault is None:
+            return
+        assign, plan = self._assign, self._plan
+        pinnable = 2 if assign.remote else int(plan.checkpoint_every_steps is not None)
+        self._buffers = self._vault.reserve(
+            assign.generation, assign.rank, assign.world_size, table, self._rotating + pinnable
+        )
+        self._table = table
+        self._filled.clear()
+        self._costs.skip()  # what was just made is not what a mirror costs
+
+
+class _Costs:
+    """What a mirror costs, next to a step."""
+
+    def __init__(self) -> None:
+        self._step_s = 0.0
+        self._mirror_s = 0.0
+        self._since_s = perf_counter()
+        self._skip = False
+
+    @property
+    def pace(self) -> float:
+        """Steps between two mirrors that keep their cost under `COST`."""
+        if not self._mirror_s or not self._step_s:
+            return 1.0
+        return float(max(1, ceil(self._mirror_s / (COST * self._step_s) - 0.25)))
+
+    def skip(self) -> None:
+        """The mirror at hand does not count."""
+        self._skip = True
+
+    def step_ended(self) -> None:
+        now = perf_counter()
+        self._step_s = _smoothed(self._step_s, now - self._since_s)
+        self._since_s = now
+
+    def mirrored(self, seconds: float) -> None:
+        if not self._skip:
+            self._mirror_s = _smoothed(self._mirror_s, seconds)
+        self._skip = False
+
+
+def _smoothed(before: float, now: float) -> float:
+    return before + SMOOTH * (now - before) if before else now

@@ -1,0 +1,82 @@
+"""What a rank tells of its steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any
+
+from rayzero.engine.errors import EngineError
+from rayzero.workers.messages import Assign, Report
+from rayzero.workers.wire import Wire
+
+COUNTERS = frozenset({"tokens"})
+"""What is added up over micro-steps and ranks; everything else is a gauge of the rank."""
+
+
+class Reports:
+    """Collects numbers until their step is finished. Used by the training thread."""
+
+    def __init__(self, assign: Assign, wire: Wire) -> None:
+        self._assign = assign
+        self._wire = wire
+        self._counters: defaultdict[str, float] = defaultdict(float)
+        self._gauges: dict[str, float] = {}
+        self._last_step = 0
+        self._last_at_s = monotonic()
+
+    def begin_at(self, step: int) -> float:
+        """So many steps are finished already. The seconds since the generation began."""
+        took_s = monotonic() - self._last_at_s
+        self._last_step, self._last_at_s = step, monotonic()
+        self._wire.progress.working_on(step + 1)
+        return took_s
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Adds to the step at hand; `step` is left out.
+
+        Raises:
+            EngineError: a value is not a number.
+        """
+        for name, value in metrics.items():
+            number = _number(name, value)
+            if name in COUNTERS:
+                self._counters[name] += number
+            elif name != "step":
+                self._gauges[name] = number
+
+    def finish(self, step: int) -> None:
+        """The step is finished: posts its report.
+
+        Raises:
+            EngineError: steps do not count up.
+        """
+        if step <= self._last_step:
+            raise EngineError(
+                f"ctx.report(step={step}) after step {self._last_step}",
+                allowed="each finished step once, counting from 1",
+            )
+        now_s = monotonic()
+        self._gauges.setdefault("step_s", now_s - self._last_at_s)
+        generation, rank = self._assign.generation, self._assign.rank
+        self._wire.post(Report(generation, rank, step, dict(self._counters), dict(self._gauges)))
+        self._counters.clear()
+        self._gauges.clear()
+        self._last_step, self._last_at_s = step, now_s
+        self._wire.progress.working_on(step + 1)
+
+    def unreported(self) -> dict[str, float]:
+        """What was counted after the last finished step."""
+        return dict(self._counters)
+
+
+def _number(name: str, value: Any) -> float:
+    """Accepts whatever has one number in it, tensors of one element too."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise EngineError(
+            f"ctx.report({name}=...) was given {type(value).__name__}: {str(value)[:80]!r}",
+            allowed="a number, or a tensor with one element",
+        ) from None

@@ -1,0 +1,201 @@
+"""A worker's connection to the vault of its node."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import count
+from threading import Lock
+from time import monotonic
+from typing import Any
+
+from rayzero.engine.errors import DataError
+from rayzero.engine.state.table import Table
+from rayzero.workers.messages import Restore, SlotRef
+from rayzero.workers.vault.errors import VaultGoneError
+from rayzero.workers.vault.images import FetchedImage, Image, MappedImage
+from rayzero.workers.vault.slots import SlotBuffer, encode_table, geometry_of
+from rayzero.workers.vault.source import VaultSource
+from rayzero.workers.vault.wire import Lines, decode_error, encode, socket_name
+
+_CALL_S = 10.0
+_RESERVE_S = 300.0
+"""Memory is touched at about 1 GB/s."""
+_FETCH_S = 60.0
+_RECEIVE_BYTES = 64 * 1024
+_MOST_FDS = 64
+
+
+class VaultClient:
+    """Connected from its making until `close`. Safe to use from any thread.
+
+    Every call may raise VaultGoneError, at the latest when its time is over. It does not come back
+    to life: a new vault has a new address.
+
+    Args:
+        address: the vault's.
+        worker: this worker's index; if the process dies, the vault reports that one.
+    """
+
+    def __init__(self, address: str, worker: int) -> None:
+        self._lines = Lines()
+        self._answers: deque[dict[str, Any]] = deque()
+        self._fds: deque[int] = deque()
+        self._numbers = count(1)
+        self._calling = Lock()  # one call at a time: what is received is its answer
+        self._sending = Lock()  # a line is not cut by another; held for moments
+        self._closed = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(_CALL_S)
+        try:
+            self._socket.connect(socket_name(address))
+            answer, _ = self._call("hello", worker=worker, pid=os.getpid())
+        except (OSError, VaultGoneError) as error:
+            self._socket.close()
+            raise VaultGoneError(f"no vault answers at {address}: {error}") from None
+        self._node_id = str(answer["node_id"])
+
+    def reserve(
+        self, generation: int, rank: int, world_size: int, table: Table, buffers: int
+    ) -> list[SlotBuffer]:
+        """So many new empty buffers for a state with that table. Takes about 1 s a GB.
+
+        Buffers that this worker reserved before and that hold no whole version are given up.
+
+        Raises:
+            VaultMemoryError: the node has too little memory.
+        """
+        table_json = encode_table(table)
+        geometry = geometry_of(table, table_json)
+        _, fds = self._call(
+            "reserve",
+            _RESERVE_S,
+            generation=generation,
+            rank=rank,
+            world_size=world_size,
+            geometry=[geometry.table_bytes, geometry.room_bytes, geometry.data_bytes],
+            buffers=buffers,
+        )
+        try:
+            return [SlotBuffer(fd, table_json) for fd in fds]
+        finally:
+            _close_all(fds)
+
+    def complete(self, generation: int, step: int) -> None:
+        """All ranks of the generation have a version of that step. Waits for nothing."""
+        self._send({"op": "complete", "generation": generation, "step": step})
+
+    def source(
+        self, restore: Restore, local_node: str | None = None, verify: bool = True
+    ) -> VaultSource:
+        """What the slots of `restore` hold; those on other nodes come through this vault.
+
+        Args:
+            local_node: the node this vault is on; None: as the vault itself says.
+            verify: whether checksums of data are compared, where they were taken.
+
+        Raises:
+            DataError: a slot is gone or damaged.
+        """
+        images: list[Image] = []
+        try:
+            for ref in restore.slots:
+                local = ref.node_id == (local_node or self._node_id)
+                images.append(self._open(ref) if local else FetchedImage(ref, self._fetch))
+            return VaultSource(restore.step, images, verify)
+        except BaseException:
+            for one in images:
+                one.close()
+            raise
+
+    def close(self) -> None:
+        """Says goodbye, and ends a call that another thread may be waiting in. Safe to repeat."""
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(VaultGoneError):
+            self._send({"op": "goodbye"})
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._calling:
+            self._socket.close()
+            _close_all(self._fds)
+            self._fds.clear()
+
+    def _open(self, ref: SlotRef) -> MappedImage:
+        _, [fd] = self._call("open", generation=ref.generation, rank=ref.rank, step=ref.step)
+        try:
+            return MappedImage(ref, fd)
+        finally:
+            os.close(fd)
+
+    def _fetch(self, ref: SlotRef, offset: int, length: int) -> memoryview:
+        answer, [fd] = self._call(
+            "fetch",
+            _FETCH_S,
+            node_id=ref.node_id,
+            generation=ref.generation,
+            rank=ref.rank,
+            step=ref.step,
+            offset=offset,
+            length=length,
+        )
+        try:
+            if not answer["length"]:
+                return memoryview(b"")
+            return memoryview(mmap.mmap(fd, answer["length"], prot=mmap.PROT_READ))
+        finally:
+            os.close(fd)
+
+    def _call(
+        self, operation: str, timeout_s: float = _CALL_S, **arguments: Any
+    ) -> tuple[dict[str, Any], list[int]]:
+        """The answer, and the descriptors that came with it."""
+        until = monotonic() + timeout_s
+        if not self._calling.acquire(timeout=timeout_s):
+            raise VaultGoneError(f"the vault did not answer another call within {timeout_s:g} s")
+        try:
+            number = next(self._numbers)
+            self._send({"op": operation, "id": number} | arguments)
+            answer, fds = self._receive(until)
+            while answer["id"] != number:  # a call gave up before its answer came
+                _close_all(fds)
+                answer, fds = self._receive(until)
+        finally:
+            self._calling.release()
+        if "error" in answer:
+            raise decode_error(answer["error"])
+        return answer, fds
+
+    def _send(self, request: dict[str, Any]) -> None:
+        try:
+            with self._sending:
+                self._socket.sendall(encode(request))
+        except OSError as error:
+            raise VaultGoneError(f"the vault does not take a request: {error}") from None
+
+    def _receive(self, until: float) -> tuple[dict[str, Any], list[int]]:
+        """The next answer."""
+        while not self._answers:
+            self._socket.settimeout(max(0.001, until - monotonic()))
+            try:
+                received, fds, _, _ = socket.recv_fds(
+                    self._socket, _RECEIVE_BYTES, _MOST_FDS, socket.MSG_CMSG_CLOEXEC
+                )
+                self._fds += fds
+                self._answers += self._lines.feed(received)
+            except (OSError, DataError) as error:
+                raise VaultGoneError(f"the vault does not answer: {error}") from None
+            if not received:
+                raise VaultGoneError("the vault closed the connection: its process is gone")
+        answer = self._answers.popleft()
+        return answer, [self._fds.popleft() for _ in range(answer["fds"])]
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
