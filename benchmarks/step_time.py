@@ -95,7 +95,7 @@ def _build(name: str) -> Step:
 
 
 def _rounds(rank: int, plan: Plan, steps: dict[str, Step]) -> Measured:
-    batches = [_batch(rank, number) for number in range(BATCHES)]
+    batches = [batch(rank, number) for number in range(BATCHES)]
     seconds: dict[str, list[float]] = {name: [] for name in plan.systems}
     losses: dict[str, Tensor] = {}
     gc.disable()  # a collection is no system's fault: between the timed steps
@@ -118,7 +118,7 @@ def _rounds(rank: int, plan: Plan, steps: dict[str, Step]) -> Measured:
     return Measured(seconds, means, int(peak.item()))
 
 
-def _batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
+def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + number)
     row = torch.randint(MODEL.vocab, (1, TOKENS + 1), generator=generator)
     return row[:, :-1], row[:, 1:]

@@ -225,7 +225,7 @@ class JobHandle:
         clock, spec = SystemClock(), self._plan.spec
         vaults = RayVaultGroup(spec.name)
         workers = RayWorkerGroup(self._plan.setup, clock, self._cluster.can_grow, vaults)
-        archive = StoredArchive(self._plan)
+        archive = StoredArchive(self._plan, self._warn)
         controller = Controller(self._plan, Ports(workers, vaults, archive, self._observer, clock))
         self._loop, self._controller = asyncio.get_running_loop(), controller
         if self._stop_wanted.is_set():  # before there was somebody to tell

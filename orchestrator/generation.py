@@ -106,6 +106,10 @@ class Generation:
         """A member is being told its place."""
         self._in.add(worker)
 
+    def reached(self, step: int) -> None:
+        """Some rank works on that step."""
+        self.step = max(self.step, step)
+
     def take(self, worker: int, message: Message, at_s: float = 0.0) -> Iterator[ev.Event]:
         """The events that a message completes. A crash is noted in `faults` instead."""
         if worker not in self._ranks:
@@ -113,7 +117,7 @@ class Generation:
         if isinstance(message, Heartbeat):
             # Ranks go in step, and a lost one may not have told its newest: take the furthest.
             if message.rank == self._ranks[worker] and worker in self._in:
-                self.step = max(self.step, message.step)
+                self.reached(message.step)
         elif getattr(message, "generation", None) != self.number or worker not in self._in:
             return
         elif isinstance(message, Joined):
@@ -122,6 +126,7 @@ class Generation:
                 yield ev.GenerationFormed(self.number, self.passage)
         elif isinstance(message, Restored):
             self._restored.add(worker)
+            self.reached(message.step + 1)
         elif isinstance(message, Finished | Stopped | Crashed):
             self._in.discard(worker)
             self._left(worker, message, at_s)

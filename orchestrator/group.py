@@ -131,5 +131,9 @@ class VaultGroup(Protocol):
     async def usage(self, node_id: str) -> dict[str, Any]:
         """Bytes held: `slots`, `replicas`; `available`."""
 
+    async def close(self, node_id: str) -> None:
+        """Ends a vault that nobody needs any more, if there is one. Ray's autoscaler keeps a node
+        for as long as there is a vault."""
+
     async def release(self) -> None:
         """Ends every vault. May be called at any time, and twice."""

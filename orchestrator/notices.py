@@ -56,7 +56,7 @@ class FaultSeen:
 
 @dataclass(frozen=True)
 class Repaired:
-    """The job is past a fault: a step is finished that was not finished before it.
+    """The job is past a fault: a step was finished after it.
 
     Args:
         cause: of the first fault, when several fell together.

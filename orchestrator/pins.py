@@ -85,7 +85,7 @@ class Pins:
         for generation, limit in sorted(self._limits.items()):
             busy = [step for one, step in self._busy if one <= generation]
             limit = min([limit, *(step - 1 for step in busy)])
-            if limit > self._freed.get(generation, -1):
+            if limit > self._freed.get(generation, 0):
                 self._freed[generation] = limit
                 yield generation, limit
 

@@ -69,9 +69,10 @@ class Repairs:
 
     def finished(self, step_s: float, world_size: int, now_s: float) -> Passed | None:
         """A step was finished that took `step_s`: what is now passed, if something was open."""
-        way, self._way = self._way, None
-        if way is None:
-            return None
+        way = self._way
+        if way is None or way.part not in ("load", "redo"):
+            return None  # a step of the generation that is being left
+        self._way = None
         way.seconds[way.part] += max(0.0, now_s - way.at_s - step_s)
         seconds = dict(way.seconds)
         if way.cause is None:

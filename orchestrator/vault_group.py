@@ -93,6 +93,12 @@ class RayVaultGroup:
         """Ends a worker's process on that node (SIGKILL); False if the vault does not know it."""
         return bool(await self._ask(node_id, "kill", pid))
 
+    async def close(self, node_id: str) -> None:
+        actor = self._vaults.pop(node_id, None)
+        if actor is not None:
+            ray.kill(actor)
+            await gone([actor.usage])
+
     async def release(self) -> None:
         actors = list(self._vaults.values())
         self._vaults, self._met = {}, {}

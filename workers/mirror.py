@@ -65,6 +65,9 @@ class Mirror:
         ready = self._vault is not None and wanted and free
         return Wishes(pin=ready, pace=self._plan.every_steps or self._costs.pace)
 
+    def entered(self, phase: str) -> None:
+        """The training thread enters a phase."""
+
     def step_done(self, step: int, agreed: Wishes, state: TrainingState) -> None:
         """The vote of `step` was passed by all, and this rank has updated its state."""
         if self._vault is None:

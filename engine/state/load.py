@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.engine.checkpoint.check import check_fits
+from rayzero.engine.checkpoint.imports.naming import use_model_names
+from rayzero.engine.checkpoint.imports.tensors import TensorSource
 from rayzero.engine.layout.reshard import Copy, plan_copies
 from rayzero.engine.optim.local import LocalOptimizer, Run
 from rayzero.engine.state.parts import (
@@ -41,6 +43,8 @@ def load_tensors(
         MissingRangesError: the source is incomplete.
         DataError: the source is damaged.
     """
+    if isinstance(source, TensorSource):  # another system's file
+        use_model_names(source, model)
     held = {name: one for table in source.tables for name, one in table.tensors.items()}
     wanted = _of_model(model, runtime)
     absent = {name for name in wanted if name.startswith("buffers/") and name not in held}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def put_groups(optimizer: LocalOptimizer, source: StateSource, *, keep_options: 
     """
     documents = [source.small(rank) for rank in range(len(source.tables))]
     for number, group in enumerate(optimizer.torch.param_groups):
-        saved = [doc["groups"][number] for doc in documents if number < len(doc["groups"])]
+        saved = [doc["groups"][number] for doc in documents if number < len(doc.get("groups", ()))]
         scalars: dict[str, Any] = next((one["scalars"] for one in saved if "scalars" in one), {})
         for run in optimizer.runs:
             if run.group == number:
@@ -85,6 +86,16 @@ def names_of(model: nn.Module, runtime: ZeroRuntime) -> dict[str, Any]:
         for spec in unit.layout.params
     }
     return {"ties": ties, "model_dtypes": dtypes}
+
+
+def members_of(runtime: ZeroRuntime) -> dict[int, list[str]]:
+    """The names of each group's parameters."""
+    members: defaultdict[int, list[str]] = defaultdict(list)
+    for unit in runtime.units:
+        if unit.main is not None:
+            for spec in unit.layout.params:
+                members[spec.group].append(spec.name)
+    return members
 
 
 def _is_scalar(value: Any) -> bool:

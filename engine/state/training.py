@@ -52,6 +52,8 @@ class TrainingState:
         self._parts: list[Part] = []
         self._table = Table()
         self._offsets: list[int] = []
+        self._names: dict[str, Any] = {}  # of the whole model, told by rank 0
+        self._members: dict[int, list[str]] = {}
 
     @property
     def consistent(self) -> bool:
@@ -101,7 +103,7 @@ class TrainingState:
 
     def small(self) -> bytes:
         """The JSON part of this rank, as UTF-8."""
-        document = {
+        document: dict[str, Any] = {
             "rank": self._runtime.collectives.rank,
             "world_size": self._runtime.collectives.world_size,
             "stage": self._runtime.stage.number,
@@ -115,7 +117,12 @@ class TrainingState:
             "rng": randomness.taken(self._device),
         }
         if self._runtime.collectives.rank == 0:
-            document |= small.names_of(self._model, self._runtime)
+            if not self._names:
+                self._names = small.names_of(self._model, self._runtime)
+                self._members = small.members_of(self._runtime)
+            document |= self._names
+            for number, group in enumerate(document["groups"]):
+                group["params"] = self._members.get(number, [])
         return json.dumps(document, separators=(",", ":")).encode()
 
     @torch.no_grad()
@@ -133,10 +140,10 @@ class TrainingState:
         small.put_scheduler(self._scheduler, document.get("scheduler"))
         self._runtime.publish()
         self.progress.step = document["step"]
-        self.progress.sample_cursor = document["sample_cursor"]
+        self.progress.sample_cursor = document.get("sample_cursor", 0)
         self.progress.skipped_steps = document.get("skipped_steps", 0)
         if rng := document.get("rng"):
-            if document["rank"] == rank:
+            if document.get("rank") == rank:
                 randomness.put_back(rng, self._device)
             else:
                 randomness.branch_off(rng, rank, self._device)

@@ -21,7 +21,7 @@ from rayzero.engine.checkpoint.prune import Pruned, prune
 from rayzero.engine.checkpoint.store import split
 from rayzero.engine.checkpoint.verify import Problem, verify
 from rayzero.engine.errors import ConfigError, RayzeroError
-from rayzero.orchestrator.cli.console import print_error
+from rayzero.orchestrator.cli.texts import print_error
 
 P = ParamSpec("P")
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.control.desk import Desk
 from rayzero.orchestrator.control.tasks import within
+from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.group import VaultLostError
 from rayzero.orchestrator.notices import Checkpointed, CheckpointFailed, Resumed, Warned
 from rayzero.orchestrator.pins import Pin
@@ -42,14 +43,25 @@ class Checkpoints:
             self._desk.see(Resumed(self._stored.step, self._stored.folder))
 
     async def newest(self, damaged: frozenset[int]) -> Stored | None:
-        """The newest whole checkpoint: at hand, unless that one turned out to be damaged."""
-        if self._stored is not None and self._stored.step in damaged:
-            broken, self._stored = self._stored, None
-            self._desk.see(Warned(f"the checkpoint {broken.folder} cannot be read: it is left out"))
-            try:
-                self._stored = await self._desk.ports.archive.newest(damaged)
-            except RayzeroError as error:
-                self._desk.see(Warned(f"checkpoints cannot be listed: {error.seen}"))
+        """The newest whole checkpoint: at hand, unless that one turned out to be damaged.
+
+        Raises:
+            JobFailedError: it is the one that the job was told to begin from.
+        """
+        desk, broken = self._desk, self._stored
+        if broken is None or broken.step not in damaged:
+            return broken
+        if desk.progress.done == 0 and desk.plan.spec.checkpoint.resume != "auto":
+            raise JobFailedError(
+                f"the checkpoint {broken.folder} cannot be read",
+                fix="checkpoint.resume in the job file; `rayzero ckpt verify` says what is wrong",
+            )
+        desk.see(Warned(f"the checkpoint {broken.folder} cannot be read: it is left out"))
+        try:
+            self._stored = await desk.ports.archive.newest(damaged)
+        except RayzeroError as error:
+            self._stored = None
+            desk.see(Warned(f"checkpoints cannot be listed: {error.seen}"))
         return self._stored
 
     def has(self, step: int) -> bool:

@@ -11,13 +11,13 @@ from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.archive import Archive
 from rayzero.orchestrator.clock import Clock
 from rayzero.orchestrator.control.tasks import Bell, Tasks, within
+from rayzero.orchestrator.crew import Crew
 from rayzero.orchestrator.generation import Generation
 from rayzero.orchestrator.group import VaultGroup, WorkerGroup, WorkerLostError
 from rayzero.orchestrator.notices import Notice, Observer
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.membership import Wanted
 from rayzero.orchestrator.progress import JobProgress
-from rayzero.orchestrator.crew import Crew
 from rayzero.orchestrator.states import JobState, State
 
 COMMAND_S = 30.0

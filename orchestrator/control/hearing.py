@@ -46,6 +46,7 @@ class Hearing:
     def _reported(self, worker: int, report: Report) -> None:
         desk = self._desk
         if report.generation == desk.generation.number:
+            desk.generation.reached(report.step + 1)
             self._speeds.add(worker, report)
         record = desk.progress.add(report)
         if record is not None:

@@ -9,6 +9,9 @@ from rayzero.workers.messages import Heartbeat, Message, Report
 
 POLL_S = 2.0
 """How long a poll waits at the worker for something to happen."""
+PATIENCE_S = 10.0
+"""How much longer than a hang a silent process is borne with: the vigil comes first, and says more.
+This is for workers that are no members."""
 
 Receive = Callable[[int, Message], None]
 
@@ -49,7 +52,7 @@ class Watch:
     async def _poll(self, index: int) -> None:
         """Its death ends this as a GoneError, which somebody judges."""
         desk = self._desk
-        limit_s = POLL_S + desk.plan.setup.hang_timeout_s
+        limit_s = POLL_S + desk.plan.setup.hang_timeout_s + PATIENCE_S
         while True:
             poll = desk.ports.workers.poll(index, POLL_S)
             messages = await desk.ask(index, poll, limit_s)

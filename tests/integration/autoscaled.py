@@ -1,6 +1,6 @@
-"""Run as a process of its own namespaces: a cluster whose autoscaler adds and removes nodes.
+"""Run in namespaces of its own: a cluster whose autoscaler adds and removes nodes.
 
-Everything started here ends with the process, which is the first of its process namespace.
+Ray's fake provider starts each node as a raylet on this machine.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rayzero.orchestrator.clock import SystemClock
 from rayzero.orchestrator.policies.placement import Need
 from rayzero.orchestrator.vault_group import RayVaultGroup
 from rayzero.orchestrator.worker_group import RayWorkerGroup
+from tests.integration.namespaces import command, prepare
 from tests.integration.tiny import TinyWorker, setup
 
 ADDRESS = "127.0.0.1:6379"
@@ -45,7 +46,7 @@ def start(folder: Path) -> None:
             "head_node_id": HEAD_ID,
         },
         "available_node_types": {
-            "head": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
             "two": {
                 "resources": {"CPU": 2, "object_store_memory": STORE_BYTES},
                 "node_config": {},
@@ -53,15 +54,20 @@ def start(folder: Path) -> None:
                 "max_workers": 4,
             },
         },
-        "head_node_type": "head",
+        "head_node_type": "ray.head.default",
         "auth": {},
         "upscaling_speed": 1.0,
         "idle_timeout_minutes": 0.05,
+        "docker": {},
+        "file_mounts": {},
+        **{f"{which}setup_commands": [] for which in ("", "head_", "worker_")},
+        **{f"{which}_start_ray_commands": [] for which in ("head", "worker")},
+        **{key: [] for key in ("initialization_commands", "cluster_synced_files")},
     }
     path = folder / "autoscaler.json"
     path.write_text(json.dumps(config))
     _supply_defaults(folder, path)
-    command = [
+    start = [
         str(Path(sys.executable).with_name("ray")),
         *("start", "--head", "--disable-usage-stats", "--include-dashboard=false"),
         *("--node-ip-address=127.0.0.1", "--port=6379", "--num-cpus=0"),
@@ -77,7 +83,7 @@ def start(folder: Path) -> None:
         "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
     }
-    subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL, timeout=90)
+    subprocess.run(start, env=env, check=True, stdout=subprocess.DEVNULL, timeout=90)
 
 
 def _supply_defaults(folder: Path, config: Path) -> None:
@@ -85,8 +91,7 @@ def _supply_defaults(folder: Path, config: Path) -> None:
     there = Path(fake_multi_node.__file__).parent
     shutil.copytree(there, folder / "fake_multi_node")
     shutil.copy(config, folder / "fake_multi_node" / "example.yaml")
-    mount = ["mount", "--bind", str(folder / "fake_multi_node"), str(there)]
-    subprocess.run(mount, check=True, timeout=10)
+    command("mount", "--bind", str(folder / "fake_multi_node"), str(there))
 
 
 async def grow_and_shrink(folder: Path) -> dict[str, Any]:
@@ -95,7 +100,7 @@ async def grow_and_shrink(folder: Path) -> dict[str, Any]:
     vaults = RayVaultGroup("tiny")
     workers = RayWorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
     try:
-        came = list(await workers.place(Need(2, 6, 1.0, 0.0, 90.0)))
+        came = list(await workers.place(Need(2, 6, 1.0, 0.0, 45.0)))
         at_first, placed_s = len(came), time.monotonic() - began
         while len(came) < 6:
             came.append(await asyncio.wait_for(workers.next_worker(), 60))
@@ -106,7 +111,7 @@ async def grow_and_shrink(folder: Path) -> dict[str, Any]:
         for one in came:
             if one.node_id != stay:
                 await workers.dismiss(one.index)
-        # await vaults.keep([stay])
+                await vaults.close(one.node_id)
         until = time.monotonic() + 60
         while (left := working_nodes()) != {stay} and time.monotonic() < until:
             await asyncio.sleep(0.2)
@@ -127,13 +132,12 @@ def working_nodes() -> set[str]:
     return {n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")}
 
 
-def main(scenario: str, folder: Path) -> None:
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=10)
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True, timeout=10)
+def main(scenario: str) -> None:
+    folder = prepare()
     start(folder)
     ray.init(address=ADDRESS, log_to_driver=False)
     print(json.dumps(asyncio.run({"grow_and_shrink": grow_and_shrink}[scenario](folder))))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1])

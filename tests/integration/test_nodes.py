@@ -20,6 +20,7 @@ from rayzero.orchestrator.group import VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import Need
 from rayzero.orchestrator.vault_group import RayVaultGroup
 from rayzero.orchestrator.worker_group import RayWorkerGroup
+from tests.integration.namespaces import alone
 from tests.integration.tiny import TinyWorker, setup
 
 pytestmark = pytest.mark.slow
@@ -176,3 +177,11 @@ def test_a_draining_node_is_told_and_gets_nothing_new(nodes: Nodes, tmp_path: Pa
             assert len(new) == 1
 
     asyncio.run(run())
+
+
+def test_a_cut_cable_is_noticed_and_the_seats_move():
+    seen = alone("tests.integration.linked", "cut_link")
+    assert seen["as_expected"]
+    assert seen["noticed_s"] < 20
+    assert seen["new_are_here"]
+    assert seen["left"] == 0, "the workers behind the cable ended when it was put back"

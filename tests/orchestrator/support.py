@@ -92,6 +92,7 @@ class Stage:
     ) -> None:
         self.clock = VirtualClock()
         self.world = world or World()
+        self.world.clock = self.clock
         self.shelf = shelf or Shelf()
         self.notebook = Notebook()
         self.plan = plan(folder, **changes)

@@ -15,8 +15,8 @@ from rayzero.orchestrator.cli.console import (
     LiveBar,
     PlainLines,
     console_for,
-    step_text,
 )
+from rayzero.orchestrator.cli.texts import notice_lines, step_text
 from rayzero.orchestrator.notices import StateEntered, Warned, WorkersUp
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.result import JobResult

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.clock import Clock, SystemClock
+from rayzero.orchestrator.control.tasks import within
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.group import VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import Need
@@ -109,6 +111,8 @@ class World:
         """The newest step that all ranks of a generation finished."""
         self.first = [self.add_process() for _ in range(size)]
         self.vaults = Vaults(self)
+        self.clock: Clock = SystemClock()
+        """Replaced by the stage's, which stands still."""
 
     # What a test does.
 
@@ -128,7 +132,9 @@ class World:
     def say(self, worker: int, *messages: Message) -> None:
         self.processes[worker].said.put_nowait(list(messages))
 
-    def kill(self, worker: int, cause: str = "the process was killed", *, told: bool = True) -> None:
+    def kill(
+        self, worker: int, cause: str = "the process was killed", *, told: bool = True
+    ) -> None:
         """A process dies. Its vault says so at once, the cluster says why a little later."""
         process = self.processes[worker]
         if not process.alive:
@@ -159,7 +165,7 @@ class World:
         )
 
     def drop_node(self, node: str) -> None:
-        for worker, process in self.processes.items():
+        for process in self.processes.values():
             if process.info.node_id == node and process.alive:
                 process.alive, process.assign = False, None
                 process.said.put_nowait(WorkerLostError("its node is gone"))
@@ -328,7 +334,12 @@ class World:
 
     async def poll(self, worker: int, timeout_s: float) -> list[Message]:
         process = self.processes[worker]
-        said = await process.said.get()
+        try:
+            said = await within(self.clock, timeout_s, process.said.get())
+        except TimeoutError:
+            if not process.deaf:
+                return []
+            said = await process.said.get()
         if isinstance(said, WorkerLostError):
             raise said
         return said
@@ -430,7 +441,10 @@ class Vaults:
         return {node: self.of[node].address for node in node_ids}
 
     async def poll(self, node_id: str, timeout_s: float) -> list[ConnectionLost]:
-        news = await self._of(node_id).news.get()
+        try:
+            news = await within(self._world.clock, timeout_s, self._of(node_id).news.get())
+        except TimeoutError:
+            return []
         if isinstance(news, VaultLostError):
             raise news
         return news

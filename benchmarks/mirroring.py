@@ -1,0 +1,192 @@
+"""What mirroring the state into the vault costs a step: on and off in turn, in the same processes.
+
+Two ranks on one node train the model of `step_time`; blocks of steps with a mirror at every step
+alternate with blocks without. Compared is a block with its neighbour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import rayzero
+from benchmarks.step_time import BATCHES, MODEL, Step, about, batch
+from benchmarks.step_time import Plan as Shape
+from benchmarks.systems import ADAMW, CLIP_NORM
+from examples.gpt.model import GPT
+from rayzero.engine.session import NO_WISHES, Wishes, entered
+from rayzero.workers.messages import Assign, MirrorPlan
+from rayzero.workers.mirror import Mirror
+from rayzero.workers.vault.client import VaultClient
+from rayzero.workers.vault.vault import Vault
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the ranks run."""
+
+    stages: list[int]
+    blocks: int  # of each kind
+    steps: int  # in a block
+    ranks: int
+    threads: int
+
+
+class Host:
+    """A session that mirrors, or not."""
+
+    engine_config = None
+    seed = 0
+    shares: Sequence[float] = ()
+
+    def __init__(self, rank: int, ranks: int, generation: int, client: VaultClient) -> None:
+        assign = Assign(generation, rank, ranks, rank, ranks, "", 0)
+        plan = MirrorPlan(replicas=1, every_steps=1)
+        self.mirror = Mirror(plan, assign, None, client, lambda message: None)
+        self.engine: rayzero.Engine | None = None
+        self.on = False
+        self.copy_s: list[float] = []
+        self._step = 0
+
+    def resume_from(self) -> Any:
+        return _nothing()
+
+    def engine_ready(self, engine: rayzero.Engine) -> None:
+        self.engine = engine
+
+    def phase(self, name: str) -> None:
+        if self.on and self.engine is not None:
+            self.mirror.entered(name)
+
+    def waiting(self, collective: int, entered: bool) -> None:
+        return
+
+    def consumed(self, samples: Sequence[int]) -> None:
+        return
+
+    def wishes(self) -> Wishes:
+        return NO_WISHES
+
+    def step_done(self, metrics: dict[str, float], agreed: Wishes) -> None:
+        self._step += 1
+        if self.on and self.engine is not None:
+            begin = perf_counter()
+            self.mirror.step_done(self._step, agreed, self.engine.state)
+            self.copy_s.append(perf_counter() - begin)
+
+
+class _nothing:  # noqa: N801
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *error: object) -> None:
+        return
+
+
+def rank_main(rank: int, plan: Plan, address: str, folder: str) -> None:
+    """One rank: rank 0 leaves the seconds of each block in `folder`."""
+    torch.set_num_threads(plan.threads)
+    store = dist.FileStore(f"{folder}/store", plan.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.ranks)
+    client = VaultClient(address, rank)
+    found = {}
+    for number, stage in enumerate(plan.stages):
+        host = Host(rank, plan.ranks, number + 1, client)
+        found[stage] = _blocks(plan, host, _step(host, stage), rank)
+        found[stage]["copy"] = host.copy_s[plan.steps :]
+        client.complete(number + 2, 0)
+    if rank == 0:
+        Path(folder, "measured.json").write_text(json.dumps(found))
+    dist.barrier()
+    client.close()
+    dist.destroy_process_group()
+
+
+def _step(host: Host, stage: int) -> Step:
+    torch.manual_seed(0)
+    with entered(host):
+        engine, *_ = rayzero.initialize(
+            model=GPT(MODEL),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_clipping": CLIP_NORM,
+                "zero_optimization": {"stage": stage},
+                "optimizer": {"type": "AdamW", "params": ADAMW},
+            },
+        )
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def _blocks(plan: Plan, host: Host, step: Step, rank: int) -> dict[str, list[float]]:
+    batches = [batch(rank, number) for number in range(BATCHES)]
+    seconds: dict[str, list[float]] = {"off": [], "on": []}
+    for turn in range(2 * plan.blocks + 2):  # the first of each kind warms up
+        host.on = turn % 2 == 1
+        dist.barrier()
+        begin = perf_counter()
+        for number in range(plan.steps):
+            step(*batches[number % BATCHES])
+        dist.barrier()
+        if turn >= 2:
+            seconds["on" if host.on else "off"].append(perf_counter() - begin)
+    return seconds
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mirroring", description=__doc__)
+    parser.add_argument("--stages", default="1,2,3", help="comma-separated")
+    parser.add_argument("--blocks", type=int, default=10, help="blocks of each kind")
+    parser.add_argument("--steps", type=int, default=5, help="steps in a block")
+    parser.add_argument("--ranks", type=int, default=2, help="processes")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each process")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
+    given = parser.parse_args(arguments)
+    stages = [int(one) for one in given.stages.split(",")]
+    plan = Plan(stages, given.blocks, given.steps, given.ranks, given.threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))
+    vault = Vault("mirroring", "node", _nowhere)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(rank_main, args=(plan, vault.address, folder), nprocs=plan.ranks)
+            measured = json.loads(Path(folder, "measured.json").read_text())
+    finally:
+        vault.close()
+    for stage, times in measured.items():
+        ratio = median(on / off for on, off in zip(times["on"], times["off"], strict=True))
+        off_s, on_s = (median(times[kind]) / plan.steps for kind in ("off", "on"))
+        print(
+            f"stage {stage}: {off_s:.4f} s a step without, {on_s:.4f} s with a mirror every step; "
+            f"paired ratio {ratio:.3f}; copy on rank 0 {median(times['copy']) * 1e3:.1f} ms"
+        )
+    if given.json:
+        facts = about(Shape([], 0, 0, plan.ranks, plan.threads))
+        given.json.write_text(json.dumps(facts | asdict(plan) | {"seconds": measured}, indent=2))
+    return 0
+
+
+def _nowhere(*arguments: Any) -> Any:
+    raise RuntimeError("there are no other nodes here")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""Small checkpoints of known bytes, written as a job's vaults and controller do it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from rayzero.engine.checkpoint.format import WrittenFile
+from rayzero.engine.checkpoint.manifest import Manifest, make_manifest
+from rayzero.engine.checkpoint.writer import commit, write_rank_file
+from rayzero.engine.state.table import ITEM_BYTES, LogicalTensor, Range, Table
+
+SHAPES = {"weights/a": ("F32", (50_000, 3)), "weights/b": ("BF16", (77,)), "buffers/n": ("I64", ())}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One rank's state."""
+
+    table: Table
+    data: bytes
+
+
+def blocks(step: int, world: int = 2, shapes=SHAPES, gap: int = 5) -> list[Block]:
+    """Every tensor in `world` parts, with bytes that the step alone decides."""
+    made = random.Random(step)
+    whole = {
+        name: made.randbytes(LogicalTensor(dtype, shape).numel * ITEM_BYTES[dtype])
+        for name, (dtype, shape) in shapes.items()
+    }
+    found = []
+    for rank in range(world):
+        ranges, data, tensors = [], b"", {}
+        for name, (dtype, shape) in shapes.items():
+            tensor = LogicalTensor(dtype, shape)
+            start, stop = (tensor.numel * edge // world for edge in (rank, rank + 1))
+            if start < stop:
+                tensors[name] = tensor
+                ranges.append(Range(name, start, stop, len(data)))
+                size = tensor.item_bytes
+                data += whole[name][start * size : stop * size] + b"\xee" * gap
+        found.append(Block(Table(tensors, tuple(ranges), len(data)), data))
+    return found
+
+
+def write_files(folder: str, step: int, world: int = 2, gap: int = 5) -> list[WrittenFile]:
+    return [
+        write_rank_file(
+            folder,
+            rank,
+            block.table,
+            {"step": step, "rank": rank},
+            memoryview(block.data),
+            generation=1,
+            world_size=world,
+        )
+        for rank, block in enumerate(blocks(step, world, gap=gap))
+    ]
+
+
+def save(job: Path | str, step: int, world: int = 2, created_s: float | None = None) -> Manifest:
+    """A whole checkpoint in a job's folder."""
+    folder = f"{job}/step-{step}"
+    manifest = make_manifest(
+        "job", step, 1, write_files(folder, step, world), stage=2, created_s=created_s
+    )
+    commit(folder, manifest)
+    return manifest

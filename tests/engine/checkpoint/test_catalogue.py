@@ -1,0 +1,261 @@
+"""Which checkpoints there are, what is wrong with them, and which ones stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_64_hexdigest
+
+from rayzero.engine.checkpoint import store_local
+from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_whole
+from rayzero.engine.checkpoint.errors import CheckpointVersionError
+from rayzero.engine.checkpoint.manifest import Manifest
+from rayzero.engine.checkpoint.prune import prune
+from rayzero.engine.checkpoint.reader import read_manifest
+from rayzero.engine.checkpoint.retention import kept_steps
+from rayzero.engine.checkpoint.verify import verify
+from rayzero.engine.errors import ConfigError
+from tests.engine.checkpoint.saving import save, write_files
+
+
+def newer(folder: Path) -> None:
+    """Makes a checkpoint's manifest one of a later format."""
+    content = json.loads((folder / "manifest.json").read_text())["checkpoint"]
+    text = json.dumps(content | {"format_version": 99}, separators=(",", ":"))
+    checksum = xxh3_64_hexdigest(text.encode())
+    (folder / "manifest.json").write_text(f'{{"checksum":"{checksum}","checkpoint":{text}}}\n')
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def cut(path: Path, nbytes: int) -> None:
+    path.write_bytes(path.read_bytes()[:nbytes])
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job's folder with three whole checkpoints and things that are none."""
+    for step in (10, 9, 100):
+        save(tmp_path, step)
+    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "step-7").write_text("a file")
+    (tmp_path / "step-x").mkdir()
+    write_files(str(tmp_path / "step-110"), 110)
+    return tmp_path
+
+
+def conditions(job: Path) -> dict[int, str]:
+    return {one.step: one.condition for one in list_checkpoints(str(job))}
+
+
+def test_the_list(job):
+    newer(job / "step-9")
+    found = list_checkpoints(str(job))
+    assert [(one.step, one.condition) for one in found] == [
+        (9, "newer"),
+        (10, "whole"),
+        (100, "whole"),
+        (110, "unfinished"),
+    ]
+    assert "version 99" in found[0].problem
+    assert found[1].folder == str(job / "step-10")
+    assert found[1].manifest == read_manifest(str(job / "step-10"))
+    assert [one.step for one in list_checkpoints(str(job / "step-10"))] == [10]
+    assert list_checkpoints(str(job / "step-11")) == []
+    assert list_checkpoints(str(job / "nowhere")) == []
+
+
+def test_the_newest_whole_one(job):
+    assert newest_whole(str(job)).step == 100
+    assert newest_whole(str(job), {100}).step == 10
+    assert newest_whole(str(job), {9, 10, 100}) is None
+    assert newest_whole(str(job / "nowhere")) is None
+
+
+DAMAGES = {
+    "a file is missing": (lambda folder, file: (folder / file.name).unlink(), "missing"),
+    "a file is cut": (lambda folder, file: cut(folder / file.name, file.nbytes - 1), "cut"),
+    "a file is empty": (lambda folder, file: cut(folder / file.name, 0), "cut"),
+    "a file is longer": (
+        lambda folder, file: (folder / file.name).write_bytes(bytes(file.nbytes + 1)),
+        "cut",
+    ),
+    "the manifest is cut": (lambda folder, _: cut(folder / "manifest.json", 100), "flipped"),
+    "the manifest is empty": (lambda folder, _: cut(folder / "manifest.json", 0), "flipped"),
+    "the manifest is flipped": (lambda folder, _: flip(folder / "manifest.json", 200), "flipped"),
+    "the manifest is missing": (lambda folder, _: (folder / "manifest.json").unlink(), "missing"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_can_be_seen_without_reading_is_skipped(job, name):
+    damage, kind = DAMAGES[name]
+    folder = job / "step-100"
+    file = read_manifest(str(folder)).files[1]
+    damage(folder, file)
+    assert newest_whole(str(job)).step == 10
+    problems = [one for one in verify(str(folder)) if one.harms]
+    wanted = "manifest.json" if "manifest" in name else file.name
+    assert [(one.file, one.kind) for one in problems] == [(wanted, kind)]
+
+
+def test_a_manifest_of_another_step_is_damage(job):
+    shutil.copytree(job / "step-10", job / "step-20")
+    assert conditions(job)[20] == "damaged"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", ["length", "header", "header's end", "first", "block 1", "last"])
+def test_verify_names_every_flipped_byte(job, rank, place):
+    folder = job / "step-100"
+    file = read_manifest(str(folder)).files[rank]
+    at = {
+        "length": 0,
+        "header": 30,
+        "header's end": file.data_offset - 1,
+        "first": file.data_offset,
+        "block 1": file.data_offset + 256 * 1024,
+        "last": file.nbytes - 1,
+    }[place]
+    assert verify(str(folder)) == []
+    flip(folder / file.name, at)
+    (problem,) = verify(str(folder))
+    assert (problem.file, problem.kind) == (file.name, "flipped")
+    if at < file.data_offset:
+        assert "header" in problem.text
+    else:
+        begin = file.data_offset + (at - file.data_offset) // (256 * 1024) * 256 * 1024
+        assert f"between bytes {begin} and " in problem.text
+
+
+def test_verify_names_every_file_at_once(job):
+    folder = job / "step-100"
+    first, second = read_manifest(str(folder)).files
+    flip(folder / first.name, first.nbytes - 1)
+    cut(folder / second.name, 5)
+    (folder / "notes.txt").write_text("mine")
+    (folder / ".rank-00000-01234567.safetensors.partial").write_text("torn")
+    found = {(one.file, one.kind, one.harms) for one in verify(str(folder))}
+    assert found == {
+        (first.name, "flipped", True),
+        (second.name, "cut", True),
+        ("notes.txt", "foreign", False),
+        (".rank-00000-01234567.safetensors.partial", "foreign", False),
+    }
+
+
+def test_verify_counts_what_it_reads_and_refuses_what_is_newer(job):
+    told: list[int] = []
+    verify(str(job / "step-100"), told.append)
+    manifest = read_manifest(str(job / "step-100"))
+    assert sum(told) == sum(one.table.nbytes for one in manifest.files)
+    newer(job / "step-100")
+    with pytest.raises(CheckpointVersionError):
+        verify(str(job / "step-100"))
+
+
+STEPS = st.frozensets(st.integers(0, 60), max_size=12)
+
+
+@given(STEPS, st.integers(1, 5), st.one_of(st.none(), st.integers(1, 10)))
+def test_retention(steps, keep, keep_every):
+    kept = kept_steps(steps, keep, keep_every)
+    assert kept <= steps
+    for step in steps:
+        is_new = sum(other > step for other in steps) < keep
+        divides = keep_every is not None and step % keep_every == 0
+        assert (step in kept) == (is_new or divides)
+    assert kept_steps(kept, keep, keep_every) == kept
+
+
+def test_prune_keeps_what_the_rule_keeps(job):
+    for step in (20, 30, 40):
+        save(job, step)
+    dry = prune(str(job), keep=2, keep_every=20, dry_run=True)
+    assert sorted(conditions(job)) == [9, 10, 20, 30, 40, 100, 110]
+    pruned = prune(str(job), keep=2, keep_every=20)
+    assert pruned == dry
+    assert pruned.kept == (20, 40, 100)
+    assert pruned.removed == (9, 10, 30)
+    assert sorted(conditions(job)) == [20, 40, 100, 110]
+    assert not (job / "step-9").exists()
+    assert (job / "summary.json").exists()
+    assert pruned.nbytes > 3 * 400_000
+
+
+def test_prune_counts_whole_ones_only(job):
+    """The newest two are damaged, so the two whole ones stay."""
+    for step in (200, 300):
+        save(job, step)
+        cut(job / f"step-{step}" / "manifest.json", 50)
+    newer(job / "step-9")
+    assert prune(str(job), keep=2).removed == ()
+    save(job, 400)
+    save(job, 500)
+    assert prune(str(job), keep=2).removed == (10, 100, 200, 300)
+    assert conditions(job) == {9: "newer", 400: "whole", 500: "whole"}
+
+
+def age(folder: Path, by_s: float = 1000) -> None:
+    for path in folder.iterdir():
+        then = path.stat().st_mtime - by_s
+        os.utime(path, (then, then))
+
+
+def test_leftovers_are_swept_but_not_a_save_under_way(job):
+    write_files(str(job / "step-50"), 50)  # beside the newest, and younger: it is being written
+    assert prune(str(job), keep=9).swept == ()
+    age(job / "step-50")
+    age(job / "step-110")  # older, but it is to be newer than the newest
+    orphans = write_files(str(job / "step-10"), 10)
+    (job / "step-10" / "notes.txt").write_text("mine")
+    age(job / "step-10")
+    pruned = prune(str(job), keep=9)
+    assert pruned.swept == (10, 50)
+    assert not (job / "step-50").exists()
+    assert conditions(job) == {9: "whole", 10: "whole", 100: "whole", 110: "unfinished"}
+    assert verify(str(job / "step-10"))[0].file == "notes.txt"
+    assert not any((job / "step-10" / one.name).exists() for one in orphans)
+
+
+def test_files_of_others_are_never_removed(job):
+    (job / "step-9" / "notes.txt").write_text("mine")
+    assert 9 in prune(str(job), keep=1).removed
+    assert [path.name for path in (job / "step-9").iterdir()] == ["notes.txt"]
+
+
+def test_a_half_removed_checkpoint_does_not_exist(job, monkeypatch):
+    """The manifest goes first."""
+    removed: list[str] = []
+    monkeypatch.setattr(store_local.os, "unlink", lambda path: removed.append(Path(path).name))
+    prune(str(job), keep=2)
+    assert removed[0] == "manifest.json"
+    assert len(removed) == 3
+
+
+def test_prune_wants_a_jobs_folder(job):
+    with pytest.raises(ConfigError, match="is one checkpoint"):
+        prune(str(job / "step-10"), keep=1)
+    assert prune(str(job / "nowhere"), keep=1).kept == ()
+
+
+def test_a_step_that_is_saved_again_is_the_old_one_until_it_is_the_new_one(tmp_path):
+    old = save(tmp_path, 5, created_s=1.0)
+    folder = str(tmp_path / "step-5")
+    write_files(folder, 5)
+    assert verify(folder)[0].kind == "foreign"
+    assert read_manifest(folder) == old
+    new = save(tmp_path, 5, created_s=2.0)
+    assert isinstance(new, Manifest)
+    assert read_manifest(folder) == new
+    assert [one for one in verify(folder) if one.harms] == []

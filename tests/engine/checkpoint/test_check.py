@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from rayzero.engine.checkpoint.check import CheckpointMismatchError, check_fits
+from rayzero.engine.state.table import LogicalTensor
+
+MODEL = {f"weights/{name}": LogicalTensor("F32", (2, 3)) for name in "abcdef"}
+
+
+def test_another_dtype_fits():
+    check_fits(MODEL, {name: LogicalTensor("BF16", (2, 3)) for name in MODEL})
+
+
+def test_every_difference_is_told_with_its_count():
+    held = {
+        "weights/a": LogicalTensor("F32", (3, 2)),
+        "weights/x": LogicalTensor("F32", (1,)),
+        "weights/b": LogicalTensor("F32", (2, 3)),
+    }
+    with pytest.raises(CheckpointMismatchError) as caught:
+        check_fits(MODEL, held)
+    text = str(caught.value)
+    assert "4 tensors of the model are not in it: weights/c, weights/d, weights/e, ..." in text
+    assert "1 of its tensors are not in the model: weights/x" in text
+    assert "weights/a is [3, 2] in the state and [2, 3] in the model" in text
+    assert "weights/b" not in text

@@ -1,0 +1,239 @@
+"""A rank's file, with the safetensors library as the judge; and the manifest."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from xxhash import xxh3_64_hexdigest
+
+from rayzero.engine.checkpoint.errors import CheckpointDamagedError, CheckpointVersionError
+from rayzero.engine.checkpoint.format import (
+    FORMAT_VERSION,
+    WrittenFile,
+    file_header,
+    is_ours,
+    new_file_name,
+    step_folder,
+    step_of,
+)
+from rayzero.engine.checkpoint.manifest import Manifest, make_manifest
+from rayzero.engine.checkpoint.writer import write_rank_file
+from rayzero.engine.errors import EngineError
+from rayzero.engine.layout.reshard import MissingRangesError
+from rayzero.engine.state.table import ITEM_BYTES, LogicalTensor, Range, Table
+from tests.engine.checkpoint.saving import blocks, save, write_files
+
+# Names that JSON and other people's parsers find hard.
+NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).map("weights/{}".format)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    """Ranges of any dtype in any order, with any gaps between them; some are empty."""
+    tensors, ranges, at = {}, [], 0
+    for name in draw(st.lists(NAMES, max_size=6, unique=True)):
+        dtype = draw(st.sampled_from(sorted(ITEM_BYTES)))
+        shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+        tensor = tensors[name] = LogicalTensor(dtype, shape)
+        cuts = sorted(draw(st.lists(st.integers(0, tensor.numel), min_size=2, max_size=5)))
+        for start, stop in pairwise(cuts):
+            at += draw(st.integers(0, 9))
+            ranges.append(Range(name, start, stop, at))
+            at += (stop - start) * tensor.item_bytes
+    order = draw(st.permutations(ranges))
+    return Table(tensors, tuple(order), at + draw(st.integers(0, 9)), draw(st.integers(0, at)))
+
+
+def as_library_reads(path: str) -> dict[str, torch.Tensor]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+@given(table=tables(), seed=st.integers(0, 255))
+def test_the_library_reads_every_range_where_it_lies(tmp_path_factory, table, seed):
+    data = bytes((seed + 7 * at) % 256 for at in range(table.nbytes))
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    path.write_bytes(file_header(table, {"step": 3}) + data)
+    found = as_library_reads(str(path))
+    covered = 0
+    for one in table.ranges:
+        size = table.tensors[one.name].item_bytes
+        if one.start < one.stop:
+            tensor = found.pop(f"{one.name}[{one.start}:{one.stop}]")
+            assert tensor.shape == (one.stop - one.start,)
+            raw = data[one.offset : one.offset + tensor.nbytes]
+            assert bytes(tensor.view(torch.uint8).numpy()) == raw
+            assert tensor.element_size() == size
+            covered += len(raw)
+    assert all(name.startswith("padding[") for name in found)
+    assert covered + sum(one.nbytes for one in found.values()) == table.nbytes
+
+
+def test_a_written_file_says_what_it_is(tmp_path):
+    (first, _) = write_files(str(tmp_path), step=7)
+    path = tmp_path / first.name
+    with safe_open(str(path), framework="pt") as file:
+        assert file.metadata() == {
+            "format": "rayzero",
+            "format_version": str(FORMAT_VERSION),
+            "step": "7",
+            "rank": "0",
+            "world_size": "2",
+            "generation": "1",
+        }
+    assert path.stat().st_size == first.nbytes
+    assert (first.nbytes - first.table["nbytes"]) % 4096 == 0
+    assert path.read_bytes()[-first.table["nbytes"] :] == blocks(7)[0].data
+
+
+def test_data_of_another_length_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(EngineError, match="a table of 10 bytes was given for 3"):
+        write_rank_file(
+            str(tmp_path / "new"),
+            0,
+            Table(nbytes=10),
+            {},
+            memoryview(b"abc"),
+            generation=1,
+            world_size=1,
+        )
+    assert not (tmp_path / "new").exists()
+
+
+def test_names():
+    assert step_of(step_folder(0)) == 0
+    assert step_of("step-120") == 120
+    assert [step_of(name) for name in ("step-", "step-01", "step--1", "step-1x", "x")] == [None] * 5
+    name = new_file_name(3)
+    assert name.startswith("rank-00003-")
+    assert name != new_file_name(3)
+    assert is_ours(name)
+    assert is_ours(f".{name}.partial")
+    assert is_ours("manifest.json")
+    assert not is_ours("notes.txt")
+    assert not is_ours("model.safetensors")
+
+
+@st.composite
+def written(draw: st.DrawFn) -> WrittenFile:
+    table = draw(tables())
+    count = -(-table.nbytes // (256 * 1024))
+    checksums = st.integers(0, 2**64 - 1)
+    values = st.one_of(st.none(), st.floats(allow_nan=False), st.text(max_size=5))
+    small = draw(st.dictionaries(st.text(max_size=5), values, max_size=3))
+    return WrittenFile(
+        name=new_file_name(0),
+        rank=0,
+        nbytes=table.nbytes + 4096,
+        checksum=draw(checksums),
+        blocks=tuple(draw(st.lists(checksums, min_size=count, max_size=count))),
+        table=table.to_json(),
+        small=small,
+        seconds=0.1,
+    )
+
+
+def whole_ranges(file: WrittenFile) -> WrittenFile:
+    """The file with ranges that make it a whole checkpoint by itself."""
+    table = Table.from_json(file.table)
+    extra = [
+        Range(name, 0, one.numel, 0)
+        for name, one in table.tensors.items()
+        if one.numel * one.item_bytes <= table.nbytes
+    ]
+    tensors = {one.name: table.tensors[one.name] for one in extra}
+    return replace(file, table=replace(table, tensors=tensors, ranges=tuple(extra)).to_json())
+
+
+@given(written(), st.integers(0, 10**9), st.sampled_from([None, 0, 3]))
+def test_a_manifest_survives_its_way(file, step, stage):
+    made = make_manifest("gpt", step, 4, [whole_ranges(file)], stage=stage)
+    found = Manifest.from_bytes(made.to_bytes(), "m")
+    assert found == made
+    assert found.files[0].small == file.small
+    assert json.loads(made.to_bytes())["checkpoint"]["step"] == step
+
+
+def test_every_changed_byte_of_a_manifest_is_seen(tmp_path):
+    raw = save(tmp_path, 3).to_bytes()
+    for at in range(len(raw)):
+        changed = bytearray(raw)
+        changed[at] ^= 1
+        with pytest.raises(CheckpointDamagedError, match="damaged"):
+            Manifest.from_bytes(bytes(changed), "m")
+    for cut in (0, 1, 40, len(raw) // 2, len(raw) - 1):
+        with pytest.raises(CheckpointDamagedError):
+            Manifest.from_bytes(raw[:cut], "m")
+
+
+def signed(raw: bytes, **changes: object) -> bytes:
+    """A manifest of changed content with a checksum that is right."""
+    content = json.loads(raw)["checkpoint"] | changes
+    text = json.dumps(content, separators=(",", ":"))
+    return f'{{"checksum":"{xxh3_64_hexdigest(text.encode())}","checkpoint":{text}}}\n'.encode()
+
+
+def test_a_newer_format_is_named_with_both_versions(tmp_path):
+    raw = signed(save(tmp_path, 3).to_bytes(), format_version=FORMAT_VERSION + 6, new="thing")
+    with pytest.raises(CheckpointVersionError) as caught:
+        Manifest.from_bytes(raw, "x/manifest.json")
+    assert "x/manifest.json has format version 7" in str(caught.value)
+    assert f"versions up to {FORMAT_VERSION}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "../../etc/passwd"},
+        {"name": "rank-00000-0123abcd.safetensors/x"},
+        {"blocks": ""},
+        {"blocks": "zz"},
+        {"nbytes": 10},
+        {"ranges": [[0, 0, 10**9, 0]]},
+        {"ranges": [[0, 0, 10, -4]]},
+        {"ranges": [[0, 5, 2, 0]]},
+        {"ranges": [[99, 0, 1, 0]]},
+        {"ranges": 3},
+        {"small": []},
+    ],
+)
+def test_a_manifest_that_leads_elsewhere_is_refused(tmp_path, change):
+    """Its checksum is right, so somebody made it."""
+    raw = save(tmp_path, 3).to_bytes()
+    assert Manifest.from_bytes(signed(raw), "m")
+    files = json.loads(raw)["checkpoint"]["files"]
+    with pytest.raises(CheckpointDamagedError, match="not a manifest that rayzero wrote"):
+        Manifest.from_bytes(signed(raw, files=[files[0] | change, files[1]]), "m")
+
+
+def test_a_manifest_needs_every_rank_and_every_element(tmp_path):
+    first, second = write_files(str(tmp_path), step=1)
+    with pytest.raises(EngineError, match=r"these are of ranks \[1\]"):
+        make_manifest("job", 1, 1, [second])
+    with pytest.raises(EngineError, match=r"ranks \[0, 0\]"):
+        make_manifest("job", 1, 1, [first, first])
+    with pytest.raises(MissingRangesError, match="weights/a"):
+        make_manifest("job", 1, 1, [first])
+    assert make_manifest("job", 1, 1, [second, first]).world_size == 2
+
+
+def test_a_manifest_grows_by_little_for_each_range():
+    count = 10_000
+    names = [f"optimizer.exp_avg/model.layers.{i}.self_attn.q_proj.weight" for i in range(100)]
+    tensors = {name: LogicalTensor("F32", (count,)) for name in names}
+    ranges = [
+        Range(names[i % 100], i // 100 * 100, i // 100 * 100 + 100, 400 * i) for i in range(count)
+    ]
+    table = Table(tensors, tuple(ranges), 400 * count)
+    number = -(-table.nbytes // (256 * 1024))
+    file = WrittenFile(
+        new_file_name(0), 0, table.nbytes, 1, (1,) * number, table.to_json(), {}, 0.0
+    )
+    assert len(make_manifest("job", 1, 1, [file]).to_bytes()) < 30 * count

@@ -1,0 +1,155 @@
+"""Reading back: the right bytes, no more of them than need be, and never a damaged one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.engine.checkpoint.errors import CheckpointDamagedError
+from rayzero.engine.checkpoint.format import BLOCK_BYTES
+from rayzero.engine.checkpoint.manifest import make_manifest
+from rayzero.engine.checkpoint.reader import CheckpointSource, read_manifest
+from rayzero.engine.checkpoint.writer import commit, write_rank_file
+from rayzero.engine.errors import DataError, EngineError
+from rayzero.engine.layout.reshard import plan_copies
+from rayzero.engine.state.table import LogicalTensor, Range, Table
+from tests.engine.checkpoint.saving import blocks, save
+
+LONG = 5 * BLOCK_BYTES + 1234
+
+
+@pytest.fixture(scope="module")
+def long_one(tmp_path_factory):
+    """A checkpoint of one rank with several blocks of data: (folder, data)."""
+    folder = str(tmp_path_factory.mktemp("long") / "step-1")
+    data = random.Random(0).randbytes(LONG)
+    table = Table({"weights/w": LogicalTensor("U8", (LONG,))}, (Range("weights/w", 0, LONG, 0),))
+    table = Table(table.tensors, table.ranges, LONG)
+    file = write_rank_file(
+        folder, 0, table, {"step": 1}, memoryview(data), generation=1, world_size=1
+    )
+    commit(folder, make_manifest("job", 1, 1, [file]))
+    return folder, data
+
+
+EDGES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES, LONG - 1, LONG]
+PLACES = st.one_of(st.sampled_from(EDGES), st.integers(0, LONG))
+SPANS = st.tuples(PLACES, PLACES).map(sorted)
+
+
+@given(st.lists(SPANS, max_size=8), st.booleans())
+def test_any_spans_in_any_order(long_one, spans, verify):
+    folder, data = long_one
+    source = CheckpointSource(folder, verify)
+    for start, stop in spans:
+        into = bytearray(b"\xaa" * (stop - start))
+        source.read(0, start, memoryview(into))
+        assert into == data[start:stop]
+    source.close()
+
+
+@given(st.lists(st.integers(1, 2 * BLOCK_BYTES), max_size=8), st.integers(0, BLOCK_BYTES))
+def test_reads_that_go_on_read_each_block_once(long_one, sizes, at):
+    folder, data = long_one
+    source = CheckpointSource(folder)
+    begin = at
+    for size in sizes:
+        stop = min(LONG, at + size)
+        into = bytearray(stop - at)
+        source.read(0, at, memoryview(into))
+        assert into == data[at:stop]
+        at = stop
+    touched = range(begin // BLOCK_BYTES, -(-at // BLOCK_BYTES)) if at > begin else range(0)
+    whole = sum(min(LONG, (one + 1) * BLOCK_BYTES) - one * BLOCK_BYTES for one in touched)
+    assert source.bytes_read == whole
+    source.close()
+
+
+def test_without_verifying_only_what_is_wanted_is_read(long_one):
+    folder, data = long_one
+    source = CheckpointSource(folder, verify=False)
+    into = bytearray(10)
+    source.read(0, BLOCK_BYTES - 5, memoryview(into))
+    assert into == data[BLOCK_BYTES - 5 : BLOCK_BYTES + 5]
+    assert source.bytes_read == 10
+
+
+def test_a_rank_reads_its_own_bytes_only(long_one):
+    folder, _ = long_one
+    source = CheckpointSource(folder)
+    start, stop = LONG // 3, 2 * LONG // 3
+    source.read(0, start, memoryview(bytearray(stop - start)))
+    assert source.bytes_read <= stop - start + 2 * BLOCK_BYTES
+
+
+def test_reads_beyond_the_data_are_refused(long_one):
+    source = CheckpointSource(long_one[0])
+    for offset, length in ((LONG, 1), (LONG - 1, 2), (-1, 1), (0, LONG + 1)):
+        with pytest.raises(EngineError, match="were wanted"):
+            source.read(0, offset, memoryview(bytearray(length)))
+
+
+def test_a_state_of_two_ranks_is_read_by_three(tmp_path):
+    save(tmp_path, 5, world=2)
+    source = CheckpointSource(str(tmp_path / "step-5"))
+    assert source.step == 5
+    assert [source.small(rank)["rank"] for rank in range(4)] == [0, 1, 0, 1]
+    for block in blocks(5, world=3):
+        into = bytearray(len(block.data))
+        held = [table.ranges for table in source.tables]
+        for copy in plan_copies(block.table.ranges, held):
+            size = block.table.tensors[copy.wanted.name].item_bytes
+            at = copy.wanted.offset + (copy.start - copy.wanted.start) * size
+            place = copy.held.offset + (copy.start - copy.held.start) * size
+            source.read(copy.source, place, memoryview(into)[at : at + copy.count * size])
+        for one in block.table.ranges:
+            nbytes = (one.stop - one.start) * block.table.tensors[one.name].item_bytes
+            there = slice(one.offset, one.offset + nbytes)
+            assert into[there] == block.data[there]
+    source.close()
+    source.close()
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_flipped_byte_is_never_handed_out(tmp_path, long_one, number):
+    folder, data = long_one
+    entry = read_manifest(folder).files[0]
+    at = entry.data_offset + min(number * BLOCK_BYTES + 77, LONG - 1)
+    copy = tmp_path / "step-1"
+    copy.mkdir()
+    for name in (entry.name, "manifest.json"):
+        raw = bytearray((tmp_path / folder / name).read_bytes())
+        if name == entry.name:
+            raw[at] ^= 0x10
+        (copy / name).write_bytes(raw)
+    source = CheckpointSource(str(copy))
+    with pytest.raises(CheckpointDamagedError, match=f"{entry.name} is damaged: block {number} "):
+        source.read(0, 0, memoryview(bytearray(LONG)))
+    into = bytearray(1)
+    other = (number + 1) % 6
+    source.read(0, other * BLOCK_BYTES, memoryview(into))  # the other blocks still serve
+    assert into[0] == data[other * BLOCK_BYTES]
+    with pytest.raises(CheckpointDamagedError):  # nor out of what was kept of it
+        source.read(0, min(number * BLOCK_BYTES + 5, LONG - 1), memoryview(into))
+
+
+def test_cut_and_missing_files_are_named(tmp_path):
+    manifest = save(tmp_path, 5)
+    source = CheckpointSource(str(tmp_path / "step-5"))
+    first, second = (tmp_path / "step-5" / one.name for one in manifest.files)
+    with first.open("r+b") as file:
+        file.truncate(manifest.files[0].data_offset + BLOCK_BYTES)
+    second.unlink()
+    with pytest.raises(CheckpointDamagedError, match=f"{first.name} ends in block 1"):
+        source.read(0, 0, memoryview(bytearray(manifest.files[0].table.nbytes)))
+    with pytest.raises(CheckpointDamagedError, match=f"{second.name} is missing"):
+        source.read(1, 0, memoryview(bytearray(1)))
+
+
+def test_where_there_is_no_checkpoint(tmp_path):
+    with pytest.raises(DataError, match="there is no checkpoint at") as caught:
+        CheckpointSource(str(tmp_path / "step-9"))
+    assert str(tmp_path / "step-9") in str(caught.value)

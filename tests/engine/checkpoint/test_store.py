@@ -1,0 +1,193 @@
+"""Stores: what they say of trouble, and that they do what they promise."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from rayzero.engine.checkpoint import store_local
+from rayzero.engine.checkpoint.catalogue import newest_whole
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.manifest import make_manifest
+from rayzero.engine.checkpoint.store import is_remote, join, open_store, split
+from rayzero.engine.checkpoint.verify import verify
+from rayzero.engine.checkpoint.writer import commit
+from rayzero.engine.errors import ConfigError
+from tests.engine.checkpoint.saving import save, write_files
+
+
+def test_a_local_folder(tmp_path):
+    store = open_store(str(tmp_path / "a" / "b"))
+    assert store.entries() == []
+    store.replace("c/x", b"one")
+    store.replace("c/x", b"two!")
+    assert store.read("c/x") == b"two!"
+    ((entry,), (folder,)) = store.entries("c"), store.entries()
+    assert (entry.name, entry.is_folder, entry.nbytes) == ("x", False, 4)
+    assert abs(entry.modified_s - os.stat(tmp_path / "a/b/c/x").st_mtime) < 1e-6
+    assert (folder.name, folder.is_folder, folder.nbytes) == ("c", True, 0)
+    opened = store.open("c/x")
+    first, second = bytearray(1), bytearray(9)
+    assert opened.read(1, [memoryview(first), memoryview(second)]) == 3
+    assert (first, second[:2]) == (b"w", b"o!")
+    opened.close()
+    opened.close()
+    store.remove_folder("c")
+    assert store.entries("c")
+    store.remove("c/x")
+    store.remove("c/x")
+    store.remove_folder("c")
+    assert store.entries() == []
+
+
+def test_a_read_that_comes_in_pieces_is_put_together(tmp_path, monkeypatch):
+    real = os.preadv
+    monkeypatch.setattr(
+        store_local.os, "preadv", lambda fd, parts, at: real(fd, [parts[0][:3]], at)
+    )
+    store = open_store(str(tmp_path))
+    store.replace("x", bytes(range(20)))
+    parts = [memoryview(bytearray(size)) for size in (4, 1, 9)]
+    opened = store.open("x")
+    assert opened.read(2, parts) == 14
+    assert b"".join(parts) == bytes(range(2, 16))
+    opened.close()
+
+
+def test_a_write_that_comes_in_pieces_is_put_together(tmp_path, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(store_local.os, "write", lambda fd, data: real(fd, data[:5000]))
+    save(tmp_path, 1)
+    assert verify(str(tmp_path / "step-1")) == []
+
+
+def test_an_exception_leaves_nothing(tmp_path):
+    store = open_store(str(tmp_path))
+    store.replace("x", b"old")
+    with pytest.raises(KeyError), store.create("x") as sink:
+        sink.write(memoryview(b"new"))
+        raise KeyError
+    assert store.read("x") == b"old"
+    assert [one.name for one in store.entries()] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, "full"),
+        (errno.EDQUOT, "full"),
+        (errno.EROFS, "forbidden"),
+        (errno.EACCES, "forbidden"),
+        (errno.ESTALE, "gone"),
+        (errno.ETIMEDOUT, "slow"),
+        (errno.EIO, "other"),
+    ],
+)
+@pytest.mark.parametrize("call", ["write", "fsync", "rename"])
+def test_trouble_has_a_kind_a_place_and_a_way_out(tmp_path, monkeypatch, number, kind, call):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    save(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(store_local.os, call, fail)
+        with pytest.raises(StoreError) as caught:
+            write_files(str(tmp_path / "step-2"), 2)
+    error = caught.value
+    assert error.kind == kind
+    assert str(tmp_path / "step-2") in error.seen
+    assert os.strerror(number) in error.seen
+    assert "checkpoint.path" in error.fix
+    assert list((tmp_path / "step-2").iterdir()) == []
+    assert newest_whole(str(tmp_path)).step == 1
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.kind, again.url, str(again)) == (error.kind, error.url, str(error))
+
+
+def test_a_file_where_a_folder_should_be(tmp_path):
+    (tmp_path / "job").write_text("")
+    with pytest.raises(StoreError) as caught:
+        save(tmp_path / "job", 1)
+    assert caught.value.kind == "gone"
+
+
+def test_files_that_other_nodes_wrote_elsewhere_are_not_committed(tmp_path):
+    """Each node with a disk of its own under the same path."""
+    files = write_files(str(tmp_path / "step-1"), 1)
+    (tmp_path / "step-1" / files[1].name).unlink()
+    with pytest.raises(StoreError, match=r"1 of 2 files.*all nodes must share") as caught:
+        commit(str(tmp_path / "step-1"), make_manifest("job", 1, 1, files))
+    assert caught.value.kind == "gone"
+    assert newest_whole(str(tmp_path)) is None
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB, which holds one checkpoint of this test and not two."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    done = subprocess.run(mount, capture_output=True, text=True, timeout=30)
+    if done.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True, timeout=30)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(small_disk):
+    save(small_disk, 1)
+    save(small_disk, 2, world=1)
+    before = {path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()}
+    with pytest.raises(StoreError, match="No space left on device") as caught:
+        save(small_disk, 3)
+    assert caught.value.kind == "full"
+    assert "free space" in caught.value.fix
+    assert newest_whole(str(small_disk)).step == 2
+    assert verify(str(small_disk / "step-2")) == []
+    assert all(path.read_bytes() == raw for path, raw in before.items())
+    assert not [path for path in small_disk.rglob("*.partial")]
+
+
+def test_urls():
+    assert join("runs", "gpt", "step-1") == "runs/gpt/step-1"
+    assert join("runs/", "gpt") == "runs/gpt"
+    assert join("/", "gpt") == "/gpt"
+    assert join("s3://b/runs?region=x", "gpt") == "s3://b/runs/gpt?region=x"
+    assert split("runs/gpt/step-1/") == ("runs/gpt", "step-1")
+    assert split("step-1") == (".", "step-1")
+    assert split("/step-1") == ("/", "step-1")
+    assert split("s3://b/gpt/step-1?region=x") == ("s3://b/gpt?region=x", "step-1")
+    assert [is_remote(url) for url in ("a", "file:///a", "s3://b")] == [False, False, True]
+
+
+def test_a_file_url_is_a_path(tmp_path):
+    open_store(f"file://{tmp_path}/a%20b").replace("x", b"1")
+    assert (tmp_path / "a b" / "x").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [("s33://bucket/x", "did you mean 's3'"), ("s3://k:v@bucket/x?region=r&bad=1", "bad")],
+)
+def test_urls_that_cannot_be_used(url, text):
+    with pytest.raises(ConfigError, match=text) as caught:
+        open_store(url)
+    assert "checkpoint.path" in str(caught.value)
+
+
+def test_writing_to_a_disk_imports_neither_torch_nor_pyarrow():
+    script = (
+        "import sys\n"
+        "import rayzero.engine.checkpoint.writer, rayzero.engine.checkpoint.catalogue\n"
+        "import rayzero.engine.checkpoint.prune, rayzero.engine.checkpoint.verify\n"
+        "sys.exit(repr({'torch', 'pyarrow', 'ray', 'numpy'} & set(sys.modules) or ''))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr.strip() in ("", "''")

@@ -1,0 +1,116 @@
+"""Run in namespaces of its own: two hosts with a cable between them.
+
+The process itself, the head of the cluster and the driver are on one host, 10.0.0.1; the other is
+a network namespace with a raylet in it, 10.0.0.2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rayzero.orchestrator.clock import SystemClock
+from rayzero.orchestrator.group import VaultLostError, WorkerLostError
+from rayzero.orchestrator.policies.placement import Need
+from rayzero.orchestrator.vault_group import RayVaultGroup
+from rayzero.orchestrator.worker_group import RayWorkerGroup
+from tests.integration.namespaces import command, prepare
+from tests.integration.tiny import TinyWorker, setup
+
+HERE, THERE = "10.0.0.1", "10.0.0.2"
+ENV = {
+    **os.environ,
+    **{f"RAY_health_check_{name}_ms": "1000" for name in ("initial_delay", "period", "timeout")},
+    "RAY_health_check_failure_threshold": "3",
+}
+# The other host's own /tmp and /dev/shm. What follows are the words of the command to run there.
+_ON_THE_OTHER_HOST = (
+    *("ip", "netns", "exec", "there", "unshare", "--mount", "sh", "-c"),
+    'ip link set lo up; mount -t tmpfs tmpfs /dev/shm; mkdir -p "$0"; exec "$@"',
+)
+
+
+def start(folder: Path) -> None:
+    command("ip", "netns", "add", "there")
+    command("ip", "link", "add", "cable", "type", "veth", "peer", "cable", "netns", "there")
+    command("ip", "addr", "add", f"{HERE}/24", "dev", "cable")
+    command("ip", "link", "set", "cable", "up")
+    command("ip", "-n", "there", "addr", "add", f"{THERE}/24", "dev", "cable")
+    command("ip", "-n", "there", "link", "set", "cable", "up")
+    _ray(folder / "here", HERE, "--head", "--port=6379", "--include-dashboard=false")
+    ray.init(address=f"{HERE}:6379", log_to_driver=False, _node_ip_address=HERE)
+    _ray(folder / "there", THERE, f"--address={HERE}:6379", on=_ON_THE_OTHER_HOST)
+    while len([node for node in ray.nodes() if node["Alive"]]) < 2:
+        time.sleep(0.1)
+
+
+def _ray(folder: Path, ip: str, *words: str, on: tuple[str, ...] = ()) -> None:
+    start = [
+        *((*on, str(folder)) if on else ()),
+        str(Path(sys.executable).with_name("ray")),
+        *("start", f"--node-ip-address={ip}", "--num-cpus=2", "--disable-usage-stats"),
+        *(f"--temp-dir={folder}", f"--object-store-memory={80 * 2**20}", *words),
+    ]
+    subprocess.run(start, env=ENV, check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+async def cut_link(folder: Path) -> dict[str, Any]:
+    """Two workers on each host; the cable is cut, and put back when both were replaced."""
+    vaults = RayVaultGroup("tiny")
+    workers = RayWorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
+    try:
+        four = await workers.place(Need(4, 4, 1.0, 0.0, 60.0))
+        here = ray.get_runtime_context().get_node_id()
+        there = [one for one in four if one.node_id != here]
+        await vaults.open(sorted({one.node_id for one in four}))
+        for one in four[:]:
+            if one.node_id == here:
+                await workers.dismiss(one.index)  # room for those that are going to be lost
+        polls = [asyncio.ensure_future(workers.poll(one.index, 60)) for one in there]
+        polls.append(asyncio.ensure_future(vaults.poll(there[0].node_id, 60)))
+        await asyncio.sleep(0.5)
+        command("ip", "link", "set", "cable", "down")
+        cut_s = time.monotonic()
+        answers = await asyncio.wait_for(asyncio.gather(*polls, return_exceptions=True), 60)
+        noticed_s = time.monotonic() - cut_s
+        kinds = [WorkerLostError, WorkerLostError, VaultLostError]
+        for one in there:
+            workers.replace(one.index, 0.0, [])
+        new = [await asyncio.wait_for(workers.next_worker(), 30) for _ in there]
+        command("ip", "link", "set", "cable", "up")
+        until = time.monotonic() + 30
+        while any(_lives(one.pid) for one in there) and time.monotonic() < until:
+            await asyncio.sleep(0.2)
+        return {
+            "as_expected": [type(one) for one in answers] == kinds,
+            "noticed_s": noticed_s,
+            "new_are_here": {one.node_id for one in new} == {here},
+            "left": sum(_lives(one.pid) for one in there),
+        }
+    finally:
+        await workers.release()
+        await vaults.release()
+
+
+def _lives(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def main(scenario: str) -> None:
+    os.environ.update(ENV)
+    folder = prepare()
+    start(folder)
+    print(json.dumps(asyncio.run({"cut_link": cut_link}[scenario](folder))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
