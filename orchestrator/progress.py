@@ -19,6 +19,7 @@ class StepRecord:
         tokens: counted by all ranks since the last record.
         step_s: the slowest rank's time.
         gauges: the mean over ranks of everything else they reported.
+        at_s: when the last rank finished it, as Unix time on that rank's node.
     """
 
     step: int
@@ -28,6 +29,7 @@ class StepRecord:
     tokens: float
     step_s: float
     gauges: dict[str, float]
+    at_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -121,6 +123,7 @@ class JobProgress:
             tokens=sum(report.counters.get("tokens", 0.0) for report in reports),
             step_s=max(gauges.get("step_s", [0.0])),
             gauges={name: value for name, value in means.items() if name != "step_s"},
+            at_s=max(report.at_s for report in reports),
         )
         self.steps = max(self.steps, step)
         self.done += 1

@@ -89,5 +89,5 @@ class Context:
         self._session.check()
         self._session.reports.add(metrics)
         if "step" in metrics and self._session.engine is None:
-            self._session.reports.finish(int(metrics["step"]))
+            self._session.post(self._session.reports.finish(int(metrics["step"])))
             self._session.check()

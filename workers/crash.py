@@ -11,6 +11,7 @@ from rayzero.workers.entrypoint import EntryPointError
 from rayzero.workers.keeper import StateError
 from rayzero.workers.messages import Crashed, CrashKind
 from rayzero.workers.process_group import is_collective_failure
+from rayzero.workers.vault.errors import VaultMemoryError
 
 _OURS = Path(__file__).resolve().parent
 
@@ -36,7 +37,7 @@ def _kind(error: BaseException) -> CrashKind:
         return "entrypoint"
     if isinstance(error, StateError):
         return "state"
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | VaultMemoryError):
         return "config"
     if isinstance(error, DataError):
         return "data"

@@ -138,6 +138,7 @@ class WorkerHost:
             with entered(session):
                 result = self._plain(function(context))
         finally:
+            session.close()
             for tee in self._tees:
                 tee.finish_line()
         return Finished(

@@ -14,7 +14,7 @@ from rayzero.engine.state.source import StateSource
 from rayzero.workers.injector import Injector
 from rayzero.workers.interrupt import Interrupted
 from rayzero.workers.keeper import Keeper
-from rayzero.workers.messages import Assign, Restored, Setup
+from rayzero.workers.messages import Assign, Message, Restored, Setup
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.reports import Reports
 from rayzero.workers.wire import Wire
@@ -43,6 +43,7 @@ class JobSession:
         self._injector = injector
         self._mirror = Mirror(setup.mirror, assign, setup.steps, keeper.vault, wire.post)
         self._ledger = _ledger(setup, assign)
+        self._forwards = 0  # since the last step
 
     @property
     def engine_config(self) -> dict[str, Any] | None:
@@ -70,6 +71,13 @@ class JobSession:
     def phase(self, name: str) -> None:
         self._enter(name)
         self.check()
+        # A mirror that was put off is due behind one forward pass; an evaluation has many.
+        self._forwards += name == "forward"
+        if name == "backward" or self._forwards > 1:
+            self._mirror.catch_up()
+
+    def post(self, message: Message) -> None:
+        self._wire.post(message)
 
     def check(self) -> None:
         """Raises Interrupted once the generation is over."""
@@ -87,6 +95,7 @@ class JobSession:
         """Asked for just before the vote. The ledger is written then: whoever goes on from this
         step has passed the vote, and then every rank has written its line."""
         step = self._wire.progress.step
+        self._mirror.catch_up()
         if self._ledger is not None:
             self._ledger.write(step)
         return replace(self._mirror.wishes(step), drain=self._wire.drain.requested)
@@ -95,14 +104,23 @@ class JobSession:
         """Mirrored, and only then reported: a reported step is never lost. An interrupt waits
         for both."""
         step = int(metrics["step"])
-        if self.engine is not None:
-            self._enter("mirror")
-            self._mirror.step_done(step, agreed, self.engine.state)
+        self._enter("mirror")
         self.reports.add(metrics)
-        self.reports.finish(step)
+        report = self.reports.finish(step)
+        if self.engine is None:
+            self.post(report)
+        else:
+            state = self.engine.state
+            self._mirror.step_done(step, agreed, state, lambda: self.post(report))
+            self._forwards = 0
         self.check()
         if agreed.drain:
             raise Interrupted
+
+    def close(self) -> None:
+        """The function is over, by whatever way: what was put off is done."""
+        if self.engine is not None and self.engine.state.consistent:
+            self._mirror.catch_up()
 
     def _enter(self, phase: str) -> None:
         self._wire.progress.entered(phase)

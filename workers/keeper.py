@@ -108,7 +108,7 @@ class Keeper:
                 raise EngineError("the state lies in vaults, and this node's cannot be reached")
             return self.vault.source(restore)
         # Here, because it brings pyarrow's file systems with it, and few generations need it.
-        from rayzero.engine.checkpoint.imports import open_foreign
+        from rayzero.engine.checkpoint.imports.foreign import open_foreign
         from rayzero.engine.checkpoint.reader import CheckpointSource
 
         return open_foreign(restore.checkpoint) or CheckpointSource(restore.checkpoint)

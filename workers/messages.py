@@ -158,6 +158,7 @@ class Report:
     Args:
         counters: summed over micro-steps, and by the controller over ranks: `tokens`.
         gauges: this rank's values: `loss`, `step_s`, `bytes/<class>`...
+        at_s: when, as Unix time on the rank's node.
     """
 
     generation: int
@@ -165,6 +166,7 @@ class Report:
     step: int
     counters: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True)

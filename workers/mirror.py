@@ -4,6 +4,10 @@ Order. A step's mirror is done before the step is reported, and before the next 
 whoever passes the vote of step k knows that all ranks have mirrored what they were to mirror of
 step k - 1; and a rank overwrites a version only after such a vote. Hence the ranks always have a
 step in common.
+
+Neighbours take turns. Copies of two ranks at once share the memory's bandwidth, and take twice as
+long; next to a rank that computes, a copy costs what it costs alone. So where copies cost enough to
+matter, every second rank of a node makes its own one forward pass later.
 """
 
 from __future__ import annotations
@@ -13,18 +17,22 @@ from collections.abc import Callable
 from math import ceil
 from time import perf_counter
 
+from xxhash import xxh3_64_intdigest
+
 from rayzero.engine.session import Wishes
 from rayzero.engine.state.table import Table
 from rayzero.engine.state.training import TrainingState
 from rayzero.workers.messages import Assign, Message, MirrorPlan, Pinned
 from rayzero.workers.vault.client import VaultClient
-from rayzero.workers.vault.errors import VaultGoneError
+from rayzero.workers.vault.errors import VaultGoneError, VaultMemoryError
 from rayzero.workers.vault.slots import SlotBuffer
 
 log = logging.getLogger("rayzero.workers")
 
 COST = 0.05  # the share of a step that mirroring may take when the interval is chosen by itself
+PUT_OFF = 0.02  # the share of a step from which neighbours take turns
 SMOOTH = 0.2
+HASH_BYTES_PER_S = 10e9  # from memory; three times that from a cache
 
 
 class Mirror:
@@ -55,6 +63,7 @@ class Mirror:
         self._newest = assign.restore.step if assign.restore else 0
         self._checkpointed = self._newest
         self._complete = False  # a mirror of this generation is known to be everywhere
+        self._later: Callable[[], None] | None = None  # what is put off
         self._pace = float(plan.every_steps or 1)
         self._costs = _Costs()
 
@@ -65,27 +74,46 @@ class Mirror:
         ready = self._vault is not None and wanted and free
         return Wishes(pin=ready, pace=self._plan.every_steps or self._costs.pace)
 
-    def entered(self, phase: str) -> None:
-        """The training thread enters a phase."""
+    def step_done(
+        self, step: int, agreed: Wishes, state: TrainingState, mirrored: Callable[[], None]
+    ) -> None:
+        """The vote of `step` was passed by all, and this rank has updated its state.
 
-    def step_done(self, step: int, agreed: Wishes, state: TrainingState) -> None:
-        """The vote of `step` was passed by all, and this rank has updated its state."""
-        if self._vault is None:
-            return
+        Args:
+            mirrored: called when the step may be reported: now, or in `catch_up`.
+        """
         self._pace += SMOOTH * (agreed.pace - self._pace)
         self._costs.step_ended()
-        pin = agreed.pin
-        if not (pin or agreed.drain or self._has_turn(step)):
-            return
+        pinned_or_last = agreed.pin or agreed.drain
+
+        def act() -> None:
+            if self._vault is not None and (pinned_or_last or self._has_turn(step)):
+                self._mirror(step, agreed.pin, state)
+            mirrored()
+
+        second = self._assign.local_rank % 2 == 1
+        if second and not pinned_or_last and self._costs.share > PUT_OFF:
+            self._later = act
+        else:
+            act()
+
+    def catch_up(self) -> None:
+        """Does what was put off. Before the next vote, at the latest."""
+        later, self._later = self._later, None
+        if later is not None:
+            later()
+
+    def _mirror(self, step: int, pin: bool, state: TrainingState) -> None:
         started = perf_counter()
         try:
             self._tell_complete()
             self._copy(step, state, pin)
-        except VaultGoneError as error:
-            log.warning("%s; this rank goes on without its replica", error)
+        except (VaultGoneError, VaultMemoryError) as error:
+            if isinstance(error, VaultMemoryError) and self._assign.restore is None:
+                raise  # a job's first mirror: the user can still choose
+            log.warning("%s\n  this rank goes on without a replica", error)
             self._vault, self._buffers = None, []
             return
-        self._costs.mirrored(perf_counter() - started)
         self._newest = step
         if pin:
             checkpoint = self._due(step)
@@ -112,10 +140,15 @@ class Mirror:
 
     def _copy(self, step: int, state: TrainingState, pin: bool) -> None:
         buffer = self._next_buffer(state)
+        started = perf_counter()
         buffer.begin()
         state.write(buffer.data, constants=id(buffer) not in self._filled)
         self._filled.add(id(buffer))
-        buffer.commit(step, state.small(), pin, None)
+        self._costs.mirrored(perf_counter() - started)
+        # What leaves this node is always checked; the rest where there is time for it.
+        wanted = pin or self._costs.afford_checksum(len(buffer.data), self._pace)
+        checksum = xxh3_64_intdigest(buffer.data) if wanted else None
+        buffer.commit(step, state.small(), pin, checksum)
 
     def _next_buffer(self, state: TrainingState) -> SlotBuffer:
         """The oldest version that is neither pinned nor the newest; new buffers for a new table."""
@@ -153,6 +186,16 @@ class _Costs:
         if not self._mirror_s or not self._step_s:
             return 1.0
         return float(max(1, ceil(self._mirror_s / (COST * self._step_s) - 0.25)))
+
+    @property
+    def share(self) -> float:
+        """Of a step's time."""
+        return self._mirror_s / self._step_s if self._step_s else 0.0
+
+    def afford_checksum(self, nbytes: int, pace: float) -> bool:
+        """Whether there is time left to read what was copied once more."""
+        left_s = COST * self._step_s * pace - self._mirror_s
+        return self._mirror_s > 0 and nbytes / HASH_BYTES_PER_S < left_s
 
     def skip(self) -> None:
         """The mirror at hand does not count."""

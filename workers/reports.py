@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 
 from rayzero.engine.errors import EngineError
@@ -46,8 +46,8 @@ class Reports:
             elif name != "step":
                 self._gauges[name] = number
 
-    def finish(self, step: int) -> None:
-        """The step is finished: posts its report.
+    def finish(self, step: int) -> Report:
+        """The step is finished; its report, to be posted once the step cannot be lost.
 
         Raises:
             EngineError: steps do not count up.
@@ -60,11 +60,13 @@ class Reports:
         now_s = monotonic()
         self._gauges.setdefault("step_s", now_s - self._last_at_s)
         generation, rank = self._assign.generation, self._assign.rank
-        self._wire.post(Report(generation, rank, step, dict(self._counters), dict(self._gauges)))
+        counters, gauges = dict(self._counters), dict(self._gauges)
+        report = Report(generation, rank, step, counters, gauges, at_s=time())
         self._counters.clear()
         self._gauges.clear()
         self._last_step, self._last_at_s = step, now_s
         self._wire.progress.working_on(step + 1)
+        return report
 
     def unreported(self) -> dict[str, float]:
         """What was counted after the last finished step."""

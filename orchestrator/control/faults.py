@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 
 from rayzero.orchestrator import events as ev
-from rayzero.orchestrator.control.desk import COMMAND_S, Desk, GoneError
+from rayzero.orchestrator.control.desk import Desk, GoneError
+from rayzero.orchestrator.control.tasks import within
 from rayzero.orchestrator.generation import Generation
 from rayzero.orchestrator.notices import FaultSeen, Warned
 from rayzero.orchestrator.policies import failure
@@ -19,6 +21,8 @@ from rayzero.workers.messages import Restore
 
 GRACE_S = 3.0
 """How long a failed collective waits for a better explanation, such as a dead worker."""
+KILL_S = 2.0
+"""How long a repair waits for a kill to be carried out."""
 
 
 class Faults:
@@ -31,6 +35,7 @@ class Faults:
         self._desk = desk
         self._repairs = repairs
         self._condemned: dict[int, str] = {}
+        self._kills: set[asyncio.Task[None]] = set()
         spec = desk.plan.spec.recovery
         self._budget = failure.Budget(spec.max_faults, spec.fault_window_s)
 
@@ -41,7 +46,14 @@ class Faults:
     def condemn(self, worker: int, why: str) -> None:
         """Kills a worker that hangs; its death will be known for what it is."""
         self._condemned[worker] = why
-        self._desk.tasks.spawn(self._kill(worker))
+        self._kill(worker)
+
+    async def buried(self) -> None:
+        """Returns once nobody who was given up can do anything more, as far as that can be had."""
+        if self._kills:
+            dying = asyncio.wait(set(self._kills))
+            with suppress(TimeoutError):
+                await within(self._desk.ports.clock, KILL_S, dying)
 
     def lost(self, worker: int, detail: str) -> None:
         """A worker's process is gone, or no longer answers and counts as gone.
@@ -54,7 +66,7 @@ class Faults:
             self._explain(worker, detail)
             return
         desk.crew.lost(worker)
-        desk.tasks.spawn(self._kill(worker))  # what no longer answers must not come back
+        self._kill(worker)  # what no longer answers, or seems dead, must not come back
         cause = self._cause(worker)
         text = self._condemned.get(worker) or detail
         fault = desk.generation.lost(worker, cause, text, desk.now_s())
@@ -81,7 +93,7 @@ class Faults:
         if fault is not None:
             desk.generation.faults.remove(fault)
             self._tell(fault)
-        desk.tasks.spawn(self._kill(worker))
+        self._kill(worker)
 
     def judge(self, *, grace_over: bool = False) -> None:
         """Decides about the faults of the generation that are not decided yet."""
@@ -155,9 +167,14 @@ class Faults:
         if generation is self._desk.generation:
             self.judge(grace_over=True)
 
-    async def _kill(self, worker: int) -> None:
+    def _kill(self, worker: int) -> None:
+        killing = self._desk.tasks.spawn(self._killed(worker))
+        self._kills.add(killing)
+        killing.add_done_callback(self._kills.discard)
+
+    async def _killed(self, worker: int) -> None:
         with suppress(GoneError):
-            await self._desk.ask(worker, self._desk.ports.workers.kill(worker), COMMAND_S)
+            await self._desk.ask(worker, self._desk.ports.workers.kill(worker))
 
     def _tell(self, fault: Fault) -> None:
         text = failure.describe(fault)

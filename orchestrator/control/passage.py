@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayzero.orchestrator import events as ev
-from rayzero.orchestrator.control.desk import Desk
+from rayzero.orchestrator.control.desk import Desk, GoneError
 from rayzero.orchestrator.control.faults import Faults
 from rayzero.orchestrator.control.vaults import Vaults
 from rayzero.orchestrator.generation import Generation
@@ -114,6 +114,7 @@ class Passage:
         if not await desk.happens(FENCE_S, lambda: not generation.still_in):
             for worker in generation.still_in:
                 self._faults.abandon(worker, f"it did not unwind within {FENCE_S:g} s")
+        await self._faults.buried()
         desk.feed(ev.Fenced(passage))
 
     async def _drain(self, passage: int) -> None:
@@ -207,8 +208,12 @@ class Passage:
     async def _open_store(self, way: _Way) -> None:
         """Ahead of time, where the membership to come has its first rank as things stand."""
         choice = self._desk.crew.choose()
-        if isinstance(choice, Members):
+        if isinstance(choice, Short):
+            return
+        try:
             way.store = await self._store_on(placement.ranks(choice.chosen)[0].worker)
+        except GoneError as gone:  # if it was no member, the way goes on without it
+            self._faults.lost(gone.worker, gone.cause)
 
     async def _store_on(self, worker: int) -> tuple[int, int]:
         return worker, await self._desk.ask(worker, self._desk.ports.workers.open_store(worker))

@@ -22,6 +22,7 @@ class Tasks:
         task = asyncio.get_running_loop().create_task(self._guarded(work))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        task.add_done_callback(lambda _: work.close())  # one that was cancelled before it began
         return task
 
     async def end(self) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.integration.nodes import Nodes
+
 CPUS = 4  # more than two cores have: the workers of the tests compute nothing
 
 
@@ -65,6 +67,21 @@ def head() -> Iterator[Head]:
         for child in psutil.wait_procs(children, timeout=5)[1]:
             child.kill()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    """A cluster of its own, quick to notice that a node is gone."""
+    for name, value in {
+        "initial_delay_ms": "1000",
+        "period_ms": "1000",
+        "timeout_ms": "1000",
+        "failure_threshold": "3",
+    }.items():
+        monkeypatch.setenv(f"RAY_health_check_{name}", value)
+    made = Nodes()
+    yield made
+    made.close()
 
 
 def wait_for_dashboard(url: str, process: subprocess.Popen[bytes], folder: Path) -> None:

@@ -86,13 +86,15 @@ async def cut_link(folder: Path) -> dict[str, Any]:
             workers.replace(one.index, 0.0, [])
         new = [await asyncio.wait_for(workers.next_worker(), 30) for _ in there]
         command("ip", "link", "set", "cable", "up")
-        until = time.monotonic() + 30
+        healed_s = time.monotonic()
+        until = healed_s + 30
         while any(_lives(one.pid) for one in there) and time.monotonic() < until:
             await asyncio.sleep(0.2)
         return {
             "as_expected": [type(one) for one in answers] == kinds,
             "noticed_s": noticed_s,
             "new_are_here": {one.node_id for one in new} == {here},
+            "healed_s": time.monotonic() - healed_s,
             "left": sum(_lives(one.pid) for one in there),
         }
     finally:

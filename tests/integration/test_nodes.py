@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
-from ray._private.worker import global_worker
-from ray.cluster_utils import Cluster
 
 from rayzero.orchestrator.clock import SystemClock
 from rayzero.orchestrator.group import VaultLostError, WorkerLostError
@@ -21,53 +17,10 @@ from rayzero.orchestrator.policies.placement import Need
 from rayzero.orchestrator.vault_group import RayVaultGroup
 from rayzero.orchestrator.worker_group import RayWorkerGroup
 from tests.integration.namespaces import alone
+from tests.integration.nodes import Nodes
 from tests.integration.tiny import TinyWorker, setup
 
 pytestmark = pytest.mark.slow
-
-PREEMPTION = 2  # a reason to drain a node that the node cannot refuse
-CPUS = 2  # of each node
-
-
-class Nodes:
-    """A cluster of a head without CPUs and nodes of two; the process is its driver."""
-
-    def __init__(self) -> None:
-        small = {"object_store_memory": 80 * 2**20}
-        self._small = small
-        self._cluster = Cluster(True, head_node_args={"num_cpus": 0, **small})
-        ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
-
-    def add(self) -> str:
-        return str(self._cluster.add_node(num_cpus=CPUS, **self._small).node_id)
-
-    def lose(self, node_id: str) -> None:
-        """Kills its raylet and, a moment later, so die its workers."""
-        (node,) = [one for one in self._cluster.worker_nodes if one.node_id == node_id]
-        self._cluster.remove_node(node, allow_graceful=False)
-
-    def drain(self, node_id: str) -> None:
-        until_ms = int((time.time() + 600) * 1000)
-        accepted, why = global_worker.gcs_client.drain_node(node_id, PREEMPTION, "test", until_ms)
-        assert accepted, why
-
-    def close(self) -> None:
-        ray.shutdown()
-        self._cluster.shutdown()
-
-
-@pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    for name, value in {
-        "initial_delay_ms": "1000",
-        "period_ms": "1000",
-        "timeout_ms": "1000",
-        "failure_threshold": "3",
-    }.items():
-        monkeypatch.setenv(f"RAY_health_check_{name}", value)
-    made = Nodes()
-    yield made
-    made.close()
 
 
 @asynccontextmanager

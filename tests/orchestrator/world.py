@@ -59,6 +59,9 @@ class Process:
     stuck: bool = False
     """Whether it does not unwind."""
     engine: bool = True
+    slow: bool = False
+    """Whether what it says is held back for a while."""
+    backlog: list[list[Message] | WorkerLostError] = field(default_factory=list)
 
 
 @dataclass
@@ -109,6 +112,8 @@ class World:
         self.releases = 0
         self.committed = 0
         """The newest step that all ranks of a generation finished."""
+        self.excused = False
+        """Whether copies of it were lost that nothing could have kept."""
         self.first = [self.add_process() for _ in range(size)]
         self.vaults = Vaults(self)
         self.clock: Clock = SystemClock()
@@ -130,7 +135,22 @@ class World:
         return info.index
 
     def say(self, worker: int, *messages: Message) -> None:
-        self.processes[worker].said.put_nowait(list(messages))
+        self._post(self.processes[worker], list(messages))
+
+    def catch_up(self, worker: int) -> None:
+        """What a slow worker said arrives."""
+        process = self.processes[worker]
+        process.slow = False
+        for said in process.backlog:
+            process.said.put_nowait(said)
+        process.backlog.clear()
+
+    @staticmethod
+    def _post(process: Process, said: list[Message] | WorkerLostError) -> None:
+        if process.slow:
+            process.backlog.append(said)
+        else:
+            process.said.put_nowait(said)
 
     def kill(
         self, worker: int, cause: str = "the process was killed", *, told: bool = True
@@ -144,7 +164,7 @@ class World:
         if vault is not None:
             vault.news.put_nowait([ConnectionLost(worker, process.info.pid)])
         if told:
-            process.said.put_nowait(WorkerLostError(cause))
+            self._post(process, WorkerLostError(cause))
 
     def crash(
         self,
@@ -171,6 +191,9 @@ class World:
                 process.said.put_nowait(WorkerLostError("its node is gone"))
         self.vaults.kill(node)
 
+    def kill_vault(self, node: str) -> None:
+        self.vaults.kill(node)
+
     @property
     def members(self) -> list[Process]:
         """Who is in the newest generation's function, by rank."""
@@ -195,13 +218,14 @@ class World:
         step = members[0].step + 1
         due = bool(self.checkpoint_every) and step % self.checkpoint_every == 0
         pin = due and not self._pinned(members)
+        kept = []
         for one in members:
             assign = one.assign
             assert assign is not None
             one.step = step
             said: list[Message] = []
             if one.engine and (self.mirrors or drain or pin):
-                self._mirror(one, assign, step, pin)
+                kept.append(self._mirror(one, assign, step, pin))
             said.append(Report(assign.generation, assign.rank, step, {}, {"step_s": 0.1}))
             if pin:
                 said.append(Pinned(assign.generation, assign.rank, step, True, 0.01))
@@ -213,6 +237,7 @@ class World:
                 one.assign, one.drain = None, False
             self.say(one.info.index, *said)
         self.committed = max(self.committed, step)
+        self.excused = not (kept and all(kept))
         return True
 
     def _pinned(self, members: Sequence[Process]) -> bool:
@@ -227,10 +252,10 @@ class World:
                     return True
         return False
 
-    def _mirror(self, process: Process, assign: Assign, step: int, pin: bool) -> None:
+    def _mirror(self, process: Process, assign: Assign, step: int, pin: bool) -> bool:
         vault = self.vaults.of.get(process.info.node_id)
         if vault is None or vault.address != assign.vault:
-            return  # a mirror without a vault fails softly
+            return False  # a mirror without a vault fails softly
         generation, rank = assign.generation, assign.rank
         mine = [key for key in vault.slots if key[:2] == (generation, rank)]
         free = sorted(key for key in mine if not vault.slots[key].pinned)
@@ -244,6 +269,7 @@ class World:
                 for key, slot in list(vault.slots.items()):
                     if key[0] < generation and not slot.pinned and not slot.replica:
                         del vault.slots[key]
+        return True
 
     def _memory(self, process: Process) -> Memory | None:
         return Memory(process.step, whole=False) if process.engine else None
@@ -265,6 +291,9 @@ class World:
             return
         if len(members) < members[0].assign.world_size:
             return
+        resumed = members[0].assign.restore
+        if self.excused or (resumed and resumed.checkpoint):
+            self.committed, self.excused = resumed.step if resumed else 0, True
         for one in members:
             assign = one.assign
             assert assign is not None
@@ -279,6 +308,7 @@ class World:
                 self.crash(one.info.index, "state", f"{missing[0]} is gone", 0)
                 continue
             one.step = assign.restore.step if assign.restore else 0
+            assert self.excused or one.step == self.committed, "a committed step was lost"
             one.ready = True
             self.say(one.info.index, joined, Restored(generation, assign.rank, one.step))
 
@@ -424,6 +454,7 @@ class Vaults:
         """A vault dies, with everything it held."""
         vault = self.of.pop(node, None)
         if vault is not None:
+            self._world.excused = True
             vault.news.put_nowait(VaultLostError("the vault was killed"))
 
     def holds(self, ref: SlotRef) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -17,6 +18,17 @@ from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.verify import verify
 from tests.engine.checkpoint import killed
 from tests.engine.checkpoint.saving import blocks, save
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """In memory where there is such a place: hundreds of saves, and a kill loses nothing there."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with TemporaryDirectory(dir=memory) as made:
+        yield Path(made)
 
 
 def run(job: Path, step: int, count: int, where: str) -> int:
@@ -52,23 +64,23 @@ def check_whole(folder: str, step: int) -> None:
             for one in block.table.ranges:
                 tensor = file.get_tensor(f"{one.name}[{one.start}:{one.stop}]")
                 raw = block.data[one.offset : one.offset + tensor.nbytes]
-                assert bytes(tensor.view(-1).view(dtype=torch.uint8)) == raw
+                assert tensor.view(-1).view(torch.uint8).numpy().tobytes() == raw
     source.close()
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step that is there"])
-def test_killed_at_any_call_of_the_system(tmp_path, monkeypatch, where, again):
+def test_killed_at_any_call_of_the_system(folder, monkeypatch, where, again):
     """In a job that has step 1: step 2 is saved, or step 1 once more."""
-    base = tmp_path / "base"
+    base = folder / "base"
     first = save(base, 1, created_s=1.0)
     step = 1 if again else 2
-    shutil.copytree(base, tmp_path / "dry")
-    made = calls(tmp_path / "dry", step, monkeypatch)
+    shutil.copytree(base, folder / "dry")
+    made = calls(folder / "dry", step, monkeypatch)
     assert {"write", "fsync", "rename", "open"} <= set(made)
     committed = []
     for count in range(len(made)):
-        job = tmp_path / f"killed-{count}"
+        job = folder / f"killed-{count}"
         shutil.copytree(base, job)
         assert run(job, step, count, where) == -9, f"it outlived call {count}, {made[count]}"
         newest = newest_whole(str(job))
@@ -87,6 +99,7 @@ def test_killed_at_any_call_of_the_system(tmp_path, monkeypatch, where, again):
 def test_what_was_left_is_swept(tmp_path, monkeypatch):
     base = tmp_path / "job"
     save(base, 1)
+    shutil.copytree(base, tmp_path / "dry")
     made = calls(tmp_path / "dry", 2, monkeypatch)
     assert run(base, 2, made.index("rename"), "before") == -9
     (left,) = (base / "step-2").iterdir()

@@ -1,0 +1,30 @@
+"""A training function with the engine that goes on until somebody stops it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.nn.functional import mse_loss
+
+from rayzero.workers.context import Context
+from tests.integration.jobs.linear import Points
+
+ENGINE = {
+    "train_batch_size": 12,
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+    "zero_optimization": {"stage": 2},
+}
+
+
+def train(ctx: Context) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    engine, _, loader, _ = ctx.initialize(
+        model=model, model_parameters=model.parameters(), training_data=Points()
+    )
+    for x, y in loader.steps(ctx.steps):
+        engine.backward(mse_loss(engine(x), y))
+        engine.step()
+        time.sleep(0.01)

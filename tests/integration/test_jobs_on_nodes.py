@@ -1,0 +1,113 @@
+"""Whole jobs on clusters of several nodes: a node is lost, one comes, one drains."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayzero.orchestrator.api import Job, JobHandle, Workers
+from rayzero.orchestrator.notices import FaultSeen, Repaired, Resized, Warned, WorkersUp
+from rayzero.orchestrator.progress import StepRecord
+from tests.integration.jobs.steady import ENGINE
+from tests.integration.nodes import Nodes
+from tests.orchestrator.support import Notebook
+
+pytestmark = pytest.mark.slow
+LIMIT_S = 60
+
+
+@contextmanager
+def running(folder: Path, notes: Notebook, **workers: Any) -> Iterator[JobHandle]:
+    """A job past its first steps; stopped at the end."""
+    handle = Job(
+        "steady",
+        "tests.integration.jobs.steady:train",
+        engine=ENGINE,
+        workers=Workers(**workers),
+        steps=1_000_000,
+        checkpoint={"path": str(folder)},
+    ).submit(observer=notes)
+    try:
+        wait(handle, lambda: step(notes) > 20)
+        yield handle
+        reached = step(notes)
+        wait(handle, lambda: step(notes) > reached + 20)
+    finally:
+        handle.stop()
+        assert handle.wait(20)
+    steps = [record.step for record in notes.of(StepRecord)]
+    assert steps == list(range(1, len(steps) + 1)), "every step once"
+
+
+def wait(handle: JobHandle, there: Callable[[], bool]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not there():
+        if handle.wait(0.05):
+            handle.result()
+        assert time.monotonic() < until
+
+
+def step(notes: Notebook) -> int:
+    return max((record.step for record in notes.of(StepRecord)), default=0)
+
+
+def size(notes: Notebook) -> int:
+    return notes.of(StepRecord)[-1].world_size
+
+
+def test_job_survives_a_lost_node(nodes: Nodes, tmp_path: Path):
+    first, second = nodes.add(), nodes.add()
+    notes = Notebook()
+    with running(tmp_path, notes, min=2, max=4) as handle:
+        up = [worker for one in notes.of(WorkersUp) for worker in one.workers]
+        assert {worker.node_id for worker in up} == {first, second}
+        wait(handle, lambda: size(notes) == 4 and step(notes) > 60)
+        nodes.lose(second)
+        wait(handle, lambda: bool(notes.of(Repaired)))
+        assert size(notes) in (2, 4)
+        third = nodes.add()
+        wait(handle, lambda: len(notes.of(StepRecord)) > 0 and size(notes) == 4)
+        late = [worker for one in notes.of(WorkersUp)[1:] for worker in one.workers]
+        assert third in {worker.node_id for worker in late}
+    repaired = notes.of(Repaired)[0]
+    assert (repaired.world_size_before, repaired.world_size) == (4, 2)
+    assert repaired.step > 0, "the state came from the other node's memory"
+
+
+def test_job_grows_with_a_node_and_shrinks_when_told(nodes: Nodes, tmp_path: Path):
+    nodes.add()
+    notes = Notebook()
+    with running(tmp_path, notes, min=1, max=4) as handle:
+        assert size(notes) == 2
+        nodes.add()
+        wait(handle, lambda: size(notes) == 4)
+        assert handle.scale("1:3") == "steady: 1 to 3 workers; now 4"
+        wait(handle, lambda: size(notes) == 3)
+        command = [sys.executable, "-m", "rayzero", "scale", "steady", "2", "--address"]
+        done = subprocess.run([*command, nodes.address], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (0, "steady: 2 to 2 workers; now 3\n")
+        wait(handle, lambda: size(notes) == 2)
+    assert [(r.world_size_before, r.world_size) for r in notes.of(Resized)][-2:] == [(4, 3), (3, 2)]
+    assert not notes.of(FaultSeen)
+
+
+def test_a_drained_node_costs_no_fault(nodes: Nodes, tmp_path: Path):
+    first, second = nodes.add(), nodes.add()
+    notes = Notebook()
+    with running(tmp_path, notes, min=2, max=2) as handle:
+        (up,) = notes.of(WorkersUp)
+        (old,) = {worker.node_id for worker in up.workers}
+        nodes.drain(old)
+        wait(handle, lambda: any("leaving" in one.text for one in notes.of(Warned)))
+        wait(handle, lambda: len(notes.of(Resized)) > 0)
+    late = [worker for one in notes.of(WorkersUp)[1:] for worker in one.workers]
+    assert {worker.node_id for worker in late} == {first, second} - {old}
+    assert not notes.of(FaultSeen)
+    assert not notes.of(Repaired)

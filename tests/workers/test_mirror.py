@@ -1,0 +1,223 @@
+"""When a rank mirrors its state, and what into. The vault is a fake, the rest is real."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from rayzero.engine.session import NO_WISHES, Wishes
+from rayzero.engine.state.table import Table
+from rayzero.workers.messages import MirrorPlan, Pinned, Restore
+from rayzero.workers.mirror import COST, Mirror, _Costs
+from rayzero.workers.vault.errors import VaultGoneError, VaultMemoryError
+from tests.workers.support import ASSIGN
+
+EVERY = MirrorPlan(replicas=1, every_steps=1)
+
+
+@dataclass
+class Buffer:
+    data: memoryview = field(default_factory=lambda: memoryview(bytearray(64)))
+    step: int = -1
+    pinned: bool = False
+    checksum: int | None = None
+
+    def begin(self) -> None:
+        assert not self.pinned
+        self.step = -1
+
+    def commit(self, step: int, small: bytes, pin: bool, checksum: int | None) -> None:
+        self.step, self.pinned, self.checksum = step, pin, checksum
+
+
+@dataclass
+class FakeVault:
+    buffers: list[Buffer] = field(default_factory=list)
+    told: list[tuple[int, int]] = field(default_factory=list)
+    error: Exception | None = None
+
+    def reserve(
+        self, generation: int, rank: int, world: int, table: Table, count: int
+    ) -> list[Buffer]:
+        if self.error:
+            raise self.error
+        self.buffers = [Buffer() for _ in range(count)]
+        return self.buffers
+
+    def complete(self, generation: int, step: int) -> None:
+        self.told.append((generation, step))
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(one.step for one in self.buffers)
+
+
+@dataclass
+class State:
+    made: Table = field(default_factory=Table)
+    constants: list[bool] = field(default_factory=list)
+
+    def table(self) -> Table:
+        return self.made
+
+    def write(self, block: memoryview, *, constants: bool) -> None:
+        self.constants.append(constants)
+
+    def small(self) -> bytes:
+        return b"{}"
+
+
+def mirror(plan: MirrorPlan, vault: FakeVault | None, last_step: int | None = None, **assign: Any):
+    posted: list[Pinned] = []
+    made = Mirror(plan, replace(ASSIGN, **assign), last_step, vault, posted.append)  # type: ignore
+    return made, posted
+
+
+def run(made: Mirror, steps: range, state: State, agree: Any = None) -> None:
+    for step in steps:
+        agreed = agree(made, step) if agree else NO_WISHES
+        made.step_done(step, agreed, state, lambda: None)  # type: ignore[arg-type]
+
+
+def test_two_versions_take_turns_and_the_constant_part_is_written_once_into_each():
+    vault, state = FakeVault(), State()
+    made, posted = mirror(EVERY, vault)
+    run(made, range(1, 6), state)
+    assert vault.steps == [4, 5]
+    assert state.constants == [True, True, False, False, False]
+    assert posted == []
+
+
+def test_older_generations_are_given_up_only_after_a_vote_behind_the_first_mirror():
+    vault, state = FakeVault(), State()
+    made, _ = mirror(EVERY, vault, generation=7, restore=Restore(10))
+    run(made, range(11, 12), state)
+    assert vault.told == []
+    run(made, range(12, 15), state)
+    assert vault.told == [(7, 11)]
+
+
+def test_a_fixed_interval_counts_from_where_the_generation_began():
+    vault, state = FakeVault(), State()
+    made, _ = mirror(MirrorPlan(replicas=1, every_steps=3), vault, restore=Restore(10))
+    pace = Wishes(pace=3.0)
+    run(made, range(11, 13), state, lambda *_: pace)
+    assert vault.steps == []
+    run(made, range(13, 18), state, lambda *_: pace)
+    assert vault.steps == [13, 16]
+
+
+def test_without_replicas_only_checkpoints_and_drains_are_copied():
+    vault, state = FakeVault(), State()
+    made, posted = mirror(MirrorPlan(checkpoint_every_steps=4), vault)
+    run(made, range(1, 4), state, lambda m, step: replace(m.wishes(step)))
+    assert vault.steps == []
+    run(made, range(4, 6), state, lambda m, step: m.wishes(step))
+    assert vault.steps == [-1, 4]
+    assert [(one.step, one.checkpoint) for one in posted] == [(4, True)]
+    run(made, range(6, 7), state, lambda *_: Wishes(drain=True))
+    assert vault.steps == [4, 6]
+
+
+def test_a_checkpoint_that_finds_no_free_buffer_is_made_up_for():
+    vault, state = FakeVault(), State()
+    made, posted = mirror(replace(EVERY, checkpoint_every_steps=3), vault, last_step=11)
+    agree = lambda m, step: m.wishes(step)  # noqa: E731
+    run(made, range(1, 8), state, agree)
+    assert [one.step for one in posted] == [3], "the one of step 6 has to wait"
+    for buffer in vault.buffers:
+        buffer.pinned = False
+    run(made, range(8, 12), state, agree)
+    assert [one.step for one in posted] == [3, 8]
+    for buffer in vault.buffers:
+        buffer.pinned = False
+    run(made, range(12, 13), state, agree)
+    assert [one.step for one in posted] == [3, 8, 12]
+
+
+def test_the_last_step_gets_a_checkpoint():
+    vault, state = FakeVault(), State()
+    made, posted = mirror(replace(EVERY, checkpoint_every_steps=100), vault, last_step=5)
+    run(made, range(1, 6), state, lambda m, step: m.wishes(step))
+    assert [(one.step, one.checkpoint) for one in posted] == [(5, True)]
+
+
+def test_for_other_nodes_steps_are_pinned_as_often_as_buffers_are_free():
+    vault, state = FakeVault(), State()
+    made, posted = mirror(EVERY, vault, remote=True)
+    run(made, range(1, 9), state, lambda m, step: m.wishes(step))
+    assert [one.step for one in posted] == [1, 2]
+    assert vault.steps == [1, 2, 7, 8]
+    assert not any(one.checkpoint for one in posted)
+    assert all(one.checksum is not None for one in vault.buffers if one.pinned)
+
+
+def test_all_ranks_must_be_ready_for_a_pin():
+    vault, state = FakeVault(), State()
+    made, posted = mirror(EVERY, vault, remote=True)
+    assert made.wishes(1).pin
+    run(made, range(1, 3), state)  # but the others were not
+    assert posted == []
+
+
+def test_a_vault_that_is_gone_does_not_stop_training(caplog):
+    vault, state = FakeVault(error=VaultGoneError("the vault is gone")), State()
+    made, _ = mirror(EVERY, vault)
+    run(made, range(1, 4), state)
+    assert "goes on without a replica" in caplog.text
+    assert not made.wishes(4).pin
+
+
+def test_too_little_memory_ends_a_job_at_its_start_and_is_told_later_on(caplog):
+    error = VaultMemoryError(100, 10)
+    made, _ = mirror(EVERY, FakeVault(error=error))
+    with pytest.raises(VaultMemoryError):
+        run(made, range(1, 2), State())
+    made, _ = mirror(EVERY, FakeVault(error=error), restore=Restore(4))
+    run(made, range(5, 7), State())
+    assert "goes on without a replica" in caplog.text
+
+
+def test_a_new_table_gets_new_buffers():
+    vault, state = FakeVault(), State()
+    made, _ = mirror(EVERY, vault)
+    run(made, range(1, 3), state)
+    before = vault.buffers
+    state.made = Table(nbytes=64)
+    run(made, range(3, 4), state)
+    assert vault.buffers is not before
+    assert vault.steps == [-1, 3]
+
+
+@pytest.mark.parametrize("wish", [NO_WISHES, Wishes(pin=True), Wishes(drain=True)])
+def test_neighbours_take_turns_where_a_copy_costs_something(wish: Wishes):
+    vault, state, told = FakeVault(), State(), list[int]()
+    made, _ = mirror(EVERY, vault, local_rank=1)
+    run(made, range(1, 3), state)
+    made._costs._step_s, made._costs._mirror_s = 1.0, 0.03
+    made.step_done(3, wish, state, lambda: told.append(3))  # type: ignore[arg-type]
+    now = wish is not NO_WISHES  # what others wait for is not put off
+    assert (vault.steps, told) == (([2, 3], [3]) if now else ([1, 2], []))
+    made.catch_up()
+    made.catch_up()
+    assert (vault.steps, told) == ([2, 3], [3])
+
+
+@given(mirror_s=some.floats(1e-4, 10), step_s=some.floats(1e-3, 10))
+def test_the_chosen_pace_keeps_the_cost_near_its_limit(mirror_s: float, step_s: float):
+    costs = _Costs()
+    costs._step_s = step_s
+    costs.mirrored(mirror_s)
+    assert mirror_s / costs.pace <= 1.25 * COST * step_s * (1 + 1e-9)
+    assert costs.pace == 1 or mirror_s / (costs.pace - 1) > COST * step_s * 0.5
+
+
+def test_what_was_measured_while_reserving_does_not_count():
+    costs = _Costs()
+    costs.skip()
+    costs.mirrored(99.0)
+    assert costs.pace == 1.0
