@@ -75,8 +75,8 @@ def train_loop(config: dict[str, Any]) -> None:
     model = prepare_model(GPT(GPTConfig(**MODEL)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
     done = _resume(model, optimizer)
-    data = ParquetTokens("data/stdlib/train", MODEL["context"])
-    batches = iter(DataLoader[Any](data, batch_size=max(1, GLOBAL_BATCH // world), shuffle=True))
+    data: Any = ParquetTokens("data/stdlib/train", MODEL["context"])
+    batches = iter(DataLoader(data, batch_size=max(1, GLOBAL_BATCH // world), shuffle=True))
     stop = torch.zeros(1)
     turn = _shared(str(os.getpid()))
     while not stop.item():
@@ -172,7 +172,7 @@ class _Striker:
     def run(self) -> None:
         try:
             for number in range(1, self._plan.kills + 1):
-                self._wait(lambda turns: len(_newest(turns)[1]) > QUIET_STEPS)
+                self._wait(lambda turns: len(newest(turns)[1]) > QUIET_STEPS)
                 self.done.append(self._strike())
                 self._tell(f"kill {number} of {self._plan.kills}: {self.done[-1].total_s:.1f} s")
         except TimeoutError as error:
@@ -182,7 +182,7 @@ class _Striker:
 
     def _strike(self) -> Strike:
         before = self._steps()
-        turn, steps = _newest(before)
+        turn, steps = newest(before)
         usual_s = _usual_s(steps)
         pids = {one.rank: one.pid for one in steps[max(steps)]}
         births = {pid: born(pid) for pid in pids.values()}
@@ -191,7 +191,7 @@ class _Striker:
 
         def beyond(found: Turns) -> bool:
             """A new round has a step that the old one did not come to."""
-            return max(_newest(found)[1]) > max(found[turn]) and set(found) > set(before)
+            return max(newest(found)[1]) > max(found[turn]) and set(found) > set(before)
 
         after = self._wait(beyond)
         finished = max(after[turn])
@@ -236,7 +236,7 @@ class _Striker:
         return {turn: whole[turn] for _, turn in begun}
 
 
-def _newest(turns: Turns) -> tuple[str, dict[int, list[Ended]]]:
+def newest(turns: Turns) -> tuple[str, dict[int, list[Ended]]]:
     return next(reversed(turns.items()))
 
 

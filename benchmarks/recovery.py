@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -43,7 +42,7 @@ COUNTS = ("steps_redone", "restarted")
 def show(console: Console, found: list[Strike]) -> None:
     """One line a strike, and the median and the maximum of them. Times in milliseconds."""
     parts = [part for part in PARTS if any(part in one.parts for one in found)]
-    table = Table(box=box.SIMPLE, padding=(0, 1), collapse_padding=True)
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("ms", "rank", "total", *parts, "step", "redone", "new"):
         table.add_column(name, justify="right", no_wrap=True)
     rows = [
@@ -52,7 +51,6 @@ def show(console: Console, found: list[Strike]) -> None:
     for number, (one, row) in enumerate(zip(found, rows, strict=True), start=1):
         rank = "-" if one.rank is None else str(one.rank)
         table.add_row(str(number), rank, *_ms(row), str(one.steps_redone), str(one.restarted))
-    table.add_section()
     for name, of in (("median", median), ("max", max)):
         columns = [of(column) for column in zip(*rows, strict=True)]
         counts = (f"{of([getattr(one, key) for one in found]):g}" for key in COUNTS)

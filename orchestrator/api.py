@@ -25,6 +25,7 @@ from rayzero.orchestrator.cluster import Cluster, connect
 from rayzero.orchestrator.control.desk import Ports
 from rayzero.orchestrator.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.injection import injected
 from rayzero.orchestrator.loading import check
 from rayzero.orchestrator.mailbox import Mailbox, serve
 from rayzero.orchestrator.notices import Observer, Unwatched, Warned
@@ -223,10 +224,13 @@ class JobHandle:
 
     async def _main(self) -> JobResult:
         clock, spec = SystemClock(), self._plan.spec
-        vaults = RayVaultGroup(spec.name)
+        output_dir = self._plan.output_dir
+        vaults = RayVaultGroup(spec.name, more=(spec.faults, str(output_dir)))
         workers = RayWorkerGroup(self._plan.setup, clock, self._cluster.can_grow, vaults)
-        archive = StoredArchive(self._plan, self._warn)
-        controller = Controller(self._plan, Ports(workers, vaults, archive, self._observer, clock))
+        ports = Ports(workers, vaults, StoredArchive(self._plan, self._warn), self._observer, clock)
+        if spec.faults:
+            ports = injected(ports, spec.faults, output_dir, vaults.crash)
+        controller = Controller(self._plan, ports)
         self._loop, self._controller = asyncio.get_running_loop(), controller
         if self._stop_wanted.is_set():  # before there was somebody to tell
             controller.feed(ev.StopWanted())

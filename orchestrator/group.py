@@ -85,7 +85,8 @@ class WorkerGroup(Protocol):
         """The Python stacks of a worker's process."""
 
     async def leaving_nodes(self) -> frozenset[str]:
-        """Ids of the nodes that the cluster is draining or is about to lose."""
+        """Ids of the nodes that the cluster is draining or is about to lose. For each seat there,
+        another one is asked for elsewhere; the old one goes with its worker."""
 
     async def release(self) -> None:
         """Ends every worker and gives the resources back. May be called at any time, and twice."""

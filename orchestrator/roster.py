@@ -104,11 +104,14 @@ class Roster:
         return info
 
     def vacate(self, worker: Worker, delay_s: float) -> None:
-        """Ends a worker, if it still lives; its seat may be taken after that long."""
+        """Ends a worker, if it still lives; its seat may be taken after that long, or goes if it
+        is doomed."""
         # Ray takes a process that it cannot reach for a while for lost, too.
         ray.kill(self._workers.pop(worker.index).actor)
         worker.seat.worker = None
         worker.seat.due_s = self._clock.now() + delay_s
+        if worker.seat.doomed:
+            self.seats.give_back(worker.seat)
 
     def failed(self, worker: Worker) -> float:
         """Vacates the seat of a worker that did not start; the pause, longer every time."""

@@ -30,6 +30,7 @@ class Seat:
         worker: the index of the worker in it; None while it is vacant.
         due_s: by the group's clock, when a vacant seat may be taken.
         failures: workers that did not start in it since the last one that did.
+        doomed: its node is leaving, and another seat was asked for in its place.
     """
 
     group: PlacementGroup
@@ -37,6 +38,7 @@ class Seat:
     worker: int | None = None
     due_s: float = 0.0
     failures: int = 0
+    doomed: bool = False
 
 
 class Seats:
@@ -47,7 +49,8 @@ class Seats:
         self._seats: list[Seat] = []
 
     def __len__(self) -> int:
-        return len(self._seats)
+        """How many there will be: those that are doomed do not count."""
+        return sum(not seat.doomed for seat in self._seats)
 
     def __iter__(self) -> Iterator[Seat]:
         """The oldest first."""

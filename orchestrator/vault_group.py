@@ -27,10 +27,12 @@ class RayVaultGroup:
     Args:
         job: the job's name.
         actor: the class of the vaults.
+        more: what they are made with beside the job's name and their node's id.
     """
 
-    def __init__(self, job: str, actor: type[Any] = VaultActor) -> None:
+    def __init__(self, job: str, actor: type[Any] = VaultActor, more: Sequence[Any] = ()) -> None:
         self._job = job
+        self._more = tuple(more)
         self._actor = ray.remote(actor)
         self._vaults: dict[str, Any] = {}
         self._met: dict[str, Any] = {}
@@ -46,7 +48,7 @@ class RayVaultGroup:
             max_restarts=0,
             scheduling_strategy=here,
         )
-        self._vaults[node_id] = actor.remote(self._job, node_id)
+        self._vaults[node_id] = actor.remote(self._job, node_id, *self._more)
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
         nodes = list(dict.fromkeys(node_ids))
@@ -92,6 +94,11 @@ class RayVaultGroup:
     async def kill(self, node_id: str, pid: int) -> bool:
         """Ends a worker's process on that node (SIGKILL); False if the vault does not know it."""
         return bool(await self._ask(node_id, "kill", pid))
+
+    def crash(self, node_id: str) -> None:
+        """Ends a node's vault at once, as an injected fault: nobody here is told of it."""
+        if (actor := self._vaults.get(node_id)) is not None:
+            ray.kill(actor)
 
     async def close(self, node_id: str) -> None:
         actor = self._vaults.pop(node_id, None)

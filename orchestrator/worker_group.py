@@ -141,7 +141,18 @@ class RayWorkerGroup:
         return str(await _answer(self._actor(worker).dump_stack.remote()))
 
     async def leaving_nodes(self) -> frozenset[str]:
-        return await asyncio.to_thread(nodes.draining)
+        leaving = await asyncio.to_thread(nodes.draining)
+        doomed = [
+            worker.seat
+            for worker in self._roster.workers
+            if worker.info and worker.info.node_id in leaving and not worker.seat.doomed
+        ]
+        if doomed and self._can_grow:
+            for seat in doomed:
+                seat.doomed = True
+            await self._roster.seats.ask(len(doomed), self._need)
+            self._vacancy.set()
+        return leaving
 
     async def release(self) -> None:
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]

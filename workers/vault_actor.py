@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from rayzero.engine.errors import RayzeroError
 from rayzero.workers.messages import ConnectionLost, RankFile, SlotInfo, SlotRef
 from rayzero.workers.vault.errors import VaultGoneError
+from rayzero.workers.vault.faulty import writer
 from rayzero.workers.vault.vault import Vault
 
 COMMAND_THREADS = 8
@@ -26,11 +27,15 @@ _FETCH_S = 30.0
 
 
 class VaultActor:
-    """One node's vault. `job` is the job's name, `node_id` the node that this actor is on."""
+    """One node's vault. `job` is the job's name, `node_id` the node that this actor is on; for
+    `faults` see `faulty.writer`."""
 
-    def __init__(self, job: str, node_id: str) -> None:
+    def __init__(
+        self, job: str, node_id: str, faults: Sequence[str] = (), output_dir: str = ""
+    ) -> None:
         self._peers: Mapping[str, Any] = {}
-        self._vault = Vault(job, node_id, self._fetch)
+        write_file = writer(faults, output_dir)
+        self._vault = Vault(job, node_id, self._fetch, write_file=write_file)
 
     def address(self) -> str:
         """Where workers of this node connect; answers as soon as the vault serves."""

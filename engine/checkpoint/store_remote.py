@@ -62,7 +62,7 @@ class RemoteStore:
         self._url = url
         try:
             with _told(url):
-                self._fs, self._root = fs.FileSystem.from_uri(_with_region(url))
+                self._fs, self._root = fs.FileSystem.from_uri(_with_options(url))
         except (ArrowException, ValueError) as error:
             raise ConfigError(
                 f"the URL {url} cannot be used: {error}",
@@ -222,11 +222,16 @@ def _trouble(error: OSError) -> StoreTrouble:
     return next((kind for words, kind in _TROUBLES.items() if words in text), "other")
 
 
-def _with_region(url: str) -> str:
-    """An S3 URL with the environment's region, where it names none: pyarrow would ask AWS for it,
-    whatever the endpoint."""
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+def _with_options(url: str) -> str:
+    """An S3 URL with the options that it does not set itself: the environment's region, because
+    pyarrow would ask AWS for it, whatever the endpoint; and a small file as one PUT, not three
+    requests, because that is what makes a manifest appear at once."""
     parts = urlsplit(url)
-    if parts.scheme != "s3" or not region or "region" in parse_qs(parts.query):
+    if parts.scheme != "s3":
         return url
-    return f"{url}{'&' if parts.query else '?'}region={region}"
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    options = {"allow_delayed_open": "true"} | ({"region": region} if region else {})
+    query = parts.query.split("&") if parts.query else []
+    given = parse_qs(parts.query)
+    query += [f"{key}={value}" for key, value in options.items() if key not in given]
+    return f"{url.partition('?')[0]}?{'&'.join(query)}"

@@ -2,9 +2,9 @@
 
     rayzero run examples/gpt/job.yaml
 
-`train` runs on every worker. It may be called again in the same process, after a fault or when
-workers came or went: `ctx.initialize` then hands back the living engine, and the loader goes on
-at the next sample.
+`train` runs on every worker. It is called again in the same process after a fault, or when workers
+came or went: `ctx.initialize` then hands out an engine that stands where the job stands, and the
+loader goes on at the next sample.
 """
 
 from __future__ import annotations
@@ -49,13 +49,12 @@ def train(ctx: Context) -> dict[str, Any]:
     )
 
     notes = ctx.output_dir / "validation.json"  # the first validation outlives a second call
-    done = engine.progress.step
-    if done == 0:
+    if engine.progress.step == 0:
         first = bits_per_byte(engine, validation_set, ctx)
         if ctx.is_main:
             notes.write_text(json.dumps({"first": first}))
 
-    for batch in loader.steps(ctx.steps - done):
+    for batch in loader.until(ctx.steps):
         inputs, targets = batch[:, :-1], batch[:, 1:]
         loss = engine(inputs, targets)
         engine.backward(loss)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.bounds import bounds
-from rayzero.orchestrator.cli.texts import print_error
 from rayzero.orchestrator.cli.run import exit_code
+from rayzero.orchestrator.cli.texts import print_error
 from rayzero.orchestrator.mailbox import ask
 from rayzero.orchestrator.records import at
 

@@ -121,6 +121,7 @@ class Elastic:
         desk = self._desk
         while True:
             await desk.bell.until(lambda: bool(desk.crew.vacant) and self._may_fill)
+            await self._faults.buried()  # a seat is given to another only when it is empty
             vacant, desk.crew.vacant = desk.crew.vacant, []
             for worker in vacant:
                 self._replace(worker)

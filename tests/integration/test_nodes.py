@@ -112,7 +112,7 @@ def test_a_node_to_avoid_is_left(nodes: Nodes, tmp_path: Path):
     asyncio.run(run())
 
 
-def test_a_draining_node_is_told_and_gets_nothing_new(nodes: Nodes, tmp_path: Path):
+def test_a_draining_node_is_told_and_its_seats_asked_for_elsewhere(nodes: Nodes, tmp_path: Path):
     first, second = nodes.add(), nodes.add()
 
     async def run() -> None:
@@ -123,11 +123,12 @@ def test_a_draining_node_is_told_and_gets_nothing_new(nodes: Nodes, tmp_path: Pa
             nodes.drain(one.node_id)
             assert await workers.leaving_nodes() == {one.node_id}
             assert await workers.open_store(0) == one.pid, "a drained node's workers go on"
-            for index in range(2):
-                workers.replace(index, 0.0, [])
-            new = {(await asyncio.wait_for(workers.next_worker(), 30)).node_id for _ in range(2)}
-            assert {one.node_id} | new == {first, second}
-            assert len(new) == 1
+            new = [await asyncio.wait_for(workers.next_worker(), 30) for _ in range(2)]
+            assert {worker.node_id for worker in new} == {first, second} - {one.node_id}
+            await workers.dismiss(one.index)  # their seats went with them
+            workers.replace(two.index, 0.0, [])
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(workers.next_worker(), 2)
 
     asyncio.run(run())
 

@@ -499,6 +499,8 @@ class Vaults:
         vault = self._of(node_id)
         self.copied.append((node_id, tuple(slots)))
         for ref in slots:
+            if not self.holds(ref):
+                raise RayzeroError(f"{ref} is gone")
             original = self._of(ref.node_id).slots[ref.generation, ref.rank, ref.step]
             vault.slots[ref.generation, ref.rank, ref.step] = replace(
                 original, replica=True, pinned=True

@@ -1,0 +1,157 @@
+"""One job with a few random faults in it, and the judgement whether anything was lost."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import soak_job
+from rayzero.engine.data.ledger import check
+from rayzero.engine.data.order import SampleOrder
+from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.api import Job
+from rayzero.orchestrator.notices import Notice, Repaired, Resized
+from rayzero.orchestrator.spec import Workers
+from rayzero.workers.faults import KINDS, Fault, parse, random_schedule
+from rayzero.workers.injector import fired
+
+STEPS_A_FAULT = 20
+LIMIT_S = 400.0
+"""How long an episode may take."""
+WORLD_SIZE = 3
+RELATIVE, ABSOLUTE = 1e-9, 1e-12
+CHECKPOINT_EVERY = 5
+HANG_TIMEOUT_S = 4.0
+CALM = ("slow", "tear_file", "full_disk", "slow_store")
+"""Faults that nothing has to be repaired for."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An episode, wholly determined by its seed, and how many faults of which kinds it has."""
+
+    number: int
+    seed: int
+    stage: int
+    steps: int
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A repair, or the refilling of a vault: what was the matter, and what it cost."""
+
+    kind: str
+    seconds: float
+    steps_redone: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an episode. `lost`: what should not be so, in words."""
+
+    plan: Plan
+    seconds: float
+    fired: list[str]
+    ways: list[Way] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+
+def plan(seed: int, number: int, count: int, kinds: Sequence[str], nodes: int) -> Plan:
+    """The episode of that number in the soak of that seed."""
+    draw = random.Random(f"{seed}-{number}")
+    own = draw.randrange(2**31)
+    steps = STEPS_A_FAULT * count
+    faults = random_schedule(own, count, WORLD_SIZE, steps, kinds)
+    placed = (replace(fault, node=fault.node % nodes) for fault in faults)
+    texts = tuple(str(fault) for fault in placed)
+    return Plan(number, own, draw.randrange(4), steps + soak_job.TAIL, texts)
+
+
+def run(of: Plan, folder: Path) -> Outcome:
+    """Runs an episode in the Ray cluster that this process is connected to."""
+    begun_s = time.monotonic()
+    job = Job(
+        name="soak",
+        entrypoint="benchmarks.soak_job:train",
+        engine=soak_job.engine_config(of.stage),
+        workers=Workers(min=1, max=WORLD_SIZE),
+        args={"world_size": WORLD_SIZE, "faults": list(of.faults)},
+        steps=of.steps,
+        seed=of.seed,
+        checkpoint={"path": str(folder), "every_steps": CHECKPOINT_EVERY},
+        recovery={"hang_timeout_s": HANG_TIMEOUT_S, "max_faults": 1000, "fault_window_s": 1.0},
+        faults=list(of.faults),
+        ledger=True,
+    )
+    output_dir = folder / "soak"
+    watch = _Watch(output_dir)
+    handle = job.submit(observer=watch)
+    lost = []
+    try:
+        if handle.wait(LIMIT_S):
+            handle.result()
+        else:
+            lost.append(f"the job did not end within {LIMIT_S:g} s")
+    except RayzeroError as error:
+        lost.append(f"the job failed: {error}")
+    finally:
+        handle.end()
+    lost += [f"{one} did not happen" for one in soak_job.unfired(list(of.faults), str(output_dir))]
+    if not lost:
+        lost = [*_wrong_weights(of, output_dir), *_wrong_samples(of, output_dir)]
+    happened = [one.fault for one in fired(output_dir)]
+    return Outcome(of, time.monotonic() - begun_s, happened, watch.ways, lost)
+
+
+def _wrong_weights(of: Plan, output_dir: Path) -> list[str]:
+    found = torch.load(output_dir / "weights.pt", weights_only=True)
+    right = soak_job.oracle(of.steps, of.seed)
+    return [
+        f"weights: {name} is not plain torch's"
+        for name in right
+        if not torch.allclose(found[name], right[name], rtol=RELATIVE, atol=ABSOLUTE)
+    ]
+
+
+def _wrong_samples(of: Plan, output_dir: Path) -> list[str]:
+    order = SampleOrder(soak_job.LENGTH, of.seed)
+    problems = check(output_dir / "ledger", order, soak_job.SAMPLES, of.steps)
+    return [f"ledger: {one}" for one in problems]
+
+
+class _Watch:
+    """An observer that puts every way back down to the fault that it came from."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self.ways: list[Way] = []
+        self._output_dir = output_dir
+        self._known = 0
+
+    def see(self, notice: Notice) -> None:
+        if isinstance(notice, Repaired):
+            self.ways.append(Way(self._cause(notice.cause), notice.total_s, notice.steps_redone))
+        elif isinstance(notice, Resized) and "vault" in notice.reason:
+            self.ways.append(Way("kill_vault", notice.total_s, 0))
+
+    def _cause(self, told: str) -> str:
+        """The kind of the first fault since the last repair; as told, if none was injected."""
+        happened = fired(self._output_dir)
+        new = [parse(one.fault).kind for one in happened[self._known :]]
+        self._known = len(happened)
+        return next((kind for kind in new if _disrupts(kind)), f"({told})")
+
+
+def _disrupts(kind: str) -> bool:
+    return kind not in CALM and KINDS[kind].where != "vault"
+
+
+def kind_of(text: str) -> str:
+    fault: Fault = parse(text)
+    return fault.kind

@@ -1,0 +1,205 @@
+"""The same through S3: a server in a process of its own, which has to be there.
+
+pip install 'moto[s3]' flask flask-cors      # into this environment, or any on PATH
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from pyarrow import fs
+
+from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_whole
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.format import BLOCK_BYTES
+from rayzero.engine.checkpoint.manifest import make_manifest
+from rayzero.engine.checkpoint.prune import prune
+from rayzero.engine.checkpoint.reader import CheckpointSource, read_manifest
+from rayzero.engine.checkpoint.store import join, open_store
+from rayzero.engine.checkpoint.store_remote import RemoteStore
+from rayzero.engine.checkpoint.verify import verify
+from rayzero.engine.checkpoint.writer import commit
+from tests.engine.checkpoint.saving import blocks, save, write_files
+
+pytestmark = pytest.mark.slow
+
+STARTED_S = 30
+
+
+def server() -> str:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    found = shutil.which("moto_server", path=path)
+    if found is None:
+        pytest.skip("needs moto_server: pip install 'moto[s3]' flask flask-cors")
+    return found
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """The URL of an empty bucket."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    process = subprocess.Popen(
+        [server(), "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    patch = pytest.MonkeyPatch()
+    patch.setenv("AWS_ACCESS_KEY_ID", "key")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    patch.setenv("AWS_REGION", "us-east-1")
+    try:
+        until = time.monotonic() + STARTED_S
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/data.json", timeout=5)
+                break
+            except OSError:
+                assert time.monotonic() < until, "the server did not start"
+                time.sleep(0.1)
+        options = f"endpoint_override=127.0.0.1:{port}&scheme=http"
+        made, _ = fs.FileSystem.from_uri(
+            f"s3://bucket?{options}&region=us-east-1&allow_bucket_creation=true"
+        )
+        made.create_dir("bucket")
+        yield f"s3://bucket?{options}"
+    finally:
+        patch.undo()
+        process.kill()
+        process.wait(10)
+
+
+@pytest.fixture
+def job(bucket, request):
+    return join(bucket, request.node.name.partition("[")[0])
+
+
+def saved(job: str, step: int) -> str:
+    folder = join(job, f"step-{step}")
+    commit(folder, make_manifest("job", step, 1, write_files(folder, step)))
+    return folder
+
+
+def test_save_list_load_verify_prune(job):
+    assert list_checkpoints(job) == []
+    for step in (1, 2, 3):
+        saved(job, step)
+    write_files(join(job, "step-4"), 4)
+    found = list_checkpoints(job)
+    assert [(one.step, one.condition) for one in found] == [
+        *((step, "whole") for step in (1, 2, 3)),
+        (4, "unfinished"),
+    ]
+    newest = newest_whole(job)
+    assert newest.folder == join(job, "step-3")
+    source = CheckpointSource(newest.folder)
+    for number, block in enumerate(blocks(3)):
+        into = bytearray(len(block.data))
+        source.read(number, 10, memoryview(into)[10:])
+        source.read(number, 0, memoryview(into)[:10])
+        assert into == block.data
+    source.close()
+    assert verify(newest.folder) == []
+    assert prune(job, keep=1).removed == (1, 2)
+    assert [one.step for one in list_checkpoints(job)] == [3, 4]
+
+
+def test_each_read_is_one_request(job, monkeypatch):
+    folder = saved(job, 1)
+    sizes: list[int] = []
+    source = CheckpointSource(folder)
+    source.read(0, 0, memoryview(bytearray(1)))
+    file = source._files[0]._file  # what it asks of the store is what is counted
+    real = file.read
+    monkeypatch.setattr(
+        file,
+        "read",
+        lambda offset, parts: sizes.append(sum(map(len, parts))) or real(offset, parts),
+    )
+    nbytes = source.tables[0].nbytes
+    source.read(0, BLOCK_BYTES, memoryview(bytearray(nbytes - BLOCK_BYTES - 3)))
+    assert sizes == [nbytes - BLOCK_BYTES]
+
+
+def test_damage_is_named(job):
+    folder = saved(job, 1)
+    first, second = read_manifest(folder).files
+    store = open_store(folder)
+    raw = bytearray(store.read(first.name))
+    raw[-1] ^= 1
+    store.replace(first.name, bytes(raw))
+    store.remove(second.name)
+    problems = {(one.file, one.kind) for one in verify(folder)}
+    assert problems == {(first.name, "flipped"), (second.name, "missing")}
+    assert newest_whole(job) is None
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(job):
+    store = open_store(job)
+
+    def broken() -> None:
+        with store.create("x") as sink:
+            sink.write(memoryview(bytes(100)))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        broken()
+    assert store.entries() == []
+
+
+class Tampering:
+    """A file system whose store keeps other bytes than it was given, as older ones do."""
+
+    def __init__(self, real: fs.FileSystem) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str):
+        return getattr(self._real, name)
+
+    def open_output_stream(self, path: str, compression: None):
+        stream = self._real.open_output_stream(path, compression=compression)
+        stream.write(b"c8\r\n")
+        return stream
+
+
+def test_a_store_that_changes_bytes_is_found_out(job):
+    store = RemoteStore(job)
+    store._fs = Tampering(store._fs)
+    with pytest.raises(StoreError, match="WHEN_REQUIRED".lower()), store.create("x") as sink:
+        sink.write(memoryview(bytes(100)))
+    with pytest.raises(StoreError, match="gives back other bytes"):
+        store.replace("manifest.json", b"{}")
+    assert [one.name for one in store.entries()] == ["manifest.json"]
+
+
+def test_a_bucket_that_is_gone(bucket):
+    folder = join(bucket.replace("s3://bucket", "s3://other"), "job", "step-1")
+    with pytest.raises(StoreError) as caught:
+        write_files(folder, 1)
+    assert caught.value.kind == "gone"
+    assert "s3://other/job/step-1/rank-00000" in caught.value.url
+
+
+def test_a_server_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    url = f"s3://bucket/job?endpoint_override=127.0.0.1:{port}&scheme=http&region=x"
+    with pytest.raises(StoreError) as caught:
+        open_store(url).entries()
+    assert caught.value.kind == "slow"
+
+
+def test_paths_and_urls_hold_the_same(job, tmp_path):
+    saved(job, 1)
+    save(tmp_path, 1)
+    local, remote = read_manifest(str(tmp_path / "step-1")), read_manifest(join(job, "step-1"))
+    assert [one.blocks for one in local.files] == [one.blocks for one in remote.files]

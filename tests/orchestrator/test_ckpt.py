@@ -1,0 +1,138 @@
+"""`rayzero ckpt`, as a user meets it: what is printed, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from rayzero.engine.checkpoint.reader import read_manifest
+from rayzero.orchestrator.cli.app import app
+from tests.engine.checkpoint.saving import save, write_files
+
+
+@pytest.fixture
+def job(tmp_path):
+    for step in (9, 10, 100):
+        save(tmp_path, step, created_s=0.0)
+    write_files(str(tmp_path / "step-110"), 110)
+    return tmp_path
+
+
+def ckpt(*arguments: object, code: int = 0) -> str:
+    """What the command prints: stdout when all is well, stderr otherwise."""
+    done = CliRunner().invoke(app, ["ckpt", *map(str, arguments)])
+    assert done.exit_code == code, done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return done.stdout if code == 0 else done.output
+
+
+def flip(path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def test_ls(job):
+    path = job / "step-10" / read_manifest(str(job / "step-10")).files[1].name
+    path.unlink()
+    heads, *rows = ckpt("ls", job).splitlines()
+    assert heads.split() == ["step", "age", "size", "world", "stage"]
+    assert [row.split()[0] for row in rows] == ["9", "10", "100", "110"]
+    assert rows[0].endswith("2      2  whole")
+    assert rows[1].endswith(f"damaged: {path.name} is missing")
+    assert "unfinished: it has no manifest.json" in rows[3]
+    assert " d  " in rows[0]
+
+
+def test_ls_as_json(job):
+    found = [json.loads(line) for line in ckpt("ls", job / "step-100", "--json").splitlines()]
+    size = sum(path.stat().st_size for path in (job / "step-100").iterdir())
+    assert found == [
+        {
+            "step": 100,
+            "folder": str(job / "step-100"),
+            "condition": "whole",
+            "problem": "",
+            "bytes": size,
+            "world_size": 2,
+            "stage": 2,
+            "created_s": 0.0,
+        }
+    ]
+
+
+def test_verify(job):
+    text = ckpt("verify", job)
+    assert "step 9: as it was written" in text
+    assert "step 110: it has no manifest.json: its save did not end" in text
+    file = read_manifest(str(job / "step-10")).files[0]
+    flip(job / "step-10" / file.name, file.nbytes - 1)
+    (job / "step-9" / "notes.txt").write_text("mine")
+    text = ckpt("verify", job, code=1)
+    assert "step 10: damaged" in text
+    assert f"{file.name} is damaged between bytes " in text
+    assert "notes.txt is no part of it" in text
+    assert "step 9: as it was written" in text
+    lines = ckpt("verify", job / "step-10", "--json", code=1).splitlines()
+    (problem,) = json.loads(lines[0])["problems"]
+    assert (problem["file"], problem["kind"]) == (file.name, "flipped")
+    ckpt("verify", job / "step-110", code=1)
+
+
+def test_prune(job):
+    before = ckpt("ls", job)
+    text = ckpt("prune", job, "--keep", 1, "--keep-every", 10, "--dry-run")
+    assert "would be removed: steps 9\n" in text
+    assert "kept: steps 10, 100" in text
+    assert ckpt("ls", job) == before
+    assert "removed: steps 9\n" in ckpt("prune", job, "--keep", 1, "--keep-every", 10)
+    assert [row.split()[0] for row in ckpt("ls", job).splitlines()[1:]] == ["10", "100", "110"]
+    assert "is one checkpoint" in ckpt("prune", job / "step-10", "--keep", 1, code=2)
+    ckpt("prune", job, "--keep", 0, code=2)
+
+
+@pytest.mark.parametrize("path", ["", "step-100"])
+def test_export_names_the_checkpoint_and_prints_the_files(job, monkeypatch, path):
+    """Of a job, the newest whole one."""
+    called = []
+
+    class Export:
+        @staticmethod
+        def export(*arguments: str) -> list[str]:
+            called.append(arguments)
+            return ["out/model.safetensors"]
+
+    monkeypatch.setitem(sys.modules, "rayzero.engine.checkpoint.export", Export)
+    text = ckpt("export", job / path, "--to", "out", "--format", "torch")
+    assert text == "out/model.safetensors\n"
+    assert called == [(str(job / "step-100"), "out", "torch")]
+
+
+@pytest.mark.parametrize("command", [["ls"], ["verify"], ["prune", "--keep", "1"]])
+def test_where_there_are_none(tmp_path, command):
+    assert "there are no checkpoints at" in ckpt(*command, tmp_path, code=2)
+    assert "cannot lie at x://y" in ckpt(*command, "x://y", code=2)
+    (tmp_path / "file").write_text("")
+    assert "Not a directory" in ckpt(*command, tmp_path / "file", code=1)
+
+
+def test_help_has_an_example_for_every_command():
+    for command in ("ls", "verify", "prune", "export"):
+        assert f"Example: rayzero ckpt {command}" in ckpt(command, "--help")
+
+
+def test_listing_costs_neither_torch_nor_ray(job):
+    script = (
+        "import sys\n"
+        "from rayzero.orchestrator.cli.checkpoints import list_all\n"
+        f"code = list_all({str(job)!r}, True)\n"
+        "sys.exit(repr({'torch', 'ray', 'pyarrow'} & set(sys.modules)) if code == 0 else code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr.strip() == "set()"
