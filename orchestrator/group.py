@@ -78,8 +78,12 @@ class WorkerGroup(Protocol):
     async def fence(self, worker: int) -> None:
         """As `stop`, and breaks off the collective it may be waiting in."""
 
-    async def salvage(self, worker: int) -> SlotInfo:
-        """Copies the state in an unwound worker's memory into its vault."""
+    async def salvage(self, worker: int, vault: str) -> SlotInfo:
+        """Copies the state in an unwound worker's memory into the vault at that address.
+
+        Raises:
+            EngineError, VaultGoneError: there is no state, or that vault is gone.
+        """
 
     async def dump_stack(self, worker: int) -> str:
         """The Python stacks of a worker's process."""

@@ -133,8 +133,8 @@ class RayWorkerGroup:
     async def fence(self, worker: int) -> None:
         await _answer(self._actor(worker).fence.remote())
 
-    async def salvage(self, worker: int) -> SlotInfo:
-        slot: SlotInfo = await _answer(self._actor(worker).salvage.remote())
+    async def salvage(self, worker: int, vault: str) -> SlotInfo:
+        slot: SlotInfo = await _answer(self._actor(worker).salvage.remote(vault))
         return slot
 
     async def dump_stack(self, worker: int) -> str:

@@ -58,8 +58,8 @@ class WorkerActor:
     def fence(self) -> None:
         self._host.fence()
 
-    def salvage(self) -> SlotInfo:
-        return self._host.salvage()
+    def salvage(self, vault: str) -> SlotInfo:
+        return self._host.salvage(vault)
 
     def dump_stack(self) -> str:
         return self._host.dump_stack()

@@ -35,11 +35,13 @@ class Kind:
 
     Args:
         where: who makes it happen.
+        does: what happens, for people.
         required: arguments without a default.
         defaults: those with one.
     """
 
     where: Where
+    does: str
     required: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -49,29 +51,27 @@ class Kind:
 
 
 _AT = {"phase": "forward"}
+_RANK, _NODE = ("rank", "step"), ("node", "step")
 KINDS: Mapping[str, Kind] = {
-    # SIGKILL to the worker's process
-    "kill": Kind("worker", ("rank", "step"), _AT),
-    # SIGSTOP to it: it neither works nor answers
-    "stop": Kind("worker", ("rank", "step"), _AT),
-    # sleeps at the phase, once a step, in `steps` steps
-    "slow": Kind("worker", ("rank", "step", "seconds"), {"steps": 1, **_AT}),
-    # the training thread waits for ever; the process answers
-    "hang": Kind("worker", ("rank", "step"), _AT),
-    # an exception as user code would raise it
-    "raise_error": Kind("worker", ("rank", "step"), {**_AT, "times": 1}),
-    # SIGKILL to a node's vault
-    "kill_vault": Kind("vault", ("node", "step")),
-    # a node vanishes with all its processes
-    "drop_node": Kind("cluster", ("node", "step")),
-    # a node's links are cut for so long
-    "partition": Kind("cluster", ("node", "step", "seconds")),
-    # a byte of a rank's checkpoint file changes, or its end or all of it goes
-    "tear_file": Kind("store", ("step", "rank"), {"how": "flip"}),
-    # writing a checkpoint fails for want of room
-    "full_disk": Kind("store", ("step",), {"times": 1}),
-    # writing a checkpoint takes so much longer
-    "slow_store": Kind("store", ("seconds",), {"step": 1, "times": 1}),
+    "kill": Kind("worker", "SIGKILL to a worker's process", _RANK, _AT),
+    "stop": Kind("worker", "SIGSTOP to a worker's process: it does not even answer", _RANK, _AT),
+    "slow": Kind(
+        "worker", "a worker sleeps, once a step", (*_RANK, "seconds"), {"steps": 1, **_AT}
+    ),
+    "hang": Kind("worker", "training waits for ever; the process answers", _RANK, _AT),
+    "raise_error": Kind("worker", "an exception as of user code", _RANK, {**_AT, "times": 1}),
+    "kill_vault": Kind("vault", "SIGKILL to a node's vault", _NODE),
+    "drop_node": Kind("cluster", "a node vanishes with all its Ray processes", _NODE),
+    "partition": Kind(
+        "cluster", "a node's network is down for so long (needs root)", (*_NODE, "seconds")
+    ),
+    "tear_file": Kind(
+        "store", "a file of a finished checkpoint is damaged", ("step", "rank"), {"how": "flip"}
+    ),
+    "full_disk": Kind("store", "a vault's disk is full when it writes", ("step",), {"times": 1}),
+    "slow_store": Kind(
+        "store", "a vault's writing takes so much longer", ("seconds",), {"step": 1, "times": 1}
+    ),
 }
 
 # What each argument may be: (type, least or choices).
@@ -125,8 +125,11 @@ class Fault:
         return f"{self.kind}({', '.join(told)})"
 
 
-def parse(text: str) -> Fault:
+def parse(text: str, step: int | None = None) -> Fault:
     """The fault that a line of text names.
+
+    Args:
+        step: for a fault that names none; None: it has to.
 
     Raises:
         ConfigError: an unknown word or argument, a missing one, or a value out of range; it names
@@ -141,14 +144,22 @@ def parse(text: str) -> Fault:
     for key in arguments:
         if key not in kind.arguments:
             hint = nearest(key, kind.arguments)
-            raise _wrong(text, f"{name} has no argument {key!r}{hint}", _usage(name))
+            raise _wrong(text, f"{name} has no argument {key!r}{hint}", usage(name))
+    if step is not None and "step" in kind.required:
+        arguments.setdefault("step", step)
     for key in kind.required:
         if key not in arguments:
-            raise _wrong(text, f"{name} needs {key}=", _usage(name))
+            raise _wrong(text, f"{name} needs {key}=", usage(name))
     values = {
         key: _checked(text, key, value) for key, value in {**kind.defaults, **arguments}.items()
     }
     return Fault(name, **values)
+
+
+def example(name: str) -> Fault:
+    """One good use of a word."""
+    values = {"rank": 1, "node": 1, "step": 7, "seconds": 5.0, **KINDS[name].defaults}
+    return Fault(name, **{key: values[key] for key in KINDS[name].arguments})
 
 
 def random_schedule(
@@ -242,7 +253,8 @@ def _checked(text: str, key: str, value: Any) -> Any:
     raise _wrong(text, f"{key}={value!r}", f"a whole number, {limit} or more")
 
 
-def _usage(name: str) -> str:
+def usage(name: str) -> str:
+    """How a word is used: its arguments, and their defaults."""
     kind = KINDS[name]
     defaults = [f"{key}={_literal(value)}" for key, value in kind.defaults.items()]
     return f"{name}({', '.join([*(f'{key}=' for key in kind.required), *defaults])})"

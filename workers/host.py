@@ -99,15 +99,16 @@ class WorkerHost:
         self._runner.stop()
         process_group.break_off()
 
-    def salvage(self) -> SlotInfo:
-        """Copies the state in this process's memory into the vault, once the function is unwound.
+    def salvage(self, vault: str) -> SlotInfo:
+        """Copies the state in this process's memory into the vault at that address, once the
+        function is unwound.
 
         Raises:
             EngineError: the function is not unwound, or there is no state.
         """
         if not self._runner.join(timeout_s=1):
             raise EngineError("the training function is still under way: its state is not at rest")
-        return self._keeper.salvage()
+        return self._keeper.salvage(vault)
 
     def dump_stack(self) -> str:
         """The Python stack of every thread of this process."""

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from rayzero.engine.errors import ConfigError
@@ -40,9 +40,20 @@ class FaultRecord:
             return ()
         return tuple(FaultFired(**json.loads(line)) for line in lines)
 
-    def clear(self) -> None:
-        """Forgets what an earlier run of the job left here. For the start of a job only."""
-        self._path.unlink(missing_ok=True)
+    def keep_only(self, faults: Collection[str]) -> None:
+        """Forgets what else an earlier run of the job left here. For the start of a run only.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        kept = "".join(_line(one) for one in self.read() if one.fault in faults)
+        try:
+            if kept:
+                self._path.write_text(kept, encoding="utf-8")
+            else:
+                self._path.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def add(self, fired: FaultFired) -> None:
         """Writes one line by one call, so that it is there even if the process dies right after.
@@ -50,18 +61,24 @@ class FaultRecord:
         Raises:
             ConfigError: the folder cannot be written.
         """
-        line = json.dumps({"rank": fired.rank, "step": fired.step, "fault": fired.fault}) + "\n"
         try:
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
-                os.write(file, line.encode())
+                os.write(file, _line(fired).encode())
             finally:
                 os.close(file)
         except OSError as error:
-            raise ConfigError(
-                f"the record of faults {self._path} cannot be written: {error.strerror}",
-                fix="the job's output folder, or leave `faults` out",
-            ) from error
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"the record of faults {self._path} cannot be written: {error.strerror}",
+            fix="the job's output folder, or leave `faults` out",
+        )
+
+
+def _line(fired: FaultFired) -> str:
+    return json.dumps({"rank": fired.rank, "step": fired.step, "fault": fired.fault}) + "\n"
 
 
 def fired(output_dir: str | Path) -> tuple[FaultFired, ...]:
@@ -70,26 +87,42 @@ def fired(output_dir: str | Path) -> tuple[FaultFired, ...]:
 
 
 class Schedule:
-    """Which faults of a list are still to come, by the record. Made anew for each generation.
+    """Which faults of a list are still to come, by the record. For any thread.
 
-    Attributes:
-        faults: those that have not happened as often as they should.
+    The list may grow while others look (`want`): one lock guards what is left, and a fault is
+    recorded under it, so that nothing is counted twice or forgotten between.
     """
 
     def __init__(
         self, faults: Iterable[Fault], record: FaultRecord, post: Callable[[FaultFired], None]
     ) -> None:
+        self._record = record
+        self._post = post
+        self._wanted = 0
+        self._left: dict[Fault, int] = {}
+        self._lock = threading.Lock()
+        self.want(faults)
+
+    def want(self, faults: Iterable[Fault]) -> None:
+        """Looks the record up again: these are all the faults that there are to be.
+
+        Lists of one job only grow, so a shorter one than before was overtaken by a newer one.
+        """
         wanted: Counter[Fault] = Counter()
         for fault in faults:
             wanted[fault] += fault.firings
-        done = Counter(one.fault for one in record.read())
-        self._left = {fault: count - done[str(fault)] for fault, count in wanted.items()}
-        self._record = record
-        self._post = post
+        with self._lock:
+            if wanted.total() < self._wanted:
+                return
+            done = Counter(one.fault for one in self._record.read())
+            self._wanted = wanted.total()
+            self._left = {fault: count - done[str(fault)] for fault, count in wanted.items()}
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        return tuple(fault for fault, left in self._left.items() if left > 0)
+        """Those that have not happened as often as they should."""
+        with self._lock:
+            return tuple(fault for fault, left in self._left.items() if left > 0)
 
     def due(self, step: int) -> tuple[Fault, ...]:
         """Those whose step has come."""
@@ -97,9 +130,10 @@ class Schedule:
 
     def fire(self, fault: Fault, rank: int, step: int) -> None:
         """Tells that a fault happens. Call it before it takes effect."""
-        self._left[fault] -= 1
         told = FaultFired(rank, step, str(fault))
-        self._record.add(told)
+        with self._lock:
+            self._left[fault] -= 1
+            self._record.add(told)
         self._post(told)
 
 

@@ -76,12 +76,19 @@ class Keeper:
         except (DataError, VaultGoneError, EngineError) as error:
             raise StateError(error.seen, error.allowed, error.fix) from error
 
-    def salvage(self) -> SlotInfo:
+    def salvage(self, vault: str) -> SlotInfo:
         """Copies the state in memory into the vault: all of it, where it is here.
+
+        Args:
+            vault: the address of this node's vault now. The one that the generation began with
+                may be gone, which is then the reason to salvage.
 
         Raises:
             EngineError: there is none, or no vault.
+            VaultGoneError: the vault is gone.
         """
+        if vault != self._address:
+            self._connect(vault)
         memory, assign = self.memory(), self._assign
         if memory is None or assign is None or self._engine is None or self.vault is None:
             raise EngineError("there is no state to salvage in this process, or no vault for it")

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.control.desk import Desk, GoneError
 from rayzero.orchestrator.control.faults import Faults
@@ -219,13 +220,20 @@ class Passage:
         return worker, await self._desk.ask(worker, self._desk.ports.workers.open_store(worker))
 
     async def _salvage(self, picked: recovery.FromMemory) -> tuple[SlotRef, ...]:
-        """Copies memories into vaults. None, if they turn out not to be one state: a generation
-        that was fenced before it had a state still holds parts cut for an older one."""
+        """Copies memories into vaults. None, if that fails, or if they turn out not to be one
+        state: a generation that was fenced before it had a state still holds parts cut for an
+        older one."""
         desk = self._desk
-        commands = [desk.ports.workers.salvage(worker) for worker in picked.workers]
-        asked = zip(picked.workers, commands, strict=True)
-        made = await asyncio.gather(*(desk.ask(worker, command) for worker, command in asked))
         nodes = [desk.crew.info(worker).node_id for worker in picked.workers]
+        asked = [
+            desk.ask(worker, desk.ports.workers.salvage(worker, desk.vaults.get(node, "")))
+            for worker, node in zip(picked.workers, nodes, strict=True)
+        ]
+        try:
+            made = await asyncio.gather(*asked)
+        except RayzeroError as error:
+            desk.see(Warned(f"a worker's memory could not be copied: {error.seen}"))
+            return ()
         held = [recovery.Held(slot, node) for slot, node in zip(made, nodes, strict=True)]
         if len(held) == 1:
             return recovery.refs(held)

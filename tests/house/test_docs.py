@@ -1,4 +1,4 @@
-"""The tables of docs/architecture.md are those of the code, and links lead somewhere.
+"""The generated tables of the documentation are those of the code, and links lead somewhere.
 
 `python -m tests.house.test_docs` writes the tables anew.
 """
@@ -6,18 +6,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from rayzero.engine import memory
 from rayzero.engine.zero.placement import STAGES
 from rayzero.orchestrator.machine import EVENTS, Answer, Row, rows
+from rayzero.orchestrator.spec import Checkpoint, Recovery, Workers
 from rayzero.orchestrator.states import State
+from rayzero.workers.faults import KINDS
 from tests.house.source import ROOT
 
-ARCHITECTURE = ROOT / "docs/architecture.md"
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
 
 
@@ -53,39 +56,81 @@ def state_table() -> str:
     return "\n".join(lines)
 
 
+def settings_table(section: type[BaseModel], prefix: str) -> str:
+    """A section of the job file, as its model describes it."""
+    lines = [_row("setting", "default", "what it is"), "|---|---|---|"]
+    for key, field in section.model_fields.items():
+        default = "none" if field.default is None else field.default
+        lines.append(_row(f"`{prefix}.{key}`", f"`{default}`", str(field.description)))
+    return "\n".join(lines)
+
+
+def fault_usages() -> list[str]:
+    """Every word of the fault language with its arguments and their defaults."""
+    usages = []
+    for word, kind in KINDS.items():
+        defaults = [
+            f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
+            for name, value in kind.defaults.items()
+        ]
+        usages.append(
+            f"`{word}({', '.join([*(f'{name}=' for name in kind.required), *defaults])})`"
+        )
+    return usages
+
+
 def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "stages": stage_table,
-    "bytes": bytes_table,
-    "states": state_table,
+TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
+    ROOT / "docs/architecture.md": {
+        "stages": stage_table,
+        "bytes": bytes_table,
+        "states": state_table,
+    },
+    ROOT / "docs/faults.md": {
+        "workers": partial(settings_table, Workers, "workers"),
+        "recovery": partial(settings_table, Recovery, "recovery"),
+    },
+    ROOT / "docs/checkpoints.md": {
+        "checkpoint": partial(settings_table, Checkpoint, "checkpoint"),
+    },
 }
+WITH_TABLES = pytest.mark.parametrize("path", TABLES, ids=lambda path: path.name)
 
 
-def with_tables(page: str) -> str:
+def with_tables(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
     """The page with every table between its marks made anew."""
-    for name, make in TABLES.items():
+    for name, make in tables.items():
         begin, end = f"<!-- table: {name} -->\n", "<!-- end of table -->"
         parts = re.split(f"({begin}).*?({end})", page, flags=re.DOTALL)
-        assert len(parts) == 4, f"docs/architecture.md has not one table marked {name!r}"
+        assert len(parts) == 4, f"the page has not one table marked {name!r}"
         page = parts[0] + begin + make() + "\n" + end + parts[3]
     return page
 
 
-def test_the_tables_are_those_of_the_code() -> None:
-    page = ARCHITECTURE.read_text(encoding="utf-8")
-    assert page == with_tables(page), "python -m tests.house.test_docs writes them anew"
+@WITH_TABLES
+def test_the_tables_are_those_of_the_code(path: Path) -> None:
+    page = path.read_text(encoding="utf-8")
+    told = "python -m tests.house.test_docs writes them anew"
+    assert page == with_tables(page, TABLES[path]), told
 
 
-@pytest.mark.parametrize("cell", ["all_reduce", "4 + 12/W", "new generation"])
-def test_a_table_that_differs_is_seen(cell: str) -> None:
-    """One word changed in each table."""
-    page = ARCHITECTURE.read_text(encoding="utf-8")
-    place = page.index(cell, page.index("<!-- table:"))
-    changed = page[:place] + "other" + page[place + len(cell) :]
-    assert with_tables(changed) == page
+@WITH_TABLES
+def test_a_table_that_differs_is_seen(path: Path) -> None:
+    """The last cell of each table changed."""
+    page = path.read_text(encoding="utf-8")
+    for name in TABLES[path]:
+        place = page.index(" |\n<!-- end of table -->", page.index(f"<!-- table: {name} -->"))
+        changed = page[:place] + "other" + page[place:]
+        assert with_tables(changed, TABLES[path]) == page
+
+
+def test_every_word_of_the_fault_language_is_explained() -> None:
+    page = (ROOT / "docs/faults.md").read_text(encoding="utf-8")
+    table = page.partition("| fault |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| (`.*?`) \|", table, flags=re.MULTILINE) == fault_usages()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -96,5 +141,6 @@ def test_links_between_our_pages_lead_somewhere(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    text = ARCHITECTURE.read_text(encoding="utf-8")
-    ARCHITECTURE.write_text(with_tables(text), encoding="utf-8")
+    for path, tables in TABLES.items():
+        text = path.read_text(encoding="utf-8")
+        path.write_text(with_tables(text, tables), encoding="utf-8")

@@ -470,7 +470,7 @@ async def test_a_survivors_memory_is_used_where_vaults_have_less(folder: Path):
     await stage.steps(5)
     world._memory = lambda process: Memory(process.step, whole=True)  # type: ignore[method-assign]
 
-    async def salvage(worker: int) -> SlotInfo:
+    async def salvage(worker: int, vault: str) -> SlotInfo:
         slot = SlotInfo(1, 1, 1, 5, 64, pinned=False)
         world.vaults.of["a"].slots[1, 1, 5] = slot
         world.told.append(("salvage", worker))

@@ -387,7 +387,7 @@ class World:
         await self._hear("fence", worker)
         self._unwind(self.processes[worker])
 
-    async def salvage(self, worker: int) -> SlotInfo:
+    async def salvage(self, worker: int, vault: str) -> SlotInfo:
         await self._hear("salvage", worker)
         process = self.processes[worker]
         _, assign = next(one for one in reversed(self.assigned) if one[0] == worker)
