@@ -25,7 +25,6 @@ from rayzero.orchestrator.cluster import Cluster, connect
 from rayzero.orchestrator.control.desk import Ports
 from rayzero.orchestrator.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.injection import injected
 from rayzero.orchestrator.loading import check
 from rayzero.orchestrator.mailbox import Mailbox, serve
 from rayzero.orchestrator.notices import Observer, Unwatched, Warned
@@ -35,6 +34,7 @@ from rayzero.orchestrator.result import JobResult
 from rayzero.orchestrator.spec import JobSpec, Workers
 from rayzero.orchestrator.stored_archive import StoredArchive
 from rayzero.orchestrator.vault_group import RayVaultGroup
+from rayzero.orchestrator.wishes import Inject, Scale, Wish
 from rayzero.orchestrator.worker_group import RayWorkerGroup
 
 __all__ = ["Job", "JobHandle", "JobResult", "Workers"]
@@ -43,8 +43,8 @@ EntryPoint: TypeAlias = str | Callable[[Any], Any]
 
 STOP_S = 10.0
 """How long a stopped job may take to be gone, without its last checkpoint."""
-SCALE_S = 10.0
-"""How long a running job may take to answer a wish for another size."""
+WISH_S = 10.0
+"""How long a running job may take to answer a wish."""
 
 
 class Job:
@@ -190,14 +190,22 @@ class JobHandle:
             ConfigError: the job cannot have so many.
             JobFailedError: the job has ended, or does not answer.
         """
-        least, most = bounds(workers)
-        if self._controller is None or self._loop is None or not self._thread.is_alive():
-            raise JobFailedError(f"job {self._plan.spec.name!r} is not running")
-        asked = asyncio.run_coroutine_threadsafe(self._scale(least, most), self._loop)
-        try:
-            return asked.result(SCALE_S)
-        except (TimeoutError, CancelledError):
-            raise JobFailedError(f"job {self._plan.spec.name!r} does not answer") from None
+        return self._wish(Scale(*bounds(workers)))
+
+    def inject(self, *faults: str) -> str:
+        """Makes something break in the running job, such as `kill(rank=1)`.
+
+        Args:
+            faults: in the fault language; a step that is left out is the one at work.
+
+        Returns:
+            What was scheduled, a line for each fault.
+
+        Raises:
+            ConfigError: one is no fault, or cannot happen in this job.
+            JobFailedError: the job has ended, or does not answer.
+        """
+        return self._wish(Inject(faults))
 
     def end(self) -> None:
         """Asks the job to end and waits for it: at most as long as a clean stop takes."""
@@ -206,10 +214,15 @@ class JobHandle:
         keeps = checkpoint.every_steps is not None
         self.wait(STOP_S + (checkpoint.notice_s if keeps else 0.0))
 
-    async def _scale(self, least: int, most: int) -> str:
-        if self._controller is None:
-            raise JobFailedError("the job has ended")
-        return self._controller.scale(least, most)
+    def _wish(self, wish: Wish) -> str:
+        controller, loop, name = self._controller, self._loop, self._plan.spec.name
+        if controller is None or loop is None or not self._thread.is_alive():
+            raise JobFailedError(f"job {name!r} is not running")
+        try:
+            asked = asyncio.run_coroutine_threadsafe(controller.grant(wish), loop)
+            return asked.result(WISH_S)
+        except (TimeoutError, CancelledError):
+            raise JobFailedError(f"job {name!r} does not answer") from None
 
     def _run(self) -> None:
         try:
@@ -225,18 +238,16 @@ class JobHandle:
     async def _main(self) -> JobResult:
         clock, spec = SystemClock(), self._plan.spec
         output_dir = self._plan.output_dir
-        vaults = RayVaultGroup(spec.name, more=(spec.faults, str(output_dir)))
+        vaults = RayVaultGroup(spec.name, faults=spec.faults, output_dir=str(output_dir))
         workers = RayWorkerGroup(self._plan.setup, clock, self._cluster.can_grow, vaults)
         ports = Ports(workers, vaults, StoredArchive(self._plan, self._warn), self._observer, clock)
-        if spec.faults:
-            ports = injected(ports, spec.faults, output_dir, vaults.crash)
         controller = Controller(self._plan, ports)
         self._loop, self._controller = asyncio.get_running_loop(), controller
         if self._stop_wanted.is_set():  # before there was somebody to tell
             controller.feed(ev.StopWanted())
         driver = ray.get_runtime_context().get_job_id()
         mailbox = Mailbox(here(), spec.name, driver)
-        requests = asyncio.ensure_future(serve(mailbox, clock, controller.scale, self._warn))
+        requests = asyncio.ensure_future(serve(mailbox, clock, controller.grant, self._warn))
         try:
             return await controller.run()
         finally:

@@ -9,6 +9,7 @@ from rayzero.engine.config import parse_config
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator import instructions as do
+from rayzero.orchestrator.control.chaos import Chaos
 from rayzero.orchestrator.control.checkpoints import Checkpoints
 from rayzero.orchestrator.control.desk import Desk, GoneError, Ports
 from rayzero.orchestrator.control.elastic import Elastic
@@ -37,6 +38,7 @@ from rayzero.orchestrator.result import (
 )
 from rayzero.orchestrator.spec import not_in_this_version
 from rayzero.orchestrator.states import State
+from rayzero.orchestrator.wishes import Inject, Scale, Wish
 from rayzero.workers.messages import WorkerInfo
 
 
@@ -56,7 +58,9 @@ class Controller:
         keeping = Keeping(desk, self._checkpoints)
         self._passage = Passage(desk, self._faults, self._vaults, repairs, self._checkpoints.newest)
         speeds = self._speeds = Speeds(desk)
-        hearing = Hearing(desk, self._faults, keeping, speeds, repairs)
+        self._chaos = Chaos(desk)
+        self._checkpoints.on_stored = self._chaos.stored
+        hearing = Hearing(desk, self._faults, keeping, speeds, repairs, self._chaos)
         self._watch = Watch(desk, hearing.receive)
         self._passage.on_forming = self._forming
         self._vigil = Vigil(desk, self._watch, self._faults)
@@ -89,12 +93,20 @@ class Controller:
         """Hands the machine an event. From another thread: `loop.call_soon_threadsafe(feed, e)`."""
         self._desk.feed(event)
 
-    def scale(self, least: int, most: int) -> str:
-        """Other limits for the number of workers; what comes of it, in words.
+    async def grant(self, wish: Wish) -> str:
+        """Does what somebody wants of the running job; what comes of it, in words.
 
         Raises:
-            ConfigError: the engine config has no room for one of these numbers.
+            ConfigError: it cannot be.
         """
+        match wish:
+            case Scale(least, most):
+                return self._scale(least, most)
+            case Inject(faults):
+                return await self._chaos.inject(faults)
+
+    def _scale(self, least: int, most: int) -> str:
+        """Other limits for the number of workers, if the engine config has room for both."""
         desk = self._desk
         if isinstance(engine := desk.plan.spec.engine, dict):
             check_sizes(parse_config(engine), least, most)
@@ -150,7 +162,8 @@ class Controller:
 
     async def _place(self) -> None:
         desk = self._desk
-        await self._checkpoints.begin()  # first: what cannot be begun needs no workers
+        # First: what cannot be begun needs no workers, and they look the record of faults up.
+        self._chaos.begin(resumed=await self._checkpoints.begin())
         workers = await desk.ports.workers.place(desk.plan.need)
         await self._vaults.open(worker.node_id for worker in workers)
         desk.crew.add(workers)

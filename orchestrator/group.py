@@ -8,11 +8,11 @@ from typing import Any, Protocol
 from rayzero.orchestrator.policies.placement import Need
 from rayzero.workers.messages import (
     Assign,
-    ConnectionLost,
     Message,
     RankFile,
     SlotInfo,
     SlotRef,
+    VaultNews,
     WorkerInfo,
 )
 
@@ -78,6 +78,9 @@ class WorkerGroup(Protocol):
     async def fence(self, worker: int) -> None:
         """As `stop`, and breaks off the collective it may be waiting in."""
 
+    async def inject(self, worker: int, faults: Sequence[str]) -> None:
+        """Further faults for one worker: all that were injected since the job began."""
+
     async def salvage(self, worker: int, vault: str) -> SlotInfo:
         """Copies the state in an unwound worker's memory into the vault at that address.
 
@@ -106,7 +109,7 @@ class VaultGroup(Protocol):
             JobFailedError: one did not start.
         """
 
-    async def poll(self, node_id: str, timeout_s: float) -> list[ConnectionLost]:
+    async def poll(self, node_id: str, timeout_s: float) -> list[VaultNews]:
         """What a vault noticed; waits up to `timeout_s` for something to happen."""
 
     async def inventory(self, node_id: str) -> list[SlotInfo]:
@@ -135,6 +138,16 @@ class VaultGroup(Protocol):
 
     async def usage(self, node_id: str) -> dict[str, Any]:
         """Bytes held: `slots`, `replicas`; `available`."""
+
+    async def inject(self, faults: Sequence[str]) -> None:
+        """Further faults for every vault, now and to come: all that were injected since the job
+        began."""
+
+    async def obstacle(self, node_id: str, fault: str) -> str:
+        """Why a fault of a vault or a node cannot happen there; empty when it can."""
+
+    async def strike(self, node_id: str, fault: str) -> None:
+        """Makes it happen; most often nobody is left to answer."""
 
     async def close(self, node_id: str) -> None:
         """Ends a vault that nobody needs any more, if there is one. Ray's autoscaler keeps a node

@@ -10,7 +10,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -18,6 +18,7 @@ from rayzero.engine.errors import ConfigError, RayzeroError, nearest
 from rayzero.orchestrator.clock import Clock
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.records import HeadLostError, Records
+from rayzero.orchestrator.wishes import Answer, Inject, Scale, Wish
 
 POLL_S = 1.0
 """How often a job looks for requests."""
@@ -26,21 +27,28 @@ ANSWER_S = 15.0
 _LOOK_S = 0.1
 
 
+_KINDS: Mapping[str, type[Wish]] = {"scale": Scale, "inject": Inject}
+
+
 @dataclass(frozen=True)
-class ScaleRequest:
-    """Somebody wants the job to have between `least` and `most` workers."""
+class Request:
+    """A wish, by one command; as a record `{"id": ..., "kind": ..., "wish": {...}}`."""
 
     id: str
-    least: int
-    most: int
+    wish: Wish
 
+    def encode(self) -> bytes:
+        (kind,) = (kind for kind, one in _KINDS.items() if isinstance(self.wish, one))
+        return json.dumps({"id": self.id, "kind": kind, "wish": asdict(self.wish)}).encode()
 
-@dataclass(frozen=True)
-class Answer:
-    """What became of a request."""
-
-    done: bool
-    text: str
+    @classmethod
+    def decode(cls, record: bytes) -> Request:
+        found = json.loads(record)
+        fields = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in found["wish"].items()
+        }
+        return cls(found["id"], _KINDS[found["kind"]](**fields))
 
 
 class Mailbox:
@@ -62,17 +70,17 @@ class Mailbox:
         record = {"run": self._run, "driver": self._driver}
         self._records.put(_job(self._name), json.dumps(record).encode())
 
-    def take(self) -> list[ScaleRequest]:
+    def take(self) -> list[Request]:
         """The requests that came since the last time, oldest first."""
         taken = []
         for key in self._records.keys(_asked(self._run)):
             value = self._records.get(key)
             self._records.delete(key)
             if value is not None:
-                taken.append(ScaleRequest(**json.loads(value)))
+                taken.append(Request.decode(value))
         return taken
 
-    def answer(self, request: ScaleRequest, answer: Answer) -> None:
+    def answer(self, request: Request, answer: Answer) -> None:
         self._records.put(_answered(self._run, request.id), json.dumps(asdict(answer)).encode())
 
     def close(self) -> None:
@@ -87,14 +95,14 @@ class Mailbox:
 async def serve(
     mailbox: Mailbox,
     clock: Clock,
-    scale: Callable[[int, int], str],
+    grant: Callable[[Wish], Awaitable[str]],
     tell: Callable[[str], None],
 ) -> None:
     """Answers requests until it is cancelled. A head that is away for a while is told once.
 
     Args:
-        scale: changes the bounds of the number of workers and says what comes of it; raises
-            RayzeroError when it cannot be.
+        grant: does what is wanted and says what comes of it; raises RayzeroError when it cannot
+            be.
         tell: shows a warning.
     """
     is_open = silent = False
@@ -105,12 +113,12 @@ async def serve(
                     await asyncio.to_thread(mailbox.open)
                     is_open = True
                 for request in await asyncio.to_thread(mailbox.take):
-                    answer = _decided(scale, request)
+                    answer = await _decided(grant, request)
                     await asyncio.to_thread(mailbox.answer, request, answer)
                 silent = False
             except HeadLostError as lost:
                 if not silent:
-                    tell(f"`rayzero scale` cannot reach this job: {lost.seen}")
+                    tell(f"`rayzero scale` and `chaos` cannot reach this job: {lost.seen}")
                 silent = True
             await clock.sleep(POLL_S)
     finally:
@@ -118,21 +126,21 @@ async def serve(
             mailbox.close()
 
 
-def ask(heads: Sequence[Records], name: str, least: int, most: int) -> str:
+def ask(heads: Sequence[Records], name: str, wish: Wish) -> str:
     """A command's side: asks the running job of that name; its answer, in words.
 
     Args:
         heads: of the clusters to look for the job in.
 
     Raises:
-        ConfigError: no job of that name is running there, or it cannot have that many workers.
+        ConfigError: no job of that name is running there, or it cannot do that.
         JobFailedError: it does not answer.
     """
     running: list[str] = []
     for records in heads:
         found = _running(records)
         if name in found:
-            return _asked_of(records, found[name], name, least, most)
+            return _asked_of(records, found[name], name, wish)
         running += found
     raise ConfigError(
         f"no running job is called {name!r}{nearest(name, running)}",
@@ -141,10 +149,10 @@ def ask(heads: Sequence[Records], name: str, least: int, most: int) -> str:
     )
 
 
-def _asked_of(records: Records, run: str, name: str, least: int, most: int) -> str:
-    request = ScaleRequest(f"{time.time_ns():020d}-{secrets.token_hex(4)}", least, most)
+def _asked_of(records: Records, run: str, name: str, wish: Wish) -> str:
+    request = Request(f"{time.time_ns():020d}-{secrets.token_hex(4)}", wish)
     answered, asked = _answered(run, request.id), _asked(run) + request.id
-    records.put(asked, json.dumps(asdict(request)).encode())
+    records.put(asked, request.encode())
     try:
         until = time.monotonic() + ANSWER_S
         while (value := records.get(answered)) is None:
@@ -163,9 +171,9 @@ def _asked_of(records: Records, run: str, name: str, least: int, most: int) -> s
     return answer.text
 
 
-def _decided(scale: Callable[[int, int], str], request: ScaleRequest) -> Answer:
+async def _decided(grant: Callable[[Wish], Awaitable[str]], request: Request) -> Answer:
     try:
-        return Answer(True, scale(request.least, request.most))
+        return Answer(True, await grant(request.wish))
     except RayzeroError as error:
         return Answer(False, str(error))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import time_ns
 
+from rayzero.engine.checkpoint.store import join
 from rayzero.engine.config import parse_config
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.policies.placement import Need
@@ -51,7 +52,7 @@ def make_plan(
     cwd = os.getcwd()
     path = spec.checkpoint.path
     output_dir = Path(cwd, "runs" if spec.checkpoint.is_url else path, spec.name)
-    archive = f"{path.rstrip('/')}/{spec.name}" if spec.checkpoint.is_url else str(output_dir)
+    archive = join(path, spec.name) if spec.checkpoint.is_url else str(output_dir)
     for fault in spec.faults:
         parse(fault)  # refused now, not when it should happen
     try:

@@ -10,6 +10,7 @@ from rayzero.engine.checkpoint.catalogue import Found, list_checkpoints, newest_
 from rayzero.engine.checkpoint.format import step_folder
 from rayzero.engine.checkpoint.manifest import make_manifest
 from rayzero.engine.checkpoint.prune import prune
+from rayzero.engine.checkpoint.store import join
 from rayzero.engine.checkpoint.writer import commit
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.plan import JobPlan
@@ -30,7 +31,7 @@ class StoredArchive:
         self._tell = tell
 
     def folder(self, step: int) -> str:
-        return f"{self._plan.archive}/{step_folder(step)}"
+        return join(self._plan.archive, step_folder(step))
 
     async def begin(self) -> Stored | None:
         if self._wanted.resume == "auto":
@@ -45,9 +46,11 @@ class StoredArchive:
         return None if found is None else Stored(found.step, found.folder)
 
     async def commit(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
+        await asyncio.to_thread(self._commit, step, generation, files)
+
+    def _commit(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
         name, stage = self._plan.spec.name, self._plan.stage
-        manifest = make_manifest(name, step, generation, files, stage=stage)
-        await asyncio.to_thread(commit, self.folder(step), manifest)
+        commit(self.folder(step), make_manifest(name, step, generation, files, stage=stage))
 
     async def prune(self) -> None:
         wanted = self._wanted

@@ -13,7 +13,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.group import VaultLostError
 from rayzero.orchestrator.lost import LOST, cause, gone
-from rayzero.workers.messages import ConnectionLost, RankFile, SlotInfo, SlotRef
+from rayzero.workers.messages import RankFile, SlotInfo, SlotRef, VaultNews
+from rayzero.workers.node_faults import network
 from rayzero.workers.vault_actor import COMMAND_THREADS, VaultActor
 
 _START_S = 60.0
@@ -27,12 +28,21 @@ class RayVaultGroup:
     Args:
         job: the job's name.
         actor: the class of the vaults.
-        more: what they are made with beside the job's name and their node's id.
+        faults: of the job, to inject in what the vaults do.
+        output_dir: where those are recorded that happened.
     """
 
-    def __init__(self, job: str, actor: type[Any] = VaultActor, more: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        job: str,
+        actor: type[Any] = VaultActor,
+        faults: Sequence[str] = (),
+        output_dir: str = "",
+    ) -> None:
         self._job = job
-        self._more = tuple(more)
+        self._faults = tuple(faults)
+        self._injected: tuple[str, ...] = ()
+        self._output_dir = output_dir
         self._actor = ray.remote(actor)
         self._vaults: dict[str, Any] = {}
         self._met: dict[str, Any] = {}
@@ -48,7 +58,8 @@ class RayVaultGroup:
             max_restarts=0,
             scheduling_strategy=here,
         )
-        self._vaults[node_id] = actor.remote(self._job, node_id, *self._more)
+        faults = (*self._faults, *self._injected)
+        self._vaults[node_id] = actor.remote(self._job, node_id, faults, self._output_dir)
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
         nodes = list(dict.fromkeys(node_ids))
@@ -63,9 +74,9 @@ class RayVaultGroup:
         await self._introduce()
         return dict(zip(nodes, addresses, strict=True))
 
-    async def poll(self, node_id: str, timeout_s: float) -> list[ConnectionLost]:
-        lost: list[ConnectionLost] = await self._ask(node_id, "poll", timeout_s)
-        return lost
+    async def poll(self, node_id: str, timeout_s: float) -> list[VaultNews]:
+        news: list[VaultNews] = await self._ask(node_id, "poll", timeout_s)
+        return news
 
     async def inventory(self, node_id: str) -> list[SlotInfo]:
         slots: list[SlotInfo] = await self._ask(node_id, "inventory")
@@ -95,10 +106,19 @@ class RayVaultGroup:
         """Ends a worker's process on that node (SIGKILL); False if the vault does not know it."""
         return bool(await self._ask(node_id, "kill", pid))
 
-    def crash(self, node_id: str) -> None:
-        """Ends a node's vault at once, as an injected fault: nobody here is told of it."""
-        if (actor := self._vaults.get(node_id)) is not None:
-            ray.kill(actor)
+    async def inject(self, faults: Sequence[str]) -> None:
+        self._injected = tuple(faults)
+        told = [self._ask(node, "inject", (*self._faults, *faults)) for node in self._vaults]
+        for answer in await asyncio.gather(*told, return_exceptions=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, VaultLostError):
+                raise answer
+
+    async def obstacle(self, node_id: str, fault: str) -> str:
+        is_here = node_id == ray.get_runtime_context().get_node_id()
+        return str(await self._ask(node_id, "obstacle", fault, is_here, network()))
+
+    async def strike(self, node_id: str, fault: str) -> None:
+        await self._ask(node_id, "strike", fault)
 
     async def close(self, node_id: str) -> None:
         actor = self._vaults.pop(node_id, None)

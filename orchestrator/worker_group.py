@@ -133,6 +133,9 @@ class RayWorkerGroup:
     async def fence(self, worker: int) -> None:
         await _answer(self._actor(worker).fence.remote())
 
+    async def inject(self, worker: int, faults: Sequence[str]) -> None:
+        await _answer(self._actor(worker).inject.remote(tuple(faults)))
+
     async def salvage(self, worker: int, vault: str) -> SlotInfo:
         slot: SlotInfo = await _answer(self._actor(worker).salvage.remote(vault))
         return slot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,9 @@ class WorkerActor:
 
     def fence(self) -> None:
         self._host.fence()
+
+    def inject(self, faults: Sequence[str]) -> None:
+        self._host.inject(faults)
 
     def salvage(self, vault: str) -> SlotInfo:
         return self._host.salvage(vault)

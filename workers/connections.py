@@ -25,22 +25,25 @@ class Connections:
     """
 
     def __init__(self) -> None:
-        self._inodes: frozenset[str] = frozenset()
+        self._before: frozenset[str] | None = None
+        self._after: frozenset[str] | None = None  # None while they are being made
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Around the making of a process group."""
-        before = _sockets().keys()
+        """Around the making of a process group, its store included."""
+        self._before = frozenset(_sockets())
         yield
-        self._inodes = frozenset(_sockets().keys() - before)
+        self._after = frozenset(_sockets())
 
     def cut(self) -> None:
-        """Shuts the noted connections down. From any thread; safe to repeat."""
+        """Shuts down the connections made so far. From any thread; safe to repeat."""
+        if self._before is None:
+            return
         for inode, descriptor in _sockets().items():
-            if inode in self._inodes:
+            new = inode not in self._before
+            if new and (self._after is None or inode in self._after):
                 with suppress(OSError):
                     _shut(descriptor)
-        self._inodes = frozenset()
 
 
 def _sockets() -> dict[str, int]:

@@ -8,7 +8,7 @@ import resource
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -40,6 +40,8 @@ from rayzero.workers.runner import Runner
 from rayzero.workers.warmth import warm_up
 from rayzero.workers.wire import Wire
 
+FENCE_TRIES, FENCE_TRY_S = 20, 0.1
+
 
 class WorkerHost:
     """One worker process. Its methods are called by the command threads; none of them waits for
@@ -54,6 +56,7 @@ class WorkerHost:
         self._rank = index  # until the first generation says better
         self._outbox = Outbox()
         self._keeper = Keeper(index)
+        self._schedule = Schedule((), FaultRecord(setup.output_dir), self._outbox.post)
         self._runner = Runner(on_unwound=self._unwound)
         self._wire = Wire(self._outbox.post)
         self._function: TrainFunction | None = None
@@ -95,9 +98,20 @@ class WorkerHost:
         self._runner.drain()
 
     def fence(self) -> None:
-        """As `stop`, and breaks off the collective that the function may be waiting in."""
-        self._runner.stop()
-        process_group.break_off()
+        """As `stop`, and breaks off the wait for peers that the function may be in.
+
+        More than once, because it may be about to begin one, in joining.
+        """
+        wire = self._wire
+        wire.interrupt.request()
+        for _ in range(FENCE_TRIES):
+            process_group.break_off(wire.connections)
+            if self._runner.join(FENCE_TRY_S) or self._wire is not wire:
+                return
+
+    def inject(self, faults: Sequence[str]) -> None:
+        """Further faults from now on: all that were injected since the job began."""
+        self._schedule.want(parse(text) for text in (*self._setup.faults, *faults))
 
     def salvage(self, vault: str) -> SlotInfo:
         """Copies the state in this process's memory into the vault at that address, once the
@@ -130,9 +144,12 @@ class WorkerHost:
         device = self._device()
         wire.progress.entered("join")
         self._keeper.begin(assign)  # first: the vault is to notice a death in joining, too
-        process_group.join(assign, device, self._collective_timeout_s)
+        wire.interrupt.check()
+        process_group.join(assign, device, self._collective_timeout_s, wire.connections)
         wire.post(Joined(assign.generation, assign.rank))
-        session = JobSession(self._setup, assign, wire, self._keeper, self._injector(assign))
+        self.inject(assign.faults)
+        injector = Injector(self._schedule, assign.rank)
+        session = JobSession(self._setup, assign, wire, self._keeper, injector)
         context = Context(self._setup, assign, device, session)
         wire.progress.working_on(1)
         try:
@@ -156,13 +173,8 @@ class WorkerHost:
         that."""
         return 2 * self._setup.hang_timeout_s + 10
 
-    def _injector(self, assign: Assign) -> Injector:
-        faults = [parse(text) for text in self._setup.faults]
-        record = FaultRecord(self._setup.output_dir)
-        return Injector(Schedule(faults, record, self._outbox.post), assign.rank)
-
     def _unwound(self) -> Memory | None:
-        process_group.abort()
+        process_group.abort(self._wire.connections)
         return self._keeper.memory()
 
     def _device(self) -> torch.device:

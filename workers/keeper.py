@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rayzero.engine.errors import DataError, EngineError, RayzeroError
@@ -117,8 +118,12 @@ class Keeper:
         # Here, because it brings pyarrow's file systems with it, and few generations need it.
         from rayzero.engine.checkpoint.imports.foreign import open_foreign
         from rayzero.engine.checkpoint.reader import CheckpointSource
+        from rayzero.engine.checkpoint.store import is_remote
 
-        return open_foreign(restore.checkpoint) or CheckpointSource(restore.checkpoint)
+        path = restore.checkpoint
+        if not (is_remote(path) or Path(path.removeprefix("file://")).exists()):
+            raise DataError(f"the checkpoint {path} is gone")
+        return open_foreign(path) or CheckpointSource(path)
 
     def _connect(self, address: str) -> None:
         self.close()

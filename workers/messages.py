@@ -113,6 +113,7 @@ class Assign:
         restore: what to begin from; None for a fresh start.
         shares: each rank's share of a step's samples, adding up to 1; empty for even shares.
         remote: whether steps are pinned as often as can be, for another node's vault to copy.
+        faults: injected since the job began, all of them, beside those of `Setup`.
     """
 
     generation: int
@@ -126,6 +127,7 @@ class Assign:
     restore: Restore | None = None
     shares: tuple[float, ...] = ()
     remote: bool = False
+    faults: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -318,6 +320,9 @@ class ConnectionLost:
 
     worker: int
     pid: int
+
+
+VaultNews: TypeAlias = ConnectionLost | FaultFired
 
 
 RankFile: TypeAlias = WrittenFile

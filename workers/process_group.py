@@ -29,10 +29,7 @@ def open_store(timeout_s: float) -> TCPStore:
     )
 
 
-_connections = Connections()
-
-
-def join(assign: Assign, device: torch.device, timeout_s: float) -> None:
+def join(assign: Assign, device: torch.device, timeout_s: float, connections: Connections) -> None:
     """Makes the default process group of a generation; returns when every member is there.
 
     The environment is set as torchrun sets it, for scripts that look there.
@@ -50,17 +47,17 @@ def join(assign: Assign, device: torch.device, timeout_s: float) -> None:
         MASTER_PORT=str(assign.store_port),
     )
     timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(
-        assign.store_host,
-        assign.store_port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timeout,
-    )
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)  # a thread's own setting: we are in the training thread
-    with _connections.noting():
+    with connections.noting():
+        store = TCPStore(
+            assign.store_host,
+            assign.store_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timeout,
+        )
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=PrefixStore(f"generation-{assign.generation}", store),
@@ -71,20 +68,20 @@ def join(assign: Assign, device: torch.device, timeout_s: float) -> None:
         )
 
 
-def abort() -> None:
+def abort(connections: Connections) -> None:
     """Ends the default group, if there is one, without waiting for anybody.
 
     The peers' collectives fail at once, because their connections to this rank close. Called when
     no thread is in a collective any more.
     """
-    _connections.cut()
+    connections.cut()
     if dist.is_available() and dist.is_initialized():
         _abort_process_group()
 
 
-def break_off() -> None:
-    """Ends the collective that the training thread may be waiting in; from another thread."""
-    _connections.cut()
+def break_off(connections: Connections) -> None:
+    """Ends the wait for peers that the training thread may be in; from another thread."""
+    connections.cut()
     if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
         _abort_process_group()
 

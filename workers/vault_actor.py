@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.workers.messages import ConnectionLost, RankFile, SlotInfo, SlotRef
+from rayzero.workers import node_faults
+from rayzero.workers.faults import parse
+from rayzero.workers.messages import RankFile, SlotInfo, SlotRef, VaultNews
 from rayzero.workers.vault.errors import VaultGoneError
-from rayzero.workers.vault.faulty import writer
+from rayzero.workers.vault.faulty import FaultyStore
 from rayzero.workers.vault.vault import Vault
 
 COMMAND_THREADS = 8
@@ -27,15 +29,21 @@ _FETCH_S = 30.0
 
 
 class VaultActor:
-    """One node's vault. `job` is the job's name, `node_id` the node that this actor is on; for
-    `faults` see `faulty.writer`."""
+    """One node's vault.
+
+    Args:
+        job: the job's name.
+        node_id: the node that this actor is on.
+        faults: of the job; those of the store happen here.
+        output_dir: where those are recorded that happened.
+    """
 
     def __init__(
         self, job: str, node_id: str, faults: Sequence[str] = (), output_dir: str = ""
     ) -> None:
         self._peers: Mapping[str, Any] = {}
-        write_file = writer(faults, output_dir)
-        self._vault = Vault(job, node_id, self._fetch, write_file=write_file)
+        self._store = FaultyStore(faults, output_dir)
+        self._vault = Vault(job, node_id, self._fetch, write_file=self._store.write)
 
     def address(self) -> str:
         """Where workers of this node connect; answers as soon as the vault serves."""
@@ -45,8 +53,8 @@ class VaultActor:
         """Handles of the other nodes' vaults, in place of those it knew."""
         self._peers = dict(peers)
 
-    def poll(self, timeout_s: float) -> list[ConnectionLost]:
-        return self._vault.poll(timeout_s)
+    def poll(self, timeout_s: float) -> list[VaultNews]:
+        return [*self._vault.poll(timeout_s), *self._store.fired()]
 
     def inventory(self) -> list[SlotInfo]:
         return self._vault.inventory()
@@ -74,6 +82,16 @@ class VaultActor:
 
     def kill(self, pid: int) -> bool:
         return self._vault.kill(pid)
+
+    def inject(self, faults: Sequence[str]) -> None:
+        """Further faults: all of the job's from now on."""
+        self._store.want(faults)
+
+    def obstacle(self, fault: str, is_here: bool, controller_network: str) -> str:
+        return node_faults.obstacle(parse(fault), is_here, controller_network)
+
+    def strike(self, fault: str) -> None:
+        node_faults.strike(parse(fault))
 
     def usage(self) -> dict[str, Any]:
         return self._vault.usage()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.control.desk import Desk
@@ -28,12 +28,14 @@ class Checkpoints:
     def __init__(self, desk: Desk) -> None:
         self.written = 0
         self.failed = 0
+        self.on_stored: Callable[[int, str, Sequence[RankFile]], None] = lambda *_: None
+        """Told the step, folder and files of every checkpoint as soon as it exists."""
         self._desk = desk
         self._stored: Stored | None = None
         self._writing = asyncio.Lock()
 
-    async def begin(self) -> None:
-        """Finds what this run begins from, and tells it.
+    async def begin(self) -> bool:
+        """Finds what this run begins from, and tells it; whether there is anything.
 
         Raises:
             ConfigError: `checkpoint.resume` cannot be done.
@@ -41,6 +43,7 @@ class Checkpoints:
         self._stored = await self._desk.ports.archive.begin()
         if self._stored is not None:
             self._desk.see(Resumed(self._stored.step, self._stored.folder))
+        return self._stored is not None
 
     async def newest(self, damaged: frozenset[int]) -> Stored | None:
         """The newest whole checkpoint: at hand, unless that one turned out to be damaged.
@@ -118,6 +121,7 @@ class Checkpoints:
                 raise part
             files += part
         await archive.commit(pin.step, pin.generation, files)
+        self.on_stored(pin.step, folder, files)
         self._stored = Stored(pin.step, folder)
         self.written += 1
         nbytes = sum(file.nbytes for file in files)

@@ -58,6 +58,8 @@ class Desk:
         self.crew = Crew(Wanted(plan.need.least, plan.spec.workers.most, plan.spec.workers.spares))
         self.vaults: dict[str, str] = {}
         """The addresses of the vaults that live, by node."""
+        self.injected: tuple[str, ...] = ()
+        """Faults that were wished for while the job runs, all of them."""
         self.progress = JobProgress()
         self.tasks = Tasks(on_error)
         self.bell = Bell()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rayzero.orchestrator import events as ev
+from rayzero.orchestrator.control.chaos import Chaos
 from rayzero.orchestrator.control.desk import Desk
 from rayzero.orchestrator.control.faults import Faults
 from rayzero.orchestrator.control.keeping import Keeping
@@ -24,9 +25,16 @@ class Hearing:
     """Messages may be late: of a worker that is lost by now, or of an older generation."""
 
     def __init__(
-        self, desk: Desk, faults: Faults, keeping: Keeping, speeds: Speeds, repairs: Repairs
+        self,
+        desk: Desk,
+        faults: Faults,
+        keeping: Keeping,
+        speeds: Speeds,
+        repairs: Repairs,
+        chaos: Chaos,
     ) -> None:
         self._desk = desk
+        self._chaos = chaos
         self._faults = faults
         self._keeping = keeping
         self._speeds = speeds
@@ -60,6 +68,7 @@ class Hearing:
             append(desk.plan.output_dir, passed)
             desk.see(passed)
         self._keeping.step_finished(record.generation)
+        self._chaos.step_finished(record.step)
 
     def _passes(self, worker: int, message: Message) -> None:
         desk, generation = self._desk, self._desk.generation

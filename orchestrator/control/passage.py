@@ -198,6 +198,7 @@ class Passage:
                 restore=way.restore,
                 shares=shares,
                 remote=desk.sends_to_others,
+                faults=desk.injected,
             )
             desk.generation.enters(place.worker)
             telling = desk.tasks.spawn(self._assign(place.worker, assign))

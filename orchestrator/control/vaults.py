@@ -12,6 +12,7 @@ from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.group import VaultLostError
 from rayzero.orchestrator.notices import Warned
 from rayzero.orchestrator.policies.recovery import Held
+from rayzero.workers.messages import FaultFired
 
 POLL_S = 2.0
 """How long a poll waits at the vault for something to happen."""
@@ -103,7 +104,9 @@ class Vaults:
                 await self._reopen(node)
                 return
             for one in news:
-                if desk.crew.knows(one.worker, one.pid):
+                if isinstance(one, FaultFired):
+                    desk.see(one)
+                elif desk.crew.knows(one.worker, one.pid):
                     self._on_lost(one.worker, "")
 
     async def _reopen(self, node: str) -> None:

@@ -367,7 +367,7 @@ class World:
         try:
             said = await within(self.clock, timeout_s, process.said.get())
         except TimeoutError:
-            if not process.deaf:
+            if process.alive and not process.deaf:
                 return []
             said = await process.said.get()
         if isinstance(said, WorkerLostError):

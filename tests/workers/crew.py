@@ -52,9 +52,18 @@ class Crew:
         self.workers[index].call("prepare")
         return index
 
-    def form(self, generation: int, members: Sequence[int], restore: Restore | None = None) -> None:
+    def form(
+        self,
+        generation: int,
+        members: Sequence[int],
+        restore: Restore | None = None,
+        told: Sequence[int] | None = None,
+    ) -> None:
+        """Begins a generation; only those in `told` hear of it."""
         port = self.workers[members[0]].call("open_store")
         for rank, index in enumerate(members):
+            if told is not None and index not in told:
+                continue
             self.workers[index].call(
                 "assign",
                 replace(

@@ -127,6 +127,21 @@ def test_a_stopped_worker_is_fenced_off_without_waiting_for_it(crew_of):
     check_results(crew)
 
 
+def test_a_fence_frees_ranks_that_wait_for_one_that_never_joins(crew_of):
+    crew = crew_of(3)
+    crew.form(1, [0, 1, 2], told=[0, 1])
+    time.sleep(0.5)
+    started = time.monotonic()
+    for index in (0, 1):
+        crew.workers[index].call("fence")
+        assert isinstance(crew.wait_end(index, 1), Stopped), crew.texts(index)
+    assert time.monotonic() - started < 4
+    crew.form(2, [0, 1])
+    for index in (0, 1):
+        assert isinstance(crew.wait_end(index, 2), Finished), crew.texts(index)
+    check_results(crew)
+
+
 def test_growth_and_shrink_at_a_step_boundary_lose_nothing(crew_of):
     crew = crew_of(2, 3, faults=("slow(rank=0, step=2, seconds=0.2, steps=12)",))
     crew.form(1, [0, 1])

@@ -1,8 +1,10 @@
-"""Writing checkpoint files where faults are injected; off unless a job's file lists some."""
+"""Writing checkpoint files where the store may be made to fail."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from rayzero.engine.checkpoint.errors import StoreError
@@ -10,27 +12,36 @@ from rayzero.engine.checkpoint.writer import write_rank_file
 from rayzero.workers.faults import parse
 from rayzero.workers.injector import FaultRecord, Schedule, StoreFaults
 from rayzero.workers.messages import FaultFired, RankFile
-from rayzero.workers.vault.files import WriteFile
 
 
-def writer(faults: Sequence[str], output_dir: str) -> WriteFile:
-    """What a vault writes files with: the plain writer, unless the store is to fail."""
-    due = [fault for fault in map(parse, faults) if fault.kind in ("full_disk", "slow_store")]
-    if not due:
-        return write_rank_file
-    store = StoreFaults(Schedule(due, FaultRecord(output_dir), _recorded))
+class FaultyStore:
+    """Writes one file at a time, as `WriteFile`; the rest may be called by any thread.
+
+    Args:
+        faults: of the job, as text; those of other places are left to them.
+        output_dir: where the record is kept of those that happened.
+    """
+
+    def __init__(self, faults: Iterable[str], output_dir: str) -> None:
+        self._fired: deque[FaultFired] = deque()
+        self._schedule = Schedule((), FaultRecord(output_dir), self._fired.append)
+        self._store = StoreFaults(self._schedule)
+        self.want(faults)
+
+    def want(self, faults: Iterable[str]) -> None:
+        """All the job's faults from now on."""
+        self._schedule.want(parse(text) for text in faults)
+
+    def fired(self) -> list[FaultFired]:
+        """Those that happened since this was last asked."""
+        return [self._fired.popleft() for _ in range(len(self._fired))]
 
     def write(
-        folder: str, rank: int, table: Any, small: dict[str, Any], *more: Any, **named: Any
+        self, folder: str, rank: int, table: Any, small: dict[str, Any], *more: Any, **named: Any
     ) -> RankFile:
         try:
-            store.before_write(int(small["step"]), rank)
-        except OSError as error:
-            raise StoreError("full", folder, error.strerror or "") from error
+            self._store.before_write(int(small["step"]), rank)
+        except OSError as error:  # told as a real one is
+            path = os.path.join(folder, f"rank-{rank:05d}")
+            raise StoreError("full", path, error.strerror or "") from error
         return write_rank_file(folder, rank, table, small, *more, **named)
-
-    return write
-
-
-def _recorded(fired: FaultFired) -> None:
-    """The record is all that a vault tells: it has no way up but its answers."""

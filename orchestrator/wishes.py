@@ -1,0 +1,32 @@
+"""What somebody may want of a running job, and its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Between `least` and `most` workers from now on."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Inject:
+    """These faults, in the fault language; the step may be left out."""
+
+    faults: tuple[str, ...]
+
+
+Wish: TypeAlias = Scale | Inject
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a wish, in words."""
+
+    done: bool
+    text: str

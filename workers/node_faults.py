@@ -1,0 +1,150 @@
+"""Faults of a whole node, acted out from inside by a process of Ray's on it: its vault."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from rayzero.engine.errors import EngineError
+from rayzero.workers.faults import Fault
+
+_NET_ADMIN = 12  # the capability's number
+_RUN_S = 10.0
+_IFF_UP = 1
+
+
+def network() -> str:
+    """Names the network that this process is in: the machine's, or a container's of its own."""
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{machine}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def obstacle(fault: Fault, is_here: bool, controller_network: str) -> str:
+    """Why a fault cannot happen to this process's node; empty when it can.
+
+    Args:
+        is_here: whether the job's controller is on this node.
+        controller_network: the controller's `network()`.
+    """
+    if fault.kind == "kill_vault":
+        return ""
+    if is_here:
+        return "the job's controller runs on that node, and would go with it"
+    if fault.kind == "drop_node":
+        name = _name(os.getppid())
+        return "" if name == "raylet" else f"the vault's parent is {name!r}, not the node's raylet"
+    if network() == controller_network:
+        return "that node has its network in common with the job's controller"
+    return _why_not_cut()
+
+
+def strike(fault: Fault) -> None:
+    """Makes it happen. Only `partition` comes back. Ask for an `obstacle` before.
+
+    Raises:
+        EngineError: a command failed.
+    """
+    match fault.kind:
+        case "kill_vault":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "drop_node":
+            _end_node(os.getppid())
+        case "partition":
+            _cut(fault.seconds)
+        case _:
+            raise EngineError(f"{fault} is no fault of a node")
+
+
+def _end_node(raylet: int) -> None:
+    """The raylet first, so that it cannot take leave for the others, and this process last."""
+    below = _descendants(raylet)
+    for pid in (raylet, *(pid for pid in below if pid != os.getpid()), os.getpid()):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _descendants(pid: int) -> list[int]:
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            # After the name, which may hold anything, come the state and the parent.
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            continue  # it is gone
+        children[int(parent)].append(int(folder.name))
+    found, new = [], children[pid]
+    while new:
+        found += new
+        new = [child for one in new for child in children[one]]
+    return found
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "gone"
+
+
+def _why_not_cut() -> str:
+    if shutil.which("ip") is None:
+        return "there is no command `ip` (iproute2) on that node"
+    status = Path("/proc/self/status").read_text()
+    held = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff"))
+    if not int(held, 16) >> _NET_ADMIN & 1:
+        return "Ray's processes on that node may not change the network (root, or CAP_NET_ADMIN)"
+    return "" if any(_interfaces()) else "that node has no network to cut"
+
+
+def _interfaces() -> Iterator[str]:
+    """Those that are up, but for the loopback."""
+    for folder in sorted(Path("/sys/class/net").glob("*")):
+        try:
+            flags = int((folder / "flags").read_text(), 16)
+        except OSError:
+            continue  # no interface, or gone
+        if folder.name != "lo" and flags & _IFF_UP:
+            yield folder.name
+
+
+def _cut(seconds: float) -> None:
+    """Takes the links down and brings them up again, with the routes that went with them.
+
+    By a process of its own, without a parent: Ray may end the vault meanwhile, and the network
+    must come back. It lives for as long as the cut.
+    """
+    names = [*_interfaces()]
+    routes = [route for name in names for route in _routes(name)]
+    down, up = ([f"ip link set dev {name} {state}" for name in names] for state in ("down", "up"))
+    back = [f"ip route replace {route}" for route in routes]
+    script = "\n".join([*down, f"sleep {seconds:g}", *up, *back])
+    _run("sh", "-c", f"(\n{script}\n) >/dev/null 2>&1 </dev/null &")
+
+
+def _routes(name: str) -> list[str]:
+    """Those over an interface that the kernel does not make by itself."""
+    lines = _run("ip", "-4", "route", "show", "dev", name).splitlines()
+    return [f"{line.strip()} dev {name}" for line in lines if "proto kernel" not in line]
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_RUN_S,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise EngineError(f"the network could not be cut: {error}") from None
+    return done.stdout
