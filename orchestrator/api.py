@@ -218,11 +218,14 @@ class JobHandle:
         controller, loop, name = self._controller, self._loop, self._plan.spec.name
         if controller is None or loop is None or not self._thread.is_alive():
             raise JobFailedError(f"job {name!r} is not running")
+        granting = controller.grant(wish)
         try:
-            asked = asyncio.run_coroutine_threadsafe(controller.grant(wish), loop)
-            return asked.result(WISH_S)
+            return asyncio.run_coroutine_threadsafe(granting, loop).result(WISH_S)
         except (TimeoutError, CancelledError):
             raise JobFailedError(f"job {name!r} does not answer") from None
+        except RuntimeError:  # its loop is closed
+            granting.close()
+            raise JobFailedError(f"job {name!r} has just ended") from None
 
     def _run(self) -> None:
         try:

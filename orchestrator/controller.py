@@ -101,12 +101,16 @@ class Controller:
         """
         match wish:
             case Scale(least, most):
-                return self._scale(least, most)
+                return self.scale(least, most)
             case Inject(faults):
                 return await self._chaos.inject(faults)
 
-    def _scale(self, least: int, most: int) -> str:
-        """Other limits for the number of workers, if the engine config has room for both."""
+    def scale(self, least: int, most: int) -> str:
+        """Other limits for the number of workers; what comes of it, in words.
+
+        Raises:
+            ConfigError: the engine config has no room for one of these numbers.
+        """
         desk = self._desk
         if isinstance(engine := desk.plan.spec.engine, dict):
             check_sizes(parse_config(engine), least, most)

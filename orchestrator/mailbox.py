@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from rayzero.engine.errors import ConfigError, RayzeroError, nearest
 from rayzero.orchestrator.clock import Clock
@@ -48,7 +49,8 @@ class Request:
             key: tuple(value) if isinstance(value, list) else value
             for key, value in found["wish"].items()
         }
-        return cls(found["id"], _KINDS[found["kind"]](**fields))
+        made: Any = _KINDS[found["kind"]]
+        return cls(found["id"], made(**fields))
 
 
 class Mailbox:

@@ -68,7 +68,7 @@ class Checkpoint(_Section):
         default="auto",
         min_length=1,
         description="what to begin from: `auto` is the newest whole checkpoint of the job's "
-        "folder, if there is one; `never` refuses a folder with checkpoints; or a checkpoint's path",
+        "folder, if any; `never` refuses a folder with checkpoints; or a checkpoint's path",
     )
     notice_s: float = Field(
         default=30, gt=0, description="seconds a stop may take for a last checkpoint"

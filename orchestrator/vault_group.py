@@ -134,17 +134,18 @@ class RayVaultGroup:
         await gone(actor.usage for actor in actors)
 
     async def _address(self, node_id: str) -> str:
-        """The address of a node's vault; a vault that turns out to be lost is started again."""
-        for attempt in ("the one there is", "a new one"):
-            self.begin(node_id)
-            try:
-                return str(await self._ask(node_id, "address"))
-            except VaultLostError:
-                if attempt == "a new one":
-                    raise
-            except RayError as error:
-                raise JobFailedError(f"a vault could not start: {cause(error)}") from None
-        raise VaultLostError("not reached")
+        """The address of a node's vault; one that turns out to be lost is started again, once."""
+        try:
+            return await self._first_answer(node_id)
+        except VaultLostError:
+            return await self._first_answer(node_id)
+
+    async def _first_answer(self, node_id: str) -> str:
+        self.begin(node_id)
+        try:
+            return str(await self._ask(node_id, "address"))
+        except RayError as error:
+            raise JobFailedError(f"a vault could not start: {cause(error)}") from None
 
     async def _introduce(self) -> None:
         """Gives every vault the handles of the others, when there are others than last time."""
@@ -165,7 +166,7 @@ class RayVaultGroup:
         try:
             return await getattr(actor, method).remote(*args)
         except LOST as error:
-            if self._vaults.get(node_id) is actor:
+            if node_id in self._vaults and self._vaults[node_id] is actor:
                 del self._vaults[node_id]
                 ray.kill(actor)  # Ray also gives up what it cannot reach for a while
             raise VaultLostError(cause(error)) from None

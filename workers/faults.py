@@ -265,4 +265,5 @@ def _literal(value: Any) -> str:
 
 
 def _wrong(text: str, seen: str, allowed: str) -> ConfigError:
-    return ConfigError(f"fault {text!r}: {seen}", allowed, "`faults` in the job file")
+    fix = "`faults` in the job file; `rayzero chaos --list` tells the words"
+    return ConfigError(f"fault {text!r}: {seen}", allowed, fix)

@@ -1,7 +1,7 @@
 """What crosses the wire between the controller and a worker. Frozen, small, and free of torch.
 
-Down go `Setup` (once) and `Assign` (once a generation); messages go up through `poll`. The last few
-are what a vault says of itself.
+Down go `Setup` (once) and `Assign` (once a generation); messages go up through `poll`. What a vault
+says of itself is in `rayzero.workers.vault.records`, and can be had from here too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from rayzero.engine.checkpoint.format import WrittenFile
+from rayzero.workers.vault.records import ConnectionLost as ConnectionLost
+from rayzero.workers.vault.records import FaultFired as FaultFired
+from rayzero.workers.vault.records import RankFile as RankFile
+from rayzero.workers.vault.records import Restore as Restore
+from rayzero.workers.vault.records import SlotInfo as SlotInfo
+from rayzero.workers.vault.records import SlotRef as SlotRef
+from rayzero.workers.vault.records import VaultNews as VaultNews
 
 CrashKind: TypeAlias = Literal["config", "entrypoint", "data", "state", "collective", "user"]
 
@@ -73,35 +79,6 @@ class WorkerInfo:
     node: str
     ip: str
     pid: int
-
-
-@dataclass(frozen=True)
-class SlotRef:
-    """One rank's state of one step, in a vault.
-
-    Args:
-        generation, rank: who wrote it.
-        node_id: of the vault that holds it.
-    """
-
-    generation: int
-    rank: int
-    step: int
-    node_id: str
-
-
-@dataclass(frozen=True)
-class Restore:
-    """What a generation begins from. Without slots, a checkpoint folder; a URL or a path.
-
-    Args:
-        slots: together they hold the whole state of `step`.
-        checkpoint: `.../step-<n>`; empty when `slots` are given.
-    """
-
-    step: int
-    slots: tuple[SlotRef, ...] = ()
-    checkpoint: str = ""
 
 
 @dataclass(frozen=True)
@@ -277,15 +254,6 @@ class Pinned:
     stopped_s: float
 
 
-@dataclass(frozen=True)
-class FaultFired:
-    """An injected fault happened just now; sent before it takes effect."""
-
-    rank: int
-    step: int
-    fault: str
-
-
 Message: TypeAlias = (
     Joined
     | Restored
@@ -298,32 +266,3 @@ Message: TypeAlias = (
     | Pinned
     | FaultFired
 )
-
-
-@dataclass(frozen=True)
-class SlotInfo:
-    """A slot's buffer that holds a whole version, as its vault lists it."""
-
-    generation: int
-    rank: int
-    world_size: int
-    step: int
-    nbytes: int
-    pinned: bool
-    replica: bool = False
-    """Whether it was copied from another node's vault."""
-
-
-@dataclass(frozen=True)
-class ConnectionLost:
-    """A worker's connection to its node's vault closed: its process is gone."""
-
-    worker: int
-    pid: int
-
-
-VaultNews: TypeAlias = ConnectionLost | FaultFired
-
-
-RankFile: TypeAlias = WrittenFile
-"""A file of a checkpoint, as the vault that wrote it reports it."""

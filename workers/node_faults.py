@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
+from fcntl import ioctl
 from pathlib import Path
 
 from rayzero.engine.errors import EngineError
@@ -15,7 +19,7 @@ from rayzero.workers.faults import Fault
 
 _NET_ADMIN = 12  # the capability's number
 _RUN_S = 10.0
-_IFF_UP = 1
+_GET_FLAGS, _UP, _LOOPBACK = 0x8913, 0x1, 0x8  # SIOCGIFFLAGS, IFF_UP, IFF_LOOPBACK
 
 
 def network() -> str:
@@ -104,14 +108,13 @@ def _why_not_cut() -> str:
 
 
 def _interfaces() -> Iterator[str]:
-    """Those that are up, but for the loopback."""
-    for folder in sorted(Path("/sys/class/net").glob("*")):
-        try:
-            flags = int((folder / "flags").read_text(), 16)
-        except OSError:
-            continue  # no interface, or gone
-        if folder.name != "lo" and flags & _IFF_UP:
-            yield folder.name
+    """Those of this network that are up, but for the loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("16sH14x", name.encode(), 0)
+            flags = struct.unpack("16xH14x", ioctl(any_socket, _GET_FLAGS, request))[0]
+            if flags & _UP and not flags & _LOOPBACK:
+                yield name
 
 
 def _cut(seconds: float) -> None:
@@ -121,17 +124,16 @@ def _cut(seconds: float) -> None:
     must come back. It lives for as long as the cut.
     """
     names = [*_interfaces()]
-    routes = [route for name in names for route in _routes(name)]
-    down, up = ([f"ip link set dev {name} {state}" for name in names] for state in ("down", "up"))
-    back = [f"ip route replace {route}" for route in routes]
-    script = "\n".join([*down, f"sleep {seconds:g}", *up, *back])
+    back = [("ip", "route", "replace", *route) for name in names for route in _routes(name)]
+    down, up = ([("ip", "link", "set", name, to) for name in names] for to in ("down", "up"))
+    script = "\n".join(map(shlex.join, [*down, ("sleep", f"{seconds:g}"), *up, *back]))
     _run("sh", "-c", f"(\n{script}\n) >/dev/null 2>&1 </dev/null &")
 
 
-def _routes(name: str) -> list[str]:
+def _routes(name: str) -> list[list[str]]:
     """Those over an interface that the kernel does not make by itself."""
     lines = _run("ip", "-4", "route", "show", "dev", name).splitlines()
-    return [f"{line.strip()} dev {name}" for line in lines if "proto kernel" not in line]
+    return [[*line.split(), "dev", name] for line in lines if "proto kernel" not in line]
 
 
 def _run(*command: str) -> str:

@@ -80,3 +80,49 @@ def scale(
     from rayzero.orchestrator.cli.scale import scale_job
 
     raise typer.Exit(scale_job(name, workers, address))
+
+
+@app.command(epilog="Example: rayzero chaos gpt 'kill(rank=1)' 'full_disk(step=200)'")
+def chaos(
+    name: Annotated[str, typer.Argument(help="The job's name.", metavar="NAME")] = "",
+    faults: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="What is to break, such as kill(rank=1). Without a step: the one at work.",
+            metavar="FAULT...",
+        ),
+    ] = None,
+    show: Annotated[bool, typer.Option("--list", help="Print the fault language instead.")] = False,
+    count: Annotated[
+        int | None,
+        typer.Option(
+            "--random", min=1, metavar="N", help="Print N random faults for a job file instead."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the random faults.")] = 0,
+    ranks: Annotated[int, typer.Option(help="Workers of the job they are for.")] = 2,
+    steps: Annotated[int, typer.Option(help="Steps of the job they are for.")] = 100,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="host:port of the head of the job's cluster. Default: RAY_ADDRESS, or else every "
+            "cluster whose head runs on this machine."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")] = False,
+) -> None:
+    """Make something break in a running job, to see it repaired.
+
+    Exit code 0: it is scheduled. 1: the job does not answer. 2: no such job, or a fault that it
+    cannot have.
+    """
+    # Here, because it brings ray with it, and `--help` must not wait for it.
+    from rayzero.orchestrator.cli import chaos as command
+
+    if show:
+        raise typer.Exit(command.list_words(as_json))
+    if count is not None:
+        raise typer.Exit(command.print_random(count, seed, ranks, steps, as_json))
+    if not (name and faults):
+        raise typer.BadParameter("a job's name and a fault, or --list, or --random")
+    raise typer.Exit(command.inject(name, faults, address, as_json))

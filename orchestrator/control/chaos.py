@@ -7,6 +7,7 @@ handed on to them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rayzero.engine.checkpoint.store import is_remote
@@ -18,6 +19,9 @@ from rayzero.orchestrator.notices import Warned
 from rayzero.workers.faults import Fault, parse
 from rayzero.workers.injector import FaultRecord, Schedule, StoreFaults
 from rayzero.workers.messages import RankFile
+
+ANSWER_S = 5.0
+"""How long a vault may take to answer: somebody may be waiting for what comes of it."""
 
 
 class Chaos:
@@ -55,7 +59,8 @@ class Chaos:
                 raise ConfigError(f"fault {str(fault)!r} cannot happen: {why}")
         desk.injected += tuple(map(str, faults))
         self._schedule.want([*self._faults, *map(parse, desk.injected)])
-        await desk.ports.vaults.inject(desk.injected)
+        with suppress(TimeoutError):  # a vault that does not answer is taken for lost elsewhere
+            await within(desk.ports.clock, ANSWER_S, desk.ports.vaults.inject(desk.injected))
         for worker in desk.generation.still_in:  # the next generation's members are told with it
             desk.tasks.spawn(desk.ask(worker, desk.ports.workers.inject(worker, desk.injected)))
         when = {fault: "" if fault.step <= here else " from that step on" for fault in faults}
@@ -125,7 +130,7 @@ class Chaos:
     async def _obstacle(self, fault: Fault) -> str:
         desk = self._desk
         command = desk.ports.vaults.obstacle(self._nodes()[fault.node], str(fault))
-        return await within(desk.ports.clock, COMMAND_S, command)
+        return await within(desk.ports.clock, ANSWER_S, command)
 
     def _nodes(self) -> list[str]:
         """The nodes in the order of their first ranks."""

@@ -18,7 +18,7 @@ from rayzero.engine.zero.placement import STAGES
 from rayzero.orchestrator.machine import EVENTS, Answer, Row, rows
 from rayzero.orchestrator.spec import Checkpoint, Recovery, Workers
 from rayzero.orchestrator.states import State
-from rayzero.workers.faults import KINDS
+from rayzero.workers.faults import KINDS, usage
 from tests.house.source import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
@@ -69,12 +69,7 @@ def fault_table() -> str:
     """Every word of the fault language with its arguments and their defaults."""
     lines = [_row("fault", "what happens", "where"), "|---|---|---|"]
     for word, kind in KINDS.items():
-        defaults = [
-            f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
-            for name, value in kind.defaults.items()
-        ]
-        arguments = ", ".join([*(f"{name}=" for name in kind.required), *defaults])
-        lines.append(_row(f"`{word}({arguments})`", kind.does, kind.where))
+        lines.append(_row(f"`{usage(word)}`", kind.does, kind.where))
     return "\n".join(lines)
 
 

@@ -164,7 +164,7 @@ def test_user_code_that_raises(notebook: Notebook, tmp_path: Path):
 
 def test_a_killed_worker_is_named_within_seconds(notebook: Notebook, tmp_path: Path):
     with pytest.raises(JobFailedError) as caught:
-        job("killed", tmp_path, args={"at": 5}).run(observer=notebook)
+        job("killed", tmp_path, args={"at": 5}, recovery={"max_faults": 0}).run(observer=notebook)
     ended_s = time.time()
     (up,) = notebook.of(WorkersUp)
     text = str(caught.value).splitlines()[0]

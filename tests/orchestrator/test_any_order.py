@@ -115,6 +115,28 @@ class AnyOrder(RuleBasedStateMachine):
         setattr(process, how, True)
         self.after(moments)
 
+    @rule(
+        command=st.sampled_from(["fence", "drain", "assign", "store", "kill", "inventory"]),
+        lag=st.sampled_from([0, 5, 20, 60]),
+    )
+    def be_slow(self, command: str, lag: int) -> None:
+        self.world.lag[command] = lag
+
+    @precondition(lambda self: self.world.can_step)
+    @rule(data=st.data(), how=st.sampled_from(["", "deaf", "stuck"]), moments=MOMENTS)
+    def kill_two(self, data: st.DataObject, how: str, moments: int) -> None:
+        """In the middle of training, and one of the survivors may not behave."""
+        if len(self.living()) < 3:
+            self.world.arrive("a")
+        first, second, *others = data.draw(st.permutations(self.living()))
+        self.world.step()
+        if others and how:
+            setattr(self.world.processes[others[0]], how, True)
+        self.world.kill(first)
+        self.after(moments)
+        self.world.kill(second)
+        self.after(moments)
+
     @rule(moments=MOMENTS)
     def catch_up(self, moments: int) -> None:
         for worker in self.world.processes:
@@ -143,6 +165,7 @@ class AnyOrder(RuleBasedStateMachine):
         """Everybody does their part from now on."""
         world, stage = self.world, self.stage
         world.leaving = frozenset()
+        world.lag.clear()
         for index, process in world.processes.items():
             process.deaf = process.stuck = False
             world.catch_up(index)
@@ -164,7 +187,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 AnyOrder.TestCase.settings = settings(
-    max_examples=250,
+    max_examples=60,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

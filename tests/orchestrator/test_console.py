@@ -17,11 +17,21 @@ from rayzero.orchestrator.cli.console import (
     console_for,
 )
 from rayzero.orchestrator.cli.texts import notice_lines, step_text
-from rayzero.orchestrator.notices import StateEntered, Warned, WorkersUp
+from rayzero.orchestrator.notices import (
+    Checkpointed,
+    CheckpointFailed,
+    FaultSeen,
+    Repaired,
+    Resized,
+    Resumed,
+    StateEntered,
+    Warned,
+    WorkersUp,
+)
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.result import JobResult
 from rayzero.orchestrator.states import State
-from rayzero.workers.messages import LogLine, WorkerInfo
+from rayzero.workers.messages import FaultFired, LogLine, WorkerInfo
 
 RESULT = JobResult("job", {"job": "job", "loss": {"first": 8.0, "last": 2.5}}, Path("s.json"))
 NOTICES = (
@@ -30,6 +40,48 @@ NOTICES = (
     Warned("beware"),
     LogLine(1, "stdout", "[bold]not markup[/bold]"),
 )
+
+
+SECONDS = {"notice": 0.09, "fence": 0.01, "redo": 0.14}
+HAPPENINGS = {
+    "resumed": (Resumed(40, "runs/job/step-40"), "resuming after step 40, from runs/job/step-40"),
+    "fault": (
+        FaultSeen("lost", WorkerInfo(1, "id", "host", "10.0.0.1", 7), 1, 8, "rank 1 was lost"),
+        "fault: rank 1 was lost",
+    ),
+    "injected": (
+        FaultFired(1, 7, "kill(rank=1, step=7)"),
+        "injected fault: kill(rank=1, step=7) on rank 1 in step 7",
+    ),
+    "repaired": (
+        Repaired("lost", ("rank 1",), 41, 0, 3, 2, SECONDS),
+        "repaired in 0.24 s: 3 -> 2 workers after step 41, no step done again "
+        "(notice 0.09, fence 0.01, redo 0.14)",
+    ),
+    "resized": (
+        Resized("a node is leaving", 41, 3, 2, {"drain": 0.5}),
+        "resized in 0.50 s (a node is leaving): 3 -> 2 workers after step 41 (drain 0.50)",
+    ),
+    "checkpoint": (
+        Checkpointed(50, "f", 3 * 2**20, 0.5, 0.004),
+        "checkpoint of step 50: 3.0 MiB in 0.50 s, training stopped for 4 ms",
+    ),
+    "checkpoint_failed": (
+        CheckpointFailed(50, "the disk is full", 2, 4.0),
+        "warning: checkpoint of step 50 failed (try 2, again in 4 s): the disk is full",
+    ),
+}
+
+
+@pytest.mark.parametrize("event", list(HAPPENINGS))
+def test_what_happens_to_a_job_is_one_line_and_one_json_object(event: str):
+    notice, line = HAPPENINGS[event]
+    assert list(notice_lines(notice)) == [line]
+    lines: list[str] = []
+    JsonLines(lines.append).see(notice)
+    (told,) = [json.loads(one) for one in lines]
+    assert told["event"] == event
+    assert set(told) >= set(vars(notice))
 
 
 def record(step: int) -> StepRecord:

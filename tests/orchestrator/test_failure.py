@@ -8,62 +8,189 @@ import pytest
 
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.orchestrator.errors import JobConfigError, JobFailedError
-from rayzero.orchestrator.policies.failure import Cause, Fail, Fault, Wait, decide
+from rayzero.orchestrator.policies.blame import blamed, delay_s
+from rayzero.orchestrator.policies.failure import (
+    Budget,
+    Cause,
+    Decision,
+    Fail,
+    Fault,
+    Job,
+    Repair,
+    Wait,
+    decide,
+    describe,
+    incidents,
+)
+from rayzero.workers.messages import WorkerInfo
 
-LOST = Fault(Cause.PROCESS_LOST, 1, "node-b", 4711, 8, "it was killed")
-COLLECTIVE = Fault(Cause.COLLECTIVE, 0, "node-a", 4710, 8, "Connection closed", "frames")
-USER = Fault(Cause.USER_CODE, 2, "node-c", 4712, 3, "ValueError: hole", "user frames")
+
+def worker(index: int, node: str = "a") -> WorkerInfo:
+    return WorkerInfo(index, node, f"node-{node}", "10.0.0.1", 4710 + index)
 
 
-def error(*faults: Fault, grace_over: bool = False) -> RayzeroError:
-    decision = decide(faults, grace_over)
+LOST = Fault(Cause.PROCESS_LOST, worker(1, "b"), 1, 8, "it was killed", 100.0, 1)
+COLLECTIVE = Fault(
+    Cause.COLLECTIVE, worker(0), 0, 8, "Connection closed", 100.0, 1, traceback="frames"
+)
+USER = Fault(
+    Cause.USER_CODE, worker(2, "c"), 2, 3, "ValueError: hole", 100.0, 1, traceback="user frames"
+)
+STATE = Fault(Cause.STATE, worker(0), 0, 0, "step-8 is damaged", 100.0, 1)
+BUDGET = Budget(max_faults=2, window_s=50.0)
+
+
+def judged(
+    *faults: Fault,
+    earlier: tuple[Fault, ...] = (),
+    budget: Budget = BUDGET,
+    steps: int = 7,
+    restored: bool = True,
+    grace_over: bool = False,
+) -> Decision:
+    return decide(faults, earlier, Job(budget, steps, restored), grace_over=grace_over)
+
+
+def error(decision: Decision) -> RayzeroError:
     assert isinstance(decision, Fail)
     return decision.error
 
 
-def test_a_lost_worker_is_named_with_rank_node_pid_and_cause():
-    failure = error(LOST)
-    assert isinstance(failure, JobFailedError)
-    text = "rank 1 on node node-b (pid 4711) was lost in step 8: it was killed"
-    assert str(failure).startswith(text)
+def test_a_lost_worker_is_repaired():
+    assert judged(LOST) == Repair(LOST)
+
+
+def test_a_fault_is_named_with_rank_node_pid_and_cause():
+    assert describe(LOST) == "rank 1 on node node-b (pid 4711) was lost in step 8: it was killed"
+    unknown = replace(LOST, rank=None, step=0, detail="")
+    assert describe(unknown) == (
+        "worker 1 on node node-b (pid 4711) was lost before the first step: its process is gone"
+    )
 
 
 def test_a_failed_collective_waits_for_a_better_explanation():
-    assert decide([COLLECTIVE], grace_over=False) == Wait()
-    assert "was lost" in str(error(COLLECTIVE, LOST))
-
-
-def test_a_failed_collective_that_nobody_explains_ends_the_job_after_the_grace():
-    text = str(error(COLLECTIVE, grace_over=True))
-    assert "a collective failed on rank 0" in text
-    assert "recovery.hang_timeout_s" in text
+    assert judged(COLLECTIVE) == Wait()
+    assert judged(COLLECTIVE, LOST) == Repair(LOST)
+    assert judged(COLLECTIVE, grace_over=True) == Repair(COLLECTIVE)
 
 
 @pytest.mark.parametrize("order", list(permutations((LOST, COLLECTIVE, USER))))
 def test_the_order_of_arrival_does_not_matter(order: tuple[Fault, ...]):
-    assert "was lost" in str(error(*order))
-
-
-def test_user_code_is_named_with_its_step_and_its_frames():
-    text = str(error(COLLECTIVE, USER))
-    assert text.startswith(
-        "the training function failed in step 3 on rank 2 on node node-c (pid 4712): ValueError"
-    )
-    assert text.endswith("user frames")
-    assert "before the first step" in str(error(replace(USER, step=0)))
+    assert judged(*order) == Repair(LOST)
 
 
 @pytest.mark.parametrize("cause", [Cause.CONFIG, Cause.ENTRYPOINT])
 def test_the_users_own_mistake_stays_a_config_error_in_its_own_words(cause: Cause):
-    failure = error(Fault(cause, 0, "n", 1, 0, "the batch sizes disagree"))
+    failure = error(judged(Fault(cause, worker(0), 0, 0, "the batch sizes disagree")))
     assert isinstance(failure, ConfigError)
     assert str(failure) == "the batch sizes disagree"
 
 
+def test_user_code_fails_at_once_before_any_step_is_finished():
+    text = str(error(judged(USER, steps=0)))
+    assert text.startswith(
+        "the training function failed in step 3 on rank 2 on node node-c (pid 4712): ValueError"
+    )
+    assert text.endswith("user frames")
+    assert "before the first step" in str(error(judged(replace(USER, step=0), steps=0)))
+
+
+def test_user_code_is_repaired_once_and_fails_the_second_time_at_the_same_step():
+    assert judged(USER) == Repair(USER)
+    again = replace(USER, detail="ValueError: another hole", rank=0)
+    assert "a second time in the same way" in str(error(judged(again, earlier=(USER,))))
+    assert judged(replace(USER, step=4), earlier=(USER,)) == Repair(replace(USER, step=4))
+    other = replace(USER, detail="KeyError: 3")
+    assert judged(other, earlier=(USER,)) == Repair(other)
+
+
 def test_missing_data_is_told_in_its_own_words_without_frames():
-    failure = error(Fault(Cause.DATA, 0, "n", 1, 0, "no such file"))
+    failure = error(judged(Fault(Cause.DATA, worker(0), 0, 0, "no such file"), steps=0))
     assert isinstance(failure, JobFailedError)
     assert str(failure) == "no such file"
+
+
+def test_a_damaged_state_is_left_out_where_there_was_one():
+    assert judged(STATE) == Repair(STATE)
+    assert str(error(judged(STATE, restored=False))) == "step-8 is damaged"
+
+
+def hardware(
+    count: int, at_s: float = 90.0, cause: Cause = Cause.PROCESS_LOST
+) -> tuple[Fault, ...]:
+    return tuple(
+        Fault(cause, worker(index, f"n{index}"), index, index + 1, "gone", at_s, index)
+        for index in range(count)
+    )
+
+
+@pytest.mark.parametrize(
+    ("earlier", "repaired"),
+    [
+        (hardware(1), True),
+        (hardware(2), False),
+        (hardware(2, at_s=50.0), True),  # out of the window
+        (hardware(5, cause=Cause.PREEMPTED), True),
+        (hardware(5, cause=Cause.STATE), True),
+        ((replace(USER, step=1), replace(USER, step=2)), True),  # another budget
+        (hardware(1, cause=Cause.HANG) + hardware(2)[1:], False),
+        (tuple(replace(one, rank=None) for one in hardware(5)), True),  # they were no members
+        (tuple(replace(one, worker=worker(9, "x"), generation=1) for one in hardware(5)), True),
+    ],
+)
+def test_the_budget_of_hardware_faults(earlier: tuple[Fault, ...], repaired: bool):
+    decision = judged(replace(LOST, generation=9), earlier=earlier)
+    assert isinstance(decision, Repair if repaired else Fail)
+
+
+def test_preemption_is_free():
+    gone = replace(LOST, cause=Cause.PREEMPTED)
+    assert judged(gone, earlier=hardware(9), budget=Budget(0, 50)) == Repair(gone)
+
+
+def test_a_spent_budget_lists_the_faults_and_the_settings():
+    text = str(error(judged(LOST, earlier=hardware(2), grace_over=True)))
+    assert text.startswith("rank 1 on node node-b (pid 4711) was lost in step 8: it was killed\n")
+    assert "before that: rank 1 on node node-n1 (pid 4711) was lost in step 2: gone" in text
+    assert "2 hardware faults within 50 s (recovery.max_faults, recovery.fault_window_s)" in text
+
+
+def test_an_error_waits_for_what_the_cluster_knows():
+    unknown = replace(LOST, detail="")
+    assert judged(unknown, budget=Budget(0, 50)) == Wait()
+    assert judged(unknown) == Repair(unknown)  # a repair waits for nobody
+    assert "its process is gone" in str(
+        error(judged(unknown, budget=Budget(0, 50), grace_over=True))
+    )
+
+
+def test_many_workers_of_one_node_are_one_incident():
+    flock = [replace(LOST, worker=worker(index, "b")) for index in range(8)]
+    assert len(incidents(flock)) == 1
+    assert len(incidents([*flock, replace(LOST, generation=2)])) == 2
+
+
+def on(node: str, *times_s: float) -> list[Fault]:
+    return [
+        replace(LOST, worker=worker(index, node), at_s=at_s, generation=index)
+        for index, at_s in enumerate(times_s)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "delay"), [(0, 0), (1, 0), (2, 1), (3, 2), (4, 4), (7, 32), (8, 60), (20, 60)]
+)
+def test_a_replacement_waits_longer_on_a_node_that_keeps_failing(count: int, delay: float):
+    faults = on("b", *range(100, 100 + count)) + on("c", 100, 101, 102)
+    assert delay_s(faults, "b", 1000.0, 200.0) == delay
+    assert delay_s(faults, "b", 50.0, 500.0) == 0
+
+
+def test_a_node_with_three_faults_is_avoided_if_there_is_another():
+    faults = on("b", 1, 2, 3) + on("a", 1, 2)
+    assert blamed(faults, ["a", "b"], 100.0, 10.0) == {"b"}
+    assert blamed(faults, ["b"], 100.0, 10.0) == frozenset()
+    assert blamed(faults, ["a", "b"], 5.0, 7.0) == frozenset()
 
 
 @pytest.mark.parametrize("kind", [JobFailedError, JobConfigError])

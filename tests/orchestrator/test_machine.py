@@ -15,20 +15,18 @@ from rayzero.orchestrator.states import FINAL, JobState, State
 EXAMPLES: dict[type[ev.Event], ev.Event] = {
     ev.Submitted: ev.Submitted(),
     ev.WorkersPlaced: ev.WorkersPlaced(),
-    ev.GenerationFormed: ev.GenerationFormed(1),
+    ev.GenerationFormed: ev.GenerationFormed(1, 1),
     ev.AllFinished: ev.AllFinished(1),
     ev.FaultNoticed: ev.FaultNoticed(1, (0,)),
     ev.FaultFatal: ev.FaultFatal(RayzeroError("it broke")),
-    ev.ResizeWanted: ev.ResizeWanted(3),
+    ev.ResizeWanted: ev.ResizeWanted(1, "more workers"),
     ev.Fenced: ev.Fenced(1),
-    ev.RecoveryStepPicked: ev.RecoveryStepPicked(7),
-    ev.MembershipSettled: ev.MembershipSettled((0, 1)),
+    ev.RecoveryStepPicked: ev.RecoveryStepPicked(1, 7),
+    ev.MembershipSettled: ev.MembershipSettled(1, (0, 1)),
     ev.StopWanted: ev.StopWanted(),
     ev.TrainingStopped: ev.TrainingStopped(),
     ev.StopTimedOut: ev.StopTimedOut(),
 }
-GENERATIONS_BEFORE = {State.PENDING: 0}
-
 # A column for each event; a row for each state. `-` ignored, `!` illegal, else the next state.
 SHORT = {
     "P": State.PENDING,
@@ -45,11 +43,11 @@ WANTED = """
      Submitted WorkersPlaced GenerationFormed AllFinished FaultNoticed FaultFatal ResizeWanted \
      Fenced RecoveryStepPicked MembershipSettled StopWanted TrainingStopped StopTimedOut
 P    ST !  !  !  !  F  !  !  !  !  X  !  !
-ST   !  ST R  !  ST F  -  !  !  !  X  !  !
+ST   !  ST R  !  RC F  !  !  ST ST X  !  !
 R    !  !  !  OK RC F  RS !  !  !  SP !  !
-RS   !  !  R  OK RC F  -  RS !  RS SP !  !
+RS   !  !  R  OK RC F  -  RS RS RS SP !  !
 RC   !  !  R  -  RC F  -  RC RC RC SP !  !
-SP   !  !  -  OK X  X  -  -  -  -  -  X  X
+SP   !  !  -  OK -  X  -  -  -  -  -  X  X
 OK   -  -  -  -  -  -  -  -  -  -  -  -  -
 F    -  -  -  -  -  -  -  -  -  -  -  -  -
 X    -  -  -  -  -  -  -  -  -  -  -  -  -
@@ -86,7 +84,8 @@ def test_every_event_has_an_example():
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("event", EVENTS)
 def test_handle_does_what_the_table_says(state: State, event: type[ev.Event]):
-    job = JobState(state, generation=0 if state is State.PENDING else 1)
+    begun = state is not State.PENDING
+    job = JobState(state, generation=int(begun), passage=int(begun))
     answer = next(a for s, e, a in rows() if (s, e) == (state, event))
     if answer is Answer.ILLEGAL:
         with pytest.raises(IllegalEventError, match=event.__name__):
@@ -94,20 +93,33 @@ def test_handle_does_what_the_table_says(state: State, event: type[ev.Event]):
         return
     after, orders = handle(job, EXAMPLES[event])
     if isinstance(answer, Row):
-        assert after == JobState(answer.to, job.generation + answer.opens)
+        assert after.state is answer.to
+        assert after.generation == job.generation + answer.opens
+        assert after.passage == job.passage + answer.departs
         assert [type(order) for order in orders] == list(answer.orders)
         for order in orders:
             assert getattr(order, "generation", after.generation) == after.generation
+            assert getattr(order, "passage", after.passage) == after.passage
     else:
         assert (after, orders) == (job, ())
 
 
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize(
-    "event", [ev.GenerationFormed(1), ev.AllFinished(1), ev.FaultNoticed(1, (0,)), ev.Fenced(1)]
+    "event",
+    [
+        ev.GenerationFormed(1, 5),
+        ev.GenerationFormed(2, 4),
+        ev.AllFinished(1),
+        ev.FaultNoticed(1, (0,)),
+        ev.ResizeWanted(1, "more workers"),
+        ev.Fenced(4),
+        ev.RecoveryStepPicked(4, 7),
+        ev.MembershipSettled(4, (0,)),
+    ],
 )
-def test_news_of_an_old_generation_changes_nothing(state: State, event: ev.Event):
-    job = JobState(state, generation=2)
+def test_news_of_an_old_generation_or_passage_changes_nothing(state: State, event: ev.Event):
+    job = JobState(state, generation=2, passage=5)
     assert handle(job, event) == (job, ())
 
 
@@ -121,12 +133,21 @@ def play(job: JobState, *events: ev.Event) -> tuple[JobState, list[do.Instructio
 
 def test_a_job_from_submission_to_success():
     job, orders = play(
-        JobState(), ev.Submitted(), ev.WorkersPlaced(), ev.GenerationFormed(1), ev.AllFinished(1)
+        JobState(),
+        ev.Submitted(),
+        ev.WorkersPlaced(),
+        ev.RecoveryStepPicked(1, 0),
+        ev.MembershipSettled(1, (0, 1)),
+        ev.GenerationFormed(1, 1),
+        ev.AllFinished(1),
     )
-    assert job == JobState(State.SUCCEEDED, 1)
+    assert job == JobState(State.SUCCEEDED, 1, 1)
     assert orders == [
         do.PlaceWorkers(),
-        do.FormGeneration(1),
+        do.PickRecoveryStep(1),
+        do.SettleMembership(1),
+        do.FormGeneration(1, 1),
+        do.TidyUp(),
         do.ReleaseWorkers(),
         do.WriteSummary(),
     ]
@@ -134,37 +155,56 @@ def test_a_job_from_submission_to_success():
 
 def test_the_way_back_from_a_lost_worker_and_from_a_second_one_on_the_way():
     job, orders = play(
-        JobState(State.RUNNING, 1),
+        JobState(State.RUNNING, 1, 1),
         ev.FaultNoticed(1, (1,)),
-        ev.Fenced(1),
+        ev.Fenced(2),
         ev.FaultNoticed(1, (2,)),
-        ev.Fenced(1),
-        ev.RecoveryStepPicked(41),
-        ev.MembershipSettled((0, 3)),
-        ev.GenerationFormed(1),  # late news of the old one
-        ev.GenerationFormed(2),
+        ev.RecoveryStepPicked(2, 41),  # of the way that was given up
+        ev.Fenced(3),
+        ev.RecoveryStepPicked(3, 41),
+        ev.MembershipSettled(3, (0, 3)),
+        ev.GenerationFormed(1, 1),  # late news of the old one
+        ev.GenerationFormed(2, 3),
     )
-    assert job == JobState(State.RUNNING, 2)
+    assert job == JobState(State.RUNNING, 2, 3)
     assert orders == [
-        do.FenceGeneration(1),
-        do.PickRecoveryStep(),
-        do.FenceGeneration(1),
-        do.PickRecoveryStep(),
-        do.SettleMembership(),
-        do.FormGeneration(2),
+        do.FenceGeneration(2),
+        do.PickRecoveryStep(2),
+        do.FenceGeneration(3),
+        do.PickRecoveryStep(3),
+        do.SettleMembership(3),
+        do.FormGeneration(2, 3),
+        do.TidyUp(),
     ]
+
+
+def test_a_generation_that_is_fenced_while_it_forms_is_not_taken_for_formed():
+    job, orders = play(
+        JobState(State.RECOVERING, 2, 3),
+        ev.FaultNoticed(2, (0,)),
+        ev.GenerationFormed(2, 3),
+    )
+    assert job == JobState(State.RECOVERING, 2, 4)
+    assert orders == [do.FenceGeneration(4)]
 
 
 def test_a_resize_drains_and_forms_a_new_generation():
     job, orders = play(
-        JobState(State.RUNNING, 1),
-        ev.ResizeWanted(4),
-        ev.Fenced(1),
-        ev.MembershipSettled((0, 1, 2, 3)),
-        ev.GenerationFormed(2),
+        JobState(State.RUNNING, 1, 1),
+        ev.ResizeWanted(1, "more workers"),
+        ev.Fenced(2),
+        ev.RecoveryStepPicked(2, 9),
+        ev.MembershipSettled(2, (0, 1, 2, 3)),
+        ev.GenerationFormed(2, 2),
     )
-    assert job == JobState(State.RUNNING, 2)
-    assert orders == [do.DrainGeneration(1), do.SettleMembership(), do.FormGeneration(2)]
+    assert job == JobState(State.RUNNING, 2, 2)
+    assert orders == [
+        do.DrainGeneration(2),
+        do.PickRecoveryStep(2),
+        do.SettleMembership(2),
+        do.FormGeneration(2, 2),
+        do.TidyUp(),
+    ]
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=40))
@@ -173,13 +213,15 @@ def test_on_no_path_are_workers_left_behind_or_generations_reused(path: list[typ
     job, held = JobState(), False
     for event in path:
         example = EXAMPLES[event]
-        if hasattr(example, "generation"):
-            example = type(example)(**{**vars(example), "generation": job.generation})
+        numbers = {"generation": job.generation, "passage": job.passage}
+        now = {name: number for name, number in numbers.items() if hasattr(example, name)}
+        example = type(example)(**{**vars(example), **now})
         try:
             after, orders = handle(job, example)
         except IllegalEventError:
             continue
         assert after.generation - job.generation in (0, 1)
+        assert after.passage - job.passage in (0, 1)
         assert (after.generation > job.generation) == any(
             isinstance(order, do.FormGeneration) for order in orders
         )

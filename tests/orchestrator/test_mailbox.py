@@ -11,8 +11,9 @@ from rayzero.orchestrator import mailbox as mailbox_module
 from rayzero.orchestrator.bounds import bounds
 from rayzero.orchestrator.clock import SystemClock
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.mailbox import Answer, Mailbox, ask, serve
+from rayzero.orchestrator.mailbox import Mailbox, ask, serve
 from rayzero.orchestrator.records import HeadLostError
+from rayzero.orchestrator.wishes import Answer, Inject, Scale, Wish
 
 
 class Head:
@@ -56,18 +57,22 @@ class Job:
         self.mailbox = Mailbox(head, name, "01")
         self.said: list[str] = []
 
-    def scale(self, least: int, most: int) -> str:
-        if most > 8:
-            raise ConfigError("the batch cannot be split over 9 workers")
-        return f"{self.name}: {least} to {most} workers; now 2"
+    async def grant(self, wish: Wish) -> str:
+        match wish:
+            case Scale(least, most) if most <= 8:
+                return f"{self.name}: {least} to {most} workers; now 2"
+            case Scale():
+                raise ConfigError("the batch cannot be split over 9 workers")
+            case Inject(faults):
+                return f"{self.name}: {faults}"
 
-    async def asked(self, heads: list[Head], name: str, least: int, most: int) -> str:
+    async def asked(self, heads: list[Head], name: str, wish: Wish) -> str:
         serving = asyncio.create_task(
-            serve(self.mailbox, SystemClock(), self.scale, self.said.append)
+            serve(self.mailbox, SystemClock(), self.grant, self.said.append)
         )
         try:
             await asyncio.sleep(0.05)
-            return await asyncio.to_thread(ask, heads, name, least, most)
+            return await asyncio.to_thread(ask, heads, name, wish)
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
@@ -82,15 +87,22 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_request_reaches_the_job_and_its_answer_comes_back():
     head, other = Head(), Head()
     job = Job(head, "gpt")
-    answer = asyncio.run(job.asked([other, head], "gpt", 2, 4))
+    answer = asyncio.run(job.asked([other, head], "gpt", Scale(2, 4)))
     assert answer == "gpt: 2 to 4 workers; now 2"
     assert head.held == {}, "nothing is left behind"
+
+
+def test_faults_reach_the_job_as_they_were_written():
+    head = Head()
+    wish = Inject(('kill(rank=1, phase="reduce")', "full_disk()"))
+    answer = asyncio.run(Job(head, "gpt").asked([head], "gpt", wish))
+    assert answer == f"gpt: {wish.faults}"
 
 
 def test_a_refusal_is_a_mistake_of_the_user():
     head = Head()
     with pytest.raises(ConfigError, match="cannot be split over 9"):
-        asyncio.run(Job(head, "gpt").asked([head], "gpt", 1, 9))
+        asyncio.run(Job(head, "gpt").asked([head], "gpt", Scale(1, 9)))
     assert head.held == {}
 
 
@@ -102,7 +114,7 @@ def test_several_requests_are_answered_each_to_its_own(monkeypatch: pytest.Monke
     answers: dict[int, str] = {}
 
     def asker(most: int) -> None:
-        answers[most] = ask([head], "gpt", 1, most)
+        answers[most] = ask([head], "gpt", Scale(1, most))
 
     threads = [Thread(target=asker, args=(most,)) for most in (2, 3, 4)]
     for thread in threads:
@@ -111,7 +123,7 @@ def test_several_requests_are_answered_each_to_its_own(monkeypatch: pytest.Monke
     while len(answers) < 3 and time.monotonic() < until:
         time.sleep(0.01)
         for request in job.mailbox.take():
-            text = job.scale(request.least, request.most)
+            text = asyncio.run(job.grant(request.wish))
             job.mailbox.answer(request, Answer(True, text))
     for thread in threads:
         thread.join()
@@ -126,7 +138,7 @@ def test_a_job_that_is_not_running_is_named_with_those_that_are():
     head = Head()
     Job(head, "gpt-small").mailbox.open()
     with pytest.raises(ConfigError) as caught:
-        ask([head], "gpt-smal", 1, 2)
+        ask([head], "gpt-smal", Scale(1, 2))
     assert "no running job is called 'gpt-smal' (did you mean 'gpt-small'?)" in str(caught.value)
     assert "allowed: a running job: gpt-small" in str(caught.value)
 
@@ -136,7 +148,7 @@ def test_a_job_whose_driver_died_is_not_running():
     Job(head, "gpt").mailbox.open()
     head.living.clear()
     with pytest.raises(ConfigError, match="no running job is called 'gpt'"):
-        ask([head], "gpt", 1, 2)
+        ask([head], "gpt", Scale(1, 2))
 
 
 def test_a_job_that_does_not_answer():
@@ -144,7 +156,7 @@ def test_a_job_that_does_not_answer():
     job = Job(head, "gpt")
     job.mailbox.open()
     with pytest.raises(JobFailedError, match=r"job 'gpt' did not answer for 0\.5 s"):
-        ask([head], "gpt", 1, 2)
+        ask([head], "gpt", Scale(1, 2))
     assert job.mailbox.take() == [], "a request nobody waits for is withdrawn"
 
 
@@ -155,7 +167,7 @@ def test_the_newest_of_two_jobs_of_a_name_is_asked_and_the_older_leaves_it_alone
     new.open()
     old.close()
     with pytest.raises(JobFailedError):
-        ask([head], "gpt", 1, 2)
+        ask([head], "gpt", Scale(1, 2))
     new.close()
     assert head.held == {}
 
@@ -165,12 +177,16 @@ def test_a_head_that_is_away_is_told_once_and_served_again_after():
         head = Head()
         job = Job(head, "gpt")
         head.silent = True
-        serving = asyncio.create_task(serve(job.mailbox, SystemClock(), job.scale, job.said.append))
+        serving = asyncio.create_task(serve(job.mailbox, SystemClock(), job.grant, job.said.append))
         await asyncio.sleep(0.2)
-        assert job.said == ["`rayzero scale` cannot reach this job: the head does not answer"]
+        assert job.said == [
+            "`rayzero scale` and `chaos` cannot reach this job: the head does not answer"
+        ]
         head.silent = False
         await asyncio.sleep(0.1)
-        assert await asyncio.to_thread(ask, [head], "gpt", 1, 2) == "gpt: 1 to 2 workers; now 2"
+        assert (
+            await asyncio.to_thread(ask, [head], "gpt", Scale(1, 2)) == "gpt: 1 to 2 workers; now 2"
+        )
         head.silent = True
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)

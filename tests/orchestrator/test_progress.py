@@ -68,3 +68,15 @@ def test_a_new_generation_forgets_what_the_old_one_left_unfinished():
     assert record is not None
     assert (record.tokens, record.world_size) == (7, 1)
     assert progress.tokens == 7
+
+
+def test_going_back_says_how_many_finished_steps_are_done_again_and_only_once():
+    progress = started(world_size=1)
+    for step in (1, 2, 3):
+        progress.add(report(0, step))
+    assert progress.rewind(1) == 2
+    assert progress.rewind(1) == 0
+    progress.begin(generation=2, world_size=2, step=1)
+    assert (progress.steps, progress.done) == (1, 3)
+    assert progress.rewind(5) == 0
+    assert progress.world_sizes == [1, 2]

@@ -289,7 +289,7 @@ async def test_user_code_gets_one_more_try_at_the_same_step_and_then_fails(folde
     assert sorted(stage.newest) == [0, 1, 2]  # nobody died
     stage.world.crash(1, "user", "ValueError: at 0x2")
     await settle()
-    with pytest.raises(JobFailedError, match="step 5 on rank 1.*a second time") as caught:
+    with pytest.raises(JobFailedError, match=r"step 5 on rank 1.*a second time") as caught:
         await stage.result()
     assert caught.value.traceback == "the user's frames"
 

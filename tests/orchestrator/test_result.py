@@ -20,6 +20,7 @@ def test_the_summary_has_all_its_keys_even_when_nothing_was_reported(tmp_path: P
         "tokens_per_s": None,
         "seconds": 1.5,
         "peak_bytes": {},
+        "world_sizes": [],
     }
     path = write_summary(tmp_path, summary)
     assert json.loads(path.read_text()) == summary
@@ -33,3 +34,9 @@ def test_what_the_training_function_returned_is_merged_in():
     bits = {"first": 8.0, "last": 3.4}
     totals = Totals("job", 2, 2, 1.5, {"validation_bits_per_byte": bits})
     assert summarize(totals, JobProgress())["validation_bits_per_byte"] == bits
+
+
+def test_what_the_job_went_through_is_in_the_summary():
+    history = {"faults": {"lost": 2}, "repairs": 2, "steps_redone": 0}
+    summary = summarize(Totals("job", 2, 2, 1.5, {}, history), JobProgress())
+    assert {key: summary[key] for key in history} == history

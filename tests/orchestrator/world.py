@@ -103,6 +103,7 @@ class World:
         self.newcomers: asyncio.Queue[WorkerInfo | WorkerLostError] = asyncio.Queue()
         self.assigned: list[tuple[int, Assign]] = []
         self.told: list[tuple[str, int]] = []
+        self.injected: list[tuple[int, tuple[str, ...]]] = []
         self.replaced: list[tuple[int, float, tuple[str, ...]]] = []
         self.resized: list[tuple[int, int]] = []
         self.leaving: frozenset[str] = frozenset()
@@ -115,6 +116,8 @@ class World:
         self.excused = False
         """Whether copies of it were lost that nothing could have kept."""
         self.first = [self.add_process() for _ in range(size)]
+        self.lag: dict[str, int] = {}
+        """Turns of the event loop that commands take on their way, by name."""
         self.vaults = Vaults(self)
         self.clock: Clock = SystemClock()
         """Replaced by the stage's, which stands still."""
@@ -342,7 +345,7 @@ class World:
         self.kill(worker, "dismissed")
 
     async def kill_worker(self, worker: int) -> None:
-        await asyncio.sleep(0)
+        await self.way("kill")
         self.told.append(("kill", worker))
         self.kill(worker, "killed by the controller")
 
@@ -387,6 +390,10 @@ class World:
         await self._hear("fence", worker)
         self._unwind(self.processes[worker])
 
+    async def inject(self, worker: int, faults: Sequence[str]) -> None:
+        await self._hear("inject", worker)
+        self.injected.append((worker, tuple(faults)))
+
     async def salvage(self, worker: int, vault: str) -> SlotInfo:
         await self._hear("salvage", worker)
         process = self.processes[worker]
@@ -414,8 +421,12 @@ class World:
         beat = Heartbeat(rank, process.step + 1, "forward", 0.0)
         self.say(worker, replace(beat, **values))
 
+    async def way(self, command: str) -> None:
+        for _ in range(1 + self.lag.get(command, 0)):
+            await asyncio.sleep(0)
+
     async def _hear(self, command: str, worker: int) -> None:
-        await asyncio.sleep(0)
+        await self.way(command)
         process = self.processes[worker]
         if not process.alive:
             raise WorkerLostError("")
@@ -443,6 +454,9 @@ class Vaults:
         self.unpinned: list[tuple[str, int, int]] = []
         self.copied: list[tuple[str, tuple[SlotRef, ...]]] = []
         self.write_errors: list[Exception] = []
+        self.injected: tuple[str, ...] = ()
+        self.obstacles: dict[str, str] = {}
+        self.strikes: list[tuple[str, str]] = []
         self.writes = 0
         self.releases = 0
         self.may_open = True
@@ -481,7 +495,7 @@ class Vaults:
         return news
 
     async def inventory(self, node_id: str) -> list[SlotInfo]:
-        await asyncio.sleep(0)
+        await self._world.way("inventory")
         return list(self._of(node_id).slots.values())
 
     async def unpin(self, node_id: str, generation: int, step: int) -> None:
@@ -524,6 +538,24 @@ class Vaults:
 
     async def inspect(self, node_id: str, pid: int) -> str:
         return f"process {pid} is stopped"
+
+    async def inject(self, faults: Sequence[str]) -> None:
+        await asyncio.sleep(0)
+        self.injected = tuple(faults)
+
+    async def obstacle(self, node_id: str, fault: str) -> str:
+        await asyncio.sleep(0)
+        self._of(node_id)
+        return self.obstacles.get(node_id, "")
+
+    async def strike(self, node_id: str, fault: str) -> None:
+        await asyncio.sleep(0)
+        self.strikes.append((node_id, fault))
+        if fault.startswith("kill_vault"):
+            self.kill(node_id)
+            raise VaultLostError("it was struck")
+        if fault.startswith("drop_node"):
+            self._world.drop_node(node_id)
 
     async def usage(self, node_id: str) -> dict[str, Any]:
         return {}

@@ -155,9 +155,12 @@ def test_faults_of_others_are_left_to_them(tmp_path: Path) -> None:
 
 def test_a_new_job_forgets_what_an_earlier_one_recorded(tmp_path: Path) -> None:
     record = FaultRecord(tmp_path)
-    record.clear()
+    record.keep_only(())
     record.add(FaultFired(0, 1, ERROR))
-    record.clear()
+    record.add(FaultFired(0, 2, "kill(rank=0, step=2)"))
+    record.keep_only({ERROR})
+    assert fired(tmp_path) == (FaultFired(0, 1, ERROR),)
+    record.keep_only(())
     assert fired(tmp_path) == ()
 
 
@@ -212,3 +215,19 @@ def test_tearing_a_file_twice_undoes_a_flip(tmp_path: Path) -> None:
     assert path.read_bytes() == b"acc"
     tear(path, "flip")
     assert path.read_bytes() == b"abc"
+
+
+def test_more_faults_may_be_wanted_while_others_are_due(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, 0, "raise_error(rank=0, step=3)")
+    first, second = parse("raise_error(rank=0, step=3)"), parse("raise_error(rank=0, step=5)")
+    with pytest.raises(InjectedError):
+        worker.steps(1, 9)
+    worker.schedule.want([first, second])
+    worker.schedule.want([first])  # overtaken: it changes nothing
+    with pytest.raises(InjectedError, match="step 5"):
+        worker.steps(4, 9)
+    worker.schedule.want([first, second, second])
+    with pytest.raises(InjectedError, match="step 5"):
+        worker.steps(5, 9)
+    worker.steps(5, 9)
+    assert len(fired(tmp_path)) == 3

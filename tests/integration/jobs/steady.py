@@ -1,4 +1,4 @@
-"""A training function with the engine that goes on until somebody stops it."""
+"""A training function with the engine that takes its time, for many steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train(ctx: Context) -> None:
     engine, _, loader, _ = ctx.initialize(
         model=model, model_parameters=model.parameters(), training_data=Points()
     )
-    for x, y in loader.steps(ctx.steps):
+    for x, y in loader.until(ctx.steps):
         engine.backward(mse_loss(engine(x), y))
         engine.step()
         time.sleep(0.01)

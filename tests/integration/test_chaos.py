@@ -1,0 +1,129 @@
+"""Faults beyond the workers, in real jobs: they happen, and this is what they cost."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rayzero.engine.checkpoint.verify import verify
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.api import Job, JobResult, Workers
+from rayzero.orchestrator.notices import (
+    Checkpointed,
+    CheckpointFailed,
+    FaultSeen,
+    Repaired,
+    Resized,
+    Resumed,
+    Warned,
+)
+from rayzero.orchestrator.progress import StepRecord
+from rayzero.workers.injector import fired
+from rayzero.workers.messages import FaultFired
+from tests.integration.jobs.steady import ENGINE
+from tests.integration.nodes import Nodes
+from tests.integration.test_jobs_on_nodes import running, size, step, wait
+from tests.orchestrator.support import Notebook
+
+pytestmark = pytest.mark.slow
+
+EVERY, LAST = 40, 200
+FAULTS = [
+    "kill_vault(node=0, step=20)",
+    "full_disk(step=40)",
+    "slow_store(seconds=2, step=80)",
+    "tear_file(step=200, rank=1)",
+]
+
+
+def run(folder: Path, steps: int, notes: Notebook) -> JobResult:
+    handle = Job(
+        "steady",
+        "tests.integration.jobs.steady:train",
+        engine=ENGINE,
+        workers=Workers(min=2),
+        steps=steps,
+        checkpoint={"path": str(folder), "every_steps": EVERY},
+        faults=FAULTS,
+    ).submit(observer=notes)
+    try:
+        assert handle.wait(90)
+        return handle.result()
+    finally:
+        handle.end()
+
+
+def test_vault_and_store_fail_and_nothing_is_lost(nodes: Nodes, tmp_path: Path):
+    nodes.add()
+    notes = Notebook()
+    assert run(tmp_path, LAST, notes).steps == LAST
+    output_dir = tmp_path / "steady"
+    assert [one.fault for one in fired(output_dir)] == FAULTS
+    assert {one.fault for one in notes.of(FaultFired)} == set(FAULTS)
+    assert [record.step for record in notes.of(StepRecord)] == [*range(1, LAST + 1)]
+    assert not notes.of(FaultSeen), "the workers went on"
+
+    # The vault was opened again, and filled.
+    assert any("the vault on node" in one.text for one in notes.of(Warned))
+    assert [one.reason for one in notes.of(Resized)] == ["a vault is to be filled again"]
+    # The disk was full once: told, tried again, whole.
+    (failed,) = notes.of(CheckpointFailed)
+    assert (failed.step, failed.tries) == (EVERY, 1)
+    assert "No space left on device" in failed.text
+    stored = {one.step: one for one in notes.of(Checkpointed)}
+    assert [*stored] == [*range(EVERY, LAST + 1, EVERY)]
+    # The slow store slowed nothing else.
+    slow = stored[2 * EVERY]
+    assert slow.seconds > 2
+    before = notes.notices[: notes.notices.index(slow)]
+    assert sum(isinstance(one, StepRecord) for one in before) > slow.step + 5
+    # The torn file is named, and its checkpoint is not begun from; nothing breaks a second time.
+    (problem,) = verify(stored[LAST].folder)
+    assert "rank-00001" in str(problem)
+    later = Notebook()
+    assert run(tmp_path, LAST + 20, later).steps == LAST + 20
+    assert [one.step for one in later.of(Resumed)] == [LAST]
+    assert any("cannot be read: it is left out" in one.text for one in later.of(Warned))
+    assert [record.step for record in later.of(StepRecord)] == [*range(LAST - EVERY + 1, LAST + 21)]
+    assert len(fired(output_dir)) == len(FAULTS)
+
+
+def test_a_running_job_is_struck_by_command_and_goes_on(nodes: Nodes, tmp_path: Path):
+    nodes.add()
+    notes = Notebook()
+    with running(tmp_path, notes, min=1, max=2) as handle:
+        command = [sys.executable, "-m", "rayzero", "chaos", "steady", "kill(rank=1)", "--address"]
+        done = subprocess.run([*command, nodes.address], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        told = re.fullmatch(r"steady: (kill\(rank=1, step=\d+\)) at the next chance\n", done.stdout)
+        assert told, done.stdout
+        wait(handle, lambda: bool(notes.of(Repaired)))
+        assert [one.fault for one in fired(tmp_path / "steady")] == [told[1]]
+        wait(handle, lambda: size(notes) == 2)
+        # The replacement hears of what was wished for before it came.
+        assert "from that step on" in handle.inject(f"kill(rank=0, step={step(notes) + 40})")
+        wait(handle, lambda: len(notes.of(Repaired)) == 2)
+        with pytest.raises(ConfigError, match="the job has at most 2 workers"):
+            handle.inject("kill(rank=2)")
+    assert [one.steps_redone for one in notes.of(Repaired)] == [0, 0]
+
+
+def test_a_node_is_dropped_from_inside_but_never_the_controllers(nodes: Nodes, tmp_path: Path):
+    nodes.add()
+    nodes.add()
+    notes = Notebook()
+    with running(tmp_path, notes, min=2, max=4) as handle:
+        wait(handle, lambda: size(notes) == 4 and step(notes) > 60)
+        with pytest.raises(ConfigError, match="has its network in common with the job's contr"):
+            handle.inject("partition(node=1, seconds=5)")
+        told = handle.inject("drop_node(node=1)")
+        assert re.fullmatch(r"steady: drop_node\(node=1, step=\d+\) at the next chance", told)
+        wait(handle, lambda: bool(notes.of(Repaired)))
+        wait(handle, lambda: size(notes) == 2)
+    (one,) = notes.of(FaultFired)
+    assert one.fault.startswith("drop_node(node=1, ")
+    assert [(r.world_size_before, r.world_size) for r in notes.of(Repaired)][:1] == [(4, 2)]

@@ -1,0 +1,118 @@
+"""Faults of a node: why they cannot happen, and what they do, in processes of the test's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from rayzero.engine.errors import EngineError
+from rayzero.workers import node_faults
+from rayzero.workers.faults import parse
+from rayzero.workers.node_faults import network, obstacle
+
+DROP, CUT = parse("drop_node(node=1, step=2)"), parse("partition(node=1, step=2, seconds=0.5)")
+
+
+def test_a_vault_can_always_be_killed():
+    assert obstacle(parse("kill_vault(node=0, step=1)"), True, network()) == ""
+    code = (
+        "from rayzero.workers.faults import parse\n"
+        "from rayzero.workers.node_faults import strike\n"
+        "strike(parse('kill_vault(node=0, step=1)'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_the_controllers_node_is_spared():
+    for fault in (DROP, CUT):
+        assert "the job's controller runs on that node" in obstacle(fault, True, "")
+
+
+def test_only_a_raylet_is_taken_for_a_node():
+    assert "not the node's raylet" in obstacle(DROP, False, "")
+
+
+def test_a_network_that_the_controller_is_in_as_well_is_not_cut(monkeypatch: pytest.MonkeyPatch):
+    assert "in common with the job's controller" in obstacle(CUT, False, network())
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert "no command `ip`" in obstacle(CUT, False, "elsewhere")
+
+
+def test_a_node_goes_with_all_its_processes():
+    # A raylet, by its name, that is the parent of a vault and of a worker with a child.
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    vault = (
+        "from rayzero.workers.faults import parse\n"
+        "from rayzero.workers.node_faults import obstacle, strike\n"
+        "fault = parse('drop_node(node=1, step=2)')\n"
+        "print(repr(obstacle(fault, False, '')), flush=True)\n"
+        "input()\n"
+        "strike(fault)\n"
+    )
+    raylet = (
+        "import subprocess, sys\n"
+        "open('/proc/self/comm', 'w').write('raylet')\n"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE)\n"
+        f"subprocess.run([sys.executable, '-c', {vault!r}])\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", raylet], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    assert process.stdin
+    assert process.stdout.readline() == "''\n"
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert len(below) == 3
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    assert process.wait(10) == -signal.SIGKILL
+    assert psutil.wait_procs(below, timeout=10)[1] == []
+    process.stdin.close()
+    process.stdout.close()
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("ip") is None,
+    reason="needs root and a network of its own",
+)
+def test_a_cut_network_comes_back_with_its_routes_though_the_vault_is_gone():
+    code = (
+        "import subprocess, time\n"
+        "from rayzero.workers import node_faults\n"
+        "from rayzero.workers.faults import parse\n"
+        "def ip(*words): return subprocess.run(['ip', *words], capture_output=True, text=True,\n"
+        "                                      check=True).stdout\n"
+        "ip('link', 'add', 'wire', 'type', 'veth', 'peer', 'other')\n"
+        "ip('addr', 'add', '10.9.0.1/24', 'dev', 'wire')\n"
+        "ip('link', 'set', 'other', 'up'); ip('link', 'set', 'wire', 'up')\n"
+        "ip('route', 'add', 'default', 'via', '10.9.0.254')\n"
+        "fault = parse('partition(node=1, step=2, seconds=0.5)')\n"
+        "assert node_faults.obstacle(fault, False, 'elsewhere') == ''\n"
+        "before = ip('-4', 'route')\n"
+        "node_faults.strike(fault)\n"
+        "until = time.monotonic() + 5\n"
+        "while ip('-4', 'route') and time.monotonic() < until: time.sleep(0.02)\n"
+        "assert ip('-4', 'route') == ''\n"
+        "while len(ip('-4', 'route').splitlines()) < 2 and time.monotonic() < until:\n"
+        "    time.sleep(0.02)\n"
+        "assert sorted(ip('-4', 'route').split()) == sorted(before.split()), before\n"
+    )
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
+        pytest.skip("this machine has no namespaces to give")
+    done = subprocess.run(
+        ["unshare", "--net", sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_fails_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(node_faults, "_interfaces", lambda: iter(["no-such-link"]))
+    with pytest.raises(EngineError, match="the network could not be cut"):
+        node_faults.strike(CUT)
