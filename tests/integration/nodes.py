@@ -18,7 +18,8 @@ class Nodes:
     def __init__(self) -> None:
         small = {"object_store_memory": 80 * 2**20}
         self._small = small
-        self._cluster = Cluster(True, head_node_args={"num_cpus": 0, **small})
+        head = {"num_cpus": 0, "include_dashboard": False, **small}
+        self._cluster = Cluster(True, head_node_args=head)
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -568,3 +569,37 @@ async def test_a_stop_in_the_middle_of_a_repair(folder: Path):
 
 def _lost(cause: str) -> WorkerLostError:
     return WorkerLostError(cause)
+
+
+@played
+async def test_nobody_begins_before_those_who_were_given_up_are_dead(folder: Path):
+    """The world does not take two generations at once."""
+    stage = Stage(folder, World(4), workers={"min": 2, "max": 4})
+    await stage.steps(3)
+    stage.world.processes[1].stuck = True
+    stage.world.lag["kill"] = 80
+    stage.world.kill(0)
+    await stage.clock.turn(FENCE_S)
+    assert sorted(stage.newest) == [2, 3]
+    assert stage.states[-1] is State.RUNNING
+    await stage.finish()
+
+
+@played
+async def test_a_worker_that_is_still_being_told_its_place_is_fenced_behind_that(folder: Path):
+    stage = Stage(folder, World(4), workers={"min": 2, "max": 4})
+    await stage.steps(3)
+    stage.world.lag["assign"] = 60
+    stage.world.kill(0)
+    while stage.controller._desk.generation.number == 1:
+        await asyncio.sleep(0)
+    stage.world.kill(1)  # the others are about to hear of generation 2
+    await settle()
+    await settle()
+    heard = [what for what, who in stage.world.told if who == 2]
+    commands = [what for what in heard if what in ("fence", "assign")]
+    assert commands[-4:] == ["fence", "assign", "fence", "assign"]
+    assert {a.generation for a in stage.newest.values()} == {3}
+    stage.world.lag.clear()
+    await settle()
+    await stage.finish()
