@@ -13,6 +13,12 @@ WINDOW = 20
 SLOW = 1.3
 """A worker is slow when its compute time is above so many times that of the others."""
 
+FAST = 1.15
+"""A slow one is fast again below so many times that."""
+
+WORTH_S = 0.03
+"""Seconds a step that are worth a word: below that a busy machine's noise looks like slowness."""
+
 _PATIENCE = 10  # judgements in a row that agree before anything is said
 
 
@@ -105,7 +111,8 @@ class Speed:
     def _judge(
         self, worker: int, record: _Record, compute_s: float, others_s: float
     ) -> SpeedChange | None:
-        slow = compute_s > SLOW * others_s
+        limit = FAST if record.slow else SLOW
+        slow = compute_s > limit * others_s and compute_s - others_s > WORTH_S
         record.against = record.against + 1 if slow != record.slow else 0
         if record.against < _PATIENCE:
             return None

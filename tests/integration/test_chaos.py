@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rayzero.engine.checkpoint.verify import verify
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.api import Job, JobResult, Workers
+from rayzero.orchestrator.api import Job, JobHandle, JobResult, Workers
 from rayzero.orchestrator.notices import (
     Checkpointed,
     CheckpointFailed,
@@ -40,21 +43,31 @@ FAULTS = [
 ]
 
 
-def run(folder: Path, steps: int, notes: Notebook) -> JobResult:
+@contextmanager
+def submitted(
+    folder: Path, notes: Notebook, steps: int = 1_000_000, **settings: Any
+) -> Iterator[JobHandle]:
+    """A job of at most two workers; stopped at the end."""
     handle = Job(
         "steady",
         "tests.integration.jobs.steady:train",
         engine=ENGINE,
-        workers=Workers(min=2),
+        workers=Workers(min=1, max=2),
         steps=steps,
-        checkpoint={"path": str(folder), "every_steps": EVERY},
-        faults=FAULTS,
+        **{"checkpoint": {"path": str(folder)}, **settings},
     ).submit(observer=notes)
     try:
-        assert handle.wait(90)
-        return handle.result()
+        yield handle
     finally:
-        handle.end()
+        handle.stop()
+        assert handle.wait(20)
+
+
+def run(folder: Path, steps: int, notes: Notebook) -> JobResult:
+    checkpoint = {"path": str(folder), "every_steps": EVERY}
+    with submitted(folder, notes, steps, checkpoint=checkpoint, faults=FAULTS) as handle:
+        assert handle.wait(120)
+        return handle.result()
 
 
 def test_vault_and_store_fail_and_nothing_is_lost(nodes: Nodes, tmp_path: Path):
@@ -95,7 +108,8 @@ def test_vault_and_store_fail_and_nothing_is_lost(nodes: Nodes, tmp_path: Path):
 def test_a_running_job_is_struck_by_command_and_goes_on(nodes: Nodes, tmp_path: Path):
     nodes.add()
     notes = Notebook()
-    with running(tmp_path, notes, min=1, max=2) as handle:
+    with submitted(tmp_path, notes) as handle:
+        wait(handle, lambda: step(notes) > 5)
         command = [sys.executable, "-m", "rayzero", "chaos", "steady", "kill(rank=1)", "--address"]
         done = subprocess.run([*command, nodes.address], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
@@ -109,7 +123,11 @@ def test_a_running_job_is_struck_by_command_and_goes_on(nodes: Nodes, tmp_path: 
         wait(handle, lambda: len(notes.of(Repaired)) == 2)
         with pytest.raises(ConfigError, match="the job has at most 2 workers"):
             handle.inject("kill(rank=2)")
+        reached = step(notes)
+        wait(handle, lambda: step(notes) > reached + 5)
     assert [one.steps_redone for one in notes.of(Repaired)] == [0, 0]
+    steps = [record.step for record in notes.of(StepRecord)]
+    assert steps == sorted({*steps}), "no step was done again"
 
 
 def test_a_node_is_dropped_from_inside_but_never_the_controllers(nodes: Nodes, tmp_path: Path):
