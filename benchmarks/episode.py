@@ -16,6 +16,7 @@ from rayzero.engine.data.order import SampleOrder
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.api import Job
 from rayzero.orchestrator.notices import Notice, Repaired, Resized
+from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
 from rayzero.workers.faults import KINDS, Fault, parse, random_schedule
 from rayzero.workers.injector import fired
@@ -126,14 +127,24 @@ def _wrong_samples(of: Plan, output_dir: Path) -> list[str]:
 
 
 class _Watch:
-    """An observer that puts every way back down to the fault that it came from."""
+    """An observer that puts every way back down to the fault that it came from, and writes down
+    what it is told: an episode in which something is lost leaves that behind."""
 
     def __init__(self, output_dir: Path) -> None:
         self.ways: list[Way] = []
         self._output_dir = output_dir
         self._known = 0
+        self._begun_s = time.monotonic()
+        self._steps = 0
+        output_dir.mkdir(parents=True, exist_ok=True)
 
     def see(self, notice: Notice) -> None:
+        if isinstance(notice, StepRecord):
+            self._steps = notice.step
+            return
+        with (self._output_dir / "told.txt").open("a") as file:
+            at_s = time.monotonic() - self._begun_s
+            file.write(f"{at_s:7.2f} s, {self._steps:3} steps: {notice}\n")
         if isinstance(notice, Repaired):
             self.ways.append(Way(self._cause(notice.cause), notice.total_s, notice.steps_redone))
         elif isinstance(notice, Resized) and "vault" in notice.reason:

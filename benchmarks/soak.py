@@ -126,6 +126,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--state", type=Path, metavar="PATH", help="the record; by default runs/soak-<seed>.json"
     )
+    parser.add_argument("--keep", action="store_true", help="leave every episode's files")
     parser.add_argument("--resume", action="store_true", help="go on where the record ends")
     options = parser.parse_args(arguments)
     options.kinds = options.kinds.split(",")
@@ -163,7 +164,7 @@ def main(arguments: list[str]) -> int:
             outcome = run(of, folder)
             record.add(outcome)
             console.print(line(outcome), style="red" if outcome.lost else None)
-            if outcome.lost:
+            if outcome.lost or options.keep:
                 console.print(f"  its faults: {', '.join(of.faults)}; its files: {folder}")
             else:
                 shutil.rmtree(folder)

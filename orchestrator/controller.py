@@ -60,7 +60,8 @@ class Controller:
         speeds = self._speeds = Speeds(desk)
         self._chaos = Chaos(desk)
         self._checkpoints.on_stored = self._chaos.stored
-        hearing = Hearing(desk, self._faults, keeping, speeds, repairs, self._chaos)
+        vaults, chaos = self._vaults, self._chaos
+        hearing = Hearing(desk, self._faults, keeping, speeds, repairs, vaults, chaos)
         self._watch = Watch(desk, hearing.receive)
         self._passage.on_forming = self._forming
         self._vigil = Vigil(desk, self._watch, self._faults)

@@ -8,6 +8,7 @@ from rayzero.orchestrator.control.desk import Desk
 from rayzero.orchestrator.control.faults import Faults
 from rayzero.orchestrator.control.keeping import Keeping
 from rayzero.orchestrator.control.speeds import Speeds
+from rayzero.orchestrator.control.vaults import Vaults
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.repairs import Repairs, append
 from rayzero.workers.messages import (
@@ -31,6 +32,7 @@ class Hearing:
         keeping: Keeping,
         speeds: Speeds,
         repairs: Repairs,
+        vaults: Vaults,
         chaos: Chaos,
     ) -> None:
         self._desk = desk
@@ -39,6 +41,7 @@ class Hearing:
         self._keeping = keeping
         self._speeds = speeds
         self._repairs = repairs
+        self._vaults = vaults
 
     def receive(self, worker: int, message: Message) -> None:
         match message:
@@ -68,6 +71,7 @@ class Hearing:
             append(desk.plan.output_dir, passed)
             desk.see(passed)
         self._keeping.step_finished(record.generation)
+        self._vaults.step_finished()
         self._chaos.step_finished(record.step)
 
     def _passes(self, worker: int, message: Message) -> None:

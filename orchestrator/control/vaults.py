@@ -18,6 +18,8 @@ POLL_S = 2.0
 """How long a poll waits at the vault for something to happen."""
 SILENT_S = 10.0
 """A vault that does not answer a poll for so long beyond that counts as lost."""
+UNUSED_S = 60.0
+"""How long a vault is kept on a node that no worker is on any more: a replacement may come there."""
 REOPEN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """How long to wait after each failed try to open a vault; the last from then on."""
 
@@ -29,6 +31,7 @@ class Vaults:
         self._desk = desk
         self._on_lost = on_lost
         self._used: dict[str, str] = {}
+        self._unused_since_s: dict[str, float] = {}
 
     async def open(self, nodes: Iterable[str]) -> None:
         """Makes sure that these nodes have a vault.
@@ -74,6 +77,17 @@ class Vaults:
         """A generation is formed that knows the vaults of these nodes as they are now."""
         self._used = {node: self._desk.vaults.get(node, "") for node in nodes}
 
+    def step_finished(self) -> None:
+        """The newest generation goes on: nothing is needed any more of nodes without workers, and
+        the cluster can let them go once their vaults are closed."""
+        desk, now_s = self._desk, self._desk.now_s()
+        unused = desk.vaults.keys() - set(desk.crew.nodes)
+        self._unused_since_s = {node: self._unused_since_s.get(node, now_s) for node in unused}
+        for node, since_s in self._unused_since_s.items():
+            if now_s - since_s >= UNUSED_S:
+                del desk.vaults[node]
+                desk.tasks.spawn(desk.ports.vaults.close(node))
+
     @property
     def renewed(self) -> bool:
         """Whether the generation's members know an address that is no longer right, and the right
@@ -97,7 +111,8 @@ class Vaults:
                 command = desk.ports.vaults.poll(node, POLL_S)
                 news = await within(desk.ports.clock, POLL_S + SILENT_S, command)
             except (VaultLostError, TimeoutError) as lost:
-                desk.vaults.pop(node, None)
+                if desk.vaults.pop(node, None) is None:
+                    return  # it was closed, by wish
                 desk.bell.ring()
                 cause = str(lost) or "it does not answer"
                 desk.see(Warned(f"the vault on node {self._name(node)} was lost: {cause}"))

@@ -9,6 +9,7 @@ import pytest
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.control.elastic import GATHER_S, LEAVING_S
+from rayzero.orchestrator.control.vaults import UNUSED_S
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.group import WorkerLostError
 from rayzero.orchestrator.notices import FaultSeen, Resized, Warned, WorkersUp
@@ -250,3 +251,20 @@ async def test_a_newcomer_that_does_not_start_is_told(folder: Path):
     await settle()
     with pytest.raises(JobStoppedError):
         await stage.result()
+
+
+@played
+async def test_a_vault_on_a_node_without_workers_is_closed_after_a_while(folder: Path):
+    world = World(3, node_of=lambda index: "aab"[index])
+    stage = Stage(folder, world, workers={"min": 2, "max": 3})
+    await stage.steps(3)
+    world.leaving = frozenset({"b"})
+    await stage.clock.turn(LEAVING_S)
+    await stage.steps(2)
+    assert sorted(stage.newest) == [0, 1]
+    assert world.vaults.closed == []
+    await stage.clock.turn(UNUSED_S)
+    await stage.steps(1)
+    assert world.vaults.closed == ["b"]
+    assert not any("vault" in one.text for one in stage.notebook.of(Warned))
+    await stage.finish()

@@ -451,6 +451,7 @@ class Vaults:
     def __init__(self, world: World) -> None:
         self.of: dict[str, Vault] = {}
         self.opened: list[str] = []
+        self.closed: list[str] = []
         self.unpinned: list[tuple[str, int, int]] = []
         self.copied: list[tuple[str, tuple[SlotRef, ...]]] = []
         self.write_errors: list[Exception] = []
@@ -470,6 +471,12 @@ class Vaults:
         if vault is not None:
             self._world.excused = True
             vault.news.put_nowait(VaultLostError("the vault was killed"))
+
+    async def close(self, node_id: str) -> None:
+        self.closed.append(node_id)
+        vault = self.of.pop(node_id, None)
+        if vault is not None:
+            vault.news.put_nowait(VaultLostError("closed"))
 
     def holds(self, ref: SlotRef) -> bool:
         vault = self.of.get(ref.node_id)
