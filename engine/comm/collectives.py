@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rayzero.engine.errors import CollectiveError
 
-
 T = TypeVar("T")
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from rayzero.engine.errors import RayzeroError
+from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.orchestrator.control.desk import Desk
 from rayzero.orchestrator.control.tasks import within
 from rayzero.orchestrator.errors import JobFailedError
@@ -81,8 +81,9 @@ class Checkpoints:
                     await self._write(pin)
                     return
                 except (RayzeroError, VaultLostError, TimeoutError) as error:
-                    # A version that is gone with its vault does not come back.
-                    again_in_s = None if isinstance(error, VaultLostError) else again_in_s
+                    # A version that is gone, or damaged, does not come back.
+                    for_good = isinstance(error, VaultLostError | DataError)
+                    again_in_s = None if for_good else again_in_s
                     self._tell_failure(pin.step, error, tries, again_in_s)
                 if again_in_s is None:
                     return

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.engine.errors import RayzeroError
+from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.control.checkpoints import RETRY_S
 from rayzero.orchestrator.errors import JobStoppedError
@@ -103,6 +103,16 @@ async def test_a_checkpoint_is_given_up_after_some_tries_and_the_next_one_gets_i
     assert pinned(stage) == set()
     await stage.steps(1)
     assert stage.shelf.steps == [4]
+    await stage.finish()
+
+
+@played
+async def test_what_is_gone_from_a_vault_is_not_asked_for_again(folder: Path):
+    stage = often(folder)
+    stage.world.vaults.write_errors = [DataError("the slot is gone")]
+    await stage.steps(3)
+    (told,) = stage.notebook.of(CheckpointFailed)
+    assert (told.step, told.tries, told.again_in_s) == (2, 1, None)
     await stage.finish()
 
 
