@@ -19,7 +19,7 @@ POLL_S = 2.0
 SILENT_S = 10.0
 """A vault that does not answer a poll for so long beyond that counts as lost."""
 UNUSED_S = 60.0
-"""How long a vault is kept on a node that no worker is on any more: a replacement may come there."""
+"""How long a vault is kept on a node without workers: a replacement may come there."""
 REOPEN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """How long to wait after each failed try to open a vault; the last from then on."""
 

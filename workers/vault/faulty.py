@@ -36,6 +36,10 @@ class FaultyStore:
         """Those that happened since this was last asked."""
         return [self._fired.popleft() for _ in range(len(self._fired))]
 
+    def close(self) -> None:
+        """Ends every wait of a slow store, now and later."""
+        self._store.close()
+
     def write(
         self, folder: str, rank: int, table: Any, small: dict[str, Any], *more: Any, **named: Any
     ) -> RankFile:

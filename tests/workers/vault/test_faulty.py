@@ -47,7 +47,7 @@ def test_a_fault_may_come_while_the_vault_runs(town: Town, tmp_path: Path):
 
 
 def test_a_slow_store_keeps_nobody_from_mirroring(town: Town, tmp_path: Path):
-    store = FaultyStore(["slow_store(seconds=0.5)"], str(tmp_path))
+    store = FaultyStore(["slow_store(seconds=600)"], str(tmp_path))
     vault, buffers = stored(town, store)
     folder = str(tmp_path / "step-4")
     writing = threading.Thread(target=vault.write, args=(folder, refs((1, 0, 4))))
@@ -56,6 +56,7 @@ def test_a_slow_store_keeps_nobody_from_mirroring(town: Town, tmp_path: Path):
         write(buffers[1], 0, step)
         assert steps_of(vault) == [(0, 4), (0, step)]
     assert writing.is_alive(), "it waits behind training"
-    assert fired(tmp_path) == (FaultFired(0, 4, "slow_store(seconds=0.5)"),)
+    store.close()
     writing.join(10)
+    assert fired(tmp_path) == (FaultFired(0, 4, "slow_store(seconds=600)"),)
     assert any((tmp_path / "step-4").iterdir())
