@@ -146,9 +146,10 @@ class _Watch:
             at_s = time.monotonic() - self._begun_s
             file.write(f"{at_s:7.2f} s, {self._steps:3} steps: {notice}\n")
         if isinstance(notice, Repaired):
-            self.ways.append(Way(self._cause(notice.cause), notice.total_s, notice.steps_redone))
+            kind = self._cause(notice.cause)
+            self.ways.append(Way(kind, _seconds(notice), notice.steps_redone))
         elif isinstance(notice, Resized) and "vault" in notice.reason:
-            self.ways.append(Way("kill_vault", notice.total_s, 0))
+            self.ways.append(Way("kill_vault", _seconds(notice), 0))
 
     def _cause(self, told: str) -> str:
         """The kind of the first fault since the last repair; as told, if none was injected."""
@@ -156,6 +157,12 @@ class _Watch:
         new = [parse(one.fault).kind for one in happened[self._known :]]
         self._known = len(happened)
         return next((kind for kind in new if _disrupts(kind)), f"({told})")
+
+
+def _seconds(passed: Repaired | Resized) -> float:
+    """Without the rest of the step at hand, which a resize lets go on to its end. A rank that hangs
+    in it is noticed in its own time."""
+    return passed.total_s - passed.seconds.get("drain", 0.0)
 
 
 def _disrupts(kind: str) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 import os
 import shutil
@@ -25,17 +24,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import ray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.clusters import connected
 from benchmarks.episode import CALM, WORLD_SIZE, Outcome, Plan, Way, kind_of, plan, run
 from benchmarks.machine import facts, told
 from rayzero.workers.faults import KINDS
 
 EPISODE_FAULTS = 5
 ON_ONE_NODE = tuple(name for name, kind in KINDS.items() if kind.where != "cluster")
-"""What a single node can have. Nodes that are lost or cut off are in tests of their own."""
+ON_SEVERAL = (*ON_ONE_NODE, "drop_node")
+"""The nodes share one network here, so none can be cut off: `partition` has a test of its own."""
+CPUS = {1: WORLD_SIZE + 1, 2: WORLD_SIZE - 1}
+"""Of a node, by the number of nodes. The workers never fit on one of two."""
 
 
 class Record:
@@ -51,7 +53,7 @@ class Record:
         if not self.path.exists():
             return ""
         found = json.loads(self.path.read_text())
-        for key in ("seed", "kinds", "episode_faults"):
+        for key in ("seed", "nodes", "kinds", "episode_faults"):
             if found[key] != self._about[key]:
                 return f"{self.path} is of {key} {found[key]}, not {self._about[key]}"
         self.outcomes = [_outcome(one) for one in found["episodes"]]
@@ -72,11 +74,11 @@ def _outcome(found: dict[str, Any]) -> Outcome:
     return Outcome(**(found | {"plan": Plan(**of), "ways": ways}))
 
 
-def remaining(faults: int, seed: int, kinds: list[str], done: int) -> Iterator[Plan]:
+def remaining(options: argparse.Namespace, done: int) -> Iterator[Plan]:
     """The episodes that are still to be run."""
-    for number in range(done, math.ceil(faults / EPISODE_FAULTS)):
-        count = min(EPISODE_FAULTS, faults - number * EPISODE_FAULTS)
-        yield plan(seed, number, count, kinds, nodes=1)
+    for number in range(done, math.ceil(options.faults / EPISODE_FAULTS)):
+        count = min(EPISODE_FAULTS, options.faults - number * EPISODE_FAULTS)
+        yield plan(options.seed, number, count, options.kinds, options.nodes)
 
 
 def line(outcome: Outcome) -> str:
@@ -120,19 +122,21 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--faults", type=int, default=100, help="in all")
     parser.add_argument("--seed", type=int, default=0, help="of the schedules, all of them")
-    parser.add_argument(
-        "--kinds", default=",".join(ON_ONE_NODE), help=f"of: {', '.join(ON_ONE_NODE)}"
-    )
+    parser.add_argument("--nodes", type=int, default=1, choices=[*CPUS], help="of the cluster")
+    parser.add_argument("--kinds", help=f"by default all: {', '.join(ON_SEVERAL)} (two nodes)")
     parser.add_argument(
         "--state", type=Path, metavar="PATH", help="the record; by default runs/soak-<seed>.json"
     )
     parser.add_argument("--keep", action="store_true", help="leave every episode's files")
     parser.add_argument("--resume", action="store_true", help="go on where the record ends")
     options = parser.parse_args(arguments)
-    options.kinds = options.kinds.split(",")
-    unknown = [name for name in options.kinds if name not in ON_ONE_NODE]
-    if unknown or options.faults < 1:
-        parser.error(f"unknown kinds {unknown}, or no faults; allowed: {', '.join(ON_ONE_NODE)}")
+    allowed = ON_ONE_NODE if options.nodes == 1 else ON_SEVERAL
+    options.kinds = options.kinds.split(",") if options.kinds else [*allowed]
+    unknown = [name for name in options.kinds if name not in allowed]
+    if unknown:
+        parser.error(f"unknown kinds {unknown}; allowed: {', '.join(allowed)}")
+    if options.faults < 1:
+        parser.error("at least one fault is needed")
     options.state = options.state or Path(f"runs/soak-{options.seed}.json")
     return options
 
@@ -142,6 +146,7 @@ def main(arguments: list[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     about = facts() | {
         "seed": options.seed,
+        "nodes": options.nodes,
         "kinds": options.kinds,
         "episode_faults": EPISODE_FAULTS,
     }
@@ -150,16 +155,8 @@ def main(arguments: list[str]) -> int:
         console.print(f"cannot resume: {why}", style="red")
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers inherit it
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # the cluster is our own
-    ray.init(
-        address="local",
-        num_cpus=WORLD_SIZE + 1,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    try:
-        for of in remaining(options.faults, options.seed, options.kinds, len(record.outcomes)):
+    with connected(options.nodes, CPUS[options.nodes]):
+        for of in remaining(options, len(record.outcomes)):
             folder = Path(tempfile.mkdtemp(prefix=f"soak-{of.number}-"))
             outcome = run(of, folder)
             record.add(outcome)
@@ -168,8 +165,6 @@ def main(arguments: list[str]) -> int:
                 console.print(f"  its faults: {', '.join(of.faults)}; its files: {folder}")
             else:
                 shutil.rmtree(folder)
-    finally:
-        ray.shutdown()
     lost = sum(bool(one.lost) for one in record.outcomes)
     fired = sum(len(one.fired) for one in record.outcomes)
     console.print(told(about))

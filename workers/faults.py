@@ -24,7 +24,7 @@ Where: TypeAlias = Literal["worker", "vault", "cluster", "store"]
 
 PHASES = (
     *("data", "forward", "backward", "reduce", "update", "publish"),
-    *("mirror", "gather", "join", "load", "checkpoint"),
+    *("mirror", "gather", "join", "load"),
 )
 _LONGEST = 200
 

@@ -142,16 +142,18 @@ class WorkerHost:
     def _generation(self, assign: Assign, wire: Wire) -> Message:
         function = self._function = self._function or resolve(self._setup.entrypoint)
         device = self._device()
+        self.inject(assign.faults)
+        injector = Injector(self._schedule, assign.rank)
+        step = 1 + (assign.restore.step if assign.restore else 0)
         wire.progress.entered("join")
+        injector.at("join", step)
         self._keeper.begin(assign)  # first: the vault is to notice a death in joining, too
         wire.interrupt.check()
         process_group.join(assign, device, self._collective_timeout_s, wire.connections)
         wire.post(Joined(assign.generation, assign.rank))
-        self.inject(assign.faults)
-        injector = Injector(self._schedule, assign.rank)
         session = JobSession(self._setup, assign, wire, self._keeper, injector)
         context = Context(self._setup, assign, device, session)
-        wire.progress.working_on(1)
+        wire.progress.working_on(step)
         try:
             with entered(session):
                 result = self._plain(function(context))

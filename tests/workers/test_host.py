@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rayzero.workers import process_group
+from rayzero.workers.connections import Connections
 from rayzero.workers.host import WorkerHost
 from rayzero.workers.messages import (
     Crashed,
@@ -46,7 +47,7 @@ def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
     yield make
     for host in reversed(hosts):
         host.close()
-    process_group.abort()
+    process_group.abort(Connections())
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(threads)

@@ -1,0 +1,68 @@
+"""Ray clusters on this machine: of one node, or of several of which each may be lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import ray
+
+OBJECT_STORE_BYTES = 80 * 2**20
+CHECK_S = 1.0
+FAST = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""So that a lost node is known in seconds, where Ray's own settings take a minute."""
+
+
+@contextmanager
+def connected(nodes: int, cpus: int) -> Iterator[None]:
+    """A cluster of so many nodes with so many CPUs each; this process is its driver.
+
+    Several nodes lie beside a head without CPUs, and one that is lost is replaced by another.
+    """
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # nobody else can reach it
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if nodes == 1:
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    # Here, because it is for tests, and needs what a plain run does not.
+    from ray.cluster_utils import Cluster
+
+    os.environ.update(FAST)
+    small = {"object_store_memory": OBJECT_STORE_BYTES}
+    cluster = Cluster(True, head_node_args={"num_cpus": 0, **small})
+    over = threading.Event()
+    keeper = threading.Thread(target=_keep, args=(cluster, nodes, cpus, over), daemon=True)
+    try:
+        for _ in range(nodes):
+            cluster.add_node(num_cpus=cpus, **small)
+        ray.init(address=cluster.address, **quiet)
+        keeper.start()
+        yield
+    finally:
+        over.set()
+        if keeper.is_alive():
+            keeper.join(30)
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def _keep(cluster: object, nodes: int, cpus: int, over: threading.Event) -> None:
+    """Adds a node for each that is lost, until it is over."""
+    while not over.wait(CHECK_S):
+        living = sum(one["Alive"] and "CPU" in one["Resources"] for one in ray.nodes())
+        for _ in range(nodes - living):
+            with suppress(RuntimeError):  # it did not start in time: the next look tries again
+                cluster.add_node(num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES)  # type: ignore[attr-defined]
