@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import ray
 
@@ -29,7 +30,7 @@ def connected(nodes: int, cpus: int) -> Iterator[None]:
     """
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # nobody else can reach it
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if nodes == 1:
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
         try:
@@ -41,7 +42,7 @@ def connected(nodes: int, cpus: int) -> Iterator[None]:
     from ray.cluster_utils import Cluster
 
     os.environ.update(FAST)
-    small = {"object_store_memory": OBJECT_STORE_BYTES}
+    small: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES}
     cluster = Cluster(True, head_node_args={"num_cpus": 0, **small})
     over = threading.Event()
     keeper = threading.Thread(target=_keep, args=(cluster, nodes, cpus, over), daemon=True)
@@ -56,13 +57,14 @@ def connected(nodes: int, cpus: int) -> Iterator[None]:
         if keeper.is_alive():
             keeper.join(30)
         ray.shutdown()
-        cluster.shutdown()
+        cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
-def _keep(cluster: object, nodes: int, cpus: int, over: threading.Event) -> None:
+def _keep(cluster: Any, nodes: int, cpus: int, over: threading.Event) -> None:
     """Adds a node for each that is lost, until it is over."""
     while not over.wait(CHECK_S):
-        living = sum(one["Alive"] and "CPU" in one["Resources"] for one in ray.nodes())
+        seen: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        living = sum(one["Alive"] and "CPU" in one["Resources"] for one in seen)
         for _ in range(nodes - living):
             with suppress(RuntimeError):  # it did not start in time: the next look tries again
-                cluster.add_node(num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES)  # type: ignore[attr-defined]
+                cluster.add_node(num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES)

@@ -69,13 +69,16 @@ class WorkerGroup(Protocol):
     async def poll(self, worker: int, timeout_s: float) -> list[Message]:
         """What happened on one worker; waits up to `timeout_s` for something to happen."""
 
-    async def stop(self, worker: int) -> None:
-        """Asks one worker to unwind the user's function at its next report, phase or step."""
+    async def stop(self, worker: int, generation: int) -> None:
+        """Asks one worker to unwind the user's function at its next report, phase or step.
 
-    async def drain(self, worker: int) -> None:
+        Like `drain` and `fence` meant for one generation: when it comes late, it does nothing.
+        """
+
+    async def drain(self, worker: int, generation: int) -> None:
         """Asks one worker, and so all, to unwind at the end of the step at hand, mirrored."""
 
-    async def fence(self, worker: int) -> None:
+    async def fence(self, worker: int, generation: int) -> None:
         """As `stop`, and breaks off the collective it may be waiting in."""
 
     async def inject(self, worker: int, faults: Sequence[str]) -> None:

@@ -124,14 +124,14 @@ class RayWorkerGroup:
         messages: list[Message] = await _answer(self._actor(worker).poll.remote(timeout_s))
         return messages
 
-    async def stop(self, worker: int) -> None:
-        await _answer(self._actor(worker).stop.remote())
+    async def stop(self, worker: int, generation: int) -> None:
+        await _answer(self._actor(worker).stop.remote(generation))
 
-    async def drain(self, worker: int) -> None:
-        await _answer(self._actor(worker).drain.remote())
+    async def drain(self, worker: int, generation: int) -> None:
+        await _answer(self._actor(worker).drain.remote(generation))
 
-    async def fence(self, worker: int) -> None:
-        await _answer(self._actor(worker).fence.remote())
+    async def fence(self, worker: int, generation: int) -> None:
+        await _answer(self._actor(worker).fence.remote(generation))
 
     async def inject(self, worker: int, faults: Sequence[str]) -> None:
         await _answer(self._actor(worker).inject.remote(tuple(faults)))

@@ -50,14 +50,14 @@ class WorkerActor:
     def poll(self, timeout_s: float) -> list[Message]:
         return self._host.poll(timeout_s)
 
-    def stop(self) -> None:
-        self._host.stop()
+    def stop(self, generation: int) -> None:
+        self._host.stop(generation)
 
-    def drain(self) -> None:
-        self._host.drain()
+    def drain(self, generation: int) -> None:
+        self._host.drain(generation)
 
-    def fence(self) -> None:
-        self._host.fence()
+    def fence(self, generation: int) -> None:
+        self._host.fence(generation)
 
     def inject(self, faults: Sequence[str]) -> None:
         self._host.inject(faults)

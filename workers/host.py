@@ -81,7 +81,7 @@ class WorkerHost:
     def assign(self, assign: Assign) -> None:
         """Begins a generation: joins its group, then calls the user's function."""
         self._rank = assign.rank
-        self._wire = Wire(self._outbox.post)
+        self._wire = Wire(self._outbox.post, assign.generation)
         wire = self._wire
         self._runner.start(assign, lambda: self._generation(assign, wire), wire)
 
@@ -89,20 +89,27 @@ class WorkerHost:
         """What happened since the last poll, and last of all a heartbeat."""
         return [*self._outbox.take(timeout_s), self._wire.progress.heartbeat(self._rank)]
 
-    def stop(self) -> None:
-        """Unwinds the user's function at its next report, phase or step; `Stopped` follows."""
-        self._runner.stop()
+    def stop(self, generation: int) -> None:
+        """Unwinds the user's function at its next report, phase or step; `Stopped` follows.
 
-    def drain(self) -> None:
+        Like `drain` and `fence` it is meant for one generation: late, it does nothing.
+        """
+        if self._wire.generation == generation:
+            self._wire.interrupt.request()
+
+    def drain(self, generation: int) -> None:
         """Unwinds the user's function at the end of a step that all ranks agree on, mirrored."""
-        self._runner.drain()
+        if self._wire.generation == generation:
+            self._wire.drain.request()
 
-    def fence(self) -> None:
+    def fence(self, generation: int) -> None:
         """As `stop`, and breaks off the wait for peers that the function may be in.
 
         More than once, because it may be about to begin one, in joining.
         """
         wire = self._wire
+        if wire.generation != generation:
+            return
         wire.interrupt.request()
         for _ in range(FENCE_TRIES):
             process_group.break_off(wire.connections)

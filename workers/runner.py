@@ -56,11 +56,6 @@ class Runner:
         if self._wire is not None:
             self._wire.interrupt.request()
 
-    def drain(self) -> None:
-        """Asks the body to unwind at the end of a step that all ranks agree on."""
-        if self._wire is not None:
-            self._wire.drain.request()
-
     def join(self, timeout_s: float) -> bool:
         """Waits for the thread's end; whether it came in time."""
         if self._thread is not None:

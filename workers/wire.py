@@ -22,6 +22,7 @@ class Wire:
     """
 
     post: Callable[[Message], None]
+    generation: int = 0
     progress: Progress = field(default_factory=Progress)
     interrupt: Interrupt = field(default_factory=Interrupt)
     drain: Interrupt = field(default_factory=Interrupt)

@@ -93,10 +93,12 @@ class Passage:
         Args:
             softly: let it finish the collective it is in.
         """
+        generation = self._desk.generation.number
         if (telling := self._assigning.get(worker)) is not None:
             await asyncio.wait({telling})
         group = self._desk.ports.workers
-        await self._desk.ask(worker, group.stop(worker) if softly else group.fence(worker))
+        leave = group.stop if softly else group.fence
+        await self._desk.ask(worker, leave(worker, generation))
 
     def _depart(self, part: str, work: Coroutine[Any, Any, None]) -> None:
         self.end()
@@ -122,7 +124,8 @@ class Passage:
         """Has no limit of its own: a step takes what it takes, and a hang is found elsewhere."""
         desk, generation = self._desk, self._desk.generation
         for worker in generation.still_in:
-            desk.tasks.spawn(desk.ask(worker, desk.ports.workers.drain(worker)))
+            command = desk.ports.workers.drain(worker, generation.number)
+            desk.tasks.spawn(desk.ask(worker, command))
         await desk.bell.until(lambda: not generation.still_in)
         if not generation.finished:  # then the job is done, and that is told elsewhere
             desk.feed(ev.Fenced(passage))

@@ -40,7 +40,8 @@ class Stopping:
         until_s = desk.now_s() + notice_s
         if generation.restored and not generation.fenced:
             for worker in generation.still_in:
-                desk.tasks.spawn(desk.ask(worker, desk.ports.workers.drain(worker)))
+                command = desk.ports.workers.drain(worker, generation.number)
+                desk.tasks.spawn(desk.ask(worker, command))
             # Half of the time for the step at hand; none of it when a rank is lost on the way,
             # because its peers would only wait for it.
             await desk.happens(

@@ -377,18 +377,24 @@ class World:
             raise said
         return said
 
-    async def stop(self, worker: int) -> None:
+    def _is_in(self, worker: int, generation: int) -> bool:
+        assign = self.processes[worker].assign
+        return assign is not None and assign.generation == generation
+
+    async def stop(self, worker: int, generation: int) -> None:
         await self._hear("stop", worker)
-        if self.auto:
+        if self.auto and self._is_in(worker, generation):
             self._unwind(self.processes[worker])
 
-    async def drain(self, worker: int) -> None:
+    async def drain(self, worker: int, generation: int) -> None:
         await self._hear("drain", worker)
-        self.processes[worker].drain = True
+        if self._is_in(worker, generation):
+            self.processes[worker].drain = True
 
-    async def fence(self, worker: int) -> None:
+    async def fence(self, worker: int, generation: int) -> None:
         await self._hear("fence", worker)
-        self._unwind(self.processes[worker])
+        if self._is_in(worker, generation):
+            self._unwind(self.processes[worker])
 
     async def inject(self, worker: int, faults: Sequence[str]) -> None:
         await self._hear("inject", worker)

@@ -81,13 +81,15 @@ def test_the_function_is_called_again_in_the_next_generation(make_host: MakeHost
     host = make_host("endless")
     begin(host)
     poll_until(host.poll, Report)
-    host.stop()
+    host.stop(1)
     assert Stopped(1, 0) in poll_until(host.poll, Stopped)
     assert not dist.is_initialized()
     begin(host, generation=2)
     seen = poll_until(host.poll, Report)
     assert Joined(2, 0) in seen
-    host.stop()
+    host.stop(1)  # late: meant for the one before
+    poll_until(host.poll, Report)
+    host.stop(2)
     assert Stopped(2, 0) in poll_until(host.poll, Stopped)
 
 
@@ -95,7 +97,7 @@ def test_a_careless_except_does_not_swallow_the_interrupt(make_host: MakeHost):
     host = make_host("endless")
     begin(host)
     poll_until(host.poll, Report)
-    host.stop()
+    host.stop(1)
     seen = poll_until(host.poll, Stopped)
     assert LogLine(0, "stdout", "caught") not in seen
 

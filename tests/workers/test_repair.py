@@ -94,7 +94,7 @@ def test_a_killed_worker_costs_no_step(crew_of, stage, phase):
     assert [one.step for one in fired(crew.setup.output_dir)] == [5]
     ends = {}
     for index in (0, 2):
-        crew.workers[index].call("fence")
+        crew.workers[index].call("fence", 1)
         ends[index] = crew.wait_end(index, 1)
         assert isinstance(ends[index], Stopped | Crashed), crew.texts(index)
     restore = crew.slots(1, 3)
@@ -118,7 +118,7 @@ def test_a_stopped_worker_is_fenced_off_without_waiting_for_it(crew_of):
     assert fired(crew.setup.output_dir)
     started = time.monotonic()
     for index in (0, 1):
-        crew.workers[index].call("fence")
+        crew.workers[index].call("fence", 1)
         assert isinstance(crew.wait_end(index, 1), Stopped), crew.texts(index)
     assert time.monotonic() - started < 2
     crew.form(2, [1, 0], crew.slots(1, 3))
@@ -133,7 +133,7 @@ def test_a_fence_frees_ranks_that_wait_for_one_that_never_joins(crew_of):
     time.sleep(0.5)
     started = time.monotonic()
     for index in (0, 1):
-        crew.workers[index].call("fence")
+        crew.workers[index].call("fence", 1)
         assert isinstance(crew.wait_end(index, 1), Stopped), crew.texts(index)
     assert time.monotonic() - started < 4
     crew.form(2, [0, 1])
@@ -146,7 +146,7 @@ def test_growth_and_shrink_at_a_step_boundary_lose_nothing(crew_of):
     crew = crew_of(2, 3, faults=("slow(rank=0, step=2, seconds=0.2, steps=12)",))
     crew.form(1, [0, 1])
     newcomer = crew.hire()
-    crew.workers[1].call("drain")
+    crew.workers[1].call("drain", 1)
     ends = [crew.wait_end(index, 1) for index in (0, 1)]
     assert all(isinstance(one, Stopped) for one in ends), ends
     steps = {one.memory.step for one in ends}
@@ -155,7 +155,7 @@ def test_growth_and_shrink_at_a_step_boundary_lose_nothing(crew_of):
     assert {restore.step} == steps
     crew.form(2, [0, 1, newcomer], restore)
     crew.wait(newcomer, lambda one: isinstance(one, Report))
-    crew.workers[newcomer].call("drain")
+    crew.workers[newcomer].call("drain", 2)
     ends = [crew.wait_end(index, 2) for index in (0, 1, 2)]
     crew.form(3, [2], crew.slots(2, 3))
     assert isinstance(crew.wait_end(2, 3), Finished), crew.texts(2)
@@ -167,7 +167,7 @@ def test_without_replicas_a_survivor_that_holds_everything_is_salvaged(crew_of):
     crew.form(1, [0, 1, 2])
     assert lost(crew) == 0
     for index in (1, 2):
-        crew.workers[index].call("fence")
+        crew.workers[index].call("fence", 1)
     memories = {index: crew.wait_end(index, 1).memory for index in (1, 2)}
     assert {one.step for one in memories.values()} == {5}
     assert all(one.whole for one in memories.values())
