@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 
 OBJECT_STORE_BYTES = 80 * 2**20
-CHECK_S = 1.0
 FAST = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -23,10 +21,13 @@ FAST = {
 
 
 @contextmanager
-def connected(nodes: int, cpus: int) -> Iterator[None]:
+def connected(nodes: int, cpus: int) -> Iterator[Callable[[], None]]:
     """A cluster of so many nodes with so many CPUs each; this process is its driver.
 
-    Several nodes lie beside a head without CPUs, and one that is lost is replaced by another.
+    Several nodes lie beside a head without CPUs.
+
+    Yields:
+        what adds a node for each that was lost. For the main thread only: Ray wants it so.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # nobody else can reach it
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -34,7 +35,7 @@ def connected(nodes: int, cpus: int) -> Iterator[None]:
     if nodes == 1:
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
         try:
-            yield
+            yield lambda: None
         finally:
             ray.shutdown()
         return
@@ -44,27 +45,17 @@ def connected(nodes: int, cpus: int) -> Iterator[None]:
     os.environ.update(FAST)
     small: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES}
     cluster = Cluster(True, head_node_args={"num_cpus": 0, **small})
-    over = threading.Event()
-    keeper = threading.Thread(target=_keep, args=(cluster, nodes, cpus, over), daemon=True)
-    try:
-        for _ in range(nodes):
-            cluster.add_node(num_cpus=cpus, **small)
-        ray.init(address=cluster.address, **quiet)
-        keeper.start()
-        yield
-    finally:
-        over.set()
-        if keeper.is_alive():
-            keeper.join(30)
-        ray.shutdown()
-        cluster.shutdown()  # type: ignore[no-untyped-call]
 
-
-def _keep(cluster: Any, nodes: int, cpus: int, over: threading.Event) -> None:
-    """Adds a node for each that is lost, until it is over."""
-    while not over.wait(CHECK_S):
+    def refill() -> None:
         seen: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         living = sum(one["Alive"] and "CPU" in one["Resources"] for one in seen)
         for _ in range(nodes - living):
-            with suppress(RuntimeError):  # it did not start in time: the next look tries again
-                cluster.add_node(num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES)
+            cluster.add_node(num_cpus=cpus, **small)
+
+    try:
+        ray.init(address=cluster.address, **quiet)
+        refill()
+        yield refill
+    finally:
+        ray.shutdown()
+        cluster.shutdown()  # type: ignore[no-untyped-call]

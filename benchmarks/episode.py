@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from rayzero.workers.injector import fired
 STEPS_A_FAULT = 20
 LIMIT_S = 400.0
 """How long an episode may take."""
+CHECK_S = 1.0
 WORLD_SIZE = 3
 RELATIVE, ABSOLUTE = 1e-9, 1e-12
 CHECKPOINT_EVERY = 5
@@ -74,8 +75,13 @@ def plan(seed: int, number: int, count: int, kinds: Sequence[str], nodes: int) -
     return Plan(number, own, draw.randrange(4), steps + soak_job.TAIL, texts)
 
 
-def run(of: Plan, folder: Path) -> Outcome:
-    """Runs an episode in the Ray cluster that this process is connected to."""
+def run(of: Plan, folder: Path, refill: Callable[[], None]) -> Outcome:
+    """Runs an episode in the Ray cluster that this process is connected to.
+
+    Args:
+        folder: a new one, for the job's files.
+        refill: called again and again; it adds a node where one was lost.
+    """
     begun_s = time.monotonic()
     job = Job(
         name="soak",
@@ -95,7 +101,9 @@ def run(of: Plan, folder: Path) -> Outcome:
     handle = job.submit(observer=watch)
     lost = []
     try:
-        if handle.wait(LIMIT_S):
+        while time.monotonic() < begun_s + LIMIT_S and not handle.wait(CHECK_S):
+            refill()
+        if handle.wait(0.0):
             handle.result()
         else:
             lost.append(f"the job did not end within {LIMIT_S:g} s")

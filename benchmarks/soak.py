@@ -155,10 +155,11 @@ def main(arguments: list[str]) -> int:
         console.print(f"cannot resume: {why}", style="red")
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers inherit it
-    with connected(options.nodes, CPUS[options.nodes]):
+    with connected(options.nodes, CPUS[options.nodes]) as refill:
         for of in remaining(options, len(record.outcomes)):
             folder = Path(tempfile.mkdtemp(prefix=f"soak-{of.number}-"))
-            outcome = run(of, folder)
+            refill()
+            outcome = run(of, folder, refill)
             record.add(outcome)
             console.print(line(outcome), style="red" if outcome.lost else None)
             if outcome.lost or options.keep:

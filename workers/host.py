@@ -156,6 +156,9 @@ class WorkerHost:
         injector.at("join", step)
         self._keeper.begin(assign)  # first: the vault is to notice a death in joining, too
         wire.interrupt.check()
+        process_group.abort(
+            wire.connections
+        )  # a function that has returned leaves its group behind
         process_group.join(assign, device, self._collective_timeout_s, wire.connections)
         wire.post(Joined(assign.generation, assign.rank))
         session = JobSession(self._setup, assign, wire, self._keeper, injector)

@@ -8,6 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
 from rayzero.engine.data.ledger import Ledger
 from rayzero.engine.session import Wishes
 from rayzero.engine.state.source import StateSource
@@ -44,6 +47,7 @@ class JobSession:
         self._mirror = Mirror(setup.mirror, assign, setup.steps, keeper.vault, wire.post)
         self._ledger = _ledger(setup, assign)
         self._forwards = 0  # since the last step
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def engine_config(self) -> dict[str, Any] | None:
@@ -64,6 +68,7 @@ class JobSession:
     def engine_ready(self, engine: Engine) -> None:
         self.engine = engine
         self._keeper.keep(engine)
+        self._look_between_blocks(engine)
         step = engine.progress.step
         took_s = {"load": self.reports.begin_at(step)}
         self._wire.post(Restored(self._assign.generation, self._assign.rank, step, took_s))
@@ -119,8 +124,21 @@ class JobSession:
 
     def close(self) -> None:
         """The function is over, by whatever way: what was put off is done."""
+        for hook in self._hooks:
+            hook.remove()
         if self.engine is not None and self.engine.state.consistent:
             self._mirror.catch_up()
+
+    def _look_between_blocks(self, engine: Engine) -> None:
+        """A long forward is left at its next block once the generation is over; backward looks
+        whenever a sum is launched. The hooks go when the session is closed."""
+
+        def look(*_: object) -> None:
+            self.check()
+
+        for module in engine.module.modules():
+            if isinstance(module, nn.ModuleList | nn.Sequential):
+                self._hooks += [child.register_forward_pre_hook(look) for child in module]
 
     def _enter(self, phase: str) -> None:
         self._wire.progress.entered(phase)

@@ -70,7 +70,8 @@ class Mirror:
     def wishes(self, step: int) -> Wishes:
         """What to ask for in the vote of `step`."""
         wanted = self._assign.remote or self._due(step)
-        free = not self._buffers or sum(not one.pinned for one in self._buffers) > self._rotating
+        pinned = sum(one.pinned for one in self._buffers)
+        free = self._room - pinned > self._rotating
         ready = self._vault is not None and wanted and free
         return Wishes(pin=ready, pace=self._plan.every_steps or self._costs.pace)
 
@@ -151,24 +152,31 @@ class Mirror:
         buffer.commit(step, state.small(), pin, checksum)
 
     def _next_buffer(self, state: TrainingState) -> SlotBuffer:
-        """The oldest version that is neither pinned nor the newest; new buffers for a new table."""
+        """The oldest version that is neither pinned nor needed; a new buffer while there are too
+        few. One at a time, because the first step after a repair waits for it."""
         table = state.table()
         if table is not self._table:
-            self._reserve(table)
+            self._table, self._buffers = table, []
+            self._filled.clear()
         free = [one for one in self._buffers if not one.pinned]
+        if len(free) < self._rotating:
+            return self._reserve(table)
         return min(free, key=lambda one: one.step)
 
-    def _reserve(self, table: Table) -> None:
+    @property
+    def _room(self) -> int:
+        """How many buffers there may be."""
+        pinnable = 2 if self._assign.remote else self._plan.checkpoint_every_steps is not None
+        return self._rotating + pinnable
+
+    def _reserve(self, table: Table) -> SlotBuffer:
         if self._vault is None:
-            return
-        assign, plan = self._assign, self._plan
-        pinnable = 2 if assign.remote else int(plan.checkpoint_every_steps is not None)
-        self._buffers = self._vault.reserve(
-            assign.generation, assign.rank, assign.world_size, table, self._rotating + pinnable
-        )
-        self._table = table
-        self._filled.clear()
+            raise VaultGoneError("there is no vault")
+        assign = self._assign
+        made = self._vault.reserve(assign.generation, assign.rank, assign.world_size, table, 1)
+        self._buffers += made
         self._costs.skip()  # what was just made is not what a mirror costs
+        return made[0]
 
 
 class _Costs:

@@ -6,7 +6,9 @@ Made with `num_cpus=0` on its node and `max_concurrency=COMMAND_THREADS`; then t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,8 @@ class VaultActor:
     def __init__(
         self, job: str, node_id: str, faults: Sequence[str] = (), output_dir: str = ""
     ) -> None:
+        with suppress(OSError):  # Ray makes workers nice; who notices deaths should not wait
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
         self._peers: Mapping[str, Any] = {}
         self._store = FaultyStore(faults, output_dir)
         self._vault = Vault(job, node_id, self._fetch, write_file=self._store.write)

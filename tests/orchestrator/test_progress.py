@@ -30,6 +30,14 @@ def test_a_step_is_complete_when_every_rank_has_finished_it():
     assert progress.steps == 1
 
 
+def test_a_step_ends_when_its_last_rank_has_ended_it():
+    progress = started()
+    progress.add(Report(1, 0, 1, at_s=20.5))
+    record = progress.add(Report(1, 1, 1, at_s=20.0))
+    assert record is not None
+    assert record.at_s == 20.5
+
+
 def test_the_totals_of_the_job():
     progress = started(world_size=1)
     progress.add(report(0, 1, tokens=100, loss=8.0, step_s=50.0))

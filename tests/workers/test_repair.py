@@ -134,7 +134,8 @@ def test_a_fence_frees_ranks_that_wait_for_one_that_never_joins(crew_of):
     started = time.monotonic()
     for index in (0, 1):
         crew.workers[index].call("fence", 1)
-        assert isinstance(crew.wait_end(index, 1), Stopped), crew.texts(index)
+        # The first one's end may break the store off under the second one.
+        assert isinstance(crew.wait_end(index, 1), Stopped | Crashed), crew.texts(index)
     assert time.monotonic() - started < 4
     crew.form(2, [0, 1])
     for index in (0, 1):
@@ -143,9 +144,10 @@ def test_a_fence_frees_ranks_that_wait_for_one_that_never_joins(crew_of):
 
 
 def test_growth_and_shrink_at_a_step_boundary_lose_nothing(crew_of):
-    crew = crew_of(2, 3, faults=("slow(rank=0, step=2, seconds=0.2, steps=12)",))
+    crew = crew_of(3, 3, faults=("slow(rank=0, step=2, seconds=0.2, steps=12)",))
     crew.form(1, [0, 1])
-    newcomer = crew.hire()
+    newcomer = 2
+    crew.wait(1, lambda one: isinstance(one, Report))
     crew.workers[1].call("drain", 1)
     ends = [crew.wait_end(index, 1) for index in (0, 1)]
     assert all(isinstance(one, Stopped) for one in ends), ends
@@ -159,6 +161,18 @@ def test_growth_and_shrink_at_a_step_boundary_lose_nothing(crew_of):
     ends = [crew.wait_end(index, 2) for index in (0, 1, 2)]
     crew.form(3, [2], crew.slots(2, 3))
     assert isinstance(crew.wait_end(2, 3), Finished), crew.texts(2)
+    check_results(crew)
+
+
+def test_a_worker_that_has_finished_can_take_part_again(crew_of):
+    crew = crew_of(2, 2)
+    crew.form(1, [0, 1])
+    for index in (0, 1):
+        assert isinstance(crew.wait_end(index, 1), Finished), crew.texts(index)
+    restore = crew.slots(1, 2)
+    crew.form(2, [1, 0], Restore(restore.step, restore.slots))
+    for index in (0, 1):
+        assert isinstance(crew.wait_end(index, 2), Finished), crew.texts(index)
     check_results(crew)
 
 
