@@ -19,6 +19,8 @@ from rayzero.workers.messages import WorkerInfo
 
 GATHER_S = 0.5
 """How long a newcomer waits for others that come at about the same time: one resize for all."""
+CALM_S = 10.0
+"""How long a replacement waits at most for the first step behind a repair to be finished."""
 LEAVING_S = 2.0
 """How often the cluster is asked for nodes that are about to go."""
 
@@ -121,6 +123,10 @@ class Elastic:
         desk = self._desk
         while True:
             await desk.bell.until(lambda: bool(desk.crew.vacant) and self._may_fill)
+            if desk.is_running:
+                await desk.happens(CALM_S, lambda: self._stepped or not desk.is_running)
+            if not self._may_fill:
+                continue
             await self._faults.buried()  # a seat is given to another only when it is empty
             vacant, desk.crew.vacant = desk.crew.vacant, []
             for worker in vacant:
@@ -133,6 +139,12 @@ class Elastic:
             return True
         waiting = (State.STARTING, State.RECOVERING, State.RESIZING)
         return desk.job.state in waiting and isinstance(desk.crew.choose(), Short)
+
+    @property
+    def _stepped(self) -> bool:
+        """Whether the newest generation has finished a step."""
+        restore = self._desk.generation.restore
+        return self._desk.progress.done > (restore.step if restore is not None else 0)
 
     @property
     def _grows(self) -> bool:

@@ -66,6 +66,7 @@ class Hearing:
 
     def _step_finished(self, record: StepRecord) -> None:
         desk = self._desk
+        desk.bell.ring()
         passed = self._repairs.finished(record.step_s, record.world_size, desk.now_s())
         if passed is not None:
             append(desk.plan.output_dir, passed)

@@ -10,6 +10,7 @@ import pytest
 
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.control.desk import COMMAND_S
+from rayzero.orchestrator.control.elastic import CALM_S
 from rayzero.orchestrator.control.faults import GRACE_S
 from rayzero.orchestrator.control.passage import FENCE_S
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
@@ -106,13 +107,15 @@ async def test_a_replacement_is_started_behind_the_repair_and_joins_at_a_step_bo
     stage.world.processes[2].stuck = False
     stage.world._unwind(stage.world.processes[2])
     await settle()
+    assert stage.world.replaced == []  # its imports would compete with the first step
+    await stage.steps(1)
     assert stage.world.replaced == [(1, 0.0, ())]
     stage.world.arrive()
     await stage.clock.turn(1)
     assert stage.states[-1] is State.RESIZING  # waits for the end of the step at hand
     await stage.steps(1)
     assert sorted(stage.newest) == [0, 2, 3]
-    assert {a.restore.step for a in stage.newest.values() if a.restore} == {4}
+    assert {a.restore.step for a in stage.newest.values() if a.restore} == {5}
     assert (await stage.finish()).metrics["world_sizes"] == [3, 2, 3]
 
 
@@ -391,6 +394,7 @@ async def test_replacements_wait_longer_and_longer_and_avoid_a_node_that_keeps_f
         await stage.steps(1)
         world.kill(worker)
         await settle()
+    await stage.clock.turn(CALM_S)  # no step comes, but it need not wait for ever
     assert [(delay, avoid) for _, delay, avoid in world.replaced] == [
         (0.0, ()),
         (1.0, ()),
