@@ -60,7 +60,6 @@ class Host:
         self.on = False
         self.copy_s: list[float] = []
         self._step = 0
-        self._begun_s = 0.0
 
     def resume_from(self) -> Any:
         return _nothing()
@@ -69,9 +68,7 @@ class Host:
         self.engine = engine
 
     def phase(self, name: str) -> None:
-        if name == "backward":
-            self._begun_s = perf_counter()
-            self.mirror.catch_up()
+        return
 
     def waiting(self, collective: int, entered: bool) -> None:
         return
@@ -85,11 +82,9 @@ class Host:
     def step_done(self, metrics: dict[str, float], agreed: Wishes) -> None:
         self._step += 1
         if self.on and self.engine is not None:
-            self._begun_s = perf_counter()
-            self.mirror.step_done(self._step, agreed, self.engine.state, self._mirrored)
-
-    def _mirrored(self) -> None:
-        self.copy_s.append(perf_counter() - self._begun_s)
+            begun_s = perf_counter()
+            self.mirror.step_done(self._step, agreed, self.engine.state)
+            self.copy_s.append(perf_counter() - begun_s)
 
 
 class _nothing:  # noqa: N801

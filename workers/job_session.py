@@ -46,7 +46,6 @@ class JobSession:
         self._injector = injector
         self._mirror = Mirror(setup.mirror, assign, setup.steps, keeper.vault, wire.post)
         self._ledger = _ledger(setup, assign)
-        self._forwards = 0  # since the last step
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -76,10 +75,6 @@ class JobSession:
     def phase(self, name: str) -> None:
         self._enter(name)
         self.check()
-        # A mirror that was put off is due behind one forward pass; an evaluation has many.
-        self._forwards += name == "forward"
-        if name == "backward" or self._forwards > 1:
-            self._mirror.catch_up()
 
     def post(self, message: Message) -> None:
         self._wire.post(message)
@@ -100,7 +95,6 @@ class JobSession:
         """Asked for just before the vote. The ledger is written then: whoever goes on from this
         step has passed the vote, and then every rank has written its line."""
         step = self._wire.progress.step
-        self._mirror.catch_up()
         if self._ledger is not None:
             self._ledger.write(step)
         return replace(self._mirror.wishes(step), drain=self._wire.drain.requested)
@@ -111,23 +105,17 @@ class JobSession:
         step = int(metrics["step"])
         self._enter("mirror")
         self.reports.add(metrics)
-        report = self.reports.finish(step)
-        if self.engine is None:
-            self.post(report)
-        else:
-            state = self.engine.state
-            self._mirror.step_done(step, agreed, state, lambda: self.post(report))
-            self._forwards = 0
+        if self.engine is not None:
+            self._mirror.step_done(step, agreed, self.engine.state)
+        self.post(self.reports.finish(step))
         self.check()
         if agreed.drain:
             raise Interrupted
 
     def close(self) -> None:
-        """The function is over, by whatever way: what was put off is done."""
+        """The function is over, by whatever way."""
         for hook in self._hooks:
             hook.remove()
-        if self.engine is not None and self.engine.state.consistent:
-            self._mirror.catch_up()
 
     def _look_between_blocks(self, engine: Engine) -> None:
         """A long forward is left at its next block once the generation is over; backward looks

@@ -4,10 +4,6 @@ Order. A step's mirror is done before the step is reported, and before the next 
 whoever passes the vote of step k knows that all ranks have mirrored what they were to mirror of
 step k - 1; and a rank overwrites a version only after such a vote. Hence the ranks always have a
 step in common.
-
-Neighbours take turns. Copies of two ranks at once share the memory's bandwidth, and take twice as
-long; next to a rank that computes, a copy costs what it costs alone. So where copies cost enough to
-matter, every second rank of a node makes its own one forward pass later.
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ from rayzero.workers.vault.slots import SlotBuffer
 log = logging.getLogger("rayzero.workers")
 
 COST = 0.05  # the share of a step that mirroring may take when the interval is chosen by itself
-PUT_OFF = 0.02  # the share of a step from which neighbours take turns
 SMOOTH = 0.2
 HASH_BYTES_PER_S = 10e9  # from memory; three times that from a cache
 
@@ -63,7 +58,6 @@ class Mirror:
         self._newest = assign.restore.step if assign.restore else 0
         self._checkpointed = self._newest
         self._complete = False  # a mirror of this generation is known to be everywhere
-        self._later: Callable[[], None] | None = None  # what is put off
         self._pace = float(plan.every_steps or 1)
         self._costs = _Costs()
 
@@ -75,34 +69,12 @@ class Mirror:
         ready = self._vault is not None and wanted and free
         return Wishes(pin=ready, pace=self._plan.every_steps or self._costs.pace)
 
-    def step_done(
-        self, step: int, agreed: Wishes, state: TrainingState, mirrored: Callable[[], None]
-    ) -> None:
-        """The vote of `step` was passed by all, and this rank has updated its state.
-
-        Args:
-            mirrored: called when the step may be reported: now, or in `catch_up`.
-        """
+    def step_done(self, step: int, agreed: Wishes, state: TrainingState) -> None:
+        """The vote of `step` was passed by all, and this rank has updated its state."""
         self._pace += SMOOTH * (agreed.pace - self._pace)
         self._costs.step_ended()
-        pinned_or_last = agreed.pin or agreed.drain
-
-        def act() -> None:
-            if self._vault is not None and (pinned_or_last or self._has_turn(step)):
-                self._mirror(step, agreed.pin, state)
-            mirrored()
-
-        second = self._assign.local_rank % 2 == 1
-        if second and not pinned_or_last and self._costs.share > PUT_OFF:
-            self._later = act
-        else:
-            act()
-
-    def catch_up(self) -> None:
-        """Does what was put off. Before the next vote, at the latest."""
-        later, self._later = self._later, None
-        if later is not None:
-            later()
+        if self._vault is not None and (agreed.pin or agreed.drain or self._has_turn(step)):
+            self._mirror(step, agreed.pin, state)
 
     def _mirror(self, step: int, pin: bool, state: TrainingState) -> None:
         started = perf_counter()
@@ -195,11 +167,6 @@ class _Costs:
             return 1.0
         return float(max(1, ceil(self._mirror_s / (COST * self._step_s) - 0.25)))
 
-    @property
-    def share(self) -> float:
-        """Of a step's time."""
-        return self._mirror_s / self._step_s if self._step_s else 0.0
-
     def afford_checksum(self, nbytes: int, pace: float) -> bool:
         """Whether there is time left to read what was copied once more."""
         left_s = COST * self._step_s * pace - self._mirror_s
@@ -211,7 +178,10 @@ class _Costs:
 
     def step_ended(self) -> None:
         now = perf_counter()
-        self._step_s = _smoothed(self._step_s, now - self._since_s)
+        took_s = now - self._since_s
+        if self._step_s:  # an evaluation between two steps is no step
+            took_s = min(took_s, 2 * self._step_s)
+        self._step_s = _smoothed(self._step_s, took_s)
         self._since_s = now
 
     def mirrored(self, seconds: float) -> None:

@@ -84,7 +84,7 @@ def mirror(plan: MirrorPlan, vault: FakeVault | None, last_step: int | None = No
 def run(made: Mirror, steps: range, state: State, agree: Any = None) -> None:
     for step in steps:
         agreed = agree(made, step) if agree else NO_WISHES
-        made.step_done(step, agreed, state, lambda: None)  # type: ignore[arg-type]
+        made.step_done(step, agreed, state)  # type: ignore[arg-type]
 
 
 def test_two_versions_take_turns_and_the_constant_part_is_written_once_into_each():
@@ -197,20 +197,6 @@ def test_a_new_table_gets_new_buffers():
     assert vault.steps == [3]
 
 
-@pytest.mark.parametrize("wish", [NO_WISHES, Wishes(pin=True), Wishes(drain=True)])
-def test_neighbours_take_turns_where_a_copy_costs_something(wish: Wishes):
-    vault, state, told = FakeVault(), State(), list[int]()
-    made, _ = mirror(EVERY, vault, local_rank=1)
-    run(made, range(1, 3), state)
-    made._costs._step_s, made._costs._mirror_s = 1.0, 0.03
-    made.step_done(3, wish, state, lambda: told.append(3))  # type: ignore[arg-type]
-    now = wish is not NO_WISHES  # what others wait for is not put off
-    assert (vault.steps, told) == (([2, 3], [3]) if now else ([1, 2], []))
-    made.catch_up()
-    made.catch_up()
-    assert (vault.steps, told) == ([2, 3], [3])
-
-
 @given(mirror_s=some.floats(1e-4, 10), step_s=some.floats(1e-3, 10))
 def test_the_chosen_pace_keeps_the_cost_near_its_limit(mirror_s: float, step_s: float):
     costs = _Costs()
@@ -225,3 +211,11 @@ def test_what_was_measured_while_reserving_does_not_count():
     costs.skip()
     costs.mirrored(99.0)
     assert costs.pace == 1.0
+
+
+def test_a_pause_between_two_steps_hardly_counts_as_a_step():
+    costs = _Costs()
+    costs._step_s = 0.1
+    costs._since_s -= 60.0  # an evaluation, say
+    costs.step_ended()
+    assert costs._step_s < 0.13
