@@ -121,9 +121,6 @@ class VaultGroup(Protocol):
     async def unpin(self, node_id: str, generation: int, step: int) -> None:
         """Frees what was pinned at that step or before."""
 
-    async def keep_only(self, node_id: str, slots: Sequence[SlotRef]) -> None:
-        """Drops every version but these, and what is still being written."""
-
     async def replicate(self, node_id: str, slots: Sequence[SlotRef]) -> int:
         """Copies other vaults' slots into this one, in place of the replicas it has of the same
         generations and ranks; the bytes copied."""

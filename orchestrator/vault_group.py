@@ -85,9 +85,6 @@ class RayVaultGroup:
     async def unpin(self, node_id: str, generation: int, step: int) -> None:
         await self._ask(node_id, "unpin", generation, step)
 
-    async def keep_only(self, node_id: str, slots: Sequence[SlotRef]) -> None:
-        await self._ask(node_id, "keep_only", tuple(slots))
-
     async def replicate(self, node_id: str, slots: Sequence[SlotRef]) -> int:
         return int(await self._ask(node_id, "replicate", tuple(slots)))
 

@@ -66,9 +66,6 @@ class VaultActor:
     def unpin(self, generation: int, step: int) -> None:
         self._vault.unpin(generation, step)
 
-    def keep_only(self, slots: Sequence[SlotRef]) -> None:
-        self._vault.keep_only(slots)
-
     def replicate(self, slots: Sequence[SlotRef]) -> int:
         return self._vault.replicate(slots)
 

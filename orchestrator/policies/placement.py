@@ -51,12 +51,6 @@ def could_hold(nodes: Sequence[Capacity], need: Need) -> int:
     return sum(node.room(need) for node in nodes)
 
 
-def world_size(nodes: Sequence[Capacity], free: Capacity, need: Need) -> int:
-    """How many workers to ask for: as many as fit now, but at least the least."""
-    fits = min(could_hold(nodes, need), free.room(need))
-    return max(need.least, min(need.most, fits))
-
-
 def too_small(
     nodes: Sequence[Capacity], free: Capacity, need: Need, waited_s: float
 ) -> JobFailedError:

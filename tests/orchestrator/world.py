@@ -518,9 +518,6 @@ class Vaults:
             if key[0] <= generation and key[2] <= step:
                 vault.slots[key] = replace(slot, pinned=False)
 
-    async def keep_only(self, node_id: str, slots: Sequence[SlotRef]) -> None:
-        raise NotImplementedError
-
     async def replicate(self, node_id: str, slots: Sequence[SlotRef]) -> int:
         await asyncio.sleep(0)
         vault = self._of(node_id)
