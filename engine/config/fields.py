@@ -1,0 +1,124 @@
+"""The types of config values: numbers and choices as real config files write them.
+
+Files say `5e8`, `"8"`, `15099494.4` and `Infinity` where an integer is meant, and YAML reads `1e-5`
+as text. What cannot be taken is left as it is: the strict type behind then refuses it by name.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from rayzero.engine.errors import nearest
+
+NO_LIMIT = sys.maxsize  # what `Infinity` means for a size
+
+
+class Section(BaseModel):
+    """A section of the config; a key that it does not have is a mistake."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def number(value: Any) -> Any:
+    """Text that is a number, as that number; integers as floats, where they fit."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError("the number is too large") from None
+    return value
+
+
+def whole(value: Any) -> Any:
+    """A float or text that is a whole number, as that integer."""
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            value = number(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def size(value: Any) -> Any:
+    """As `whole`; a fraction of an element is cut off, and infinity is no limit."""
+    value = whole(value)
+    if not isinstance(value, float) or math.isnan(value):
+        return value
+    if math.isinf(value):
+        return NO_LIMIT if value > 0 else value
+    return int(value)
+
+
+def no_bool(value: Any) -> Any:
+    """True equals 1, and would pass for a number."""
+    if isinstance(value, bool):
+        raise ValueError("a number was expected")
+    return value
+
+
+def switch(value: Any) -> Any:
+    """For a section that may be given as a boolean, or as null for "not at all"."""
+    if value is None:
+        return {}
+    return {"enabled": value} if isinstance(value, bool) else value
+
+
+def one_of(names: Mapping[str, str], what: str) -> Callable[[Any], Any]:
+    """A validator that finds `{name as it may be written, in lower case: name}`."""
+
+    def find(value: Any) -> Any:
+        if not isinstance(value, str):
+            raise ValueError(f"the name of {what} was expected")
+        found = names.get(value.lower())
+        if found is None:
+            known = list(dict.fromkeys(names.values()))
+            hint = nearest(value, known)
+            raise ValueError(f"not {what} that this version has{hint}: {', '.join(known)}")
+        return found
+
+    return find
+
+
+Count: TypeAlias = Annotated[int, BeforeValidator(whole), Field(gt=0, le=NO_LIMIT, strict=True)]
+"""At least 1, and whole: samples, steps."""
+Natural: TypeAlias = Annotated[int, BeforeValidator(whole), Field(ge=0, le=NO_LIMIT, strict=True)]
+"""At least 0, and whole."""
+Size: TypeAlias = Annotated[int, BeforeValidator(size), Field(gt=0, le=NO_LIMIT, strict=True)]
+"""At least 1: elements or bytes."""
+Limit: TypeAlias = Annotated[int, BeforeValidator(size), Field(ge=0, le=NO_LIMIT, strict=True)]
+"""At least 0: elements or bytes."""
+Integer: TypeAlias = Annotated[
+    int, BeforeValidator(whole), Field(ge=-NO_LIMIT, le=NO_LIMIT, strict=True)
+]
+Number: TypeAlias = Annotated[
+    float, BeforeValidator(number), Field(ge=0.0, allow_inf_nan=False, strict=True)
+]
+"""At least 0, and finite."""
+Share: TypeAlias = Annotated[
+    float, BeforeValidator(number), Field(ge=0.0, le=1.0, allow_inf_nan=False, strict=True)
+]
+"""From 0 to 1."""
+
+DTYPES = {
+    name: short
+    for short, names in {
+        "fp32": ("fp32", "float32", "float", "torch.float32"),
+        "fp16": ("fp16", "float16", "half", "torch.float16"),
+        "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+    }.items()
+    for name in names
+}
+Dtype: TypeAlias = Annotated[str, BeforeValidator(one_of(DTYPES, "a dtype"))]
+"""One of "fp32", "fp16", "bf16"."""
