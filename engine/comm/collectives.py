@@ -58,6 +58,16 @@ class Backend(Protocol):
         `part` may be this rank's own part of `full`.
         """
 
+    def all_gather_among(self, full: Tensor, part: Tensor, members: range) -> Pending:
+        """As `all_gather` among some consecutive ranks, of which this is one.
+
+        All ranks call it, each with its own group of as many. `full` has a part for each member.
+        """
+
+    def all_to_all(self, full: Tensor, received: Tensor) -> Pending:
+        """Each rank's part of `full` goes to that rank; `received` gets what they all had for this
+        one, in the order of ranks."""
+
     def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
         """All ranks' `part`s behind one another in `full`, on rank `target` only."""
 
@@ -76,6 +86,16 @@ class Backend(Protocol):
     @property
     def staging_bytes(self) -> int:
         """Bytes of buffers held to receive into."""
+
+
+class Sums(Protocol):
+    """How one unit's gradients are summed over the ranks. `Collectives` is the plain way."""
+
+    def all_reduce(self, full: Tensor) -> Pending:
+        """See `Backend`."""
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool = False) -> Pending:
+        """See `Backend`."""
 
 
 class Done:
@@ -161,6 +181,17 @@ class Collectives:
     def all_gather(self, full: Tensor, part: Tensor) -> Pending:
         return self._launch("all_gather", full.nbytes, lambda: self._backend.all_gather(full, part))
 
+    def all_gather_among(self, full: Tensor, part: Tensor, members: range) -> Pending:
+        return self._launch(
+            "all_gather_in_group",
+            full.nbytes,
+            lambda: self._backend.all_gather_among(full, part, members),
+        )
+
+    def all_to_all(self, full: Tensor, received: Tensor) -> Pending:
+        moved = full.nbytes
+        return self._launch("all_to_all", moved, lambda: self._backend.all_to_all(full, received))
+
     def gather(self, full: Tensor, part: Tensor, target: int = 0) -> Pending:
         moved = part.nbytes * self.world_size
         return self._launch("gather", moved, lambda: self._backend.gather(full, part, target))
@@ -239,6 +270,13 @@ class LocalBackend:
     def all_gather(self, full: Tensor, part: Tensor) -> Pending:
         if full.data_ptr() != part.data_ptr():
             full.copy_(part)
+        return Done()
+
+    def all_gather_among(self, full: Tensor, part: Tensor, members: range) -> Pending:
+        return self.all_gather(full, part)
+
+    def all_to_all(self, full: Tensor, received: Tensor) -> Pending:
+        received.copy_(full)
         return Done()
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -131,6 +131,24 @@ class GlooBackend:
         )
         return _Exchange(works)
 
+    def all_gather_among(self, full: Tensor, part: Tensor, members: range) -> Pending:
+        if self._neighbours is not None:
+            return self._neighbours.all_gather_among(full, part, members)
+        parts = dict(zip(members, full.chunk(len(members)), strict=True))
+        parts.pop(self.rank).copy_(part)
+        return _Exchange(self._post(receive=parts, send=dict.fromkeys(parts, part)))
+
+    def all_to_all(self, full: Tensor, received: Tensor) -> Pending:
+        if self._neighbours is not None:
+            return self._neighbours.all_to_all(full, received)
+        self._part(received, self.rank).copy_(self._part(full, self.rank))
+        return _Exchange(
+            self._post(
+                receive={peer: self._part(received, peer) for peer in self._peers()},
+                send={peer: self._part(full, peer) for peer in self._peers()},
+            )
+        )
+
     def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
         self._drain()
         if self.rank != target:

@@ -50,6 +50,7 @@ class NcclBackend:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._group = group
+        self._groups: dict[range, dist.ProcessGroup] = {}  # of some ranks, made when first used
 
     def all_reduce(self, full: Tensor) -> Pending:
         return _Enqueued(dist.all_reduce(full, group=self._group, async_op=True))
@@ -63,6 +64,21 @@ class NcclBackend:
 
     def all_gather(self, full: Tensor, part: Tensor) -> Pending:
         return _Enqueued(_all_gather(full, part, group=self._group, async_op=True))
+
+    def all_gather_among(self, full: Tensor, part: Tensor, members: range) -> Pending:
+        if members not in self._groups:
+            self._groups[members] = self._subgroup(len(members))
+        group = self._groups[members]
+        return _Enqueued(_all_gather(full, part, group=group, async_op=True))
+
+    def _subgroup(self, size: int) -> dist.ProcessGroup:
+        """This rank's of the groups of consecutive ranks. Collective: all ranks make them all."""
+        own: dist.ProcessGroup
+        own, _ = dist.new_subgroups(size, group=self._group)
+        return own
+
+    def all_to_all(self, full: Tensor, received: Tensor) -> Pending:
+        return _Enqueued(dist.all_to_all_single(received, full, group=self._group, async_op=True))
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)

@@ -15,7 +15,7 @@ from waiting for each other at every exchange.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -45,7 +45,7 @@ class Messenger(Protocol):
 class _Round:
     """One message from each peer and one to each: 'my part is there, read it at this place'."""
 
-    def __init__(self, messenger: Messenger, peers: list[int], tag: int) -> None:
+    def __init__(self, messenger: Messenger, peers: Sequence[int], tag: int) -> None:
         self._messenger = messenger
         self._tag = tag
         self._places = {peer: torch.empty(2, dtype=torch.int64) for peer in peers}
@@ -116,13 +116,22 @@ class Neighbours:
         self._tag = 0
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Exchange:
-        return self._launch(self._reduce_scatter(full, out, accumulate))
+        return self._launch(self._reduce_scatter(full, out, accumulate), self._peers)
 
     def all_gather(self, full: Tensor, part: Tensor) -> Exchange:
-        return self._launch(self._all_gather(full, part))
+        parts = {rank: self._part(full, rank) for rank in (self._rank, *self._peers)}
+        return self._launch(self._all_gather(parts, part, self._peers), self._peers)
+
+    def all_gather_among(self, full: Tensor, part: Tensor, members: range) -> Exchange:
+        parts = dict(zip(members, full.chunk(len(members)), strict=True))
+        peers = [peer for peer in self._peers if peer in parts]
+        return self._launch(self._all_gather(parts, part, peers), peers)
 
     def all_reduce(self, full: Tensor) -> Exchange:
-        return self._launch(self._all_reduce(full))
+        return self._launch(self._all_reduce(full), self._peers)
+
+    def all_to_all(self, full: Tensor, received: Tensor) -> Exchange:
+        return self._launch(self._all_to_all(full, received), self._peers)
 
     def drain(self) -> None:
         """Carries out everything launched, and waits until all peers have read what is ours."""
@@ -141,10 +150,10 @@ class Neighbours:
                 raise RuntimeError("an earlier exchange failed")
             self._waiting.popleft().carry_out()
 
-    def _launch(self, steps: Iterator[None]) -> Exchange:
+    def _launch(self, steps: Iterator[None], peers: Sequence[int]) -> Exchange:
         """Runs an exchange to its first stop: its own part is announced."""
         next(steps)
-        exchange = Exchange(self, steps, self._round())
+        exchange = Exchange(self, steps, self._round(peers))
         self._waiting.append(exchange)
         self._unread.append(exchange)
         # An evaluation gathers weights again and again with no vote between. A peer
@@ -154,33 +163,44 @@ class Neighbours:
         return exchange
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool) -> Iterator[None]:
-        ready = self._announce(lambda peer: self._part(full, peer))
+        ready = self._announce({peer: self._part(full, peer) for peer in self._peers})
         yield
         self._sum(full, out, ready, accumulate=accumulate)
 
-    def _all_gather(self, full: Tensor, part: Tensor) -> Iterator[None]:
-        ready = self._announce(lambda _: part)
-        own = self._part(full, self._rank)
+    def _all_gather(
+        self, parts: dict[int, Tensor], part: Tensor, peers: Sequence[int]
+    ) -> Iterator[None]:
+        """`parts` are where the ranks' parts go, this rank's included."""
+        ready = self._announce(dict.fromkeys(peers, part))
+        own = parts[self._rank]
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
         yield
-        self._copy(full, ready)
+        self._copy({peer: parts[peer] for peer in peers}, ready)
+
+    def _all_to_all(self, full: Tensor, received: Tensor) -> Iterator[None]:
+        ready = self._announce({peer: self._part(full, peer) for peer in self._peers})
+        self._part(received, self._rank).copy_(self._part(full, self._rank))
+        yield
+        self._copy({peer: self._part(received, peer) for peer in self._peers}, ready)
 
     def _all_reduce(self, full: Tensor) -> Iterator[None]:
         """Scatters sums, then gathers them. A peer's part of ours is overwritten only when it has
         announced its sum, for which it has read that part before."""
-        ready, summed = self._announce(lambda peer: self._part(full, peer)), self._round()
+        parts = {peer: self._part(full, peer) for peer in self._peers}
+        ready, summed = self._announce(parts), self._round(self._peers)
         yield
         own = self._part(full, self._rank)
         self._sum(full, own, ready, accumulate=False)
         for peer in self._peers:
             summed.tell(peer, self._place(own))
-        self._copy(full, summed)
+        self._copy(parts, summed)
 
-    def _announce(self, part_for: Callable[[int], Tensor]) -> _Round:
-        ready = self._round()
-        for peer in self._peers:
-            ready.tell(peer, self._place(part_for(peer)))
+    def _announce(self, parts: dict[int, Tensor]) -> _Round:
+        """Tells each peer where to read its part."""
+        ready = self._round(list(parts))
+        for peer, part in parts.items():
+            ready.tell(peer, self._place(part))
         return ready
 
     def _sum(self, full: Tensor, out: Tensor, ready: _Round, *, accumulate: bool) -> None:
@@ -190,15 +210,14 @@ class Neighbours:
         ready.end()
         add_terms(own, terms, out, accumulate=accumulate)
 
-    def _copy(self, full: Tensor, ready: _Round) -> None:
-        for peer in self._peers:
-            target = self._part(full, peer)
+    def _copy(self, targets: dict[int, Tensor], ready: _Round) -> None:
+        for peer, target in targets.items():
             target.copy_(self.segments.view(peer, ready.hear(peer), target))
         ready.end()
 
-    def _round(self) -> _Round:
+    def _round(self, peers: Sequence[int]) -> _Round:
         self._tag = (self._tag + 1) % (1 << 20)
-        return _Round(self._messenger, self._peers, self._tag)
+        return _Round(self._messenger, peers, self._tag)
 
     def _place(self, part: Tensor) -> tuple[int, int]:
         place = self.segments.locate(part)

@@ -1,0 +1,64 @@
+"""What a codec is, and the blocks that codecs cut values into."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 1 << 20  # on CPUs: temporaries stay in the cache, and are no fresh pages
+
+
+class Codec(Protocol):
+    """Turns a flat tensor into fewer bytes and back, in the same way on every rank.
+
+    Lengths are multiples of 32 elements, as every part of a unit is. What is not finite stays so:
+    the step's vote must see it.
+
+    Attributes:
+        name: as the config calls it.
+        needs_feedback: whether training converges only if what coding lost is added to the next
+            values (error feedback).
+        keeps_zero: whether a zero is zero again, so that padding stays padding.
+    """
+
+    name: str
+    needs_feedback: bool
+    keeps_zero: bool
+
+    def coded_bytes(self, numel: int) -> int:
+        """The length of `numel` values' codes; a multiple of 4."""
+
+    def encode(self, values: Tensor, codes: Tensor) -> None:
+        """Writes the codes of `values` (flat, floating) to `codes` (uint8, `coded_bytes` long)."""
+
+    def decode(self, codes: Tensor, out: Tensor, *, add: bool) -> None:
+        """What `codes` stand for replaces `out`, or is added to it."""
+
+
+def chunks(numel: int, device: torch.device, multiple: int) -> list[slice]:
+    """Stretches to code one after another: on CPUs such as fit a cache, elsewhere all at once.
+
+    Args:
+        multiple: every stretch but the last is a multiple of this many elements.
+    """
+    if device.type != "cpu":
+        return [slice(0, numel)]
+    step = max(1, CHUNK_BYTES // 4 // multiple) * multiple
+    return [slice(start, min(start + step, numel)) for start in range(0, numel, step)]
+
+
+def rows(values: Tensor, block: int) -> list[Tensor]:
+    """A flat tensor as (blocks, block), and what is left at its end as (1, rest). Views."""
+    whole = values.numel() // block * block
+    found = [values[:whole].view(-1, block)] if whole else []
+    return [*found, values[whole:].view(1, -1)] if whole < values.numel() else found
+
+
+def put(out: Tensor, term: Tensor, *, add: bool) -> None:
+    """`term` replaces `out`, or is added to it."""
+    if add:
+        out.add_(term)
+    else:
+        out.copy_(term)
