@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rayzero.engine.api import absent
+from rayzero.engine.api.boundaries import Boundaries
+from rayzero.engine.api.readings import Readings
+from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.errors import EngineError
 from rayzero.engine.meter import Meter, Metrics
 from rayzero.engine.optim.local import LocalOptimizer
@@ -20,7 +22,7 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.vote import Verdict
 
 
-class Engine:
+class Engine(Readings, Boundaries):
     """Trains one model on all ranks. Made by `rayzero.initialize`.
 
     Every rank must make the same calls in the same order: any of them may hold collectives.
@@ -35,7 +37,12 @@ class Engine:
         module: the model. Its parameters are views of the engine's buffers.
         progress: finished steps, micro-steps, samples.
         state: all that has to outlive this process, as named ranges.
+        training_dataloader: the loader of `initialize(training_data=...)`.
+
+    What is not here is looked for in the model: `engine.generate` is `engine.module.generate`.
     """
+
+    training_dataloader: StepLoader | None = None
 
     def __init__(
         self,
@@ -59,6 +66,8 @@ class Engine:
         self._accumulated = False  # main grads hold something of the step at hand
         self._awaiting_step = False  # backward was called, step was not
         self._synced = True  # outside `no_sync`
+        self._boundary: bool | None = None  # what the script says of the micro-step at hand
+        self._applied = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; its inputs are cast to the precision of the weights."""
@@ -66,35 +75,56 @@ class Engine:
         cast = self._runtime.precision.cast_inputs
         return self.module(*cast(args), **cast(kwargs))
 
-    def backward(self, loss: Tensor) -> None:
+    forward = __call__
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
         """Computes gradients, and starts to sum them over the ranks.
 
         Args:
-            loss: a scalar, the mean over this rank's micro-batch. Gradients are averaged over the
-                global batch by sample count; do not divide by ranks or accumulation steps.
+            loss: a scalar, the mean over this rank's micro-batch, or a model's output that has one
+                as `loss`. Gradients are averaged over the global batch by sample count; do not
+                divide by ranks or accumulation steps.
+            retain_graph: as torch's.
+            scale_wrt_gas: False if the loss was divided by the accumulation steps already.
+
+        Returns:
+            The loss as it was given.
 
         Raises:
             EngineError: not a scalar with a graph, or `step` was not called since the last one.
         """
+        loss = getattr(loss, "loss", loss)
         self._check_backward(loss)
         last = self._synced and self.is_gradient_accumulation_boundary()
         weight = self.progress.weight
+        if not scale_wrt_gas:
+            weight *= self._settings.batches.micro_steps
         self._meter.enter("backward")
         with self._runtime.backward_pass(first=not self._accumulated, last=last):
-            torch.autograd.backward(loss, torch.full_like(loss, self._settings.seed(weight)))
+            seed = torch.full_like(loss, self._settings.seed(weight))
+            torch.autograd.backward(loss, seed, retain_graph=retain_graph)
         self._loss += weight * loss.detach()
         self._accumulated = True
-        self._awaiting_step = self._synced
+        self._awaiting_step = self._synced and self._boundary is not False
+        return loss
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: None = None) -> None:
         """Ends a micro-step; at the end of a step, updates the weights on every rank.
 
         A step whose gradient is not finite on any rank changes nothing on all of them, and is
         counted in `metrics.skipped_steps`.
 
+        Args:
+            lr_kwargs: DeepSpeed's place for something that it does not use; None.
+
         Raises:
             EngineError: no `backward` since the last `step`, or inside `no_sync`.
         """
+        self._applied = False
+        if self._boundary is False and self._synced:
+            return
         if not self._awaiting_step:
             raise EngineError(
                 "step() was called without a backward() before it",
@@ -111,6 +141,7 @@ class Engine:
             self._meter.enter("update")
         with self.state.changing():
             self._update(verdict)
+        self._applied = verdict.finite
         self._loss.zero_()
         self._accumulated = False
         if verdict.finite:  # the state is whole without it: weights can be published again
@@ -130,19 +161,6 @@ class Engine:
         self.progress.step += 1
         self.progress.sample_cursor += self.progress.global_batch
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-step at hand is the last of its step."""
-        return self.progress.micro_step == self._settings.batches.micro_steps - 1
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it, `backward` only accumulates; call `step` after one more backward outside."""
-        self._synced = False
-        try:
-            yield
-        finally:
-            self._synced = True
-
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model in CPU memory on rank 0, an empty dict on the others. Collective."""
         self._meter.enter("gather")
@@ -157,9 +175,29 @@ class Engine:
         """Sets the model to evaluation mode."""
         return self.train(False)
 
+    def to(self, device: torch.device | str | int) -> Engine:
+        """Nothing: the model is on its device. Another one is refused."""
+        if torch.device(device).type != self.device.type:
+            raise EngineError(
+                f"engine.to({device!r}) was called, and the model is on {self.device}",
+                allowed="the device that initialize chose: this rank's GPU, or the CPU",
+            )
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: the first backward of a step replaces the gradients of the one before."""
+
     def close(self) -> None:
         """Takes the engine's hooks off the model. The engine cannot be used afterwards."""
         self._runtime.remove_hooks()
+
+    destroy = close
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__dict__.get("module")
+        if module is not None and name not in absent.NOT_THE_MODELS and hasattr(module, name):
+            return getattr(module, name)
+        raise absent.no_such(name, dir(type(self)))
 
     @property
     def metrics(self) -> Metrics:
@@ -175,25 +213,17 @@ class Engine:
     def device(self) -> torch.device:
         return self._settings.device
 
-    @property
-    def rank(self) -> int:
-        return self._runtime.collectives.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._runtime.collectives.world_size
-
-    @property
-    def settings(self) -> Settings:
-        """The sizes and limits this run goes by."""
-        return self._settings
-
     def _check_backward(self, loss: Tensor) -> None:
         if self._awaiting_step:
             raise EngineError(
                 "backward() was called twice without step()",
                 allowed="one backward() a micro-batch, then step()",
                 fix="add the losses before backward(), or accumulate inside no_sync()",
+            )
+        if not isinstance(loss, Tensor):
+            raise EngineError(
+                f"backward() got a {type(loss).__name__}",
+                allowed="a scalar loss computed by engine(...) with gradients enabled",
             )
         if loss.numel() != 1 or not loss.requires_grad:
             graph = "with" if loss.requires_grad else "without"

@@ -1,18 +1,16 @@
-"""`initialize`: the one place that picks implementations."""
+"""The one place that picks implementations. `api.entry` calls it."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from rayzero.engine.comm.connect import connect
-from rayzero.engine.config import EngineConfig, parse_config, solve_batches
+from rayzero.engine.config import EngineConfig, solve_batches
 from rayzero.engine.data.loader import LoaderPlan, MapDataset, StepLoader, dataset_length
 from rayzero.engine.data.order import SampleOrder
 from rayzero.engine.data.progress import Progress
@@ -49,56 +47,27 @@ SchedulerLike = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
 GRAD_SLOTS = 3  # one fills, one is summed, one is still read by other ranks
 
 
-def initialize(
-    args: argparse.Namespace | None = None,
-    model: nn.Module | Callable[[], nn.Module] | None = None,
-    optimizer: OptimizerLike | None = None,
-    model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
-    training_data: MapDataset | None = None,
-    lr_scheduler: SchedulerLike | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: str | Path | dict[str, Any] | EngineConfig | None = None,
+def assemble(
+    config: EngineConfig,
+    model: nn.Module | Callable[[], nn.Module] | None,
+    optimizer: OptimizerLike | None,
+    model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
+    training_data: MapDataset | None,
+    lr_scheduler: SchedulerLike | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
 ) -> tuple[Engine, torch.optim.Optimizer, StepLoader | None, Scheduler | None]:
-    """Makes an engine of a model. Collective: every rank calls it with the same arguments.
-
-    Args:
-        args: not used by this version; the place is DeepSpeed's.
-        model: the model, the same on every rank (rank 0's values are taken), or a function that
-            builds it, which is then called without the memory for it (`zero_init`).
-        optimizer: a fresh torch optimizer over the model's parameters, or a function of parameter
-            groups that makes one; by default what the config asks for.
-        model_parameters: parameters or parameter groups to train; by default those of the
-            optimizer, or all that require gradients.
-        training_data: a map-style dataset; None if you bring your own batches.
-        lr_scheduler: a scheduler of that optimizer, or a function of the optimizer that makes one.
-            It is stepped once a step.
-        collate_fn: makes a batch of a list of samples.
-        config: a DeepSpeed config file's path, or its contents; by default the job's, inside a
-            rayzero job.
-
-    Returns:
-        (engine, optimizer, loader, scheduler); loader and scheduler are None if there are none.
-        Do not step the optimizer or the scheduler: `engine.step()` does.
-
-    Raises:
-        ConfigError: the config, the model and the ranks do not fit together.
-        DataError: the dataset is empty, or is not map-style.
-    """
+    """What `initialize` returns, made of a checked config and its other arguments."""
     session = current_session()
-    if config is None and session is not None:
-        config = session.engine_config
-    parsed = parse_config(config)
     model = _built(model)
     with session.resume_from() if session is not None else nullcontext() as source:
         engine, schedule = _make_engine(
-            parsed, model, model_parameters, optimizer, lr_scheduler, source
+            config, model, model_parameters, optimizer, lr_scheduler, source
         )
-    loader = None
     if training_data is not None:
-        loader = _make_loader(training_data, session, engine, collate_fn)
+        engine.training_dataloader = _make_loader(training_data, session, engine, collate_fn)
     if session is not None:
         session.engine_ready(engine)
-    return engine, engine.optimizer, loader, schedule
+    return engine, engine.optimizer, engine.training_dataloader, schedule
 
 
 def _make_engine(
@@ -174,6 +143,7 @@ def _settle(config: EngineConfig, recipe: Recipe, shares: Sequence[float]) -> Se
         device=recipe.device,
         share=1.0 / (batches.micro_steps * world_size),
         average_first=recipe.precision.average_first,
+        config=config,
     )
 
 

@@ -63,7 +63,11 @@ def _flatten(prefix: str, value: Any, found: dict[str, float]) -> None:
 
 
 class Meter:
-    """Takes readings, and passes phases and steps on to the host's session, if there is one."""
+    """Takes readings, and passes phases and steps on to the host's session, if there is one.
+
+    Attributes:
+        last: loss, grad_norm, lr and times of the last finished step; empty before the first.
+    """
 
     def __init__(
         self,
@@ -82,12 +86,12 @@ class Meter:
         self._log_every_steps = log_every_steps
         self._step_end_s = perf_counter()
         self._exposed_s = 0.0
-        self._last: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}
 
     def step_done(self, verdict: Verdict, lr: float) -> None:
         """A step was finished, or skipped if its gradient was not finite."""
         now, exposed_s = perf_counter(), self._runtime.collectives.counters.exposed_s
-        self._last = {
+        self.last = {
             "loss": verdict.loss,
             "grad_norm": verdict.grad_norm,
             "lr": lr,
@@ -108,7 +112,7 @@ class Meter:
             skipped_steps=self._progress.skipped_steps,
             bytes=resting_bytes(self._runtime, self._optimizer.state_bytes),
             collectives={name: asdict(traffic) for name, traffic in counters.by_name.items()},
-            **self._last,
+            **self.last,
         )
 
     def _log(self, verdict: Verdict) -> None:
@@ -120,7 +124,7 @@ class Meter:
                 "step %d skipped on every rank: the gradient norm is %s", step, verdict.grad_norm
             )
         elif self._log_every_steps and step % self._log_every_steps == 0:
-            log.info("step %d: loss %.4f, lr %.3g", step, verdict.loss, self._last["lr"])
+            log.info("step %d: loss %.4f, lr %.3g", step, verdict.loss, self.last["lr"])
 
 
 def _nobody(phase: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rayzero.engine.config import BatchSizes
+from rayzero.engine.config import BatchSizes, EngineConfig
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Settings:
         device: where the model is.
         share: the weight of a micro-batch of average size.
         average_first: see `Precision`.
+        config: the checked config that all of it follows from.
     """
 
     stage: int
@@ -30,6 +31,7 @@ class Settings:
     device: torch.device
     share: float
     average_first: bool
+    config: EngineConfig
 
     def seed(self, weight: float) -> float:
         """What backward starts from for a micro-batch of this weight."""

@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rayzero.engine.api.entry import initialize
     from rayzero.engine.data.dataset import ParquetTokens
     from rayzero.engine.engine import Engine
     from rayzero.engine.errors import ConfigError, EngineError, RayzeroError
-    from rayzero.engine.factory import initialize
     from rayzero.engine.zero.deferred import zero_init
     from rayzero.orchestrator.api import Job, JobHandle, JobResult, Workers
     from rayzero.workers.context import Context
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "initialize": "rayzero.engine.factory",
+    "initialize": "rayzero.engine.api.entry",
     "zero_init": "rayzero.engine.zero.deferred",
     "Engine": "rayzero.engine.engine",
     "ParquetTokens": "rayzero.engine.data.dataset",

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from rayzero.engine.api.entry import initialize
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.factory import initialize
 from rayzero.workers.job_session import JobSession
 from rayzero.workers.messages import Assign, Setup
 

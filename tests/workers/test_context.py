@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from rayzero.engine.api.entry import initialize
 from rayzero.engine.errors import ConfigError, EngineError
-from rayzero.engine.factory import initialize
 from rayzero.engine.session import NO_WISHES, Wishes
 from rayzero.workers.context import Context
 from rayzero.workers.injector import FaultRecord, Injector, Schedule

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, load_model, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from rayzero.engine.api.entry import initialize
 from rayzero.engine.checkpoint import export as module
 from rayzero.engine.checkpoint.export import export, export_state, write_safetensors
 from rayzero.engine.checkpoint.exportable import Exportable
 from rayzero.engine.checkpoint.manifest import make_manifest
 from rayzero.engine.checkpoint.writer import commit, write_rank_file
 from rayzero.engine.errors import ConfigError, DataError
-from rayzero.engine.factory import initialize
 from rayzero.engine.layout.reshard import MissingRangesError
 from rayzero.engine.state.parts import dtype_name
 from tests.engine.checkpoint.laid import LaidState, bytes_of, same

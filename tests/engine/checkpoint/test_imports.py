@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
+from rayzero.engine.api.entry import initialize
 from rayzero.engine.checkpoint.imports.foreign import open_foreign
 from rayzero.engine.checkpoint.imports.naming import use_model_names
 from rayzero.engine.checkpoint.imports.plain_pickle import load_plain
 from rayzero.engine.checkpoint.imports.tensors import TensorSource
 from rayzero.engine.checkpoint.imports.zero_layout import Stretch, cut, rank_stretch
 from rayzero.engine.errors import ConfigError, DataError
-from rayzero.engine.factory import initialize
 from tests.engine.checkpoint import make_deepspeed
 from tests.engine.checkpoint.laid import same, whole_of
 from tests.engine.zoo import make

@@ -1,0 +1,12 @@
+"""What scripts call: DeepSpeed's everyday names, over the engine's parts.
+
+| file | what it knows |
+|---|---|
+| `entry` | `initialize`: its arguments, and where the config comes from |
+| `readings` | what an engine tells of itself |
+| `saving` | an engine's checkpoints: saving, loading, whole models |
+| `absent` | DeepSpeed's names that are not here, and what to use instead |
+| `activations` | activation checkpointing |
+
+Nothing here moves tensors between ranks by itself.
+"""

@@ -1,0 +1,190 @@
+"""DeepSpeed's everyday names on an engine: readings, boundaries, and what is not there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero.engine.api.absent import INSTEAD
+from rayzero.engine.errors import ConfigError, EngineError
+from tests.engine import zoo
+from tests.support.ranks import run_ranks
+
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+
+
+def lone(model: nn.Module | None = None, **more: Any) -> rayzero.Engine:
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, **more}
+    return rayzero.initialize(model=model or nn.Linear(3, 1), config=config)[0]
+
+
+def turn(engine: rayzero.Engine, value: float = 1.0) -> None:
+    engine.backward(engine(torch.full((2, 3), value)).mean())
+    engine.step()
+
+
+def test_readings() -> None:
+    engine = lone(
+        gradient_accumulation_steps=2,
+        gradient_clipping=0.5,
+        zero_optimization={"stage": 2},
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+    )
+    assert engine.get_global_grad_norm() is None
+    turn(engine)
+    assert (engine.global_steps, engine.micro_steps, engine.was_step_applied()) == (0, 1, False)
+    assert engine.is_gradient_accumulation_boundary()
+    turn(engine)
+    assert (engine.global_steps, engine.micro_steps, engine.was_step_applied()) == (1, 2, True)
+    assert engine.get_global_grad_norm() == pytest.approx(2.0)  # three weights and a bias
+    assert (engine.global_samples, engine.skipped_steps) == (4, 0)
+    assert engine.train_batch_size() == 4
+    assert engine.get_batch_info() == (4, 2, 2)
+    assert (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()) == (2, 2)
+    assert (engine.zero_optimization_stage(), engine.gradient_clipping()) == (2, 0.5)
+    assert engine.zero_optimization()
+    assert engine.zero_optimization_partition_gradients()
+    assert not engine.zero_optimization_partition_weights()
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("SGD", "WarmupLR")
+    assert engine.optimizer_params() == SGD["params"]
+    assert engine.get_mom() == [0.9]
+    assert engine.lr_scheduler is not None
+    assert (engine.global_rank, engine.local_rank, engine.dp_world_size) == (0, 0, 1)
+    assert engine.training_dataloader is None
+    engine.set_lr(0.25)
+    assert engine.get_lr() == [0.25]
+
+
+def test_a_skipped_step_is_not_applied() -> None:
+    engine = lone()
+    turn(engine, float("inf"))
+    assert (engine.was_step_applied(), engine.skipped_steps, engine.global_steps) == (False, 1, 1)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.config = SimpleNamespace(hidden_size=3)
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.layer(x).mean())
+
+    def generate(self, count: int) -> int:
+        return count + 1
+
+
+def test_what_the_engine_has_not_is_the_models() -> None:
+    engine = lone(Model())
+    assert engine.config.hidden_size == 3
+    assert engine.generate(2) == 3
+    assert engine.layer is engine.module.layer
+    assert len(list(engine.parameters())) == 2
+    assert engine.training
+    assert not engine.eval().training
+
+
+def test_a_models_output_with_a_loss_is_taken_for_it() -> None:
+    engine = lone(Model())
+    loss = engine.backward(engine(torch.ones(2, 3)))
+    engine.step()
+    assert engine.metrics.loss == loss.item()
+    with pytest.raises(EngineError, match="got a dict"):
+        engine.backward({"loss": loss})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["allreduce_gradients", "half", "compile_autosp", "gobal_steps"])
+def test_what_is_not_there_says_what_to_use(name: str) -> None:
+    with pytest.raises(AttributeError, match=name) as error:
+        getattr(lone(), name)
+    hint = {"gobal_steps": "'global_steps'"}.get(name, INSTEAD.get(name, "no 'compile_autosp'"))
+    assert hint in str(error.value)
+
+
+def test_nothing_that_is_there_is_said_to_be_absent() -> None:
+    engine = lone()
+    assert [name for name in INSTEAD if hasattr(engine, name)] == []
+
+
+def test_no_other_device() -> None:
+    engine = lone()
+    assert engine.to("cpu") is engine
+    with pytest.raises(EngineError, match="the model is on cpu"):
+        engine.to("cuda:0")
+
+
+def weights_by(boundary: str, stage: int) -> dict[str, Tensor]:
+    """Six micro-batches, three a step."""
+    model = zoo.make(torch.float64)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 3,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 100},
+    }
+    engine, *_ = rayzero.initialize(model=model, optimizer=zoo.sgd, config=config)
+    for number, batch in enumerate(zoo.batches(6, 2)):
+        mine = batch[engine.rank :: engine.world_size]
+        last = number % 3 == 2
+        if boundary != "counted":
+            engine.set_gradient_accumulation_boundary(last)
+            assert engine.is_gradient_accumulation_boundary() is last
+        loss = engine(mine[:, :-1], targets=mine[:, 1:])["loss"]
+        if boundary == "unscaled":
+            engine.backward(loss / 3, scale_wrt_gas=False)
+        else:
+            engine.backward(loss)
+        engine.zero_grad()
+        if boundary != "said, step once" or last:
+            engine.step()
+    assert engine.global_steps == 2
+    return engine.state_dict()
+
+
+def all_boundaries(rank: int, world: int, stage: int) -> list[dict[str, Tensor]]:
+    kinds = ("counted", "said", "said, step once", "unscaled")
+    return [weights_by(kind, stage) for kind in kinds]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_boundaries_said_by_the_script(stage: int) -> None:
+    data = list(zoo.batches(6, 2))
+    steps = [torch.cat(data[start : start + 3]) for start in (0, 3)]
+    model = zoo.make(torch.float64)
+    optimizer = zoo.sgd([{"params": [p for p in model.parameters() if p.requires_grad]}])
+    for batch in steps:
+        optimizer.zero_grad()
+        model(batch[:, :-1], batch[:, 1:])["loss"].backward()
+        optimizer.step()
+    right = model.state_dict()
+    for state in run_ranks(2, all_boundaries, stage)[0]:
+        assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-9
+
+
+def test_the_batch_size_can_be_changed_between_steps() -> None:
+    engine, right = lone(), nn.Linear(3, 1)
+    right.load_state_dict(engine.module.state_dict())
+    plain = torch.optim.SGD(right.parameters(), lr=0.1, momentum=0.9)
+    turn(engine)
+    engine.set_train_batch_size(6)
+    assert engine.get_batch_info() == (6, 2, 3)
+    engine.backward(engine(torch.ones(2, 3)).mean())
+    engine.step()
+    with pytest.raises(EngineError, match="in the middle of a step"):
+        engine.set_train_batch_size(2)
+    turn(engine, 2.0)
+    turn(engine, 3.0)
+    for values in ([1.0], [1.0, 2.0, 3.0]):
+        plain.zero_grad()
+        torch.stack([right(torch.full((2, 3), one)).mean() for one in values]).mean().backward()
+        plain.step()
+    torch.testing.assert_close(dict(engine.module.state_dict()), dict(right.state_dict()))
+    assert (engine.global_steps, engine.global_samples) == (2, 8)
+    with pytest.raises(ConfigError, match="not a multiple"):
+        engine.set_train_batch_size(5)
+    engine.set_train_micro_batch_size(3)
+    assert engine.get_batch_info() == (9, 3, 3)
