@@ -28,7 +28,7 @@ from rayzero.engine.optim.local import (
     take_over,
 )
 from rayzero.engine.optim.schedule import Scheduler, StepSchedule, learning_rate
-from rayzero.engine.precision.policy import Bf16, Native
+from rayzero.engine.precision.policy import Bf16, Native, Precision
 from rayzero.engine.session import Session, current_session
 from rayzero.engine.settings import Settings
 from rayzero.engine.state.source import StateSource
@@ -123,13 +123,18 @@ def _make_recipe(config: EngineConfig, model: nn.Module, *, restoring: bool) -> 
     collectives, device = connect()
     return Recipe(
         stage=STAGES[config.zero_optimization.stage].on(collectives.world_size),
-        precision=Bf16() if config.bf16.enabled else Native(),
+        precision=choose_precision(config),
         collectives=collectives,
         device=device,
         values=Materializer(model, device),
         scratch=Scratch(device),
         restoring=restoring,
     )
+
+
+def choose_precision(config: EngineConfig) -> Precision:
+    """The object that stands for what a config says of dtypes."""
+    return Bf16() if config.bf16.enabled else Native()
 
 
 def _settle(config: EngineConfig, recipe: Recipe, shares: Sequence[float]) -> Settings:
@@ -184,7 +189,7 @@ def _make_runtime(
 ) -> ZeroRuntime:
     collectives, stage = recipe.collectives, recipe.stage
     params = name_params(model, groups.of)
-    plans = _plan_units(model, params, config, stage, collectives.world_size)
+    plans = plan_units(model, params, config, stage, collectives.world_size)
     grad_slots = make_slots(plans, recipe, GRAD_SLOTS)
     units = [make_unit(plan, recipe, grad_slots) for plan in plans]
     in_units = {param for plan in plans for param in plan.params}
@@ -217,7 +222,7 @@ def _make_runtime(
     )
 
 
-def _plan_units(
+def plan_units(
     model: nn.Module,
     params: list[NamedParam],
     config: EngineConfig,

@@ -126,3 +126,40 @@ def chaos(
     if not (name and faults):
         raise typer.BadParameter("a job's name and a fault, or --list, or --random")
     raise typer.Exit(command.inject(name, faults, address, as_json))
+
+
+@app.command(epilog="Example: rayzero plan models:make --batch models:batch --world 8 --gpu 80GB")
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A function that builds the model. Nothing is allocated.",
+            metavar="MODULE:FUNCTION",
+        ),
+    ],
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            help="A function of a number of samples that makes a micro-batch; without it, "
+            "activations are left out.",
+            metavar="MODULE:FUNCTION",
+        ),
+    ] = None,
+    engine: Annotated[
+        Path | None,
+        typer.Option(help="An engine config; its stage is varied. Default: fp32 with AdamW."),
+    ] = None,
+    world: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
+    gpu: Annotated[
+        str | None, typer.Option(help="Memory of one GPU, to find what fits.", metavar="80GB")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")] = False,
+) -> None:
+    """Estimate each GPU's memory by class, for every stage, and pick what fits.
+
+    Exit code 0: done. 1: nothing fits. 2: a mistake in what was given.
+    """
+    # Here, because it brings rich's tables and pydantic with it, and `--help` must not wait.
+    from rayzero.orchestrator.cli.plan import plan_model
+
+    raise typer.Exit(plan_model(model, batch, engine, world, gpu, as_json))

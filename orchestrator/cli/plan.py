@@ -1,0 +1,120 @@
+"""`rayzero plan`: what a model would need, printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from rayzero.engine.config import read_config
+from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.orchestrator.cli.texts import print_error
+from rayzero.workers.entrypoint import EntryPointError, resolve
+
+GIB = 2**30
+CLASSES = (
+    "model_weights",
+    "main_weights",
+    "main_grads",
+    "optimizer_state",
+    "slots",
+    "activations",
+)
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def plan_model(
+    model: str,
+    batch: str | None,
+    engine: Path | None,
+    world_size: int,
+    gpu: str | None,
+    as_json: bool,
+) -> int:
+    """Exit code 0; 1 when nothing fits; 2 for a mistake in what was given."""
+    try:
+        gpu_bytes = None if gpu is None else _bytes(gpu)
+        sys.path.insert(0, "")  # the user's modules, as for `rayzero run`
+        document = ADAMW if engine is None else read_config(engine)
+        # By name: they need torch, which nothing else here does.
+        planner_of = import_module("rayzero.engine.planning.estimate").Planner
+        choosing = import_module("rayzero.engine.planning.choose")
+        planner = planner_of(_function(model), _function(batch) if batch else None)
+        found = choosing.choices(planner, document, world_size, gpu_bytes)
+        taken = choosing.first_fit(found)
+    except RayzeroError as error:
+        print_error(error)
+        return 2 if isinstance(error, ConfigError) else 1
+    if as_json:
+        print(json.dumps([_facts(one, one is taken) for one in found]))
+    else:
+        _show(found, taken, batch is not None, gpu_bytes)
+    return int(gpu_bytes is not None and taken is None)
+
+
+def _function(name: str) -> Any:
+    try:
+        return resolve(name)
+    except EntryPointError as error:
+        seen = error.seen.removeprefix("entrypoint ")
+        raise ConfigError(
+            seen, allowed="module:function", fix="the first argument, or --batch"
+        ) from error.__cause__
+
+
+def _bytes(text: str) -> int:
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise ConfigError(
+            f"--gpu {text!r} is no size", allowed="a number with a unit: 80GB, 24GiB", fix="--gpu"
+        ) from None
+
+
+def _facts(choice: Any, taken: bool) -> dict[str, Any]:
+    estimate = choice.estimate
+    return {
+        "setting": choice.setting.name,
+        "device_bytes": estimate.device_bytes,
+        "host_bytes": estimate.host_bytes,
+        "device_total_bytes": estimate.device_total_bytes,
+        "host_total_bytes": estimate.host_total_bytes,
+        "flops": estimate.flops,
+        "fits": choice.fits,
+        "chosen": taken,
+    }
+
+
+def _show(found: list[Any], taken: Any, traced: bool, gpu_bytes: int | None) -> None:
+    table = Table("setting", title="GiB on each rank", title_justify="left")
+    for name in (*CLASSES, "total", "host"):
+        if name != "activations" or traced:
+            table.add_column(name.replace("_", " "), justify="right")
+    for one in found:
+        estimate = one.estimate
+        cells = [
+            estimate.device_bytes.get(name, 0)
+            for name in CLASSES
+            if name in estimate.device_bytes or name != "activations"
+        ]
+        cells += [estimate.device_total_bytes, estimate.host_total_bytes]
+        style = "bold" if one is taken else "dim" if one.fits is False else None
+        table.add_row(one.setting.name, *(f"{size / GIB:.2f}" for size in cells), style=style)
+    console = Console()
+    console.print(table)
+    if not traced:
+        console.print("Without --batch, activations are not in it.")
+    if gpu_bytes is None:
+        return
+    if taken is None:
+        console.print(
+            f"Nothing fits {gpu_bytes / GIB:.1f} GiB: more ranks, or a smaller micro-batch."
+        )
+    else:
+        console.print(f"Take {taken.setting.name}: the first that fits {gpu_bytes / GIB:.1f} GiB.")

@@ -1,0 +1,149 @@
+"""What is planned, against what engines hold and what processes use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from examples.gpt.model import GPT, GPTConfig
+from rayzero.engine.config import parse_config
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.planning.choose import choices, first_fit
+from rayzero.engine.planning.estimate import Planner
+from tests.support.ranks import run_ranks
+
+SMALL = GPTConfig(vocab=96, context=16, layers=3, width=64, heads=2)
+LARGE = GPTConfig(vocab=2048, context=256, layers=4, width=256, heads=4)
+
+
+def config(stage: int, **others: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+    } | others
+
+
+def small() -> nn.Module:
+    return GPT(SMALL)
+
+
+def batch(samples: int, shape: GPTConfig = SMALL) -> tuple[Tensor, Tensor]:
+    return tuple(torch.randint(0, shape.vocab, (samples, shape.context)) for _ in range(2))
+
+
+def held(rank: int, world: int, document: dict[str, Any]) -> dict[str, int]:
+    """What an engine says it holds, after it has made all that it makes."""
+    engine, *_ = rayzero.initialize(model=small(), config=document)
+    for _ in range(3):
+        engine.backward(engine(*batch(2)))
+        engine.step()
+    return engine.metrics.bytes
+
+
+@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_class_is_what_an_engine_holds(world: int, stage: int, more: dict[str, Any]):
+    document = config(stage, **more)
+    planned = Planner(small).estimate(parse_config(document), world).device_bytes
+    for found in run_ranks(world, held, document):
+        for name, size in planned.items():
+            if name == "slots":
+                assert size == pytest.approx(found[name], rel=0.1), name
+            else:
+                assert size == found[name], name
+
+
+SCRIPT = """
+import sys, torch
+from tests.engine.planning.test_estimate import LARGE, batch, config
+from examples.gpt.model import GPT
+import rayzero
+
+def status(key):
+    line = next(one for one in open("/proc/self/status") if one.startswith(key))
+    return int(line.split()[1]) * 1024
+
+def steps(shape, count, more):
+    engine, *_ = rayzero.initialize(model=GPT(shape), config=config(0, **more))
+    for _ in range(count):
+        engine.backward(engine(*batch(4, shape)))
+        engine.step()
+
+torch.set_num_threads(1)
+more = {"bf16": {"enabled": True}} if sys.argv[1] == "bf16" else {}
+from tests.engine.planning.test_estimate import SMALL
+steps(SMALL, 2, more)
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+steps(LARGE, 2, more)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_process_peaks_where_the_plan_says(precision: str):
+    document = config(0, train_micro_batch_size_per_gpu=4)
+    document |= {"bf16": {"enabled": True}} if precision == "bf16" else {}
+    planner = Planner(lambda: GPT(LARGE), lambda samples: batch(samples, LARGE))
+    planned = planner.estimate(parse_config(document), 1).device_total_bytes
+    # Every block of memory goes back to the system when it is freed.
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, precision],
+        env=env | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert planned == pytest.approx(int(run.stdout.split()[-1]), rel=0.1)
+
+
+def test_activation_checkpointing_costs_flops_and_saves_bytes():
+    planner = Planner(lambda: GPT(LARGE), lambda samples: batch(samples, LARGE))
+    parsed = parse_config(config(0, train_micro_batch_size_per_gpu=4))
+    kept = planner.estimate(parsed, 1)
+    again = planner.estimate(parsed, 1, recomputed=True)
+    assert again.device_bytes["activations"] < 0.7 * kept.device_bytes["activations"]
+    assert 1.1 < again.flops / kept.flops < 1.4
+
+
+def test_the_first_setting_that_fits_is_chosen():
+    planner = Planner(small, batch)
+    everything = choices(planner, config(0), 2, gpu_bytes=2**40)
+    taken = first_fit(everything)
+    assert taken is not None
+    assert taken.setting.name == "stage 0"
+    needs = [one.estimate.device_total_bytes for one in everything]
+    third = choices(planner, config(0), 2, gpu_bytes=int(needs[2] / 0.9) + 8)
+    taken = first_fit(third)
+    assert taken is not None
+    assert taken.estimate.device_total_bytes <= needs[2]
+    assert not third[0].fits
+    assert first_fit(choices(planner, config(0), 2, gpu_bytes=10)) is None
+
+
+class Peeks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x).sum()
+        return y if y.item() > 0 else -y
+
+
+def test_a_model_that_looks_at_values_is_named():
+    planner = Planner(Peeks, lambda samples: torch.ones(samples, 4))
+    with pytest.raises(ConfigError, match="cannot be traced without data"):
+        planner.estimate(parse_config(config(0)), 1)

@@ -1,0 +1,45 @@
+"""The count of live bytes, by hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rayzero.engine.planning.live import LiveBytes
+
+
+def test_what_was_let_go_no_longer_counts_and_views_never_do():
+    with LiveBytes([]) as live:
+        a = torch.zeros(256)  # 1024 bytes
+        b = a.view(16, 16)[1:]
+        assert (live.now, live.peak) == (1024, 1024)
+        c = a + 1
+        del c
+        assert (live.now, live.peak) == (1024, 2048)
+        del a
+        assert live.now == 1024, "a view keeps its storage"
+        del b
+        assert live.now == 0
+
+
+def test_known_tensors_and_in_place_operations_are_free():
+    known = torch.zeros(256)
+    with LiveBytes([known]) as live:
+        known.add_(1)
+        known.view(2, 128).mul_(2)
+    assert live.peak == 0
+
+
+def test_what_autograd_saves_counts_until_backward_has_used_it():
+    layer = nn.Linear(256, 256, bias=False)
+    x = torch.ones(4, 256)
+    with LiveBytes([layer.weight, x]) as live:
+        y = layer(x).relu()
+        assert live.now == 4 * 256 * 4  # the output of relu, which is what it saves
+        loss = y.sum()
+        del y
+        loss.backward()
+        layer.weight.grad = None
+        del loss
+        assert live.now == 0
+        assert live.peak >= 256 * 256 * 4, "the weight's gradient was there"

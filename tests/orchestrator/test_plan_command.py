@@ -1,0 +1,70 @@
+"""`rayzero plan` from a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODELS = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+
+def batch(samples):
+    return torch.ones(samples, 256)
+"""
+
+
+def plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "models.py").write_text(MODELS)
+    return subprocess.run(
+        [sys.executable, "-m", "rayzero", "plan", *arguments],
+        cwd=folder,
+        env=os.environ | {"COLUMNS": "160", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.slow
+def test_a_table_and_what_to_take(tmp_path: Path):
+    found = plan(tmp_path, "models:make", "--batch", "models:batch", "--world", "2", "--gpu", "8MB")
+    assert found.returncode == 0, found.stderr
+    assert "activations" in found.stdout
+    assert "Take stage 1: the first that fits" in found.stdout
+
+
+@pytest.mark.slow
+def test_json_and_nothing_that_fits(tmp_path: Path):
+    found = plan(tmp_path, "models:make", "--gpu", "100kB", "--json")
+    assert found.returncode == 1, found.stderr
+    rows = json.loads(found.stdout)
+    first = rows[0]
+    assert first["setting"] == "stage 0"
+    parameters = 8 * (256 * 256 + 256)
+    assert first["device_total_bytes"] == parameters * 16
+    assert not any(one["fits"] or one["chosen"] for one in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("models:mak",), "did you mean 'make'?"),
+        (("models:make", "--gpu", "8x"), "--gpu '8x' is no size"),
+        (("models:make", "--engine", "no.json"), "cannot be read"),
+    ],
+)
+@pytest.mark.slow
+def test_mistakes_are_named(tmp_path: Path, arguments: tuple[str, ...], said: str):
+    found = plan(tmp_path, *arguments)
+    assert found.returncode == 2
+    assert said in found.stderr
+    assert "Traceback" not in found.stderr
