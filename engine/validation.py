@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from reprlib import Repr
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -10,6 +12,23 @@ from pydantic_core import ErrorDetails
 from rayzero.engine.errors import ConfigError, nearest
 
 M = TypeVar("M", bound=BaseModel)
+
+
+class _Shown(Repr):
+    """Long values are cut: a message must stay readable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist = 3, 8, 8
+        self.maxstring = self.maxother = self.maxlong = 80
+
+
+_SHOWN = _Shown()
+
+
+def shown(value: Any) -> str:
+    """A value as it is told in messages."""
+    return _SHOWN.repr(value)
 
 
 def validated(model: type[M], value: Any, what: str) -> M:
@@ -27,12 +46,30 @@ def validated(model: type[M], value: Any, what: str) -> M:
         raise ConfigError(
             f"{what}: a mapping of keys to values was expected, not {type(value).__name__}"
         )
+    made, mistakes = check(model, value)
+    if made is None:
+        refuse(what, mistakes)
+    return made
+
+
+def check(model: type[M], value: dict[str, Any]) -> tuple[M | None, list[str]]:
+    """`value` as a `model`, or None and a line for every mistake in it."""
     try:
-        return model.model_validate(value)
+        return model.model_validate(value), []
     except ValidationError as error:
-        lines = [_line(model, one) for one in error.errors(include_url=False)]
-        count = f"{len(lines)} mistakes:\n  " if len(lines) > 1 else ""
-        raise ConfigError(f"{what}: {count}" + "\n  ".join(lines)) from None
+        # One line for each place: what the members of a union each say is one mistake.
+        places = {one["loc"]: one for one in reversed(error.errors(include_url=False))}
+        return None, [_line(model, one) for one in reversed(places.values())]
+
+
+def refuse(what: str, mistakes: Sequence[str]) -> NoReturn:
+    """Raises one error for all mistakes in a document.
+
+    Raises:
+        ConfigError: always.
+    """
+    count = f"{len(mistakes)} mistakes:\n  " if len(mistakes) > 1 else ""
+    raise ConfigError(f"{what}: {count}" + "\n  ".join(mistakes))
 
 
 def _line(model: type[BaseModel], error: ErrorDetails) -> str:
@@ -45,8 +82,7 @@ def _line(model: type[BaseModel], error: ErrorDetails) -> str:
     if error["type"] == "missing":
         return f"{name}: this key is required"
     reason = error["msg"].removeprefix("Value error, ")
-    seen = error["input"]
-    return f"{name}: {reason[:1].lower()}{reason[1:]} (seen: {seen!r})"
+    return f"{name}: {reason[:1].lower()}{reason[1:]} (seen: {shown(error['input'])})"
 
 
 def _keys_at(model: type[BaseModel], path: list[str]) -> list[str]:

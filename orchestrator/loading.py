@@ -8,7 +8,9 @@ from typing import Any
 
 import yaml
 
-from rayzero.engine.config import EngineConfig, parse_config, read_config, solve_batches
+from rayzero.engine.config import EngineConfig, read_config, solve_batches
+from rayzero.engine.config.autos import with_steps
+from rayzero.engine.config.parse import parse
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.validation import validated
 from rayzero.orchestrator.spec import JobSpec
@@ -43,8 +45,8 @@ def check(spec: JobSpec, engine_folder: Path) -> JobSpec:
     if spec.engine is None:
         return spec
     source = engine_folder / spec.engine if isinstance(spec.engine, str) else spec.engine
-    check_sizes(parse_config(source), spec.workers.min, spec.workers.most)
-    return spec.model_copy(update={"engine": read_config(source)})
+    check_sizes(parse(source, spec.steps).config, spec.workers.min, spec.workers.most)
+    return spec.model_copy(update={"engine": with_steps(read_config(source), spec.steps)})
 
 
 def check_sizes(config: EngineConfig, least: int, most: int) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from rayzero.engine.config.activations import ActivationCheckpointingConfig
-from rayzero.engine.config.fields import Count, Dtype, Number, Section, switch
+from rayzero.engine.config.fields import Count, Dtype, Number, Section
 from rayzero.engine.config.optim import OptimizerConfig, SchedulerConfig
 from rayzero.engine.config.precision import (
     Bf16Config,
@@ -15,31 +13,15 @@ from rayzero.engine.config.precision import (
     Fp16Config,
     TorchAutocastConfig,
 )
+from rayzero.engine.config.rest import AioConfig, CheckpointConfig, TimersConfig
 from rayzero.engine.config.zero import ZeroConfig
-
-
-def _zero(value: Any) -> Any:
-    """`true` is stage 1, as in DeepSpeed's first version; `false` and `null` are stage 0."""
-    if value is None or isinstance(value, bool):
-        return {"stage": 1 if value else 0}
-    return value
-
-
-def _section(value: Any) -> Any:
-    return {} if value is None else value
 
 
 class RayzeroConfig(Section):
     """Keys of our own, which DeepSpeed does not have."""
 
-    unit_classes: tuple[str, ...] = Field(
-        default=(),
-        description="class names of the modules gathered as one unit at stage 3; "
-        "empty: the elements of every ModuleList and Sequential",
-    )
-    slots: int = Field(
-        default=2, ge=2, description="units of weights that may be live at once at stage 3"
-    )
+    unit_classes: tuple[str, ...] = ()
+    slots: int = Field(default=2, ge=2)
 
 
 class EngineConfig(Section):
@@ -50,17 +32,22 @@ class EngineConfig(Section):
     gradient_accumulation_steps: Count | None = None
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
-    fp16: Annotated[Fp16Config, BeforeValidator(switch)] = Fp16Config()
-    bf16: Annotated[Bf16Config, BeforeValidator(switch)] = Bf16Config()
-    torch_autocast: Annotated[TorchAutocastConfig, BeforeValidator(switch)] = TorchAutocastConfig()
-    data_types: Annotated[DataTypesConfig, BeforeValidator(_section)] = DataTypesConfig()
+    fp16: Fp16Config = Fp16Config()
+    bf16: Bf16Config = Bf16Config()
+    torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
+    data_types: DataTypesConfig = DataTypesConfig()
     communication_data_type: Dtype | None = None
     prescale_gradients: bool = False
     gradient_predivide_factor: Number = 1.0
-    zero_optimization: Annotated[ZeroConfig, BeforeValidator(_zero)] = ZeroConfig()
-    activation_checkpointing: Annotated[
-        ActivationCheckpointingConfig, BeforeValidator(_section)
-    ] = ActivationCheckpointingConfig()
+    zero_optimization: ZeroConfig = ZeroConfig()
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     gradient_clipping: Number = 0.0
     steps_per_print: Count | None = None
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    dump_state: bool = False
+    log_level: str | None = None
+    timers: TimersConfig = TimersConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    aio: AioConfig = AioConfig()
     rayzero: RayzeroConfig = RayzeroConfig()

@@ -68,13 +68,6 @@ def no_bool(value: Any) -> Any:
     return value
 
 
-def switch(value: Any) -> Any:
-    """For a section that may be given as a boolean, or as null for "not at all"."""
-    if value is None:
-        return {}
-    return {"enabled": value} if isinstance(value, bool) else value
-
-
 def one_of(names: Mapping[str, str], what: str) -> Callable[[Any], Any]:
     """A validator that finds `{name as it may be written, in lower case: name}`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from rayzero.engine.config.fields import (
     NO_LIMIT,
@@ -18,13 +18,6 @@ from rayzero.engine.config.fields import (
 )
 
 Device = Literal["none", "cpu", "nvme"]
-
-
-def _offload(value: Any) -> Any:
-    """`true` is "to the CPU"; `false` and `null` are "not at all"."""
-    if value is None or value is False:
-        return {}
-    return {"device": "cpu"} if value is True else value
 
 
 def _stage(value: Any) -> Any:
@@ -79,10 +72,8 @@ class ZeroConfig(Section):
     compute_grad_norm: bool = True
     load_from_fp32_weights: bool = True
     elastic_checkpoint: bool = False
-    offload_param: Annotated[OffloadParamConfig, BeforeValidator(_offload)] = OffloadParamConfig()
-    offload_optimizer: Annotated[OffloadOptimizerConfig, BeforeValidator(_offload)] = (
-        OffloadOptimizerConfig()
-    )
+    offload_param: OffloadParamConfig = OffloadParamConfig()
+    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     sub_group_size: Limit = 1_000_000_000
     stage3_prefetch_bucket_size: Limit | None = None
     stage3_param_persistence_threshold: Limit | None = None
@@ -107,6 +98,4 @@ class ZeroConfig(Section):
     log_trace_cache_warnings: bool = False
     enable_sanity_checks: bool = False
     save_muon_momentum_buffer_in_memory: bool = False
-    leaf_module: Annotated[LeafModuleConfig, BeforeValidator(lambda v: v or {})] = Field(
-        default=LeafModuleConfig()
-    )
+    leaf_module: LeafModuleConfig = LeafModuleConfig()

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rayzero.orchestrator.cli.ckpt import ckpt
+from rayzero.orchestrator.cli.config import config
 
 app = typer.Typer(
     help="Train PyTorch models with ZeRO on Ray clusters that keep changing.",
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(ckpt, name="ckpt")
+app.add_typer(config, name="config")
 
 
 @app.callback()

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import wraps
 from importlib import import_module
 from time import time
-from typing import Any, ParamSpec
+from typing import Any
 
 import rich.console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -20,29 +19,11 @@ from rayzero.engine.checkpoint.format import step_of
 from rayzero.engine.checkpoint.prune import Pruned, prune
 from rayzero.engine.checkpoint.store import split
 from rayzero.engine.checkpoint.verify import Problem, verify
-from rayzero.engine.errors import ConfigError, RayzeroError
-from rayzero.orchestrator.cli.texts import print_error
-
-P = ParamSpec("P")
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.cli.codes import with_exit_code
 
 
-def _with_exit_code(command: Callable[P, int]) -> Callable[P, int]:
-    """Errors as text on stderr: 2 for what the user wrote, 1 for what was found."""
-
-    @wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> int:
-        try:
-            return command(*args, **kwargs)
-        except RayzeroError as error:
-            print_error(error)
-            return 2 if isinstance(error, ConfigError) else 1
-        except KeyboardInterrupt:
-            return 130
-
-    return run
-
-
-@_with_exit_code
+@with_exit_code
 def list_all(path: str, as_json: bool) -> int:
     found = _checkpoints(path)
     if as_json:
@@ -57,7 +38,7 @@ def list_all(path: str, as_json: bool) -> int:
     return 0
 
 
-@_with_exit_code
+@with_exit_code
 def verify_all(path: str, as_json: bool) -> int:
     damaged = False
     one_only = step_of(split(path)[1]) is not None
@@ -82,7 +63,7 @@ def verify_all(path: str, as_json: bool) -> int:
     return 1 if damaged else 0
 
 
-@_with_exit_code
+@with_exit_code
 def prune_job(path: str, keep: int, keep_every: int | None, dry_run: bool) -> int:
     _checkpoints(path)
     pruned = prune(path, keep, keep_every, dry_run=dry_run)
@@ -91,7 +72,7 @@ def prune_job(path: str, keep: int, keep_every: int | None, dry_run: bool) -> in
     return 0
 
 
-@_with_exit_code
+@with_exit_code
 def export_one(path: str, target: str, kind: str) -> int:
     folder = path
     if step_of(split(path)[1]) is None:

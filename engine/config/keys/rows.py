@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class Status(StrEnum):
@@ -16,6 +18,7 @@ class Status(StrEnum):
 
 IMPLEMENTED, NO_OP, REFUSED = Status.IMPLEMENTED, Status.NO_OP, Status.REFUSED
 NOT_YET = "it is not in this version yet"
+_OFF = (None, False, 0, "auto", "false", "False")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Key:
         what: what the key asks for.
         why: why it does nothing, or why it is refused.
         use: what to use instead of a refused key.
+        asks: for a key that is not a field of the config's model, whether a value of it asks for
+            something. What lies below such a key is not looked at, and has no rows.
     """
 
     path: str
@@ -38,6 +43,7 @@ class Key:
     what: str
     why: str = ""
     use: str = ""
+    asks: Callable[[Any], bool] | None = None
 
     @property
     def reason(self) -> str:
@@ -45,3 +51,36 @@ class Key:
         if self.status is IMPLEMENTED:
             return ""
         return self.why or NOT_YET
+
+
+def given(value: Any) -> bool:
+    """A value that asks for something just by not being empty or false."""
+    return value not in _OFF and value not in ({}, [], "")
+
+
+def enabled(value: Any) -> bool:
+    """A section that asks for something when its `enabled` says so."""
+    return given(value.get("enabled")) if isinstance(value, dict) else given(value)
+
+
+def enabled_anywhere(value: Any) -> bool:
+    """A section of sections, each with an `enabled`."""
+    if not isinstance(value, dict):
+        return given(value)
+    return enabled(value) or any(
+        enabled_anywhere(inner) for inner in value.values() if isinstance(inner, dict)
+    )
+
+
+def unlike(*values: Any) -> Callable[[Any], bool]:
+    """Any value but these, and those that ask for nothing anywhere."""
+    return lambda value: given(value) and value not in values
+
+
+def child(name: str, *values: Any) -> Callable[[Any], bool]:
+    """A section that asks for something when this key of it does, other than these values."""
+
+    def asks(value: Any) -> bool:
+        return unlike(*values)(value.get(name)) if isinstance(value, dict) else given(value)
+
+    return asks

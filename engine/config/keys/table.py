@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from rayzero.engine.config.keys import offload, precision, training, zero
+from rayzero.engine.config.keys import (
+    elsewhere,
+    offload,
+    precision,
+    storage,
+    training,
+    watching,
+    zero,
+)
 from rayzero.engine.config.keys.rows import Key
 
 GROUPS: dict[str, tuple[Key, ...]] = {
@@ -17,6 +25,14 @@ GROUPS: dict[str, tuple[Key, ...]] = {
     "offloaded optimizer": offload.OPTIMIZER,
     "offloaded parameters": offload.PARAM,
     "activation checkpointing": training.ACTIVATIONS,
+    "logs and timers": watching.LOGS,
+    "monitors and profilers": watching.MONITORS,
+    "checkpoints": storage.CHECKPOINTS,
+    "NVMe": storage.AIO,
+    "other parallelism": elsewhere.PARALLELISM,
+    "data": elsewhere.DATA,
+    "changes of the model": elsewhere.MODEL,
+    "the run": elsewhere.RUN,
     "keys of our own": training.OURS,
 }
 """All rows, by theme, in the order in which they are shown."""

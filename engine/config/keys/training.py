@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from rayzero.engine.config.keys.rows import IMPLEMENTED, NO_OP, REFUSED, Key
+from rayzero.engine.config.keys.rows import IMPLEMENTED, NO_OP, REFUSED, Key, given
 
 BATCHES = (
     Key("train_batch_size", IMPLEMENTED, "samples a step, over all ranks"),
     Key("train_micro_batch_size_per_gpu", IMPLEMENTED, "samples a micro-batch on one rank"),
     Key("gradient_accumulation_steps", IMPLEMENTED, "micro-batches a step on one rank"),
+    Key(
+        "managed_gradient_accumulation",
+        REFUSED,
+        "false: step() ends a step whenever it is called",
+        "the global batch would depend on the script, and a resumed run could not know it",
+        "gradient_accumulation_steps, or no_sync()",
+        asks=lambda value: value not in (None, True, "auto"),
+    ),
 )
 
 UPDATE = (
     Key("optimizer", IMPLEMENTED, "the optimizer, unless `initialize` is given one"),
     Key("optimizer.type", IMPLEMENTED, "its name, in any case"),
     Key("optimizer.params", IMPLEMENTED, "its arguments"),
+    Key(
+        "optimizer.params.max_grad_norm",
+        REFUSED,
+        "gradients are clipped by the optimizer",
+        "DeepSpeed does not take it either",
+        "gradient_clipping",
+        asks=given,
+    ),
     Key(
         "optimizer.legacy_fusion",
         NO_OP,
@@ -33,6 +49,14 @@ UPDATE = (
         "gradient_predivide_factor",
         REFUSED,
         "by what they are divided before the sum, the rest after it",
+    ),
+    Key(
+        "gradient_allreduce_op",
+        REFUSED,
+        "whether gradients are averaged or summed over the ranks",
+        "a sum would make the step depend on how many ranks there are",
+        "the mean, and a larger learning rate or loss",
+        asks=lambda value: str(value).lower() not in ("none", "auto", "mean"),
     ),
     Key("communication_data_type", REFUSED, "the dtype in which gradients travel"),
 )
