@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from rayzero.engine.config import EngineConfig, parse_config
+from rayzero.engine.config.explain import tell
+from rayzero.engine.config.parse import Parsed, parse
 from rayzero.engine.data.loader import MapDataset, StepLoader
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError
@@ -87,9 +89,12 @@ def initialize(
     _place(args, distributed_port)
     chosen = _chosen_config(args, config, config_params)
     parsed = _parsed(chosen, optimizer)
-    return assemble(
-        parsed, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
+    made = assemble(
+        parsed.config, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
     )
+    if made[0].rank == 0:
+        tell(parsed)
+    return made
 
 
 def _chosen_config(
@@ -117,15 +122,15 @@ def _chosen_config(
     return chosen
 
 
-def _parsed(chosen: ConfigLike | None, optimizer: OptimizerLike | None) -> EngineConfig:
+def _parsed(chosen: ConfigLike | None, optimizer: OptimizerLike | None) -> Parsed:
     if chosen is not None or optimizer is not None:
-        return parse_config(chosen)
+        return parse(chosen)
     if int(os.environ.get("RANK", "0")) == 0:
         log.warning(
             "initialize() was given neither a config nor an optimizer: AdamW with a learning rate "
             "of 1e-3, and every other setting as it is by default"
         )
-    return parse_config({"optimizer": DEFAULT_OPTIMIZER})
+    return parse({"optimizer": DEFAULT_OPTIMIZER})
 
 
 def _check_group(required: bool | None) -> None:
