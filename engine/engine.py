@@ -15,6 +15,7 @@ from rayzero.engine.errors import EngineError
 from rayzero.engine.meter import Meter, Metrics
 from rayzero.engine.optim.local import LocalOptimizer
 from rayzero.engine.optim.schedule import Scheduler
+from rayzero.engine.precision.casting import within
 from rayzero.engine.settings import Settings
 from rayzero.engine.state.gather import full_state_dict
 from rayzero.engine.state.training import TrainingState
@@ -72,8 +73,10 @@ class Engine(Readings, Boundaries):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; its inputs are cast to the precision of the weights."""
         self._meter.enter("forward")
-        cast = self._runtime.precision.cast_inputs
-        return self.module(*cast(args), **cast(kwargs))
+        precision = self._runtime.precision
+        cast = precision.cast_inputs
+        with precision.around_forward():
+            return self.module(*cast(args), **cast(kwargs))
 
     forward = __call__
 
@@ -103,9 +106,9 @@ class Engine(Readings, Boundaries):
             weight *= self._settings.batches.micro_steps
         self._meter.enter("backward")
         with self._runtime.backward_pass(first=not self._accumulated, last=last):
-            seed = torch.full_like(loss, self._settings.seed(weight))
+            seed = torch.full_like(loss, self._seed(weight, loss.dtype))
             torch.autograd.backward(loss, seed, retain_graph=retain_graph)
-        self._loss += weight * loss.detach()
+        self._loss.add_(loss.detach(), alpha=weight)
         self._accumulated = True
         self._awaiting_step = self._synced and self._boundary is not False
         return loss
@@ -113,14 +116,15 @@ class Engine(Readings, Boundaries):
     def step(self, lr_kwargs: None = None) -> None:
         """Ends a micro-step; at the end of a step, updates the weights on every rank.
 
-        A step whose gradient is not finite on any rank changes nothing on all of them, and is
-        counted in `metrics.skipped_steps`.
+        A step whose gradient is not finite on any rank changes nothing on all of them but the
+        loss scale, and is counted in `metrics.skipped_steps`.
 
         Args:
             lr_kwargs: DeepSpeed's place for something that it does not use; None.
 
         Raises:
-            EngineError: no `backward` since the last `step`, or inside `no_sync`.
+            EngineError: no `backward` since the last `step`, or inside `no_sync`; or a gradient is
+                not finite at the lowest loss scale.
         """
         self._applied = False
         if self._boundary is False and self._synced:
@@ -135,12 +139,13 @@ class Engine(Readings, Boundaries):
             self.progress.micro_step += 1
             return
         self._meter.enter("reduce")
-        verdict = self._runtime.vote(self._loss, self._settings.factor, self._meter.wishes())
+        factor = self._settings.factor / self.loss_scale
+        verdict = self._runtime.vote(self._loss, factor, self._meter.wishes())
         lr = self._optimizer.lr
         if verdict.finite:
             self._meter.enter("update")
         with self.state.changing():
-            self._update(verdict)
+            self._update(verdict, factor)
         self._applied = verdict.finite
         self._loss.zero_()
         self._accumulated = False
@@ -149,13 +154,14 @@ class Engine(Readings, Boundaries):
             self._runtime.publish()
         self._meter.step_done(verdict, lr)
 
-    def _update(self, verdict: Verdict) -> None:
+    def _update(self, verdict: Verdict, factor: float) -> None:
         """From one step's state to the next one's. No collectives."""
         if verdict.finite:
             clip = verdict.clip_factor(self._settings.clip_norm)
-            self._optimizer.step(self._settings.factor * clip)
+            self._optimizer.step(factor * clip)
             if self._scheduler is not None:
                 self._scheduler.step()
+        self._runtime.precision.scaler.after(overflow=not verdict.finite)
         self.progress.skipped_steps += not verdict.finite
         self.progress.micro_step = 0
         self.progress.step += 1
@@ -212,6 +218,10 @@ class Engine(Readings, Boundaries):
     @property
     def device(self) -> torch.device:
         return self._settings.device
+
+    def _seed(self, weight: float, dtype: torch.dtype) -> float:
+        """What backward starts from; infinite where a 16-bit loss has no such number."""
+        return within(self._settings.seed(weight) * self.loss_scale, dtype)
 
     def _check_backward(self, loss: Tensor) -> None:
         if self._awaiting_step:

@@ -28,7 +28,8 @@ from rayzero.engine.optim.local import (
     take_over,
 )
 from rayzero.engine.optim.schedule import Scheduler, StepSchedule, learning_rate
-from rayzero.engine.precision.policy import Bf16, Native, Precision
+from rayzero.engine.precision.averaging import factor_after
+from rayzero.engine.precision.choose import choose_precision
 from rayzero.engine.session import Session, current_session
 from rayzero.engine.settings import Settings
 from rayzero.engine.state.source import StateSource
@@ -123,18 +124,13 @@ def _make_recipe(config: EngineConfig, model: nn.Module, *, restoring: bool) -> 
     collectives, device = connect()
     return Recipe(
         stage=STAGES[config.zero_optimization.stage].on(collectives.world_size),
-        precision=choose_precision(config),
+        precision=choose_precision(config, device),
         collectives=collectives,
         device=device,
         values=Materializer(model, device),
         scratch=Scratch(device),
         restoring=restoring,
     )
-
-
-def choose_precision(config: EngineConfig) -> Precision:
-    """The object that stands for what a config says of dtypes."""
-    return Bf16() if config.bf16.enabled else Native()
 
 
 def _settle(config: EngineConfig, recipe: Recipe, shares: Sequence[float]) -> Settings:
@@ -147,7 +143,13 @@ def _settle(config: EngineConfig, recipe: Recipe, shares: Sequence[float]) -> Se
         log_every_steps=config.steps_per_print,
         device=recipe.device,
         share=1.0 / (batches.micro_steps * world_size),
-        average_first=recipe.precision.average_first,
+        factor=factor_after(
+            batches.micro_steps,
+            world_size,
+            average_first=recipe.precision.average_first,
+            prescale=config.prescale_gradients,
+            predivide=config.gradient_predivide_factor,
+        ),
         config=config,
     )
 

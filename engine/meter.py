@@ -32,6 +32,7 @@ class Metrics:
         exposed_comm_s: of that, how long the training thread stood waiting for other ranks. On
             CUDA the host's wait only: it enqueues and goes on.
         skipped_steps: steps whose gradient was not finite, and which changed nothing.
+        loss_scale: what the next step's loss is multiplied by: fp16's; 1 elsewhere.
         bytes: resting memory of this rank, by class (see `rayzero.engine.memory`).
         collectives: calls and bytes by collective, since the engine was made.
     """
@@ -44,6 +45,7 @@ class Metrics:
     step_s: float = 0.0
     exposed_comm_s: float = 0.0
     skipped_steps: int = 0
+    loss_scale: float = 1.0
     bytes: dict[str, int] = field(default_factory=dict)
     collectives: dict[str, dict[str, int]] = field(default_factory=dict)
 
@@ -110,6 +112,7 @@ class Meter:
             step=self._progress.step,
             samples=self._progress.sample_cursor,
             skipped_steps=self._progress.skipped_steps,
+            loss_scale=self._runtime.precision.scaler.value,
             bytes=resting_bytes(self._runtime, self._optimizer.state_bytes),
             collectives={name: asdict(traffic) for name, traffic in counters.by_name.items()},
             **self.last,
@@ -121,7 +124,10 @@ class Meter:
         step = self._progress.step
         if not verdict.finite:
             log.warning(
-                "step %d skipped on every rank: the gradient norm is %s", step, verdict.grad_norm
+                "step %d skipped on every rank: the gradient norm is %s; the loss scale is now %g",
+                step,
+                verdict.grad_norm,
+                self._runtime.precision.scaler.value,
             )
         elif self._log_every_steps and step % self._log_every_steps == 0:
             log.info("step %d: loss %.4f, lr %.3g", step, verdict.loss, self.last["lr"])

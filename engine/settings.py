@@ -20,7 +20,8 @@ class Settings:
         log_every_steps: rank 0 logs every so many steps; None for never.
         device: where the model is.
         share: the weight of a micro-batch of average size.
-        average_first: see `Precision`.
+        factor: what summed gradients are still to be multiplied by, but for the loss scale; see
+            `rayzero.engine.precision.averaging`.
         config: the checked config that all of it follows from.
     """
 
@@ -30,14 +31,9 @@ class Settings:
     log_every_steps: int | None
     device: torch.device
     share: float
-    average_first: bool
+    factor: float
     config: EngineConfig
 
     def seed(self, weight: float) -> float:
-        """What backward starts from for a micro-batch of this weight."""
-        return weight if self.average_first else weight / self.share
-
-    @property
-    def factor(self) -> float:
-        """What is left to multiply summed gradients by."""
-        return 1.0 if self.average_first else self.share
+        """What backward starts from for a micro-batch of this weight, but for the loss scale."""
+        return weight / self.factor

@@ -51,6 +51,16 @@ class Readings:
         return self.progress.skipped_steps
 
     @property
+    def loss_scale(self) -> float:
+        """What the loss of the step at hand is multiplied by, in fp16; 1 elsewhere."""
+        return self._runtime.precision.scaler.value
+
+    @property
+    def cur_scale(self) -> float:
+        """`loss_scale`, under the name that DeepSpeed's optimizers give it."""
+        return self.loss_scale
+
+    @property
     def global_samples(self) -> int:
         """Samples consumed by finished steps, over all ranks."""
         return self.progress.sample_cursor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayzero.engine.config.fields import Count, Dtype, Integer, Natural, Number, Section
+from rayzero.engine.config.fields import Count, Dtype, Integer, Number, Section
 
 
 class Fp16Config(Section):
@@ -13,7 +13,7 @@ class Fp16Config(Section):
     loss_scale: Number = 0.0  # 0: dynamic
     initial_scale_power: Integer = 16
     loss_scale_window: Count = 1000
-    hysteresis: Natural = 2
+    hysteresis: Count = 2
     consecutive_hysteresis: bool = False
     min_loss_scale: Number = 1.0
     fp16_master_weights_and_grads: bool = False

@@ -10,11 +10,12 @@ from torch import nn
 
 from rayzero.engine.config import EngineConfig, solve_batches
 from rayzero.engine.config.zero import ZeroConfig
-from rayzero.engine.factory import GRAD_SLOTS, choose_precision, plan_units
+from rayzero.engine.factory import GRAD_SLOTS, plan_units
 from rayzero.engine.layout.units import name_params, plan_blocks
 from rayzero.engine.optim.local import maker
 from rayzero.engine.planning.resting import Shape, resting_bytes, state_itemsize
 from rayzero.engine.planning.trace import MakeBatch, Trace, fake_tensors, trace
+from rayzero.engine.precision.choose import choose_precision
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.placement import STAGES
 
@@ -75,7 +76,7 @@ class Planner:
         """
         zero = config.zero_optimization
         stage = STAGES[zero.stage].on(world_size)
-        precision = choose_precision(config)
+        precision = choose_precision(config, torch.device("cpu"))
         with fake_tensors():
             model = self._make_model()
             params = name_params(model, {one: 0 for one in model.parameters() if one.requires_grad})

@@ -1,19 +1,26 @@
 """How main weights relate to model weights. One object a run, chosen in `factory`.
 
-| policy | model weights | main weights | main grads |
-|---|---|---|---|
-| Native | the model's own dtype | the same memory | the same dtype |
-| Bf16 | bfloat16 | fp32, from the original values | fp32 |
+| policy | model weights | main weights | main grads | loss scale |
+|---|---|---|---|---|
+| Native | the model's own dtype | the same memory | the same dtype | none |
+| Mixed, bf16 | bfloat16 | fp32, from the original values | fp32 | none |
+| Mixed, fp16 | float16 | fp32, from the original values | fp32 | dynamic or fixed |
+| Autocast | the model's own dtype | the same memory | the same dtype | fp16: dynamic |
+
+Main grads may have another dtype, and gradients may travel in another one: `GradDtypes`.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from rayzero.engine.precision.casting import cast_floats
+from rayzero.engine.precision.loss_scale import UNSCALED, Scaler
 
 
 class Precision(Protocol):
@@ -23,15 +30,20 @@ class Precision(Protocol):
         average_first: whether gradients are averaged by the seed of backward, which costs nothing,
             or only when the optimizer uses them, which keeps a weight such as 1/3 from being
             rounded to the precision of the model.
+        scaler: what the loss is multiplied by, and gradients are divided by in the optimizer.
     """
 
-    average_first: bool
+    @property
+    def average_first(self) -> bool: ...
+
+    @property
+    def scaler(self) -> Scaler: ...
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
         """The dtype that forward uses a tensor in."""
 
     def main_dtype(self, original: torch.dtype) -> torch.dtype:
-        """The dtype of main weights, main grads and optimizer state."""
+        """The dtype of main weights and optimizer state."""
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         """The main weights for a range of model weights; may be the same memory."""
@@ -42,11 +54,16 @@ class Precision(Protocol):
     def cast_inputs(self, value: Any) -> Any:
         """The model's inputs in the dtype of its weights."""
 
+    def around_forward(self) -> AbstractContextManager[Any]:
+        """What the model's forward runs in."""
 
+
+@dataclass(frozen=True)
 class Native:
     """The model trains in the dtype it came in. Model weights and main weights are one tensor."""
 
-    average_first = True
+    scaler: Scaler = UNSCALED
+    average_first: bool = True
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
         return original
@@ -63,14 +80,43 @@ class Native:
     def cast_inputs(self, value: Any) -> Any:
         return value
 
+    def around_forward(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
-class Bf16:
-    """Forward and backward in bfloat16, sums and updates in fp32 (Micikevicius et al., 2018)."""
 
-    average_first = False
+@dataclass(frozen=True)
+class Autocast(Native):
+    """The model keeps its dtype; torch picks one for each operation of forward, and its gradient.
+
+    Attributes:
+        device_type: "cpu" or "cuda".
+        dtype: of the operations that are safe in 16 bits.
+    """
+
+    average_first: bool = False
+    device_type: str = "cpu"
+    dtype: torch.dtype = torch.bfloat16
+
+    def around_forward(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device_type, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Forward and backward in 16 bits, sums and updates in fp32 (Micikevicius et al., 2018).
+
+    Attributes:
+        dtype: of model weights: bfloat16 or float16.
+        casts_inputs: whether floating-point inputs are cast as well.
+    """
+
+    dtype: torch.dtype
+    scaler: Scaler = UNSCALED
+    casts_inputs: bool = True
+    average_first: bool = False
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
-        return torch.bfloat16 if original.is_floating_point else original
+        return self.dtype if original.is_floating_point else original
 
     def main_dtype(self, original: torch.dtype) -> torch.dtype:
         return torch.float32
@@ -82,21 +128,7 @@ class Bf16:
         model_weights.copy_(main_weights)
 
     def cast_inputs(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(torch.bfloat16) if value.is_floating_point() else value
-        if isinstance(value, dict):
-            cast = copy.copy(value)  # a subclass may know more than its items
-            cast.update({key: self.cast_inputs(one) for key, one in value.items()})
-            return cast
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self.cast_inputs(one) for one in value))
-        if isinstance(value, list | tuple):
-            return type(value)(self.cast_inputs(one) for one in value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {
-                one.name: self.cast_inputs(getattr(value, one.name))
-                for one in dataclasses.fields(value)
-                if one.init
-            }
-            return dataclasses.replace(value, **fields)
-        return value
+        return cast_floats(value, self.dtype) if self.casts_inputs else value
+
+    def around_forward(self) -> AbstractContextManager[Any]:
+        return nullcontext()

@@ -113,6 +113,7 @@ class TrainingState:
             "global_batch": self.progress.global_batch,
             "micro_batch": self.progress.micro_batch,
             "skipped_steps": self.progress.skipped_steps,
+            "loss_scale": self._runtime.precision.scaler.state(),
             "groups": small.groups_of(self._optimizer),
             "scheduler": small.scheduler_of(self._scheduler),
             "rng": randomness.taken(self._device),
@@ -143,6 +144,7 @@ class TrainingState:
         self.progress.step = document["step"]
         self.progress.sample_cursor = document.get("sample_cursor", 0)
         self.progress.skipped_steps = document.get("skipped_steps", 0)
+        self._runtime.precision.scaler.load(document.get("loss_scale"))
         if rng := document.get("rng"):
             if document.get("rank") == rank:
                 randomness.put_back(rng, self._device)

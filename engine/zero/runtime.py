@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.session import Wishes
+from rayzero.engine.zero.culprit import overflow_error
 from rayzero.engine.zero.gatherer import Gatherer
 from rayzero.engine.zero.grads import GradSlots
 from rayzero.engine.zero.placement import Collective, Stage
@@ -63,10 +64,17 @@ class ZeroRuntime:
         Args:
             factor: what the sums are still to be multiplied by.
             wishes: what else this rank wants to agree on.
+
+        Raises:
+            EngineError: a gradient is not finite, and no other loss scale can help.
         """
         self.reducer.wait()
         parts = [unit.grads.counted(unit.shard) for unit in self.units if unit.grads is not None]
-        return take_vote(parts, loss, factor, self.collectives, wishes)
+        verdict = take_vote(parts, loss, factor, self.collectives, wishes)
+        scaler = self.precision.scaler
+        if scaler.exhausted and not verdict.finite:
+            raise overflow_error(self.units, self.collectives, scaler.value)
+        return verdict
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -54,7 +54,7 @@ def oracle(precision: str, optimizer: str, parts: int = 1) -> Result:
         model = zoo.make(torch.float64 if precision == "fp64" else torch.float32)
         make = OPTIMIZERS[optimizer]
         if precision == "bf16":
-            _oracles[key] = zoo.plain_bf16(model, make, data, CLIP, parts)
+            _oracles[key] = zoo.plain_mixed(model, make, data, CLIP, parts)
         else:
             _oracles[key] = zoo.plain(model, make, data, CLIP)
     return _oracles[key]

@@ -124,19 +124,22 @@ def plain(
     return losses, model.state_dict()
 
 
-def plain_bf16(
+def plain_mixed(
     model: nn.Module,
     make_optimizer: Optimizer,
     data: list[Tensor],
     clip: float = 0.0,
     parts: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    scale: float = 1.0,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The same in bfloat16, with fp32 main weights and grads kept beside the model.
+    """The same in 16 bits, with fp32 main weights and grads kept beside the model.
 
-    The batch is taken in `parts`: bfloat16 gradients depend on how many samples they are summed
-    over at once, and AdamW turns the sign of a tiny gradient into a whole step.
+    The batch is taken in `parts`: 16-bit gradients depend on how many samples they are summed
+    over at once, and AdamW turns the sign of a tiny gradient into a whole step. The loss is
+    multiplied by `scale` for backward.
     """
-    low = copy.deepcopy(model).to(torch.bfloat16)
+    low = copy.deepcopy(model).to(dtype)
     pairs = list(zip(low.parameters(), model.parameters(), strict=True))
     optimizer = make_optimizer(two_groups(model))
     losses = []
@@ -146,11 +149,12 @@ def plain_bf16(
         for part in batch.chunk(parts):
             low.zero_grad()
             loss = low(part[:, :-1], part[:, 1:])["loss"]
-            loss.backward()
+            (loss * scale).backward()
             mean += loss.item() / parts
             for param, main in pairs:
                 if param.grad is not None:
-                    main.grad = (0 if main.grad is None else main.grad) + param.grad.float() / parts
+                    grad = param.grad.float() / (parts * scale)
+                    main.grad = grad if main.grad is None else main.grad + grad
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()

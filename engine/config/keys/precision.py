@@ -5,22 +5,27 @@ from __future__ import annotations
 from rayzero.engine.config.keys.rows import IMPLEMENTED, NO_OP, REFUSED, Key
 
 FP16 = (
-    Key("fp16.enabled", REFUSED, "float16 weights with fp32 main weights and a scaled loss"),
-    Key("fp16.auto_cast", REFUSED, "the model's floating-point inputs are cast to float16"),
-    Key("fp16.loss_scale", REFUSED, "the factor of the loss; 0: found while training"),
-    Key("fp16.initial_scale_power", REFUSED, "a dynamic scale begins at 2 to this power"),
-    Key("fp16.loss_scale_window", REFUSED, "steps without overflow after which it is doubled"),
-    Key("fp16.hysteresis", REFUSED, "overflows that are borne before it is halved"),
+    Key("fp16.enabled", IMPLEMENTED, "float16 weights with fp32 main weights and a scaled loss"),
+    Key(
+        "fp16.auto_cast",
+        IMPLEMENTED,
+        "the model's floating-point inputs are cast to float16; without it they stay as they are",
+    ),
+    Key("fp16.loss_scale", IMPLEMENTED, "the factor of the loss; 0: found while training"),
+    Key("fp16.initial_scale_power", IMPLEMENTED, "a dynamic scale begins at 2 to this power"),
+    Key("fp16.loss_scale_window", IMPLEMENTED, "steps without overflow after which it is doubled"),
+    Key("fp16.hysteresis", IMPLEMENTED, "overflows that are borne before it is halved"),
     Key(
         "fp16.consecutive_hysteresis",
-        REFUSED,
+        IMPLEMENTED,
         "a step without overflow makes that count start anew",
     ),
-    Key("fp16.min_loss_scale", REFUSED, "a dynamic scale does not go below this"),
+    Key("fp16.min_loss_scale", IMPLEMENTED, "a dynamic scale does not go below this"),
     Key(
         "fp16.fp16_master_weights_and_grads",
         REFUSED,
         "main weights and main grads in float16 as well",
+        "an update smaller than a two-thousandth of a weight would be lost",
         use="fp32 main weights, which offload_optimizer can keep in CPU memory",
     ),
 )
@@ -54,12 +59,13 @@ BF16 = (
 )
 
 MIXED = (
-    Key("torch_autocast.enabled", REFUSED, "`torch.autocast` around the model's forward"),
-    Key("torch_autocast.dtype", REFUSED, "the dtype that autocast computes in"),
+    Key("torch_autocast.enabled", IMPLEMENTED, "`torch.autocast` around the model's forward"),
+    Key("torch_autocast.dtype", IMPLEMENTED, "the dtype that autocast computes in"),
     Key(
         "torch_autocast.lower_precision_safe_modules",
-        REFUSED,
-        "classes of modules whose weights travel in that dtype",
+        NO_OP,
+        "classes of modules whose gradients and weights travel in that dtype",
+        "weights travel as they are, and all gradients in communication_data_type",
     ),
     Key("data_types.grad_accum_dtype", REFUSED, "the dtype that gradients are summed up in"),
     Key(

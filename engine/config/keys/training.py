@@ -42,12 +42,12 @@ UPDATE = (
     Key("gradient_clipping", IMPLEMENTED, "gradients are clipped to this L2 norm; 0: never"),
     Key(
         "prescale_gradients",
-        REFUSED,
+        IMPLEMENTED,
         "gradients are divided before they are summed over ranks",
     ),
     Key(
         "gradient_predivide_factor",
-        REFUSED,
+        IMPLEMENTED,
         "by what they are divided before the sum, the rest after it",
     ),
     Key(

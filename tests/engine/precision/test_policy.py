@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from rayzero.engine.precision.policy import Bf16, Native
+from rayzero.engine.precision.policy import Mixed, Native
 
 LOW = torch.bfloat16
 
@@ -38,7 +39,7 @@ class Slots:
 
 
 def test_floats_are_cast_and_nothing_else() -> None:
-    cast = Bf16().cast_inputs
+    cast = Mixed(LOW).cast_inputs
     assert cast(torch.ones(2)).dtype is LOW
     assert cast(torch.ones(2).double()).dtype is LOW
     for tensor in (torch.ones(2).long(), torch.ones(2).bool(), torch.ones(2).to(torch.complex64)):
@@ -51,7 +52,7 @@ def test_floats_are_cast_and_nothing_else() -> None:
 
 def test_containers_keep_their_kind() -> None:
     x = torch.ones(2)
-    cast = Bf16().cast_inputs
+    cast = Mixed(LOW).cast_inputs
     kept: Any
     for kept in ([x, 1], (x, 1), {"x": x}, OrderedDict(x=x), defaultdict(list, x=x)):
         found = cast(kept)
@@ -62,11 +63,63 @@ def test_containers_keep_their_kind() -> None:
     assert kept["x"] is x
     assert cast(kept)["another"] == []
     assert cast(torch.Size([2, 3])) == torch.Size([2, 3])
-    assert cast(UserDict(x=x))["x"] is x  # not a dict, and not looked into
+    found = cast(MappingProxyType({"x": x, "y": 1}))  # it has no copy that could be changed
+    assert (found["x"].dtype, found["y"]) == (LOW, 1)
+
+
+class Encoding(UserDict):
+    """As transformers' BatchEncoding: a UserDict with more to it."""
+
+    def __init__(self, data: dict[str, Any], n_sequences: int) -> None:
+        super().__init__(data)
+        self.n_sequences = n_sequences
+
+
+class Sealed(OrderedDict):
+    """As transformers' ModelOutput: items can be set, but not updated."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError
+
+
+def test_mappings_that_are_not_plain_dictionaries() -> None:
+    ids, pixels = torch.ones(2).long(), torch.ones(2)
+    cast = Mixed(LOW).cast_inputs
+    given = Encoding({"ids": ids, "pixels": pixels}, 3)
+    found = cast(given)
+    assert isinstance(found, Encoding)
+    assert (found["pixels"].dtype, found["ids"] is ids, found.n_sequences) == (LOW, True, 3)
+    assert given["pixels"] is pixels
+    sealed = Sealed()
+    sealed["x"] = pixels
+    assert type(cast(sealed)) is Sealed
+    assert (cast(sealed)["x"].dtype, sealed["x"] is pixels) == (LOW, True)
+
+
+def test_what_holds_nothing_to_cast_is_itself() -> None:
+    cast, ids, low = Mixed(LOW).cast_inputs, torch.ones(2).long(), torch.ones(2, dtype=LOW)
+    for one in (
+        {"ids": ids, "more": [low, (1, None)]},
+        [ids, {"x": low}],
+        (ids, "text"),
+        Point(low, "a"),
+        Batch(low, {"y": ids}),
+        Encoding({"ids": ids}, 1),
+        torch.Size([2, 3]),
+    ):
+        assert cast(one) is one
+    shared = {"ids": ids}
+    assert cast([shared, torch.ones(1)])[0] is shared
+
+
+def test_fp16_is_told_not_to_cast() -> None:
+    given = {"x": torch.ones(2)}
+    assert Mixed(torch.float16, casts_inputs=False).cast_inputs(given) is given
+    assert Mixed(torch.float16).cast_inputs(given)["x"].dtype is torch.float16
 
 
 def test_named_tuples_and_dataclasses() -> None:
-    cast = Bf16().cast_inputs
+    cast = Mixed(LOW).cast_inputs
     point = cast(Point(torch.ones(2), "a"))
     assert isinstance(point, Point)
     assert (point.x.dtype, point.label) == (LOW, "a")
@@ -77,7 +130,7 @@ def test_named_tuples_and_dataclasses() -> None:
 
 def test_gradients_flow_through_a_cast() -> None:
     x = torch.ones(2, requires_grad=True)
-    Bf16().cast_inputs({"x": [x]})["x"][0].sum().backward()
+    Mixed(LOW).cast_inputs({"x": [x]})["x"][0].sum().backward()
     assert x.grad is not None
 
 
@@ -93,7 +146,7 @@ def test_native_leaves_all_as_it_is() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_bf16_keeps_main_weights_of_its_own_in_fp32(dtype: torch.dtype) -> None:
-    policy, original = Bf16(), torch.tensor([1 / 3, 2.0]).to(dtype)
+    policy, original = Mixed(LOW), torch.tensor([1 / 3, 2.0]).to(dtype)
     assert policy.model_dtype(dtype) is LOW
     assert policy.main_dtype(dtype) is torch.float32
     model = original.to(LOW, copy=True)
@@ -107,5 +160,5 @@ def test_bf16_keeps_main_weights_of_its_own_in_fp32(dtype: torch.dtype) -> None:
 
 
 def test_bf16_leaves_whole_numbers_alone() -> None:
-    assert Bf16().model_dtype(torch.int64) is torch.int64
-    assert Bf16().model_dtype(torch.bool) is torch.bool
+    assert Mixed(LOW).model_dtype(torch.int64) is torch.int64
+    assert Mixed(LOW).model_dtype(torch.bool) is torch.bool
