@@ -18,6 +18,9 @@ from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.units import NamedParam, UnitPlan, name_params, plan_blocks, plan_buckets
 from rayzero.engine.meter import Meter
+from rayzero.engine.offload.optimizer import PiecewiseOptimizer, offloaded
+from rayzero.engine.offload.plan import plan_offload
+from rayzero.engine.offload.weights import HostPath
 from rayzero.engine.optim.groups import ParamGroups, find_groups
 from rayzero.engine.optim.local import (
     LocalOptimizer,
@@ -122,13 +125,18 @@ def _of_the_same_step(config: EngineConfig, small: dict[str, Any]) -> EngineConf
 
 def _make_recipe(config: EngineConfig, model: nn.Module, *, restoring: bool) -> Recipe:
     collectives, device = connect()
+    zero = config.zero_optimization
+    precision = choose_precision(config, device)
+    offload = plan_offload(zero, precision, device)
     return Recipe(
-        stage=STAGES[config.zero_optimization.stage].on(collectives.world_size),
-        precision=choose_precision(config, device),
+        stage=STAGES[zero.stage].on(collectives.world_size, moves=offload.moves),
+        precision=precision,
         collectives=collectives,
         device=device,
         values=Materializer(model, device),
         scratch=Scratch(device),
+        offload=offload,
+        path=HostPath(offload.link, collectives, device),
         restoring=restoring,
     )
 
@@ -193,7 +201,10 @@ def _make_runtime(
     params = name_params(model, groups.of)
     plans = plan_units(model, params, config, stage, collectives.world_size)
     grad_slots = make_slots(plans, recipe, GRAD_SLOTS)
-    units = [make_unit(plan, recipe, grad_slots) for plan in plans]
+    homes = recipe.offload.homes(plans)
+    units = [
+        make_unit(plan, recipe, grad_slots, home) for plan, home in zip(plans, homes, strict=True)
+    ]
     in_units = {param for plan in plans for param in plan.params}
     loose = place_loose(model, in_units, recipe)
     recipe.values.forget()
@@ -215,6 +226,7 @@ def _make_runtime(
         recipe.precision,
         collectives,
         units,
+        recipe.offload,
         loose,
         reducer,
         grad_slots,
@@ -241,13 +253,14 @@ def _make_optimizer(
     runtime: ZeroRuntime, groups: ParamGroups, given: OptimizerLike | None, config: EngineConfig
 ) -> LocalOptimizer:
     runs = runs_of(runtime.units)
+    local = PiecewiseOptimizer if offloaded(runs) else LocalOptimizer
     check_elementwise(given)
     if isinstance(given, torch.optim.Optimizer):
-        return LocalOptimizer(take_over(given, runs), runs)
+        return local(take_over(given, runs), runs)
     if given is not None:
         made = given(group_runs(runs, groups.options))
         check_elementwise(made)
-        return LocalOptimizer(made, runs)
+        return local(made, runs)
     if config.optimizer is None:
         raise ConfigError(
             "there is no optimizer",
@@ -255,7 +268,7 @@ def _make_optimizer(
             "or initialize(optimizer=...)",
         )
     make = maker(config.optimizer)
-    return LocalOptimizer(make(group_runs(runs, groups.options)), runs)
+    return local(make(group_runs(runs, groups.options)), runs)
 
 
 def _make_schedule(

@@ -6,7 +6,7 @@ A parameter group's part of a unit is one run of the unit's flat buffer, hence o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +50,18 @@ def runs_of(units: Sequence[Unit]) -> list[Run]:
         if unit.main is None or unit.grads is None:
             continue
         grads = unit.grads.owned()
-        for group, part in unit.layout.runs(unit.owned):
-            extent = slice(unit.owned.start + part.start, unit.owned.start + part.stop)
-            runs.append(Run(group, unit, extent, nn.Parameter(unit.main[part]), grads[part]))
+        for group, whole in unit.layout.runs(unit.owned):
+            for part in _cut(whole, unit.home.piece_numel):
+                extent = slice(unit.owned.start + part.start, unit.owned.start + part.stop)
+                runs.append(Run(group, unit, extent, nn.Parameter(unit.main[part]), grads[part]))
     return runs
+
+
+def _cut(part: slice, numel: int | None) -> Iterator[slice]:
+    """Parts of at most `numel` elements: state that rests in a file comes by such pieces."""
+    step = numel or part.stop - part.start
+    for start in range(part.start, part.stop, step):
+        yield slice(start, min(start + step, part.stop))
 
 
 class LocalOptimizer:
@@ -75,10 +83,14 @@ class LocalOptimizer:
 
     def step(self, factor: float) -> None:
         """Updates the main weights with `factor` times the main grads."""
-        for run in self.runs:
+        self.update(self.runs, factor)
+
+    def update(self, runs: Sequence[Run], factor: float) -> None:
+        """Steps the torch optimizer, whose parameters at the moment are these runs."""
+        for run in runs:
             run.weight.grad = run.grad
         if factor != 1.0:
-            self._scale(factor)
+            self._scale(runs, factor)
         self.torch.step()
         if self._scales:
             self.torch.grad_scale = None  # type: ignore[attr-defined]
@@ -98,13 +110,13 @@ class LocalOptimizer:
             if isinstance(value, Tensor) and value.ndim > 0
         )
 
-    def _scale(self, factor: float) -> None:
+    def _scale(self, runs: Sequence[Run], factor: float) -> None:
         if self._scales:
-            device = self.runs[0].weight.device
+            device = runs[0].weight.device
             scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
             self.torch.grad_scale = scale  # type: ignore[attr-defined]
         else:
-            torch._foreach_mul_([run.grad for run in self.runs], factor)
+            torch._foreach_mul_([run.grad for run in runs], factor)
 
 
 def group_runs(runs: Sequence[Run], options: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

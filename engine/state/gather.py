@@ -38,7 +38,7 @@ def _whole_unit(unit: Unit, runtime: ZeroRuntime) -> list[Tensor] | None:
     collectives = runtime.collectives
     if not isinstance(unit.weights, ShardedWeights):
         return None
-    shard = unit.weights.shard
+    shard = unit.weights.shard.to(unit.weights.device)  # it may rest in host memory
     numel = unit.layout.numel if collectives.rank == 0 else 0
     full = shard.new_empty(numel)
     collectives.gather(full, shard).wait()

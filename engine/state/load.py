@@ -96,7 +96,8 @@ def _optimizer_state(
     made = []
     for key, dtype in sorted(keys.items()):
         floats = DTYPES[dtype].is_floating_point
-        value = torch.zeros_like(run.weight, dtype=run.weight.dtype if floats else DTYPES[dtype])
+        kind = run.weight.dtype if floats else DTYPES[dtype]
+        value = run.unit.home.zeros(run.weight.numel(), kind)
         optimizer.torch.state[run.weight][key] = value
         made.append(optimizer_part(run, key, value))
     return made

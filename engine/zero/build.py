@@ -10,6 +10,10 @@ from torch import Tensor, nn
 
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.layout.units import UnitPlan
+from rayzero.engine.offload.grads import FetchedPartialGrads, FetchedShardedGrads
+from rayzero.engine.offload.home import Home, Place
+from rayzero.engine.offload.plan import Offload
+from rayzero.engine.offload.weights import HostPath, HostWeights
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.deferred import Materializer, Scratch
 from rayzero.engine.zero.grads import GradSlots, GradStore, PartialGrads, ShardedGrads
@@ -30,6 +34,7 @@ class Recipe:
     """What every unit of a run has in common.
 
     Attributes:
+        path: how sharded weights that rest in host memory come to the device.
         restoring: a state is loaded right afterwards, so that initial values do not matter.
     """
 
@@ -39,6 +44,8 @@ class Recipe:
     device: torch.device
     values: Materializer
     scratch: Scratch
+    offload: Offload
+    path: HostPath
     restoring: bool = False
 
 
@@ -55,7 +62,7 @@ def make_slots(plans: Sequence[UnitPlan], recipe: Recipe, count: int) -> GradSlo
     return GradSlots(lambda: zeros(numel, widest, device), count)
 
 
-def make_unit(plan: UnitPlan, recipe: Recipe, slots: GradSlots | None) -> Unit:
+def make_unit(plan: UnitPlan, recipe: Recipe, slots: GradSlots | None, home: Home) -> Unit:
     """Builds one unit from rank 0's values. No more than this unit is whole meanwhile.
 
     The model's own tensors are let go here: afterwards its parameters are views of ours.
@@ -68,16 +75,23 @@ def make_unit(plan: UnitPlan, recipe: Recipe, slots: GradSlots | None) -> Unit:
     model_dtype = recipe.precision.model_dtype(original.dtype)
     weights: WeightStore
     if stage.model_weights is Placement.SHARDED:
-        weights = ShardedWeights(layout, plan.params, _shared(original[shard], model_dtype, recipe))
+        weights = _sharded(plan, original[shard], model_dtype, recipe)
     elif original.dtype is model_dtype:
         weights = ResidentWeights(layout, plan.params, original)
     else:
         weights = ResidentWeights(layout, plan.params, _shared(original, model_dtype, recipe))
     main, grads = None, None
     if plan.trainable:
-        main = recipe.precision.main_weights(original[owned], weights.part(owned))
-        grads = _make_grads(plan, recipe, owned, main, slots)
-    return Unit(layout, plan.params, weights, main, grads, owned, shard, plan.block)
+        main = home.main_weights(original[owned], weights.part(owned))
+        grads = _make_grads(plan, recipe, owned, main, slots, home)
+    return Unit(layout, plan.params, weights, main, grads, owned, shard, plan.block, home)
+
+
+def _sharded(plan: UnitPlan, values: Tensor, dtype: torch.dtype, recipe: Recipe) -> ShardedWeights:
+    if recipe.offload.link.apart and recipe.offload.weights is Place.HOST:
+        resting = recipe.offload.link.host(values.numel(), dtype).copy_(values)
+        return HostWeights(plan.layout, plan.params, resting, recipe.path)
+    return ShardedWeights(plan.layout, plan.params, _shared(values, dtype, recipe))
 
 
 def _flattened(plan: UnitPlan, recipe: Recipe) -> Tensor:
@@ -104,12 +118,24 @@ def _shared(values: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
 
 
 def _make_grads(
-    plan: UnitPlan, recipe: Recipe, owned: slice, main: Tensor, slots: GradSlots | None
+    plan: UnitPlan,
+    recipe: Recipe,
+    owned: slice,
+    main: Tensor,
+    slots: GradSlots | None,
+    home: Home,
 ) -> GradStore:
+    link, how = home.fetches, recipe.stage.gradient_collective
+    if slots is not None and link is not None:
+        return FetchedShardedGrads(plan.layout, link.host(main.numel(), main.dtype), slots, link)
     if slots is not None:
-        return ShardedGrads(plan.layout, torch.zeros_like(main), slots)
+        resting = torch.zeros(main.numel(), dtype=main.dtype, device=recipe.device)
+        return ShardedGrads(plan.layout, resting, slots)
     flat = recipe.collectives.zeros(plan.layout.numel, main.dtype, recipe.device)
-    return PartialGrads(plan.layout, flat, owned, recipe.stage.gradient_collective)
+    if link is not None:
+        host = link.host(main.numel(), main.dtype)
+        return FetchedPartialGrads(plan.layout, flat, owned, how, host, link)
+    return PartialGrads(plan.layout, flat, owned, how)
 
 
 def place_loose(model: nn.Module, in_units: set[nn.Parameter], recipe: Recipe) -> list[Tensor]:

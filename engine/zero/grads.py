@@ -55,7 +55,7 @@ class PartialGrads:
 
     def __init__(self, layout: UnitLayout, flat: Tensor, owned: slice, how: Collective) -> None:
         self._flat = flat  # zeros: the padding is never written
-        self._owned = owned
+        self._own = flat[owned]
         self._how = how
         self._views = views_of(layout, flat)
 
@@ -68,13 +68,13 @@ class PartialGrads:
     def reduce(self, collectives: Collectives, *, first: bool) -> Pending:
         if self._how is Collective.ALL_REDUCE:
             return collectives.all_reduce(self._flat)
-        return collectives.reduce_scatter(self._flat, self.owned())
+        return collectives.reduce_scatter(self._flat, self._own)
 
     def reduced(self, summed: Pending) -> None:
         return
 
     def owned(self) -> Tensor:
-        return self._flat[self._owned]
+        return self._own
 
     def counted(self, shard: slice) -> Tensor:
         return self._flat[shard]
@@ -159,7 +159,9 @@ class ShardedGrads:
         if slot is None:
             raise RuntimeError("a unit was reduced without a slot")
         self._leaving.append(slot)
-        full = slot[: self._layout.numel]
+        return self._sum(collectives, slot[: self._layout.numel], first=first)
+
+    def _sum(self, collectives: Collectives, full: Tensor, *, first: bool) -> Pending:
         return collectives.reduce_scatter(full, self._shard, accumulate=not first)
 
     def reduced(self, summed: Pending) -> None:

@@ -39,9 +39,14 @@ class Stage:
     main_grads: Placement
     optimizer_state: Placement
 
-    def on(self, world_size: int) -> Stage:
-        """This row on so many ranks: on one, a shard is the whole and nothing has to move."""
-        return self if world_size > 1 else Stage(self.number, R, P, R)
+    def on(self, world_size: int, *, moves: bool = False) -> Stage:
+        """This row on so many ranks: on one, a shard is the whole and nothing has to move.
+
+        Args:
+            moves: what is sharded rests in other memory than the device's, so that a shard moves
+                even on one rank.
+        """
+        return self if world_size > 1 or moves else Stage(self.number, R, P, R)
 
     @property
     def is_whole(self) -> bool:

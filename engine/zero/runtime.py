@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.offload.plan import Offload
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.session import Wishes
 from rayzero.engine.zero.culprit import overflow_error
@@ -37,6 +38,7 @@ class ZeroRuntime:
     precision: Precision
     collectives: Collectives
     units: list[Unit]
+    offload: Offload
     loose: list[Tensor]
     reducer: Reducer
     grad_slots: GradSlots | None
@@ -83,14 +85,16 @@ class ZeroRuntime:
         pending = []
         for unit in self.units:
             if unit.main is not None:
-                self.precision.publish(unit.main, unit.weights.part(unit.owned))
+                unit.home.publish(unit.main, unit.weights.part(unit.owned))
                 pending.append(unit.weights.after_update(self.collectives, gather=gather))
         for one in pending:
             one.wait()
         if self.gatherer is not None:
             self.gatherer.invalidate()
 
-    def remove_hooks(self) -> None:
+    def close(self) -> None:
+        """Takes the hooks off the model, and lets go of threads and files."""
+        self.offload.close()
         for handle in self.hooks:
             handle.remove()
         self.hooks.clear()

@@ -118,5 +118,5 @@ class WeightSlots:
             )
             # A buffer made in inference mode could never be trained with.
             with torch.inference_mode(False):
-                self._buffers[key] = unit.shard.new_zeros(numel)
+                self._buffers[key] = unit.new_slot(numel)
         return self._buffers[key]

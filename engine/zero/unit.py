@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from rayzero.engine.layout.partition import UnitLayout
+from rayzero.engine.offload.home import Home
 from rayzero.engine.zero.grads import GradStore
 from rayzero.engine.zero.weights import WeightStore
 
@@ -24,6 +25,7 @@ class Unit:
         owned: the part of the flat layout that this rank's optimizer updates.
         shard: this rank's shard; equal to `owned` unless the optimizer state is replicated.
         block: the module whose forward needs the unit gathered; None when weights are resident.
+        home: where main weights and optimizer state rest.
     """
 
     layout: UnitLayout
@@ -34,6 +36,7 @@ class Unit:
     owned: slice
     shard: slice
     block: nn.Module | None
+    home: Home
 
     @property
     def name(self) -> str:

@@ -52,8 +52,8 @@ def take_vote(
         factor: what the gradients are still to be multiplied by.
         wishes: this rank's.
     """
-    norm = get_total_norm(list(parts))
-    found = torch.stack((norm.double().square(), loss.detach().double().to(norm.device)))
+    norm = get_total_norm(list(parts)).to(loss.device)  # gradients may rest in host memory
+    found = torch.stack((norm.double().square(), loss.detach().double()))
     ballot = torch.cat((found, found.new_tensor(wishes.ballot())))
     collectives.vote(ballot)
     square, mean, *sums = ballot.tolist()

@@ -45,11 +45,18 @@ class ShardedWeights:
     its block's forward shows at once instead of giving stale numbers.
     """
 
-    def __init__(self, layout: UnitLayout, params: tuple[nn.Parameter, ...], shard: Tensor) -> None:
+    def __init__(
+        self,
+        layout: UnitLayout,
+        params: tuple[nn.Parameter, ...],
+        shard: Tensor,
+        device: torch.device | None = None,
+    ) -> None:
         self.layout = layout
         self.shard = shard
         self.params = params
-        poison = torch.full((), _poison(shard.dtype), dtype=shard.dtype, device=shard.device)
+        self.device = device or shard.device  # where they are used; the shard may rest elsewhere
+        poison = torch.full((), _poison(shard.dtype), dtype=shard.dtype, device=self.device)
         self._detached = tuple(poison.expand(spec.shape) for spec in layout.params)
         self._slot: Tensor | None = None
         self._views: tuple[Tensor, ...] = ()
@@ -72,10 +79,17 @@ class ShardedWeights:
         if self._slot is not slot:
             self._slot = slot
             self._views = tuple(views_of(self.layout, slot))
-        pending = collectives.all_gather(slot[: self.layout.numel], self.shard)
+        pending = self._gather(slot[: self.layout.numel], collectives)
         for param, view in zip(self.params, self._views, strict=True):
             param.data = view
         return pending
+
+    def _gather(self, full: Tensor, collectives: Collectives) -> Pending:
+        return collectives.all_gather(full, self.shard)
+
+    def new_slot(self, numel: int) -> Tensor:
+        """A buffer of zeros to be attached to."""
+        return self.shard.new_zeros(numel)
 
     def detach(self) -> None:
         """The slot is about to hold another unit."""

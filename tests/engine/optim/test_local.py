@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from rayzero.engine.config import OptimizerConfig
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.partition import ParamSpec, lay_out
+from rayzero.engine.offload.home import DeviceHome, Place
+from rayzero.engine.offload.link import SharedLink
 from rayzero.engine.optim.groups import find_groups
 from rayzero.engine.optim.local import (
     LocalOptimizer,
@@ -20,10 +22,13 @@ from rayzero.engine.optim.local import (
     runs_of,
     take_over,
 )
+from rayzero.engine.precision.policy import Native
 from rayzero.engine.zero.grads import PartialGrads
 from rayzero.engine.zero.placement import Collective
 from rayzero.engine.zero.unit import Unit
 from rayzero.engine.zero.weights import ResidentWeights
+
+HOME = DeviceHome(Native(), SharedLink(), torch.device("cpu"), Place.DEVICE)
 
 
 def make_runs(*groups: int, dtype: torch.dtype = torch.float32) -> list[Run]:
@@ -33,7 +38,7 @@ def make_runs(*groups: int, dtype: torch.dtype = torch.float32) -> list[Run]:
     whole = slice(0, len(flat))
     params = (nn.Parameter(flat.clone()),)
     weights = ResidentWeights(layout, params, flat)
-    unit = Unit(layout, params, weights, flat, None, whole, whole, None)
+    unit = Unit(layout, params, weights, flat, None, whole, whole, None, HOME)
     runs = []
     for number, group in enumerate(groups):
         part = slice(8 * number, 8 * number + 8)
@@ -175,6 +180,7 @@ def make_unit(groups: list[int], owned: slice | None = None, frozen: bool = Fals
         part,
         part,
         None,
+        HOME,
     )
 
 

@@ -1,0 +1,62 @@
+"""Gradients whose sums rest in host memory: fetched as they arrive, beside the rest of backward.
+
+They are summed over the ranks where they are, on the device; what comes to the host is this rank's
+part of the sum. In gradient accumulation the host adds where sums rest sharded.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rayzero.engine.comm.collectives import Collectives, Pending, part_of
+from rayzero.engine.layout.partition import UnitLayout
+from rayzero.engine.offload.link import Link
+from rayzero.engine.zero.grads import GradSlots, PartialGrads, ShardedGrads
+from rayzero.engine.zero.placement import Collective
+
+
+class FetchedPartialGrads(PartialGrads):
+    """The whole unit on the device for good, as without offload; the owned sum in host memory."""
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        flat: Tensor,
+        owned: slice,
+        how: Collective,
+        host: Tensor,
+        link: Link,
+    ) -> None:
+        super().__init__(layout, flat, owned, how)
+        self.host = host
+        self._start = owned.start
+        self._link = link
+
+    def reduce(self, collectives: Collectives, *, first: bool) -> Pending:
+        summed = super().reduce(collectives, first=first)
+        return self._link.fetch(summed, self._own, self.host, add=False)
+
+    def owned(self) -> Tensor:
+        return self.host
+
+    def counted(self, shard: slice) -> Tensor:
+        self._link.land()
+        return self.host[shard.start - self._start : shard.stop - self._start]
+
+
+class FetchedShardedGrads(ShardedGrads):
+    """This rank's shard of the sum in host memory; the device has the slots only."""
+
+    def __init__(self, layout: UnitLayout, host: Tensor, slots: GradSlots, link: Link) -> None:
+        super().__init__(layout, host, slots)
+        self.host = host
+        self._link = link
+
+    def _sum(self, collectives: Collectives, full: Tensor, *, first: bool) -> Pending:
+        own = part_of(full, collectives.rank, collectives.world_size)
+        summed = collectives.reduce_scatter(full, own)
+        return self._link.fetch(summed, own, self.host, add=not first)
+
+    def counted(self, shard: slice) -> Tensor:
+        self._link.land()
+        return self.host

@@ -1,0 +1,115 @@
+"""What rests elsewhere in a run, as its config asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rayzero.engine.config import ZeroConfig
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.layout.partition import ALIGN
+from rayzero.engine.layout.units import UnitPlan
+from rayzero.engine.offload.disk_home import DiskHome
+from rayzero.engine.offload.home import DeviceHome, Home, HostHome, Place
+from rayzero.engine.offload.link import Link, link_for
+from rayzero.engine.precision.policy import Precision
+
+_SECTION = "zero_optimization.offload_"
+
+
+@dataclass(frozen=True)
+class Offload:
+    """The homes of a run, and which units live in which.
+
+    Attributes:
+        weights: where the shards of sharded model weights rest.
+        home: of what is offloaded; the device's where nothing is.
+        share: of the elements that are offloaded, at least, in whole units.
+    """
+
+    link: Link
+    weights: Place
+    device_home: Home
+    home: Home
+    share: float
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything rests in other memory than the device's."""
+        return self.link.apart and (
+            self.weights is not Place.DEVICE or self.home.place is not Place.DEVICE
+        )
+
+    def homes(self, plans: Sequence[UnitPlan]) -> list[Home]:
+        """Each unit's home. The first units are offloaded: their gradients come first, and have
+        the rest of backward to travel in."""
+        left = self.share * sum(plan.layout.logical_numel for plan in plans if plan.trainable)
+        homes = []
+        for plan in plans:
+            moved = plan.trainable and left > 0
+            homes.append(self.home if moved else self.device_home)
+            left -= plan.layout.logical_numel if moved else 0
+        return homes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that pieces and copies pass through."""
+        return self.link.staging_bytes + self.home.staging_bytes
+
+    def close(self) -> None:
+        self.home.close()
+
+
+def plan_offload(config: ZeroConfig, precision: Precision, device: torch.device) -> Offload:
+    """The homes that a config asks for.
+
+    Raises:
+        ConfigError: what it asks for cannot be had at this stage, or in this place.
+    """
+    link = link_for(device)
+    weights = _weights_place(config)
+    device_home = DeviceHome(precision, link, device, weights)
+    asked = config.offload_optimizer
+    home: Home = device_home
+    if asked.device == "cpu":
+        home = HostHome(precision, link, weights)
+    elif asked.device == "nvme":
+        numel = max(ALIGN, int(config.sub_group_size) // ALIGN * ALIGN)
+        folder = _folder(asked.nvme_path)
+        home = DiskHome(precision, link, weights, folder, asked.buffer_count, numel)
+    return Offload(link, weights, device_home, home, asked.ratio)
+
+
+def _weights_place(config: ZeroConfig) -> Place:
+    asked = config.offload_param.device
+    if asked == "none":
+        return Place.DEVICE
+    if config.stage != 3:
+        raise ConfigError(
+            f"{_SECTION}param.device is {asked!r} at stage {config.stage}, where model weights are "
+            "in use as a whole all the time",
+            allowed="offload_param at stage 3",
+            fix=f"zero_optimization.stage, or leave {_SECTION}param out",
+        )
+    if asked == "nvme":
+        raise ConfigError(
+            f"{_SECTION}param.device is 'nvme': every unit would be read from the disk twice in "
+            "each micro-step, and computation would wait for it",
+            allowed="none, cpu",
+            fix=f"{_SECTION}param.device: cpu; {_SECTION}optimizer.device: nvme puts main weights "
+            "and optimizer state, which are most of the bytes, on the disk",
+        )
+    return Place.HOST
+
+
+def _folder(nvme_path: str | None) -> Path:
+    if not nvme_path:
+        raise ConfigError(
+            f"{_SECTION}optimizer.device is 'nvme', and there is no nvme_path",
+            allowed="a folder on a local disk",
+            fix=f"{_SECTION}optimizer.nvme_path",
+        )
+    return Path(nvme_path)

@@ -1,0 +1,1 @@
+"""Offload: parity, the file, the link, errors."""
