@@ -194,7 +194,7 @@ class Engine(Readings, Boundaries):
         """Nothing: the first backward of a step replaces the gradients of the one before."""
 
     def close(self) -> None:
-        """Takes the engine's hooks off the model, and closes files. The engine cannot be used afterwards."""
+        """Takes the hooks off the model and closes files. The engine cannot be used afterwards."""
         self._runtime.close()
 
     destroy = close

@@ -18,9 +18,8 @@ from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.units import NamedParam, UnitPlan, name_params, plan_blocks, plan_buckets
 from rayzero.engine.meter import Meter
-from rayzero.engine.offload.optimizer import PiecewiseOptimizer, offloaded
+from rayzero.engine.offload.optimizer import optimizer_class
 from rayzero.engine.offload.plan import plan_offload
-from rayzero.engine.offload.weights import HostPath
 from rayzero.engine.optim.groups import ParamGroups, find_groups
 from rayzero.engine.optim.local import (
     LocalOptimizer,
@@ -37,7 +36,7 @@ from rayzero.engine.session import Session, current_session
 from rayzero.engine.settings import Settings
 from rayzero.engine.state.source import StateSource
 from rayzero.engine.state.training import TrainingState
-from rayzero.engine.zero.build import Recipe, make_blocks, make_slots, make_unit, place_loose
+from rayzero.engine.zero.build import Recipe, make_blocks, make_slots, make_units, place_loose
 from rayzero.engine.zero.deferred import Materializer, Scratch, zero_init
 from rayzero.engine.zero.gatherer import Gatherer
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
@@ -127,7 +126,7 @@ def _make_recipe(config: EngineConfig, model: nn.Module, *, restoring: bool) -> 
     collectives, device = connect()
     zero = config.zero_optimization
     precision = choose_precision(config, device)
-    offload = plan_offload(zero, precision, device)
+    offload = plan_offload(zero, precision, device, collectives)
     return Recipe(
         stage=STAGES[zero.stage].on(collectives.world_size, moves=offload.moves),
         precision=precision,
@@ -136,7 +135,6 @@ def _make_recipe(config: EngineConfig, model: nn.Module, *, restoring: bool) -> 
         values=Materializer(model, device),
         scratch=Scratch(device),
         offload=offload,
-        path=HostPath(offload.link, collectives, device),
         restoring=restoring,
     )
 
@@ -201,10 +199,7 @@ def _make_runtime(
     params = name_params(model, groups.of)
     plans = plan_units(model, params, config, stage, collectives.world_size)
     grad_slots = make_slots(plans, recipe, GRAD_SLOTS)
-    homes = recipe.offload.homes(plans)
-    units = [
-        make_unit(plan, recipe, grad_slots, home) for plan, home in zip(plans, homes, strict=True)
-    ]
+    units = make_units(plans, recipe, grad_slots)
     in_units = {param for plan in plans for param in plan.params}
     loose = place_loose(model, in_units, recipe)
     recipe.values.forget()
@@ -253,7 +248,7 @@ def _make_optimizer(
     runtime: ZeroRuntime, groups: ParamGroups, given: OptimizerLike | None, config: EngineConfig
 ) -> LocalOptimizer:
     runs = runs_of(runtime.units)
-    local = PiecewiseOptimizer if offloaded(runs) else LocalOptimizer
+    local = optimizer_class(runs)
     check_elementwise(given)
     if isinstance(given, torch.optim.Optimizer):
         return local(take_over(given, runs), runs)

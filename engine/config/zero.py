@@ -8,6 +8,7 @@ from pydantic import BeforeValidator
 
 from rayzero.engine.config.fields import (
     NO_LIMIT,
+    Count,
     Limit,
     Natural,
     Section,
@@ -29,7 +30,7 @@ class OffloadOptimizerConfig(Section):
 
     device: Annotated[Device, BeforeValidator(lambda value: value or "none")] = "none"
     nvme_path: str | None = None
-    buffer_count: Natural = 4
+    buffer_count: Count = 4
     pin_memory: bool = True
     pipeline_read: bool = False
     pipeline_write: bool = False
@@ -74,7 +75,7 @@ class ZeroConfig(Section):
     elastic_checkpoint: bool = False
     offload_param: OffloadParamConfig = OffloadParamConfig()
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
-    sub_group_size: Limit = 1_000_000_000
+    sub_group_size: Size = 1_000_000_000
     stage3_prefetch_bucket_size: Limit | None = None
     stage3_param_persistence_threshold: Limit | None = None
     stage3_model_persistence_threshold: Limit = NO_LIMIT

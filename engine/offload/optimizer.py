@@ -50,9 +50,10 @@ class PiecewiseOptimizer(LocalOptimizer):
             group["params"] = [run.weight for run in runs if run.group == number]
 
 
-def offloaded(runs: Sequence[Run]) -> bool:
-    """Whether anything an optimizer has to do with rests elsewhere than on the device."""
-    return any(run.unit.home.place is not Place.DEVICE for run in runs)
+def optimizer_class(runs: Sequence[Run]) -> type[LocalOptimizer]:
+    """Piecewise where anything rests elsewhere than on the device."""
+    moved = any(run.unit.home.place is not Place.DEVICE for run in runs)
+    return PiecewiseOptimizer if moved else LocalOptimizer
 
 
 def _cut(home: Home, runs: Sequence[Run]) -> list[list[Run]]:

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import torch
 
-from rayzero.engine.config import ZeroConfig
+from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.config.zero import ZeroConfig
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.partition import ALIGN
 from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.offload.disk_home import DiskHome
 from rayzero.engine.offload.home import DeviceHome, Home, HostHome, Place
 from rayzero.engine.offload.link import Link, link_for
+from rayzero.engine.offload.weights import HostPath
 from rayzero.engine.precision.policy import Precision
 
 _SECTION = "zero_optimization.offload_"
@@ -25,13 +27,13 @@ class Offload:
     """The homes of a run, and which units live in which.
 
     Attributes:
-        weights: where the shards of sharded model weights rest.
+        path: how shards of model weights that rest in other memory come to the device.
         home: of what is offloaded; the device's where nothing is.
         share: of the elements that are offloaded, at least, in whole units.
     """
 
     link: Link
-    weights: Place
+    path: HostPath | None
     device_home: Home
     home: Home
     share: float
@@ -39,9 +41,7 @@ class Offload:
     @property
     def moves(self) -> bool:
         """Whether anything rests in other memory than the device's."""
-        return self.link.apart and (
-            self.weights is not Place.DEVICE or self.home.place is not Place.DEVICE
-        )
+        return self.path is not None or self.home.fetches is not None
 
     def homes(self, plans: Sequence[UnitPlan]) -> list[Home]:
         """Each unit's home. The first units are offloaded: their gradients come first, and have
@@ -63,7 +63,9 @@ class Offload:
         self.home.close()
 
 
-def plan_offload(config: ZeroConfig, precision: Precision, device: torch.device) -> Offload:
+def plan_offload(
+    config: ZeroConfig, precision: Precision, device: torch.device, collectives: Collectives
+) -> Offload:
     """The homes that a config asks for.
 
     Raises:
@@ -80,7 +82,10 @@ def plan_offload(config: ZeroConfig, precision: Precision, device: torch.device)
         numel = max(ALIGN, int(config.sub_group_size) // ALIGN * ALIGN)
         folder = _folder(asked.nvme_path)
         home = DiskHome(precision, link, weights, folder, asked.buffer_count, numel)
-    return Offload(link, weights, device_home, home, asked.ratio)
+    path = None
+    if link.apart and weights is Place.HOST:
+        path = HostPath(link, collectives, device)
+    return Offload(link, path, device_home, home, asked.ratio)
 
 
 def _weights_place(config: ZeroConfig) -> Place:

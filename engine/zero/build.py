@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.offload.grads import FetchedPartialGrads, FetchedShardedGrads
-from rayzero.engine.offload.home import Home, Place
+from rayzero.engine.offload.home import Home
 from rayzero.engine.offload.plan import Offload
-from rayzero.engine.offload.weights import HostPath, HostWeights
+from rayzero.engine.offload.weights import HostWeights
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.deferred import Materializer, Scratch
 from rayzero.engine.zero.grads import GradSlots, GradStore, PartialGrads, ShardedGrads
@@ -34,7 +34,6 @@ class Recipe:
     """What every unit of a run has in common.
 
     Attributes:
-        path: how sharded weights that rest in host memory come to the device.
         restoring: a state is loaded right afterwards, so that initial values do not matter.
     """
 
@@ -45,7 +44,6 @@ class Recipe:
     values: Materializer
     scratch: Scratch
     offload: Offload
-    path: HostPath
     restoring: bool = False
 
 
@@ -60,6 +58,12 @@ def make_slots(plans: Sequence[UnitPlan], recipe: Recipe, count: int) -> GradSlo
     numel = max(plan.layout.numel for plan in trainable)
     zeros, device = recipe.collectives.zeros, recipe.device
     return GradSlots(lambda: zeros(numel, widest, device), count)
+
+
+def make_units(plans: Sequence[UnitPlan], recipe: Recipe, slots: GradSlots | None) -> list[Unit]:
+    """All units, one after another."""
+    homes = recipe.offload.homes(plans)
+    return [make_unit(plan, recipe, slots, home) for plan, home in zip(plans, homes, strict=True)]
 
 
 def make_unit(plan: UnitPlan, recipe: Recipe, slots: GradSlots | None, home: Home) -> Unit:
@@ -88,9 +92,9 @@ def make_unit(plan: UnitPlan, recipe: Recipe, slots: GradSlots | None, home: Hom
 
 
 def _sharded(plan: UnitPlan, values: Tensor, dtype: torch.dtype, recipe: Recipe) -> ShardedWeights:
-    if recipe.offload.link.apart and recipe.offload.weights is Place.HOST:
+    if recipe.offload.path is not None:
         resting = recipe.offload.link.host(values.numel(), dtype).copy_(values)
-        return HostWeights(plan.layout, plan.params, resting, recipe.path)
+        return HostWeights(plan.layout, plan.params, resting, recipe.offload.path)
     return ShardedWeights(plan.layout, plan.params, _shared(values, dtype, recipe))
 
 

@@ -70,9 +70,8 @@ SHARDING = (
     ),
     Key(
         "zero_optimization.sub_group_size",
-        NO_OP,
-        "elements that the optimizer updates in one piece",
-        "pieces are units",
+        IMPLEMENTED,
+        "the most elements that the optimizer updates in one piece, with offload to nvme",
     ),
 )
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine import zoo
 from tests.engine.offload.training import config, memory_apart, train
