@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rayzero.engine.api import absent
 from rayzero.engine.api.boundaries import Boundaries
 from rayzero.engine.api.readings import Readings
+from rayzero.engine.api.saving import Saving
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.errors import EngineError
 from rayzero.engine.meter import Meter, Metrics
@@ -23,7 +24,7 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.vote import Verdict
 
 
-class Engine(Readings, Boundaries):
+class Engine(Readings, Boundaries, Saving):
     """Trains one model on all ranks. Made by `rayzero.initialize`.
 
     Every rank must make the same calls in the same order: any of them may hold collectives.
@@ -222,6 +223,10 @@ class Engine(Readings, Boundaries):
     def _seed(self, weight: float, dtype: torch.dtype) -> float:
         """What backward starts from; infinite where a 16-bit loss has no such number."""
         return within(self._settings.seed(weight) * self.loss_scale, dtype)
+
+    def _forget_gradients(self) -> None:
+        self._loss.zero_()
+        self._accumulated = self._awaiting_step = False
 
     def _check_backward(self, loss: Tensor) -> None:
         if self._awaiting_step:

@@ -80,11 +80,7 @@ def initialize(
         ConfigError: the config, the model and the ranks do not fit together.
         DataError: the dataset is empty, or is not map-style.
     """
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise ConfigError(
-                f"initialize({name}=...) was given", allowed="None", fix=_REFUSED[name]
-            )
+    _refuse(mpu=mpu, mesh_param=mesh_param)
     _check_group(dist_init_required)
     _place(args, distributed_port)
     chosen = _chosen_config(args, config, config_params)
@@ -95,6 +91,14 @@ def initialize(
     if made[0].rank == 0:
         tell(parsed)
     return made
+
+
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"initialize({name}=...) was given", allowed="None", fix=_REFUSED[name]
+            )
 
 
 def _chosen_config(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +30,42 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 log = logging.getLogger("rayzero.engine")
 
 
+@dataclass(frozen=True)
+class Choice:
+    """How much of a state is taken over.
+
+    Attributes:
+        strict: every weight of the model must be in the state, and every one of the state in the
+            model; else those in both are taken.
+        optimizer: the optimizer's state and options. Without, they stay as they are.
+        scheduler: the schedule's place.
+        progress: step, sample cursor, random states.
+        options: the optimizer's options, such as its learning rate, also where no schedule sets
+            them; they are this run's config's otherwise.
+    """
+
+    strict: bool = True
+    optimizer: bool = True
+    scheduler: bool = True
+    progress: bool = True
+    options: bool = False
+
+
+ALL = Choice()
+
+
 @torch.no_grad()
 def load_tensors(
-    model: nn.Module, runtime: ZeroRuntime, optimizer: LocalOptimizer, source: StateSource
+    model: nn.Module,
+    runtime: ZeroRuntime,
+    optimizer: LocalOptimizer,
+    source: StateSource,
+    choice: Choice = ALL,
 ) -> None:
-    """Fills this rank's weights, buffers and optimizer state.
+    """Fills this rank's weights, buffers and optimizer state. No collectives.
 
-    A buffer that the source does not have keeps its value; so does an optimizer begin anew when the
-    source has weights only.
+    A buffer that the source does not have keeps its value, as do frozen parameters that were left
+    out on purpose; an optimizer begins anew when the source has weights only.
 
     Raises:
         CheckpointMismatchError: the source is of another model.
@@ -47,24 +76,55 @@ def load_tensors(
         use_model_names(source, model)
     held = {name: one for table in source.tables for name, one in table.tensors.items()}
     wanted = _of_model(model, runtime)
-    absent = {name for name in wanted if name.startswith("buffers/") and name not in held}
-    if absent:
-        log.warning("%d buffers are not in the state that is loaded, and stay", len(absent))
+    absent = _absent(model, wanted, held, source, choice)
     check_fits(
         {name: one for name, one in wanted.items() if name not in absent},
-        {name: one for name, one in held.items() if name.startswith(("weights/", "buffers/"))},
+        {
+            name: one
+            for name, one in held.items()
+            if name.startswith(("weights/", "buffers/")) and (choice.strict or name in wanted)
+        },
     )
-    optimizer.torch.state.clear()
+    if choice.optimizer:
+        optimizer.torch.state.clear()
     parts = [
-        part
+        _without(part, absent)
         for part in all_parts(model, runtime, optimizer)
-        if not absent.intersection(part.shapes)
+        if choice.optimizer or not part.is_optimizer
     ]
-    for run in optimizer.runs:
+    for run in optimizer.runs if choice.optimizer else ():
         parts += _optimizer_state(optimizer, run, held)
     of = {one: part for part in parts for one in part.ranges}
     copies = plan_copies(of, [table.ranges for table in source.tables])
     _carry_out(copies, of, source)
+
+
+def _absent(
+    model: nn.Module,
+    wanted: Mapping[str, LogicalTensor],
+    held: Mapping[str, LogicalTensor],
+    source: StateSource,
+    choice: Choice,
+) -> set[str]:
+    """What the model has, the source has not, and may do without."""
+    frozen = set[str]()
+    if source.small(0).get("frozen") is False:
+        names = model.named_parameters(remove_duplicate=False)
+        frozen = {f"weights/{name}" for name, param in names if not param.requires_grad}
+    absent = {
+        name
+        for name in wanted
+        if name not in held and (not choice.strict or name.startswith("buffers/") or name in frozen)
+    }
+    if absent:
+        log.warning(
+            "%d tensors of the model are not in the state that is loaded, and stay", len(absent)
+        )
+    return absent
+
+
+def _without(part: Part, absent: set[str]) -> Part:
+    return replace(part, ranges=tuple(one for one in part.ranges if one.name not in absent))
 
 
 def _of_model(model: nn.Module, runtime: ZeroRuntime) -> dict[str, LogicalTensor]:

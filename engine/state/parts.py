@@ -68,6 +68,10 @@ class Part:
     shapes: dict[str, tuple[int, ...]]
     constant: bool = False
 
+    @property
+    def is_optimizer(self) -> bool:
+        return any(one.name.startswith("optimizer.") for one in self.ranges)
+
 
 def own_parts(model: nn.Module, runtime: ZeroRuntime, optimizer: LocalOptimizer) -> list[Part]:
     """This rank's share of the state: over all ranks, every element of it once.

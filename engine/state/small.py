@@ -18,6 +18,8 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 
 log = logging.getLogger("rayzero.engine")
 
+_KERNELS = {"fused", "foreach", "capturable", "differentiable"}  # how this run computes, not what
+
 
 def groups_of(optimizer: LocalOptimizer) -> list[dict[str, Any]]:
     """Each parameter group's options, and the numbers its optimizer state has.
@@ -52,7 +54,8 @@ def put_groups(optimizer: LocalOptimizer, source: StateSource, *, keep_options: 
                 for key, value in scalars.items():
                     optimizer.torch.state[run.weight][key] = _placed(key, value, group, run)
         if saved and not keep_options:
-            group.update(saved[0]["options"])
+            options = saved[0]["options"]
+            group.update({key: one for key, one in options.items() if key not in _KERNELS})
 
 
 def scheduler_of(scheduler: Scheduler | None) -> dict[str, Any] | None:

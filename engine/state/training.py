@@ -18,7 +18,7 @@ from rayzero.engine.errors import EngineError
 from rayzero.engine.optim.local import LocalOptimizer
 from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.state import randomness, small
-from rayzero.engine.state.load import load_tensors
+from rayzero.engine.state.load import ALL, Choice, load_tensors
 from rayzero.engine.state.parts import Part, all_parts, kept_buffers, lay_in_block, own_parts
 from rayzero.engine.state.source import StateSource
 from rayzero.engine.state.table import Table
@@ -127,9 +127,18 @@ class TrainingState:
                 group["params"] = self._members.get(number, [])
         return json.dumps(document, separators=(",", ":")).encode()
 
-    @torch.no_grad()
     def load(self, source: StateSource) -> None:
         """Takes over a state of any stage and world size. Collective.
+
+        Raises:
+            As `take`.
+        """
+        self.take(source, ALL)
+        self.publish()
+
+    @torch.no_grad()
+    def take(self, source: StateSource, choice: Choice) -> None:
+        """Reads what this rank needs. No collectives; `publish` must follow on every rank.
 
         Raises:
             CheckpointMismatchError: it is another model's.
@@ -137,11 +146,16 @@ class TrainingState:
         """
         rank = self._runtime.collectives.rank
         document = source.small(rank)
-        load_tensors(self._model, self._runtime, self._optimizer, source)
-        small.put_groups(self._optimizer, source, keep_options=self._scheduler is None)
-        small.put_scheduler(self._scheduler, document.get("scheduler"))
-        self._runtime.publish()
+        load_tensors(self._model, self._runtime, self._optimizer, source, choice)
+        if choice.optimizer:
+            keep = self._scheduler is None and not choice.options
+            small.put_groups(self._optimizer, source, keep_options=keep)
+        if choice.scheduler:
+            small.put_scheduler(self._scheduler, document.get("scheduler"))
+        if not choice.progress:
+            return
         self.progress.step = document["step"]
+        self.progress.micro_step = 0
         self.progress.sample_cursor = document.get("sample_cursor", 0)
         self.progress.skipped_steps = document.get("skipped_steps", 0)
         self._runtime.precision.scaler.load(document.get("loss_scale"))
@@ -150,6 +164,10 @@ class TrainingState:
                 randomness.put_back(rng, self._device)
             else:
                 randomness.branch_off(rng, rank, self._device)
+
+    def publish(self) -> None:
+        """Makes model weights of the main weights that were taken. Collective."""
+        self._runtime.publish()
 
     def _sign(self) -> tuple[object, ...]:
         """Equal as long as the parts are the same memory."""
