@@ -162,6 +162,8 @@ class Engine(Readings, Boundaries, Saving):
             self._optimizer.step(factor * clip)
             if self._scheduler is not None:
                 self._scheduler.step()
+        else:
+            self._runtime.way.forget()
         self._runtime.precision.scaler.after(overflow=not verdict.finite)
         self.progress.skipped_steps += not verdict.finite
         self.progress.micro_step = 0

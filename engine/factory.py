@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rayzero.engine.comm.connect import connect
+from rayzero.engine.compression import make_way
 from rayzero.engine.config import EngineConfig, solve_batches
 from rayzero.engine.data.loader import LoaderPlan, MapDataset, StepLoader, dataset_length
 from rayzero.engine.data.order import SampleOrder
@@ -36,12 +37,18 @@ from rayzero.engine.session import Session, current_session
 from rayzero.engine.settings import Settings
 from rayzero.engine.state.source import StateSource
 from rayzero.engine.state.training import TrainingState
-from rayzero.engine.zero.build import Recipe, make_blocks, make_slots, make_units, place_loose
+from rayzero.engine.zero.build import (
+    Recipe,
+    make_blocks,
+    make_reducer,
+    make_slots,
+    make_units,
+    place_loose,
+)
 from rayzero.engine.zero.deferred import Materializer, Scratch, zero_init
 from rayzero.engine.zero.gatherer import Gatherer
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
 from rayzero.engine.zero.placement import STAGES, Placement, Stage
-from rayzero.engine.zero.reducer import Reducer
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.slots import WeightSlots
 
@@ -92,7 +99,7 @@ def _make_engine(
         recipe.collectives.watch = session.waiting
     shares = session.shares if session is not None else ()
     settings = _settle(config, recipe, shares)
-    runtime = _make_runtime(model, groups, config, recipe)
+    runtime = _make_runtime(model, groups, config, recipe, settings.factor)
     local = _make_optimizer(runtime, groups, optimizer, config)
     schedule = _make_schedule(local.torch, lr_scheduler, config)
     batches = settings.batches
@@ -193,9 +200,13 @@ def _built(model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
 
 
 def _make_runtime(
-    model: nn.Module, groups: ParamGroups, config: EngineConfig, recipe: Recipe
+    model: nn.Module,
+    groups: ParamGroups,
+    config: EngineConfig,
+    recipe: Recipe,
+    factor: float,
 ) -> ZeroRuntime:
-    collectives, stage = recipe.collectives, recipe.stage
+    collectives, stage, way = recipe.collectives, recipe.stage, make_way(config, recipe, factor)
     params = name_params(model, groups.of)
     plans = plan_units(model, params, config, stage, collectives.world_size)
     grad_slots = make_slots(plans, recipe, GRAD_SLOTS)
@@ -204,12 +215,8 @@ def _make_runtime(
     loose = place_loose(model, in_units, recipe)
     recipe.values.forget()
     trainable = [unit for unit in units if unit.grads is not None]
-    reducer = Reducer(
-        [(unit.grads, len(unit.params)) for unit in trainable if unit.grads is not None],
-        collectives,
-        grad_slots,
-        overlap=config.zero_optimization.overlap_comm,
-    )
+    overlap = config.zero_optimization.overlap_comm
+    reducer = make_reducer(trainable, way, grad_slots, overlap=overlap)
     hooks = hook_gradients(trainable, reducer)
     gatherer, weight_slots = None, None
     if blocks := make_blocks(units):
@@ -223,6 +230,7 @@ def _make_runtime(
         units,
         recipe.offload,
         loose,
+        way,
         reducer,
         grad_slots,
         gatherer,

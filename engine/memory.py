@@ -22,7 +22,7 @@ def resting_bytes(runtime: ZeroRuntime, optimizer_state_bytes: int) -> dict[str,
     """Bytes by class; memory that has two uses is counted once, as model weights.
 
     Classes: model_weights, main_weights (0 where they are the model weights), main_grads,
-    optimizer_state, slots, staging.
+    optimizer_state, error_feedback (0 without it), slots, staging.
     """
     weights = [unit.weights.resting for unit in runtime.units] + runtime.loose
     known = {_address(one) for one in weights}
@@ -35,8 +35,9 @@ def resting_bytes(runtime: ZeroRuntime, optimizer_state_bytes: int) -> dict[str,
         "main_weights": _bytes([one for one in main if _address(one) not in known]),
         "main_grads": _bytes(grads),
         "optimizer_state": optimizer_state_bytes,
+        "error_feedback": sum(one.feedback.nbytes for one in runtime.way.kept),
         "slots": _bytes(slots) + gathered,
-        "staging": runtime.collectives.staging_bytes,
+        "staging": runtime.collectives.staging_bytes + runtime.way.buffer_bytes,
     }
 
 

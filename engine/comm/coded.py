@@ -70,6 +70,14 @@ class CodedSums:
         self._gaps = () if coding.codec.keeps_zero else tuple(gaps)
         self.feedback = feedback
 
+    @property
+    def rank(self) -> int:
+        return self._coding.collectives.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._coding.collectives.world_size
+
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool = False) -> Pending:
         coding, exchange = self._coding, self._encoded(full)
 

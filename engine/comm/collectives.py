@@ -91,6 +91,12 @@ class Backend(Protocol):
 class Sums(Protocol):
     """How one unit's gradients are summed over the ranks. `Collectives` is the plain way."""
 
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
     def all_reduce(self, full: Tensor) -> Pending:
         """See `Backend`."""
 

@@ -28,6 +28,12 @@ class Feedback:
         if self.of_sum is not None:
             self.of_sum.zero_()
 
+    def scale(self, factor: float) -> None:
+        """The gradients that are still to come are of another scale."""
+        self.of_terms.mul_(factor)
+        if self.of_sum is not None:
+            self.of_sum.mul_(factor)
+
     @property
     def nbytes(self) -> int:
         return self.of_terms.nbytes + (0 if self.of_sum is None else self.of_sum.nbytes)

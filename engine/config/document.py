@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from rayzero.engine.config.activations import ActivationCheckpointingConfig
+from rayzero.engine.config.compression import CompressionConfig
 from rayzero.engine.config.fields import Count, Dtype, Number, Section
 from rayzero.engine.config.optim import OptimizerConfig, SchedulerConfig
 from rayzero.engine.config.precision import (
@@ -22,6 +23,7 @@ class RayzeroConfig(Section):
 
     unit_classes: tuple[str, ...] = ()
     slots: int = Field(default=2, ge=2)
+    compression: CompressionConfig = CompressionConfig()
 
 
 class EngineConfig(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rayzero.engine.comm.collectives import Collectives, Pending, part_of
+from rayzero.engine.comm.collectives import Pending, Sums, part_of
 from rayzero.engine.layout.partition import UnitLayout
 from rayzero.engine.offload.link import Link
 from rayzero.engine.zero.grads import GradSlots, PartialGrads, ShardedGrads
@@ -32,8 +32,8 @@ class FetchedPartialGrads(PartialGrads):
         self._start = owned.start
         self._link = link
 
-    def reduce(self, collectives: Collectives, *, first: bool) -> Pending:
-        summed = super().reduce(collectives, first=first)
+    def reduce(self, sums: Sums, *, first: bool) -> Pending:
+        summed = super().reduce(sums, first=first)
         return self._link.fetch(summed, self._own, self.host, add=False)
 
     def owned(self) -> Tensor:
@@ -52,9 +52,9 @@ class FetchedShardedGrads(ShardedGrads):
         self.host = host
         self._link = link
 
-    def _sum(self, collectives: Collectives, full: Tensor, *, first: bool) -> Pending:
-        own = part_of(full, collectives.rank, collectives.world_size)
-        summed = collectives.reduce_scatter(full, own)
+    def _sum(self, sums: Sums, full: Tensor, *, first: bool) -> Pending:
+        own = part_of(full, sums.rank, sums.world_size)
+        summed = sums.reduce_scatter(full, own)
         return self._link.fetch(summed, own, self.host, add=not first)
 
     def counted(self, shard: slice) -> Tensor:

@@ -23,6 +23,7 @@ from rayzero.engine.state.parts import (
     kept_buffers,
     optimizer_part,
 )
+from rayzero.engine.state.residuals import load_residuals
 from rayzero.engine.state.source import StateSource
 from rayzero.engine.state.table import LogicalTensor, Range
 from rayzero.engine.zero.runtime import ZeroRuntime
@@ -94,6 +95,11 @@ def load_tensors(
     ]
     for run in optimizer.runs if choice.optimizer else ():
         parts += _optimizer_state(optimizer, run, held)
+    _fill(parts, source)
+    load_residuals(runtime, held, source.small(0), lambda parts: _fill(parts, source))
+
+
+def _fill(parts: Sequence[Part], source: StateSource) -> None:
     of = {one: part for part in parts for one in part.ranges}
     copies = plan_copies(of, [table.ranges for table in source.tables])
     _carry_out(copies, of, source)

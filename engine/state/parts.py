@@ -2,8 +2,8 @@
 in them.
 
 Names: `weights/<parameter>` (main weights; model weights of what is frozen),
-`optimizer.<key>/<parameter>`, `buffers/<name>`. All are logical tensors: the same at every stage
-and world size.
+`optimizer.<key>/<parameter>`, `buffers/<name>`; `residuals` has those of error feedback. All are
+logical tensors: the same at every stage and world size.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def own_parts(model: nn.Module, runtime: ZeroRuntime, optimizer: LocalOptimizer)
     for run in optimizer.runs:
         within = _overlap(run.extent, run.unit.shard)
         parts += [
-            _part(run.unit.layout, f"optimizer.{key}", value, run.extent, within)
+            part_of_unit(run.unit.layout, f"optimizer.{key}", value, run.extent, within)
             for key, value in tensor_state(optimizer, run).items()
         ]
     if rank == 0:
@@ -100,7 +100,7 @@ def all_parts(model: nn.Module, runtime: ZeroRuntime, optimizer: LocalOptimizer)
         parts += _weights(unit, unit.owned)
     for run in optimizer.runs:
         parts += [
-            _part(run.unit.layout, f"optimizer.{key}", value, run.extent, run.extent)
+            part_of_unit(run.unit.layout, f"optimizer.{key}", value, run.extent, run.extent)
             for key, value in tensor_state(optimizer, run).items()
         ]
     parts += [_named(f"buffers/{name}", one) for name, one in kept_buffers(model)]
@@ -109,7 +109,7 @@ def all_parts(model: nn.Module, runtime: ZeroRuntime, optimizer: LocalOptimizer)
 
 def optimizer_part(run: Run, key: str, value: Tensor) -> Part:
     """A run's tensor of optimizer state, all of it."""
-    return _part(run.unit.layout, f"optimizer.{key}", value, run.extent, run.extent)
+    return part_of_unit(run.unit.layout, f"optimizer.{key}", value, run.extent, run.extent)
 
 
 def tensor_state(optimizer: LocalOptimizer, run: Run) -> dict[str, Tensor]:
@@ -163,9 +163,9 @@ def lay_in_block(parts: Sequence[Part]) -> tuple[Table, list[int]]:
 def _weights(unit: Unit, within: slice) -> list[Part]:
     """A unit's weights: those that the optimizer updates, or the model's own where none does."""
     if unit.main is not None:
-        return [_part(unit.layout, "weights", unit.main, unit.owned, within)]
+        return [part_of_unit(unit.layout, "weights", unit.main, unit.owned, within)]
     shard = unit.weights.part(unit.shard)
-    return [_part(unit.layout, "weights", shard, unit.shard, unit.shard, constant=True)]
+    return [part_of_unit(unit.layout, "weights", shard, unit.shard, unit.shard, constant=True)]
 
 
 def _constants(model: nn.Module, runtime: ZeroRuntime, rank: int, world_size: int) -> list[Part]:
@@ -190,7 +190,7 @@ def _named(name: str, tensor: Tensor) -> Part:
     return Part(flat, ranges, {name: tuple(tensor.shape)})
 
 
-def _part(
+def part_of_unit(
     layout: UnitLayout,
     kind: str,
     memory: Tensor,

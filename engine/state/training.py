@@ -20,6 +20,7 @@ from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.state import randomness, small
 from rayzero.engine.state.load import ALL, Choice, load_tensors
 from rayzero.engine.state.parts import Part, all_parts, kept_buffers, lay_in_block, own_parts
+from rayzero.engine.state.residuals import residual_numbers, residual_parts
 from rayzero.engine.state.source import StateSource
 from rayzero.engine.state.table import Table
 from rayzero.engine.zero.runtime import ZeroRuntime
@@ -42,7 +43,10 @@ class TrainingState:
         device: torch.device,
     ) -> None:
         self.progress = progress
-        self.whole = runtime.stage.is_whole
+        # What compression kept back of each rank's gradients is in that rank's memory only.
+        self.whole = runtime.stage.is_whole and (
+            not runtime.way.kept or runtime.collectives.world_size == 1
+        )
         self._device = device
         self._model = model
         self._runtime = runtime
@@ -73,7 +77,8 @@ class TrainingState:
         never after that."""
         signature = self._sign()
         if signature != self._signature:
-            self._parts = own_parts(self._model, self._runtime, self._optimizer)
+            parts = own_parts(self._model, self._runtime, self._optimizer)
+            self._parts = parts + residual_parts(self._runtime)
             self._table, self._offsets = lay_in_block(self._parts)
             self._signature = signature
         return self._table
@@ -99,6 +104,7 @@ class TrainingState:
         if not self.whole:
             raise EngineError("this rank's memory holds its own share of the state only")
         parts = all_parts(self._model, self._runtime, self._optimizer)
+        parts += residual_parts(self._runtime)
         table, offsets = lay_in_block(parts)
         return table, parts, offsets
 
@@ -117,6 +123,7 @@ class TrainingState:
             "groups": small.groups_of(self._optimizer),
             "scheduler": small.scheduler_of(self._scheduler),
             "rng": randomness.taken(self._device),
+            **residual_numbers(self._runtime.way),
         }
         if self._runtime.collectives.rank == 0:
             if not self._names:

@@ -18,8 +18,10 @@ from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.deferred import Materializer, Scratch
 from rayzero.engine.zero.grads import GradSlots, GradStore, PartialGrads, ShardedGrads
 from rayzero.engine.zero.placement import Placement, Stage
+from rayzero.engine.zero.reducer import Reducer
 from rayzero.engine.zero.slots import Block
 from rayzero.engine.zero.unit import Unit
+from rayzero.engine.zero.ways import GradientWay
 from rayzero.engine.zero.weights import (
     ResidentWeights,
     ShardedWeights,
@@ -171,6 +173,16 @@ def _everywhere(tensor: Tensor, recipe: Recipe, *, loaded: bool = True) -> Tenso
     if not (recipe.restoring and loaded):
         recipe.collectives.broadcast(value)
     return value
+
+
+def make_reducer(
+    units: Sequence[Unit], way: GradientWay, slots: GradSlots | None, *, overlap: bool
+) -> Reducer:
+    """What sums the gradients of trainable units, in their order."""
+    stores = [
+        (unit.grads, len(unit.params), way.sums(unit)) for unit in units if unit.grads is not None
+    ]
+    return Reducer(stores, slots, overlap=overlap)
 
 
 def make_blocks(units: Sequence[Unit]) -> list[Block]:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rayzero.engine.comm.collectives import Collectives, Pending
+from rayzero.engine.comm.collectives import Pending, Sums
 from rayzero.engine.layout.partition import UnitLayout
 from rayzero.engine.zero.placement import Collective
 from rayzero.engine.zero.weights import views_of
@@ -31,7 +31,7 @@ class GradStore(Protocol):
     def take_nothing(self, index: int) -> None:
         """Parameter `index` had no part in the loss on this rank: its gradient is zero."""
 
-    def reduce(self, collectives: Collectives, *, first: bool) -> Pending:
+    def reduce(self, sums: Sums, *, first: bool) -> Pending:
         """Starts to sum over the ranks. All parameters have been taken."""
 
     def reduced(self, summed: Pending) -> None:
@@ -65,10 +65,10 @@ class PartialGrads:
     def take_nothing(self, index: int) -> None:
         self._views[index].zero_()
 
-    def reduce(self, collectives: Collectives, *, first: bool) -> Pending:
+    def reduce(self, sums: Sums, *, first: bool) -> Pending:
         if self._how is Collective.ALL_REDUCE:
-            return collectives.all_reduce(self._flat)
-        return collectives.reduce_scatter(self._flat, self._own)
+            return sums.all_reduce(self._flat)
+        return sums.reduce_scatter(self._flat, self._own)
 
     def reduced(self, summed: Pending) -> None:
         return
@@ -153,16 +153,16 @@ class ShardedGrads:
                 gap.zero_()
         return self._views[self._slot.data_ptr()]
 
-    def reduce(self, collectives: Collectives, *, first: bool) -> Pending:
+    def reduce(self, sums: Sums, *, first: bool) -> Pending:
         self._in_slot()
         slot, self._slot = self._slot, None
         if slot is None:
             raise RuntimeError("a unit was reduced without a slot")
         self._leaving.append(slot)
-        return self._sum(collectives, slot[: self._layout.numel], first=first)
+        return self._sum(sums, slot[: self._layout.numel], first=first)
 
-    def _sum(self, collectives: Collectives, full: Tensor, *, first: bool) -> Pending:
-        return collectives.reduce_scatter(full, self._shard, accumulate=not first)
+    def _sum(self, sums: Sums, full: Tensor, *, first: bool) -> Pending:
+        return sums.reduce_scatter(full, self._shard, accumulate=not first)
 
     def reduced(self, summed: Pending) -> None:
         self._slots.give_back(self._leaving.popleft(), summed)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from rayzero.engine.comm.collectives import Collectives, Pending
+from rayzero.engine.comm.collectives import Pending, Sums
 from rayzero.engine.errors import EngineError
 from rayzero.engine.zero.grads import GradSlots, GradStore
 
@@ -19,8 +19,9 @@ from rayzero.engine.zero.grads import GradSlots, GradStore
 class _Arrivals:
     """Which of one unit's gradients the micro-step at hand has brought."""
 
-    def __init__(self, grads: GradStore, count: int) -> None:
+    def __init__(self, grads: GradStore, count: int, sums: Sums) -> None:
         self.grads = grads
+        self.sums = sums
         self._taken = [False] * count
         self.missing = count
 
@@ -46,7 +47,7 @@ class Reducer:
     was started has arrived; it must be called before main grads are read.
 
     Args:
-        units: the gradient stores and parameter counts, in launch order.
+        units: the gradient stores, parameter counts and ways to other ranks, in launch order.
         slots: where gradients pass through when they rest sharded, and so are summed every
             micro-step; None when they rest whole, and are summed once a step.
         overlap: let backward go on while a sum is under way.
@@ -54,14 +55,12 @@ class Reducer:
 
     def __init__(
         self,
-        units: Sequence[tuple[GradStore, int]],
-        collectives: Collectives,
+        units: Sequence[tuple[GradStore, int, Sums]],
         slots: GradSlots | None,
         *,
         overlap: bool,
     ) -> None:
-        self._units = [_Arrivals(grads, count) for grads, count in units]
-        self._collectives = collectives
+        self._units = [_Arrivals(grads, count, sums) for grads, count, sums in units]
         self._slots = slots
         self._overlap = overlap
         self._in_flight: deque[tuple[Pending, GradStore]] = deque()
@@ -123,8 +122,9 @@ class Reducer:
         if not self._reducing:
             return
         while self._next < len(self._units) and not self._units[self._next].missing:
-            grads = self._units[self._next].grads
-            self._in_flight.append((grads.reduce(self._collectives, first=self._first), grads))
+            unit = self._units[self._next]
+            pending = unit.grads.reduce(unit.sums, first=self._first)
+            self._in_flight.append((pending, unit.grads))
             self._next += 1
             if not self._overlap:
                 self.wait()

@@ -22,6 +22,7 @@ from rayzero.engine.zero.reducer import Reducer
 from rayzero.engine.zero.slots import WeightSlots
 from rayzero.engine.zero.unit import Unit
 from rayzero.engine.zero.vote import Verdict, take_vote
+from rayzero.engine.zero.ways import GradientWay
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class ZeroRuntime:
     Attributes:
         units: in launch order.
         loose: parameters in no unit: frozen ones, where weights are replicated.
+        way: how gradients travel.
         gatherer: None when model weights are replicated.
     """
 
@@ -40,6 +42,7 @@ class ZeroRuntime:
     units: list[Unit]
     offload: Offload
     loose: list[Tensor]
+    way: GradientWay
     reducer: Reducer
     grad_slots: GradSlots | None
     gatherer: Gatherer | None

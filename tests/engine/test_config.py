@@ -63,7 +63,11 @@ def test_a_parsed_config_is_taken_as_it_is() -> None:
         ("optimizer.parms", {}, r"optimizer\.parms: .*\(did you mean 'params'\?\)"),
         ("scheduler.typ", "x", r"scheduler\.typ: .*\(did you mean 'type'\?\)"),
         ("rayzero.slot", 2, r"rayzero\.slot: .*\(did you mean 'slots'\?\)"),
-        ("rayzero.zebra", 2, r"rayzero\.zebra: unknown key; known keys here: slots, unit_classes"),
+        (
+            "rayzero.zebra",
+            2,
+            r"rayzero\.zebra: unknown key; known keys here: compression, slots, unit_classes",
+        ),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(path: str, value: Any, message: str) -> None:

@@ -23,6 +23,9 @@ class CastCodec:
         self.name = name
         self._dtype = dtype
 
+    def is_identity(self, dtype: torch.dtype) -> bool:
+        return dtype is self._dtype
+
     def coded_bytes(self, numel: int) -> int:
         return numel * self._dtype.itemsize
 

@@ -27,6 +27,9 @@ class Codec(Protocol):
     needs_feedback: bool
     keeps_zero: bool
 
+    def is_identity(self, dtype: torch.dtype) -> bool:
+        """Whether values of this dtype are their own codes."""
+
     def coded_bytes(self, numel: int) -> int:
         """The length of `numel` values' codes; a multiple of 4."""
 

@@ -26,6 +26,9 @@ class Int8Codec:
     def __init__(self, block: int = 256) -> None:
         self._block = block
 
+    def is_identity(self, dtype: torch.dtype) -> bool:
+        return False
+
     def coded_bytes(self, numel: int) -> int:
         return 4 * self._blocks(numel) + numel
 

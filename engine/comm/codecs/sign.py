@@ -30,6 +30,9 @@ class SignCodec:
         self._block = block
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
+    def is_identity(self, dtype: torch.dtype) -> bool:
+        return False
+
     def coded_bytes(self, numel: int) -> int:
         return 4 * self._blocks(numel) + numel // 8
 

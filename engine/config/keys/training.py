@@ -58,7 +58,12 @@ UPDATE = (
         "the mean, and a larger learning rate or loss",
         asks=lambda value: str(value).lower() not in ("none", "auto", "mean"),
     ),
-    Key("communication_data_type", REFUSED, "the dtype in which gradients travel"),
+    Key(
+        "communication_data_type",
+        IMPLEMENTED,
+        "the dtype in which gradients travel; sums are taken in that of main grads, which is the "
+        "default",
+    ),
 )
 
 ACTIVATIONS = (
@@ -104,4 +109,20 @@ OURS = (
         "every ModuleList and Sequential",
     ),
     Key("rayzero.slots", IMPLEMENTED, "units of weights that may be live at once at stage 3"),
+    Key(
+        "rayzero.compression.gradients",
+        IMPLEMENTED,
+        "how gradients travel: none, fp16, bf16, int8, sign (one bit), lowrank (PowerSGD)",
+    ),
+    Key(
+        "rayzero.compression.block_size",
+        IMPLEMENTED,
+        "values that share a scale; by default 256 with int8, 2048 with sign",
+    ),
+    Key("rayzero.compression.rank", IMPLEMENTED, "of lowrank's factors"),
+    Key(
+        "rayzero.compression.error_feedback",
+        IMPLEMENTED,
+        "what coding loses is added to the next gradients; always with sign and lowrank",
+    ),
 )

@@ -178,7 +178,11 @@ STAGE_3 = (
         "frozen weights rest and travel in int8 blocks",
         use="zero_quantized_weights",
     ),
-    Key("zero_optimization.zero_quantized_gradients", REFUSED, "gradients travel in int8 blocks"),
+    Key(
+        "zero_optimization.zero_quantized_gradients",
+        IMPLEMENTED,
+        "gradients travel in int8 blocks, at any stage",
+    ),
 )
 
 REST = (

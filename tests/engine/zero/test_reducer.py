@@ -84,9 +84,9 @@ def make(
     """A reducer over units named a, b, c... of so many parameters."""
     log = Log()
     pool = None if slots is None else GradSlots(lambda: torch.zeros(1), slots)
-    stores: list[Any] = [(Store("abcdef"[i], log, pool), n) for i, n in enumerate(counts)]
-    collectives: Any = log
-    return Reducer(stores, collectives, pool, overlap=overlap), log, pool
+    sums: Any = log
+    units: list[Any] = [(Store("abcdef"[i], log, pool), n, sums) for i, n in enumerate(counts)]
+    return Reducer(units, pool, overlap=overlap), log, pool
 
 
 def arrive(reducer: Reducer, *which: str) -> None:

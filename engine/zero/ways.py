@@ -1,0 +1,140 @@
+"""How gradients travel: plain, as codes, or as low-rank factors. One object a run, chosen in
+`factory`; it makes every unit's `Sums`, and owns what coding has lost (error feedback).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from rayzero.engine.comm.code_buffers import CodeBuffers
+from rayzero.engine.comm.codecs.codec import Codec
+from rayzero.engine.comm.coded import CodedSums, Coding
+from rayzero.engine.comm.collectives import Collectives, Sums
+from rayzero.engine.comm.feedback import Feedback
+from rayzero.engine.comm.turns import Turns
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.zero.unit import Unit
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What coding one unit's gradients has lost on this rank: part of the training state."""
+
+    unit: Unit
+    feedback: Feedback
+
+
+class GradientWay(Protocol):
+    """Attributes:
+    kept: the units with error feedback.
+    factor: what residuals are to be multiplied by to be in units of the mean gradient; it
+        depends on the world size where gradients are averaged late.
+    """
+
+    kept: list[Kept]
+    factor: float
+
+    def sums(self, unit: Unit) -> Sums:
+        """What sums a trainable unit's gradients over the ranks. Called once a unit."""
+
+    def forget(self) -> None:
+        """A step was skipped: nothing of its gradient may come back."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that codes pass through."""
+
+
+class PlainWay:
+    """Gradients travel as they are."""
+
+    factor = 1.0
+    buffer_bytes = 0
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.kept: list[Kept] = []
+        self._collectives = collectives
+
+    def sums(self, unit: Unit) -> Sums:
+        return self._collectives
+
+    def forget(self) -> None:
+        return
+
+
+class CodedWay:
+    """Gradients travel as codes.
+
+    Args:
+        feedback: whether what coding loses is added to the next gradients.
+        factor: see `GradientWay`.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        collectives: Collectives,
+        device: torch.device,
+        *,
+        feedback: bool,
+        factor: float,
+    ) -> None:
+        self.kept: list[Kept] = []
+        self.factor = factor
+        self._feedback = feedback
+        self._device = device
+        self._coding = Coding(codec, collectives, CodeBuffers(collectives, device), Turns())
+
+    def sums(self, unit: Unit) -> Sums:
+        coding = self._coding
+        dtype = main_dtype(unit)
+        alone = coding.collectives.world_size == 1
+        if not self._feedback and (alone or coding.codec.is_identity(dtype)):
+            return coding.collectives  # there is nothing to gain
+        feedback = None
+        if self._feedback:
+            feedback = make_feedback(unit, coding.codec.name, self._device)
+            self.kept.append(Kept(unit, feedback))
+        return CodedSums(coding, unit.layout.gaps, feedback)
+
+    def forget(self) -> None:
+        forget(self.kept)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._coding.buffers.total_bytes
+
+
+def main_dtype(unit: Unit) -> torch.dtype:
+    """The dtype of a trainable unit's main grads."""
+    if unit.grads is None:
+        raise ValueError(f"{unit.name} is frozen")
+    return unit.grads.resting.dtype
+
+
+def make_feedback(unit: Unit, codec: str, device: torch.device) -> Feedback:
+    """Nothing lost yet.
+
+    Raises:
+        ConfigError: the gradients are too coarse to keep what is lost of them.
+    """
+    dtype = main_dtype(unit)
+    if dtype.itemsize < 4:
+        raise ConfigError(
+            f"compression {codec!r} keeps what it loses of a gradient, and the gradients of "
+            f"{unit.name} are {dtype}",
+            allowed="main grads in fp32",
+            fix='"bf16": {"enabled": true} for fp32 main grads, or another compression',
+        )
+    terms = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
+    whole = unit.owned != unit.shard or unit.layout.world_size == 1
+    return Feedback(terms, torch.zeros_like(terms[unit.shard]) if whole else None)
+
+
+def forget(kept: Sequence[Kept]) -> None:
+    for one in kept:
+        one.feedback.forget()

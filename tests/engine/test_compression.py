@@ -1,0 +1,292 @@
+"""Training with compressed gradients: equal bits on all ranks, nothing lost, all counted."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.session import entered
+from tests.engine import zoo
+from tests.engine.state.blocks import Block, StateSession
+from tests.support.ranks import RankError
+from tests.support.ranks import run_ranks as run_ranks_in_time
+
+STEPS, SAMPLES, LR = 5, 12, 0.1
+LIMIT_S = 200  # of a call: many small exchanges are slow on a busy machine
+run_ranks = partial(run_ranks_in_time, timeout_s=LIMIT_S)
+SGD = {"type": "SGD", "params": {"lr": LR}}
+
+
+def compressed(stage: int, name: str, **more: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_batch_size": SAMPLES,
+        "optimizer": SGD,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},
+        "rayzero": {"compression": {"gradients": name, "block_size": 32, "rank": 2}},
+    }
+    if name not in ("int8", "sign"):
+        del config["rayzero"]["compression"]["block_size"]
+    return config | more
+
+
+def train(rank: int, world: int, stage: int, config: dict[str, Any]) -> tuple[Any, ...]:
+    """(losses, this rank's model weights, the whole model, traffic)"""
+    torch.manual_seed(0)
+    model = zoo.make(torch.float32)
+    engine, *_ = rayzero.initialize(
+        model=model, model_parameters=zoo.two_groups(model), config=config
+    )
+    micro_steps = config.get("gradient_accumulation_steps", 1)
+    losses = []
+    for batch in zoo.batches(STEPS, SAMPLES):
+        for part in batch.chunk(max(world, 1))[rank].chunk(micro_steps):
+            engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
+            engine.step()
+        losses.append(engine.metrics.loss)
+    local = {} if stage == 3 else {n: p.detach().clone() for n, p in model.named_parameters()}
+    return losses, local, engine.state_dict(), engine.metrics.collectives
+
+
+_plain: list[Any] = []
+
+
+def plain() -> list[float]:
+    if not _plain:
+        config = compressed(0, "none")
+        _plain.extend(run_ranks(0, train, 0, config)[0][0])
+    return _plain
+
+
+NAMES = {"bf16": 1e-3, "fp16": 1e-3, "int8": 2e-3, "sign": 0.6}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rank_gets_the_same_and_it_is_nearly_right(name: str, stage: int, world: int) -> None:
+    results = run_ranks(world, train, stage, compressed(stage, name))
+    for losses, local, _, traffic in results:
+        assert losses == results[0][0]
+        assert all(torch.equal(local[one], results[0][1][one]) for one in local)
+        assert losses == pytest.approx(plain(), rel=NAMES[name])
+        assert losses[-1] < 0.5 * losses[0]
+        assert "reduce_scatter" not in traffic
+        assert "all_reduce" not in traffic
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_accumulation_with_codes(stage: int) -> None:
+    config = compressed(stage, "int8", gradient_accumulation_steps=2)
+    for losses, _, _, traffic in run_ranks(2, train, stage, config):
+        assert losses == pytest.approx(plain(), rel=2e-3)
+        per_step = {1: 1, 2: 2}[stage]
+        assert traffic["all_to_all"]["calls"] % (per_step * STEPS) == 0
+
+
+class Drift(nn.Module):
+    """Its loss is linear in its weights, so that gradients do not depend on the way so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Slope(7, 5), Slope(33, 1), Slope(40, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([block(x) for block in self.blocks]).sum()
+
+
+class Slope(nn.Module):
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, columns))
+        self.bias = nn.Parameter(torch.zeros(columns))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (batch, 200), of which a prefix is used."""
+        flat = torch.cat((self.weight.reshape(-1), self.bias))
+        return (x[:, : flat.numel()] * flat).sum(1)
+
+
+def drift_data(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(-4, 5, (SAMPLES, 200), generator=generator).float()  # exact in bf16
+
+
+def drift(
+    rank: int, world: int, config: dict[str, Any], steps: range, blocks: list[Block] | None
+) -> tuple[Block, dict[str, Tensor], int]:
+    with entered(StateSession(blocks)):
+        engine, *_ = rayzero.initialize(model=Drift(), config=config)
+    for step in steps:
+        engine.backward(engine(drift_data(step).chunk(max(world, 1))[rank]))
+        engine.step()
+    return Block.of(engine), engine.state_dict(), engine.metrics.bytes["error_feedback"]
+
+
+def kept_back(blocks: list[Block]) -> dict[str, Tensor]:
+    """What all ranks have kept back of each parameter's gradient, in the mean gradient's units."""
+    found: dict[str, Tensor] = {}
+    for block in blocks:
+        factor = json.loads(block.small)["residual_factor"]
+        for one in block.table.ranges:
+            kind, _, name = one.name.partition("/")
+            if kind.startswith("residual."):
+                logical = block.table.tensors[one.name]
+                total = found.setdefault(name, torch.zeros(logical.numel))
+                count = one.stop - one.start
+                values = torch.frombuffer(
+                    block.data, dtype=torch.float32, count=count, offset=one.offset
+                )
+                total[one.start : one.stop] += factor * values
+    return found
+
+
+CHAIN = [(0, 2), (0, 3), (1, 2), (3, 3), (2, 2), (0, 0), (2, 3), (3, 0), (0, 2), (0, 2)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["sign", "int8"])
+def test_what_is_kept_back_stays_whole_over_stages_and_worlds(name: str, precision: str) -> None:
+    blocks, last, gradient = None, 0, torch.zeros(200)
+    for stage, world in CHAIN:
+        config = compressed(stage, name, bf16={"enabled": precision == "bf16"})
+        config["rayzero"]["compression"]["error_feedback"] = True
+        steps = range(last, last + 2)
+        results = run_ranks(world, drift, config, steps, blocks)
+        blocks, last = [one[0] for one in results], last + 2
+        # Gradients that were applied moved the weights, and the rest is kept back.
+        gradient += sum(drift_data(step).sum(0) for step in steps) / max(world, 1)
+        kept = kept_back(blocks)
+        weights = results[0][1] if precision == "fp32" else main_weights(blocks)
+        assert results[0][2] > 0
+        for number, block in enumerate(Drift().blocks):
+            start = 0
+            for one in ("weight", "bias"):
+                key = f"blocks.{number}.{one}"
+                numel = getattr(block, one).numel()
+                right = gradient[start : start + numel]
+                seen = weights[key].reshape(-1) / -LR + kept[key]
+                torch.testing.assert_close(seen, right, atol=2e-4, rtol=1e-4)
+                start += numel
+        assert max(float(one.abs().max()) for one in kept.values()) > 1e-3
+
+
+def main_weights(blocks: list[Block]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for block in blocks:
+        for one in block.table.ranges:
+            kind, _, name = one.name.partition("/")
+            if kind == "weights":
+                whole = found.setdefault(name, torch.zeros(block.table.tensors[one.name].numel))
+                count = one.stop - one.start
+                whole[one.start : one.stop] = torch.frombuffer(
+                    block.data, dtype=torch.float32, count=count, offset=one.offset
+                )
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_goes_on_bit_by_bit_at_the_same_size(stage: int) -> None:
+    config = compressed(stage, "sign")
+    straight = run_ranks(2, drift, config, range(4), None)
+    first = run_ranks(2, drift, config, range(2), None)
+    second = run_ranks(2, drift, config, range(2, 4), [one[0] for one in first])
+    for one, other in zip(straight, second, strict=True):
+        assert one[0].data == other[0].data
+
+
+def test_feedback_is_dropped_aloud_where_there_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    blocks = [run_ranks(0, drift, compressed(0, "sign"), range(2), None)[0][0]]
+    with caplog.at_level("WARNING", "rayzero.engine"):
+        drift(0, 0, compressed(0, "none"), range(2, 3), blocks)
+    assert "they are dropped" in caplog.text
+
+
+def skipped(rank: int, world: int, stage: int) -> tuple[int, float, float]:
+    engine, *_ = rayzero.initialize(model=Drift(), config=compressed(stage, "sign"))
+    for step in range(4):
+        data = drift_data(step).chunk(world)[rank].clone()
+        if step == 2 and rank == 1:
+            data[0, 3] = float("inf")
+        engine.backward(engine(data))
+        engine.step()
+        if step == 1:
+            before = feedback_size(engine)
+    return engine.metrics.skipped_steps, before, feedback_size(engine)
+
+
+def feedback_size(engine: rayzero.Engine) -> float:
+    kept = engine._runtime.way.kept
+    return float(sum(one.feedback.of_terms.abs().sum() for one in kept))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_skipped_step_leaves_nothing_behind(stage: int) -> None:
+    for count, before, after in run_ranks(2, skipped, stage):
+        assert count == 1
+        assert before > 0
+        assert 0 < after < float("inf")
+
+
+def refused(rank: int, world: int, config: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as told:
+        rayzero.initialize(
+            model=Drift().to(config.pop("model_dtype", torch.float32)), config=config
+        )
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"communication_data_type": "fp16"},
+            "one way only: rayzero.compression.gradients asks for sign, communication_data_type",
+        ),
+        (
+            {"rayzero": {"compression": {"gradients": "sign", "error_feedback": False}}},
+            "loses most",
+        ),
+        ({"rayzero": {"compression": {"gradients": "int4"}}}, "rayzero.compression.gradients"),
+        ({"rayzero": {"compression": {"block_size": 33}}}, "multiple of 32"),
+        ({"model_dtype": torch.bfloat16}, "main grads in fp32"),
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, Any], told: str) -> None:
+    assert told in run_ranks(0, refused, compressed(0, "sign") | change)[0]
+
+
+def test_bytes_are_those_of_the_codes() -> None:
+    traffic = {name: run_ranks(2, train, 2, compressed(2, name))[0][3] for name in ("none", *NAMES)}
+    plain_bytes = traffic["none"]["reduce_scatter"]["bytes"]
+    share = {name: traffic[name]["all_to_all"]["bytes"] / plain_bytes for name in NAMES}
+    assert share["bf16"] == share["fp16"] == 0.5
+    assert 0.25 < share["int8"] < 0.3  # a scale for every 32 values
+    assert 1 / 32 < share["sign"] < 0.08
+
+
+def test_the_keys_of_deepspeed_ask_for_the_same() -> None:
+    config = compressed(2, "none")
+    cast = run_ranks(2, train, 2, config | {"communication_data_type": "bf16"})
+    assert cast[0][0] == run_ranks(2, train, 2, compressed(2, "bf16"))[0][0]
+    config["zero_optimization"]["zero_quantized_gradients"] = True
+    assert run_ranks(2, train, 2, config)[0][3]["all_to_all"]["bytes"] > 0
+
+
+def test_a_rank_that_is_not_there_is_an_error_not_a_hang() -> None:
+    with pytest.raises(RankError):
+        run_ranks_in_time(2, leaves, timeout_s=30)
+
+
+def leaves(rank: int, world: int) -> None:
+    engine, *_ = rayzero.initialize(model=Drift(), config=compressed(0, "int8"))
+    if rank == 1:
+        raise RuntimeError("gone")
+    engine.backward(engine(drift_data(0).chunk(world)[rank]))
+    engine.step()
