@@ -73,9 +73,10 @@ def _asked(config: EngineConfig) -> str:
 
 def refuse_feedback(config: EngineConfig, name: str) -> None:
     """Error feedback carries part of a gradient into later steps, which has to have one scale."""
-    if config.fp16.enabled:
+    autocast = config.torch_autocast
+    if config.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16"):
         raise ConfigError(
             f"{KEY}: {name!r} keeps what it loses for later steps, and fp16 scales the loss of "
             "each step differently",
-            allowed="bf16, or no mixed precision; with fp16: int8, fp16",
+            allowed="bf16, or no mixed precision; with fp16: int8, or fp16 on the wire",
         )
