@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from rayzero.workers.interfaces import interface_of
 from rayzero.workers.messages import Assign, Message, Setup, SlotInfo, WorkerInfo
 
 if TYPE_CHECKING:
@@ -31,13 +32,17 @@ class WorkerActor:
 
     def describe(self) -> WorkerInfo:
         """Where this worker runs; answers as soon as its process is ready for work."""
+        ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        # Else gloo listens where the host's name leads to, which need not be the cluster's network.
+        if interface := interface_of(ip):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._host.prepare()
         context = ray.get_runtime_context()
         return WorkerInfo(
             index=self._index,
             node_id=context.get_node_id(),
             node=socket.gethostname(),
-            ip=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+            ip=ip,
             pid=os.getpid(),
         )
 

@@ -19,11 +19,15 @@ import ray
 
 from rayzero.orchestrator.clock import SystemClock
 from rayzero.orchestrator.group import VaultLostError, WorkerLostError
+from rayzero.orchestrator.notices import Repaired
 from rayzero.orchestrator.policies.placement import Need
 from rayzero.orchestrator.vault_group import RayVaultGroup
 from rayzero.orchestrator.worker_group import RayWorkerGroup
+from rayzero.workers.injector import fired
 from tests.integration.namespaces import command, prepare
+from tests.integration.test_jobs_on_nodes import running, size, step, wait
 from tests.integration.tiny import TinyWorker, setup
+from tests.orchestrator.support import Notebook
 
 HERE, THERE = "10.0.0.1", "10.0.0.2"
 ENV = {
@@ -102,16 +106,39 @@ async def cut_link(folder: Path) -> dict[str, Any]:
         await vaults.release()
 
 
+async def partition(folder: Path) -> dict[str, Any]:
+    """A whole job, two workers on each host; the other host cuts itself off for a while."""
+    notes = Notebook()
+    with running(folder, notes, min=2, max=4) as handle:
+        await asyncio.to_thread(wait, handle, lambda: size(notes) == 4 and step(notes) > 60)
+        struck_s, before = time.monotonic(), step(notes)
+        handle.inject("partition(node=1, seconds=20)")
+        await asyncio.to_thread(wait, handle, lambda: bool(notes.of(Repaired)))
+        back_s = time.monotonic() - struck_s
+    (repaired,) = notes.of(Repaired)
+    return {
+        "fired": [one.kind for one in fired(folder / "steady")],
+        "sizes": [repaired.world_size_before, repaired.world_size],
+        "back_s": back_s,
+        "before": before,
+        "step": repaired.step,
+        "steps_redone": repaired.steps_redone,
+    }
+
+
 def _lives(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status")
     return status.exists() and "State:\tZ" not in status.read_text()
+
+
+SCENARIOS = {"cut_link": cut_link, "partition": partition}
 
 
 def main(scenario: str) -> None:
     os.environ.update(ENV)
     folder = prepare()
     start(folder)
-    print(json.dumps(asyncio.run({"cut_link": cut_link}[scenario](folder))))
+    print(json.dumps(asyncio.run(SCENARIOS[scenario](folder))))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from rayzero.orchestrator.api import Job, JobHandle, Workers
 from rayzero.orchestrator.notices import FaultSeen, Repaired, Resized, Warned, WorkersUp
 from rayzero.orchestrator.progress import StepRecord
 from tests.integration.jobs.steady import ENGINE
+from tests.integration.namespaces import alone
 from tests.integration.nodes import Nodes
 from tests.orchestrator.support import Notebook
 
@@ -118,3 +119,11 @@ def test_a_drained_node_costs_no_fault(nodes: Nodes, tmp_path: Path):
     assert {worker.node_id for worker in late} == {first, second} - {old}
     assert not notes.of(FaultSeen)
     assert not notes.of(Repaired)
+
+
+def test_a_job_goes_on_without_a_host_that_cut_itself_off():
+    seen = alone("tests.integration.linked", "partition")
+    assert seen["fired"] == ["partition"]
+    assert seen["sizes"] == [4, 2]
+    assert seen["back_s"] < 30
+    assert seen["step"] > 0, "the state came from memory"
