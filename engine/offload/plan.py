@@ -46,13 +46,8 @@ class Offload:
     def homes(self, plans: Sequence[UnitPlan]) -> list[Home]:
         """Each unit's home. The first units are offloaded: their gradients come first, and have
         the rest of backward to travel in."""
-        left = self.share * sum(plan.layout.logical_numel for plan in plans if plan.trainable)
-        homes = []
-        for plan in plans:
-            moved = plan.trainable and left > 0
-            homes.append(self.home if moved else self.device_home)
-            left -= plan.layout.logical_numel if moved else 0
-        return homes
+        moved = moves(plans, self.share)
+        return [self.home if one else self.device_home for one in moved]
 
     @property
     def staging_bytes(self) -> int:
@@ -61,6 +56,17 @@ class Offload:
 
     def close(self) -> None:
         self.home.close()
+
+
+def moves(plans: Sequence[UnitPlan], share: float) -> list[bool]:
+    """Which units are offloaded, so that they have at least `share` of the elements."""
+    left = share * sum(plan.layout.logical_numel for plan in plans if plan.trainable)
+    found = []
+    for plan in plans:
+        moved = plan.trainable and left > 0
+        found.append(moved)
+        left -= plan.layout.logical_numel if moved else 0
+    return found
 
 
 def plan_offload(

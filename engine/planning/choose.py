@@ -51,6 +51,9 @@ SETTINGS = (
     Setting(3),
     Setting(2, recomputed=True),
     Setting(3, recomputed=True),
+    Setting(2, recomputed=True, offload_optimizer=True),
+    Setting(3, recomputed=True, offload_optimizer=True),
+    Setting(3, recomputed=True, offload_optimizer=True, offload_param=True),
 )
 """In the order of what they cost a step: the first that fits is the one to take."""
 

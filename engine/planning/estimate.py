@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from rayzero.engine.config import EngineConfig, solve_batches
-from rayzero.engine.config.zero import ZeroConfig
 from rayzero.engine.factory import GRAD_SLOTS, plan_units
 from rayzero.engine.layout.units import name_params, plan_blocks
 from rayzero.engine.optim.local import maker
@@ -18,9 +17,6 @@ from rayzero.engine.planning.trace import MakeBatch, Trace, fake_tensors, trace
 from rayzero.engine.precision.choose import choose_precision
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.placement import STAGES
-
-OFFLOADED = ("main_weights", "main_grads", "optimizer_state")
-"""The classes that `offload_optimizer` keeps in host memory."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +78,15 @@ class Planner:
             params = name_params(model, {one: 0 for one in model.parameters() if one.requires_grad})
             plans = plan_units(model, params, config, stage, world_size)
         itemsize = state_itemsize(maker(config.optimizer), torch.float32) if config.optimizer else 0
-        shape = Shape(stage, precision, itemsize, GRAD_SLOTS, config.rayzero.slots)
-        device = resting_bytes(plans, shape)
+        shape = Shape(stage, precision, itemsize, GRAD_SLOTS, config.rayzero.slots, zero)
+        resting = resting_bytes(plans, shape)
+        device, host = dict(resting.device), dict(resting.host)
         planned = {param for plan in plans for param in plan.params}
-        device["model_weights"] += sum(
+        device["model_weights"] = device.get("model_weights", 0) + sum(
             one.param.numel() * precision.model_dtype(one.param.dtype).itemsize
             for one in params
             if one.param not in planned
         )
-        host = _offloaded(device, zero)
         if self._make_batch is None:
             return Estimate(config, recomputed, device, host)
         micro_batch = solve_batches(config, world_size).micro_batch
@@ -117,15 +113,3 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return [
         one for one in found if not any(sub in found for sub in one.modules() if sub is not one)
     ]
-
-
-def _offloaded(device: dict[str, int], zero: ZeroConfig) -> dict[str, int]:
-    """Takes from the device's bytes what lies in host memory, and returns it."""
-    host = {}
-    if zero.offload_optimizer is not None and zero.offload_optimizer.device != "none":
-        for name in OFFLOADED:
-            host[name] = round(device.get(name, 0) * zero.offload_optimizer.ratio)
-            device[name] = device.get(name, 0) - host[name]
-    if zero.offload_param is not None and zero.offload_param.device != "none":
-        host["model_weights"], device["model_weights"] = device["model_weights"], 0
-    return host

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from rayzero.engine.config.zero import ZeroConfig
 from rayzero.engine.layout.units import UnitPlan
+from rayzero.engine.offload.plan import moves
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.placement import Placement, Stage
 
@@ -23,6 +25,7 @@ class Shape:
         state_itemsize: bytes of optimizer state for each element of main weights.
         grad_slots: how many units of gradients pass through at once, where they rest sharded.
         weight_slots: how many blocks of weights are gathered at once, where they rest sharded.
+        offload: the config's section, for `offload_optimizer` and `offload_param`.
     """
 
     stage: Stage
@@ -30,29 +33,61 @@ class Shape:
     state_itemsize: float
     grad_slots: int
     weight_slots: int
+    offload: ZeroConfig
 
 
-def resting_bytes(plans: Sequence[UnitPlan], shape: Shape) -> dict[str, int]:
-    """Bytes of one rank by class: model_weights, main_weights, main_grads, optimizer_state, slots.
+@dataclass
+class Resting:
+    """Bytes of one rank by class, in each memory."""
 
-    `staging` of gloo is not in it: NCCL has none.
+    device: Counter[str] = field(default_factory=Counter)
+    host: Counter[str] = field(default_factory=Counter)
+    disk: Counter[str] = field(default_factory=Counter)
+
+
+def resting_bytes(plans: Sequence[UnitPlan], shape: Shape) -> Resting:
+    """model_weights, main_weights, main_grads, optimizer_state and slots of one rank.
+
+    For a device with memory of its own. `staging` of gloo is not in it: NCCL has none.
     """
-    found: defaultdict[str, int] = defaultdict(int)
-    for plan in plans:
-        layout, original = plan.layout, plan.params[0].dtype
-        rows = {Placement.SHARDED: layout.shard_numel}
-        model = shape.precision.model_dtype(original)
-        found["model_weights"] += rows.get(shape.stage.model_weights, layout.numel) * model.itemsize
-        if not plan.trainable:
-            continue
-        owned = rows.get(shape.stage.optimizer_state, layout.numel)
-        main = shape.precision.main_dtype(original)
-        if main is not model:
-            found["main_weights"] += owned * main.itemsize
-        found["main_grads"] += rows.get(shape.stage.main_grads, layout.numel) * main.itemsize
-        found["optimizer_state"] += round(owned * shape.state_itemsize)
-    found["slots"] = _grad_slots(plans, shape) + _weight_slots(plans, shape)
-    return dict(found)
+    found = Resting()
+    asked = shape.offload.offload_optimizer
+    share = 0.0 if asked.device == "none" else asked.ratio
+    for plan, moved in zip(plans, moves(plans, share), strict=True):
+        _weights(plan, shape, found)
+        if plan.trainable:
+            _trained(plan, shape, found, moved)
+    found.device["slots"] += _grad_slots(plans, shape) + _weight_slots(plans, shape)
+    return found
+
+
+def _weights(plan: UnitPlan, shape: Shape, found: Resting) -> None:
+    sharded = shape.stage.model_weights is Placement.SHARDED
+    numel = plan.layout.shard_numel if sharded else plan.layout.numel
+    where = found.host if shape.offload.offload_param.device == "cpu" else found.device
+    where["model_weights"] += numel * shape.precision.model_dtype(plan.params[0].dtype).itemsize
+
+
+def _trained(plan: UnitPlan, shape: Shape, found: Resting, moved: bool) -> None:
+    """Main weights, main grads and optimizer state."""
+    layout, original = plan.layout, plan.params[0].dtype
+    shards = shape.stage.optimizer_state is Placement.SHARDED
+    owned = layout.shard_numel if shards else layout.numel
+    main = shape.precision.main_dtype(original)
+    rest = found.device
+    if moved:
+        rest = found.disk if shape.offload.offload_optimizer.device == "nvme" else found.host
+    weights_on_host = shape.offload.offload_param.device == "cpu"
+    together = weights_on_host == (rest is found.host) and rest is not found.disk
+    if main is not shape.precision.model_dtype(original) or not together:
+        rest["main_weights"] += owned * main.itemsize
+    rest["optimizer_state"] += round(owned * shape.state_itemsize)
+    if moved:
+        found.host["main_grads"] += owned * main.itemsize
+    if shape.stage.main_grads is not Placement.SHARDED:
+        found.device["main_grads"] += layout.numel * main.itemsize
+    elif not moved:
+        found.device["main_grads"] += layout.shard_numel * main.itemsize
 
 
 def _grad_slots(plans: Sequence[UnitPlan], shape: Shape) -> int:

@@ -38,11 +38,15 @@ class Trace:
     flops: int
 
 
+def device_at_hand() -> torch.device:
+    """What operations are reckoned for: attention, for one, has other kernels on a GPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Tensors made within have shapes and dtypes and no memory, on the device at hand."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, device:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, device_at_hand():
         yield mode
 
 
@@ -74,7 +78,9 @@ def trace(
     ]
     try:
         with LiveBytes(known) as live, FlopCounterMode(display=False) as flops:
-            _loss(model, precision.cast_inputs(batch)).backward()
+            with precision.around_forward():
+                loss = _loss(model, precision.cast_inputs(batch))
+            loss.backward()
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigError(
             f"the model cannot be traced without data: {type(error).__name__}: "

@@ -147,3 +147,20 @@ def test_a_model_that_looks_at_values_is_named():
     planner = Planner(Peeks, lambda samples: torch.ones(samples, 4))
     with pytest.raises(ConfigError, match="cannot be traced without data"):
         planner.estimate(parse_config(config(0)), 1)
+
+
+def test_what_is_offloaded_is_counted_where_it_lies():
+    def needs(**zero: Any) -> tuple[dict[str, int], dict[str, int]]:
+        document = config(3, bf16={"enabled": True}, zero_optimization={"stage": 3} | zero)
+        found = Planner(small).estimate(parse_config(document), 2)
+        return found.device_bytes, found.host_bytes
+
+    before, nothing = needs()
+    assert not any(nothing.values())
+    device, host = needs(offload_optimizer={"device": "cpu"})
+    for name in ("main_weights", "main_grads", "optimizer_state"):
+        assert (device.get(name, 0), host[name]) == (0, before[name])
+    assert device["model_weights"] == before["model_weights"]
+    device, host = needs(offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"})
+    assert (device["model_weights"], host["model_weights"]) == (0, before["model_weights"])
+    assert device["slots"] == before["slots"]
