@@ -76,7 +76,7 @@ class Engine(Readings, Boundaries, Saving):
         self._meter.enter("forward")
         precision = self._runtime.precision
         cast = precision.cast_inputs
-        with precision.around_forward():
+        with self._meter.work.forward((args, kwargs)), precision.around_forward():
             return self.module(*cast(args), **cast(kwargs))
 
     forward = __call__
@@ -106,7 +106,8 @@ class Engine(Readings, Boundaries, Saving):
         if not scale_wrt_gas:
             weight *= self._settings.batches.micro_steps
         self._meter.enter("backward")
-        with self._runtime.backward_pass(first=not self._accumulated, last=last):
+        passing = self._runtime.backward_pass(first=not self._accumulated, last=last)
+        with self._meter.work.backward(weight), passing:
             seed = torch.full_like(loss, self._seed(weight, loss.dtype))
             torch.autograd.backward(loss, seed, retain_graph=retain_graph)
         self._loss.add_(loss.detach(), alpha=weight)

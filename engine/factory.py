@@ -37,6 +37,7 @@ from rayzero.engine.session import Session, current_session
 from rayzero.engine.settings import Settings
 from rayzero.engine.state.source import StateSource
 from rayzero.engine.state.training import TrainingState
+from rayzero.engine.work import Work, peak_flops
 from rayzero.engine.zero.build import (
     Recipe,
     make_blocks,
@@ -109,7 +110,11 @@ def _make_engine(
     state = TrainingState(model, runtime, local, schedule, progress, recipe.device)
     if source is not None:
         state.load(source)
-    meter = Meter(runtime, local, progress, session, settings.log_every_steps)
+    peak = config.rayzero.peak_flops or peak_flops(
+        recipe.device, recipe.precision.model_dtype(torch.float32)
+    )
+    work = Work(batches.micro_steps, peak)
+    meter = Meter(runtime, local, progress, session, settings.log_every_steps, work)
     return Engine(model, runtime, local, schedule, state, settings, meter), schedule
 
 

@@ -12,6 +12,7 @@ from rayzero.engine.data.progress import Progress
 from rayzero.engine.memory import resting_bytes
 from rayzero.engine.optim.local import LocalOptimizer
 from rayzero.engine.session import NO_WISHES, Session, Wishes
+from rayzero.engine.work import Work
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.vote import Verdict
 
@@ -32,6 +33,11 @@ class Metrics:
         exposed_comm_s: of that, how long the training thread stood waiting for other ranks. On
             CUDA the host's wait only: it enqueues and goes on.
         skipped_steps: steps whose gradient was not finite, and which changed nothing.
+        tokens_per_s: tokens of the last step, over all ranks and its wall time; None when the
+            model's inputs are no tokens.
+        flops_per_s: this rank's forward and backward, as `rayzero.engine.work` counts them; None
+            where the device's peak is not known.
+        mfu: model flops utilisation: of what this rank's device could do at its peak.
         loss_scale: what the next step's loss is multiplied by: fp16's; 1 elsewhere.
         bytes: resting memory of this rank, by class (see `rayzero.engine.memory`).
         collectives: calls and bytes by collective, since the engine was made.
@@ -44,6 +50,9 @@ class Metrics:
     lr: float = 0.0
     step_s: float = 0.0
     exposed_comm_s: float = 0.0
+    tokens_per_s: float | None = None
+    flops_per_s: float | None = None
+    mfu: float | None = None
     skipped_steps: int = 0
     loss_scale: float = 1.0
     bytes: dict[str, int] = field(default_factory=dict)
@@ -69,6 +78,7 @@ class Meter:
 
     Attributes:
         last: loss, grad_norm, lr and times of the last finished step; empty before the first.
+        work: what the step at hand is made of.
     """
 
     def __init__(
@@ -78,7 +88,9 @@ class Meter:
         progress: Progress,
         session: Session | None,
         log_every_steps: int | None,
+        work: Work,
     ) -> None:
+        self.work = work
         self.enter: Callable[[str], None] = session.phase if session else _nobody
         self.wishes: Callable[[], Wishes] = session.wishes if session else _none
         self._runtime = runtime
@@ -99,7 +111,7 @@ class Meter:
             "lr": lr,
             "step_s": now - self._step_end_s,
             "exposed_comm_s": exposed_s - self._exposed_s,
-        }
+        } | self.work.step_done(now - self._step_end_s)
         self._step_end_s, self._exposed_s = now, exposed_s
         if self._session is not None:
             self._session.step_done(self.reading.flat(), verdict.agreed)

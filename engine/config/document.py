@@ -24,6 +24,7 @@ class RayzeroConfig(Section):
     unit_classes: tuple[str, ...] = ()
     slots: int = Field(default=2, ge=2)
     compression: CompressionConfig = CompressionConfig()
+    peak_flops: float | None = Field(default=None, gt=0)
 
 
 class EngineConfig(Section):

@@ -108,6 +108,11 @@ OURS = (
         "class names of the modules gathered as one unit at stage 3; by default the elements of "
         "every ModuleList and Sequential",
     ),
+    Key(
+        "rayzero.peak_flops",
+        IMPLEMENTED,
+        "flops a second that one device could do, for mfu; known for the usual GPUs",
+    ),
     Key("rayzero.slots", IMPLEMENTED, "units of weights that may be live at once at stage 3"),
     Key(
         "rayzero.compression.gradients",

@@ -1,4 +1,4 @@
-"""How much arithmetic a step is, and how much of what the device could do that is.
+"""How much work a step is: tokens, arithmetic, and how much that is of what the device could do.
 
 Method: model flops utilisation as in Chowdhery et al., "PaLM", 2022, appendix B, but for what is
 counted: the operations that ran, as `torch.utils.flop_counter` sees them, instead of a formula of
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+
+from rayzero.engine.zero.trees import tensors_in
 
 # Dense peak of the tensor cores for bf16 and fp16, in flops a second, from the vendors' data
 # sheets; the longer name first. fp32 is reckoned as TF32: half of it.
@@ -77,3 +80,56 @@ class FlopMeter:
         with FlopCounterMode(display=False) as counter:
             yield
         self.micro_step = self._forward + counter.get_total_flops()
+
+
+class Work:
+    """Adds up what a step's micro-steps were. For one rank, from which the others' follow.
+
+    Args:
+        micro_steps: in a step.
+        peak: flops a second that the device could do; None when that is not known.
+    """
+
+    def __init__(self, micro_steps: int, peak: float | None) -> None:
+        self._micro_steps = micro_steps
+        self._peak = peak
+        self._flops = FlopMeter(wanted=peak is not None)
+        self._coming = 0  # tokens of a forward that may get a backward
+        self._tokens = 0
+        self._weight = 0.0
+
+    @contextmanager
+    def forward(self, inputs: Any) -> Iterator[None]:
+        """Around a forward of `inputs`. Tokens are the elements of the first tensor of integers
+        that has a dimension beside the samples'."""
+        if torch.is_grad_enabled():
+            self._coming = next((one.numel() for one in tensors_in(inputs) if _is_text(one)), 0)
+        with self._flops.forward():
+            yield
+
+    @contextmanager
+    def backward(self, weight: float) -> Iterator[None]:
+        """Around the backward of a micro-batch that is this share of the global batch."""
+        self._tokens += self._coming
+        self._weight += weight
+        self._coming = 0
+        with self._flops.backward():
+            yield
+
+    def step_done(self, step_s: float) -> dict[str, float]:
+        """The step's readings, as far as they are known, and a fresh beginning.
+
+        tokens_per_s over all ranks; flops_per_s of this rank; mfu, of this rank's device.
+        """
+        found = {}
+        if self._tokens and self._weight:
+            found["tokens_per_s"] = self._tokens / self._weight / step_s
+        if self._flops.micro_step and self._peak is not None:
+            found["flops_per_s"] = self._flops.micro_step * self._micro_steps / step_s
+            found["mfu"] = found["flops_per_s"] / self._peak
+        self._tokens, self._weight = 0, 0.0
+        return found
+
+
+def _is_text(tensor: torch.Tensor) -> bool:
+    return tensor.ndim >= 2 and tensor.dtype in (torch.int64, torch.int32)

@@ -1,0 +1,107 @@
+"""Flops of a micro-step, against what the shapes say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import rayzero
+from examples.gpt.model import GPT, GPTConfig
+
+from rayzero.engine.work import FlopMeter, Work, peak_flops
+
+
+def one_micro_step(meter: FlopMeter) -> None:
+    layer = nn.Linear(8, 16)
+    x = torch.ones(4, 8, requires_grad=True)
+    with meter.forward():
+        y = layer(x)
+    with meter.backward():
+        y.sum().backward()
+
+
+def test_a_linear_layer_is_three_matrix_products():
+    meter = FlopMeter(wanted=True)
+    one_micro_step(meter)
+    assert meter.micro_step == 3 * 2 * 4 * 8 * 16
+    one_micro_step(meter)
+    assert meter.micro_step == 3 * 2 * 4 * 8 * 16, "counted once"
+
+
+def test_an_evaluation_before_the_first_step_does_not_count():
+    meter = FlopMeter(wanted=True)
+    with torch.no_grad(), meter.forward():
+        nn.Linear(8, 8)(torch.ones(1, 8))
+    one_micro_step(meter)
+    assert meter.micro_step == 3 * 2 * 4 * 8 * 16
+
+
+def test_nothing_is_counted_that_nobody_wants():
+    meter = FlopMeter(wanted=False)
+    one_micro_step(meter)
+    assert meter.micro_step == 0
+
+
+def test_what_is_known_is_not_counted_again():
+    meter = FlopMeter(wanted=True)
+    meter.micro_step = 7
+    one_micro_step(meter)
+    assert meter.micro_step == 7
+
+
+def test_an_unknown_device_has_no_peak(monkeypatch: pytest.MonkeyPatch):
+    assert peak_flops(torch.device("cpu"), torch.float32) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    cuda = torch.device("cuda", 0)
+    assert peak_flops(cuda, torch.bfloat16) == 989e12
+    assert peak_flops(cuda, torch.float32) == 989e12 / 2
+    assert peak_flops(cuda, torch.float64) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another one")
+    assert peak_flops(cuda, torch.bfloat16) is None
+
+
+def test_tokens_are_the_global_batchs():
+    work = Work(micro_steps=2, peak=None)
+    for samples in (3, 1):
+        with work.forward(([torch.ones(samples, 5, dtype=torch.long)], {})):
+            pass
+        with work.backward(weight=samples / 8):  # of 8 samples on all ranks
+            pass
+    assert work.step_done(2.0) == {"tokens_per_s": 8 * 5 / 2.0}
+    assert work.step_done(2.0) == {}
+
+
+def test_utilisation_is_of_the_peak():
+    work = Work(micro_steps=2, peak=3072 * 10.0)
+    layer, x = nn.Linear(8, 16), torch.ones(4, 8, requires_grad=True)
+    for _ in range(2):
+        with work.forward(x):
+            y = layer(x)
+        with work.backward(0.5):
+            y.sum().backward()
+    assert work.step_done(0.5) == {"flops_per_s": 3072 * 4.0, "mfu": pytest.approx(0.4)}
+
+
+def test_an_engine_tells_them():
+    shape = GPTConfig(vocab=96, context=16, layers=1, width=32, heads=2)
+    document = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "rayzero": {"peak_flops": 1e9},
+    }
+    engine, *_ = rayzero.initialize(model=GPT(shape), config=document)
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    for _ in range(2):
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+    found = engine.metrics
+    assert found.tokens_per_s == pytest.approx(2 * 2 * 16 / found.step_s)
+    assert found.mfu is not None
+    assert found.flops_per_s is not None
+    # Forward and backward of every matrix, and attention on top.
+    matrices = sum(one.numel() for one in engine.module.parameters() if one.ndim == 2)
+    least = 6 * matrices * 2 * 16 * 2
+    assert 1.0 <= found.flops_per_s * found.step_s / least < 1.5
+    assert found.mfu == pytest.approx(found.flops_per_s / 1e9)
