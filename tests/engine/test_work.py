@@ -8,7 +8,6 @@ from torch import nn
 
 import rayzero
 from examples.gpt.model import GPT, GPTConfig
-
 from rayzero.engine.work import FlopMeter, Work, peak_flops
 
 
