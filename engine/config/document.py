@@ -6,7 +6,7 @@ from pydantic import Field
 
 from rayzero.engine.config.activations import ActivationCheckpointingConfig
 from rayzero.engine.config.compression import CompressionConfig
-from rayzero.engine.config.fields import Count, Dtype, Number, Section
+from rayzero.engine.config.fields import Count, Dtype, Number, Section, Size
 from rayzero.engine.config.optim import OptimizerConfig, SchedulerConfig
 from rayzero.engine.config.precision import (
     Bf16Config,
@@ -45,7 +45,7 @@ class EngineConfig(Section):
     zero_optimization: ZeroConfig = ZeroConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     gradient_clipping: Number = 0.0
-    steps_per_print: Count | None = None
+    steps_per_print: Size | None = None
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     dump_state: bool = False

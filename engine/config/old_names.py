@@ -161,8 +161,8 @@ def rename(document: dict[str, Any], told: dict[str, str], mistakes: list[str]) 
             continue
         if value is None:
             continue
-        present = find(document, one.new, missing=None)
-        if isinstance(value, dict) and isinstance(present, dict):
+        present = find(document, one.new)
+        if isinstance(value, dict) and isinstance(present, dict) and _agree(value, present):
             value = {**value, **present}
         elif present is not None and present != value:
             mistakes.append(
@@ -173,8 +173,14 @@ def rename(document: dict[str, Any], told: dict[str, str], mistakes: list[str]) 
         if not put(document, one.new, value):
             mistakes.append(f"{one.old}: is the old name of {one.new}, which has no place here")
             continue
+        for path in [path for path in told if path.startswith(f"{one.old}.")]:
+            del told[path]  # there is no such path any more
         for path in _leaves(one.new, value):
             told[path] = f"old name {one.old}"
+
+
+def _agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[key] == other[key] for key in one.keys() & other.keys())
 
 
 def _leaves(path: str, value: Any) -> Iterator[str]:

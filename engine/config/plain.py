@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -36,16 +37,26 @@ def plain(value: Any, what: str, path: tuple[str, ...] = ()) -> Any:
                     f"{what}: {'.'.join(path) or '(top level)'}: a key is not text, but a "
                     f"{type(key).__name__}"
                 )
+            _text(key, what, ".".join(path) or "(top level)")
         return {str(key): plain(inner, what, (*path, key)) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [plain(inner, what, (*path, str(i))) for i, inner in enumerate(value)]
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str(value)
+        return _text(value, what, ".".join(path))
     if isinstance(value, os.PathLike):
         return os.fsdecode(value)
     return _number(value, what, ".".join(path))
+
+
+def _text(value: str, what: str, path: str) -> str:
+    """Half of a surrogate pair can be neither printed nor written to a file."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(f"{what}: {path}: {value!a} is not text") from None
+    return str(value)
 
 
 def _number(value: Any, what: str, path: str) -> int | float:
@@ -56,6 +67,8 @@ def _number(value: Any, what: str, path: str) -> int | float:
             raise ConfigError(f"{what}: {path}: a number of {whole.bit_length()} bits is too large")
         return whole
     if isinstance(value, Real):
+        if math.isnan(value):
+            raise ConfigError(f"{what}: {path}: a number was expected (seen: nan)")
         return float(value)
     raise ConfigError(
         f"{what}: {path}: a {type(value).__name__} cannot stand in a config",

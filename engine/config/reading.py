@@ -84,6 +84,8 @@ def _exists(path: str) -> bool:
 
 def _parsed(text: str, what: str) -> Any:
     """JSON is tried first: Hjson reads a line such as `a: 1, b: 2` as one long text."""
+    if not text.strip():
+        raise ConfigError(f"{what} is empty", allowed="at least {}")
     try:
         return json.loads(text, object_pairs_hook=_no_twice)
     except _TwiceError as error:

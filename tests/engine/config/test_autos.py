@@ -1,0 +1,106 @@
+"""What "auto" becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rayzero.engine.config import EngineConfig, parse_config
+from rayzero.engine.config.autos import AUTOS, with_steps
+from rayzero.engine.config.keys.table import KEYS
+from rayzero.engine.config.parse import parse
+from rayzero.engine.config.sift import FREE
+from rayzero.engine.errors import ConfigError
+from tests.engine.config.model import leaves
+
+AUTO = "auto"
+
+
+def test_the_usual_autos() -> None:
+    parsed = parse(
+        {
+            "train_batch_size": AUTO,
+            "train_micro_batch_size_per_gpu": AUTO,
+            "gradient_accumulation_steps": 4,
+            "gradient_clipping": AUTO,
+            "bf16": {"enabled": AUTO},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO},
+            },
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {
+                    "warmup_min_lr": AUTO,
+                    "warmup_max_lr": AUTO,
+                    "warmup_num_steps": AUTO,
+                },
+            },
+            "zero_optimization": {"stage": 3, "reduce_bucket_size": AUTO},
+        }
+    )
+    config = parsed.config
+    assert config.train_batch_size is config.train_micro_batch_size_per_gpu is None
+    assert config.gradient_clipping == 1.0
+    assert not config.bf16.enabled
+    assert config.optimizer is not None
+    assert config.optimizer.params == {
+        "lr": 5e-5,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+    }
+    assert config.scheduler is not None
+    assert config.scheduler.params == {
+        "warmup_min_lr": 0,
+        "warmup_max_lr": 5e-5,
+        "warmup_num_steps": 0,
+    }
+    assert config.zero_optimization.reduce_bucket_size is None
+    assert len(parsed.told) == 12
+    assert parsed.told["scheduler.params.warmup_max_lr"] == "auto: optimizer.params.lr"
+    assert parsed.told["zero_optimization.reduce_bucket_size"].startswith("auto: left out")
+
+
+def test_a_warm_up_goes_to_the_rate_that_is_given() -> None:
+    config = parse_config(
+        {
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": AUTO}},
+        }
+    )
+    assert config.scheduler is not None
+    assert config.scheduler.params == {"warmup_max_lr": 0.5}
+
+
+@pytest.mark.parametrize("path", [path for path, _ in leaves() if path not in FREE])
+def test_every_key_may_be_auto(path: str) -> None:
+    """It is then as it is by default, but where the table says otherwise."""
+    document: Any = AUTO
+    for part in reversed(path.split(".")):
+        document = {part: document}
+    if path.startswith(("optimizer.", "scheduler.")):
+        document[path.split(".")[0]].setdefault("type", "SGD")
+    if path in ("optimizer.type", "scheduler.type"):
+        with pytest.raises(ConfigError, match=rf"{path}: this key is required"):
+            parse_config(document)
+        return
+    config = parse_config(document)
+    if not any(one.path == path for one in AUTOS) and "." in path and "optimizer" not in path:
+        assert config == EngineConfig()
+
+
+def test_the_rows_are_keys() -> None:
+    for one in AUTOS:
+        assert one.path in KEYS or one.path.rpartition(".")[0] in FREE
+
+
+def test_the_number_of_steps_is_the_jobs() -> None:
+    document = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": AUTO}}}
+    with pytest.raises(ConfigError, match=r"total_num_steps: auto is the number of steps of a job"):
+        parse_config(document)
+    config = parse(document, steps=70).config
+    assert config.scheduler is not None
+    assert config.scheduler.params == {"total_num_steps": 70}
+    assert with_steps({"scheduler": AUTO}, 70) == {"scheduler": AUTO}

@@ -1,0 +1,176 @@
+"""The table of keys: every key of DeepSpeed has a row, and every row is one of three things.
+
+`deepspeed_keys.json` lists the keys of DeepSpeed 0.19.8 with their defaults: those of its pydantic
+models by looking at them, the others by reading what its code asks a config for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayzero.engine.config import EngineConfig, OptimizerConfig, parse_config
+from rayzero.engine.config.keys.rows import IMPLEMENTED, NO_OP, REFUSED, enabled, given
+from rayzero.engine.config.keys.table import GROUPS, KEYS
+from rayzero.engine.config.old_names import OLD_NAMES
+from rayzero.engine.config.sift import FREE, field
+from rayzero.engine.errors import ConfigError
+from tests.engine.config.model import leaves
+
+DEEPSPEED: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "deepspeed_keys.json").read_text(encoding="utf-8")
+)
+FIELDS = dict(leaves())
+OLD = {one.old for one in OLD_NAMES}
+# Ours, sections, and what DeepSpeed had in older versions.
+NOT_DEEPSPEEDS = {"optimizer", "scheduler", "aio.thread_count"}
+NAMED = {*FREE, "optimizer.type", "scheduler.type"}
+# What is worked out from the model here, and what may differ without changing a result.
+OTHER_DEFAULTS = {
+    "gradient_clipping",  # 1.0 there since 0.19: nothing is clipped here unless somebody asks
+    "seq_parallel_communication_data_type",
+    "torch_autocast.dtype",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.leaf_module.classes",
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_max_reuse_distance",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_prefetch_bucket_size",
+}
+
+
+def row_of(path: str) -> str | None:
+    """The row that says what becomes of a key: its own, or that of a section around it."""
+    parts = path.split(".")
+    around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((one for one in around if one in KEYS and (one == path or KEYS[one].asks)), None)
+
+
+def test_every_key_of_deepspeed_is_known() -> None:
+    sections = {
+        path.rsplit(".", depth)[0] for path in KEYS for depth in range(1, path.count(".") + 1)
+    }
+    known = OLD | sections
+    assert [path for path in DEEPSPEED if not row_of(path) and path not in known] == []
+
+
+def test_every_row_is_a_key_of_deepspeed_or_ours() -> None:
+    strange = [
+        path
+        for path in KEYS
+        if path not in DEEPSPEED
+        and not path.startswith("rayzero.")
+        and not any(known.startswith(f"{path}.") for known in DEEPSPEED)
+    ]
+    assert set(strange) <= NOT_DEEPSPEEDS
+
+
+def test_rows_without_a_rule_of_their_own_are_the_fields_of_the_model() -> None:
+    plain = {path for path, key in KEYS.items() if key.asks is None}
+    assert plain - {"optimizer", "scheduler"} == set(FIELDS)
+    assert not {path for path, key in KEYS.items() if key.asks} & set(FIELDS)
+
+
+def test_no_row_stands_twice() -> None:
+    assert len(KEYS) == sum(len(rows) for rows in GROUPS.values())
+
+
+def test_every_row_says_what_it_is() -> None:
+    for key in KEYS.values():
+        assert key.status in (IMPLEMENTED, NO_OP, REFUSED)
+        assert key.what
+        assert not key.what.endswith("."), key
+        assert (key.reason == "") == (key.status is IMPLEMENTED), key
+        if key.status is NO_OP:
+            assert key.why, f"{key.path} does nothing, and does not say why"
+
+
+def test_defaults_are_deepspeeds() -> None:
+    config = EngineConfig(optimizer=OptimizerConfig(type="SGD"))
+    for path in sorted(set(FIELDS) & set(DEEPSPEED) - OTHER_DEFAULTS - NAMED):
+        ours = field(config, path)
+        assert (list(ours) if isinstance(ours, tuple) else ours) == DEEPSPEED[path], path
+
+
+def test_every_default_that_differs_is_listed_for_a_reason() -> None:
+    same = [
+        path
+        for path in OTHER_DEFAULTS & set(FIELDS)
+        if field(EngineConfig(), path) == DEEPSPEED[path]
+    ]
+    assert same == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path for path, key in KEYS.items() if key.status is REFUSED and key.asks)
+)
+def test_a_refused_section_may_be_there_when_it_asks_for_nothing(path: str) -> None:
+    for value in (None, "auto", DEEPSPEED.get(path)):
+        parse_config(_at(path, value))
+    if KEYS[path].asks in (enabled, given):
+        with pytest.raises(ConfigError, match=rf"{re.escape(path)}: refused: "):
+            parse_config(_at(path, True))
+    if KEYS[path].asks is enabled:
+        parse_config(_at(path, {"enabled": False, "whatever": {"it": "was"}}))
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"amp": {"enabled": True}}, r"amp: refused: .*; use bf16, fp16 or torch_autocast"),
+        ({"elasticity": {"enabled": True}}, "use train_batch_size, and workers.min and"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: refused: ranks differ only"),
+        ({"sequence_parallel_size": 4}, "sequence_parallel_size: refused"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow: refused"),
+        ({"zero_optimization": {"mics_shard_size": 4}}, "use zero_optimization.zero_hpz_part"),
+        ({"compression_training": {"a": {"b": {"enabled": True}}}}, "compression_training: ref"),
+        ({"optimizer": {"type": "SGD", "params": {"max_grad_norm": 1}}}, "use gradient_clipping"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: refused"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation: refused"),
+        ({"aio": {"use_gds": True}}, r"aio\.use_gds: refused"),
+        ({"weight_quantization": {"num_bits": 8}}, "weight_quantization: refused"),
+        ({"nebula": {"persistent_storage_path": "x"}}, "nebula: refused"),
+        ({"datastates_ckpt": {}, "compile": {"deepcompile": True}}, "compile: refused"),
+        ({"checkpoint": {"use_node_local_storage": True}}, "a URL of an object store"),
+    ],
+)
+def test_what_is_refused_says_why_and_what_to_use(document: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(document)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"tensor_parallel": {"autotp_size": 0, "tp_overlap_comm": True}},
+        {"tensor_parallel": {"autotp_size": 1}},
+        {"sequence_parallel_size": 1, "managed_gradient_accumulation": True},
+        {"gradient_allreduce_op": "Mean", "compile": {"offload_parameters": False}},
+        {"zero_optimization": {"mics_shard_size": -1, "zenflow": None, "zeropp_loco_param": {}}},
+        {"pipeline": {"stages": "auto", "partition": "best"}, "model_info": {"num_params": 10}},
+        {"nebula": {"enabled": False}, "weight_quantization": {"enabled": False}},
+        {"compression_training": {"layer_reduction": {"enabled": False, "keep": 5}}},
+        {"optimizer": {"type": "SGD", "params": {"max_grad_norm": 0.0}}},
+        {"fp16": {"enabled": False, "loss_scale": 128, "fp16_master_weights_and_grads": True}},
+        {"zero_optimization": {"offload_param": {"device": "none", "buffer_count": 9}}},
+    ],
+)
+def test_what_asks_for_nothing_is_taken(document: Any) -> None:
+    parse_config(document)
+
+
+def _at(path: str, value: Any) -> dict[str, Any]:
+    document: Any = value
+    for part in reversed(path.split(".")):
+        document = {part: document}
+    if path.startswith("optimizer."):
+        document["optimizer"]["type"] = "AdamW"
+    return document

@@ -1,0 +1,101 @@
+"""Older ways to write a config mean what the ways of today do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rayzero.engine.config import parse_config
+from rayzero.engine.config.keys.table import KEYS
+from rayzero.engine.config.old_names import OLD_NAMES, SHORTS, lengthen, rename
+from rayzero.engine.config.parse import parse
+from rayzero.engine.errors import ConfigError
+
+ZERO = "zero_optimization"
+
+
+def modern(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    mistakes: list[str] = []
+    told = lengthen(document)
+    rename(document, told, mistakes)
+    return document, told, mistakes
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
+        ({"bfloat16": True}, {"bf16": {"enabled": True}}),
+        ({"bf16": {"check_overflow": True}}, {"bf16": {"check_grad_overflow": True}}),
+        ({"fp16": False}, {"fp16": {"enabled": False}}),
+        ({"fp32_allreduce": True}, {"communication_data_type": "fp32"}),
+        ({"fp32_allreduce": False}, {}),
+        ({ZERO: True}, {ZERO: {"stage": 1}}),
+        ({ZERO: False}, {ZERO: {"stage": 0}}),
+        (
+            {ZERO: True, "allgather_size": 5e8},
+            {ZERO: {"stage": 1, "allgather_bucket_size": 5e8}},
+        ),
+        (
+            {ZERO: {"cpu_offload": True}},
+            {ZERO: {"offload_optimizer": {"device": "cpu"}}},
+        ),
+        (
+            {ZERO: {"cpu_offload": True, "offload_optimizer": {"ratio": 0.5}}},
+            {ZERO: {"offload_optimizer": {"ratio": 0.5, "device": "cpu"}}},
+        ),
+        ({ZERO: {"cpu_offload": False}}, {ZERO: {}}),
+        (
+            {ZERO: {"cpu_offload": False, "offload_optimizer": {"device": "cpu"}}},
+            {ZERO: {"offload_optimizer": {"device": "cpu"}}},
+        ),
+        ({ZERO: {"cpu_offload_params": True}}, {ZERO: {"offload_param": {"device": "cpu"}}}),
+        ({ZERO: {"cpu_offload_param": True}}, {ZERO: {"offload_param": {"device": "cpu"}}}),
+        ({ZERO: {"offload_optimizer": True}}, {ZERO: {"offload_optimizer": {"device": "cpu"}}}),
+        ({ZERO: {"offload_param": False}}, {ZERO: {"offload_param": {"device": "none"}}}),
+        (
+            {ZERO: {"stage3_gather_fp16_weights_on_model_save": True}},
+            {ZERO: {"stage3_gather_16bit_weights_on_model_save": True}},
+        ),
+        (
+            {ZERO: {"prefetch_bucket_size": 5}},
+            {ZERO: {"stage3_prefetch_bucket_size": 5}},
+        ),
+    ],
+)
+def test_the_old_is_the_new(old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert modern(old)[0] == new
+
+
+def test_old_names_are_no_rows_and_new_ones_are() -> None:
+    for one in OLD_NAMES:
+        assert one.old not in KEYS
+        assert one.new in KEYS or any(path.startswith(f"{one.new}.") for path in KEYS)
+    for short in SHORTS:
+        meant = [f"{short.path}.{key}" for key in (*short.true, *short.false)]
+        assert short.path == "bfloat16" or set(meant) <= set(KEYS)
+
+
+def test_an_old_and_a_new_name_that_disagree_are_told() -> None:
+    document = {"bfloat16": {"enabled": True}, "bf16": {"enabled": True}}
+    assert parse_config(document).bf16.enabled
+    with pytest.raises(ConfigError, match=r"prefetch_bucket_size: is the old name of .* disagree"):
+        parse_config({ZERO: {"prefetch_bucket_size": 5, "stage3_prefetch_bucket_size": 6}})
+    with pytest.raises(ConfigError, match=r"bfloat16: is the old name of bf16, .* disagree"):
+        parse_config({"bfloat16": {"enabled": True}, "bf16": {"enabled": False}})
+    with pytest.raises(ConfigError, match=r"cpu_offload: true or false was expected"):
+        parse_config({ZERO: {"cpu_offload": {"device": "cpu"}}})
+    with pytest.raises(ConfigError, match=r"cpu_offload: is the old name of .* no place here"):
+        parse_config({ZERO: {"cpu_offload": True, "offload_optimizer": 3}})
+
+
+def test_where_a_value_came_from_is_told() -> None:
+    told = parse({"bfloat16": True, ZERO: {"prefetch_bucket_size": 5}}).told
+    assert told == {
+        "bf16.enabled": "old name bfloat16",
+        "zero_optimization.stage3_prefetch_bucket_size": (
+            "old name zero_optimization.prefetch_bucket_size"
+        ),
+    }
+    assert parse({ZERO: True}).told == {"zero_optimization.stage": "zero_optimization: true"}

@@ -1,0 +1,210 @@
+"""Whatever stands in a config: it comes back the same, or is refused by our own error."""
+
+from __future__ import annotations
+
+import json
+import random
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.engine.config import parse_config, read_config
+from rayzero.engine.config.fields import DTYPES
+from rayzero.engine.config.keys.rows import REFUSED
+from rayzero.engine.config.keys.table import KEYS
+from rayzero.engine.config.optim import OPTIMIZERS, SCHEDULES
+from rayzero.engine.config.sift import FREE
+from rayzero.engine.errors import ConfigError
+from tests.engine.config.model import leaves
+
+FILES = sorted((Path(__file__).parent / "files").iterdir())
+WHOLE = st.integers(1, 2**40) | st.integers(1, 2**40).map(str) | st.integers(1, 1000).map(float)
+SHARE = st.floats(0, 1)
+SPECIAL: dict[str, st.SearchStrategy[Any]] = {
+    "optimizer.type": st.sampled_from([*OPTIMIZERS, *map(str.lower, OPTIMIZERS)]),
+    "scheduler.type": st.sampled_from([*SCHEDULES, *map(str.upper, SCHEDULES)]),
+    "checkpoint.tag_validation": st.sampled_from(["Warn", "IGNORE", "fail"]),
+    "zero_optimization.stage": st.sampled_from([0, 1, 2, 3, "3", 2.0]),
+    "zero_optimization.offload_optimizer.ratio": SHARE,
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": SHARE,
+    "rayzero.slots": st.integers(2, 9),
+    # Two precisions at once are refused.
+    "fp16.enabled": st.just(False),
+    "torch_autocast.enabled": st.just(False),
+}
+PARAMS = st.dictionaries(
+    st.text(min_size=1).filter(lambda name: name != "max_grad_norm"),
+    st.integers() | st.floats(allow_nan=False) | st.text().filter(lambda text: text != "auto"),
+    max_size=3,
+)
+
+
+def values(path: str, annotation: Any) -> st.SearchStrategy[Any]:
+    """Values that the field takes, in the ways they may be written."""
+    if path in FREE:
+        return PARAMS
+    if path in SPECIAL:
+        return SPECIAL[path]
+    kinds = set(_kinds(annotation))
+    if get_origin(annotation) is Literal:
+        return st.sampled_from(get_args(annotation))
+    if tuple in {get_origin(kind) for kind in kinds}:
+        return st.lists(st.text().filter(lambda text: text != "auto"), max_size=3)
+    if bool in kinds:
+        return st.booleans() | st.sampled_from(["true", "False", 0, 1])
+    if int in kinds:
+        return WHOLE
+    if float in kinds:
+        return st.floats(0, 1e9) | st.integers(0, 9)
+    if "dtype" in path:
+        return st.sampled_from(list(DTYPES))
+    return st.text().filter(lambda text: text != "auto")
+
+
+def _kinds(annotation: Any) -> Any:
+    yield annotation
+    for part in get_args(annotation):
+        yield from _kinds(part)
+
+
+VALUES = {
+    path: values(path, field.annotation)
+    for path, field in leaves()
+    if KEYS[path].status is not REFUSED
+}
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    """Documents of keys that are not refused."""
+    document: dict[str, Any] = {}
+    for path in draw(st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=12)):
+        *outer, last = path.split(".")
+        here = document
+        for part in outer:
+            here = here.setdefault(part, {})
+        here[last] = draw(VALUES[path])
+    for section, names in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULES)):
+        if section in document:
+            document[section].setdefault("type", names[0])
+    return document
+
+
+@given(configs())
+def test_a_valid_config_comes_back_the_same(document: dict[str, Any]) -> None:
+    config = parse_config(document)
+    for dump in (
+        config.model_dump(mode="json"),
+        config.model_dump(mode="json", exclude_unset=True),
+        json.loads(config.model_dump_json()),
+    ):
+        assert parse_config(dump) == config
+    assert parse_config(json.loads(json.dumps(document))) == config
+
+
+GARBAGE: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 0.5, 1e400, -1e400, float("nan"), 10**30, 10**5000, -(2**70)),
+    *("", "auto", "true", "nan", "Infinity", "8", "8.5", "9" * 5000, "ünïcödé", "\ud800", "\0"),
+    *([], {}, [[]], [1, "a"], {"enabled": True}, {"enabled": {}}, {"": 1}, {"a": {"b": {"c": []}}}),
+    *({"type": "AdamW"}, {"type": 3, "params": []}, {"device": "cpu"}, {"stage": "3"}, ()),
+]
+
+
+def mutate(document: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    """One to three changes anywhere: a value, a name, a key that goes, comes or moves."""
+    document = deepcopy(document)
+    for _ in range(chance.randint(1, 3)):
+        places = list(_places(document))
+        if not places:
+            return document
+        section, name = chance.choice(places)
+        match chance.randrange(6):
+            case 0 | 1:
+                section[name] = deepcopy(chance.choice(GARBAGE))
+            case 2:
+                section[_misspelt(name, chance)] = section.pop(name)
+            case 3:
+                section[chance.choice([*KEYS, *"xy"]).rpartition(".")[2]] = deepcopy(
+                    chance.choice(GARBAGE)
+                )
+            case 4:
+                other, _ = chance.choice(places)
+                other[name] = deepcopy(section[name])
+            case 5:
+                section[name] = _deep(chance.choice([2, 31, 32, 33, 99]), chance)
+    return document
+
+
+def _places(here: dict[str, Any]) -> Any:
+    for name, value in here.items():
+        yield here, name
+        if isinstance(value, dict):
+            yield from _places(value)
+
+
+def _misspelt(name: str, chance: random.Random) -> str:
+    at = chance.randrange(len(name) + 1)
+    return chance.choice(
+        [name[:at] + name[at + 1 :], name[:at] + "ß" + name[at:], name.upper(), ""]
+    )
+
+
+def _deep(depth: int, chance: random.Random) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"enabled": value} if chance.random() < 0.9 else [value]
+    return value
+
+
+def try_mutations(count: int, seed: int) -> int:
+    """How many of so many mutated configs are refused; anything but our own error comes out."""
+    chance = random.Random(seed)
+    documents = [read_config(path) for path in FILES]
+    refused = 0
+    for _ in range(count):
+        document = mutate(chance.choice(documents), chance)
+        try:
+            config = parse_config(document)
+        except ConfigError as error:
+            refused += 0 < len(str(error)) < 20_000
+        else:
+            assert parse_config(config.model_dump(mode="json")) == config
+    return refused
+
+
+def test_mutated_configs_raise_only_our_own_error() -> None:
+    assert 200 < try_mutations(500, seed=1) < 500
+
+
+@pytest.mark.slow
+def test_ten_thousand_mutated_configs_raise_only_our_own_error() -> None:
+    assert 4000 < try_mutations(10_000, seed=2) < 10_000
+
+
+@given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8")))
+def test_any_bytes_of_a_file_raise_only_our_own_error(raw: bytes) -> None:
+    text = raw.decode("latin-1")
+    for source in (text, "{" + text, '{"train_batch_size": ' + text + "}"):
+        try:
+            parse_config(source)
+        except ConfigError as error:
+            told = str(error)
+        else:
+            told = "nothing to tell"
+        assert told
+
+
+@pytest.mark.parametrize("path", [path for path in KEYS if len(path.rpartition(".")[2]) > 4])
+def test_a_misspelt_key_names_the_one_that_is_meant(path: str) -> None:
+    *outer, last = path.split(".")
+    document: Any = {last[:-2] + last[-1]: 1}
+    for part in reversed(outer):
+        document = {part: document}
+    if ".".join(outer) in FREE:
+        return
+    with pytest.raises(ConfigError, match=rf"unknown key \(did you mean '{last}'\?\)"):
+        parse_config(document)

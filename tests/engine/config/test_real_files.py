@@ -1,0 +1,75 @@
+"""Config files as the field writes them: each is read, and nothing in one is unknown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayzero.engine.config import EngineConfig, parse_config, read_config
+from rayzero.engine.errors import ConfigError
+
+FILES = sorted((Path(__file__).parent / "files").iterdir())
+READS: dict[str, dict[str, Any]] = {
+    "transformers_saved.json": {
+        "gradient_accumulation_steps": 4,
+        "zero_optimization.stage": 3,
+        "zero_optimization.reduce_bucket_size": 16_777_216,
+        "zero_optimization.stage3_prefetch_bucket_size": 15_099_494,
+        "steps_per_print": 2**63 - 1,
+    },
+    "accelerate_template.json": {
+        "bf16.enabled": True,
+        "train_batch_size": None,
+        "gradient_clipping": 1.0,
+        "zero_optimization.stage": 0,
+        "zero_optimization.offload_optimizer.device": "none",
+    },
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_key_of_a_real_file_is_known(path: Path) -> None:
+    """What this version refuses may come in a later one; nothing is unknown or misread."""
+    try:
+        parse_config(path)
+    except ConfigError as error:
+        text = str(error)
+        if "\n" not in text:
+            text = text.partition("': ")[2]
+        lines = [line.strip() for line in text.splitlines() if "mistakes:" not in line]
+        unread = [line for line in lines if "refused: " not in line and "that this" not in line]
+        assert unread == []
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_real_file_reads_as_it_is_meant(name: str) -> None:
+    config = parse_config(next(path for path in FILES if path.name == name))
+    for path, value in READS[name].items():
+        assert _at(config, path) == value, path
+
+
+def test_an_old_offload_file_means_what_the_new_one_does() -> None:
+    old = read_config(next(path for path in FILES if path.name == "zero_offload_old.json"))
+    new = {key: value for key, value in old.items() if key != "zero_optimization"}
+    new["zero_optimization"] = {
+        key: value
+        for key, value in old["zero_optimization"].items()
+        if not key.startswith("cpu_offload")
+    } | {"offload_optimizer": {"device": "cpu"}}
+    assert _outcome(old) == _outcome(new)
+
+
+def _outcome(document: dict[str, Any]) -> Any:
+    try:
+        return parse_config(document)
+    except ConfigError as error:
+        return str(error)
+
+
+def _at(config: EngineConfig, path: str) -> Any:
+    here: Any = config
+    for part in path.split("."):
+        here = getattr(here, part)
+    return here

@@ -1,0 +1,101 @@
+"""`rayzero config`, as a user meets it: what is printed, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rayzero.orchestrator.cli.app import app
+
+ENGINE = {"train_batch_size": 8, "bfloat16": True, "optimizer": {"type": "adamw"}}
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    path = tmp_path / "engine.json"
+    path.write_text(json.dumps(ENGINE))
+    return path
+
+
+def config(*arguments: object, code: int = 0) -> str:
+    """What the command prints: stdout when all is well, stderr otherwise."""
+    done = CliRunner().invoke(app, ["config", *map(str, arguments)])
+    assert done.exit_code == code, done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return done.stdout if code == 0 else done.output
+
+
+def test_explain_groups_what_is_in_force(engine: Path) -> None:
+    lines = [line.rstrip() for line in config("explain", engine).splitlines()]
+    assert lines[0].split() == ["key", "status", "value", "from"]
+    assert lines[1:3] == ["batch sizes", lines[2]]
+    cells = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  ")}
+    assert cells["train_batch_size"] == ["implemented", "8", "file"]
+    assert cells["bf16.enabled"] == ["implemented", "true", "old", "name", "bfloat16"]
+    assert cells["zero_optimization.stage"] == ["implemented", "0", "default"]
+    assert "zero_optimization.contiguous_gradients" not in cells
+
+
+def test_all_shows_every_known_key(engine: Path) -> None:
+    text = config("explain", engine, "--all")
+    assert "zero_optimization.contiguous_gradients" in text
+    assert "always so here" in text
+    assert "elasticity" in text
+
+
+def test_explain_as_json(engine: Path) -> None:
+    found = [json.loads(line) for line in config("explain", engine, "--json").splitlines()]
+    first = next(fact for fact in found if fact["key"] == "train_batch_size")
+    assert first == {
+        "group": "batch sizes",
+        "key": "train_batch_size",
+        "status": "implemented",
+        "value": 8,
+        "source": "file",
+        "in_force": True,
+        "what": "samples a step, over all ranks",
+        "reason": "",
+    }
+
+
+def test_a_job_file_is_explained_by_its_engine_config(engine: Path, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "name: j\nentrypoint: m:f\nsteps: 70\n"
+        "engine:\n  scheduler: {type: WarmupDecayLR, params: {total_num_steps: auto}}\n"
+        "  optimizer: {type: SGD}\n"
+    )
+    found = [json.loads(line) for line in config("explain", job, "--json").splitlines()]
+    values = {fact["key"]: fact["value"] for fact in found}
+    assert values["scheduler.params.total_num_steps"] == 70
+    job.write_text("name: j\nentrypoint: m:f\nengine: engine.json\n")
+    assert "old name bfloat16" in config("explain", job)
+    job.write_text("name: j\nentrypoint: m:f\n")
+    assert "has no engine config" in config("explain", job, code=2)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"train_batch_siz": 1}', "did you mean 'train_batch_size'?"),
+        ('{"amp": {"enabled": true}}', "amp: refused: "),
+        ("{", "is not JSON or Hjson"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_bad_file_ends_with_code_2(content: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    if content is not None:
+        path.write_text(content)
+    text = config("explain", path, code=2)
+    assert text.startswith("error: engine config")
+    assert message in text
+
+
+def test_schema() -> None:
+    made = json.loads(config("schema"))
+    assert made["title"] == "rayzero engine config"
+    assert "train_batch_size" in made["properties"]
