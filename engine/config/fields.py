@@ -21,7 +21,8 @@ NO_LIMIT = sys.maxsize  # what `Infinity` means for a size
 class Section(BaseModel):
     """A section of the config; a key that it does not have is a mistake."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Infinity stays what it is where a config is written out.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 def number(value: Any) -> Any:

@@ -79,7 +79,7 @@ def _add(made: dict[str, Any], path: str, empty: dict[str, Any], text: str) -> N
     *outer, last = path.split(".")
     for part in outer:
         found = here.setdefault("properties", {}).setdefault(part, {})
-        options = [one for one in found.get("anyOf", [found]) if "properties" in one]
+        options = [one for one in found.get("anyOf", [found]) if one.get("type") == "object"]
         here = options[0] if options else found
     properties = here.setdefault("properties", {})
     properties[last] = properties.get(last, dict(empty)) | {"description": text}

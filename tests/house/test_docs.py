@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,6 +15,10 @@ import pytest
 from pydantic import BaseModel
 
 from rayzero.engine import memory
+from rayzero.engine.config.autos import AUTOS, TOTAL_STEPS
+from rayzero.engine.config.keys.rows import REFUSED
+from rayzero.engine.config.keys.table import GROUPS
+from rayzero.engine.config.old_names import OLD_NAMES, SHORTS
 from rayzero.engine.zero.placement import STAGES
 from rayzero.orchestrator.machine import EVENTS, Answer, Row, rows
 from rayzero.orchestrator.spec import Checkpoint, Recovery, Workers
@@ -73,6 +78,41 @@ def fault_table() -> str:
     return "\n".join(lines)
 
 
+def key_table() -> str:
+    """Every key of an engine config, by group."""
+    lines = [_row("key", "status", "what it asks for, and why not"), "|---|---|---|"]
+    for group, keys in GROUPS.items():
+        lines.append(_row(f"**{group}**", "", ""))
+        for key in keys:
+            use = f"; use {key.use}" if key.use and key.status is REFUSED else ""
+            why = f". {key.reason[:1].upper()}{key.reason[1:]}{use}" if key.reason else ""
+            lines.append(_row(f"`{key.path}`", key.status, f"{key.what}{why}"))
+    return "\n".join(lines)
+
+
+def auto_table() -> str:
+    lines = [_row("key", '"auto" becomes', "why"), "|---|---|---|"]
+    for one in AUTOS:
+        value = one.rule({"optimizer": {"params": {"lr": "optimizer.params.lr"}}})
+        became = "left out" if value is None else f"`{json.dumps(value)}`".replace('"', "")
+        lines.append(_row(f"`{one.path}`", became, one.says.removeprefix("left out: ")))
+    lines.append(_row(f"`{TOTAL_STEPS}`", "`steps` of the job file", "refused outside a job"))
+    return "\n".join(lines)
+
+
+def old_name_table() -> str:
+    lines = [_row("old", "is now", "value"), "|---|---|---|"]
+    lines += [_row(f"`{one.old}`", f"`{one.new}`", one.says or "the same") for one in OLD_NAMES]
+    return "\n".join(lines)
+
+
+def short_table() -> str:
+    lines = [_row("section", "`true`", "`false`"), "|---|---|---|"]
+    for one in SHORTS:
+        lines.append(_row(f"`{one.path}`", *(f"`{json.dumps(v)}`" for v in (one.true, one.false))))
+    return "\n".join(lines)
+
+
 def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -87,6 +127,12 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "workers": partial(settings_table, Workers, "workers"),
         "recovery": partial(settings_table, Recovery, "recovery"),
         "faults": fault_table,
+    },
+    ROOT / "docs/config.md": {
+        "shorts": short_table,
+        "autos": auto_table,
+        "old names": old_name_table,
+        "keys": key_table,
     },
     ROOT / "docs/checkpoints.md": {
         "checkpoint": partial(settings_table, Checkpoint, "checkpoint"),

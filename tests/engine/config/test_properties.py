@@ -32,6 +32,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "zero_optimization.offload_optimizer.ratio": SHARE,
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": SHARE,
     "rayzero.slots": st.integers(2, 9),
+    "rayzero.compression.block_size": st.sampled_from([32, "64", 2048.0]),
     # Two precisions at once are refused.
     "fp16.enabled": st.just(False),
     "torch_autocast.enabled": st.just(False),
@@ -60,7 +61,7 @@ def values(path: str, annotation: Any) -> st.SearchStrategy[Any]:
         return WHOLE
     if float in kinds:
         return st.floats(0, 1e9) | st.integers(0, 9)
-    if "dtype" in path:
+    if "dtype" in path or path.endswith("data_type"):
         return st.sampled_from(list(DTYPES))
     return st.text().filter(lambda text: text != "auto")
 
