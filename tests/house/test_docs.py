@@ -108,8 +108,10 @@ def old_name_table() -> str:
 
 def short_table() -> str:
     lines = [_row("section", "`true`", "`false`"), "|---|---|---|"]
-    for one in SHORTS:
-        lines.append(_row(f"`{one.path}`", *(f"`{json.dumps(v)}`" for v in (one.true, one.false))))
+    lines += [
+        _row(f"`{one.path}`", f"`{json.dumps(one.true)}`", f"`{json.dumps(one.false)}`")
+        for one in SHORTS
+    ]
     return "\n".join(lines)
 
 
