@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from rayzero.engine.config.activations import ActivationCheckpointingConfig
 from rayzero.engine.config.compression import CompressionConfig
-from rayzero.engine.config.fields import Count, Dtype, Number, Section, Size
+from rayzero.engine.config.fields import Count, Dtype, Number, Positive, Section, Size
 from rayzero.engine.config.optim import OptimizerConfig, SchedulerConfig
 from rayzero.engine.config.precision import (
     Bf16Config,
@@ -22,9 +24,9 @@ class RayzeroConfig(Section):
     """Keys of our own, which DeepSpeed does not have."""
 
     unit_classes: tuple[str, ...] = ()
-    slots: int = Field(default=2, ge=2)
+    slots: Annotated[Count, Field(ge=2)] = 2
     compression: CompressionConfig = CompressionConfig()
-    peak_flops: float | None = Field(default=None, gt=0)
+    peak_flops: Positive | None = None
 
 
 class EngineConfig(Section):

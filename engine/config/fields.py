@@ -100,6 +100,10 @@ Number: TypeAlias = Annotated[
     float, BeforeValidator(number), Field(ge=0.0, allow_inf_nan=False, strict=True)
 ]
 """At least 0, and finite."""
+Positive: TypeAlias = Annotated[
+    float, BeforeValidator(number), Field(gt=0.0, allow_inf_nan=False, strict=True)
+]
+"""More than 0, and finite."""
 Share: TypeAlias = Annotated[
     float, BeforeValidator(number), Field(ge=0.0, le=1.0, allow_inf_nan=False, strict=True)
 ]

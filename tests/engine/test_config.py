@@ -66,7 +66,7 @@ def test_a_parsed_config_is_taken_as_it_is() -> None:
         (
             "rayzero.zebra",
             2,
-            r"rayzero\.zebra: unknown key; known keys here: compression, slots, unit_classes",
+            r"rayzero\.zebra: unknown key; known keys here: .*slots, unit_classes",
         ),
     ],
 )

@@ -60,7 +60,7 @@ def values(path: str, annotation: Any) -> st.SearchStrategy[Any]:
     if int in kinds:
         return WHOLE
     if float in kinds:
-        return st.floats(0, 1e9) | st.integers(0, 9)
+        return st.floats(1e-9, 1e9) | st.integers(1, 9)
     if "dtype" in path or path.endswith("data_type"):
         return st.sampled_from(list(DTYPES))
     return st.text().filter(lambda text: text != "auto")
