@@ -8,41 +8,62 @@
 | 3 | 16/W | 18/W |
 
 and on top, bounded by a few units: slots (weights gathered, gradients in passing) and staging
-(parts received from other ranks).
+(parts received from other ranks). What is offloaded is counted apart: in host memory, or in files.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from torch import Tensor
 
+from rayzero.engine.offload.place import Place
+from rayzero.engine.optim.local import LocalOptimizer
 from rayzero.engine.zero.runtime import ZeroRuntime
 
 
-def resting_bytes(runtime: ZeroRuntime, optimizer_state_bytes: int) -> dict[str, int]:
+def resting_bytes(runtime: ZeroRuntime, optimizer: LocalOptimizer) -> dict[str, int]:
     """Bytes by class; memory that has two uses is counted once, as model weights.
 
     Classes: model_weights, main_weights (0 where they are the model weights), main_grads,
-    optimizer_state, error_feedback (0 without it), slots, staging.
+    optimizer_state, error_feedback (0 without it), slots, staging. What rests in host memory or in
+    files is not among them, but under the same names with `host_` or `disk_` before them, where
+    there is any.
     """
-    weights = [unit.weights.resting for unit in runtime.units] + runtime.loose
-    known = {_address(one) for one in weights}
-    main = [unit.main for unit in runtime.units if unit.main is not None]
-    grads = [unit.grads.resting for unit in runtime.units if unit.grads is not None]
     slots = runtime.grad_slots.buffers if runtime.grad_slots is not None else []
     gathered = runtime.weight_slots.total_bytes if runtime.weight_slots is not None else 0
-    return {
-        "model_weights": _bytes(weights),
-        "main_weights": _bytes([one for one in main if _address(one) not in known]),
-        "main_grads": _bytes(grads),
-        "optimizer_state": optimizer_state_bytes,
-        "error_feedback": sum(one.feedback.nbytes for one in runtime.way.kept),
-        "slots": _bytes(slots) + gathered,
-        "staging": runtime.collectives.staging_bytes + runtime.way.buffer_bytes,
-    }
+    found = Counter(
+        model_weights=sum(one.nbytes for one in runtime.loose),
+        main_weights=0,
+        main_grads=0,
+        optimizer_state=0,
+        error_feedback=sum(one.feedback.nbytes for one in runtime.way.kept),
+        slots=sum(one.nbytes for one in slots) + gathered,
+        staging=runtime.collectives.staging_bytes + runtime.way.buffer_bytes,
+    )
+    for name, place, tensor in _resting(runtime, optimizer):
+        found[name if place is Place.DEVICE else f"{place.value}_{name}"] += tensor.nbytes
+    if runtime.offload.staging_bytes:
+        found["host_staging"] = runtime.offload.staging_bytes
+    return dict(found)
 
 
-def _bytes(tensors: list[Tensor]) -> int:
-    return sum(one.nbytes for one in tensors)
+def _resting(
+    runtime: ZeroRuntime, optimizer: LocalOptimizer
+) -> Iterable[tuple[str, Place, Tensor]]:
+    """All of the engine's own tensors that stay between two steps, each once."""
+    for unit in runtime.units:
+        yield "model_weights", unit.weights.rests, unit.weights.resting
+        if unit.main is not None and _address(unit.main) != _address(unit.weights.resting):
+            yield "main_weights", unit.home.place, unit.main
+        if unit.grads is not None:
+            for place, tensor in unit.grads.resting.items():
+                yield "main_grads", place, tensor
+    for run in optimizer.runs:
+        for value in optimizer.torch.state.get(run.weight, {}).values():
+            if isinstance(value, Tensor) and value.ndim > 0:
+                yield "optimizer_state", run.unit.home.place, value
 
 
 def _address(tensor: Tensor) -> int:

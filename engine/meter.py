@@ -125,7 +125,7 @@ class Meter:
             samples=self._progress.sample_cursor,
             skipped_steps=self._progress.skipped_steps,
             loss_scale=self._runtime.precision.scaler.value,
-            bytes=resting_bytes(self._runtime, self._optimizer.state_bytes),
+            bytes=resting_bytes(self._runtime, self._optimizer),
             collectives={name: asdict(traffic) for name, traffic in counters.by_name.items()},
             **self.last,
         )

@@ -11,6 +11,7 @@ everything is written: at rest nothing is in the buffers, and the file is the st
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LateError
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.errors import EngineError
-from rayzero.engine.offload.home import HostHome, Piece, Place, State
+from rayzero.engine.offload.home import HostHome, Piece, State
 from rayzero.engine.offload.link import Link
+from rayzero.engine.offload.place import Place
 from rayzero.engine.offload.volume import Volume
 from rayzero.engine.precision.policy import Precision
 
@@ -121,9 +123,12 @@ class DiskHome(HostHome):
                 _bind(buffer, state)
                 yield number
                 current = [weight.detach() for weight in piece.weights]
-                writes = _unbind(buffer, state) + self._made(piece, state)
+                writes, made = _unbind(buffer, state), self._made(piece, state)
                 self._follow(piece, current)
-                buffer.busy = self._threads.submit(self._write, writes)
+                buffer.busy = self._threads.submit(self._write, writes + made)
+                if made:  # its first update
+                    del made, writes
+                    _trim()
         finally:
             self._finish(state)
 
@@ -192,6 +197,17 @@ class DiskHome(HostHome):
         if offset is None:
             raise RuntimeError("a tensor outside the file was to rest there")
         return offset
+
+
+def _trim() -> None:
+    """Gives freed memory back to the system, where the C library can.
+
+    glibc does not use again what posix_memalign(3) had: without this the heap would grow by every
+    piece of state that an optimizer makes, although each is freed.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _bind(buffer: _Buffer, state: State) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from rayzero.engine.comm.collectives import Pending, Sums, part_of
 from rayzero.engine.layout.partition import UnitLayout
 from rayzero.engine.offload.link import Link
+from rayzero.engine.offload.place import Place
 from rayzero.engine.zero.grads import GradSlots, PartialGrads, ShardedGrads
 from rayzero.engine.zero.placement import Collective
 
@@ -43,6 +44,10 @@ class FetchedPartialGrads(PartialGrads):
         self._link.land()
         return self.host[shard.start - self._start : shard.stop - self._start]
 
+    @property
+    def resting(self) -> dict[Place, Tensor]:
+        return super().resting | {Place.HOST: self.host}
+
 
 class FetchedShardedGrads(ShardedGrads):
     """This rank's shard of the sum in host memory; the device has the slots only."""
@@ -60,3 +65,7 @@ class FetchedShardedGrads(ShardedGrads):
     def counted(self, shard: slice) -> Tensor:
         self._link.land()
         return self.host
+
+    @property
+    def resting(self) -> dict[Place, Tensor]:
+        return {Place.HOST: self.host}

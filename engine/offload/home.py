@@ -16,24 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rayzero.engine.offload.link import Link
+from rayzero.engine.offload.place import Place
 from rayzero.engine.precision.policy import Precision
 
 State = MutableMapping[Tensor, dict[str, Any]]  # a torch optimizer's, by parameter
-
-
-class Place(Enum):
-    """A kind of memory."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from rayzero.engine.offload.home import Home, Piece, Place
+from rayzero.engine.offload.home import Home, Piece
+from rayzero.engine.offload.place import Place
 from rayzero.engine.optim.local import LocalOptimizer, Run
 
 

@@ -14,8 +14,9 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.partition import ALIGN
 from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.offload.disk_home import DiskHome
-from rayzero.engine.offload.home import DeviceHome, Home, HostHome, Place
+from rayzero.engine.offload.home import DeviceHome, Home, HostHome
 from rayzero.engine.offload.link import Link, link_for
+from rayzero.engine.offload.place import Place
 from rayzero.engine.offload.weights import HostPath
 from rayzero.engine.precision.policy import Precision
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from rayzero.engine.comm.collectives import Collectives, Pending, part_of
 from rayzero.engine.layout.partition import UnitLayout
 from rayzero.engine.offload.link import Link
+from rayzero.engine.offload.place import Place
 from rayzero.engine.zero.weights import ShardedWeights
 
 
@@ -48,6 +49,8 @@ class HostWeights(ShardedWeights):
         shard: in host memory.
         path: one for all units of a run.
     """
+
+    rests = Place.HOST
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rayzero.engine.comm.collectives import Pending, Sums
 from rayzero.engine.layout.partition import UnitLayout
+from rayzero.engine.offload.place import Place
 from rayzero.engine.zero.placement import Collective
 from rayzero.engine.zero.weights import views_of
 
@@ -44,7 +45,7 @@ class GradStore(Protocol):
         """This rank's part in the gradient norm: over all ranks, each element once."""
 
     @property
-    def resting(self) -> Tensor:
+    def resting(self) -> dict[Place, Tensor]:
         """What stays between two steps."""
 
 
@@ -80,8 +81,8 @@ class PartialGrads:
         return self._flat[shard]
 
     @property
-    def resting(self) -> Tensor:
-        return self._flat
+    def resting(self) -> dict[Place, Tensor]:
+        return {Place.DEVICE: self._flat}
 
 
 class GradSlots:
@@ -174,8 +175,8 @@ class ShardedGrads:
         return self._shard
 
     @property
-    def resting(self) -> Tensor:
-        return self._shard
+    def resting(self) -> dict[Place, Tensor]:
+        return {Place.DEVICE: self._shard}
 
 
 def _put(target: Tensor, grad: Tensor, *, add: bool) -> None:

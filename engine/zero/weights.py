@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from rayzero.engine.comm.collectives import Collectives, Done, Pending, part_of
 from rayzero.engine.layout.partition import UnitLayout
+from rayzero.engine.offload.place import Place
 
 
 class ResidentWeights:
     """Replicated: the flat buffer is there for good, the parameters are views of it."""
+
+    rests = Place.DEVICE
 
     def __init__(self, layout: UnitLayout, params: tuple[nn.Parameter, ...], flat: Tensor) -> None:
         self.flat = flat
@@ -44,6 +47,8 @@ class ShardedWeights:
     Detached, a parameter keeps its shape but reads as NaN everywhere, so that a weight used without
     its block's forward shows at once instead of giving stale numbers.
     """
+
+    rests = Place.DEVICE
 
     def __init__(
         self,

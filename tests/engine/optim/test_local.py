@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from rayzero.engine.config import OptimizerConfig
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.partition import ParamSpec, lay_out
-from rayzero.engine.offload.home import DeviceHome, Place
+from rayzero.engine.offload.home import DeviceHome
 from rayzero.engine.offload.link import SharedLink
+from rayzero.engine.offload.place import Place
 from rayzero.engine.optim.groups import find_groups
 from rayzero.engine.optim.local import (
     LocalOptimizer,

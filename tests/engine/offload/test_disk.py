@@ -1,0 +1,220 @@
+"""State in files: bounded memory, errors that say what failed, nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.engine.offload import volume as volume_module
+from rayzero.engine.offload.volume import Volume
+from tests.engine.offload.training import config, make_engine, run_steps
+
+
+def nvme(folder: Path, **more: Any) -> dict[str, Any]:
+    place = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 3} | more
+    return {"offload_optimizer": place, "sub_group_size": 64}
+
+
+class TestVolume:
+    def test_what_is_written_is_what_is_mapped(self, tmp_path: Path) -> None:
+        volume = Volume(tmp_path / "made")
+        first, second = volume.tensor(5, torch.bfloat16), volume.tensor(3000, torch.float32)
+        assert not first.any()
+        assert not second.any()
+        values = torch.randn(3000)
+        place = volume.locate(second[7:])
+        assert place is not None
+        volume.write(place, values[7:])
+        assert torch.equal(second[7:], values[7:])
+        assert not second[:7].any()
+        assert not first.any()
+        second[:7] = 1.0
+        back = torch.empty(10)
+        start = volume.locate(second)
+        assert start is not None
+        volume.read(start, back)
+        assert torch.equal(back, torch.cat((torch.ones(7), values[7:10])))
+        assert volume.locate(values) is None
+        assert not list((tmp_path / "made").iterdir())
+
+    def test_tensors_outlive_it(self, tmp_path: Path) -> None:
+        volume = Volume(tmp_path)
+        kept = volume.tensor(4, torch.float32)
+        volume.close()
+        volume.close()
+        kept += 1
+        assert kept.sum() == 4
+
+    @pytest.mark.parametrize("make", [lambda path: path.write_text(""), lambda path: None])
+    def test_a_folder_that_cannot_be(self, tmp_path: Path, make: Any) -> None:
+        folder = tmp_path / "file"
+        make(folder)
+        if not folder.exists():
+            folder = Path("/proc/nowhere")
+        with pytest.raises(ConfigError, match=r"(?s)offload to .*nvme_path"):
+            Volume(folder)
+
+    def test_a_file_that_ends_early(self, tmp_path: Path) -> None:
+        volume = Volume(tmp_path)
+        tensor = volume.tensor(4, torch.float32)
+        os.ftruncate(volume._file.fileno(), 0)
+        with pytest.raises(EngineError, match="the file ends at 0"):
+            volume.read(0, torch.empty_like(tensor))
+
+
+class FailingOs:
+    """The operating system, but for one call that fails after a few times."""
+
+    def __init__(self, name: str, error: int, after: int) -> None:
+        self._name, self._error, self._left = name, error, after
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name != self._name:
+            return real
+
+        def call(*args: Any) -> Any:
+            self._left -= 1
+            if self._left < 0:
+                raise OSError(self._error, os.strerror(self._error))
+            return real(*args)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "after", "message"),
+    [
+        ("preadv", errno.EIO, 0, "a read failed: Input/output error"),
+        ("preadv", errno.EIO, 5, "a read failed: Input/output error"),
+        ("pwritev", errno.ENOSPC, 0, "a write failed: No space left on device"),
+        ("pwritev", errno.EIO, 7, "a write failed: Input/output error"),
+        ("posix_fallocate", errno.ENOSPC, 3, "could not be had: No space left on device"),
+    ],
+)
+def test_a_disk_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int, after: int, message: str
+) -> None:
+    engine = make_engine(config(2, "bf16", **nvme(tmp_path)))
+    if call == "preadv":
+        run_steps(engine, [0])  # the first update reads nothing but main weights
+    monkeypatch.setattr(volume_module, "os", FailingOs(call, error, after))
+    with pytest.raises(EngineError, match=message) as told:
+        run_steps(engine, [1])
+    assert str(tmp_path) in str(told.value)
+    assert "nvme_path" in str(told.value)
+    assert not engine.state.consistent  # of no step: nobody saves it
+    group = engine.optimizer.param_groups[0]
+    assert len(group["params"]) > 1  # the optimizer is itself again
+    monkeypatch.undo()
+    engine.close()
+
+
+def test_a_real_limit_of_the_file_system(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE stands for a disk that is full: the kernel itself refuses."""
+    code = f"""
+import resource, torch
+from rayzero.engine.errors import EngineError
+from tests.engine.offload.test_disk import nvme
+from tests.engine.offload.training import config, make_engine, run_steps
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_FSIZE, (40_960, 40_960))
+try:
+    engine = make_engine(config(1, "bf16", **nvme(Path({str(tmp_path)!r}))))
+    run_steps(engine, [0])
+except EngineError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "could not be had: File too large" in done.stdout, done.stderr
+    assert done.returncode == 0
+
+
+def test_threads_end_with_the_engine(tmp_path: Path) -> None:
+    def threads() -> list[threading.Thread]:
+        return [one for one in threading.enumerate() if one.name.startswith("rayzero-disk")]
+
+    before = len(threads())
+    engine = make_engine(config(1, "bf16", **nvme(tmp_path)))
+    run_steps(engine, [0, 1])
+    mine = threads()
+    assert len(mine) > before
+    engine.close()
+    for one in mine:
+        one.join(5)
+    assert len(threads()) == before
+
+
+MEASURED = """
+import gc, sys, torch
+from torch import nn
+import rayzero
+
+def anonymous_bytes():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+width, layers = 512, 24
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+engine, *_ = rayzero.initialize(model=Stack(), config={
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": width * width, "sub_group_size": 65536,
+        "offload_optimizer": {"device": "nvme", "nvme_path": sys.argv[1], "buffer_count": 4}},
+})
+engine.backward(engine(torch.randn(2, width)))
+gc.collect()
+before = anonymous_bytes()  # with gradients, which rest in memory
+peaks = []
+narrow = engine._optimizer._narrow
+def watched(runs):
+    peaks.append(anonymous_bytes())
+    narrow(runs)
+engine._optimizer._narrow = watched
+engine.step()
+for _ in range(3):
+    engine.backward(engine(torch.randn(2, width)))
+    engine.step()
+told = engine.metrics.bytes
+print(max(peaks) - before, told["disk_optimizer_state"], told["disk_main_weights"],
+      told["host_staging"])
+"""
+
+
+def test_memory_is_bounded_by_the_buffers(tmp_path: Path) -> None:
+    """Of 75 MB of state the process holds four pieces at most, and what is in passing."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    grown, state, main, staging = map(int, done.stdout.split())
+    assert state > 48e6
+    assert main > 24e6
+    assert staging == 4 * 3 * 65536 * 4
+    # Besides: pieces of state that the first update makes, and threads.
+    assert grown < staging + 8e6, (grown, staging)
+    assert grown < (state + main) / 3
