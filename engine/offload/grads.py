@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rayzero.engine.comm.collectives import Pending, Sums, part_of
+from rayzero.engine.comm.collectives import Collectives, Pending, Sums, part_of
 from rayzero.engine.layout.partition import UnitLayout
-from rayzero.engine.offload.link import Link
+from rayzero.engine.offload.link import Copy, Link
 from rayzero.engine.offload.place import Place
 from rayzero.engine.zero.grads import GradSlots, PartialGrads, ShardedGrads
 from rayzero.engine.zero.placement import Collective
@@ -35,7 +35,7 @@ class FetchedPartialGrads(PartialGrads):
 
     def reduce(self, sums: Sums, *, first: bool) -> Pending:
         summed = super().reduce(sums, first=first)
-        return self._link.fetch(summed, self._own, self.host, add=False)
+        return self._link.fetch(summed, Copy(self._own, self.host, False, _at_once(sums)))
 
     def owned(self) -> Tensor:
         return self.host
@@ -60,7 +60,7 @@ class FetchedShardedGrads(ShardedGrads):
     def _sum(self, sums: Sums, full: Tensor, *, first: bool) -> Pending:
         own = part_of(full, sums.rank, sums.world_size)
         summed = sums.reduce_scatter(full, own)
-        return self._link.fetch(summed, own, self.host, add=not first)
+        return self._link.fetch(summed, Copy(own, self.host, not first, _at_once(sums)))
 
     def counted(self, shard: slice) -> Tensor:
         self._link.land()
@@ -69,3 +69,7 @@ class FetchedShardedGrads(ShardedGrads):
     @property
     def resting(self) -> dict[Place, Tensor]:
         return {Place.HOST: self.host}
+
+
+def _at_once(sums: Sums) -> bool:
+    return isinstance(sums, Collectives)

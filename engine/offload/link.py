@@ -18,7 +18,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.collectives import Pending
+from rayzero.engine.comm.collectives import Done, Pending
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What a fetch does: `source` replaces `target`, or is added to it.
+
+    Attributes:
+        early: what it waits for is one collective, whose `wait` may be called at once, and on the
+            copy's stream: a GPU then computes on. A sum of codes has kernels of its own.
+    """
+
+    source: Tensor
+    target: Tensor
+    add: bool
+    early: bool
 
 
 class Link(Protocol):
@@ -37,8 +52,8 @@ class Link(Protocol):
     def host(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros in host memory."""
 
-    def fetch(self, arrives: Pending, source: Tensor, target: Tensor, *, add: bool) -> Pending:
-        """Device to host, as soon as `arrives` has: replaces `target`, or is added to it.
+    def fetch(self, arrives: Pending, copy: Copy) -> Pending:
+        """Device to host, as soon as `arrives` has.
 
         The pending's `wait` does not say that it is in host memory: `land` does. After its
         `release`, kernels that are enqueued may overwrite `source`.
@@ -78,8 +93,8 @@ class PlainLink:
     def host(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
 
-    def fetch(self, arrives: Pending, source: Tensor, target: Tensor, *, add: bool) -> Pending:
-        return _Carried(arrives, lambda: _put(source, target, add=add))
+    def fetch(self, arrives: Pending, copy: Copy) -> Pending:
+        return _Carried(arrives, lambda: _carry_out(copy))
 
     def land(self) -> None:
         return
@@ -104,21 +119,23 @@ class SharedLink(PlainLink):
 
 
 class _Carried:
-    """A pending with something to be done once it has arrived."""
+    """A pending whose copy is started once it has arrived."""
 
-    def __init__(self, arrives: Pending, carry: Callable[[], None]) -> None:
+    def __init__(self, arrives: Pending, start: Callable[[], Pending]) -> None:
         self._arrives = arrives
-        self._carry: Callable[[], None] | None = carry
+        self._start = start
+        self._copied: Pending | None = None
 
     def wait(self) -> None:
         self._arrives.wait()
-        if self._carry is not None:
-            self._carry()
-            self._carry = None
+        if self._copied is None:
+            self._copied = self._start()
 
     def release(self) -> None:
         self.wait()
         self._arrives.release()
+        if self._copied is not None:
+            self._copied.release()
 
 
 @dataclass
@@ -153,17 +170,10 @@ class CudaLink:
     def host(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, pin_memory=True)
 
-    def fetch(self, arrives: Pending, source: Tensor, target: Tensor, *, add: bool) -> Pending:
-        staging = self._take_staging(source) if add else None
-        landed = target if staging is None else staging[: source.numel()]
-        self._down.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._down):
-            arrives.wait()
-            landed.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._down)
-        self._landing.append(_Landing(done, target, staging))
-        return _Copied(done, self._device)
+    def fetch(self, arrives: Pending, copy: Copy) -> Pending:
+        if copy.early:
+            return self._start(arrives, copy)
+        return _Carried(arrives, lambda: self._start(Done(), copy))
 
     def land(self) -> None:
         while self._landing:
@@ -183,6 +193,18 @@ class CudaLink:
     def ahead(self) -> AbstractContextManager[None]:
         self._up.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._up)
+
+    def _start(self, arrives: Pending, copy: Copy) -> Pending:
+        staging = self._take_staging(copy.source) if copy.add else None
+        landed = copy.target if staging is None else staging[: copy.source.numel()]
+        self._down.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._down):
+            arrives.wait()
+            landed.copy_(copy.source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(self._down)
+        self._landing.append(_Landing(done, copy.target, staging))
+        return _Copied(done, self._device)
 
     def _land_oldest(self) -> None:
         landing = self._landing.popleft()
@@ -217,11 +239,12 @@ class _Copied:
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
-def _put(source: Tensor, target: Tensor, *, add: bool) -> None:
-    if add:
-        target.add_(source)
+def _carry_out(copy: Copy) -> Pending:
+    if copy.add:
+        copy.target.add_(copy.source)
     else:
-        target.copy_(source)
+        copy.target.copy_(copy.source)
+    return Done()
 
 
 def link_for(device: torch.device) -> Link:

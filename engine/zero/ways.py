@@ -113,7 +113,7 @@ def main_dtype(unit: Unit) -> torch.dtype:
     """The dtype of a trainable unit's main grads."""
     if unit.grads is None:
         raise ValueError(f"{unit.name} is frozen")
-    return unit.grads.resting.dtype
+    return unit.grads.owned().dtype
 
 
 def make_feedback(unit: Unit, codec: str, device: torch.device) -> Feedback:
