@@ -88,10 +88,13 @@ class LocalOptimizer:
     def update(self, runs: Sequence[Run], factor: float) -> None:
         """Steps the torch optimizer, whose parameters at the moment are these runs."""
         for run in runs:
-            run.weight.grad = run.grad
+            # The same tensor, unless gradients are summed in another dtype.
+            run.weight.grad = run.grad.to(run.weight.dtype)
         if factor != 1.0:
             self._scale(runs, factor)
         self.torch.step()
+        for run in runs:
+            run.weight.grad = None
         if self._scales:
             self.torch.grad_scale = None  # type: ignore[attr-defined]
 
@@ -116,7 +119,8 @@ class LocalOptimizer:
             scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
             self.torch.grad_scale = scale  # type: ignore[attr-defined]
         else:
-            torch._foreach_mul_([run.grad for run in runs], factor)
+            grads = [run.weight.grad for run in runs if run.weight.grad is not None]
+            torch._foreach_mul_(grads, factor)
 
 
 def group_runs(runs: Sequence[Run], options: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

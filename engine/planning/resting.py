@@ -74,6 +74,7 @@ def _trained(plan: UnitPlan, shape: Shape, found: Resting, moved: bool) -> None:
     shards = shape.stage.optimizer_state is Placement.SHARDED
     owned = layout.shard_numel if shards else layout.numel
     main = shape.precision.main_dtype(original)
+    grad = shape.precision.grad_dtype(original)
     rest = found.device
     if moved:
         rest = found.disk if shape.offload.offload_optimizer.device == "nvme" else found.host
@@ -83,18 +84,18 @@ def _trained(plan: UnitPlan, shape: Shape, found: Resting, moved: bool) -> None:
         rest["main_weights"] += owned * main.itemsize
     rest["optimizer_state"] += round(owned * shape.state_itemsize)
     if moved:
-        found.host["main_grads"] += owned * main.itemsize
+        found.host["main_grads"] += owned * grad.itemsize
     if shape.stage.main_grads is not Placement.SHARDED:
-        found.device["main_grads"] += layout.numel * main.itemsize
+        found.device["main_grads"] += layout.numel * grad.itemsize
     elif not moved:
-        found.device["main_grads"] += layout.shard_numel * main.itemsize
+        found.device["main_grads"] += layout.shard_numel * grad.itemsize
 
 
 def _grad_slots(plans: Sequence[UnitPlan], shape: Shape) -> int:
     trainable = [plan for plan in plans if plan.trainable]
     if shape.stage.main_grads is not Placement.SHARDED or not trainable:
         return 0
-    dtypes = [shape.precision.main_dtype(plan.params[0].dtype) for plan in trainable]
+    dtypes = [shape.precision.grad_dtype(plan.params[0].dtype) for plan in trainable]
     count = min(shape.grad_slots, len(trainable))
     longest = max(plan.layout.numel for plan in trainable)
     return count * longest * max(one.itemsize for one in dtypes)

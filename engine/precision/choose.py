@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from rayzero.engine.config import EngineConfig
@@ -36,13 +38,15 @@ def choose_precision(config: EngineConfig, device: torch.device) -> Precision:
             allowed="one of fp16, bf16 and torch_autocast",
             fix='"enabled": false in the others',
         )
+    accumulate_in = _accumulation(config)
     if config.fp16.enabled:
-        return Mixed(torch.float16, _scaler(config.fp16), casts_inputs=config.fp16.auto_cast)
+        scaler, casts = _scaler(config.fp16), config.fp16.auto_cast
+        return Mixed(torch.float16, scaler, casts_inputs=casts, accumulate_in=accumulate_in)
     if config.bf16.enabled:
-        return Mixed(torch.bfloat16)
+        return Mixed(torch.bfloat16, accumulate_in=accumulate_in)
     if autocast.enabled:
-        return _autocast(dtype_of(autocast.dtype), device)
-    return Native()
+        return replace(_autocast(dtype_of(autocast.dtype), device), accumulate_in=accumulate_in)
+    return Native(accumulate_in=accumulate_in)
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
@@ -50,7 +54,18 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     return None if name is None else _DTYPES[name]
 
 
-def _autocast(dtype: torch.dtype | None, device: torch.device) -> Precision:
+def _accumulation(config: EngineConfig) -> torch.dtype | None:
+    dtype = dtype_of(config.data_types.grad_accum_dtype)
+    if dtype is torch.float16 and not config.fp16.enabled:
+        raise ConfigError(
+            "data_types.grad_accum_dtype is fp16 without fp16: without a loss scale, gradients "
+            "below 6e-8 would vanish",
+            allowed="fp32 or bf16; fp16 with fp16.enabled",
+        )
+    return dtype
+
+
+def _autocast(dtype: torch.dtype | None, device: torch.device) -> Autocast:
     if dtype not in (torch.float16, torch.bfloat16):
         raise ConfigError(
             f"torch_autocast.dtype is {dtype}",

@@ -7,7 +7,8 @@
 | Mixed, fp16 | float16 | fp32, from the original values | fp32 | dynamic or fixed |
 | Autocast | the model's own dtype | the same memory | the same dtype | fp16: dynamic |
 
-Main grads may have another dtype, and gradients may travel in another one: `GradDtypes`.
+Main grads have another dtype where `data_types.grad_accum_dtype` says so. Sums over ranks and
+micro-steps are rounded to it term by term; the optimizer reads them in the main weights' dtype.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ class Precision(Protocol):
     def main_dtype(self, original: torch.dtype) -> torch.dtype:
         """The dtype of main weights and optimizer state."""
 
+    def grad_dtype(self, original: torch.dtype) -> torch.dtype:
+        """The dtype that main grads rest, travel and are summed in."""
+
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         """The main weights for a range of model weights; may be the same memory."""
 
@@ -64,12 +68,16 @@ class Native:
 
     scaler: Scaler = UNSCALED
     average_first: bool = True
+    accumulate_in: torch.dtype | None = None
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
         return original
 
     def main_dtype(self, original: torch.dtype) -> torch.dtype:
         return original
+
+    def grad_dtype(self, original: torch.dtype) -> torch.dtype:
+        return original if original.is_complex else self.accumulate_in or original
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         return model_weights
@@ -114,12 +122,16 @@ class Mixed:
     scaler: Scaler = UNSCALED
     casts_inputs: bool = True
     average_first: bool = False
+    accumulate_in: torch.dtype | None = None
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
         return self.dtype if original.is_floating_point else original
 
     def main_dtype(self, original: torch.dtype) -> torch.dtype:
         return torch.float32
+
+    def grad_dtype(self, original: torch.dtype) -> torch.dtype:
+        return self.accumulate_in or torch.float32
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         return original.to(torch.float32, copy=True)

@@ -54,8 +54,8 @@ def make_slots(plans: Sequence[UnitPlan], recipe: Recipe, count: int) -> GradSlo
     trainable = [plan for plan in plans if plan.trainable]
     if recipe.stage.main_grads is not Placement.SHARDED or not trainable:
         return None
-    # One dtype for all: the widest of the main dtypes, into which the others convert exactly.
-    dtypes = [recipe.precision.main_dtype(plan.params[0].dtype) for plan in trainable]
+    # One dtype for all: the widest of the grad dtypes, into which the others convert exactly.
+    dtypes = [recipe.precision.grad_dtype(plan.params[0].dtype) for plan in trainable]
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     numel = max(plan.layout.numel for plan in trainable)
     zeros, device = recipe.collectives.zeros, recipe.device
@@ -131,15 +131,16 @@ def _make_grads(
     slots: GradSlots | None,
     home: Home,
 ) -> GradStore:
+    dtype = recipe.precision.grad_dtype(plan.params[0].dtype)
     link, how = home.fetches, recipe.stage.gradient_collective
     if slots is not None and link is not None:
-        return FetchedShardedGrads(plan.layout, link.host(main.numel(), main.dtype), slots, link)
+        return FetchedShardedGrads(plan.layout, link.host(main.numel(), dtype), slots, link)
     if slots is not None:
-        resting = torch.zeros(main.numel(), dtype=main.dtype, device=recipe.device)
+        resting = torch.zeros(main.numel(), dtype=dtype, device=recipe.device)
         return ShardedGrads(plan.layout, resting, slots)
-    flat = recipe.collectives.zeros(plan.layout.numel, main.dtype, recipe.device)
+    flat = recipe.collectives.zeros(plan.layout.numel, dtype, recipe.device)
     if link is not None:
-        host = link.host(main.numel(), main.dtype)
+        host = link.host(main.numel(), dtype)
         return FetchedPartialGrads(plan.layout, flat, owned, how, host, link)
     return PartialGrads(plan.layout, flat, owned, how)
 

@@ -52,10 +52,19 @@ def take_vote(
         factor: what the gradients are still to be multiplied by.
         wishes: this rank's.
     """
-    norm = get_total_norm(list(parts)).to(loss.device)  # gradients may rest in host memory
+    norm = _norm(list(parts)).to(loss.device)  # gradients may rest in host memory
     found = torch.stack((norm.double().square(), loss.detach().double()))
     ballot = torch.cat((found, found.new_tensor(wishes.ballot())))
     collectives.vote(ballot)
     square, mean, *sums = ballot.tolist()
     agreed = Wishes.counted(sums, collectives.world_size)
     return Verdict(grad_norm=factor * square**0.5, loss=mean, agreed=agreed)
+
+
+def _norm(parts: list[Tensor]) -> Tensor:
+    """The L2 norm of all parts; of 16-bit ones in float32, because in fp16 it would overflow."""
+    narrow = [part for part in parts if part.dtype.itemsize < 4]
+    if not narrow:
+        return get_total_norm(parts)
+    wide = [part for part in parts if part.dtype.itemsize >= 4]
+    return get_total_norm([*wide, *torch._foreach_norm(narrow, 2.0, torch.float32)])

@@ -132,6 +132,7 @@ def plain_mixed(
     parts: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     scale: float = 1.0,
+    groups_of: Callable[[nn.Module], list[dict[str, Any]]] = two_groups,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The same in 16 bits, with fp32 main weights and grads kept beside the model.
 
@@ -141,7 +142,7 @@ def plain_mixed(
     """
     low = copy.deepcopy(model).to(dtype)
     pairs = list(zip(low.parameters(), model.parameters(), strict=True))
-    optimizer = make_optimizer(two_groups(model))
+    optimizer = make_optimizer(groups_of(model))
     losses = []
     for batch in data:
         optimizer.zero_grad()

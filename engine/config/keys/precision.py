@@ -67,7 +67,7 @@ MIXED = (
         "classes of modules whose gradients and weights travel in that dtype",
         "weights travel as they are, and all gradients in communication_data_type",
     ),
-    Key("data_types.grad_accum_dtype", REFUSED, "the dtype that gradients are summed up in"),
+    Key("data_types.grad_accum_dtype", IMPLEMENTED, "the dtype that gradients are summed up in"),
     Key(
         "data_types.param_dtype",
         REFUSED,

@@ -29,6 +29,12 @@ def test_parts_of_several_dtypes() -> None:
     assert alone(parts).grad_norm == pytest.approx(13)
 
 
+def test_the_norm_of_fp16_parts_may_be_beyond_fp16() -> None:
+    parts = [torch.full((100,), 6e4).half(), torch.full((2,), 1.0)]
+    assert alone(parts).grad_norm == pytest.approx(6e5, rel=1e-3)
+    assert not alone([torch.tensor([inf]).half()]).finite
+
+
 def test_no_parts_at_all() -> None:
     assert alone([]) == Verdict(0.0, 0.0)
 

@@ -1,0 +1,272 @@
+"""fp16 in an engine: overflows, the scale's way through steps and states, what an error says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from examples.gpt.model import GPT, GPTConfig
+from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.engine.precision.loss_scale import DynamicRules, DynamicScale
+from rayzero.engine.session import entered
+from tests.engine import zoo
+from tests.engine.state.blocks import Block, StateSession
+from tests.support.ranks import run_ranks
+
+RULES = DynamicRules(2.0**8, window=2, hysteresis=2)
+FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 50}}
+
+
+def make(stage: int, blocks: list[Block] | None = None, **more: Any) -> rayzero.Engine:
+    with entered(StateSession(blocks)):
+        return rayzero.initialize(
+            model=zoo.make(),
+            config={
+                "train_batch_size": 12,
+                "gradient_accumulation_steps": 2,
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "eps": 1e-4}},
+                "scheduler": WARMUP,
+                "fp16": FP16,
+                "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},
+                **more,
+            },
+        )[0]
+
+
+def one_step(engine: rayzero.Engine, batch: Tensor, overflow: bool = False) -> None:
+    part = batch.chunk(engine.world_size)[engine.rank]
+    for micro in part.chunk(engine.settings.batches.micro_steps):
+        loss = engine(micro[:, :-1], targets=micro[:, 1:])["loss"]
+        engine.backward(loss * float("inf") if overflow else loss)
+        engine.step()
+
+
+def through(
+    rank: int, world: int, stage: int, first: int, overflows: str, blocks: list[Block] | None
+) -> tuple[list[tuple[Any, ...]], dict[str, Tensor], Block]:
+    """Steps of which some overflow, on the last rank only."""
+    engine, told = make(stage, blocks), []
+    batches = list(zoo.batches(first + len(overflows), 12))[first:]
+    for batch, one in zip(batches, overflows, strict=True):
+        one_step(engine, batch, one == "x" and rank == max(world, 1) - 1)
+        told.append((engine.loss_scale, engine.skipped_steps, engine.metrics.lr))
+    return told, engine.state_dict(), Block.of(engine)
+
+
+STEPS = "..x.xx....x."
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [0, 2, 3])
+def test_one_ranks_overflow_skips_the_step_everywhere_and_lowers_the_scale(world, stage):
+    results = run_ranks(world, through, stage, 0, STEPS, None)
+    assert all(told == results[0][0] for told, _, _ in results)
+    scaler, good = DynamicScale(RULES), STEPS.replace("x", "")
+    clean = run_ranks(world, lone_schedule, len(good))[0]
+    for number, (scale, skipped, lr) in enumerate(results[0][0]):
+        scaler.after(overflow=STEPS[number] == "x")
+        assert scale == scaler.value
+        assert skipped == STEPS[: number + 1].count("x")
+        assert lr == clean[number - STEPS[:number].count("x")]  # the schedule waited
+    # What was skipped left no trace: the same as a loop of only the good steps.
+    data = [
+        one for one, step in zip(zoo.batches(len(STEPS), 12), STEPS, strict=True) if step == "."
+    ]
+    optimizers = []
+
+    def scheduled(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(groups, lr=0.1, eps=1e-4, weight_decay=0.01)
+        step, lrs = made.step, iter(clean)
+
+        def at_its_lr() -> None:
+            lr = next(lrs)
+            for group in made.param_groups:
+                group["lr"] = lr
+            step()
+
+        made.step = at_its_lr  # type: ignore[method-assign]
+        optimizers.append(made)
+        return made
+
+    def one_group(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": [one for one in model.parameters() if one.requires_grad]}]
+
+    _, right = zoo.plain_mixed(
+        zoo.make(), scheduled, data, 0.0, max(world, 1) * 2, torch.float16, 2.0**8, one_group
+    )
+    state = results[0][1]
+    worst = {name: zoo.relative_l2(state[name], right[name]) for name in right}
+    assert max(worst.values()) < 5e-3, worst
+
+
+def lone_schedule(rank: int, world: int, steps: int) -> list[float]:
+    """The lrs of steps without overflow."""
+    engine, lrs = make(0), []
+    for batch in zoo.batches(steps, 12):
+        one_step(engine, batch)
+        lrs.append(engine.metrics.lr)
+    return lrs
+
+
+@pytest.mark.parametrize("moves", [[(2, 2), (3, 3), (0, 0), (1, 2)]])
+def test_the_scale_goes_along_to_other_stages_and_worlds(moves):
+    blocks, scaler, at = None, DynamicScale(RULES), 0
+    for stage, world in moves:
+        results = run_ranks(world, through, stage, at, "x..", blocks)
+        for step, (scale, skipped, _) in zip("x..", results[0][0], strict=True):
+            scaler.after(overflow=step == "x")
+            at += 1
+            assert (scale, skipped) == (scaler.value, -(-at // 3))
+        blocks = [block for _, _, block in results]
+        assert all(json.loads(one.small)["loss_scale"] == scaler.state() for one in blocks)
+
+
+def test_it_goes_on_bit_by_bit():
+    straight = run_ranks(2, through, 2, 0, "x.x..x", None)
+    first = run_ranks(2, through, 2, 0, "x.x", None)
+    second = run_ranks(2, through, 2, 3, "..x", [block for _, _, block in first])
+    assert first[0][0] + second[0][0] == straight[0][0]
+    for name, right in straight[0][1].items():
+        assert torch.equal(second[0][1][name], right), name
+
+
+def test_a_state_of_another_precision_is_taken_over():
+    engine = make(0, fp16={"enabled": False}, bf16={"enabled": True})
+    one_step(engine, next(zoo.batches(1, 12)))
+    again = make(0, [Block.of(engine)])
+    assert (again.loss_scale, again.global_steps) == (2.0**8, 1)
+    one_step(again, next(zoo.batches(1, 12)))
+    back = make(0, [Block.of(again)], fp16={"enabled": False})
+    assert back.loss_scale == 1.0
+
+
+def exhaust(rank: int, world: int, stage: int) -> str:
+    engine = make(stage, fp16=FP16 | {"initial_scale_power": 1, "hysteresis": 1})
+    before = engine.state_dict()
+
+    def spoil(grad: Tensor) -> Tensor:
+        return torch.full_like(grad, float("nan")) if rank == 0 else grad
+
+    batch = next(zoo.batches(1, 12))
+    one_step(engine, batch, overflow=rank == world - 1)  # 2 -> 1, the lowest
+    assert engine.loss_scale == 1.0
+    if stage < 3:
+        engine.module.blocks[1].down.weight.register_hook(spoil)
+    with pytest.raises(EngineError) as told:
+        one_step(engine, batch, overflow=stage == 3 and rank == 0)
+    assert engine.global_steps == 1
+    after = engine.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_at_the_lowest_scale_the_error_names_the_first_parameter(stage):
+    first, *others = run_ranks(2, exhaust, stage)
+    assert all(one == first for one in others)
+    assert "an overflow at the lowest loss scale, 1" in first
+    assert "bf16" in first
+    assert "fp16.min_loss_scale" in first
+    assert "blocks.1.down.weight" in first if stage < 3 else "in the unit" in first
+
+
+def test_a_norm_that_overflows_alone_is_told():
+    engine = make(0, fp16=FP16 | {"initial_scale_power": 0, "hysteresis": 1})
+    engine._runtime.units[0].grads.owned().fill_(1e38)
+    engine.backward(engine(torch.zeros(3, 5).long(), targets=torch.zeros(3, 5).long())["loss"])
+    for unit in engine._runtime.units:
+        if unit.grads is not None:
+            unit.grads.owned().fill_(3e38)
+    engine.progress.micro_step = 1
+    with pytest.raises(EngineError, match="every element is"):
+        engine.step()
+
+
+def fixed(scale: float, **more: Any) -> rayzero.Engine:
+    return rayzero.initialize(
+        model=nn.Linear(4, 1, bias=False),
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=1e6),
+        config={"fp16": {"enabled": True, "loss_scale": scale, "auto_cast": True}, **more},
+    )[0]
+
+
+def test_a_fixed_scale_stays_and_saves_small_gradients():
+    """Gradients of 1e-8 are zero in fp16, and are not when the loss is scaled."""
+    moved = {}
+    for scale in (1.0, 1024.0):
+        engine = fixed(scale)
+        (weight,) = engine.optimizer.param_groups[0]["params"]
+        before = weight.detach().clone()
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 4)).float().sum() * 1e-8)
+            engine.step()
+        engine.backward(engine(torch.ones(1, 4)).sum() * float("inf"))
+        engine.step()
+        assert (engine.loss_scale, engine.skipped_steps) == (scale, 1)
+        moved[scale] = (before - weight.detach())[:4]
+    assert not moved[1.0].any()
+    assert torch.allclose(moved[1024.0], torch.full((4,), 0.02), rtol=0.05)
+
+
+def test_inputs_are_cast_only_when_asked():
+    engine = fixed(8.0)
+    assert engine(torch.ones(1, 4)).dtype is torch.float16
+    other = fixed(8.0, fp16={"enabled": True, "loss_scale": 8})
+    with pytest.raises(RuntimeError, match="dtype"):
+        other(torch.ones(1, 4))
+    assert other(torch.ones(1, 4).half()).dtype is torch.float16
+
+
+@pytest.mark.parametrize(
+    ("fp16", "match"),
+    [
+        ({"initial_scale_power": 2000}, "initial_scale_power is 2000"),
+        ({"min_loss_scale": 0}, "min_loss_scale"),
+        ({"hysteresis": 0}, "hysteresis"),
+        ({"loss_scale": -1}, "loss_scale"),
+        ({"fp16_master_weights_and_grads": True}, "fp16_master_weights_and_grads: refused"),
+    ],
+)
+def test_what_cannot_be_is_refused(fp16, match):
+    with pytest.raises(ConfigError, match=match):
+        make(0, fp16={"enabled": True} | fp16)
+
+
+def test_two_precisions_are_refused():
+    with pytest.raises(ConfigError, match="fp16 and bf16"):
+        make(0, bf16={"enabled": True})
+
+
+def learn(rank: int, world: int, stage: int) -> tuple[list[float], int]:
+    torch.manual_seed(0)
+    engine, *_ = rayzero.initialize(
+        model=GPT(GPTConfig(vocab=64, context=16, layers=2, width=32, heads=2)),
+        config={
+            "train_batch_size": 8,
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-6}},
+            "gradient_clipping": 1.0,
+            "fp16": {"enabled": True},
+            "zero_optimization": {"stage": stage},
+        },
+    )
+    generator, losses = torch.Generator().manual_seed(rank), []
+    for _ in range(40):
+        start = torch.randint(0, 64, (8 // world, 1), generator=generator)
+        tokens = (start + 3 * torch.arange(17)) % 64  # the next byte is the last one plus three
+        engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+        engine.step()
+        losses.append(engine.metrics.loss)
+    return losses, engine.skipped_steps
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_demos_model_learns_in_fp16(stage):
+    for losses, skipped in run_ranks(2, learn, stage):
+        assert losses[-1] < 0.6 * losses[0]
+        assert skipped < 8

@@ -1,0 +1,178 @@
+"""In which dtype gradients are summed, and where they are divided: seen on numbers that show it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import rayzero
+from rayzero.engine.precision.averaging import factor_after
+from tests.engine import zoo
+from tests.engine.matrix.cells import CLIP, Cell, oracle_of, train
+from tests.support.ranks import RankError, run_ranks
+
+
+class One(nn.Module):
+    """One weight, whose gradient is what is put in. A second one makes it a unit like others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.other = nn.Parameter(torch.zeros(40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def gradient(stage: int, terms: list[list[float]], more: Any) -> float:
+    """The mean gradient of a step, as the optimizer of the rank that has the weight sees it."""
+    world = len(terms)
+    return max(run_ranks(world if world > 1 else 0, _gradient, stage, terms, more))
+
+
+def _gradient(rank: int, world: int, stage: int, terms: list[list[float]], more: Any) -> float:
+    """What this rank's optimizer sees of it.
+
+    `terms` are the gradients by rank and micro-step.
+    """
+    engine, *_ = rayzero.initialize(
+        model=One(),
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0),
+        config={
+            "train_batch_size": max(world, 1) * len(terms[0]),
+            "gradient_accumulation_steps": len(terms[0]),
+            "zero_optimization": {"stage": stage},
+            **more,
+        },
+    )
+    for x in terms[rank]:
+        engine.backward(engine(torch.tensor([x], dtype=next(engine.module.parameters()).dtype)))
+        engine.step()
+    assert engine.global_steps == 1
+    weights = [one for group in engine.optimizer.param_groups for one in group["params"]]
+    return 0.0 - sum(one.sum().item() for one in weights)  # all others stay zero
+
+
+FP32_SUM, BF16_SUM = {}, {"data_types": {"grad_accum_dtype": "bf16"}}
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("model", [{}, BF16], ids=["fp32", "bf16"])
+def test_micro_steps_are_summed_in_fp32_unless_said_otherwise(model, stage):
+    """256 + 1 is 257 in fp32, and 256 in bf16, which has 8 bits."""
+    terms = [[256.0, 1.0, 1.0, 1.0]]
+    assert gradient(stage, terms, model) == 259 / 4
+    said = model | {"data_types": {"grad_accum_dtype": "fp32"}}
+    assert gradient(stage, terms, said) == 259 / 4
+    assert gradient(stage, terms, model | BF16_SUM) == 256 / 4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("model", [{}, BF16], ids=["fp32", "bf16"])
+def test_ranks_are_summed_in_the_same_dtype(model, stage):
+    terms = [[256.0], [1.0]]
+    assert gradient(stage, terms, model) == 257 / 2
+    assert gradient(stage, terms, model | BF16_SUM) == 256 / 2
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_fp16_sums_that_overflow_skip_the_step(stage):
+    fp16 = {"enabled": True, "loss_scale": 1.0}
+    terms = [[40_000.0, 40_000.0]]
+    assert gradient(stage, terms, {"fp16": fp16}) == 40_000.0
+    sums = {"data_types": {"grad_accum_dtype": "fp16"}}
+    assert gradient(stage, terms, {"fp16": fp16} | sums) == 0.0
+
+
+def test_fp16_sums_need_fp16():
+    with pytest.raises(RankError, match="grad_accum_dtype is fp16 without fp16"):
+        gradient(0, [[1.0]], {"data_types": {"grad_accum_dtype": "fp16"}})
+
+
+def grads_bytes(rank: int, world: int, more: Any) -> dict[str, int]:
+    engine, *_ = rayzero.initialize(
+        model=zoo.make(), optimizer=zoo.sgd, config={"zero_optimization": {"stage": 2}} | more
+    )
+    return engine.metrics.bytes
+
+
+def test_sums_in_bf16_take_half_the_memory():
+    wide, narrow = (run_ranks(2, grads_bytes, BF16 | more)[0] for more in (FP32_SUM, BF16_SUM))
+    assert narrow["main_grads"] * 2 == wide["main_grads"]
+    assert {**narrow, "main_grads": 0} == {**wide, "main_grads": 0}
+
+
+DIVISIONS = [
+    {"prescale_gradients": True},
+    {"gradient_predivide_factor": 4.0},
+    {"gradient_predivide_factor": 0.5},
+    {"prescale_gradients": True, "gradient_predivide_factor": 8.0},
+]
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("fp64", 1e-12), ("fp32", 1e-5), ("bf16", 3e-3)])
+def test_where_the_average_is_taken_does_not_matter_but_for_rounding(precision, limit):
+    cells = [
+        Cell(stage, precision, 4, CLIP, more=tuple(more.items()))
+        for stage in (0, 1, 2, 3)
+        for more in DIVISIONS
+    ]
+    results = run_ranks(2, train, cells, timeout_s=200)
+    for number, cell in enumerate(cells):
+        losses, state, _ = results[0][number]
+        right_losses, right, _ = oracle_of(cell, 2)
+        assert losses == pytest.approx(right_losses, rel=max(limit, 1e-9))
+        distance = zoo.relative_l2 if precision == "bf16" else zoo.relative
+        assert max(distance(state[name], right[name]) for name in right) <= limit, cell
+
+
+@pytest.mark.parametrize("more", DIVISIONS)
+def test_it_matters_in_fp16(more):
+    """What is divided before may vanish: 6e-8 is the least there is."""
+    fp16 = {"fp16": {"enabled": True, "loss_scale": 1.0}}
+    terms = [[6e-8], [6e-8]]
+    plain = gradient(1, terms, fp16)
+    assert plain == pytest.approx(6e-8, rel=0.01)
+    divided = gradient(1, terms, fp16 | more)
+    if factor_after(1, 2, average_first=False, **_arguments(more)) > 0.5:
+        assert divided == 0
+    else:
+        assert divided == plain
+
+
+def _arguments(more: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "prescale": more.get("prescale_gradients", False),
+        "predivide": more.get("gradient_predivide_factor", 1.0),
+    }
+
+
+@given(
+    st.integers(1, 16),
+    st.integers(1, 64),
+    st.booleans(),
+    st.booleans(),
+    st.floats(0.1, 100),
+)
+def test_before_and_after_make_the_average(micro_steps, ranks, first, prescale, predivide):
+    after = factor_after(
+        micro_steps, ranks, average_first=first, prescale=prescale, predivide=predivide
+    )
+    share = 1 / (micro_steps * ranks)
+    before = share / after  # what backward starts from for an average micro-batch
+    assert before * after * micro_steps * ranks == pytest.approx(1.0)
+    by_config = before if not first else before * micro_steps
+    expected = 1 / ranks if prescale or (first and predivide == 1.0) else 1 / predivide
+    assert by_config == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("factor", [0, -1.0])
+def test_nothing_can_be_divided_by_that(factor):
+    with pytest.raises(RankError, match="gradient_predivide_factor"):
+        gradient(0, [[1.0]], {"gradient_predivide_factor": factor})
