@@ -8,7 +8,7 @@
 | `found` | which checkpoint a folder and a tag mean |
 | `boundaries` | where a step ends, and how many samples it has |
 | `absent` | DeepSpeed's names that are not here, and what to use instead |
+| `owners`, `fragments` | one parameter's main weights, gradient, optimizer state |
+| `gathered` | `zero.Init`, `zero.GatheredParameters` |
 | `activations` | activation checkpointing |
-
-Nothing here moves tensors between ranks by itself.
 """

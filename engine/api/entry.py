@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rayzero.engine.api.owners import register
 from rayzero.engine.config import EngineConfig, parse_config
 from rayzero.engine.config.explain import tell
 from rayzero.engine.config.parse import Parsed, parse
@@ -88,6 +89,7 @@ def initialize(
     made = assemble(
         parsed.config, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
     )
+    register(made[0])
     if made[0].rank == 0:
         tell(parsed)
     return made

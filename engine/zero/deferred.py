@@ -11,7 +11,7 @@ Method: deferred initialisation by recording, as torchdistX's `deferred_init` ha
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -184,6 +184,7 @@ def _as(planned: Tensor, real: dict[int, Tensor]) -> Tensor:
 
 
 _tapes: list[Tape] = []  # of models not yet handed to `initialize`
+_recording: list[Tape] = []  # by the contexts that are open
 
 
 @contextmanager
@@ -199,8 +200,33 @@ def zero_init() -> Iterator[None]:
     """
     tape = Tape()
     _tapes.append(tape)
-    with _Recorder(tape), _looking_real():
+    with _recording_to(tape):
         yield
+
+
+@contextmanager
+def recorded_again(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within it, what is done to tensors of a model that `zero_init` built is recorded as well.
+
+    Nothing for tensors that have memory, and inside `zero_init`, where everything is recorded.
+    """
+    planned = [one for one in tensors if _planned(one)]
+    tapes = [tape for tape in _tapes if any(tape.knows(one) for one in planned)]
+    if not tapes or _recording:
+        yield
+        return
+    with _recording_to(tapes[0]):
+        yield
+
+
+@contextmanager
+def _recording_to(tape: Tape) -> Iterator[None]:
+    _recording.append(tape)
+    try:
+        with _Recorder(tape), _looking_real():
+            yield
+    finally:
+        _recording.pop()
 
 
 @contextmanager

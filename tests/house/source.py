@@ -28,7 +28,8 @@ def parse(name: str, text: str) -> Module:
 @cache
 def packages() -> list[Module]:
     """The modules of the import package `rayzero`, under the names that they are imported by."""
-    door = [("rayzero", path) for path in sorted((ROOT / "rayzero").glob("*.py"))]
+    own = [ROOT / "rayzero", *(ROOT / "rayzero/deepspeed").rglob("")]  # the other folders are links
+    door = [("rayzero", path) for folder in own for path in sorted(folder.glob("*.py"))]
     return [*_read(ROOT / "rayzero", door), *(m for p in PACKAGES for m in _folder(p, "rayzero."))]
 
 

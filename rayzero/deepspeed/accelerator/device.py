@@ -1,0 +1,110 @@
+"""The everyday part of DeepSpeed's accelerator: CUDA where there is a GPU, else the CPU."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+
+from rayzero.deepspeed.refused import no_such
+
+
+class Accelerator:
+    """What a script asks of its device. On the CPU, memory readings are 0 and waits are nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._cuda = name == "cuda"
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """`cuda`, `cuda:1` or `cpu`."""
+        return f"cuda:{device_index}" if self._cuda and device_index is not None else self._name
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        return torch.device(self.device_name(device_index))
+
+    def current_device(self) -> int:
+        return torch.cuda.current_device() if self._cuda else self._local_rank()
+
+    def current_device_name(self) -> str:
+        return self.device_name(self.current_device())
+
+    def set_device(self, device_index: int) -> None:
+        if self._cuda:
+            torch.cuda.set_device(device_index)
+
+    def device_count(self) -> int:
+        """GPUs of this node; on the CPU the ranks of this node."""
+        return (
+            torch.cuda.device_count()
+            if self._cuda
+            else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        )
+
+    def communication_backend_name(self) -> str:
+        return "nccl" if self._cuda else "gloo"
+
+    def is_bf16_supported(self) -> bool:
+        return torch.cuda.is_bf16_supported() if self._cuda else True
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        low = [torch.bfloat16] if self.is_bf16_supported() else []
+        return [torch.float32, torch.float16, *low]
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._name
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(device_index)
+
+    def empty_cache(self) -> None:
+        if self._cuda:
+            torch.cuda.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes."""
+        return torch.cuda.memory_allocated(device_index) if self._cuda else 0
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes."""
+        return torch.cuda.max_memory_allocated(device_index) if self._cuda else 0
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(device_index)
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def random(self) -> Any:
+        return torch.random
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        return tensor.pin_memory() if self._cuda else tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return bool(tensor.is_pinned()) if self._cuda else True
+
+    def _local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(no_such(f"deepspeed.get_accelerator().{name}", dir(type(self))))
+
+
+@cache
+def get_accelerator() -> Accelerator:
+    """This process's one."""
+    return Accelerator("cuda" if torch.cuda.is_available() else "cpu")

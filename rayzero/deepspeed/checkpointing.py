@@ -1,0 +1,20 @@
+"""`deepspeed.checkpointing`: activation checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayzero.deepspeed.refused import no_such
+from rayzero.engine.api.activations import (
+    checkpoint,
+    configure,
+    is_configured,
+    non_reentrant_checkpoint,
+    reset,
+)
+
+__all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(no_such(f"deepspeed.checkpointing.{name}", __all__))

@@ -1,0 +1,42 @@
+"""`deepspeed.comm`: torch.distributed, and a few names that it does not have.
+
+What scripts call here are their own collectives. The engine's go through `engine/comm`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from rayzero.deepspeed.refused import no_such
+from rayzero.engine.comm.group import init_distributed
+
+__all__ = ["get_local_rank", "get_rank", "get_world_group", "get_world_size", "init_distributed"]
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This rank's number; 0 without a group."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Ranks; 1 without a group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    """This rank's number on its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_world_group() -> Any:
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or not hasattr(dist, name):
+        raise AttributeError(no_such(f"deepspeed.comm.{name}", [*__all__, *dir(dist)]))
+    return getattr(dist, name)

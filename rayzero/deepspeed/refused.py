@@ -1,0 +1,48 @@
+"""What of DeepSpeed is not here, and what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rayzero.engine.errors import nearest
+
+_INFERENCE = "a server for inference; rayzero trains"
+_PIPELINE = "stage 3 (zero_optimization.stage), which shards models that do not fit"
+_TENSOR = "stage 3 (zero_optimization.stage): all ranks are data parallel"
+
+INSTEAD: Mapping[str, str] = {
+    "deepspeed.init_inference": _INFERENCE,
+    "deepspeed.InferenceEngine": _INFERENCE,
+    "deepspeed.inference": _INFERENCE,
+    "deepspeed.DeepSpeedInferenceConfig": _INFERENCE,
+    "deepspeed.DeepSpeedHybridEngine": _INFERENCE,
+    "deepspeed.pipe": _PIPELINE,
+    "deepspeed.PipelineModule": _PIPELINE,
+    "deepspeed.PipelineEngine": _PIPELINE,
+    "deepspeed.moe": "experts as ordinary modules, on every rank",
+    "deepspeed.module_inject": _TENSOR,
+    "deepspeed.tp_model_init": _TENSOR,
+    "deepspeed.sequence": _TENSOR,
+    "deepspeed.profiling": "engine.metrics, and torch.profiler",
+    "deepspeed.monitor": "engine.metrics",
+    "deepspeed.autotuning": "rayzero plan",
+    "deepspeed.elasticity": "rayzero's jobs, whose worker count may change while they run",
+    "deepspeed.launcher": "torchrun -m rayzero.deepspeed script.py, or rayzero run",
+    "deepspeed.compression": "the config's compression keys (docs/config.md)",
+    "deepspeed.DeepSpeedTransformerLayer": "torch.nn.TransformerEncoderLayer, or the model's own",
+    "deepspeed.OnDevice": "deepspeed.zero.Init()",
+    "deepspeed.DeepSpeedConfig": "rayzero.engine.config.parse_config",
+    "deepspeed.utils.set_z3_leaf_modules": "rayzero.unit_classes in the config",
+    "deepspeed.zero.register_external_parameter": "nothing: a parameter belongs to the innermost "
+    "block that contains all its uses",
+    "deepspeed.zero.TiledLinear": "torch.nn.Linear under stage 3",
+}
+
+
+def no_such(name: str, there: Iterable[str]) -> str:
+    """The message for a name of DeepSpeed's that is not here."""
+    known = sorted(one for one in there if not one.startswith("_"))
+    if name in INSTEAD:
+        return f"{name} is not part of rayzero; use {INSTEAD[name]}"
+    hint = nearest(name.rpartition(".")[2], known)
+    return f"rayzero's {name} is not there{hint}; there are: {', '.join(known)}"

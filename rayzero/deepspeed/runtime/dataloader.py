@@ -1,0 +1,7 @@
+"""`deepspeed.runtime.dataloader`."""
+
+from __future__ import annotations
+
+from rayzero.deepspeed.utils.repeating import RepeatingLoader
+
+__all__ = ["RepeatingLoader"]

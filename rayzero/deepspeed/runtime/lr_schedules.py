@@ -1,0 +1,32 @@
+"""`deepspeed.runtime.lr_schedules`: schedules as classes of an optimizer, as scripts make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rayzero.engine.config import SchedulerConfig
+from rayzero.engine.optim.schedule import StepSchedule, learning_rate
+
+__all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+
+
+class _Named(StepSchedule):
+    """The schedule that the config's `scheduler` section makes of the class's name."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, **params: Any) -> None:
+        config = SchedulerConfig.model_validate({"type": type(self).__name__, "params": params})
+        super().__init__(optimizer, learning_rate(config))
+
+
+class WarmupLR(_Named):
+    """Up to the top over the warm-up, then constant. Parameters as in the config."""
+
+
+class WarmupDecayLR(_Named):
+    """Up to the top over the warm-up, then down to zero in a line."""
+
+
+class WarmupCosineLR(_Named):
+    """Up to the configured lr over the warm-up, then down along half a cosine."""

@@ -1,0 +1,82 @@
+"""`deepspeed.utils.zero_to_fp32`: whole fp32 weights out of a checkpoint, ours or DeepSpeed's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.engine.api.found import find_checkpoint, open_found
+from rayzero.engine.checkpoint.whole import WholeTensors
+from rayzero.engine.checkpoint.whole_file import write_whole
+from rayzero.engine.errors import DataError
+
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False
+) -> dict[str, Tensor]:
+    """The model's weights, floating-point ones in fp32, and its buffers, in CPU memory.
+
+    Args:
+        exclude_frozen_parameters: without the weights that no optimizer group has.
+
+    Raises:
+        DataError: there is no checkpoint, or it is damaged.
+    """
+    place = find_checkpoint(str(checkpoint_dir), tag)
+    if place is None:
+        raise DataError(f"there is no checkpoint in {checkpoint_dir}", fix="checkpoint_dir, or tag")
+    source = open_found(place)
+    try:
+        tensors, small = WholeTensors(source), source.small(0)
+        trained = {name for group in small.get("groups", ()) for name in group.get("params", ())}
+        found = {
+            name: _fp32(tensors.read(full))
+            for name, full in tensors.of_kind("weights").items()
+            if name in trained or not exclude_frozen_parameters
+        }
+        found |= {name: tensors.read(full) for name, full in tensors.of_kind("buffers").items()}
+        ties = small.get("ties", {})
+        return found | {name: found[known] for name, known in ties.items() if known in found}
+    finally:
+        source.close()
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int | None = None,
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Writes them as one file in `output_dir`: `model.safetensors` or `pytorch_model.bin`.
+
+    Args:
+        max_shard_size: of no use: it is one file. `rayzero ckpt export` writes several.
+    """
+    whole = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
+    write_whole(whole, Path(output_dir) / name)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """Puts them into a model that no engine has; returns it on the CPU."""
+    model = model.cpu()
+    model.load_state_dict(
+        get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False
+    )
+    return model
+
+
+def _fp32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32) if tensor.is_floating_point() else tensor

@@ -1,0 +1,153 @@
+"""`import deepspeed` means this: unchanged scripts, submodules, and what is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.deepspeed.scripts import plain
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests/deepspeed/scripts/with_args.py"
+SGD = {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}}
+
+
+def run(*command: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
+    """`python COMMAND` without the variables of an outer torchrun."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert (done.returncode == 0) is ok, done.stderr[-3000:]
+    return done
+
+
+def python(code: str) -> str:
+    return run("-c", f"import rayzero.deepspeed; rayzero.deepspeed.install()\n{code}").stdout
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "ds_config.json"
+    document: dict[str, Any] = {
+        "train_batch_size": 12,
+        "optimizer": SGD,
+        "zero_optimization": {"stage": 2},
+    }
+    path.write_text(json.dumps(document))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("loop", ["config", "args", "nothing"])
+def test_tutorial_loops_run_as_written(loop: str, ranks: int, config: Path) -> None:
+    launched = () if ranks == 1 else ("-m", "torch.distributed.run", "--standalone")
+    count = () if ranks == 1 else ("--nproc-per-node", str(ranks))
+    script = ("-m", "rayzero.deepspeed", str(SCRIPT), "--loop", loop)
+    done = run(*launched, *count, *script, "--deepspeed_config", str(config))
+    told = json.loads(done.stdout.strip().splitlines()[-1])
+    if loop == "nothing":
+        right = plain.train(lambda params: torch.optim.AdamW(params, lr=1e-3))
+        assert "AdamW with a learning rate of 1e-3" in done.stderr
+    else:
+        right = plain.train(lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9))
+    assert told["losses"] == pytest.approx(right, rel=1e-4)
+    assert done.stderr.count("means rayzero's engine") == 1
+
+
+USUAL = """
+import deepspeed, torch
+import deepspeed.comm as dist
+from deepspeed import DeepSpeedEngine, comm, get_accelerator, log_dist, zero
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.lr_schedules import WarmupDecayLR, WarmupLR
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.utils import RepeatingLoader, logger, safe_get_full_fp32_param
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+assert deepspeed.ops.adam.FusedAdam is FusedAdam
+assert deepspeed.zero.GatheredParameters is GatheredParameters is zero.GatheredParameters
+assert deepspeed.checkpointing.checkpoint is checkpoint
+assert comm.get_world_size() == 1 and dist.ReduceOp is torch.distributed.ReduceOp
+assert get_accelerator().device_name() == "cpu"
+assert get_accelerator().communication_backend_name() == "gloo"
+model = torch.nn.Linear(3, 1)
+optimizer = FusedAdam(model.parameters(), lr=0.1)
+schedule = WarmupLR(optimizer, warmup_num_steps=3)
+given = {"model": model, "optimizer": optimizer, "lr_scheduler": schedule, "config": {}}
+engine, *_ = deepspeed.initialize(**given)
+assert isinstance(engine, DeepSpeedEngine) and engine.lr_scheduler is schedule
+engine.backward(engine(torch.ones(2, 3)).mean()); engine.step()
+assert dist.get_rank() == 0 and torch.distributed.is_initialized()
+loader = iter(RepeatingLoader([1, 2]))
+assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+rayzero.deepspeed.install()
+print("fine")
+"""
+
+
+@pytest.mark.slow
+def test_the_usual_imports() -> None:
+    assert python(USUAL) == "fine\n"
+
+
+ABSENT = {
+    "import deepspeed.moe.layer": "deepspeed.moe is not part of rayzero; use experts",
+    "from deepspeed import PipelineModule": "use stage 3",
+    "from deepspeed.ops.transformer import X": "deepspeed.ops.transformer is not there",
+    "from deepspeed.pipe import PipelineModule": "deepspeed.pipe is not part of rayzero",
+    "import deepspeed; deepspeed.init_inference": "use a server for inference",
+    "import deepspeed; deepspeed.initialise": "did you mean 'initialize'?",
+    "import deepspeed; deepspeed.zero.TiledLinear": "use torch.nn.Linear under stage 3",
+    "import deepspeed; deepspeed.get_accelerator().Stream": "there are: ",
+    "import deepspeed.comm; deepspeed.comm.get_rnk": "'get_rank'",
+}
+
+
+@pytest.mark.slow
+def test_what_is_not_there_is_told() -> None:
+    code = (
+        "import json\ntold = {}\n"
+        f"for code in {list(ABSENT)!r}:\n"
+        "    try:\n        exec(code)\n"
+        "    except (ImportError, AttributeError) as error:\n"
+        "        told[code] = str(error)\n"
+        "print(json.dumps(told))"
+    )
+    told = json.loads(python(code))
+    for line, part in ABSENT.items():
+        assert part in told[line], line
+
+
+@pytest.mark.slow
+def test_a_deepspeed_that_was_imported_before() -> None:
+    code = (
+        "import sys, types, rayzero.deepspeed as d\n"
+        "sys.modules['deepspeed'] = types.ModuleType('deepspeed')\n"
+        "d.install()"
+    )
+    assert "was imported before" in run("-c", code, ok=False).stderr
+
+
+@pytest.mark.slow
+def test_the_command_itself() -> None:
+    assert "usage: " in run("-m", "rayzero.deepspeed", "--help").stdout
+    for arguments in ((), ("nowhere.py",)):
+        done = run("-m", "rayzero.deepspeed", *arguments, ok=False)
+        assert done.returncode == 2
+        assert "usage: " in done.stderr

@@ -1,0 +1,237 @@
+"""A parameter's whole state under every stage, against plain torch; and changing it by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero.engine.api import fragments
+from rayzero.engine.api.gathered import GatheredParameters, Init
+from rayzero.engine.errors import ConfigError, EngineError
+from tests.engine import zoo
+from tests.support.ranks import run_ranks
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+SETTINGS = pytest.mark.parametrize(
+    ("world", "more"),
+    [
+        (2, {}),
+        (3, {}),
+        (2, {"offload_optimizer": {"device": "cpu"}}),
+    ],
+    ids=["2", "3", "2-offload"],
+)
+
+
+def make_engine(stage: int, model: nn.Module, **zero: Any) -> rayzero.Engine:
+    return rayzero.initialize(
+        model=model,
+        config={
+            "train_batch_size": 12,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 150, **zero},
+        },
+    )[0]
+
+
+def backward(engine: rayzero.Engine, batch: Tensor) -> None:
+    mine = batch.chunk(engine.world_size)[engine.rank]
+    engine.backward(engine(mine[:, :-1], targets=mine[:, 1:])["loss"])
+
+
+def close(a: Tensor | None, b: Tensor) -> None:
+    assert a is not None
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def all_of_it(rank: int, world: int, stage: int, zero: dict[str, Any]) -> None:
+    model, plain = zoo.make(torch.float64), zoo.make(torch.float64)
+    params = dict(model.named_parameters())
+    engine = make_engine(stage, model, **zero)
+    oracle = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    frozen = model.blocks[0].frozen.weight
+    for step, batch in enumerate(zoo.batches(3, 12)):
+        assert fragments.safe_get_full_grad(params["embed.weight"]) is None
+        backward(engine, batch)
+        oracle.zero_grad()
+        plain(batch[:, :-1], batch[:, 1:])["loss"].backward()
+        for name, right in plain.named_parameters():
+            if right.requires_grad:
+                close(fragments.safe_get_full_fp32_param(params[name]), right.detach())
+                close(fragments.safe_get_full_grad(params[name]), right.grad)
+                state = fragments.safe_get_full_optimizer_state(params[name], "exp_avg")
+                if step:
+                    close(state, oracle.state[right]["exp_avg"])
+                else:
+                    assert state is None
+        assert fragments.safe_get_full_fp32_param(frozen) is None
+        assert fragments.safe_get_full_grad(frozen) is None
+        engine.step()
+        oracle.step()
+
+
+@SETTINGS
+@STAGES
+def test_what_is_read_is_plain_torchs(stage: int, world: int, more: dict[str, Any]) -> None:
+    run_ranks(world, all_of_it, stage, more)
+
+
+def changed(rank: int, world: int, stage: int, zero: dict[str, Any]) -> None:
+    model, plain = zoo.make(torch.float64), zoo.make(torch.float64)
+    engine = make_engine(stage, model, **zero)
+    oracle = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    weight, right = model.blocks[0].up.weight, plain.blocks[0].up.weight
+    for step, batch in enumerate(zoo.batches(3, 12)):
+        backward(engine, batch)
+        oracle.zero_grad()
+        plain(batch[:, :-1], batch[:, 1:])["loss"].backward()
+        if step:
+            value = torch.arange(70, dtype=torch.float64).view(7, 10) / 70
+            fragments.safe_set_full_grad(weight, value)
+            fragments.safe_set_full_fp32_param(weight, value + 1)
+            fragments.safe_set_full_optimizer_state(weight, value + 2, "exp_avg_sq")
+            with torch.no_grad():
+                right.grad.copy_(value)
+                right.copy_(value + 1)
+                oracle.state[right]["exp_avg_sq"].copy_(value + 2)
+        engine.step()
+        oracle.step()
+    state = engine.state_dict()
+    for name, one in plain.state_dict().items():
+        if rank == 0:
+            close(state[name], one)
+
+
+@SETTINGS
+@STAGES
+def test_what_is_set_is_trained_on(stage: int, world: int, more: dict[str, Any]) -> None:
+    run_ranks(world, changed, stage, more)
+
+
+def local(rank: int, world: int) -> list[Tensor]:
+    """A matrix that the border between two shards goes through."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 40, bias=False).double()
+    engine = make_engine(3, model)
+    engine.backward(engine(torch.ones(3, 40, dtype=torch.float64)).square().mean())
+    whole = fragments.safe_get_full_grad(model.weight)
+    own = fragments.safe_get_local_grad(model.weight)
+    main = fragments.safe_get_local_fp32_param(model.weight)
+    assert whole is not None
+    assert own is not None
+    assert main is not None
+    assert 0 < own.numel() < 1600
+    assert whole.any()
+    fragments.safe_set_local_grad(model.weight, torch.zeros_like(own))
+    close(fragments.safe_get_full_grad(model.weight), torch.zeros_like(whole))
+    engine.step()
+    moment = fragments.safe_get_local_optimizer_state(model.weight, "exp_avg")
+    assert moment is not None
+    return [whole.flatten(), own, main, moment]
+
+
+def test_local_parts_make_the_whole() -> None:
+    parts = run_ranks(2, local)
+    close(torch.cat([own for _, own, _, _ in parts]), parts[0][0])
+    assert sum(main.numel() for _, _, main, _ in parts) == 1600
+    assert not any(moment.any() for *_, moment in parts)
+
+
+def test_misuse() -> None:
+    engine = make_engine(0, zoo.make())
+    weight = engine.module.embed.weight
+    with pytest.raises(EngineError, match="there is no sum of it"):
+        fragments.safe_set_full_grad(weight, weight.detach())
+    with pytest.raises(EngineError, match="the whole parameter's shape"):
+        fragments.safe_set_full_fp32_param(weight, torch.zeros(2))
+    with pytest.raises(EngineError, match="not trained by any engine"):
+        fragments.safe_set_full_fp32_param(nn.Parameter(torch.zeros(2)), torch.zeros(2))
+    assert fragments.safe_get_full_fp32_param(nn.Parameter(torch.zeros(2))) is None
+
+
+def gathered(rank: int, world: int, stage: int, low: bool) -> None:
+    model = zoo.make()
+    engine = rayzero.initialize(
+        model=model,
+        config={
+            "train_batch_size": 12,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "bf16": {"enabled": low},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},
+        },
+    )[0]
+    backward(engine, next(zoo.batches(1, 12)))
+    engine.step()
+    weight, other = model.embed.weight, model.blocks[0].up.weight
+    frozen = model.blocks[1].frozen.weight
+    before = {one: fragments.safe_get_full_fp32_param(one) for one in (weight, other)}
+    with GatheredParameters([weight, other, frozen]):
+        close(weight.data.float(), before[weight].to(weight.dtype).float())
+    with GatheredParameters([weight, other, frozen, weight], modifier_rank=1):
+        if rank == 1:
+            weight.data[0] = 0.5
+            frozen.data.fill_(2.0)
+    after = {one: fragments.safe_get_full_fp32_param(one) for one in (weight, other)}
+    assert (after[weight][0] == 0.5).all()
+    assert torch.equal(after[weight][1:], before[weight][1:])  # to all of the main weights' digits
+    assert torch.equal(after[other], before[other])
+    with GatheredParameters(frozen):
+        assert (frozen.data == 2.0).all()
+    tokens = torch.zeros(1, 3, dtype=torch.long)
+    logits = engine(tokens)["logits"].float()
+    state = engine.state_dict()
+    if rank == 0:
+        plain = zoo.make().to(torch.bfloat16 if low else torch.float32)
+        plain.load_state_dict(state)
+        assert (state["blocks.1.frozen.weight"] == 2.0).all()
+        torch.testing.assert_close(logits, plain(tokens)["logits"].float())
+    backward(engine, next(zoo.batches(1, 12)))
+    engine.step()
+    assert engine.skipped_steps == 0
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
+@STAGES
+def test_gathered_parameters(stage: int, low: bool) -> None:
+    run_ranks(2, gathered, stage, low)
+
+
+def initial(rank: int, world: int, stage: int) -> dict[str, Tensor]:
+    """A model built without memory, whose weights are set before there is an engine."""
+    with Init(dtype=torch.float32, config_dict_or_path={}):
+        model = zoo.make()
+        with GatheredParameters(model.twice.bias, modifier_rank=0):
+            if rank == 0:
+                nn.init.constant_(model.twice.bias, 3.0)
+    assert all(param.device.type == "meta" for param in model.parameters())
+    with GatheredParameters([model.twice.weight, model.embed.weight], modifier_rank=0):
+        if rank == 0:
+            nn.init.constant_(model.twice.weight, 4.0)
+    with Init(enabled=False):
+        assert nn.Linear(1, 1).weight.device.type == "cpu"
+    with (
+        pytest.raises(EngineError, match="modifier_rank=0"),
+        GatheredParameters(model.twice.weight, modifier_rank=1),
+    ):
+        pass
+    return make_engine(stage, model).state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_init_builds_the_same_model_without_its_memory(stage: int) -> None:
+    state = run_ranks(2, initial, stage)[0]
+    right = zoo.make()
+    with torch.no_grad():
+        right.twice.bias.fill_(3.0)
+        right.twice.weight.fill_(4.0)
+    for name, one in right.state_dict().items():
+        assert torch.equal(state[name], one), name
+
+
+def test_groups_are_refused() -> None:
+    with pytest.raises(ConfigError, match="one data parallel"):
+        Init(data_parallel_group=object())
