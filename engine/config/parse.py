@@ -13,6 +13,7 @@ from rayzero.engine.config.document import EngineConfig
 from rayzero.engine.config.old_names import lengthen, rename
 from rayzero.engine.config.reading import describe, read_config
 from rayzero.engine.config.sift import refusals, sift
+from rayzero.engine.config.together import clashes
 from rayzero.engine.validation import check, refuse
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | EngineConfig
@@ -63,7 +64,7 @@ def parse(source: Source | None, steps: int | None = None) -> Parsed:
     config, wrong = check(EngineConfig, sift(document, mistakes))
     mistakes += wrong
     if config is not None:
-        mistakes += refusals(config)
+        mistakes += [*refusals(config), *clashes(config)]
     if mistakes or config is None:
         refuse(describe(source), mistakes)
     return Parsed(config, document, told)

@@ -33,7 +33,9 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": SHARE,
     "rayzero.slots": st.integers(2, 9),
     "rayzero.compression.block_size": st.sampled_from([32, "64", 2048.0]),
-    # Two precisions at once are refused.
+    # These clash with others: two precisions, offload to nowhere or at the wrong stage.
+    "zero_optimization.offload_param.device": st.just("none"),
+    "zero_optimization.offload_optimizer.device": st.sampled_from(["none", "cpu"]),
     "fp16.enabled": st.just(False),
     "torch_autocast.enabled": st.just(False),
 }

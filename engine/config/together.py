@@ -1,0 +1,73 @@
+"""Keys that cannot stand together: what can be told before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from rayzero.engine.config.document import EngineConfig
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Keys that contradict each other.
+
+    Attributes:
+        path: the key that is named.
+        holds: whether a config has this clash.
+        says: what is wrong, and what to change.
+    """
+
+    path: str
+    holds: Callable[[EngineConfig], bool]
+    says: str
+
+
+def _precisions(config: EngineConfig) -> int:
+    sections = (config.fp16, config.bf16, config.torch_autocast)
+    return sum(section.enabled for section in sections)
+
+
+_OPTIMIZER = "zero_optimization.offload_optimizer"
+_PARAM = "zero_optimization.offload_param"
+CLASHES = (
+    Clash(
+        "fp16, bf16, torch_autocast",
+        lambda config: _precisions(config) > 1,
+        'one of them can be enabled; "enabled": false in the others',
+    ),
+    Clash(
+        "torch_autocast.dtype",
+        lambda config: config.torch_autocast.enabled and config.torch_autocast.dtype == "fp32",
+        'bf16 or fp16; for fp32 "torch_autocast": false',
+    ),
+    Clash(
+        f"{_PARAM}.device",
+        lambda config: (
+            config.zero_optimization.offload_param.device == "cpu"
+            and config.zero_optimization.stage != 3
+        ),
+        "model weights can be offloaded at stage 3 only; at the others they are in use as a whole",
+    ),
+    Clash(
+        f"{_PARAM}.device",
+        lambda config: config.zero_optimization.offload_param.device == "nvme",
+        "refused: every unit would be read from the disk twice in each micro-step; use cpu, and "
+        f"{_OPTIMIZER}.device nvme for main weights and optimizer state",
+    ),
+    Clash(
+        f"{_OPTIMIZER}.nvme_path",
+        lambda config: (
+            config.zero_optimization.offload_optimizer.device == "nvme"
+            and not config.zero_optimization.offload_optimizer.nvme_path
+        ),
+        f"this key is required with {_OPTIMIZER}.device nvme: a folder on a local disk",
+    ),
+)
+
+
+def clashes(config: EngineConfig) -> Iterator[str]:
+    """A line for every clash in a config."""
+    for one in CLASHES:
+        if one.holds(config):
+            yield f"{one.path}: {one.says}"
