@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.memory import PeakMemory
 from benchmarks.systems import SYSTEMS, Step, missing
 from examples.gpt.model import GPT, GPTConfig
 
@@ -48,6 +49,7 @@ class Plan:
     warmup: int
     ranks: int
     threads: int
+    memory: bool = False  # sample it, which disturbs the times
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Measured:
 
     seconds: dict[str, list[float]]
     loss: dict[str, float]
-    peak_rss_bytes: int  # of the largest rank, all systems together
+    peak_bytes: int  # of the largest rank, all systems together; 0 when it was not sampled
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Row:
     ratio: float | None  # of the medians, to DDP's
     paired_ratio: float | None  # the median over rounds of the ratio to DDP's step of that round
     loss: float
-    peak_rss_bytes: int | None  # alone in its processes
+    peak_bytes: int | None  # alone in its processes
 
 
 def rank_main(rank: int, plan: Plan, folder: str) -> None:
@@ -82,7 +84,12 @@ def rank_main(rank: int, plan: Plan, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", plan.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.ranks)
     steps = {name: _build(name) for name in plan.systems}
-    measured = _rounds(rank, plan, steps)
+    if plan.memory:
+        gc.collect()
+        with PeakMemory() as peak:
+            measured = _rounds(rank, plan, steps, peak)
+    else:
+        measured = _rounds(rank, plan, steps, None)
     if rank == 0:
         Path(folder, "measured.json").write_text(json.dumps(asdict(measured)))
     dist.barrier()
@@ -94,7 +101,7 @@ def _build(name: str) -> Step:
     return SYSTEMS[name](GPT(MODEL))
 
 
-def _rounds(rank: int, plan: Plan, steps: dict[str, Step]) -> Measured:
+def _rounds(rank: int, plan: Plan, steps: dict[str, Step], memory: PeakMemory | None) -> Measured:
     batches = [batch(rank, number) for number in range(BATCHES)]
     seconds: dict[str, list[float]] = {name: [] for name in plan.systems}
     losses: dict[str, Tensor] = {}
@@ -112,7 +119,7 @@ def _rounds(rank: int, plan: Plan, steps: dict[str, Step]) -> Measured:
                 seconds[name].append(took.item())
     for loss in losses.values():
         dist.all_reduce(loss)
-    peak = torch.tensor(_peak_rss_bytes())
+    peak = torch.tensor(memory.nbytes if memory is not None else 0)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     means = {name: loss.item() / plan.ranks for name, loss in losses.items()}
     return Measured(seconds, means, int(peak.item()))
@@ -124,13 +131,6 @@ def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
     return row[:, :-1], row[:, 1:]
 
 
-def _peak_rss_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def run(plan: Plan) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, args=(plan, folder), nprocs=plan.ranks)
@@ -138,7 +138,7 @@ def run(plan: Plan) -> Measured:
 
 
 def rows(measured: Measured, alone: dict[str, int]) -> list[Row]:
-    """`alone`: each system's peak RSS in bytes, where it was measured."""
+    """`alone`: each system's peak in bytes, where it was measured."""
     base = measured.seconds.get(BASE)
     return [
         Row(
@@ -150,7 +150,7 @@ def rows(measured: Measured, alone: dict[str, int]) -> list[Row]:
                 median(a / b for a, b in zip(times, base, strict=True)) if base else None
             ),
             loss=measured.loss[name],
-            peak_rss_bytes=alone.get(name),
+            peak_bytes=alone.get(name),
         )
         for name, times in measured.seconds.items()
     ]
@@ -164,11 +164,11 @@ def disagreeing(loss: dict[str, float]) -> list[str]:
 
 
 def peaks_alone(plan: Plan) -> dict[str, int]:
-    """Peak RSS of each system in processes of its own: two steps show it."""
+    """Peak memory of a rank in steps of each system, in processes of its own."""
     peaks = {}
     for name in plan.systems:
-        single = Plan([name], rounds=1, warmup=1, ranks=plan.ranks, threads=plan.threads)
-        peaks[name] = run(single).peak_rss_bytes
+        single = Plan([name], 3, 2, plan.ranks, plan.threads, memory=True)
+        peaks[name] = run(single).peak_bytes
     return peaks
 
 
@@ -197,7 +197,9 @@ def show(facts: dict[str, Any], found: list[Row]) -> None:
         f"{facts['parameters'] / 1e6:.1f} M parameters, micro-batch 1 x {TOKENS} tokens, fp32, "
         f"fused AdamW, clip 1.0; {facts['rounds']} rounds after {facts['warmup']} of warm-up"
     )
-    table = Table("system", "median s", "min s", "ratio", "paired ratio", "final loss", "peak RSS")
+    table = Table(
+        "system", "median s", "min s", "ratio", "paired ratio", "final loss", "peak memory"
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     for row in found:
@@ -208,7 +210,7 @@ def show(facts: dict[str, Any], found: list[Row]) -> None:
             "-" if row.ratio is None else f"{row.ratio:.3f}",
             "-" if row.paired_ratio is None else f"{row.paired_ratio:.3f}",
             f"{row.loss:.5f}",
-            "-" if row.peak_rss_bytes is None else f"{row.peak_rss_bytes / 2**20:.0f} MiB",
+            "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f} MiB",
         )
     console.print(table)
 
@@ -223,7 +225,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="processes")
     parser.add_argument("--threads", type=int, default=1, help="threads of each process")
     parser.add_argument(
-        "--memory", action="store_true", help="also run each alone for its peak RSS"
+        "--memory", action="store_true", help="also run each alone for its peak memory"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
     options = parser.parse_args(arguments)

@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_ratios_are_to_the_ddp_step_of_the_same_round() -> None:
     seconds = {"ddp": [1.0, 2.0, 4.0], "fsdp2": [2.0, 3.0, 4.0]}
-    measured = Measured(seconds, {"ddp": 1.0, "fsdp2": 1.0}, peak_rss_bytes=0)
+    measured = Measured(seconds, {"ddp": 1.0, "fsdp2": 1.0}, peak_bytes=0)
     ddp, fsdp2 = rows(measured, alone={"fsdp2": 7})
-    assert (ddp.ratio, ddp.paired_ratio, ddp.peak_rss_bytes) == (1.0, 1.0, None)
+    assert (ddp.ratio, ddp.paired_ratio, ddp.peak_bytes) == (1.0, 1.0, None)
     assert (fsdp2.median_s, fsdp2.min_s, fsdp2.ratio) == (3.0, 2.0, 1.5)
-    assert (fsdp2.paired_ratio, fsdp2.peak_rss_bytes) == (1.5, 7)
+    assert (fsdp2.paired_ratio, fsdp2.peak_bytes) == (1.5, 7)
 
 
 @pytest.mark.parametrize(("loss", "agrees"), [(5.004, True), (5.006, False), (math.nan, False)])
