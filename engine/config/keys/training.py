@@ -69,12 +69,15 @@ UPDATE = (
 ACTIVATIONS = (
     Key(
         "activation_checkpointing.partition_activations",
-        REFUSED,
-        "checkpoints are cut over the ranks that work on one sample",
-        "every rank works on samples of its own: there is no model parallelism to cut them over",
-        "checkpointing.checkpoint without it",
+        NO_OP,
+        "checkpoints are cut over model-parallel ranks",
+        "every rank works on samples of its own, so there is nobody to cut them over",
     ),
-    Key("activation_checkpointing.cpu_checkpointing", REFUSED, "checkpoints rest in CPU memory"),
+    Key(
+        "activation_checkpointing.cpu_checkpointing",
+        IMPLEMENTED,
+        "checkpoints rest in CPU memory, once checkpointing.configure was given the config",
+    ),
     Key(
         "activation_checkpointing.contiguous_memory_optimization",
         NO_OP,
