@@ -81,6 +81,23 @@ def test_ranks_are_summed_in_the_same_dtype(model, stage):
     assert gradient(stage, terms, model | BF16_SUM) == 256 / 2
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_travels_is_rounded_once_and_summed_in_the_main_grads_dtype(stage):
+    """bf16 steps by 2 beyond 256 and rounds half to even: 257 becomes 256, and 259 260.
+
+    At stage 0 the sums travel back as well, and are rounded once more.
+    """
+    bf16, fp32 = ({"communication_data_type": name} for name in ("bf16", "fp32"))
+    for terms, once, twice in (
+        ([[257.0], [1.0]], 257, 256),
+        ([[259.0], [1.0]], 261, 260),
+        ([[256.0], [2.0]], 258, 258),
+    ):
+        assert gradient(stage, terms, fp32) == (terms[0][0] + terms[1][0]) / 2
+        assert gradient(stage, terms, bf16) == (once if stage else twice) / 2
+    assert gradient(stage, [[257.0]], bf16) == 257  # alone nothing travels
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_fp16_sums_that_overflow_skip_the_step(stage):
     fp16 = {"enabled": True, "loss_scale": 1.0}

@@ -1,0 +1,101 @@
+"""`torch.autocast` around forward: the config's section, and the user's own."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rayzero
+from rayzero.engine.errors import ConfigError
+from tests.engine import zoo
+from tests.engine.matrix.cells import OPTIMIZERS, SAMPLES, STEPS, Small, make
+from tests.support.ranks import run_ranks
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Told = tuple[list[float], dict[str, Tensor], float, bool]
+
+
+def train(rank: int, world: int, stage: int, dtype: str, micro_steps: int, own: bool) -> Told:
+    """Losses, weights, the loss scale, and whether forward computed in 16 bits."""
+    ranks = max(world, 1)
+    section = {"torch_autocast": {"enabled": not own, "dtype": dtype}}
+    model, low = make("fp32", seed=rank), []
+    engine, *_ = rayzero.initialize(
+        model=model,
+        model_parameters=zoo.two_groups(model),
+        optimizer=OPTIMIZERS["sgd"],
+        config={
+            "train_batch_size": SAMPLES,
+            "gradient_accumulation_steps": micro_steps,
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},
+        }
+        | section,
+    )
+    around = torch.autocast("cpu", LOW[dtype]) if own else nullcontext()
+    model.head.register_forward_hook(lambda *args: low.append(args[-1].dtype is LOW[dtype]))
+    losses = []
+    for batch in zoo.batches(STEPS, SAMPLES):
+        for part in batch.chunk(ranks)[rank].chunk(micro_steps):
+            with around:
+                loss = engine(part[:, :-1], targets=part[:, 1:])["loss"]
+            engine.backward(loss)
+            engine.step()
+        losses.append(engine.metrics.loss)
+    assert {param.dtype for param in engine.module.parameters()} == {torch.float32}
+    return losses, engine.state_dict(), engine.loss_scale, all(low)
+
+
+def oracle(dtype: str, parts: int) -> tuple[list[float], dict[str, Tensor]]:
+    model: Small = make("fp32")
+    optimizer, losses = OPTIMIZERS["sgd"](zoo.two_groups(model)), []
+    scale = 2.0**16 if dtype == "fp16" else 1.0
+    for batch in zoo.batches(STEPS, SAMPLES):
+        optimizer.zero_grad()
+        mean = 0.0
+        for part in batch.chunk(parts):
+            with torch.autocast("cpu", LOW[dtype]):
+                loss = model(part[:, :-1], targets=part[:, 1:])["loss"]
+            (loss * scale).backward()
+            mean += loss.item() / parts
+        for param in model.parameters():
+            param.grad.div_(scale * parts)
+        optimizer.step()
+        losses.append(mean)
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["section", "own"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("dtype", "world", "micro_steps"), [("bf16", 0, 1), ("bf16", 2, 4)])
+def test_equals_plain_autocast(dtype, world, micro_steps, stage, own):
+    results = run_ranks(world, train, stage, dtype, micro_steps, own)
+    right_losses, right = oracle(dtype, max(world, 1) * micro_steps)
+    for losses, state, scale, low in results:
+        assert losses == pytest.approx(right_losses, rel=1e-3)
+        assert (scale, low) == (1.0, True)
+        for name, value in right.items() if state else ():
+            assert zoo.relative_l2(state[name], value) < 1e-3, name
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_fp16_autocast_scales_its_loss(stage):
+    results = run_ranks(2, train, stage, "fp16", 2, False)
+    right_losses, right = oracle("fp16", 4)
+    losses, state, scale, low = results[0]
+    assert (scale, low) == (2.0**16, True)
+    assert losses == pytest.approx(right_losses, rel=1e-4)
+    assert max(zoo.relative_l2(state[name], right[name]) for name in right) < 1e-4
+
+
+def test_autocast_is_for_16_bits_and_for_one_precision():
+    def build(**more: Any) -> None:
+        rayzero.initialize(model=make("fp32"), optimizer=OPTIMIZERS["sgd"], config=more)
+
+    with pytest.raises(ConfigError, match=r"torch_autocast\.dtype"):
+        build(torch_autocast={"enabled": True, "dtype": "fp32"})
+    with pytest.raises(ConfigError, match="bf16 and torch_autocast"):
+        build(torch_autocast={"enabled": True}, bf16={"enabled": True})
