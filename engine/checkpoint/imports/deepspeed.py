@@ -1,8 +1,8 @@
 """A DeepSpeed ZeRO checkpoint of stages 1 to 3 as a training state: fp32 main weights, optimizer
-state, buffers, step, sample cursor, schedule, ties.
+state, buffers, step, sample cursor, schedule, dynamic loss scale, ties.
 
 Main weights and moments stay where they are in the mapped files; only their places are worked out.
-Its random-number states and the position of its loss scaler are not taken over.
+Its random-number states are not taken over.
 """
 
 from __future__ import annotations
@@ -168,6 +168,7 @@ def _small(files: ZeroFiles, layout: Sequence[Sequence[list[Range]]]) -> dict[st
         "sample_cursor": int(model.get("global_samples") or 0),
         "groups": _groups(files, layout),
         "scheduler": _scheduler(model.get("lr_scheduler")),
+        "loss_scale": _loss_scale(files.loss_scaler),
         "ties": dict(model.get("shared_params") or {}),
         "model_dtypes": {
             name: dtype_name(value.dtype, name)
@@ -215,3 +216,14 @@ def _scheduler(state: dict[str, Any] | None) -> dict[str, Any] | None:
     if set(state) == {"last_batch_iteration"}:
         return {"step_count": int(state["last_batch_iteration"]) + 1}
     return {key: _plain(value) for key, value in state.items()}
+
+
+def _loss_scale(scaler: dict[str, Any]) -> dict[str, Any] | None:
+    """A dynamic loss scale as `rayzero.engine.precision.loss_scale` has it; None for any other."""
+    if "cur_hysteresis" not in scaler:
+        return None
+    return {
+        "value": float(scaler["cur_scale"]),
+        "hysteresis": int(scaler["cur_hysteresis"]),
+        "good_steps": int(scaler["cur_iter"]) - int(scaler["last_overflow_iter"]) - 1,
+    }

@@ -34,13 +34,17 @@ _DAMAGE = (
 
 
 class Inert:
-    """Stands for an object of which nothing is needed: takes anything, keeps nothing."""
+    """Stands for an object of which nothing is run.
+
+    Attributes:
+        fields: what the object consisted of, where that is a dictionary.
+    """
 
     def __init__(self, *_: Any) -> None:
-        return
+        self.fields: dict[str, Any] = {}
 
     def __setstate__(self, state: Any) -> None:
-        return
+        self.fields = state if isinstance(state, dict) else {}
 
 
 def load_plain(path: Path) -> dict[str, Any]:

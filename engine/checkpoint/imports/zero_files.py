@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rayzero.engine.checkpoint.imports.plain_pickle import load_plain
+from rayzero.engine.checkpoint.imports.plain_pickle import Inert, load_plain
 from rayzero.engine.errors import ConfigError, DataError
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -42,6 +42,7 @@ class ZeroFiles:
     Attributes:
         models: the model file of every rank at stage 3, else of rank 0.
         paddings: elements of padding behind each parameter of each group, where there is any.
+        loss_scaler: its fields; empty where there was none.
     """
 
     folder: Path
@@ -49,6 +50,7 @@ class ZeroFiles:
     models: Sequence[dict[str, Any]]
     partitions: Sequence[Partition]
     paddings: Sequence[Sequence[int]] | None
+    loss_scaler: dict[str, Any]
 
 
 def step_folder(path: Path) -> Path | None:
@@ -100,7 +102,9 @@ def read_files(folder: Path) -> ZeroFiles:
     _check_parallel(models[0], folder)
     partitions = [_partition(states[rank], stage, folder) for rank in range(world_size)]
     ordered = [models[rank] for rank in sorted(models)]
-    return ZeroFiles(folder, stage, ordered, partitions, first.get("param_alignment_paddings"))
+    paddings, scaler = first.get("param_alignment_paddings"), first.get("loss_scaler")
+    fields = scaler.fields if isinstance(scaler, Inert) else {}
+    return ZeroFiles(folder, stage, ordered, partitions, paddings, fields)
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> list[Path]:

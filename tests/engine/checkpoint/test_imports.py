@@ -20,7 +20,7 @@ from torch import nn
 from rayzero.engine.api.entry import initialize
 from rayzero.engine.checkpoint.imports.foreign import open_foreign
 from rayzero.engine.checkpoint.imports.naming import use_model_names
-from rayzero.engine.checkpoint.imports.plain_pickle import load_plain
+from rayzero.engine.checkpoint.imports.plain_pickle import Inert, load_plain
 from rayzero.engine.checkpoint.imports.tensors import TensorSource
 from rayzero.engine.checkpoint.imports.zero_layout import Stretch, cut, rank_stretch
 from rayzero.engine.errors import ConfigError, DataError
@@ -135,6 +135,14 @@ def test_an_engine_trains_on_from_deepspeeds_state(name: str, unpacked: Path) ->
     assert seen.keys() == right.keys()
     for key, value in right.items():
         torch.testing.assert_close(seen[key], value, rtol=1e-6, atol=1e-7)
+
+
+def test_deepspeeds_dynamic_loss_scale_goes_on(unpacked: Path) -> None:
+    """It begins at 2 to the 4th, and nothing overflowed: every step was good."""
+    steps = make_deepspeed.STEPS
+    small = opened(unpacked / "stage2-fp16").small(0)
+    assert small["loss_scale"] == {"value": 16.0, "hysteresis": 2, "good_steps": steps}
+    assert opened(unpacked / "stage2-bf16-3-ranks").small(0)["loss_scale"] is None
 
 
 def test_the_folder_of_a_step_is_as_good_as_its_parent(unpacked: Path) -> None:
@@ -282,7 +290,9 @@ def test_nothing_is_unpickled(copied: Any, tmp_path: Path) -> None:
 def test_deepspeeds_own_objects_become_inert(unpacked: Path) -> None:
     path = next((unpacked / "stage2-fp16").rglob("zero_pp_rank_0_*optim_states.pt"))
     state = load_plain(path)["optimizer_state_dict"]
-    assert vars(state["loss_scaler"]) == {}
+    scaler = state["loss_scaler"]
+    assert type(scaler) is Inert
+    assert (scaler.fields["cur_scale"], scaler.fields["dynamic"]) == (16, True)
     assert state["zero_stage"] == 2
     assert type(state["zero_stage"]) is int
 
