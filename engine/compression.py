@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 import torch
@@ -13,10 +14,13 @@ from rayzero.engine.comm.codecs.sign import SignCodec
 from rayzero.engine.config import EngineConfig
 from rayzero.engine.config.compression import CompressionConfig
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.session import current_session
 from rayzero.engine.zero.build import Recipe
+from rayzero.engine.zero.gathers import CodedGathers, NearGathers, PlainGathers, WeightWay
 from rayzero.engine.zero.ways import CodedWay, GradientWay, PlainWay
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+log = logging.getLogger("rayzero.engine")
 KEY = "rayzero.compression.gradients"
 
 _CODECS: Mapping[str, Callable[[CompressionConfig], Codec]] = {
@@ -37,6 +41,7 @@ def make_way(config: EngineConfig, recipe: Recipe, factor: float) -> GradientWay
     Raises:
         ConfigError: two keys ask for different things, or what is asked for cannot be used here.
     """
+    check_weights(config)
     name = _asked(config)
     if name == "none":
         return PlainWay(recipe.collectives)
@@ -52,6 +57,78 @@ def make_way(config: EngineConfig, recipe: Recipe, factor: float) -> GradientWay
     if feedback:
         refuse_feedback(config, name)
     return CodedWay(codec, recipe.collectives, recipe.device, feedback=feedback, factor=factor)
+
+
+def make_weight_way(config: EngineConfig, recipe: Recipe) -> WeightWay:
+    """How sharded weights travel.
+
+    Raises:
+        ConfigError: the groups of ranks are not of one size.
+    """
+    collectives, device = recipe.collectives, recipe.device
+    zero, section = config.zero_optimization, config.rayzero.compression
+    way: WeightWay = PlainGathers(collectives)
+    if zero.zero_quantized_weights:
+        way = CodedGathers(Int8Codec(section.block_size or 256), collectives, device)
+    elastic = current_session() is not None
+    size = group_size(zero.zero_hpz_partition_size, collectives.world_size, elastic=elastic)
+    return way if size == 1 else NearGathers(way, collectives, size, device)
+
+
+def group_size(asked: int, world_size: int, *, elastic: bool) -> int:
+    """Ranks in a group that keeps weights a second time; 1 for none.
+
+    Args:
+        asked: 0 or 1 for none.
+        elastic: the world is not the user's to choose, and may change: then the next smaller
+            size that divides it is taken, and said.
+
+    Raises:
+        ConfigError: groups of that size do not make up the world.
+    """
+    allowed = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    if asked <= 1 or asked in allowed:
+        return max(asked, 1)
+    if not elastic:
+        raise ConfigError(
+            f"zero_optimization.zero_hpz_partition_size is {asked} on {world_size} ranks",
+            allowed=f"what divides the world size: {', '.join(map(str, allowed))}",
+        )
+    taken = max(size for size in allowed if size < asked)
+    log.warning(
+        "zero_hpz_partition_size %d does not divide the world size %d: %d is used until that "
+        "changes",
+        asked,
+        world_size,
+        taken,
+    )
+    return taken
+
+
+def check_weights(config: EngineConfig) -> None:
+    """Refuses compression of weights where they do not travel sharded.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    zero = config.zero_optimization
+    asked = {
+        "zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+    }
+    for key in [key for key, on in asked.items() if on]:
+        if zero.stage != 3:
+            raise ConfigError(
+                f"zero_optimization.{key} is set at stage {zero.stage}, where every rank has all "
+                "weights",
+                allowed="stage 3, where they are gathered before use",
+                fix="zero_optimization.stage, or leave it out",
+            )
+        if zero.offload_param.device != "none":
+            raise ConfigError(
+                f"zero_optimization.{key} is set together with offload_param",
+                allowed="one of them in this version",
+            )
 
 
 def _asked(config: EngineConfig) -> str:

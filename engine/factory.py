@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rayzero.engine.comm.connect import connect
-from rayzero.engine.compression import make_way
+from rayzero.engine.compression import make_way, make_weight_way
 from rayzero.engine.config import EngineConfig, solve_batches
 from rayzero.engine.data.loader import LoaderPlan, MapDataset, StepLoader, dataset_length
 from rayzero.engine.data.order import SampleOrder
@@ -49,7 +49,7 @@ from rayzero.engine.zero.build import (
 from rayzero.engine.zero.deferred import Materializer, Scratch, zero_init
 from rayzero.engine.zero.gatherer import Gatherer
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
-from rayzero.engine.zero.placement import STAGES, Placement, Stage
+from rayzero.engine.zero.placement import STAGES, Collective, Placement, Stage
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.slots import WeightSlots
 
@@ -226,7 +226,7 @@ def _make_runtime(
     gatherer, weight_slots = None, None
     if blocks := make_blocks(units):
         weight_slots = WeightSlots(blocks, config.rayzero.slots)
-        gatherer = Gatherer(blocks, weight_slots, collectives)
+        gatherer = Gatherer(blocks, weight_slots, make_weight_way(config, recipe))
         hooks += hook_blocks(model, blocks, gatherer)
     return ZeroRuntime(
         stage,
@@ -254,7 +254,10 @@ def plan_units(
     """Units in launch order: about the order in which backward completes them."""
     if stage.model_weights is Placement.SHARDED:
         return plan_blocks(model, params, config.rayzero.unit_classes, world_size)[::-1]
-    return plan_buckets(params, config.zero_optimization.reduce_bucket_size, world_size)
+    zero = config.zero_optimization
+    gathered = stage.weight_collective is Collective.ALL_GATHER
+    most = zero.allgather_bucket_size if gathered else None
+    return plan_buckets(params, zero.reduce_bucket_size, world_size, most)
 
 
 def _make_optimizer(

@@ -27,20 +27,24 @@ def resting_bytes(runtime: ZeroRuntime, optimizer: LocalOptimizer) -> dict[str, 
     """Bytes by class; memory that has two uses is counted once, as model weights.
 
     Classes: model_weights, main_weights (0 where they are the model weights), main_grads,
-    optimizer_state, error_feedback (0 without it), slots, staging. What rests in host memory or in
-    files is not among them, but under the same names with `host_` or `disk_` before them, where
-    there is any.
+    optimizer_state, error_feedback (0 without it), second_shards (0 without
+    zero_hpz_partition_size), slots, staging. What rests in host memory or in files is not among
+    them, but under the same names with `host_` or `disk_` before them, where there is any.
     """
     slots = runtime.grad_slots.buffers if runtime.grad_slots is not None else []
     gathered = runtime.weight_slots.total_bytes if runtime.weight_slots is not None else 0
+    way = runtime.gatherer.way if runtime.gatherer is not None else None
     found = Counter(
         model_weights=sum(one.nbytes for one in runtime.loose),
         main_weights=0,
         main_grads=0,
         optimizer_state=0,
         error_feedback=sum(one.feedback.nbytes for one in runtime.way.kept),
+        second_shards=way.kept_bytes if way is not None else 0,
         slots=sum(one.nbytes for one in slots) + gathered,
-        staging=runtime.collectives.staging_bytes + runtime.way.buffer_bytes,
+        staging=runtime.collectives.staging_bytes
+        + runtime.way.buffer_bytes
+        + (way.buffer_bytes if way is not None else 0),
     )
     for name, place, tensor in _resting(runtime, optimizer):
         found[name if place is Place.DEVICE else f"{place.value}_{name}"] += tensor.nbytes

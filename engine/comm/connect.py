@@ -7,8 +7,9 @@ import os
 import torch
 import torch.distributed as dist
 
-from rayzero.engine.comm.collectives import Backend, Collectives, LocalBackend
+from rayzero.engine.comm.collectives import Backend, Collectives
 from rayzero.engine.comm.gloo import GlooBackend
+from rayzero.engine.comm.local import LocalBackend
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.errors import ConfigError
 

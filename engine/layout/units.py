@@ -59,17 +59,24 @@ def name_params(model: nn.Module, groups: Mapping[nn.Parameter, int]) -> list[Na
 
 
 def plan_buckets(
-    params: Sequence[NamedParam], bucket_numel: int | None, world_size: int
+    params: Sequence[NamedParam],
+    bucket_numel: int | None,
+    world_size: int,
+    most: int | None = None,
 ) -> list[UnitPlan]:
     """Trainable parameters in buckets of at most `bucket_numel` elements, or one parameter.
 
     They stand in reverse registration order, which is about the order their gradients arrive in.
     By default a bucket is an eighth of the model: small enough for sums to begin early in backward,
     large enough for each to be worth its messages.
+
+    Args:
+        most: a bucket has no more than this either; None or 0 for no such limit.
     """
     if bucket_numel is None:
         share = _numel([one for one in params if one.group is not None]) // 8
         bucket_numel = min(max(share, SMALLEST_BUCKET), LARGEST_BUCKET)
+    bucket_numel = min(bucket_numel, most or bucket_numel)
     plans: list[UnitPlan] = []
     open_buckets: dict[tuple[torch.dtype, bool], list[NamedParam]] = {}
     for one in reversed(params):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.comm.collectives import Collectives, Pending, part_of
+from rayzero.engine.comm.collectives import Collectives, Gathers, Pending, part_of
 from rayzero.engine.layout.partition import UnitLayout
 from rayzero.engine.offload.link import Link
 from rayzero.engine.offload.place import Place
@@ -30,14 +30,14 @@ class HostPath:
     def slot(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._collectives.zeros(numel, dtype, self.device)
 
-    def gather(self, full: Tensor, shard: Tensor, collectives: Collectives) -> Pending:
+    def gather(self, full: Tensor, shard: Tensor, gathers: Gathers) -> Pending:
         before = self._last.pop(full.data_ptr(), None)
         if before is not None:
             before.release()
-        own = part_of(full, collectives.rank, collectives.world_size)
+        own = part_of(full, gathers.rank, gathers.world_size)
         with self._link.ahead():
             own.copy_(shard, non_blocking=True)
-            gathered = _Joined(collectives.all_gather(full, own), self._link)
+            gathered = _Joined(gathers.all_gather(full, own), self._link)
         self._last[full.data_ptr()] = gathered
         return gathered
 
@@ -62,8 +62,8 @@ class HostWeights(ShardedWeights):
         super().__init__(layout, params, shard, path.device)
         self._path = path
 
-    def _gather(self, full: Tensor, collectives: Collectives) -> Pending:
-        return self._path.gather(full, self.shard, collectives)
+    def _gather(self, full: Tensor, gathers: Gathers) -> Pending:
+        return self._path.gather(full, self.shard, gathers)
 
     def new_slot(self, numel: int) -> Tensor:
         return self._path.slot(numel, self.shard.dtype)

@@ -15,20 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.errors import EngineError
+from rayzero.engine.zero.gathers import WeightWay
 from rayzero.engine.zero.slots import Block, BlockState, WeightSlots, plan_turns
 
 
 class Gatherer:
     """Brings blocks' weights in before their forward and backward."""
 
-    def __init__(
-        self, blocks: Sequence[Block], slots: WeightSlots, collectives: Collectives
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], slots: WeightSlots, way: WeightWay) -> None:
         self._blocks = blocks
         self._slots = slots
-        self._collectives = collectives
+        self.way = way
         self._alone = _ancestors(blocks)
         self._order: list[Block] = []  # first uses, in forward order, since the last plan
         self._follows: dict[tuple[str, Block], Block] = {}
@@ -98,6 +96,7 @@ class Gatherer:
         for block in self._blocks:
             self._release(block)
         self._slots.vacate()
+        self.way.invalidate()
         if not self._ahead and self._order:
             known = [self._blocks.index(block) for block in self._order]
             rest = [index for index in range(len(self._blocks)) if index not in known]
@@ -116,7 +115,7 @@ class Gatherer:
             self._release(other)
         buffers = self._slots.occupy(block)
         block.pending = [
-            unit.attach(buffer, self._collectives)
+            unit.attach(buffer, self.way.of(unit))
             for unit, buffer in zip(block.units, buffers, strict=True)
         ]
         block.state = BlockState.GATHERING

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.comm.collectives import Collectives, Done, Pending, part_of
+from rayzero.engine.comm.collectives import Collectives, Done, Gathers, Pending, part_of
 from rayzero.engine.layout.partition import UnitLayout
 from rayzero.engine.offload.place import Place
 
@@ -75,7 +75,7 @@ class ShardedWeights:
     def after_update(self, collectives: Collectives, *, gather: bool) -> Pending:
         return Done()
 
-    def attach(self, slot: Tensor, collectives: Collectives) -> Pending:
+    def attach(self, slot: Tensor, gathers: Gathers) -> Pending:
         """Starts to gather the unit into `slot` and points the parameters there.
 
         Args:
@@ -84,13 +84,13 @@ class ShardedWeights:
         if self._slot is not slot:
             self._slot = slot
             self._views = tuple(views_of(self.layout, slot))
-        pending = self._gather(slot[: self.layout.numel], collectives)
+        pending = self._gather(slot[: self.layout.numel], gathers)
         for param, view in zip(self.params, self._views, strict=True):
             param.data = view
         return pending
 
-    def _gather(self, full: Tensor, collectives: Collectives) -> Pending:
-        return collectives.all_gather(full, self.shard)
+    def _gather(self, full: Tensor, gathers: Gathers) -> Pending:
+        return gathers.all_gather(full, self.shard)
 
     def new_slot(self, numel: int) -> Tensor:
         """A buffer of zeros to be attached to."""

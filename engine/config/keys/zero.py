@@ -17,8 +17,9 @@ SHARDING = (
     ),
     Key(
         "zero_optimization.allgather_bucket_size",
-        REFUSED,
-        "elements of weights gathered together at stages 1 and 2",
+        IMPLEMENTED,
+        "elements of weights gathered together at stages 1 and 2; a bucket is both summed and "
+        "gathered, so the smaller of the two sizes holds",
     ),
     Key(
         "zero_optimization.contiguous_gradients",
@@ -168,10 +169,16 @@ STAGE_3 = (
     ),
     Key(
         "zero_optimization.zero_hpz_partition_size",
-        REFUSED,
-        "ranks among which the weights for backward are kept a second time",
+        IMPLEMENTED,
+        "consecutive ranks among which gathered weights are kept a second time, so that further "
+        "gathers of a step stay among them; stage 3. It divides the world size; in an elastic job "
+        "the next smaller size that does is used, and said",
     ),
-    Key("zero_optimization.zero_quantized_weights", REFUSED, "weights travel in int8 blocks"),
+    Key(
+        "zero_optimization.zero_quantized_weights",
+        IMPLEMENTED,
+        "gathered weights travel in int8 blocks; stage 3",
+    ),
     Key(
         "zero_optimization.zero_quantized_nontrainable_weights",
         REFUSED,

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayzero.engine.comm import connect as connecting
-from rayzero.engine.comm.collectives import Collectives, LocalBackend, part_of
+from rayzero.engine.comm.collectives import Collectives, part_of
 from rayzero.engine.comm.connect import connect
 from rayzero.engine.comm.gloo import GlooBackend, StagingPool
+from rayzero.engine.comm.local import LocalBackend
 from rayzero.engine.errors import CollectiveError, ConfigError
 from tests.support.ranks import RankError, run_ranks
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.comm.collectives import Collectives, LocalBackend
+from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.connect import connect
+from rayzero.engine.comm.local import LocalBackend
 from rayzero.engine.zero.vote import Verdict, take_vote
 from tests.support.ranks import run_ranks
 
