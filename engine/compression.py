@@ -17,7 +17,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
 from rayzero.engine.zero.build import Recipe
 from rayzero.engine.zero.gathers import CodedGathers, NearGathers, PlainGathers, WeightWay
-from rayzero.engine.zero.ways import CodedWay, GradientWay, PlainWay
+from rayzero.engine.zero.ways import CodedWay, GradientWay, LowRankWay, PlainWay
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 log = logging.getLogger("rayzero.engine")
@@ -46,6 +46,9 @@ def make_way(config: EngineConfig, recipe: Recipe, factor: float) -> GradientWay
     if name == "none":
         return PlainWay(recipe.collectives)
     section = config.rayzero.compression
+    if name == "lowrank":
+        refuse_feedback(config, name)
+        return LowRankWay(section.rank, recipe.collectives, recipe.device, factor=factor)
     codec = _CODECS[name](section)
     feedback = codec.needs_feedback if section.error_feedback is None else section.error_feedback
     if codec.needs_feedback and not feedback:

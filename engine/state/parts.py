@@ -89,7 +89,7 @@ def own_parts(model: nn.Module, runtime: ZeroRuntime, optimizer: LocalOptimizer)
             for key, value in tensor_state(optimizer, run).items()
         ]
     if rank == 0:
-        parts += [_named(f"buffers/{name}", one) for name, one in kept_buffers(model)]
+        parts += [named_part(f"buffers/{name}", one) for name, one in kept_buffers(model)]
     return [part for part in parts if part.ranges]
 
 
@@ -103,7 +103,7 @@ def all_parts(model: nn.Module, runtime: ZeroRuntime, optimizer: LocalOptimizer)
             part_of_unit(run.unit.layout, f"optimizer.{key}", value, run.extent, run.extent)
             for key, value in tensor_state(optimizer, run).items()
         ]
-    parts += [_named(f"buffers/{name}", one) for name, one in kept_buffers(model)]
+    parts += [named_part(f"buffers/{name}", one) for name, one in kept_buffers(model)]
     return [part for part in parts if part.ranges]
 
 
@@ -183,7 +183,7 @@ def _constants(model: nn.Module, runtime: ZeroRuntime, rank: int, world_size: in
     return parts
 
 
-def _named(name: str, tensor: Tensor) -> Part:
+def named_part(name: str, tensor: Tensor) -> Part:
     """One whole tensor; empty ones hold nothing."""
     flat = tensor.detach().reshape(-1)
     ranges = (Range(name, 0, flat.numel(), 0),) if flat.numel() else ()

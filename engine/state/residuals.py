@@ -7,6 +7,7 @@ of world size must keep.
 |---|---|---|
 | `residual.terms.<rank>/<parameter>` | what coding that rank's gradients lost | that rank |
 | `residual.sum/<parameter>` | what coding the sums lost (stage 0) | each rank its shard |
+| `lowrank/<parameter>` | the last right factor | all; it is in rank 0's share |
 
 On a load, rank r takes the terms of the saved ranks r, r + W, r + 2 W, ..., with W ranks now: at
 the same W its own, bit by bit; of a larger world the sum of several; in a larger world some begin
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.engine.state.parts import Part, part_of_unit
+from rayzero.engine.state.parts import Part, named_part, part_of_unit
 from rayzero.engine.state.table import LogicalTensor
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.unit import Unit
@@ -39,13 +40,15 @@ Fill = Callable[[Sequence[Part]], None]
 
 
 def residual_parts(runtime: ZeroRuntime) -> list[Part]:
-    """What this rank holds; nobody else holds any of it."""
+    """This rank's share, which nobody else has in theirs."""
     rank = runtime.collectives.rank
     parts = []
     for kept in runtime.way.kept:
         parts.append(_terms(kept.unit, f"{TERMS}{rank}", kept.feedback.of_terms))
         if kept.feedback.of_sum is not None:
             parts.append(_sum(kept.unit, kept.feedback.of_sum))
+    if rank == 0:
+        parts += [named_part(name, one) for name, one in runtime.way.shared()]
     return parts
 
 
@@ -73,6 +76,7 @@ def load_residuals(
             "the state holds gradients that compression kept back; without error feedback they "
             "are dropped"
         )
+    _load_shared(runtime.way, held, fill)
     rank, world_size = runtime.collectives.rank, runtime.collectives.world_size
     mine = [one for one in saved if one % world_size == rank]
     factor = document.get("residual_factor", 1.0) / runtime.way.factor
@@ -80,6 +84,17 @@ def load_residuals(
         _load_unit(kept, mine, held, fill)
         if factor != 1.0:
             kept.feedback.scale(factor)
+
+
+def _load_shared(way: GradientWay, held: Mapping[str, LogicalTensor], fill: Fill) -> None:
+    """What is equal on all ranks; it begins anew where the state has it in another shape."""
+    fill(
+        [
+            named_part(name, one)
+            for name, one in way.shared()
+            if name in held and held[name].shape == tuple(one.shape)
+        ]
+    )
 
 
 def _load_unit(

@@ -4,17 +4,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from rayzero.engine.comm.code_buffers import CodeBuffers
 from rayzero.engine.comm.codecs.codec import Codec
 from rayzero.engine.comm.coded import CodedSums, Coding
 from rayzero.engine.comm.collectives import Collectives, Sums
 from rayzero.engine.comm.feedback import Feedback
+from rayzero.engine.comm.lowrank import LowRankSums
 from rayzero.engine.comm.turns import Turns
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.zero.unit import Unit
@@ -38,6 +40,9 @@ class GradientWay(Protocol):
     kept: list[Kept]
     factor: float
 
+    def shared(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of what is part of the state and equal on all ranks."""
+
     def sums(self, unit: Unit) -> Sums:
         """What sums a trainable unit's gradients over the ranks. Called once a unit."""
 
@@ -58,6 +63,9 @@ class PlainWay:
     def __init__(self, collectives: Collectives) -> None:
         self.kept: list[Kept] = []
         self._collectives = collectives
+
+    def shared(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ()
 
     def sums(self, unit: Unit) -> Sums:
         return self._collectives
@@ -89,6 +97,9 @@ class CodedWay:
         self._device = device
         self._coding = Coding(codec, collectives, CodeBuffers(collectives, device), Turns())
 
+    def shared(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ()
+
     def sums(self, unit: Unit) -> Sums:
         coding = self._coding
         dtype = main_dtype(unit)
@@ -102,11 +113,51 @@ class CodedWay:
         return CodedSums(coding, unit.layout.gaps, feedback)
 
     def forget(self) -> None:
-        forget(self.kept)
+        for one in self.kept:
+            one.feedback.forget()
 
     @property
     def buffer_bytes(self) -> int:
         return self._coding.buffers.total_bytes
+
+
+class LowRankWay:
+    """Gradients travel as the factors of every matrix.
+
+    Args:
+        rank: of the factors.
+        factor: see `GradientWay`.
+    """
+
+    buffer_bytes = 0
+
+    def __init__(
+        self, rank: int, collectives: Collectives, device: torch.device, *, factor: float
+    ) -> None:
+        self.kept: list[Kept] = []
+        self.factor = factor
+        self._rank = rank
+        self._collectives = collectives
+        self._device = device
+        self._turns = Turns()
+        self._sums: list[LowRankSums] = []
+
+    def shared(self) -> Iterator[tuple[str, Tensor]]:
+        for sums in self._sums:
+            for one in sums.factored.values():
+                yield f"lowrank/{one.name}", one.basis
+
+    def sums(self, unit: Unit) -> Sums:
+        terms = make_feedback(unit, "lowrank", self._device).of_terms
+        feedback = Feedback(terms)  # sums are exact but for what terms have lost
+        self.kept.append(Kept(unit, feedback))
+        sums = LowRankSums(self._collectives, self._turns, unit.layout, self._rank, feedback)
+        self._sums.append(sums)
+        return sums
+
+    def forget(self) -> None:
+        for sums in self._sums:
+            sums.start_anew()
 
 
 def main_dtype(unit: Unit) -> torch.dtype:
@@ -133,8 +184,3 @@ def make_feedback(unit: Unit, codec: str, device: torch.device) -> Feedback:
     terms = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
     whole = unit.owned != unit.shard or unit.layout.world_size == 1
     return Feedback(terms, torch.zeros_like(terms[unit.shard]) if whole else None)
-
-
-def forget(kept: Sequence[Kept]) -> None:
-    for one in kept:
-        one.feedback.forget()
