@@ -19,18 +19,12 @@ from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.units import NamedParam, UnitPlan, name_params, plan_blocks, plan_buckets
 from rayzero.engine.meter import Meter
-from rayzero.engine.offload.optimizer import optimizer_class
 from rayzero.engine.offload.plan import plan_offload
+from rayzero.engine.optim.build import OptimizerLike, groups_for, make_optimizer
 from rayzero.engine.optim.groups import ParamGroups, find_groups
-from rayzero.engine.optim.local import (
-    LocalOptimizer,
-    check_elementwise,
-    group_runs,
-    maker,
-    runs_of,
-    take_over,
-)
-from rayzero.engine.optim.schedule import Scheduler, StepSchedule, learning_rate
+from rayzero.engine.optim.local import LocalOptimizer, runs_of
+from rayzero.engine.optim.schedule import Scheduler, check_schedule, make_schedule
+from rayzero.engine.optim.sharded import EngineWholes
 from rayzero.engine.precision.averaging import factor_after
 from rayzero.engine.precision.choose import choose_precision
 from rayzero.engine.session import Session, current_session
@@ -53,7 +47,6 @@ from rayzero.engine.zero.placement import STAGES, Collective, Placement, Stage
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.slots import WeightSlots
 
-OptimizerLike = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 SchedulerLike = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
 GRAD_SLOTS = 3  # one fills, one is summed, one is still read by other ranks
 
@@ -95,13 +88,15 @@ def _make_engine(
         config = _of_the_same_step(config, source.small(0))
     client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     groups = find_groups(model, model_parameters, client)
+    if optimizer is None:
+        groups = groups_for(config.optimizer, model, groups)
     recipe = _make_recipe(config, model, restoring=source is not None)
     if session is not None:
         recipe.collectives.watch = session.waiting
     shares = session.shares if session is not None else ()
     settings = _settle(config, recipe, shares)
     runtime = _make_runtime(model, groups, config, recipe, settings.factor)
-    local = _make_optimizer(runtime, groups, optimizer, config)
+    local = _make_optimizer(runtime, groups, optimizer, config, recipe.device)
     schedule = _make_schedule(local.torch, lr_scheduler, config)
     batches = settings.batches
     progress = Progress(
@@ -261,32 +256,25 @@ def plan_units(
 
 
 def _make_optimizer(
-    runtime: ZeroRuntime, groups: ParamGroups, given: OptimizerLike | None, config: EngineConfig
+    runtime: ZeroRuntime,
+    groups: ParamGroups,
+    given: OptimizerLike | None,
+    config: EngineConfig,
+    device: torch.device,
 ) -> LocalOptimizer:
-    runs = runs_of(runtime.units)
-    local = optimizer_class(runs)
-    check_elementwise(given)
-    if isinstance(given, torch.optim.Optimizer):
-        return local(take_over(given, runs), runs)
-    if given is not None:
-        made = given(group_runs(runs, groups.options))
-        check_elementwise(made)
-        return local(made, runs)
-    if config.optimizer is None:
-        raise ConfigError(
-            "there is no optimizer",
-            allowed='"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}} in the engine config, '
-            "or initialize(optimizer=...)",
-        )
-    make = maker(config.optimizer)
-    return local(make(group_runs(runs, groups.options)), runs)
+    runs, collectives = runs_of(runtime.units), runtime.collectives
+    return make_optimizer(
+        given,
+        config.optimizer,
+        groups,
+        runs,
+        lambda: EngineWholes(runtime.units, runs, collectives, device),
+    )
 
 
 def _make_schedule(
     optimizer: torch.optim.Optimizer, given: SchedulerLike | None, config: EngineConfig
 ) -> Scheduler | None:
     if given is not None:
-        return given if hasattr(given, "step") else given(optimizer)
-    if config.scheduler is None:
-        return None
-    return StepSchedule(optimizer, learning_rate(config.scheduler))
+        return check_schedule(given if hasattr(given, "step") else given(optimizer), optimizer)
+    return None if config.scheduler is None else make_schedule(config.scheduler, optimizer)

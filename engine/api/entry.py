@@ -18,7 +18,8 @@ from rayzero.engine.config.parse import Parsed, parse
 from rayzero.engine.data.loader import MapDataset, StepLoader
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.factory import OptimizerLike, SchedulerLike, assemble
+from rayzero.engine.factory import SchedulerLike, assemble
+from rayzero.engine.optim.build import OptimizerLike
 from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.session import current_session
 

@@ -7,7 +7,7 @@ all-reduce twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol, TypeVar
@@ -70,6 +70,12 @@ class Backend(Protocol):
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
         """All ranks' `part`s behind one another in `full`, on rank `target` only."""
+
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Pending:
+        """Every rank's `sent[r]` to rank r, where it arrives in `received[sender]`.
+
+        All are flat and of one dtype; lengths may differ and be zero. A rank's own is copied.
+        """
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Gives every rank the source's `tensor`, in place."""
@@ -215,6 +221,10 @@ class Collectives:
         moved = part.nbytes * self.world_size
         return self._launch("gather", moved, lambda: self._backend.gather(full, part, target))
 
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Pending:
+        moved = sum(one.nbytes for one in sent)
+        return self._launch("exchange", moved, lambda: self._backend.exchange(received, sent))
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         def run() -> Pending:
             self._backend.broadcast(tensor, source)
@@ -225,6 +235,10 @@ class Collectives:
     def vote(self, scalars: Tensor) -> None:
         """Sums a few numbers over the ranks, in place, and waits for them."""
         self._launch("vote", scalars.nbytes, lambda: self._backend.all_reduce(scalars)).wait()
+
+    def add_up(self, values: Tensor) -> None:
+        """Sums a short vector over the ranks, in place, and waits for it."""
+        self._launch("sums", values.nbytes, lambda: self._backend.all_reduce(values)).wait()
 
     def _launch(self, name: str, moved_bytes: int, run: Callable[[], Pending]) -> Pending:
         self.counters.count(name, moved_bytes)

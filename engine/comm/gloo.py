@@ -158,6 +158,16 @@ class GlooBackend:
             self._post(receive={peer: self._part(full, peer) for peer in self._peers()}, send={})
         )
 
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Pending:
+        self._drain()
+        received[self.rank].copy_(sent[self.rank])
+        return _Exchange(
+            self._post(
+                receive={peer: received[peer] for peer in self._peers() if received[peer].numel()},
+                send={peer: sent[peer] for peer in self._peers() if sent[peer].numel()},
+            )
+        )
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._drain()
         dist.broadcast(tensor, group=self._group, group_src=source)

@@ -8,7 +8,7 @@ kernels enqueued after `wait`; no event of our own is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -92,6 +92,11 @@ class NcclBackend:
             parts = [part_of(full, rank, self.world_size) for rank in range(self.world_size)]
         work = dist.gather(part, parts, group=self._group, group_dst=target, async_op=True)
         return _Enqueued(work)
+
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Pending:
+        return _Enqueued(
+            dist.all_to_all(list(received), list(sent), group=self._group, async_op=True)
+        )
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         dist.broadcast(tensor, group=self._group, group_src=source)

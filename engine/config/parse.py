@@ -11,6 +11,7 @@ from typing import Any
 from rayzero.engine.config.autos import resolve, with_steps
 from rayzero.engine.config.document import EngineConfig
 from rayzero.engine.config.old_names import lengthen, rename
+from rayzero.engine.config.optim import params_mistakes
 from rayzero.engine.config.reading import describe, read_config
 from rayzero.engine.config.sift import refusals, sift
 from rayzero.engine.config.together import clashes
@@ -65,6 +66,7 @@ def parse(source: Source | None, steps: int | None = None) -> Parsed:
     mistakes += wrong
     if config is not None:
         mistakes += [*refusals(config), *clashes(config)]
+        mistakes += params_mistakes(config.optimizer, config.scheduler)
     if mistakes or config is None:
         refuse(describe(source), mistakes)
     return Parsed(config, document, told)

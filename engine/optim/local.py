@@ -1,7 +1,8 @@
 """The optimizer of one rank: a torch optimizer over this rank's parts of the main weights.
 
-Every optimizer here works element by element, so a shard needs to know nothing of its neighbours.
-A parameter group's part of a unit is one run of the unit's flat buffer, hence one tensor.
+Most optimizers work element by element, so a shard needs to know nothing of its neighbours; the
+others are told of whole parameters (`whole`). A parameter group's part of a unit is one run of the
+unit's flat buffer, hence one tensor.
 """
 
 from __future__ import annotations
@@ -13,17 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.config import OptimizerConfig
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.optim.whole import NeedsWholes
 from rayzero.engine.zero.unit import Unit
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-_CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "Adam": torch.optim.Adam,
-    "AdamW": torch.optim.AdamW,
-    "SGD": torch.optim.SGD,
-}
-
 
 # Of torch's own: those that look at a parameter's shape, or at all parameters at once.
 _WHOLE_TENSOR = {"LBFGS", "Muon", "Adafactor", "SparseAdam"}
@@ -82,7 +77,10 @@ class LocalOptimizer:
         )
 
     def step(self, factor: float) -> None:
-        """Updates the main weights with `factor` times the main grads."""
+        """Updates the main weights with `factor` times the main grads, which it may overwrite.
+
+        Collective for optimizers that look at whole parameters, local for all others.
+        """
         self.update(self.runs, factor)
 
     def update(self, runs: Sequence[Run], factor: float) -> None:
@@ -97,6 +95,11 @@ class LocalOptimizer:
             run.weight.grad = None
         if self._scales:
             self.torch.grad_scale = None  # type: ignore[attr-defined]
+
+    def begin_anew(self) -> None:
+        """The state is what it is before the first step."""
+        self.torch.state.clear()
+        self.torch.state.update(first_state(self.torch))
 
     @property
     def lr(self) -> float:
@@ -132,18 +135,29 @@ def group_runs(runs: Sequence[Run], options: Sequence[dict[str, Any]]) -> list[d
 
 
 def check_elementwise(optimizer: object) -> None:
-    """Refuses an optimizer, or its class, that does not work element by element.
+    """Refuses an optimizer, or its class, of torch's that does not work element by element.
 
     Raises:
         ConfigError: shards of parameters would not be updated as whole parameters are.
     """
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if issubclass(cls, NeedsWholes):
+        return
     if any(base.__name__ in _WHOLE_TENSOR for base in cls.__mro__):
         raise ConfigError(
             f"the optimizer {cls.__name__} does not update each element by itself",
-            allowed="optimizers such as AdamW, SGD, RMSprop or Adagrad, which shards can use",
+            allowed="optimizers such as AdamW, SGD, RMSprop or Adagrad, which shards can use; "
+            '"optimizer": {"type": "Muon"} or {"type": "Lamb"} in the engine config',
             fix="initialize(optimizer=...)",
         )
+
+
+def first_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
+    """The state before the first step: none, but for Adagrad, which makes its own when built."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return {}
+    groups = [dict(group) for group in optimizer.param_groups]
+    return dict(type(optimizer)(groups, **optimizer.defaults).state)
 
 
 def take_over(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> torch.optim.Optimizer:
@@ -152,7 +166,7 @@ def take_over(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> torch.op
     Raises:
         ConfigError: the optimizer has taken steps.
     """
-    if optimizer.state:
+    if not _is_fresh(optimizer):
         raise ConfigError(
             f"the {type(optimizer).__name__} passed to initialize has taken steps already",
             allowed="a fresh optimizer",
@@ -160,31 +174,13 @@ def take_over(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> torch.op
         )
     for group, options in enumerate(optimizer.param_groups):
         options["params"] = [run.weight for run in runs if run.group == group]
+    optimizer.state.clear()
+    optimizer.state.update(first_state(optimizer))
     return optimizer
 
 
-def maker(config: OptimizerConfig) -> MakeOptimizer:
-    """The constructor that a config's `optimizer` section asks for.
-
-    Raises:
-        ConfigError: a parameter is unknown to the optimizer, or has a wrong value.
-    """
-    params = dict(config.params)
-    name = config.type
-    if name == "Adam" and params.pop("adam_w_mode", True):  # as in DeepSpeed: decoupled by default
-        name = "AdamW"
-    if isinstance(params.get("betas"), list):
-        params["betas"] = tuple(params["betas"])
-
-    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        cls = _CLASSES[name]
-        try:
-            return cls(groups, **({"fused": True} | params))
-        except (TypeError, ValueError, IndexError, RuntimeError) as error:
-            raise ConfigError(
-                f"optimizer.params for {config.type}: {error}",
-                allowed=f"the arguments of torch.optim.{name}",
-                fix="optimizer.params in the engine config",
-            ) from None
-
-    return make
+def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has taken no step; Adagrad has state from the beginning."""
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return all(float(state["step"]) == 0 for state in optimizer.state.values())
+    return not optimizer.state

@@ -1,21 +1,17 @@
-"""Learning-rate schedules as pure functions of the step, under DeepSpeed's names."""
+"""Learning-rate schedules: ours, which follow from the step alone, and torch's."""
 
 from __future__ import annotations
 
-import math
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 
 from rayzero.engine.config import SchedulerConfig
-from rayzero.engine.validation import validated
-
-# lr(step, the group's configured lr). As in DeepSpeed the first step of a run is number -1, the
-# second 0: so warm-up begins with two steps at its lowest rate.
-LearningRate = Callable[[int, float], float]
+from rayzero.engine.config.optim import plain_params, typed_params
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.optim.curves import CURVES, Betas, Curve
 
 
 class Scheduler(Protocol):
@@ -25,129 +21,153 @@ class Scheduler(Protocol):
         """One optimizer step was finished."""
 
 
-class _Params(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    warmup_num_steps: int = Field(default=1000, gt=0)
-    warmup_type: Literal["log", "linear"] = "log"
-
-    def warmup(self, step: int) -> float:
-        """From 0 to 1 over the warm-up, 1 after it."""
-        length = max(2, self.warmup_num_steps)
-        step = max(step, 0)
-        if step >= length:
-            return 1.0
-        return math.log(step + 1) / math.log(length) if self.warmup_type == "log" else step / length
-
-
-class _WarmupParams(_Params):
-    warmup_min_lr: float = Field(default=0.0, ge=0)
-    warmup_max_lr: float | None = Field(default=None, ge=0)
-
-    def between(self, share: float, configured: float) -> float:
-        top = configured if self.warmup_max_lr is None else self.warmup_max_lr
-        return self.warmup_min_lr + (top - self.warmup_min_lr) * share
-
-
-class _DecayParams(_WarmupParams):
-    warmup_max_lr: float | None = Field(default=0.001, ge=0)  # DeepSpeed's, unlike WarmupLR's
-    total_num_steps: int = Field(gt=0)
-
-
-class _CosineParams(_Params):
-    total_num_steps: int = Field(gt=0)
-    warmup_min_ratio: float = Field(default=0.0, ge=0)
-    cos_min_ratio: float = Field(default=0.0001, ge=0)
-
-
-P = TypeVar("P", bound=_Params)
-
-
-@dataclass(frozen=True)
-class WarmupLR:
-    """Up to the top over the warm-up, then constant."""
-
-    params: _WarmupParams
-
-    def __call__(self, step: int, configured: float) -> float:
-        return self.params.between(self.params.warmup(step), configured)
-
-
-@dataclass(frozen=True)
-class WarmupDecayLR:
-    """Up to the top over the warm-up, then down to zero in a line."""
-
-    params: _DecayParams
-
-    def __call__(self, step: int, configured: float) -> float:
-        length = max(2, self.params.warmup_num_steps)
-        if step < length:
-            return self.params.between(self.params.warmup(step), configured)
-        left = (self.params.total_num_steps - step) / max(1, self.params.total_num_steps - length)
-        return self.params.between(max(0.0, left), configured)
-
-
-@dataclass(frozen=True)
-class WarmupCosineLR:
-    """Up to the configured lr over the warm-up, then down along half a cosine."""
-
-    params: _CosineParams
-
-    def __call__(self, step: int, configured: float) -> float:
-        p = self.params
-        if step < 0:
-            return 0.0
-        length = max(2, p.warmup_num_steps)
-        if step < length:
-            return configured * (p.warmup_min_ratio + p.warmup(step) * (1 - p.warmup_min_ratio))
-        done = min(1.0, (step - length + 1) / max(1, p.total_num_steps - length))
-        wave = (1 + math.cos(math.pi * done)) / 2
-        return configured * (p.cos_min_ratio + (1 - p.cos_min_ratio) * wave)
-
-
 class StepSchedule:
-    """Sets every group's lr from a pure function of the step. Has the surface users expect."""
+    """Sets every group's lr, and its betas where the curve has some, from the iteration alone.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, learning_rate: LearningRate) -> None:
-        self._optimizer = optimizer
-        self._learning_rate = learning_rate
+    It has the surface that users of DeepSpeed's and torch's schedulers expect.
+
+    Attributes:
+        last_batch_iteration: one less than the finished steps, as DeepSpeed counts.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, curve: Curve) -> None:
+        _check_lists(curve, len(optimizer.param_groups))
+        self.optimizer = optimizer
+        self.curve = curve
         self._configured = [float(group["lr"]) for group in optimizer.param_groups]
-        self.step_count = 0
+        self._cycles = "betas" in optimizer.defaults  # others have nothing that could cycle
+        self.last_batch_iteration = curve.last_batch_iteration
+        if self.last_batch_iteration == -1:  # else the configured lr serves the first step
+            self._apply()
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """One optimizer step was finished; or, given a number, goes to that iteration."""
+        if last_batch_iteration is None:
+            last_batch_iteration = self.last_batch_iteration + 1
+        self.last_batch_iteration = last_batch_iteration
         self._apply()
 
-    def step(self) -> None:
-        """One optimizer step was finished."""
-        self.step_count += 1
-        self._apply()
+    def get_lr(self) -> list[float]:
+        """Each group's lr at this iteration."""
+        return [
+            self.curve.lr(self.last_batch_iteration, number, lr)
+            for number, lr in enumerate(self._configured)
+        ]
 
     def get_last_lr(self) -> list[float]:
         """Each group's lr now."""
-        return [float(group["lr"]) for group in self._optimizer.param_groups]
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Betas] | None:
+        """Each group's betas at this iteration; None where they do not cycle."""
+        numbers = range(len(self._configured))
+        found = [self.curve.betas(self.last_batch_iteration, number) for number in numbers]
+        betas = [one for one in found if one is not None]
+        return betas if self._cycles and betas else None
 
     def state_dict(self) -> dict[str, int]:
-        return {"step_count": self.step_count}
+        return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step_count = state["step_count"]
-        self._apply()
+        self.last_batch_iteration = state["last_batch_iteration"]
+        if self.last_batch_iteration != self.curve.last_batch_iteration:
+            self._apply()
 
     def _apply(self) -> None:
-        for group, lr in zip(self._optimizer.param_groups, self._configured, strict=True):
-            group["lr"] = self._learning_rate(self.step_count - 1, lr)
+        for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = lr
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+            group["betas"] = betas
 
 
-def _params(model: type[P], config: SchedulerConfig) -> P:
-    return validated(model, config.params, f"scheduler.params for {config.type}")
-
-
-def learning_rate(config: SchedulerConfig) -> LearningRate:
-    """The function that a config's `scheduler` section asks for.
+def make_curve(config: SchedulerConfig) -> Curve:
+    """One of DeepSpeed's schedules.
 
     Raises:
         ConfigError: a parameter is unknown or wrong.
     """
-    if config.type == "WarmupLR":
-        return WarmupLR(_params(_WarmupParams, config))
-    if config.type == "WarmupDecayLR":
-        return WarmupDecayLR(_params(_DecayParams, config))
-    return WarmupCosineLR(_params(_CosineParams, config))
+    return typed_params("scheduler", CURVES[config.type], config.params)
+
+
+def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> Scheduler:
+    """The schedule that a config's `scheduler` section asks for.
+
+    Raises:
+        ConfigError: a parameter is unknown or wrong.
+    """
+    if config.type in CURVES:
+        return StepSchedule(optimizer, make_curve(config))
+    make: Callable[..., Scheduler] = getattr(torch.optim.lr_scheduler, config.type)
+    params = plain_params(config.params)
+    try:
+        _try_out(make, params, optimizer)
+        return make(optimizer, **params)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(
+            f"engine config: scheduler.params: {error}",
+            allowed=f"the arguments of torch.optim.lr_scheduler.{config.type}",
+        ) from None
+
+
+def _try_out(
+    make: Callable[..., Scheduler], params: dict[str, Any], optimizer: torch.optim.Optimizer
+) -> None:
+    """A step of such a schedule, over an optimizer of nothing: torch finds some mistakes then."""
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": group["lr"]}
+        for group in optimizer.param_groups
+    ]
+    betas = "betas" in optimizer.defaults
+    tried = torch.optim.Adam(groups) if betas else torch.optim.SGD(groups, momentum=0.9)
+    schedule = make(tried, **params)
+    tried.step()
+    schedule.step()
+
+
+def check_schedule(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> Scheduler:
+    """The user's own scheduler, if the engine can step it.
+
+    Raises:
+        ConfigError: its `step` needs more than that a step is over, or it drives another optimizer.
+    """
+    name = type(scheduler).__name__
+    if _wants_arguments(scheduler.step):
+        raise ConfigError(
+            f"the scheduler {name} has to be told something at every step",
+            allowed="schedulers whose step() takes no arguments",
+            fix=f"leave lr_scheduler out, make {name} over engine.optimizer, and step it yourself",
+        )
+    driven = _unwrapped(getattr(scheduler, "optimizer", optimizer))
+    if isinstance(driven, torch.optim.Optimizer) and driven is not optimizer:
+        raise ConfigError(
+            f"the scheduler {name} drives an optimizer that is not the engine's",
+            allowed="a scheduler of the optimizer given to initialize, or a function of the "
+            "optimizer that makes one",
+            fix=f"initialize(lr_scheduler=lambda optimizer: {name}(optimizer, ...))",
+        )
+    return scheduler
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _wants_arguments(step: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(step).bind()
+    except TypeError:
+        return True
+    except ValueError:  # no signature to look at
+        return False
+    return False
+
+
+def _check_lists(curve: Curve, groups: int) -> None:
+    for key, count in curve.lists().items():
+        if count != groups:
+            raise ConfigError(
+                f"scheduler.params.{key}: {count} values for {groups} parameter groups",
+                allowed="one number, or one for each parameter group",
+            )

@@ -11,7 +11,7 @@ from torch import nn
 from rayzero.engine.config import EngineConfig, solve_batches
 from rayzero.engine.factory import GRAD_SLOTS, plan_units
 from rayzero.engine.layout.units import name_params, plan_blocks
-from rayzero.engine.optim.local import maker
+from rayzero.engine.optim.build import maker
 from rayzero.engine.planning.resting import Shape, resting_bytes, state_itemsize
 from rayzero.engine.planning.trace import MakeBatch, Trace, fake_tensors, trace
 from rayzero.engine.precision.choose import choose_precision

@@ -87,7 +87,7 @@ def load_tensors(
         },
     )
     if choice.optimizer:
-        optimizer.torch.state.clear()
+        optimizer.begin_anew()
     parts = [
         _without(part, absent)
         for part in all_parts(model, runtime, optimizer)

@@ -210,12 +210,8 @@ def _plain(value: Any) -> Any:
 
 
 def _scheduler(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """DeepSpeed's schedules count from -1, ours from 0; other schedules keep their own words."""
-    if state is None:
-        return None
-    if set(state) == {"last_batch_iteration"}:
-        return {"step_count": int(state["last_batch_iteration"]) + 1}
-    return {key: _plain(value) for key, value in state.items()}
+    """A schedule's state has the same words there and here."""
+    return None if state is None else {key: _plain(value) for key, value in state.items()}
 
 
 def _loss_scale(scaler: dict[str, Any]) -> dict[str, Any] | None:

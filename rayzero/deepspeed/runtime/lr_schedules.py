@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from rayzero.engine.config import SchedulerConfig
-from rayzero.engine.optim.schedule import StepSchedule, learning_rate
+from rayzero.engine.optim.schedule import StepSchedule, make_curve
 
-__all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+__all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 
 
 class _Named(StepSchedule):
@@ -17,7 +17,7 @@ class _Named(StepSchedule):
 
     def __init__(self, optimizer: torch.optim.Optimizer, **params: Any) -> None:
         config = SchedulerConfig.model_validate({"type": type(self).__name__, "params": params})
-        super().__init__(optimizer, learning_rate(config))
+        super().__init__(optimizer, make_curve(config))
 
 
 class WarmupLR(_Named):
@@ -30,3 +30,11 @@ class WarmupDecayLR(_Named):
 
 class WarmupCosineLR(_Named):
     """Up to the configured lr over the warm-up, then down along half a cosine."""
+
+
+class OneCycle(_Named):
+    """Up and down once between two rates, then decay; Adam's first beta goes the other way."""
+
+
+class LRRangeTest(_Named):
+    """Up from the lowest rate without end."""

@@ -8,21 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.config import OptimizerConfig
+from rayzero.engine.config import OptimizerConfig, parse_config
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.partition import ParamSpec, lay_out
 from rayzero.engine.offload.home import DeviceHome
 from rayzero.engine.offload.link import SharedLink
 from rayzero.engine.offload.place import Place
+from rayzero.engine.optim.build import maker
 from rayzero.engine.optim.groups import find_groups
-from rayzero.engine.optim.local import (
-    LocalOptimizer,
-    Run,
-    group_runs,
-    maker,
-    runs_of,
-    take_over,
-)
+from rayzero.engine.optim.local import LocalOptimizer, Run, group_runs, runs_of, take_over
 from rayzero.engine.precision.policy import Native
 from rayzero.engine.zero.grads import PartialGrads
 from rayzero.engine.zero.placement import Collective
@@ -80,17 +74,53 @@ def plainly_trained(make: Any, factor: float, dtype: torch.dtype = torch.float32
     return [param.detach() for param in params]
 
 
+def adamw(**options: Any) -> Any:
+    return lambda groups: torch.optim.AdamW(groups, **({"lr": 0.1, "weight_decay": 0} | options))
+
+
+def endless(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """AdamW as if a billion steps were behind it."""
+    made = torch.optim.AdamW(groups, lr=0.1, weight_decay=0, betas=(0.5, 0.9))
+    for group in made.param_groups:
+        for param in group["params"]:
+            zeros = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
+            made.state[param] = {"step": torch.tensor(1e9, dtype=torch.float64), **zeros}
+    return made
+
+
 KINDS: list[tuple[OptimizerConfig, Any]] = [
     (config("SGD", lr=0.1, momentum=0.9), lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9)),
-    (config("AdamW", lr=0.1), lambda g: torch.optim.AdamW(g, lr=0.1)),
+    (
+        config("SGD", lr=0.1, momentum=0.9, nesterov=True, weight_decay="1e-2"),
+        lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    ),
+    # DeepSpeed's Adam has no weight decay by default, unlike torch's AdamW.
+    (config("AdamW", lr=0.1), adamw()),
     (
         config("AdamW", lr=0.1, betas=[0.5, 0.6], eps=1e-3, weight_decay=0.2),
-        lambda g: torch.optim.AdamW(g, lr=0.1, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.2),
+        adamw(betas=(0.5, 0.6), eps=1e-3, weight_decay=0.2),
     ),
     # DeepSpeed's Adam decays weights apart from the gradient unless told otherwise.
-    (config("Adam", lr=0.1), lambda g: torch.optim.AdamW(g, lr=0.1)),
-    (config("Adam", lr=0.1, adam_w_mode=True), lambda g: torch.optim.AdamW(g, lr=0.1)),
-    (config("Adam", lr=0.1, adam_w_mode=False), lambda g: torch.optim.Adam(g, lr=0.1)),
+    (config("Adam", lr=0.1, weight_decay=0.2), adamw(weight_decay=0.2)),
+    (config("Adam", lr=0.1, adam_w_mode=True, weight_decay=0.2), adamw(weight_decay=0.2)),
+    (
+        config("Adam", lr=0.1, adam_w_mode=False, weight_decay=0.2),
+        lambda g: torch.optim.Adam(g, lr=0.1, weight_decay=0.2),
+    ),
+    (config("AdamW", lr=0.1, torch_adam=True), lambda g: torch.optim.AdamW(g, lr=0.1)),
+    (config("AdamW", lr=0.1, amsgrad=True), adamw(amsgrad=True)),
+    (config("AdamW", lr=0.1, fused=False, maximize=True), adamw(maximize=True)),
+    (config("AdamW", lr=0.1, foreach=True), adamw(foreach=True)),
+    (config("AdamW", lr=0.1, betas=[0.5, 0.9], bias_correction=False), endless),
+    (config("Adagrad", lr=0.1), lambda g: torch.optim.Adagrad(g, lr=0.1)),
+    (
+        config("Adagrad", lr=0.1, lr_decay=0.2, initial_accumulator_value=0.5, eps=1e-3),
+        lambda g: torch.optim.Adagrad(
+            g, lr=0.1, lr_decay=0.2, initial_accumulator_value=0.5, eps=1e-3
+        ),
+    ),
+    (config("RMSprop", lr=0.1), lambda g: torch.optim.RMSprop(g, lr=0.1)),
+    (config("torch.optim.NAdam", lr="1e-1"), lambda g: torch.optim.NAdam(g, lr=0.1)),
 ]
 
 
@@ -146,22 +176,69 @@ def test_lr_and_state_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "message"),
+    ("kind", "params", "message"),
     [
-        ({"learning_rate": 1}, "learning_rate"),
-        ({"lr": "1e-3"}, "str"),
-        ({"lr": None}, "NoneType"),
-        ({"lr": -1.0}, "Invalid learning rate"),
-        ({"betas": 0.9}, "float"),
-        ({"betas": [0.9]}, "range"),
-        ({"foreach": True}, "fused"),
-        ({"params": []}, "params"),
+        ("AdamW", {"learning_rate": 1}, r"optimizer\.params\.learning_rate: unknown key"),
+        ("AdamW", {"wieght_decay": 1}, r"params\.wieght_decay: .*mean 'weight_decay'"),
+        ("AdamW", {"lr": None}, r"optimizer\.params\.lr: .*seen: None"),
+        ("AdamW", {"lr": -1.0}, r"optimizer\.params\.lr: .*greater than or equal to 0"),
+        ("AdamW", {"betas": 0.9}, r"optimizer\.params\.betas: "),
+        ("AdamW", {"betas": [0.9]}, r"optimizer\.params\.betas\.1: "),
+        ("AdamW", {"betas": [0.9, 1.0]}, r"optimizer\.params\.betas\.1: .*less than 1"),
+        ("AdamW", {"foreach": True, "fused": True}, "params for AdamW: .*fused"),
+        ("AdamW", {"max_grad_norm": 1.0}, r"max_grad_norm: refused, .*gradient_clipping"),
+        ("AdamW", {"fp32_optimizer_states": False}, r"fp32_optimizer_states: refused"),
+        ("SGD", {"nesterov": True}, "params for SGD: Nesterov"),
+        ("Lamb", {"amsgrad": True}, r"params\.amsgrad: refused"),
+        ("Muon", {"per_head_muon": True}, r"params\.per_head_muon: refused"),
+        ("Muon", {"ns_method": "svd"}, r"params\.ns_method: .*'gram' or 'standard'"),
+        ("RMSprop", {"alhpa": 0.9}, "params for RMSprop: .*alhpa"),
+        ("RMSprop", {"alpha": "much"}, "params for RMSprop: "),
+        ("my.own.Optimizer", {}, r"optimizer\.type: 'my\.own\.Optimizer' cannot be imported"),
+        ("torch.nn.Linear", {}, r"'torch\.nn\.Linear' is not a torch\.optim\.Optimizer"),
+        ("torch.optim.Adafactor", {}, "does not update each element by itself"),
+        ("tests.engine.optim.test_local.Normed", {}, "trains a matrix and its two halves diff"),
     ],
 )
-def test_wrong_parameters_are_config_errors(params: dict[str, Any], message: str) -> None:
-    make = maker(config("AdamW", **params))
-    with pytest.raises(ConfigError, match=rf"optimizer\.params for AdamW: .*{message}"):
-        make(group_runs(make_runs(0), [{}]))
+def test_wrong_parameters_are_config_errors(
+    kind: str, params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        maker(config(kind, **params))(group_runs(make_runs(0), [{}]))
+
+
+class Normed(torch.optim.SGD):
+    """Looks at a whole tensor, as anybody's optimizer may."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.div_(param.grad.norm())
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("OneBitAdam", "refused, it is not in this version yet"),
+        ("lbfgs", "refused, its step needs the whole model"),
+        ("Adm", r"mean 'Adam'.*Adam, AdamW, SGD"),
+    ],
+)
+def test_wrong_names_are_told_by_the_config(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"optimizer\.type: .*{message}"):
+        parse_config({"optimizer": {"type": name}})
+
+
+def test_all_mistakes_in_params_are_told_at_once_and_without_torch() -> None:
+    wrong = {
+        "optimizer": {"type": "lamb", "params": {"max_coef": 1, "lr": "fast"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}},
+    }
+    with pytest.raises(ConfigError, match="3 mistakes") as told:
+        parse_config(wrong)
+    assert "optimizer.params.max_coef: unknown key (did you mean 'max_coeff'?)" in str(told.value)
+    assert "scheduler.params.warmup_type" in str(told.value)
 
 
 def make_unit(groups: list[int], owned: slice | None = None, frozen: bool = False) -> Unit:
@@ -209,6 +286,18 @@ class TestTakeOver:
         assert [group["lr"] for group in given.param_groups] == [3.0, 1.0]
         assert given.param_groups[0]["params"] == [runs[1].weight]
         assert len(given.param_groups[1]["params"]) == 2
+
+    def test_takes_a_fresh_adagrad_which_has_state_from_the_beginning(self) -> None:
+        model = nn.Linear(2, 2)
+        given = torch.optim.Adagrad(model.parameters(), lr=1.0, initial_accumulator_value=0.5)
+        runs = make_runs(0)
+        take_over(given, runs)
+        assert set(given.state) == {runs[0].weight}
+        assert given.state[runs[0].weight]["sum"].tolist() == [0.5] * 8
+        runs[0].weight.grad = runs[0].grad
+        given.step()
+        with pytest.raises(ConfigError, match="Adagrad passed to initialize has taken steps"):
+            take_over(given, runs)
 
     def test_refuses_one_that_has_taken_steps(self) -> None:
         param = nn.Parameter(torch.zeros(1))

@@ -1,4 +1,4 @@
-"""Learning rates worked out by hand from DeepSpeed's published formulas.
+"""Learning rates worked out by hand from DeepSpeed's published formulas, and DeepSpeed's own.
 
 There step n of a run, counted from 1, is trained with the rate of iteration n - 2: the schedule is
 made at -1, and moves on after every optimizer step.
@@ -6,6 +6,7 @@ made at -1, and moves on after every optimizer step.
 
 from __future__ import annotations
 
+import json
 from math import cos, log, pi
 from typing import Any
 
@@ -14,17 +15,19 @@ import torch
 from torch import nn
 
 import rayzero
-from rayzero.engine.config import SchedulerConfig
+from rayzero.engine.config import SchedulerConfig, parse_config
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.optim.schedule import StepSchedule, learning_rate
+from rayzero.engine.optim.curves import CURVES, Curve
+from rayzero.engine.optim.schedule import StepSchedule, check_schedule, make_schedule
+from tests.engine.optim.make_deepspeed_schedules import FILE, LRS
 
 TOP = 0.4  # the optimizer's configured lr
 
 
 def rates(kind: Any, steps: int, **params: Any) -> list[float]:
     """The lr each of the first steps is trained with."""
-    rate = learning_rate(SchedulerConfig(type=kind, params=params))
-    return [rate(step - 2, TOP) for step in range(1, steps + 1)]
+    curve = CURVES[kind](**params)
+    return [curve.lr(step - 2, 0, TOP) for step in range(1, steps + 1)]
 
 
 class TestWarmupLR:
@@ -112,17 +115,17 @@ class TestWarmupCosineLR:
 @pytest.mark.parametrize(
     ("kind", "params", "message"),
     [
-        ("WarmupLR", {"warmup_steps": 3}, r"WarmupLR: warmup_steps: .*'warmup_num_steps'"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps: .*greater than 0"),
+        ("WarmupLR", {"warmup_steps": 3}, r"scheduler\.params\.warmup_steps: .*'warmup_num_steps'"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps: .*greater than"),
         ("WarmupLR", {"warmup_type": "cubic"}, "warmup_type: .*'log' or 'linear'"),
-        ("WarmupDecayLR", {}, "WarmupDecayLR: total_num_steps: this key is required"),
+        ("WarmupDecayLR", {}, r"scheduler\.params\.total_num_steps: this key is required"),
         ("WarmupCosineLR", {"total_num_steps": "many"}, r"total_num_steps: .*seen: 'many'"),
         ("WarmupCosineLR", {"total_num_steps": 9, "warmup_max_lr": 1}, "warmup_max_lr: unknown"),
     ],
 )
 def test_wrong_parameters_are_named(kind: Any, params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        learning_rate(SchedulerConfig(type=kind, params=params))
+        make_schedule(SchedulerConfig(type=kind, params=params), optimizer(TOP))
 
 
 def optimizer(*lrs: float) -> torch.optim.Optimizer:
@@ -130,9 +133,16 @@ def optimizer(*lrs: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=1.0)
 
 
+class Line(Curve):
+    """The lr plus the iteration."""
+
+    def lr(self, iteration: int, group: int, configured: float) -> float:
+        return configured + iteration
+
+
 def test_every_group_follows_from_its_own_lr() -> None:
     made = optimizer(1.0, 10.0)
-    schedule = StepSchedule(made, lambda step, lr: lr + step)
+    schedule = StepSchedule(made, Line())
     assert schedule.get_last_lr() == [0.0, 9.0]
     schedule.step()
     schedule.step()
@@ -140,12 +150,12 @@ def test_every_group_follows_from_its_own_lr() -> None:
 
 
 def test_state_goes_on_where_it_stood() -> None:
-    first = StepSchedule(optimizer(1.0), lambda step, lr: lr * step)
+    first = StepSchedule(optimizer(1.0), Line())
     for _ in range(5):
         first.step()
-    second = StepSchedule(optimizer(1.0), lambda step, lr: lr * step)
+    second = StepSchedule(optimizer(1.0), Line())
     second.load_state_dict(first.state_dict())
-    assert second.get_last_lr() == first.get_last_lr() == [4.0]
+    assert second.get_last_lr() == first.get_last_lr() == [5.0]
 
 
 def test_the_engine_steps_it_once_a_step() -> None:
@@ -171,3 +181,75 @@ def test_the_engine_steps_it_once_a_step() -> None:
     assert used == pytest.approx([0, 0, TOP / 2, TOP, TOP])
     assert schedule is not None
     assert schedule.get_last_lr() == [TOP]
+
+
+@pytest.mark.parametrize("row", json.loads(FILE.read_text()), ids=lambda row: row["type"])
+def test_equals_deepspeeds_own(row: dict[str, Any]) -> None:
+    """Its schedules' rates and betas in 22 steps of two groups, frozen in a file."""
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in LRS]
+    made = torch.optim.Adam(groups, lr=1.0)
+    schedule = make_schedule(SchedulerConfig(type=row["type"], params=row["params"]), made)
+    for lrs, betas in zip(row["lrs"], row["betas"], strict=True):
+        assert [group["lr"] for group in made.param_groups] == pytest.approx(lrs, rel=1e-12)
+        for group, pair in zip(made.param_groups, betas, strict=True):
+            assert list(group["betas"]) == pytest.approx(pair, rel=1e-12)
+        schedule.step()
+
+
+def test_an_optimizer_without_betas_cycles_its_rate_only() -> None:
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 2}
+    schedule = make_schedule(SchedulerConfig(type="OneCycle", params=params), optimizer(1.0))
+    assert isinstance(schedule, StepSchedule)
+    assert schedule.get_mom() is None
+    assert schedule.get_last_lr() == [0.1]
+
+
+def test_numbers_as_files_write_them() -> None:
+    assert CURVES["WarmupLR"](warmup_num_steps="1e1").model_dump()["warmup_num_steps"] == 10
+    assert CURVES["WarmupLR"](warmup_min_lr="1e-3").model_dump()["warmup_min_lr"] == 1e-3
+
+
+def test_a_list_has_a_value_for_each_group() -> None:
+    params = {"lr_range_test_min_lr": [0.1, 0.2, 0.3]}
+    with pytest.raises(ConfigError, match=r"params\.lr_range_test_min_lr: 3 values for 2"):
+        make_schedule(SchedulerConfig(type="LRRangeTest", params=params), optimizer(1.0, 1.0))
+
+
+def from_config(kind: str, params: dict[str, Any]) -> None:
+    parsed = parse_config({"scheduler": {"type": kind, "params": params}})
+    assert parsed.scheduler is not None
+    make_schedule(parsed.scheduler, optimizer(1.0))
+
+
+class TestTorchSchedules:
+    def test_by_name(self) -> None:
+        made = optimizer(1.0)
+        schedule = make_schedule(
+            SchedulerConfig(type="StepLR", params={"step_size": 1, "gamma": 0.5}), made
+        )
+        made.step()
+        schedule.step()
+        assert made.param_groups[0]["lr"] == 0.5
+
+    @pytest.mark.parametrize(
+        ("kind", "params", "message"),
+        [
+            ("StepLR", {"size": 1}, r"scheduler\.params: .*size"),
+            ("StepLR", {"step_size": "many"}, r"scheduler\.params: "),
+            ("StepR", {}, r"scheduler\.type: .*'StepLR'"),
+            ("LambdaLR", {}, r"scheduler\.type: not a schedule that"),
+        ],
+    )
+    def test_wrong_ones_are_named(self, kind: str, params: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            from_config(kind, params)
+
+    def test_one_that_wants_a_metric_is_the_users_to_step(self) -> None:
+        made = optimizer(1.0)
+        with pytest.raises(ConfigError, match="ReduceLROnPlateau has to be told something"):
+            check_schedule(torch.optim.lr_scheduler.ReduceLROnPlateau(made), made)
+
+    def test_one_of_another_optimizer_is_refused(self) -> None:
+        other = torch.optim.lr_scheduler.StepLR(optimizer(1.0), 1)
+        with pytest.raises(ConfigError, match="StepLR drives an optimizer that is not the engine"):
+            check_schedule(other, optimizer(1.0))
