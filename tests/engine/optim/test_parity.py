@@ -1,0 +1,106 @@
+"""Every optimizer equals plain torch at every stage and world size, and through changes of both."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rayzero
+from rayzero.engine.session import entered
+from tests.engine import zoo
+from tests.engine.optim.references import PAIRS
+from tests.engine.state.blocks import Block, StateSession
+from tests.support.ranks import run_ranks
+
+STEPS, SAMPLES, CLIP = 4, 12, 0.5
+TIMEOUT_S = 300.0  # many short trainings, on machines that are busy with other tests
+Result = tuple[list[float], dict[str, Tensor]]
+
+
+def train(
+    rank: int, world: int, name: str, stage: int, steps: range, blocks: list[Block] | None = None
+) -> tuple[list[float], dict[str, Tensor], Block]:
+    model = zoo.make(torch.float64, seed=rank + steps.start)
+    with entered(StateSession(blocks)):
+        engine, *_ = rayzero.initialize(
+            model=model,
+            model_parameters=zoo.two_groups(model),
+            config={
+                "train_batch_size": SAMPLES,
+                "gradient_clipping": CLIP,
+                "optimizer": PAIRS[name][0],
+                "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},
+            },
+        )
+    losses = []
+    for batch in list(zoo.batches(steps.stop, SAMPLES))[steps.start :]:
+        part = batch.chunk(max(world, 1))[rank]
+        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
+        engine.step()
+        losses.append(engine.metrics.loss)
+    return losses, engine.state_dict(), Block.of(engine)
+
+
+def every_stage(rank: int, world: int, names: list[str]) -> dict[tuple[str, int], Result]:
+    """All of one world in one call: starting ranks takes longer than training."""
+    return {
+        (name, stage): train(rank, world, name, stage, range(STEPS))[:2]
+        for name in names
+        for stage in ((0, 1, 2, 3) if world else (0, 3))
+    }
+
+
+@cache
+def oracle(name: str, steps: int) -> Result:
+    make: Any = PAIRS[name][1]
+    return zoo.plain(zoo.make(torch.float64), make, list(zoo.batches(steps, SAMPLES)), CLIP)
+
+
+def check(name: str, losses: list[float], state: dict[str, Tensor]) -> None:
+    right_losses, right = oracle(name, len(losses))
+    assert losses == pytest.approx(right_losses, rel=1e-9), name
+    worst = {key: zoo.relative(state[key], right[key]) for key in right}
+    assert max(worst.values()) <= 1e-9, (name, worst)
+
+
+@pytest.mark.parametrize("world", [0, 1, 2, 3])
+def test_equals_plain_torch_at_every_stage(world: int) -> None:
+    results = run_ranks(world, every_stage, list(PAIRS), timeout_s=TIMEOUT_S)
+    for (name, _), (losses, state) in results[0].items():
+        check(name, losses, state)
+
+
+CHAIN = [(3, 3), (1, 2), (0, 0), (2, 3), (0, 2), (3, 2)]
+
+
+def a_link(
+    rank: int, world: int, stage: int, step: int, blocks: dict[str, list[Block]]
+) -> dict[str, tuple[list[float], dict[str, Tensor], Block]]:
+    return {
+        name: train(rank, world, name, stage, range(step, step + 1), blocks.get(name))
+        for name in PAIRS
+    }
+
+
+def test_goes_on_through_changes_of_stage_and_world() -> None:
+    """Each step at another stage and world size, from the copies that the one before left."""
+    blocks: dict[str, list[Block]] = {}
+    losses: dict[str, list[float]] = {name: [] for name in PAIRS}
+    for step, (stage, world) in enumerate(CHAIN):
+        results = run_ranks(world, a_link, stage, step, blocks, timeout_s=TIMEOUT_S)
+        blocks = {name: [result[name][2] for result in results] for name in PAIRS}
+        for name in PAIRS:
+            losses[name] += results[0][name][0]
+    for name in PAIRS:
+        check(name, losses[name], results[0][name][1])
+
+
+def test_the_oracles_are_sharp() -> None:
+    """Optimizers differ from one another by far more than the tolerance."""
+    finals = [oracle(name, STEPS)[1]["blocks.1.up.weight"] for name in PAIRS]
+    for number, one in enumerate(finals):
+        assert all(zoo.relative(other, one) > 1e-4 for other in finals[:number])
