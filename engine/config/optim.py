@@ -23,7 +23,7 @@ def _optimizer(value: Any) -> Any:
     if isinstance(value, str) and "." in value:
         return value
     if isinstance(value, str) and (name := _REFUSED.get(value.lower())):
-        raise ValueError(f"refused, {REFUSED_OPTIMIZERS[name]}")
+        raise ValueError(f"refused: {REFUSED_OPTIMIZERS[name]}")
     return one_of({name.lower(): name for name in OPTIMIZERS}, "an optimizer")(value)
 
 

@@ -27,7 +27,7 @@ def _only(allowed: Any, reason: str) -> AfterValidator:
 
     def check(value: Any) -> Any:
         if value != allowed:
-            raise ValueError(f"refused, {reason}")
+            raise ValueError(f"refused: {reason}")
         return value
 
     return AfterValidator(check)
@@ -38,7 +38,7 @@ def _refused(reason: str) -> Callable[[Any], Any]:
 
     def check(value: Any) -> Any:
         if value:
-            raise ValueError(f"refused, {reason}")
+            raise ValueError(f"refused: {reason}")
         return None
 
     return check
