@@ -1,0 +1,1 @@
+"""The plain DistributedDataParallel loop, and the same loop with rayzero at stage 0."""

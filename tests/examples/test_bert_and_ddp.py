@@ -1,0 +1,103 @@
+"""The examples that are scripts: BERT by DeepSpeed's names and by ours, DDP beside rayzero."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.bert.data import KINDS, LENGTH, VOCAB, encode, load, snippets
+from examples.ddp.train import LOOPS
+from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+CONFIG = ("--deepspeed_config", "examples/bert/ds_config.json")
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="transformers is not installed: pip install 'rayzero[examples]'",
+)
+
+
+def run(*command: str) -> str:
+    """What `python COMMAND` printed, without the variables of an outer torchrun."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_snippets_are_what_they_are_called() -> None:
+    source = (
+        '"""A doc string here."""\nx = call(1)  # a comment of ours\ndef f():\n    return x + 1\n'
+    )
+    assert sorted(snippets(source)) == [
+        ("code", "return x + 1"),
+        ("code", "x = call(1)"),
+        ("comment", "a comment of ours"),
+        ("docstring", "A doc string here."),
+    ]
+    assert list(snippets("x = (")) == []
+    assert encode("a b a")[1] == encode("a b a")[3]
+    assert len(encode("word " * 100)) == LENGTH
+
+
+def test_data_is_balanced_and_repeatable() -> None:
+    train, test = load(40)
+    ids, mask, labels = train.tensors
+    assert ids.shape == (120, LENGTH)
+    assert (len(test), int(ids.max()) < VOCAB) == (30, True)
+    assert labels.bincount().tolist() == [40] * len(KINDS)
+    assert torch.equal(mask == 0, ids == 0)
+    assert torch.equal(load(40)[0].tensors[0], ids)
+
+
+@needs_transformers
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", [(), TORCHRUN], ids=["1", "2"])
+def test_a_deepspeed_script_learns(launch: tuple[str, ...]) -> None:
+    script = "examples/bert/train_deepspeed.py"
+    told = run(*launch, "-m", "rayzero.deepspeed", script, *CONFIG)
+    accuracy = float(told.strip().splitlines()[-1].removeprefix("accuracy "))
+    assert accuracy > 0.75  # guessing gives 0.33
+
+
+@needs_transformers
+@pytest.mark.slow
+def test_the_same_with_our_names_learns() -> None:
+    told = run(*TORCHRUN, "-m", "examples.bert.train_rayzero")
+    accuracy = float(told.strip().splitlines()[-1].removeprefix("accuracy "))
+    assert accuracy > 0.75
+
+
+def curves(rank: int, world: int) -> dict[str, list[float]]:
+    return {name: loop(20, rank, world) for name, loop in LOOPS.items()}
+
+
+def test_ddp_and_rayzero_have_the_same_losses() -> None:
+    told = run_ranks(2, curves)[0]
+    assert told["rayzero"] == pytest.approx(told["ddp"], rel=1e-5)
+    assert told["ddp"][-1] < told["ddp"][0] - 1
+
+
+@pytest.mark.slow
+def test_they_run_under_torchrun() -> None:
+    lines = [
+        run(*TORCHRUN, "-m", "examples.ddp.train", "--with", name, "--steps", "5") for name in LOOPS
+    ]
+    ddp, ours = (json.loads(line) for line in lines)
+    assert ours == pytest.approx(ddp, rel=1e-5)
