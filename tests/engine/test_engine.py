@@ -146,8 +146,11 @@ class TestSurface:
         assert engine.module.weight.grad is not None
 
 
-def overflowing(rank: int, world: int, stage: int) -> tuple[list[Tensor], list[Tensor], Any]:
-    engine, *_ = rayzero.initialize(model=zoo.make(), config=config(stage))
+def overflowing(
+    rank: int, world: int, stage: int, bf16: bool
+) -> tuple[list[Tensor], list[Tensor], Any]:
+    more = {"bf16": {"enabled": bf16}}
+    engine, *_ = rayzero.initialize(model=zoo.make(), config=config(stage, **more))
     before = engine.state_dict()
     for step in range(2):
         for batch in zoo.batches(1, 2):
@@ -166,9 +169,10 @@ def overflowing(rank: int, world: int, stage: int) -> tuple[list[Tensor], list[T
     )
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(stage: int) -> None:
-    results = run_ranks(2, overflowing, stage)
+def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(stage: int, bf16: bool) -> None:
+    results = run_ranks(2, overflowing, stage, bf16)
     stayed, moved, _ = results[0]
     assert all(not difference.any() for difference in stayed)
     assert any(difference.any() for difference in moved)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import rayzero
 from tests.engine import zoo
 
-STEPS, SAMPLES, WIDTH = 4, 24, 12
+STEPS, SAMPLES = 4, 24
 CLIP = 0.3  # about half of the first steps' norms
 SCALE_POWER = 10  # gradients are far from both ends of fp16
 DTYPES = {
@@ -30,6 +30,8 @@ OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, eps=1e-4),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.3, momentum=0.9),
 }
+SHAPE = 12, 17, 2  # width, hidden width, blocks
+Shape = tuple[int, int, int]
 Result = tuple[list[float], dict[str, Tensor], float]
 
 
@@ -44,7 +46,9 @@ class Cell:
     optimizer: str = "sgd"
     overlap: bool = True
     bucket: int = 150
+    offload: str = ""  # "cpu": optimizer state; "param": the shards of weights as well
     more: tuple[tuple[str, Any], ...] = ()  # other keys of the config
+    shape: Shape = SHAPE
 
     def config(self) -> dict[str, Any]:
         return {
@@ -61,30 +65,33 @@ class Cell:
                 "stage": self.stage,
                 "overlap_comm": self.overlap,
                 "reduce_bucket_size": self.bucket,
+                **({"offload_optimizer": {"device": "cpu"}} if self.offload else {}),
+                **({"offload_param": {"device": "cpu"}} if self.offload == "param" else {}),
             },
             **dict(self.more),
         }
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 17)
-        self.down = nn.Linear(17, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Small(nn.Module):
-    """Two blocks, and an embedding tied to the head: small, so that a cell costs little."""
+    """Few blocks, and an embedding tied to the head: small, so that a cell costs little."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.embed = nn.Embedding(zoo.VOCAB, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, zoo.VOCAB, bias=False)
+        width, hidden, blocks = shape
+        self.embed = nn.Embedding(zoo.VOCAB, width)
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(blocks))
+        self.head = nn.Linear(width, zoo.VOCAB, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -94,9 +101,9 @@ class Small(nn.Module):
         return {"loss": F.cross_entropy(self.head(x).flatten(0, -2), targets.flatten())}
 
 
-def make(precision: str, seed: int = 0) -> Small:
+def make(precision: str, seed: int = 0, shape: Shape = SHAPE) -> Small:
     torch.manual_seed(seed)
-    return Small().to(torch.float64 if precision == "fp64" else torch.float32)
+    return Small(shape).to(torch.float64 if precision == "fp64" else torch.float32)
 
 
 def train(rank: int, world: int, cells: list[Cell]) -> list[Result]:
@@ -105,7 +112,7 @@ def train(rank: int, world: int, cells: list[Cell]) -> list[Result]:
 
 
 def _train(rank: int, ranks: int, cell: Cell) -> Result:
-    model = make(cell.precision, seed=rank)
+    model = make(cell.precision, rank, cell.shape)
     engine, *_ = rayzero.initialize(
         model=model,
         model_parameters=zoo.two_groups(model),
@@ -125,9 +132,9 @@ def _train(rank: int, ranks: int, cell: Cell) -> Result:
 
 
 @cache
-def oracle(precision: str, optimizer: str, clip: float, parts: int) -> Result:
+def oracle(precision: str, optimizer: str, clip: float, parts: int, shape: Shape) -> Result:
     """Plain torch in one process, the batch in as many parts as the ranks' micro-steps are."""
-    data, model = list(zoo.batches(STEPS, SAMPLES)), make(precision)
+    data, model = list(zoo.batches(STEPS, SAMPLES)), make(precision, 0, shape)
     norms: list[float] = []
 
     def noting(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -153,4 +160,4 @@ def oracle(precision: str, optimizer: str, clip: float, parts: int) -> Result:
 def oracle_of(cell: Cell, ranks: int) -> Result:
     mixed = cell.precision in ("bf16", "fp16")
     parts = ranks * cell.micro_steps if mixed else 1
-    return oracle(cell.precision, cell.optimizer, cell.clip, parts)
+    return oracle(cell.precision, cell.optimizer, cell.clip, parts, cell.shape)
