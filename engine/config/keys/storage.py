@@ -11,7 +11,7 @@ CHECKPOINTS = (
         "checkpoint.tag_validation",
         NO_OP,
         "whether ranks that save under different tags are an error",
-        "one tag is saved under by all ranks: rank 0's",
+        "always an error here: it would be two checkpoints, both of them in parts",
     ),
     Key(
         "checkpoint.load_universal",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rayzero.engine.config.keys.rows import IMPLEMENTED, NO_OP, REFUSED, Key, enabled
 
-_MONITOR = "metrics are served to Prometheus, and engine.metrics has them as numbers"
+_MONITOR = "engine.metrics has them as numbers, for any logger"
 _METRICS = "log engine.metrics from the script"
 
 LOGS = (
