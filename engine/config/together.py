@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import combinations, starmap
 
 from rayzero.engine.config.document import EngineConfig
 
@@ -13,7 +14,7 @@ class Clash:
     """Keys that contradict each other.
 
     Attributes:
-        path: the key that is named.
+        path: the key that is named, or two.
         holds: whether a config has this clash.
         says: what is wrong, and what to change.
     """
@@ -23,19 +24,18 @@ class Clash:
     says: str
 
 
-def _precisions(config: EngineConfig) -> int:
-    sections = (config.fp16, config.bf16, config.torch_autocast)
-    return sum(section.enabled for section in sections)
+def _both(one: str, other: str) -> Clash:
+    return Clash(
+        f"{one} and {other}",
+        lambda config: getattr(config, one).enabled and getattr(config, other).enabled,
+        'both are enabled; "enabled": false in one of them',
+    )
 
 
 _OPTIMIZER = "zero_optimization.offload_optimizer"
 _PARAM = "zero_optimization.offload_param"
 CLASHES = (
-    Clash(
-        "fp16, bf16, torch_autocast",
-        lambda config: _precisions(config) > 1,
-        'one of them can be enabled; "enabled": false in the others',
-    ),
+    *starmap(_both, combinations(("fp16", "bf16", "torch_autocast"), 2)),
     Clash(
         "torch_autocast.dtype",
         lambda config: config.torch_autocast.enabled and config.torch_autocast.dtype == "fp32",

@@ -17,8 +17,8 @@ ZERO = "zero_optimization"
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ({"fp16": True, "bf16": True}, "fp16, bf16, torch_autocast: one of them"),
-        ({"torch_autocast": True, "bf16": True}, "fp16, bf16, torch_autocast: one of them"),
+        ({"fp16": True, "bf16": True}, "fp16 and bf16: both are enabled"),
+        ({"torch_autocast": True, "bf16": True}, "bf16 and torch_autocast: both are enabled"),
         ({"torch_autocast": {"enabled": True, "dtype": "float"}}, r"dtype: bf16 or fp16"),
         ({ZERO: {"stage": 2, "offload_param": True}}, r"offload_param\.device: .* stage 3 only"),
         ({ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}}, "from the disk twice"),
@@ -45,5 +45,5 @@ def test_what_fits_is_taken(document: dict[str, Any]) -> None:
 
 def test_a_clash_names_keys_that_are_there() -> None:
     for one in CLASHES:
-        for path in one.path.split(", "):
+        for path in one.path.split(" and "):
             assert path in KEYS or f"{path}.enabled" in KEYS
