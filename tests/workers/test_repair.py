@@ -47,12 +47,11 @@ def crew_of(tmp_path) -> Iterator[Callable[..., Crew]]:
                 setup(
                     entrypoint="tests.workers.repairs:train",
                     steps=STEPS,
-                    engine_config=repairs.engine_config(stage),
                     output_dir=str(tmp_path),
                     working_dir=os.getcwd(),
                     import_paths=(os.getcwd(),),
                     args={},
-                    **changes,
+                    **{"engine_config": repairs.engine_config(stage)} | changes,
                 ),
                 count,
             )
@@ -108,6 +107,31 @@ def test_a_killed_worker_costs_no_step(crew_of, stage, phase):
         assert (restored.generation, restored.step) == (2, 4)
     assert {0: pids[0], 2: pids[2]} == {index: crew.workers[index].pid for index in (0, 2)}
     check_results(crew)
+
+
+@pytest.mark.parametrize("phase", ["reduce", "update"])
+def test_state_in_files_comes_back_from_memory(crew_of, tmp_path, phase):
+    """The dead worker's file is gone with it; so is its place on the disk."""
+    config = repairs.engine_config(3)
+    config["zero_optimization"] |= {
+        "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")},
+        "offload_param": {"device": "cpu"},
+        "sub_group_size": 64,
+    }
+    fault = f'kill(rank=1, step=5, phase="{phase}")'
+    crew = crew_of(3, 3, faults=(fault,), engine_config=config)
+    crew.form(1, [0, 1, 2])
+    assert lost(crew) == 1
+    for index in (0, 2):
+        crew.workers[index].call("fence", 1)
+        assert isinstance(crew.wait_end(index, 1), Stopped | Crashed), crew.texts(index)
+    restore = crew.slots(1, 3)
+    assert restore.step == 4
+    crew.form(2, [0, 2], restore)
+    for index in (0, 2):
+        assert isinstance(crew.wait_end(index, 2), Finished), crew.texts(index)
+    check_results(crew)
+    assert not list((tmp_path / "nvme").iterdir())
 
 
 def test_a_stopped_worker_is_fenced_off_without_waiting_for_it(crew_of):
