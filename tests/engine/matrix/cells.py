@@ -6,8 +6,10 @@ it into `config`. The oracle only knows what changes numbers: dtype, optimizer, 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 
 import rayzero
 from tests.engine import zoo
+from tests.engine.offload.training import memory_apart
 
 STEPS, SAMPLES = 4, 24
 CLIP = 0.3  # about half of the first steps' norms
@@ -32,6 +35,21 @@ OPTIMIZERS = {
 }
 SHAPE = 12, 17, 2  # width, hidden width, blocks
 Shape = tuple[int, int, int]
+CPU = {"offload_optimizer": {"device": "cpu"}}
+NVME = {
+    "offload_optimizer": {"device": "nvme", "nvme_path": gettempdir(), "buffer_count": 3},
+    "sub_group_size": 96,
+}
+PARAM = {"offload_param": {"device": "cpu"}}
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "": {},
+    "cpu": CPU,
+    "half": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+    "nvme": NVME,
+    "weights": PARAM,  # stage 3
+    "param": CPU | PARAM,
+    "nvme and param": NVME | PARAM,
+}
 Result = tuple[list[float], dict[str, Tensor], float]
 
 
@@ -46,7 +64,8 @@ class Cell:
     optimizer: str = "sgd"
     overlap: bool = True
     bucket: int = 150
-    offload: str = ""  # "cpu": optimizer state; "param": the shards of weights as well
+    offload: str = ""  # of OFFLOADS
+    apart: bool = False  # host memory is copied from and to, as with a GPU
     more: tuple[tuple[str, Any], ...] = ()  # other keys of the config
     shape: Shape = SHAPE
 
@@ -65,8 +84,7 @@ class Cell:
                 "stage": self.stage,
                 "overlap_comm": self.overlap,
                 "reduce_bucket_size": self.bucket,
-                **({"offload_optimizer": {"device": "cpu"}} if self.offload else {}),
-                **({"offload_param": {"device": "cpu"}} if self.offload == "param" else {}),
+                **OFFLOADS[self.offload],
             },
             **dict(self.more),
         }
@@ -113,12 +131,13 @@ def train(rank: int, world: int, cells: list[Cell]) -> list[Result]:
 
 def _train(rank: int, ranks: int, cell: Cell) -> Result:
     model = make(cell.precision, rank, cell.shape)
-    engine, *_ = rayzero.initialize(
-        model=model,
-        model_parameters=zoo.two_groups(model),
-        optimizer=OPTIMIZERS[cell.optimizer],
-        config=cell.config(),
-    )
+    with memory_apart() if cell.apart else nullcontext():
+        engine, *_ = rayzero.initialize(
+            model=model,
+            model_parameters=zoo.two_groups(model),
+            optimizer=OPTIMIZERS[cell.optimizer],
+            config=cell.config(),
+        )
     losses = []
     for batch in zoo.batches(STEPS, SAMPLES):
         for part in batch.chunk(ranks)[rank].chunk(cell.micro_steps):
