@@ -17,6 +17,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
 from rayzero.engine.zero.build import Recipe
 from rayzero.engine.zero.gathers import CodedGathers, NearGathers, PlainGathers, WeightWay
+from rayzero.engine.zero.onebit import OneBitWay
 from rayzero.engine.zero.ways import CodedWay, GradientWay, LowRankWay, PlainWay
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -28,7 +29,7 @@ _CODECS: Mapping[str, Callable[[CompressionConfig], Codec]] = {
     "fp16": lambda _: CastCodec("fp16", torch.float16),
     "bf16": lambda _: CastCodec("bf16", torch.bfloat16),
     "int8": lambda config: Int8Codec(config.block_size or 256),
-    "sign": lambda config: SignCodec(config.block_size or 2048),
+    "sign": lambda config: SignCodec(config.block_size or 64),
 }
 
 
@@ -43,6 +44,8 @@ def make_way(config: EngineConfig, recipe: Recipe, factor: float) -> GradientWay
     """
     check_weights(config)
     name = _asked(config)
+    if config.optimizer is not None and config.optimizer.type == "OneBitAdam":
+        return _one_bit(config, recipe, name, factor)
     if name == "none":
         return PlainWay(recipe.collectives)
     section = config.rayzero.compression
@@ -149,6 +152,37 @@ def _asked(config: EngineConfig) -> str:
         told = ", ".join(f"{key} asks for {value}" for key, value in wishes.items())
         raise ConfigError(f"gradients can travel in one way only: {told}", fix="leave one out")
     return next(iter(wishes.values()), "none")
+
+
+def _one_bit(config: EngineConfig, recipe: Recipe, name: str, factor: float) -> OneBitWay:
+    """What 1-bit Adam's momenta travel by.
+
+    Raises:
+        ConfigError: it cannot be used with something else in the config.
+    """
+    stage, clip = config.zero_optimization.stage, config.gradient_clipping
+    if stage != 0:
+        raise ConfigError(
+            f"optimizer.type is OneBitAdam at zero_optimization.stage {stage}: each rank "
+            "compresses the momentum of all weights, and here has its shard of it only",
+            allowed="stage 0",
+            fix='"rayzero": {"compression": {"gradients": "sign"}} with AdamW, at any stage',
+        )
+    if clip:
+        raise ConfigError(
+            f"optimizer.type is OneBitAdam and gradient_clipping is {clip:g}: after its warm-up "
+            "momenta travel, and the gradient's norm is not known",
+            allowed="gradient_clipping 0",
+        )
+    if name != "none":
+        raise ConfigError(
+            "optimizer.type is OneBitAdam, which compresses by itself, and gradients are to "
+            f"travel as {name}",
+            fix="leave one out",
+        )
+    refuse_feedback(config, "OneBitAdam")
+    codec = SignCodec(config.rayzero.compression.block_size or 128)
+    return OneBitWay(codec, recipe.collectives, recipe.device, factor=factor)
 
 
 def refuse_feedback(config: EngineConfig, name: str) -> None:

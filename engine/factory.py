@@ -43,6 +43,7 @@ from rayzero.engine.zero.build import (
 from rayzero.engine.zero.deferred import Materializer, Scratch, zero_init
 from rayzero.engine.zero.gatherer import Gatherer
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
+from rayzero.engine.zero.onebit import OneBitWay
 from rayzero.engine.zero.placement import STAGES, Collective, Placement, Stage
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.slots import WeightSlots
@@ -97,6 +98,8 @@ def _make_engine(
     settings = _settle(config, recipe, shares)
     runtime = _make_runtime(model, groups, config, recipe, settings.factor)
     local = _make_optimizer(runtime, groups, optimizer, config, recipe.device)
+    if isinstance(runtime.way, OneBitWay):
+        runtime.way.follow(local)
     schedule = _make_schedule(local.torch, lr_scheduler, config)
     batches = settings.batches
     progress = Progress(

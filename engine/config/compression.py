@@ -20,7 +20,7 @@ class CompressionConfig(Section):
     block_size: Count | None = Field(
         default=None,
         multiple_of=32,
-        description="values that share a scale; by default 256 with int8, 2048 with sign",
+        description="values that share a scale; by default 256 with int8, 64 with sign",
     )
     rank: Count = Field(default=4, description="of lowrank's factors")
     error_feedback: bool | None = Field(

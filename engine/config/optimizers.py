@@ -146,6 +146,25 @@ class MuonParams(OptimizerParams):
     ] = None
 
 
+class OneBitAdamParams(OptimizerParams):
+    """1-bit Adam's; stage 0. Weight decay is decoupled, and there is no bias correction.
+
+    `freeze_step` steps learn variances; they should outlast the schedule's warm-up.
+    """
+
+    lr: Number = 1e-3
+    weight_decay: Number = 0.0
+    betas: Betas = (0.9, 0.999)
+    eps: Number = 1e-8
+    freeze_step: Count = 100_000
+    bias_correction: bool = True  # no-op: the paper's update has none
+    cuda_aware: bool = False  # no-op: the backend is that of all collectives
+    comm_backend_name: str = "nccl"  # no-op
+    amsgrad: Annotated[
+        None, BeforeValidator(_refused("variances are frozen here: use AdamW with amsgrad"))
+    ] = None
+
+
 OPTIMIZER_PARAMS: dict[str, type[OptimizerParams]] = {
     "Adam": AdamParams,
     "AdamW": AdamParams,
@@ -154,6 +173,7 @@ OPTIMIZER_PARAMS: dict[str, type[OptimizerParams]] = {
     "Lion": LionParams,
     "Lamb": LambParams,
     "Muon": MuonParams,
+    "OneBitAdam": OneBitAdamParams,
 }
 TORCH_OPTIMIZERS = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 """Those of torch.optim that work element by element; torch checks their arguments."""
@@ -162,9 +182,8 @@ OPTIMIZERS = (*OPTIMIZER_PARAMS, *TORCH_OPTIMIZERS)
 """All that `optimizer.type` may name, in any case. A dotted name is a class to be imported."""
 
 REFUSED_OPTIMIZERS = {
-    "OneBitAdam": "it is not in this version yet: use Adam",
-    "ZeroOneAdam": "it is not in this version yet: use Adam",
-    "OneBitLamb": "it is not in this version yet: use Lamb",
+    "ZeroOneAdam": "it is not in this version: use OneBitAdam",
+    "OneBitLamb": "it is not in this version: use OneBitAdam, or Lamb",
     "MuAdam": "width scaling is the mup package's: use initialize(optimizer=mup.MuAdam(...))",
     "MuAdamW": "width scaling is the mup package's: use initialize(optimizer=mup.MuAdamW(...))",
     "MuSGD": "width scaling is the mup package's: use initialize(optimizer=mup.MuSGD(...))",

@@ -18,6 +18,7 @@ from rayzero.engine.config.optimizers import (
     LambParams,
     LionParams,
     MuonParams,
+    OneBitAdamParams,
     OptimizerParams,
     SGDParams,
     TorchParams,
@@ -38,6 +39,7 @@ from rayzero.engine.optim.local import (
     take_over,
 )
 from rayzero.engine.optim.muon import Muon
+from rayzero.engine.optim.onebit import OneBitAdam
 from rayzero.engine.optim.trial import check_by_trial
 from rayzero.engine.optim.whole import NeedsWholes, Wholes
 
@@ -153,6 +155,11 @@ def _muon(params: MuonParams, groups: Groups) -> torch.optim.Optimizer:
     return Muon(groups, decoupled=params.adam_w_mode)
 
 
+def _one_bit_adam(params: OneBitAdamParams, groups: Groups) -> torch.optim.Optimizer:
+    options = _chosen(params, "lr", "betas", "eps", "weight_decay", "freeze_step")
+    return OneBitAdam(groups, **options)
+
+
 # Every builder gets the params of its own row in OPTIMIZER_PARAMS.
 _BUILDERS: Mapping[str, Callable[[Any, Groups], torch.optim.Optimizer]] = {
     "Adam": lambda params, groups: _adam(params, groups, decoupled=params.adam_w_mode),
@@ -162,6 +169,7 @@ _BUILDERS: Mapping[str, Callable[[Any, Groups], torch.optim.Optimizer]] = {
     "Lion": _lion,
     "Lamb": _lamb,
     "Muon": _muon,
+    "OneBitAdam": _one_bit_adam,
 }
 
 

@@ -5,7 +5,6 @@ One `WeightWay` a run, chosen in `factory`; it makes every unit's `Gathers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from rayzero.engine.comm.code_buffers import CodeBuffers
 from rayzero.engine.comm.codecs.codec import Codec
 from rayzero.engine.comm.collectives import Collectives, Gathers, Pending, part_of
+from rayzero.engine.comm.pending import Then
 from rayzero.engine.zero.weights import ShardedWeights
 
 
@@ -85,7 +85,7 @@ class CodedGathers:
                 self._codec.decode(part_of(codes, rank, self.world_size), values, add=False)
             self._buffers.give_back(base, pending)
 
-        return _Then(pending, decode)
+        return Then(pending, decode)
 
     @property
     def buffer_bytes(self) -> int:
@@ -160,22 +160,4 @@ class _NearUnit:
             self.second.copy_(part_of(full, place, len(self._members)))
             self.current = True
 
-        return _Then(self._inner.all_gather(full, part), keep)
-
-
-class _Then:
-    """Something done once, when a collective has arrived."""
-
-    def __init__(self, pending: Pending, finish: Callable[[], None]) -> None:
-        self._pending = pending
-        self._finish: Callable[[], None] | None = finish
-
-    def wait(self) -> None:
-        self._pending.wait()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
-
-    def release(self) -> None:
-        self.wait()
-        self._pending.release()
+        return Then(self._inner.all_gather(full, part), keep)

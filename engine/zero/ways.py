@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,8 +37,10 @@ class GradientWay(Protocol):
         depends on the world size where gradients are averaged late.
     """
 
-    kept: list[Kept]
     factor: float
+
+    @property
+    def kept(self) -> Sequence[Kept]: ...
 
     def shared(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of what is part of the state and equal on all ranks."""
@@ -106,7 +108,11 @@ class CodedWay:
         alone = coding.collectives.world_size == 1
         if not self._feedback and (alone or coding.codec.is_identity(dtype)):
             return coding.collectives  # there is nothing to gain
-        feedback = None
+        return self.coded(unit)
+
+    def coded(self, unit: Unit) -> CodedSums:
+        """Codes, whether or not there is anything to gain."""
+        coding, feedback = self._coding, None
         if self._feedback:
             feedback = make_feedback(unit, coding.codec.name, self._device)
             self.kept.append(Kept(unit, feedback))

@@ -26,7 +26,7 @@ class SignCodec:
     needs_feedback = True
     keeps_zero = False
 
-    def __init__(self, block: int = 2048) -> None:
+    def __init__(self, block: int = 64) -> None:
         self._block = block
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 

@@ -125,7 +125,7 @@ OURS = (
     Key(
         "rayzero.compression.block_size",
         IMPLEMENTED,
-        "values that share a scale; by default 256 with int8, 2048 with sign",
+        "values that share a scale; by default 256 with int8, 64 with sign",
     ),
     Key("rayzero.compression.rank", IMPLEMENTED, "of lowrank's factors"),
     Key(

@@ -220,7 +220,7 @@ class Normed(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("OneBitAdam", "refused: it is not in this version yet"),
+        ("OneBitLamb", "refused: it is not in this version: use OneBitAdam"),
         ("lbfgs", "refused: its step needs the whole model"),
         ("Adm", r"mean 'Adam'.*Adam, AdamW, SGD"),
     ],

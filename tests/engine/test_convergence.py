@@ -1,0 +1,89 @@
+"""The demo's model learns real text with every compression, nearly as well as without."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rayzero
+from examples.gpt.model import GPT, GPTConfig
+from tests.support.ranks import run_ranks
+
+STEPS, LAST, BATCH, CONTEXT = 120, 20, 8, 64
+SHAPE = GPTConfig(context=CONTEXT, layers=2, width=64, heads=2)
+
+# name: (stage, config, how much more loss is allowed)
+CASES: dict[str, tuple[int, dict[str, Any], float]] = {
+    "fp16": (2, {"rayzero": {"compression": {"gradients": "fp16"}}}, 0.01),
+    "bf16": (2, {"communication_data_type": "bf16"}, 0.01),
+    "int8": (1, {"zero_optimization": {"stage": 1, "zero_quantized_gradients": True}}, 0.02),
+    "int8 weights": (3, {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, 0.02),
+    "sign": (0, {"rayzero": {"compression": {"gradients": "sign"}}}, 0.10),
+    "sign, sharded": (2, {"rayzero": {"compression": {"gradients": "sign"}}}, 0.10),
+    "1-bit Adam": (
+        0,
+        {
+            "optimizer": {
+                "type": "OneBitAdam",
+                "params": {"lr": 2e-3, "betas": [0.9, 0.97], "freeze_step": 60},
+            },
+            "gradient_clipping": 0.0,
+        },
+        0.10,
+    ),
+    "lowrank": (2, {"rayzero": {"compression": {"gradients": "lowrank", "rank": 4}}}, 0.10),
+}
+
+
+def text() -> Tensor:
+    """Python's own sources, as bytes."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    found = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:60])
+    return torch.frombuffer(bytearray(found), dtype=torch.uint8).long()
+
+
+def train(rank: int, world: int, stage: int, change: dict[str, Any]) -> float:
+    """The mean loss of the last steps."""
+    torch.manual_seed(0)
+    config = {
+        "train_batch_size": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3}},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0,
+    } | change
+    engine, *_ = rayzero.initialize(model=GPT(SHAPE), config=config)
+    tokens, losses = text(), []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        starts = torch.randint(0, len(tokens) - CONTEXT - 1, (BATCH,), generator=generator)
+        batch = torch.stack([tokens[at : at + CONTEXT + 1] for at in starts.tolist()])
+        part = batch.chunk(world)[rank]
+        engine.backward(engine(part[:, :-1], targets=part[:, 1:]))
+        engine.step()
+        losses.append(engine.metrics.loss or 0.0)
+    return sum(losses[-LAST:]) / LAST
+
+
+_plain: list[float] = []
+
+
+def plain() -> float:
+    if not _plain:
+        _plain.append(run_ranks(2, train, 2, {}, timeout_s=280)[0])
+    return _plain[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_it_learns_nearly_as_well(name: str) -> None:
+    stage, change, more = CASES[name]
+    right = plain()
+    assert right < 3.2  # of 5.5 nats at the beginning
+    seen = run_ranks(2, train, stage, change, timeout_s=280)[0]
+    print(f"\n{name}: {seen:.4f}, uncompressed {right:.4f}")
+    assert seen < right * (1 + more)

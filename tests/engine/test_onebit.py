@@ -1,0 +1,146 @@
+"""1-bit Adam: plain Adam in its warm-up, momenta as signs after it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rayzero
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.optim.onebit import OneBitAdam
+from rayzero.engine.session import entered
+from tests.engine import zoo
+from tests.engine.state.blocks import Block, StateSession
+from tests.support.ranks import run_ranks as run_ranks_in_time
+
+run_ranks = partial(run_ranks_in_time, timeout_s=200.0)
+SAMPLES, LR, BETAS, EPS = 12, 1e-2, (0.9, 0.9), 1e-8
+
+
+def config(freeze_step: int, **more: Any) -> dict[str, Any]:
+    params = {"lr": LR, "betas": list(BETAS), "eps": EPS, "freeze_step": freeze_step}
+    return {
+        "train_batch_size": SAMPLES,
+        "optimizer": {"type": "OneBitAdam", "params": params},
+        "zero_optimization": {"stage": 0, "reduce_bucket_size": 150},
+    } | more
+
+
+def train(
+    rank: int, world: int, change: dict[str, Any], steps: range, blocks: list[Block] | None
+) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = zoo.make(torch.float64 if change.pop("double", False) else torch.float32)
+    with entered(StateSession(blocks)):
+        engine, *_ = rayzero.initialize(model=model, config=change)
+    losses, data = [], list(zoo.batches(steps.stop, SAMPLES))
+    for step in steps:
+        part = data[step].chunk(max(world, 1))[rank]
+        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
+        engine.step()
+        losses.append(engine.metrics.loss)
+    local = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return losses, local, engine.metrics.collectives, Block.of(engine)
+
+
+def plain(steps: int) -> dict[str, Tensor]:
+    """Adam without bias correction, by the paper's formula, in float64."""
+    torch.manual_seed(0)
+    model = zoo.make(torch.float64)
+    params = [one for one in model.parameters() if one.requires_grad]
+    first = [torch.zeros_like(one) for one in params]
+    second = [torch.zeros_like(one) for one in params]
+    for batch in zoo.batches(steps, SAMPLES):
+        model.zero_grad()
+        model(batch[:, :-1], targets=batch[:, 1:])["loss"].backward()
+        with torch.no_grad():
+            for param, m, v in zip(params, first, second, strict=True):
+                grad = torch.zeros_like(param) if param.grad is None else param.grad
+                m.copy_(BETAS[0] * m + (1 - BETAS[0]) * grad)
+                v.copy_(BETAS[1] * v + (1 - BETAS[1]) * grad * grad)
+                param -= LR * m / (v.sqrt() + EPS) * (v > 0)
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world", [0, 2, 3])
+def test_the_warm_up_is_plain_adam(world: int) -> None:
+    right = plain(4)
+    for _, local, traffic, _ in run_ranks(world, train, config(9, double=True), range(4), None):
+        for name, value in right.items():
+            torch.testing.assert_close(local[name], value, rtol=1e-6, atol=1e-7)
+        assert "all_to_all" not in traffic
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_after_it_signs_travel_and_every_rank_has_the_same(world: int) -> None:
+    before = run_ranks(world, train, config(4), range(4), None)
+    results = run_ranks(world, train, config(4), range(12), None)
+    for losses, local, traffic, _ in results:
+        assert losses == results[0][0]
+        assert all(torch.equal(local[name], results[0][1][name]) for name in local)
+        assert losses[-1] < losses[4] < losses[0]
+        assert traffic["all_reduce"] == before[0][2]["all_reduce"]  # of the warm-up only
+        full = traffic["all_reduce"]["bytes"] / 4 / 2  # a step's gradients
+        assert traffic["all_to_all"]["bytes"] / 8 < full / 16
+        assert traffic["all_gather"]["bytes"] == traffic["all_to_all"]["bytes"]
+
+
+def test_it_goes_on_bit_by_bit_across_the_freeze() -> None:
+    straight = run_ranks(2, train, config(3), range(7), None)
+    first = run_ranks(2, train, config(3), range(5), None)
+    second = run_ranks(2, train, config(3), range(5, 7), [one[3] for one in first])
+    for one, other in zip(straight, second, strict=True):
+        assert one[3].data == other[3].data
+
+
+def test_a_smaller_world_takes_over() -> None:
+    first = run_ranks(3, train, config(3), range(5), None)
+    blocks = [one[3] for one in first]
+    for world in (2, 0):
+        results = run_ranks(world, train, config(3), range(5, 9), blocks)
+        assert results[0][0][-1] < first[0][0][-1]
+
+
+def refused(rank: int, world: int, change: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as told:
+        rayzero.initialize(model=zoo.make(torch.float32), config=change)
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"zero_optimization": {"stage": 1}}, "allowed: stage 0"),
+        ({"gradient_clipping": 1.0}, "gradient_clipping 0"),
+        ({"fp16": {"enabled": True}}, "fp16 scales the loss"),
+        ({"communication_data_type": "bf16"}, "compresses by itself"),
+        (
+            {"optimizer": {"type": "OneBitAdam", "params": {"amsgrad": True}}},
+            "variances are frozen",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, Any], told: str) -> None:
+    assert told in run_ranks(0, refused, config(3) | change)[0]
+
+
+def test_its_arguments() -> None:
+    param = [torch.nn.Parameter(torch.ones(2))]
+    with pytest.raises(ValueError, match="freeze_step is 0"):
+        OneBitAdam(param, freeze_step=0)
+
+
+def test_what_never_had_a_gradient_does_not_move() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = OneBitAdam([weight], lr=0.1, freeze_step=2)
+    for step in range(4):
+        weight.grad = torch.tensor([1.0, -1.0, 0.0, 0.0])
+        if step > 1:
+            weight.grad = torch.tensor([1.0, -1.0, 1.0, -1.0])  # as signs arrive
+        optimizer.step()
+    assert weight[2:].tolist() == [1.0, 1.0]
+    assert weight[0] < 1 < weight[1]
