@@ -1,0 +1,270 @@
+"""Whole parameters out of parts: owners, routes, and optimizers that use them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import rayzero
+from rayzero.engine.comm.connect import connect
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.optim.lamb import Lamb
+from rayzero.engine.optim.lion import Lion
+from rayzero.engine.optim.muon import Muon
+from rayzero.engine.optim.sharded import choose_owners
+from rayzero.engine.optim.whole import WholeParam
+from tests.engine import zoo
+from tests.engine.optim import references
+from tests.support.ranks import run_ranks
+
+
+@given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 99)), max_size=30), st.integers(1, 9))
+def test_owners_share_the_work_evenly(shapes: list[tuple[int, int]], world: int) -> None:
+    params = [WholeParam(number, shape, 0) for number, shape in enumerate(shapes)]
+    owners = choose_owners(params, world)
+    assert owners.keys() == set(range(len(shapes)))
+    cost = [rows * columns * min(rows, columns) for rows, columns in shapes]
+    loads = [sum(cost[n] for n, owner in owners.items() if owner == r) for r in range(world)]
+    # Greedy from the largest: no rank has more than the mean and one parameter besides.
+    assert max(loads) <= sum(cost) / world + max(cost, default=0)
+
+
+def exchange(rank: int, world: int) -> None:
+    """Rank s sends rank r what says so, 3 s + r of it; nothing to some."""
+    ours, _ = connect()
+    length = [[(3 * s + r) % 5 for r in range(world)] for s in range(world)]
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        sent = [torch.full((length[rank][r],), 10.0 * rank + r, dtype=dtype) for r in range(world)]
+        received = [torch.zeros(length[s][rank], dtype=dtype) for s in range(world)]
+        pending = ours.exchange(received, sent)
+        pending.wait()
+        pending.release()
+        for s in range(world):
+            assert received[s].tolist() == [10.0 * s + rank] * length[s][rank]
+    assert ours.counters.by_name["exchange"].calls == 3
+
+
+@pytest.mark.parametrize("world", [0, 2, 3])
+def test_everybody_gets_what_was_sent_to_him(world: int) -> None:
+    run_ranks(max(world, 1), exchange)
+
+
+def traffic(rank: int, world: int, optimizer: dict[str, Any], stage: int) -> dict[str, int]:
+    model = zoo.make()
+    engine, *_ = rayzero.initialize(
+        model=model,
+        config={
+            "train_batch_size": 4,
+            "optimizer": optimizer,
+            "zero_optimization": {"stage": stage},
+        },
+    )
+    for batch in zoo.batches(2, 4):
+        part = batch.chunk(world)[rank]
+        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
+        engine.step()
+    found = engine._runtime.collectives.counters.by_name
+    return {name: found[name].calls for name in ("sums", "exchange") if name in found}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "calls"),
+    [
+        ("AdamW", 2, {}),
+        ("Lion", 2, {}),
+        ("Lamb", 2, {"sums": 2}),
+        ("Muon", 3, {"exchange": 4}),
+        ("Lamb", 0, {}),
+        ("Muon", 0, {}),
+    ],
+)
+def test_only_those_that_need_wholes_talk(kind: str, stage: int, calls: dict[str, int]) -> None:
+    assert run_ranks(2, traffic, {"type": kind}, stage) == [calls] * 2
+
+
+def offloaded(rank: int, world: int, kind: str, device: str) -> tuple[list[float], Any]:
+    model = zoo.make(torch.float64)
+    engine, *_ = rayzero.initialize(
+        model=model,
+        model_parameters=zoo.two_groups(model),
+        config={
+            "train_batch_size": 6,
+            "optimizer": references.PAIRS[kind][0],
+            "zero_optimization": {
+                "stage": 2,
+                "reduce_bucket_size": 150,
+                "offload_optimizer": {"device": device},
+            },
+        },
+    )
+    losses = []
+    for batch in zoo.batches(3, 6):
+        part = batch.chunk(world)[rank]
+        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
+        engine.step()
+        losses.append(engine.metrics.loss)
+    return losses, engine.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["lamb", "muon", "adagrad", "lion"])
+def test_offload_steps_unit_by_unit_to_the_same_weights(kind: str) -> None:
+    right = run_ranks(2, offloaded, kind, "none")[0]
+    found = run_ranks(2, offloaded, kind, "cpu")[0]
+    assert found[0] == pytest.approx(right[0], rel=1e-9)
+    for name, value in right[1].items():
+        assert zoo.relative(found[1][name], value) < 1e-9, name
+
+
+def model_and_batch(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
+    return zoo.make(dtype), next(zoo.batches(1, 4))
+
+
+class TestTheUsersOwn:
+    """Instances and functions, as they are given to initialize."""
+
+    @pytest.mark.parametrize(
+        ("make", "right"),
+        [
+            (lambda g: Lamb(g, lr=0.05), lambda g: references.Lamb(g, lr=0.05)),
+            (lambda g: Lion(g, lr=0.01), lambda g: references.Lion(g, lr=0.01)),
+        ],
+    )
+    @pytest.mark.parametrize("instance", [True, False])
+    def test_are_those_of_the_papers(self, make: Any, right: Any, instance: bool) -> None:
+        model = zoo.make(torch.float64)
+        groups = zoo.two_groups(model)
+        data = list(zoo.batches(4, 4))
+        engine, *_ = rayzero.initialize(
+            model=model,
+            model_parameters=None if instance else groups,
+            optimizer=make(groups) if instance else make,
+            config={"train_batch_size": 4},
+        )
+        for batch in data:
+            engine.backward(engine(batch[:, :-1], targets=batch[:, 1:])["loss"])
+            engine.step()
+        _, state = zoo.plain(zoo.make(torch.float64), right, data)
+        for name, value in engine.state_dict().items():
+            assert zoo.relative(value, state[name]) < 1e-9, name
+
+    @pytest.mark.parametrize("corrected", [True, False])
+    @pytest.mark.parametrize("inside", [True, False])
+    def test_lamb_alone_with_every_option(self, corrected: bool, inside: bool) -> None:
+        options = {"lr": 0.1, "weight_decay": 0.1, "bias_correction": corrected}
+        options |= {"eps_inside_sqrt": inside, "eps": 0.01, "max_coeff": 3.0}
+        data = list(zoo.batches(3, 4))
+        _, ours = zoo.plain(zoo.make(torch.float64), lambda g: Lamb(g, **options), data)
+        plain: Any = lambda g: references.Lamb(g, **options)  # noqa: E731
+        _, right = zoo.plain(zoo.make(torch.float64), plain, data)
+        for name, value in ours.items():
+            assert zoo.relative(value, right[name]) < 1e-9, name
+
+    def test_muon_does_not_guess_on_shards(self) -> None:
+        model, _ = model_and_batch()
+        matrices = [one for one in model.parameters() if one.ndim == 2 and one.requires_grad]
+        with pytest.raises(ConfigError, match="group 0 does not say whether it is Muon's"):
+            rayzero.initialize(model=model, model_parameters=matrices, optimizer=Muon, config={})
+
+
+class TestHalves:
+    """Which half a parameter is in, under which options."""
+
+    def groups(self, model: nn.Module, **params: Any) -> list[dict[str, Any]]:
+        engine, *_ = rayzero.initialize(
+            model=model,
+            model_parameters=zoo.two_groups(model),
+            config={"optimizer": {"type": "Muon", "params": params}},
+        )
+        keys = ("use_muon", "lr", "weight_decay", "momentum", "betas")
+        return [{key: one.get(key) for key in keys} for one in engine.optimizer.param_groups]
+
+    def test_matrices_but_embeddings_are_muons(self) -> None:
+        model = zoo.make()
+        assert self.groups(model, muon_lr=0.3, lr=0.2, momentum=0.9) == [
+            {"use_muon": True, "lr": 0.3, "weight_decay": 0.1, "momentum": 0.9, "betas": None},
+            {
+                "use_muon": False,  # the embedding, which is the head too
+                "lr": 0.2,
+                "weight_decay": 0.1,
+                "momentum": None,
+                "betas": (0.9, 0.95),
+            },
+            {  # its group's own rate comes first
+                "use_muon": False,
+                "lr": 3e-3,
+                "weight_decay": 0.0,
+                "momentum": None,
+                "betas": (0.9, 0.95),
+            },
+        ]
+
+    def test_a_parameters_own_word_comes_first(self) -> None:
+        model = zoo.make()
+        for param in model.parameters():
+            param.use_muon = False  # type: ignore[attr-defined]
+        assert [one["use_muon"] for one in self.groups(model)] == [False, False]
+
+    def test_a_vector_cannot_be_muons(self) -> None:
+        model = zoo.make()
+        model.blocks[0].norm.weight.use_muon = True  # type: ignore[index,union-attr]
+        with pytest.raises(ConfigError, match=r"norm\.weight of shape \(10,\) has use_muon"):
+            self.groups(model)
+
+
+def test_state_in_files_cannot_be_whole(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match="the state of Lamb cannot rest in files"):
+        rayzero.initialize(
+            model=zoo.make(),
+            config={
+                "optimizer": {"type": "Lamb"},
+                "zero_optimization": {
+                    "stage": 1,
+                    "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
+                },
+            },
+        )
+
+
+class Filters(nn.Module):
+    """Parameters of three and four dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(2, 6, 3)
+        self.experts = nn.Parameter(torch.randn(3, 6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.conv(x).mean((-2, -1)) @ self.experts).square().mean()
+
+
+def filters(rank: int, world: int) -> dict[str, Tensor]:
+    model = Filters().double()
+    params = {"lr": 0.1, "weight_decay": 0.1}
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "Muon", "params": params},
+        "zero_optimization": {"stage": 2 if world else 0},
+    }
+    engine, *_ = rayzero.initialize(model=model, config=config)
+    for step in range(2):
+        x = torch.randn(2, 2, 5, 5, generator=torch.Generator().manual_seed(step)).double()
+        engine.backward(engine(x.chunk(max(world, 1))[rank]))
+        engine.step()
+    return engine.state_dict()
+
+
+def test_filters_and_stacks_of_matrices() -> None:
+    """A filter is one matrix; a stack is orthogonalised matrix by matrix; sharded as alone."""
+    alone = run_ranks(0, filters)[0]
+    sharded = run_ranks(2, filters)[0]
+    for name, value in alone.items():
+        assert zoo.relative(sharded[name], value) < 1e-9, name
+    model = Filters().double()
+    moved = (alone["experts"] - model.experts.detach() * 0.99**2).norm()
+    assert 0 < moved < 0.1 * 2 * 1.3 * (3 * 6) ** 0.5
