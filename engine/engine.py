@@ -157,7 +157,7 @@ class Engine(Readings, Boundaries, Saving):
         self._meter.step_done(verdict, lr)
 
     def _update(self, verdict: Verdict, factor: float) -> None:
-        """From one step's state to the next one's. No collectives."""
+        """From one step's state to the next one's. No collectives, but LAMB's and Muon's."""
         if verdict.finite:
             clip = verdict.clip_factor(self._settings.clip_norm)
             self._optimizer.step(factor * clip)
