@@ -26,7 +26,8 @@ from rayzero.engine.session import current_session
 log = logging.getLogger("rayzero.engine")
 
 ConfigLike = str | Path | dict[str, Any] | EngineConfig
-DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
+# torch's own defaults
+DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 1e-2}}
 _REFUSED = {
     "mpu": "model parallelism is not part of this engine: ranks are data parallel, and stage 3 "
     "shards models that do not fit",
