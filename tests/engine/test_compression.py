@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -295,3 +296,30 @@ def leaves(rank: int, world: int) -> None:
         raise RuntimeError("gone")
     engine.backward(engine(drift_data(0).chunk(world)[rank]))
     engine.step()
+
+
+def saves(rank: int, world: int, folder: str) -> None:
+    engine, *_ = rayzero.initialize(model=Drift(), config=compressed(0, "sign"))
+    for step in range(2):
+        engine.backward(engine(drift_data(step).chunk(world)[rank]))
+        engine.step()
+    engine.save_checkpoint(folder)
+
+
+def loads(rank: int, world: int, folder: str) -> tuple[Block, dict[str, Tensor]]:
+    engine, *_ = rayzero.initialize(model=Drift(), config=compressed(2, "sign"))
+    engine.load_checkpoint(folder)
+    return Block.of(engine), engine.state_dict()
+
+
+def test_a_checkpoint_has_what_is_kept_back(tmp_path: Path) -> None:
+    run_ranks(2, saves, str(tmp_path))
+    results = run_ranks(3, loads, str(tmp_path))
+    kept, model = kept_back([one[0] for one in results]), results[0][1]
+    gradient = sum(drift_data(step).sum(0) for step in range(2)) / 2
+    assert max(float(one.abs().max()) for one in kept.values()) > 0.01
+    for number, block in enumerate(Drift().blocks):
+        numel = block.weight.numel()
+        key = f"blocks.{number}.weight"
+        seen = model[key].reshape(-1) / -LR + kept[key]
+        torch.testing.assert_close(seen, gradient[:numel], atol=2e-4, rtol=1e-4)
