@@ -23,8 +23,9 @@ CASES: dict[str, tuple[int, dict[str, Any], float]] = {
     "bf16": (2, {"communication_data_type": "bf16"}, 0.01),
     "int8": (1, {"zero_optimization": {"stage": 1, "zero_quantized_gradients": True}}, 0.02),
     "int8 weights": (3, {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, 0.02),
-    "sign": (0, {"rayzero": {"compression": {"gradients": "sign"}}}, 0.10),
-    "sign, sharded": (2, {"rayzero": {"compression": {"gradients": "sign"}}}, 0.10),
+    # Signs of gradients suit SGD more than Adam, whose variances they disturb; hence 1-bit Adam.
+    "sign": (0, {"rayzero": {"compression": {"gradients": "sign"}}}, 0.18),
+    "sign, sharded": (2, {"rayzero": {"compression": {"gradients": "sign"}}}, 0.12),
     "1-bit Adam": (
         0,
         {
@@ -34,9 +35,9 @@ CASES: dict[str, tuple[int, dict[str, Any], float]] = {
             },
             "gradient_clipping": 0.0,
         },
-        0.10,
+        0.05,
     ),
-    "lowrank": (2, {"rayzero": {"compression": {"gradients": "lowrank", "rank": 4}}}, 0.10),
+    "lowrank": (2, {"rayzero": {"compression": {"gradients": "lowrank", "rank": 4}}}, 0.05),
 }
 
 
