@@ -43,9 +43,10 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], *, decoupled: bool = True) -> None:
         groups = _grouped(params)
         self._guessed = [number for number, one in enumerate(groups) if "use_muon" not in one]
-        super().__init__([_completed(group) for group in groups], {})
-        self._adam_class = torch.optim.AdamW if decoupled else torch.optim.Adam
-        self._adam: torch.optim.Optimizer | None = None
+        # The other half's optimizer: torch's own, which works on this one's groups and state.
+        adam_class = torch.optim.AdamW if decoupled else torch.optim.Adam
+        self._adam = adam_class([torch.zeros(0)], fused=True)
+        super().__init__([_completed(group, self._adam.defaults) for group in groups], {})
         self._wholes: Wholes = OwnWholes(self)
 
     def bind(self, wholes: Wholes) -> None:
@@ -100,17 +101,10 @@ class Muon(torch.optim.Optimizer):
         return [group for group in self.param_groups if group["use_muon"]]
 
     def _step_adam(self) -> None:
-        """Steps the other half by torch's own Adam, which works on this optimizer's state."""
-        groups = [group for group in self.param_groups if not group["use_muon"]]
-        if not any(group["params"] for group in groups):
-            return
-        if self._adam is None:
-            self._adam = self._adam_class([{"params": [torch.zeros(0)]}], fused=True)
-            for group in groups:
-                for key, value in self._adam.defaults.items():
-                    group.setdefault(key, value)
-        self._adam.param_groups, self._adam.state = groups, self.state
-        self._adam.step()
+        self._adam.param_groups = [group for group in self.param_groups if not group["use_muon"]]
+        self._adam.state = self.state
+        if any(group["params"] for group in self._adam.param_groups):
+            self._adam.step()
 
     def _averaged(self, tensor: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         """Moves the momentum on, and puts what is to be orthogonalised in the gradient's place."""
@@ -152,8 +146,9 @@ def _grouped(params: Iterable[Any]) -> list[dict[str, Any]]:
     return found if found and isinstance(found[0], dict) else [{"params": found}]
 
 
-def _completed(group: dict[str, Any]) -> dict[str, Any]:
-    """A group with all its half's keys."""
+def _completed(group: dict[str, Any], adams: dict[str, Any]) -> dict[str, Any]:
+    """A group with all its half's keys; torch's Adam has some besides ours."""
     params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     muon = group.get("use_muon", bool(params) and all(is_matrix(one.shape) for one in params))
-    return {**(MUON if muon else ADAM), **group, "params": params, "use_muon": muon}
+    usual = MUON if muon else adams | ADAM
+    return {**usual, **group, "params": params, "use_muon": muon}
