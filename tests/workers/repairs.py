@@ -64,6 +64,6 @@ def oracle(steps: int, dtype: torch.dtype = torch.float64, seed: int = 3) -> dic
 def engine_config(stage: int) -> dict[str, Any]:
     return {
         "train_batch_size": SAMPLES,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 200},
     }
