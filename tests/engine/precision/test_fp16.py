@@ -30,7 +30,10 @@ def make(stage: int, blocks: list[Block] | None = None, **more: Any) -> rayzero.
             config={
                 "train_batch_size": 12,
                 "gradient_accumulation_steps": 2,
-                "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "eps": 1e-4, "weight_decay": 0.01}},
+                "optimizer": {
+                    "type": "AdamW",
+                    "params": {"lr": 0.1, "eps": 1e-4, "weight_decay": 0.01},
+                },
                 "scheduler": WARMUP,
                 "fp16": FP16,
                 "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},
