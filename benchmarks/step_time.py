@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.memory import PeakMemory
-from benchmarks.systems import SYSTEMS, Step, missing
+from benchmarks.systems import ALL, SYSTEMS, Step, missing
 from examples.gpt.model import GPT, GPTConfig
 
 BASE = "ddp"
@@ -98,7 +98,7 @@ def rank_main(rank: int, plan: Plan, folder: str) -> None:
 
 def _build(name: str) -> Step:
     torch.manual_seed(0)
-    return SYSTEMS[name](GPT(MODEL))
+    return ALL[name](GPT(MODEL))
 
 
 def _rounds(rank: int, plan: Plan, steps: dict[str, Step], memory: PeakMemory | None) -> Measured:
@@ -218,7 +218,7 @@ def show(facts: dict[str, Any], found: list[Row]) -> None:
 def parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_time", description=__doc__)
     parser.add_argument(
-        "--systems", default=",".join(SYSTEMS), help=f"comma-separated, of: {', '.join(SYSTEMS)}"
+        "--systems", default=",".join(SYSTEMS), help=f"comma-separated, of: {', '.join(ALL)}"
     )
     parser.add_argument("--rounds", type=int, default=30, help="timed steps of each system")
     parser.add_argument("--warmup", type=int, default=3, help="steps of each before that")
@@ -230,9 +230,9 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
     options = parser.parse_args(arguments)
     options.systems = options.systems.split(",")
-    unknown = [name for name in options.systems if name not in SYSTEMS]
+    unknown = [name for name in options.systems if name not in ALL]
     if unknown:
-        parser.error(f"unknown systems {unknown}; allowed: {', '.join(SYSTEMS)}")
+        parser.error(f"unknown systems {unknown}; allowed: {', '.join(ALL)}")
     return options
 
 

@@ -21,7 +21,9 @@ import rayzero
 from examples.gpt.model import GPT
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+OPTIMIZER: dict[str, Any] = {"type": "AdamW", "params": ADAMW}
 CLIP_NORM = 1.0
+CPU: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -53,8 +55,8 @@ def _plain_step(forward: torch.nn.Module, model: GPT) -> Step:
     return step
 
 
-def zero(model: GPT, stage: int) -> Step:
-    config = _zero_config(stage) | {"optimizer": {"type": "AdamW", "params": ADAMW}}
+def zero(model: GPT, stage: int, **offload: Any) -> Step:
+    config = _zero_config(stage, **offload) | {"optimizer": OPTIMIZER}
     engine, *_ = rayzero.initialize(model=model, model_parameters=model.parameters(), config=config)
     return _engine_step(engine)
 
@@ -71,11 +73,20 @@ def deepspeed(model: GPT, stage: int) -> Step:
     return _engine_step(engine)
 
 
-def _zero_config(stage: int) -> dict[str, Any]:
+def deepspeed_cpu_adam(model: GPT, stage: int) -> Step:
+    """Its own optimizer for offload, a C++ operator that it builds when it is first used."""
+    import deepspeed as library
+
+    config = _zero_config(stage, **CPU) | {"optimizer": OPTIMIZER}
+    engine, *_ = library.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return _engine_step(engine)
+
+
+def _zero_config(stage: int, **offload: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": CLIP_NORM,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **offload},
     }
 
 
@@ -96,6 +107,12 @@ SYSTEMS: dict[str, Callable[[GPT], Step]] = {
     **{f"rayzero-{stage}": partial(zero, stage=stage) for stage in range(4)},
     **{f"deepspeed-{stage}": partial(deepspeed, stage=stage) for stage in range(4)},
 }
+
+OFFLOADING: dict[str, Callable[[GPT], Step]] = {
+    **{f"rayzero-{stage}-cpu": partial(zero, stage=stage, **CPU) for stage in (1, 2, 3)},
+    **{f"deepspeed-{stage}-cpu": partial(deepspeed_cpu_adam, stage=stage) for stage in (1, 2, 3)},
+}
+ALL = SYSTEMS | OFFLOADING
 
 
 def missing(name: str) -> str:
