@@ -21,6 +21,7 @@ from rayzero.engine.config.keys.table import GROUPS
 from rayzero.engine.config.old_names import OLD_NAMES, SHORTS
 from rayzero.engine.zero.placement import STAGES
 from rayzero.orchestrator.machine import EVENTS, Answer, Row, rows
+from rayzero.orchestrator.metrics.catalog import GROUPS as SERIES
 from rayzero.orchestrator.spec import Checkpoint, Recovery, Workers
 from rayzero.orchestrator.states import State
 from rayzero.workers.faults import KINDS, usage
@@ -90,6 +91,17 @@ def key_table() -> str:
     return "\n".join(lines)
 
 
+def series_table() -> str:
+    """Every series of /metrics, by group."""
+    lines = [_row("series", "type", "labels", "unit", "what it is"), "|---|---|---|---|---|"]
+    for group, members in SERIES.items():
+        lines.append(_row(f"**{group}**", "", "", "", ""))
+        for one in members:
+            labels = ", ".join(f"`{label}`" for label in one.labels)
+            lines.append(_row(f"`{one.name}`", one.kind, labels, one.unit, one.help))
+    return "\n".join(lines)
+
+
 def auto_table() -> str:
     lines = [_row("key", '"auto" becomes', "why"), "|---|---|---|"]
     for one in AUTOS:
@@ -136,6 +148,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "old names": old_name_table,
         "keys": key_table,
     },
+    ROOT / "docs/metrics.md": {"series": series_table},
     ROOT / "docs/checkpoints.md": {
         "checkpoint": partial(settings_table, Checkpoint, "checkpoint"),
     },
