@@ -15,6 +15,7 @@ from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.errors import EngineError
 from rayzero.engine.meter import Meter, Metrics
 from rayzero.engine.optim.local import LocalOptimizer
+from rayzero.engine.optim.nothing import NoOptimizer, no_optimizer
 from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.precision.casting import within
 from rayzero.engine.settings import Settings
@@ -97,7 +98,8 @@ class Engine(Readings, Boundaries, Saving):
             The loss as it was given.
 
         Raises:
-            EngineError: not a scalar with a graph, or `step` was not called since the last one.
+            EngineError: not a scalar with a graph, `step` was not called since the last one, or
+                there is no optimizer.
         """
         loss = getattr(loss, "loss", loss)
         self._check_backward(loss)
@@ -132,6 +134,8 @@ class Engine(Readings, Boundaries, Saving):
         if self._boundary is False and self._synced:
             return
         if not self._awaiting_step:
+            if self.optimizer is None:
+                raise no_optimizer("step")
             raise EngineError(
                 "step() was called without a backward() before it",
                 allowed="one backward(), then one step(); inside no_sync() no step()",
@@ -215,9 +219,10 @@ class Engine(Readings, Boundaries, Saving):
         return self._meter.reading
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer. `step()` steps it; do not step it yourself."""
-        return self._optimizer.torch
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer, which `step()` steps: do not step it yourself. None where
+        `initialize` was given none."""
+        return None if isinstance(self._optimizer, NoOptimizer) else self._optimizer.torch
 
     @property
     def device(self) -> torch.device:
@@ -232,6 +237,8 @@ class Engine(Readings, Boundaries, Saving):
         self._accumulated = self._awaiting_step = False
 
     def _check_backward(self, loss: Tensor) -> None:
+        if self.optimizer is None:
+            raise no_optimizer("backward")
         if self._awaiting_step:
             raise EngineError(
                 "backward() was called twice without step()",

@@ -21,7 +21,7 @@ from rayzero.engine.layout.units import NamedParam, UnitPlan, name_params, plan_
 from rayzero.engine.meter import Meter
 from rayzero.engine.offload.plan import plan_offload
 from rayzero.engine.optim.build import OptimizerLike, groups_for, make_optimizer
-from rayzero.engine.optim.groups import ParamGroups, find_groups
+from rayzero.engine.optim.groups import ParamGroups, find_groups, no_groups
 from rayzero.engine.optim.local import LocalOptimizer, runs_of
 from rayzero.engine.optim.schedule import Scheduler, check_schedule, make_schedule
 from rayzero.engine.optim.sharded import EngineWholes
@@ -60,7 +60,7 @@ def assemble(
     training_data: MapDataset | None,
     lr_scheduler: SchedulerLike | None,
     collate_fn: Callable[[list[Any]], Any] | None,
-) -> tuple[Engine, torch.optim.Optimizer, StepLoader | None, Scheduler | None]:
+) -> tuple[Engine, torch.optim.Optimizer | None, StepLoader | None, Scheduler | None]:
     """What `initialize` returns, made of a checked config and its other arguments."""
     session = current_session()
     model = _built(model)
@@ -87,10 +87,7 @@ def _make_engine(
     session = current_session()
     if source is not None:
         config = _of_the_same_step(config, source.small(0))
-    client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-    groups = find_groups(model, model_parameters, client)
-    if optimizer is None:
-        groups = groups_for(config.optimizer, model, groups)
+    groups = _make_groups(config, model, model_parameters, optimizer)
     recipe = _make_recipe(config, model, restoring=source is not None)
     if session is not None:
         recipe.collectives.watch = session.waiting
@@ -114,6 +111,19 @@ def _make_engine(
     work = Work(batches.micro_steps, peak)
     meter = Meter(runtime, local, progress, session, settings.log_every_steps, work)
     return Engine(model, runtime, local, schedule, state, settings, meter), schedule
+
+
+def _make_groups(
+    config: EngineConfig,
+    model: nn.Module,
+    given: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
+    optimizer: OptimizerLike | None,
+) -> ParamGroups:
+    if optimizer is None and config.optimizer is None:
+        return no_groups(model)
+    client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    groups = find_groups(model, given, client)
+    return groups if optimizer is not None else groups_for(config.optimizer, model, groups)
 
 
 def _of_the_same_step(config: EngineConfig, small: dict[str, Any]) -> EngineConfig:

@@ -50,7 +50,7 @@ def initialize(
     config: ConfigLike | None = None,
     mesh_param: Any = None,
     config_params: ConfigLike | None = None,
-) -> tuple[Engine, torch.optim.Optimizer, StepLoader | None, Scheduler | None]:
+) -> tuple[Engine, torch.optim.Optimizer | None, StepLoader | None, Scheduler | None]:
     """Makes an engine of a model. Collective: every rank calls it with the same arguments.
 
     Args:
@@ -58,7 +58,8 @@ def initialize(
         model: the model, the same on every rank (rank 0's values are taken), or a function that
             builds it, which is then called without the memory for it (`zero_init`).
         optimizer: a fresh torch optimizer over the model's parameters, or a function of parameter
-            groups that makes one; by default what the config asks for.
+            groups that makes one; by default what the config asks for. With neither, the model is
+            frozen, and only evaluated.
         model_parameters: parameters or parameter groups to train; by default those of the
             optimizer, or all that require gradients.
         training_data: a map-style dataset; None if you bring your own batches.
@@ -76,7 +77,7 @@ def initialize(
         config_params: the old name of `config`.
 
     Returns:
-        (engine, optimizer, loader, scheduler); loader and scheduler are None if there are none.
+        (engine, optimizer, loader, scheduler); all but the engine may be None.
         Do not step the optimizer or the scheduler: `engine.step()` does.
 
     Raises:
@@ -87,7 +88,7 @@ def initialize(
     _check_group(dist_init_required)
     _place(args, distributed_port)
     chosen = _chosen_config(args, config, config_params)
-    parsed = _parsed(chosen, optimizer)
+    parsed = _parsed(chosen, optimizer, lr_scheduler)
     made = assemble(
         parsed.config, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
     )
@@ -130,15 +131,46 @@ def _chosen_config(
     return chosen
 
 
-def _parsed(chosen: ConfigLike | None, optimizer: OptimizerLike | None) -> Parsed:
+def _parsed(
+    chosen: ConfigLike | None,
+    optimizer: OptimizerLike | None,
+    lr_scheduler: SchedulerLike | None,
+) -> Parsed:
     if chosen is not None or optimizer is not None:
-        return parse(chosen)
-    if int(os.environ.get("RANK", "0")) == 0:
+        parsed = parse(chosen)
+        if optimizer is None and parsed.config.optimizer is None:
+            _check_evaluation(parsed.config, lr_scheduler)
+        return parsed
+    if _is_first_rank():
         log.warning(
             "initialize() was given neither a config nor an optimizer: AdamW with a learning rate "
             "of 1e-3, and every other setting as it is by default"
         )
     return parse({"optimizer": DEFAULT_OPTIMIZER})
+
+
+def _check_evaluation(config: EngineConfig, lr_scheduler: SchedulerLike | None) -> None:
+    """There is no optimizer: whether that can be meant."""
+    lacking = {
+        "a rayzero job, which trains": current_session() is not None,
+        "a scheduler": lr_scheduler is not None or config.scheduler is not None,
+    }
+    for what, is_there in lacking.items():
+        if is_there:
+            raise ConfigError(
+                f"there is no optimizer, but {what}",
+                allowed='"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}} in the engine '
+                "config, or initialize(optimizer=...)",
+            )
+    if _is_first_rank():
+        log.warning(
+            "initialize() was given no optimizer: the engine only evaluates, and the model's "
+            "parameters are frozen"
+        )
+
+
+def _is_first_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _check_group(required: bool | None) -> None:

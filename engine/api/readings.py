@@ -26,8 +26,13 @@ class Readings:
     _scheduler: Scheduler | None
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> torch.optim.Optimizer | None:
         raise NotImplementedError
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups; none without an optimizer."""
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     @property
     def settings(self) -> Settings:
@@ -136,17 +141,16 @@ class Readings:
 
     def get_lr(self) -> list[float]:
         """Each parameter group's learning rate now."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self._groups]
 
     def set_lr(self, lr: float) -> None:
         """Gives every parameter group this learning rate; a schedule overwrites it."""
-        for group in self.optimizer.param_groups:
+        for group in self._groups:
             group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
         """Each parameter group's momentum, or betas where it has them."""
-        groups = self.optimizer.param_groups
-        return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
+        return [group.get("momentum", group.get("betas", 0.0)) for group in self._groups]
 
     def optimizer_name(self) -> str | None:
         """As the config calls it; None where the script brought its own."""

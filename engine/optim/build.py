@@ -39,6 +39,7 @@ from rayzero.engine.optim.local import (
     take_over,
 )
 from rayzero.engine.optim.muon import Muon
+from rayzero.engine.optim.nothing import NoOptimizer
 from rayzero.engine.optim.onebit import OneBitAdam
 from rayzero.engine.optim.trial import check_by_trial
 from rayzero.engine.optim.whole import NeedsWholes, Wholes
@@ -63,22 +64,25 @@ def make_optimizer(
     runs: Sequence[Run],
     wholes: Callable[[], Wholes],
 ) -> LocalOptimizer:
-    """The optimizer of this rank: the user's own, else the config's.
+    """The optimizer of this rank: the user's own, else the config's, else none.
 
     Args:
         given: an optimizer of the model's parameters, or a function of groups that makes one.
         wholes: makes what an optimizer that looks at whole parameters is given.
 
     Raises:
-        ConfigError: there is none, or it cannot work on shards.
+        ConfigError: it cannot work on shards.
     """
     check_elementwise(given)
     if isinstance(given, torch.optim.Optimizer):
         made = take_over(given, runs)
+    elif given is not None:
+        made = given(group_runs(runs, groups.options))
+    elif config is not None:
+        made = maker(config)(group_runs(runs, groups.options))
     else:
-        make = given or _asked(config)
-        made = make(group_runs(runs, groups.options))
-        check_elementwise(made)
+        return NoOptimizer()
+    check_elementwise(made)
     if isinstance(made, NeedsWholes):
         _check_room(made, runs)
         made.bind(wholes())
@@ -94,16 +98,6 @@ def _check_room(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> None:
             allowed="optimizers that update each element by itself, such as AdamW",
             fix='offload_optimizer: {"device": "cpu"}',
         )
-
-
-def _asked(config: OptimizerConfig | None) -> MakeOptimizer:
-    if config is None:
-        raise ConfigError(
-            "there is no optimizer",
-            allowed='"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}} in the engine config, '
-            "or initialize(optimizer=...)",
-        )
-    return maker(config)
 
 
 def maker(config: OptimizerConfig) -> MakeOptimizer:

@@ -64,6 +64,12 @@ def find_groups(
     return ParamGroups(of, options)
 
 
+def no_groups(model: nn.Module) -> ParamGroups:
+    """Nothing is trained: all parameters are frozen."""
+    model.requires_grad_(False)
+    return ParamGroups({}, [])
+
+
 def _freeze_others(names: dict[nn.Parameter, str], of: dict[nn.Parameter, int]) -> None:
     others = [param for param in names if param.requires_grad and param not in of]
     for param in others:

@@ -52,10 +52,6 @@ class TestMisuse:
         with pytest.raises(EngineError, match="a scalar loss"):
             engine.backward(make(engine(torch.ones(2, 3))))
 
-    def test_no_optimizer(self) -> None:
-        with pytest.raises(ConfigError, match="there is no optimizer"):
-            rayzero.initialize(model=nn.Linear(3, 1), config={})
-
     def test_nothing_to_train(self) -> None:
         with pytest.raises(ConfigError, match="nothing to train"):
             rayzero.initialize(model=nn.Linear(3, 1).requires_grad_(False), config=config())

@@ -72,11 +72,6 @@ def test_with_no_config_and_no_optimizer_it_is_adamw_and_says_so(
     torch.testing.assert_close(dict(model.state_dict()), dict(right.state_dict()))
 
 
-def test_a_config_without_an_optimizer_is_an_error_still() -> None:
-    with pytest.raises(ConfigError, match="there is no optimizer"):
-        lr_of(config={})
-
-
 @pytest.mark.parametrize("name", ["mpu", "mesh_param"])
 def test_what_is_refused_says_why(name: str) -> None:
     with pytest.raises(ConfigError, match="data parallel"):
