@@ -37,20 +37,20 @@ def make_way(config: EngineConfig, recipe: Recipe, factor: float) -> GradientWay
     """How gradients travel.
 
     Args:
-        factor: what summed gradients are still to be multiplied by.
+        factor: what summed gradients are still to be multiplied by, but for the loss scale.
 
     Raises:
         ConfigError: two keys ask for different things, or what is asked for cannot be used here.
     """
     check_weights(config)
     name = _asked(config)
+    factor /= recipe.precision.scaler.value
     if config.optimizer is not None and config.optimizer.type == "OneBitAdam":
         return _one_bit(config, recipe, name, factor)
     if name == "none":
         return PlainWay(recipe.collectives)
     section = config.rayzero.compression
     if name == "lowrank":
-        refuse_feedback(config, name)
         return LowRankWay(section.rank, recipe.collectives, recipe.device, factor=factor)
     codec = _CODECS[name](section)
     feedback = codec.needs_feedback if section.error_feedback is None else section.error_feedback
@@ -60,8 +60,6 @@ def make_way(config: EngineConfig, recipe: Recipe, factor: float) -> GradientWay
             "every gradient",
             allowed="true, or leave it out",
         )
-    if feedback:
-        refuse_feedback(config, name)
     return CodedWay(codec, recipe.collectives, recipe.device, feedback=feedback, factor=factor)
 
 
@@ -173,6 +171,7 @@ def _one_bit(config: EngineConfig, recipe: Recipe, name: str, factor: float) -> 
             f"optimizer.type is OneBitAdam and gradient_clipping is {clip:g}: after its warm-up "
             "momenta travel, and the gradient's norm is not known",
             allowed="gradient_clipping 0",
+            fix='"rayzero": {"compression": {"gradients": "sign"}} with AdamW, which clips',
         )
     if name != "none":
         raise ConfigError(
@@ -180,17 +179,5 @@ def _one_bit(config: EngineConfig, recipe: Recipe, name: str, factor: float) -> 
             f"travel as {name}",
             fix="leave one out",
         )
-    refuse_feedback(config, "OneBitAdam")
     codec = SignCodec(config.rayzero.compression.block_size or 128)
     return OneBitWay(codec, recipe.collectives, recipe.device, factor=factor)
-
-
-def refuse_feedback(config: EngineConfig, name: str) -> None:
-    """Error feedback carries part of a gradient into later steps, which has to have one scale."""
-    autocast = config.torch_autocast
-    if config.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16"):
-        raise ConfigError(
-            f"{KEY}: {name!r} keeps what it loses for later steps, and fp16 scales the loss of "
-            "each step differently",
-            allowed="bf16, or no mixed precision; with fp16: int8, or fp16 on the wire",
-        )

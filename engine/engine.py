@@ -169,7 +169,7 @@ class Engine(Readings, Boundaries, Saving):
                 self._scheduler.step()
         else:
             self._runtime.way.forget()
-        self._runtime.precision.scaler.after(overflow=not verdict.finite)
+        self._runtime.scale_after(overflow=not verdict.finite)
         self.progress.skipped_steps += not verdict.finite
         self.progress.micro_step = 0
         self.progress.step += 1

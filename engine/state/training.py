@@ -165,7 +165,7 @@ class TrainingState:
         self.progress.micro_step = 0
         self.progress.sample_cursor = document.get("sample_cursor", 0)
         self.progress.skipped_steps = document.get("skipped_steps", 0)
-        self._runtime.precision.scaler.load(document.get("loss_scale"))
+        self._runtime.load_scale(document.get("loss_scale"))
         if rng := document.get("rng"):
             if document.get("rank") == rank:
                 randomness.put_back(rng, self._device)

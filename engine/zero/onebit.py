@@ -28,7 +28,8 @@ class Momenta:
     """The optimizer's momenta, known once it has been made.
 
     Attributes:
-        factor: what summed gradients are multiplied by on their way into momenta.
+        factor: what summed gradients are multiplied by on their way into momenta; it goes with the
+            loss scale, which momenta do not have.
     """
 
     factor: float
@@ -78,11 +79,12 @@ class OneBitSums:
         for extent, average, beta in momenta:
             # The ranks' terms add up to the next momentum, before it is multiplied by the factor.
             part = full[extent].mul_(1.0 - beta)
-            part.add_(average, alpha=beta / (factor * self.world_size))
+            part.add_(average.to(part.device), alpha=beta / (factor * self.world_size))
 
         def as_gradient() -> None:
             for extent, average, beta in momenta:
-                full[extent].sub_(average, alpha=beta / factor).div_(1.0 - beta)
+                part = full[extent].sub_(average.to(full.device), alpha=beta / factor)
+                part.div_(1.0 - beta)
 
         return Then(self._coded.all_reduce(full), as_gradient)
 
@@ -96,10 +98,13 @@ class OneBitWay:
     def __init__(
         self, codec: SignCodec, collectives: Collectives, device: torch.device, *, factor: float
     ) -> None:
-        self.factor = factor
         self._collectives = collectives
         self._momenta = Momenta(factor)
         self._coded = CodedWay(codec, collectives, device, feedback=True, factor=factor)
+
+    @property
+    def factor(self) -> float:
+        return self._coded.factor
 
     @property
     def kept(self) -> list[Kept]:
@@ -125,3 +130,7 @@ class OneBitWay:
 
     def forget(self) -> None:
         self._coded.forget()
+
+    def rescale(self, ratio: float) -> None:
+        self._coded.rescale(ratio)
+        self._momenta.factor = self._coded.factor

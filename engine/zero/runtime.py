@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,6 +81,23 @@ class ZeroRuntime:
         if scaler.exhausted and not verdict.finite:
             raise overflow_error(self.units, self.collectives, scaler.value)
         return verdict
+
+    def scale_after(self, *, overflow: bool) -> None:
+        """The loss scale after a step; what compression keeps back goes with it."""
+        before = self.precision.scaler.value
+        self.precision.scaler.after(overflow=overflow)
+        self._follow_scale(before)
+
+    def load_scale(self, state: Mapping[str, Any] | None) -> None:
+        """The loss scale that `Scaler.state` gave; what compression keeps back goes with it."""
+        before = self.precision.scaler.value
+        self.precision.scaler.load(state)
+        self._follow_scale(before)
+
+    def _follow_scale(self, before: float) -> None:
+        now = self.precision.scaler.value
+        if now != before:
+            self.way.rescale(now / before)
 
     @torch.no_grad()
     def publish(self) -> None:

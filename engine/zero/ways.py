@@ -34,10 +34,11 @@ class GradientWay(Protocol):
     """Attributes:
     kept: the units with error feedback.
     factor: what residuals are to be multiplied by to be in units of the mean gradient; it
-        depends on the world size where gradients are averaged late.
+        depends on the world size where gradients are averaged late, and on the loss scale.
     """
 
-    factor: float
+    @property
+    def factor(self) -> float: ...
 
     @property
     def kept(self) -> Sequence[Kept]: ...
@@ -50,6 +51,9 @@ class GradientWay(Protocol):
 
     def forget(self) -> None:
         """A step was skipped: nothing of its gradient may come back."""
+
+    def rescale(self, ratio: float) -> None:
+        """The loss scale is `ratio` times what it was, and so are all gradients to come."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -73,6 +77,9 @@ class PlainWay:
         return self._collectives
 
     def forget(self) -> None:
+        return
+
+    def rescale(self, ratio: float) -> None:
         return
 
 
@@ -122,6 +129,10 @@ class CodedWay:
         for one in self.kept:
             one.feedback.forget()
 
+    def rescale(self, ratio: float) -> None:
+        _rescale(self.kept, ratio)
+        self.factor /= ratio
+
     @property
     def buffer_bytes(self) -> int:
         return self._coding.buffers.total_bytes
@@ -165,12 +176,22 @@ class LowRankWay:
         for sums in self._sums:
             sums.start_anew()
 
+    def rescale(self, ratio: float) -> None:
+        _rescale(self.kept, ratio)
+        self.factor /= ratio
+
 
 def main_dtype(unit: Unit) -> torch.dtype:
     """The dtype of a trainable unit's main grads."""
     if unit.grads is None:
         raise ValueError(f"{unit.name} is frozen")
     return unit.grads.owned().dtype
+
+
+def _rescale(kept: Sequence[Kept], ratio: float) -> None:
+    """Exact, as long as the ratio is a power of two, which it is between two loss scales."""
+    for one in kept:
+        one.feedback.scale(ratio)
 
 
 def make_feedback(unit: Unit, codec: str, device: torch.device) -> Feedback:
@@ -184,8 +205,9 @@ def make_feedback(unit: Unit, codec: str, device: torch.device) -> Feedback:
         raise ConfigError(
             f"compression {codec!r} keeps what it loses of a gradient, and the gradients of "
             f"{unit.name} are {dtype}",
-            allowed="main grads in fp32",
-            fix='"bf16": {"enabled": true} for fp32 main grads, or another compression',
+            allowed="main grads in fp32; int8, bf16 or fp16 keep nothing",
+            fix='data_types.grad_accum_dtype: fp32; "bf16": {"enabled": true} for a model in 16 '
+            "bits; or another compression",
         )
     terms = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
     whole = unit.owned != unit.shard or unit.layout.world_size == 1

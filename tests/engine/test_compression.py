@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -146,15 +147,23 @@ def kept_back(blocks: list[Block]) -> dict[str, Tensor]:
     return found
 
 
+PRECISIONS: dict[str, Any] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    # The scale rises every fourth step, and what is kept back with it.
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 0, "loss_scale_window": 4}},
+}
 CHAIN = [(0, 2), (0, 3), (1, 2), (3, 3), (2, 2), (0, 0), (2, 3), (3, 0), (0, 2), (0, 2)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["sign", "int8", "lowrank"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*product(("sign", "int8", "lowrank"), ("fp32", "fp16")), ("sign", "bf16")],
+)
 def test_what_is_kept_back_stays_whole_over_stages_and_worlds(name: str, precision: str) -> None:
     blocks, last, gradient = None, 0, torch.zeros(200)
     for stage, world in CHAIN:
-        config = compressed(stage, name, bf16={"enabled": precision == "bf16"})
+        config = compressed(stage, name, **PRECISIONS[precision])
         config["rayzero"]["compression"]["error_feedback"] = True
         steps = range(last, last + 2)
         results = run_ranks(world, drift, config, steps, blocks)
@@ -174,6 +183,8 @@ def test_what_is_kept_back_stays_whole_over_stages_and_worlds(name: str, precisi
                 torch.testing.assert_close(seen, right, atol=2e-4, rtol=1e-4)
                 start += numel
         assert max(float(one.abs().max()) for one in kept.values()) > 1e-3
+    if precision == "fp16":
+        assert json.loads(blocks[0].small)["loss_scale"]["value"] == 2.0**4
 
 
 def main_weights(blocks: list[Block]) -> dict[str, Tensor]:

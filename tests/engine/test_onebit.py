@@ -116,7 +116,6 @@ def refused(rank: int, world: int, change: dict[str, Any]) -> str:
     [
         ({"zero_optimization": {"stage": 1}}, "allowed: stage 0"),
         ({"gradient_clipping": 1.0}, "gradient_clipping 0"),
-        ({"fp16": {"enabled": True}}, "fp16 scales the loss"),
         ({"communication_data_type": "bf16"}, "compresses by itself"),
         (
             {"optimizer": {"type": "OneBitAdam", "params": {"amsgrad": True}}},
