@@ -87,8 +87,7 @@ def initialize(
     _refuse(mpu=mpu, mesh_param=mesh_param)
     _check_group(dist_init_required)
     _place(args, distributed_port)
-    chosen = _chosen_config(args, config, config_params)
-    parsed = _parsed(chosen, optimizer, lr_scheduler)
+    parsed = _parsed(_chosen_config(args, config, config_params), optimizer, lr_scheduler)
     made = assemble(
         parsed.config, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
     )
