@@ -1,0 +1,181 @@
+"""The accounting of wall time, by hand-made histories and by any history at all."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.orchestrator.metrics.goodput import Account, Why
+from rayzero.orchestrator.states import State
+
+PARTS = ("notice", "drain", "fence", "pick", "settle", "form", "load", "redo")
+
+
+def running(at_s: float = 5.0) -> Account:
+    """A job whose first step ended 2 s after its state RUNNING, and took 1 s."""
+    account = Account(100.0)
+    account.entered(State.STARTING, 100.0)
+    account.entered(State.RUNNING, 100.0 + at_s)
+    account.stepped(1, 1.0, {}, 100.0 + at_s + 2)
+    return account
+
+
+def spent(account: Account, now_s: float) -> dict[str, float]:
+    return {str(why): round(s, 9) for why, s in account.at(now_s).seconds.items() if s}
+
+
+def test_everything_before_the_first_step_is_starting():
+    account = running()
+    assert spent(account, 107) == {"starting": 6.0, "productive": 1.0}
+    assert account.at(107).goodput == 1 / 7
+
+
+def test_a_step_has_all_the_time_since_the_one_before_but_its_waits():
+    account = running()
+    account.stepped(2, 1.5, {Why.DATA: 0.5, Why.MIRROR: 0.25, Why.CHECKPOINT: 0.25}, 109)
+    assert spent(account, 109) == {
+        "starting": 6.0,
+        "productive": 2.0,
+        "data": 0.5,
+        "mirror": 0.25,
+        "checkpoint": 0.25,
+    }
+
+
+def test_waits_of_steps_that_come_in_one_bunch_are_booked_when_there_is_time():
+    account = running()
+    account.stepped(2, 1.0, {Why.DATA: 0.5}, 109)
+    account.stepped(3, 1.0, {Why.DATA: 0.5}, 109)  # nothing is left of the 2 s
+    assert spent(account, 109)["data"] == 0.5
+    account.stepped(4, 1.0, {}, 110)
+    assert spent(account, 110)["data"] == 1.0
+
+
+def test_a_repair_by_its_parts_and_the_step_that_it_broke_off():
+    account = running()
+    account.entered(State.RECOVERING, 108.0)  # 0.9 s into the step, 0.1 s after its first sign
+    account.entered(State.RUNNING, 108.5)
+    account.stepped(2, 1.0, {}, 110.0)
+    parts = {"notice": 0.1, "fence": 0.1, "pick": 0.1, "settle": 0.2, "form": 0.1, "load": 0.3}
+    account.passed({**parts, "redo": 0.2}, 110.0)
+    assert spent(account, 110) == {
+        "starting": 6.0,
+        "productive": 2.0,
+        "interrupted": 0.9,
+        "recovery_notice": 0.1,
+        "recovery_fence": 0.1,
+        "recovery_pick": 0.1,
+        "waiting": 0.2,
+        "recovery_form": 0.1,
+        "recovery_load": 0.3,
+        "recovery_redo": 0.2,
+    }
+
+
+def test_steps_that_are_done_again_are_not_productive():
+    account = running()
+    account.stepped(2, 1.0, {}, 108)
+    account.entered(State.RECOVERING, 108)
+    account.entered(State.RUNNING, 109)
+    for step in (1, 2, 3):
+        account.stepped(step, 1.0, {}, 109.0 + step)
+        if step == 1:
+            account.passed({"load": 1.0}, 110)
+    found = spent(account, 112)
+    assert (found["redone"], found["productive"]) == (2.0, 3.0)
+
+
+def test_a_resize_and_the_step_it_drains():
+    account = running()
+    account.entered(State.RESIZING, 107.5)
+    account.stepped(2, 1.0, {}, 108)  # the step at hand is finished on the way
+    account.entered(State.RUNNING, 109)
+    account.stepped(3, 1.0, {}, 111)
+    account.passed({"drain": 0.6, "settle": 0.5, "form": 0.5, "load": 0.9}, 111)
+    assert spent(account, 111) == {
+        "starting": 6.0,
+        "productive": 3.0,
+        "waiting": 0.5,
+        "resizing": 1.5,
+    }
+
+
+def test_a_fault_on_a_resizes_way_makes_a_repair_of_it():
+    account = running()
+    account.entered(State.RESIZING, 107)
+    account.entered(State.RECOVERING, 108)
+    account.entered(State.RUNNING, 109)
+    account.stepped(2, 1.0, {}, 111)
+    account.passed({"drain": 1.0, "notice": 0.5, "load": 1.5}, 111)
+    found = spent(account, 111)
+    assert (found["resizing"], found["recovery_load"]) == (1.0, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("states", "why"),
+    [
+        ((State.SUCCEEDED,), "finishing"),
+        ((State.FAILED,), "interrupted"),
+        ((State.STOPPING, State.STOPPED), "stopping"),
+        ((State.RECOVERING, State.FAILED), "interrupted"),
+        ((State.RESIZING, State.SUCCEEDED), "finishing"),
+        ((State.RESIZING, State.FAILED), "resizing"),
+    ],
+)
+def test_how_a_job_ends(states: tuple[State, ...], why: str):
+    account = running()
+    for number, state in enumerate(states, start=1):
+        account.entered(state, 107.0 + number)
+    assert spent(account, 107.0 + len(states)) == {
+        "starting": 6.0,
+        "productive": 1.0,
+        why: float(len(states)),
+    }
+
+
+def test_a_job_that_never_started():
+    account = Account(0.0)
+    account.entered(State.STARTING, 0.0)
+    account.entered(State.FAILED, 3.0)
+    assert spent(account, 3.0) == {"starting": 3.0}
+
+
+def test_what_is_under_way_is_pending_and_lowers_the_goodput():
+    account = running()
+    times = account.at(114.0)
+    assert (times.pending_s, times.wall_s, times.goodput) == (7.0, 14.0, 1 / 14)
+
+
+moments = st.floats(min_value=0, max_value=1e4, allow_nan=False)
+lengths = st.floats(min_value=-1, max_value=1e4, allow_nan=False)
+happenings = st.one_of(
+    st.tuples(st.just("entered"), st.sampled_from(State)),
+    st.tuples(
+        st.just("stepped"),
+        st.integers(1, 9),
+        lengths,
+        st.dictionaries(st.sampled_from([Why.DATA, Why.MIRROR, Why.CHECKPOINT]), lengths),
+    ),
+    st.tuples(st.just("passed"), st.dictionaries(st.sampled_from([*PARTS, "unheard-of"]), lengths)),
+)
+
+
+@given(moments, st.lists(st.tuples(lengths, happenings)))
+def test_any_history_sums_to_the_wall_time(begun_s: float, history: list):
+    """Also one that a controller would never tell, with a clock that goes back."""
+    account, now_s, latest_s = Account(begun_s), begun_s, begun_s
+    before: dict[Why, int] = dict.fromkeys(Why, 0)
+    for passed_s, (what, *args) in history:
+        now_s += passed_s
+        latest_s = max(latest_s, now_s)
+        getattr(account, what)(*args, now_s)
+        booked, pool, wall = account.nanoseconds()
+        assert sum(booked.values()) + pool == wall
+        assert wall == round(latest_s * 1e9) - round(begun_s * 1e9)
+        assert pool >= 0
+        assert all(booked[why] >= before[why] for why in Why)  # counters only grow
+        before = booked
+        times = account.at(now_s)
+        assert 0 <= times.goodput <= 1
+        assert times.goodput * times.wall_s == pytest.approx(times.seconds[Why.PRODUCTIVE])
