@@ -113,6 +113,7 @@ class Engine(Readings, Boundaries, Saving):
             seed = torch.full_like(loss, self._seed(weight, loss.dtype))
             torch.autograd.backward(loss, seed, retain_graph=retain_graph)
         self._loss.add_(loss.detach(), alpha=weight)
+        self._meter.phases.leave()
         self._accumulated = True
         self._awaiting_step = self._synced and self._boundary is not False
         return loss

@@ -119,11 +119,12 @@ class Work:
     def step_done(self, step_s: float) -> dict[str, float]:
         """The step's readings, as far as they are known, and a fresh beginning.
 
-        tokens_per_s over all ranks; flops_per_s of this rank; mfu, of this rank's device.
+        step_tokens and tokens_per_s over all ranks; flops_per_s of this rank; mfu of its device.
         """
         found = {}
         if self._tokens and self._weight:
-            found["tokens_per_s"] = self._tokens / self._weight / step_s
+            found["step_tokens"] = self._tokens / self._weight
+            found["tokens_per_s"] = found["step_tokens"] / step_s
         if self._flops.micro_step and self._peak is not None:
             found["flops_per_s"] = self._flops.micro_step * self._micro_steps / step_s
             found["mfu"] = found["flops_per_s"] / self._peak

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rayzero.workers.messages import Report
 
 _BYTES = "bytes/"
+_WAITS = ("phases/data", "phases/mirror", "checkpoint_s")
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,10 @@ class StepRecord:
 
     Args:
         loss: the mean over ranks (an engine's loss is already global and the same on each).
-        tokens: counted by all ranks since the last record.
+        tokens: counted by all ranks since the last record: by the user, else by the engine.
         step_s: the slowest rank's time.
         gauges: the mean over ranks of everything else they reported.
+        waits: seconds of the rank that did worst, for what peers have to wait for as well.
         at_s: when the last rank finished it, as Unix time on that rank's node.
     """
 
@@ -30,6 +32,7 @@ class StepRecord:
     step_s: float
     gauges: dict[str, float]
     at_s: float = 0.0
+    waits: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -115,15 +118,17 @@ class JobProgress:
             for name, value in report.gauges.items():
                 gauges[name].append(value)
         means = {name: sum(values) / len(values) for name, values in gauges.items()}
+        counted = sum(report.counters.get("tokens", 0.0) for report in reports)
         record = StepRecord(
             step=step,
             world_size=self._world_size,
             generation=self._generation,
             loss=means.pop("loss", None),
-            tokens=sum(report.counters.get("tokens", 0.0) for report in reports),
+            tokens=counted or means.get("step_tokens", 0.0),
             step_s=max(gauges.get("step_s", [0.0])),
             gauges={name: value for name, value in means.items() if name != "step_s"},
             at_s=max(report.at_s for report in reports),
+            waits={name: max(gauges[name]) for name in _WAITS if name in gauges},
         )
         self.steps = max(self.steps, step)
         self.done += 1

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,6 +20,7 @@ from rayzero.workers.interrupt import Interrupted
 from rayzero.workers.keeper import Keeper
 from rayzero.workers.messages import Assign, Message, Restored, Setup
 from rayzero.workers.mirror import Mirror
+from rayzero.workers.readings import Readings
 from rayzero.workers.reports import Reports
 from rayzero.workers.wire import Wire
 
@@ -45,6 +47,7 @@ class JobSession:
         self._keeper = keeper
         self._injector = injector
         self._mirror = Mirror(setup.mirror, assign, setup.steps, keeper.vault, wire.post)
+        self._readings = Readings(self._mirror)
         self._ledger = _ledger(setup, assign)
         self._hooks: list[RemovableHandle] = []
 
@@ -67,6 +70,7 @@ class JobSession:
     def engine_ready(self, engine: Engine) -> None:
         self.engine = engine
         self._keeper.keep(engine)
+        self._readings.begin(engine)
         self._look_between_blocks(engine)
         step = engine.progress.step
         took_s = {"load": self.reports.begin_at(step)}
@@ -104,9 +108,11 @@ class JobSession:
         for both."""
         step = int(metrics["step"])
         self._enter("mirror")
-        self.reports.add(metrics)
+        self.reports.add(metrics | self._readings.of(metrics))
         if self.engine is not None:
+            begun_s = perf_counter()
             self._mirror.step_done(step, agreed, self.engine.state)
+            self.reports.add(self._readings.mirrored(perf_counter() - begun_s, step))
         self.post(self.reports.finish(step))
         self.check()
         if agreed.drain:

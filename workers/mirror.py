@@ -55,11 +55,18 @@ class Mirror:
         self._buffers: list[SlotBuffer] = []
         self._table: Table | None = None
         self._filled: set[int] = set()  # buffers that have the constant part
-        self._newest = assign.restore.step if assign.restore else 0
-        self._checkpointed = self._newest
+        self.newest = assign.restore.step if assign.restore else 0
+        """The newest step that lies in the vault, or that this generation began with."""
+        self.checkpointed = self.newest
+        """The newest step that was pinned for a checkpoint, or that it began with."""
         self._complete = False  # a mirror of this generation is known to be everywhere
         self._pace = float(plan.every_steps or 1)
         self._costs = _Costs()
+
+    @property
+    def held_bytes(self) -> int:
+        """What the vault holds of this rank and generation."""
+        return sum(len(one.data) for one in self._buffers)
 
     def wishes(self, step: int) -> Wishes:
         """What to ask for in the vote of `step`."""
@@ -87,10 +94,10 @@ class Mirror:
             log.warning("%s\n  this rank goes on without a replica", error)
             self._vault, self._buffers = None, []
             return
-        self._newest = step
+        self.newest = step
         if pin:
             checkpoint = self._due(step)
-            self._checkpointed = step if checkpoint else self._checkpointed
+            self.checkpointed = step if checkpoint else self.checkpointed
             assign, stopped_s = self._assign, perf_counter() - started
             self._post(Pinned(assign.generation, assign.rank, step, checkpoint, stopped_s))
 
@@ -99,16 +106,16 @@ class Mirror:
         every = self._plan.checkpoint_every_steps
         if every is None:
             return False
-        return step == self._last_step or step // every > self._checkpointed // every
+        return step == self._last_step or step // every > self.checkpointed // every
 
     def _has_turn(self, step: int) -> bool:
         """The same on all ranks: they know the same paces."""
-        return self._plan.replicas > 0 and step - self._newest >= max(1, round(self._pace))
+        return self._plan.replicas > 0 and step - self.newest >= max(1, round(self._pace))
 
     def _tell_complete(self) -> None:
         """A vote was passed since the first mirror: no older generation is needed any more."""
         if self._buffers and not self._complete and self._vault is not None:
-            self._vault.complete(self._assign.generation, self._newest)
+            self._vault.complete(self._assign.generation, self.newest)
             self._complete = True
 
     def _copy(self, step: int, state: TrainingState, pin: bool) -> None:

@@ -177,6 +177,7 @@ class StepLoader:
             if session is not None:
                 session.phase("data")
             for portion in feed:
+                self.progress.data_wait_s += feed.wait_s
                 self.progress.weight = portion.weight
                 if session is not None and portion.place > self._told:
                     self._told = portion.place

@@ -6,6 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterator
+from time import perf_counter
 from typing import Generic, TypeVar
 
 from rayzero.engine.errors import EngineError
@@ -39,6 +40,8 @@ class Prefetch(Generic[Item]):
     def __init__(self, source: Iterator[Item], depth: int = 2) -> None:
         self._items: queue.Queue[Item | _End] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
+        self.wait_s = 0.0
+        """How long the last item was waited for."""
         self._ended = False
         self._thread = threading.Thread(
             target=_produce,
@@ -53,6 +56,7 @@ class Prefetch(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
+        since_s = perf_counter()
         while not self._ended:
             if self._stop.is_set():
                 raise EngineError(
@@ -65,6 +69,7 @@ class Prefetch(Generic[Item]):
             except queue.Empty:
                 continue
             if not isinstance(item, _End):
+                self.wait_s = perf_counter() - since_s
                 return item
             self._ended = True
             self._thread.join(_JOIN_S)

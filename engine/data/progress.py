@@ -20,6 +20,7 @@ class Progress:
             gradients of all ranks and micro-steps add up to the mean over the global batch.
         global_batch: samples of a step, over all ranks.
         micro_batch: the most samples that a rank takes at once.
+        data_wait_s: seconds that a loader kept its consumer waiting, so far; the loader adds to it.
         skipped_steps: finished steps whose gradient was not finite, and which changed nothing.
     """
 
@@ -30,3 +31,4 @@ class Progress:
     global_batch: int = 1
     micro_batch: int = 1
     skipped_steps: int = 0
+    data_wait_s: float = 0.0

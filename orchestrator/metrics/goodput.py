@@ -1,8 +1,8 @@
 """Where a job's wall time went: every second since it began belongs to one cause. Pure.
 
 Time that is not booked yet lies in a pool: what it was becomes known when it is over. A finished
-step takes its own seconds out of the pool; what is left beside a step is what stood in its way. So the
-causes and the pool add up to the wall time, in whole nanoseconds, whatever comes in which order.
+step takes its own seconds out of the pool; what is left beside a step is what stood in its way.
+Causes and pool add up to the wall time, in whole nanoseconds, whatever comes in which order.
 """
 
 from __future__ import annotations

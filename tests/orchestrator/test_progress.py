@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.messages import Report
 
@@ -48,6 +50,27 @@ def test_the_totals_of_the_job():
     assert (progress.first_loss, progress.last_loss, progress.steps) == (8.0, 2.0, 3)
     assert progress.tokens == 350
     assert progress.tokens_per_s == 200 / 0.8
+
+
+def test_tokens_are_the_engines_where_the_user_counts_none():
+    progress = started()
+    progress.add(report(0, 1, step_tokens=64))
+    record = progress.add(report(1, 1, step_tokens=64))
+    assert record is not None
+    assert record.tokens == 64
+    progress.add(report(0, 2, tokens=10, step_tokens=64))
+    counted = progress.add(report(1, 2, tokens=10, step_tokens=64))
+    assert counted is not None
+    assert counted.tokens == 20
+
+
+def test_what_all_wait_for_is_the_slowest_ranks():
+    progress = started()
+    progress.add(report(0, 1, **{"phases/data": 0.5, "phases/forward": 1.0}))
+    record = progress.add(report(1, 1, **{"phases/data": 0.1, "phases/forward": 2.0}))
+    assert record is not None
+    assert record.waits == {"phases/data": 0.5}
+    assert record.gauges["phases/data"] == pytest.approx(0.3)
 
 
 def test_the_most_bytes_of_any_rank_at_any_step_by_class():

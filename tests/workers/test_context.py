@@ -86,7 +86,9 @@ def test_with_an_engine_the_engine_finishes_the_step():
     made.step_done({"step": 1.0, "loss": 2.0, "step_s": 0.25}, NO_WISHES)
     report = report_of(posted[1:])
     assert report.step == 1
-    assert report.gauges == {"loss": 2.0, "step_s": 0.25}
+    assert report.gauges.pop("resident_bytes") > 2**20
+    own = {"phases/mirror": 0, "phases/other": 0, "checkpoint_s": 0, "skipped": 0}
+    assert report.gauges == {"loss": 2.0, "step_s": 0.25, **own}
     assert report.counters == {"tokens": 4}
 
 
