@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,15 @@ from rayzero.engine.config.parse import parse
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.validation import validated
 from rayzero.orchestrator.spec import JobSpec
+
+_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose floats may be written 1e-4: PyYAML's own older rules make a string of that."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -75,7 +85,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             fix="the path given to `rayzero run`",
         ) from None
     try:
-        document = yaml.safe_load(text)
+        document = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"job file {str(path)!r} is not YAML: {_one_line(error)}") from None
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
@@ -100,7 +110,7 @@ def _override(document: dict[str, Any], override: str) -> None:
             f"--set {override!r}: there is no '='", allowed="--set key=value", fix="--set"
         )
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {override!r} is not YAML: {_one_line(error)}") from None
     *parents, last = key.split(".")

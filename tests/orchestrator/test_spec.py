@@ -78,6 +78,13 @@ def test_overrides_win_and_reach_into_the_engine_config(folder: Path):
     assert spec.args["data"] == "/tmp/x"
 
 
+def test_exponents_make_numbers(folder: Path):
+    """As people and JSON write them; PyYAML alone takes 1e-4 for text."""
+    text = "{name: job, entrypoint: 'm:f', args: {a: 1e-4, b: 2E+3, c: .5e1, d: '1e-4', e: 1e-4x}}"
+    assert load(folder, text).args == {"a": 1e-4, "b": 2e3, "c": 5.0, "d": "1e-4", "e": "1e-4x"}
+    assert load(folder, SMALL, "args.lr=3e-4").args == {"lr": 3e-4}
+
+
 def test_the_engine_config_may_stand_in_the_job_file_or_be_replaced(folder: Path):
     assert load(folder, {**SMALL, "engine": ENGINE}).engine == ENGINE
     assert load(folder, {**SMALL, "engine": ENGINE}, "engine=null").engine is None

@@ -1,0 +1,59 @@
+{{/* What a schema cannot see: values that do not go together. Each message names the values. */}}
+
+{{- define "rayzero.checks" -}}
+{{- $values := .Values -}}
+{{- with .Values.storage -}}
+{{- if and .objectStore.url .pvc.enabled -}}
+{{- fail "storage.objectStore.url and storage.pvc.enabled: checkpoints lie in one place; set one of them" -}}
+{{- end -}}
+{{- end -}}
+{{- if eq .Values.mode "job" -}}
+{{- $path := dig "checkpoint" "path" (include "rayzero.storage.path" .) .Values.job.spec -}}
+{{- if not $path -}}
+{{- fail "storage: the job's files would be lost with its pods; set storage.pvc.enabled, storage.objectStore.url or job.spec.checkpoint.path" -}}
+{{- end -}}
+{{- if and .Values.kueue.queueName (not .Values.job.shutdownAfterJobFinishes) -}}
+{{- fail "kueue.queueName and job.shutdownAfterJobFinishes: Kueue takes only jobs whose cluster ends with them" -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.kueue.queueName .Values.autoscaler.enabled -}}
+{{- fail "kueue.queueName and autoscaler.enabled: Kueue admits a cluster as a whole; set autoscaler.enabled to false" -}}
+{{- end -}}
+{{- $names := list -}}
+{{- range $index, $group := include "rayzero.groups" . | fromJsonArray -}}
+{{- if lt (int $group.max) (int $group.min) -}}
+{{- fail (printf "workerGroups[%d] %s: max (%d) is less than min (%d)" $index $group.name (int $group.max) (int $group.min)) -}}
+{{- end -}}
+{{- if has $group.name $names -}}
+{{- fail (printf "workerGroups[%d].name: %s is there twice" $index $group.name) -}}
+{{- end -}}
+{{- $names = append $names $group.name -}}
+{{- $notice := include "rayzero.notice" $ | int -}}
+{{- with $group.terminationGracePeriodSeconds -}}
+{{- if lt (int .) $notice -}}
+{{- fail (printf "workers.terminationGracePeriodSeconds: %d is less than job.spec.checkpoint.notice_s, which is %d: the last checkpoint would be cut off" (int .) $notice) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- include "rayzero.check.gpus" . -}}
+{{- end -}}
+
+{{/* The job's workers must fit the pods there may be at most. Fractions of a GPU are left to Ray. */}}
+{{- define "rayzero.check.gpus" -}}
+{{- $least := dig "workers" "min" 1 .Values.job.spec | int -}}
+{{- $gpus := dig "workers" "gpus" 0 .Values.job.spec | float64 -}}
+{{- if and (eq .Values.mode "job") (eq $gpus 1.0) -}}
+{{- $room := 0 -}}
+{{- range include "rayzero.groups" . | fromJsonArray -}}
+{{- $each := 0 -}}
+{{- range $name, $count := (.resources.limits | default dict) -}}
+{{- if and $count (regexMatch "gpu$" $name) -}}{{- $each = int $count -}}{{- end -}}
+{{- end -}}
+{{- $most := ternary (int .max) (int .min) $.Values.autoscaler.enabled -}}
+{{- $room = add $room (mul $each $most) -}}
+{{- end -}}
+{{- if lt (int $room) $least -}}
+{{- fail (printf "job.spec.workers.min: %d workers need a GPU each, and all worker pods together have %d (workers.max, workers.resources.limits)" $least (int $room)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,93 @@
+{{/* The spec of a RayCluster, of its own or inside a RayJob. */}}
+
+{{/* The worker groups, each with all its values, as JSON: what a group gives wins, and its resources
+     replace the others' as a whole. */}}
+{{- define "rayzero.groups" -}}
+{{- $groups := list -}}
+{{- range .Values.workerGroups -}}
+{{- $group := mustMergeOverwrite (deepCopy $.Values.workers) (deepCopy .) -}}
+{{- if .resources -}}{{- $_ := set $group "resources" .resources -}}{{- end -}}
+{{- $groups = append $groups $group -}}
+{{- end -}}
+{{- toJson $groups -}}
+{{- end -}}
+
+{{- define "rayzero.cluster" -}}
+rayVersion: {{ .Values.rayVersion | quote }}
+enableInTreeAutoscaling: {{ .Values.autoscaler.enabled }}
+{{- with .Values.autoscaler }}
+{{- if .enabled }}
+autoscalerOptions:
+  version: {{ .version }}
+  upscalingMode: {{ .upscalingMode }}
+  idleTimeoutSeconds: {{ int .idleTimeoutSeconds }}
+  resources:
+    {{- toYaml .resources | nindent 4 }}
+  env:
+    - {name: HOME, value: /tmp}
+    - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+  securityContext:
+    {{- include "rayzero.container.security" $ | nindent 4 }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+{{- end }}
+{{- end }}
+authOptions:
+  mode: {{ ternary "token" "disabled" .Values.auth.enabled }}
+  {{- with .Values.auth.secretName }}
+  secretName: {{ . }}
+  {{- end }}
+{{- if .Values.tls.enabled }}
+tlsOptions:
+  enabled: true
+{{- end }}
+{{- with .Values.gcsFaultTolerance }}
+{{- if .enabled }}
+gcsFaultToleranceOptions:
+  redisAddress: {{ .redisAddress }}
+  {{- if .passwordSecret.name }}
+  redisPassword:
+    valueFrom:
+      secretKeyRef: {name: {{ .passwordSecret.name }}, key: {{ .passwordSecret.key }}}
+  {{- end }}
+  {{- with .externalStorageNamespace }}
+  externalStorageNamespace: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end }}
+headGroupSpec:
+  serviceType: {{ .Values.head.serviceType }}
+  rayStartParams:
+    dashboard-host: "0.0.0.0"
+    num-cpus: {{ .Values.head.numCpus | quote }}
+    {{- with .Values.head.rayStartParams }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  template:
+    {{- include "rayzero.pod" (dict "root" . "role" "head" "pod" .Values.head) | nindent 4 }}
+workerGroupSpecs:
+  {{- range include "rayzero.groups" . | fromJsonArray }}
+  - groupName: {{ .name }}
+    replicas: {{ int .min }}
+    minReplicas: {{ int .min }}
+    maxReplicas: {{ int .max }}
+    {{- if $.Values.autoscaler.enabled }}
+    idleTimeoutSeconds: {{ int .idleTimeoutSeconds }}
+    {{- end }}
+    rayStartParams:
+      {{- toYaml .rayStartParams | nindent 6 }}
+    template:
+      {{- include "rayzero.pod" (dict "root" $ "role" "worker" "pod" .) | nindent 6 }}
+  {{- end }}
+{{- end -}}
+
+{{- define "rayzero.queue" -}}
+{{- with .Values.kueue }}
+{{- if .queueName }}
+kueue.x-k8s.io/queue-name: {{ .queueName }}
+{{- end }}
+{{- if .priorityClass }}
+kueue.x-k8s.io/priority-class: {{ .priorityClass }}
+{{- end }}
+{{- end }}
+{{- end -}}

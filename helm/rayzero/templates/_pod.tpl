@@ -1,0 +1,144 @@
+{{/* The pods of a cluster: (dict "root" $ "role" "head" or "worker" "pod" its values) */}}
+
+{{- define "rayzero.notice" -}}
+{{- $checkpoint := .Values.job.spec.checkpoint | default dict -}}
+{{- $checkpoint.notice_s | default 30 | float64 | ceil | int -}}
+{{- end -}}
+
+{{- define "rayzero.pod" -}}
+{{- $root := .root -}}
+{{- $notice := include "rayzero.notice" $root | int -}}
+metadata:
+  labels:
+    {{- include "rayzero.selector" $root | nindent 4 }}
+    app.kubernetes.io/component: {{ .role }}
+    {{- with $root.Values.commonLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- with .pod.labels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with .pod.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include (printf "rayzero.%s.account" .role) $root }}
+  automountServiceAccountToken: {{ and (eq .role "head") $root.Values.autoscaler.enabled }}
+  enableServiceLinks: false
+  restartPolicy: {{ ternary "Never" "Always" (and $root.Values.autoscaler.enabled (eq $root.Values.autoscaler.version "v2")) }}
+  terminationGracePeriodSeconds: {{ .pod.terminationGracePeriodSeconds | default (add $notice 15) | int }}
+  securityContext:
+    {{- include "rayzero.pod.security" $root | nindent 4 }}
+  {{- with $root.Values.imagePullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .pod.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
+  {{- with index $.pod $key }}
+  {{ $key }}:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- end }}
+  containers:
+    - name: ray-{{ .role }}
+      image: {{ include "rayzero.image" $root }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      workingDir: /work
+      securityContext:
+        {{- include "rayzero.container.security" $root | nindent 8 }}
+      resources:
+        {{- toYaml .pod.resources | nindent 8 }}
+      {{- if eq .role "head" }}
+      ports:
+        - {name: gcs-server, containerPort: 6379}
+        - {name: dashboard, containerPort: 8265}
+        - {name: client, containerPort: 10001}
+        - {name: metrics, containerPort: 8080}
+        {{- if $root.Values.metrics.enabled }}
+        - {name: rayzero-metrics, containerPort: {{ include "rayzero.metrics.port" $root }}}
+        {{- end }}
+      {{- else }}
+      ports:
+        - {name: metrics, containerPort: 8080}
+      {{- if .pod.drainOnTermination }}
+      lifecycle:
+        preStop:
+          exec:
+            command:
+              - /bin/sh
+              - -c
+              - >-
+                ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION
+                --reason-message "the pod is being ended"
+                --deadline-remaining-seconds {{ $notice }}; sleep {{ $notice }}
+      {{- end }}
+      {{- end }}
+      env:
+        {{- include "rayzero.env" . | nindent 8 }}
+      {{- $secret := $root.Values.storage.objectStore.secretName }}
+      {{- if or $secret .pod.envFrom }}
+      envFrom:
+        {{- with $secret }}
+        - secretRef: {name: {{ . }}}
+        {{- end }}
+        {{- with .pod.envFrom }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      {{- end }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: work, mountPath: /work}
+        - {name: shared-mem, mountPath: /dev/shm}
+        {{- if and (eq .role "head") (eq $root.Values.mode "job") }}
+        - {name: job, mountPath: /etc/rayzero, readOnly: true}
+        {{- end }}
+        {{- include "rayzero.storage.mounts" $root | nindent 8 }}
+        {{- with .pod.volumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    - name: tmp
+      emptyDir: {sizeLimit: {{ .pod.tmpSize }}}
+    - name: work
+      emptyDir: {sizeLimit: {{ .pod.tmpSize }}}
+    - name: shared-mem
+      emptyDir: {medium: Memory, sizeLimit: {{ .pod.shmSize }}}
+    {{- if and (eq .role "head") (eq $root.Values.mode "job") }}
+    - name: job
+      configMap: {name: {{ include "rayzero.jobname" $root }}-job}
+    {{- end }}
+    {{- include "rayzero.storage.volumes" $root | nindent 4 }}
+    {{- with .pod.volumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* An arbitrary uid has no entry in /etc/passwd: what asks for a user or a home finds them here. */}}
+{{- define "rayzero.env" -}}
+{{- $values := .root.Values -}}
+- {name: HOME, value: /tmp}
+- {name: USER, value: rayzero}
+- {name: LOGNAME, value: rayzero}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+{{- with $values.healthCheck }}
+- {name: RAY_health_check_initial_delay_ms, value: {{ int .initialDelayMs | quote }}}
+- {name: RAY_health_check_period_ms, value: {{ int .periodMs | quote }}}
+- {name: RAY_health_check_timeout_ms, value: {{ int .timeoutMs | quote }}}
+- {name: RAY_health_check_failure_threshold, value: {{ int .failureThreshold | quote }}}
+- {name: RAY_grpc_client_keepalive_time_ms, value: {{ int .keepaliveTimeMs | quote }}}
+- {name: RAY_grpc_client_keepalive_timeout_ms, value: {{ int .keepaliveTimeoutMs | quote }}}
+{{- end }}
+{{- if eq .role "worker" }}
+{{- range $name, $value := $values.nccl }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end }}
+{{- include "rayzero.storage.env" .root }}
+{{- with .pod.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,83 @@
+"""The chart, rendered by Helm itself, and a look into what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import pytest
+import yaml
+
+from tests.house.source import ROOT
+
+CHART = ROOT / "helm/rayzero"
+RELEASE, NAMESPACE = "demo", "team"
+Object = dict[str, Any]
+
+SCENARIOS = {"default": None} | {path.stem: path for path in sorted((CHART / "ci").glob("*.yaml"))}
+WITH_SCENARIOS = pytest.mark.parametrize("scenario", SCENARIOS)
+
+
+def scenario_values(name: str) -> Object:
+    path = SCENARIOS[name]
+    return yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}
+
+
+def render_text(values: Mapping[str, Any], release: str = RELEASE) -> dict[str, str]:
+    """The text of every template by its path in the chart, notes included."""
+    with helm_python.Chart.load(str(CHART)) as chart:
+        chart.validate_schema(dict(values))
+        texts = chart.render(dict(values), name=release, namespace=NAMESPACE)
+    return {path.removeprefix("rayzero/"): text for path, text in texts.items()}
+
+
+def render(values: Mapping[str, Any], release: str = RELEASE) -> list[Object]:
+    """Every object the chart makes of some values."""
+    texts = render_text(values, release)
+    files = [text for path, text in sorted(texts.items()) if path.endswith(".yaml")]
+    return [one for text in files for one in yaml.load_all(text, yaml.CSafeLoader) if one]
+
+
+@cache
+def rendered(scenario: str) -> tuple[Object, ...]:
+    """As `render`, for a scenario. Not to be changed."""
+    return tuple(render(scenario_values(scenario)))
+
+
+def of_kind(objects: tuple[Object, ...] | list[Object], kind: str) -> list[Object]:
+    return [one for one in objects if one["kind"] == kind]
+
+
+def cluster_spec(objects: tuple[Object, ...] | list[Object]) -> Object:
+    """The one RayCluster's spec, wherever it stands."""
+    jobs = of_kind(objects, "RayJob")
+    (spec,) = [job["spec"]["rayClusterSpec"] for job in jobs] or [
+        cluster["spec"] for cluster in of_kind(objects, "RayCluster")
+    ]
+    return spec
+
+
+def pods(objects: tuple[Object, ...] | list[Object]) -> Iterator[Object]:
+    """Every pod and pod template, as {metadata, spec}."""
+    yield from of_kind(objects, "Pod")
+    for job in of_kind(objects, "RayJob"):
+        if "submitterPodTemplate" in job["spec"]:
+            yield job["spec"]["submitterPodTemplate"]
+    spec = cluster_spec(objects)
+    yield spec["headGroupSpec"]["template"]
+    yield from (group["template"] for group in spec["workerGroupSpecs"])
+
+
+def pod_of(objects: tuple[Object, ...] | list[Object], component: str) -> Object:
+    """The first pod with that app.kubernetes.io/component."""
+    label = "app.kubernetes.io/component"
+    return next(pod for pod in pods(objects) if pod["metadata"]["labels"][label] == component)
+
+
+def path_of(scenario: str) -> Path:
+    path = SCENARIOS[scenario]
+    assert path is not None
+    return path

@@ -1,0 +1,158 @@
+"""Wrong values are refused before anything is made, and the message names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import helm_python
+import pytest
+
+from tests.deploy.chart import render, render_text
+
+# What the schema refuses: values, and the path that the message names.
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"worker": {}}, "worker"),
+    "unknown inside": ({"head": {"resource": {}}}, "resource"),
+    "unknown in a group": ({"workerGroups": [{"name": "a", "minn": 1}]}, "/workerGroups/0"),
+    "mode": ({"mode": "service"}, "/mode"),
+    "release name": ({"fullnameOverride": "Upper_case"}, "/fullnameOverride"),
+    "no image": ({"image": {"repository": ""}}, "/image/repository"),
+    "digest": ({"image": {"digest": "sha256:12"}}, "/image/digest"),
+    "pull policy": ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
+    "pull secret as text": ({"imagePullSecrets": ["registry"]}, "/imagePullSecrets/0"),
+    "Ray version": ({"rayVersion": "latest"}, "/rayVersion"),
+    "submission": ({"job": {"submissionMode": "Interactive"}}, "/job/submissionMode"),
+    "backoff": ({"job": {"backoffLimit": -1}}, "/job/backoffLimit"),
+    "deadline": ({"job": {"activeDeadlineSeconds": "1h"}}, "/job/activeDeadlineSeconds"),
+    "ttl": ({"job": {"ttlSecondsAfterFinished": 0.5}}, "/job/ttlSecondsAfterFinished"),
+    "suffix": ({"job": {"suffix": "-2"}}, "/job/suffix"),
+    "deletion": (
+        {"job": {"deletionStrategy": {"onSuccess": {"policy": "Delete"}}}},
+        "/job/deletionStrategy/onSuccess/policy",
+    ),
+    "manager": ({"job": {"managedBy": "me"}}, "/job/managedBy"),
+    "job's unknown key": ({"job": {"spec": {"step": 3}}}, "/job/spec"),
+    "job's name": ({"job": {"spec": {"name": "../up"}}}, "/job/spec/name"),
+    "job's steps": ({"job": {"spec": {"steps": 0}}}, "/job/spec/steps"),
+    "job's steps as text": ({"job": {"spec": {"steps": "many"}}}, "/job/spec/steps"),
+    "job's workers": ({"job": {"spec": {"workers": {"min": 0}}}}, "/job/spec/workers/min"),
+    "job's GPUs": ({"job": {"spec": {"workers": {"gpus": 2}}}}, "/job/spec/workers/gpus"),
+    "job's notice": (
+        {"job": {"spec": {"checkpoint": {"notice_s": 0}}}},
+        "/job/spec/checkpoint/notice_s",
+    ),
+    "engine as text": ({"job": {"engine": "engine.json"}}, "/job/engine"),
+    "no memory limit": ({"head": {"resources": {"limits": {"memory": None}}}}, "/head/resources"),
+    "quantity": (
+        {"workers": {"resources": {"limits": {"memory": "32 GB"}}}},
+        "/workers/resources/limits/memory",
+    ),
+    "shm": ({"workers": {"shmSize": "8"}}, "/workers/shmSize"),
+    "fewest": ({"workers": {"min": -1}}, "/workers/min"),
+    "most": ({"workers": {"max": 0}}, "/workers/max"),
+    "CPUs as a number": ({"head": {"numCpus": 2}}, "/head/numCpus"),
+    "parameter as a number": (
+        {"head": {"rayStartParams": {"num-gpus": 1}}},
+        "/head/rayStartParams/num-gpus",
+    ),
+    "toleration": (
+        {"workers": {"tolerations": [{"key": "a", "effect": "Never"}]}},
+        "/workers/tolerations/0/effect",
+    ),
+    "affinity": ({"workers": {"affinity": {"podAffinities": {}}}}, "/workers/affinity"),
+    "environment": ({"head": {"env": [{"value": "1"}]}}, "/head/env/0"),
+    "mount": (
+        {"head": {"volumeMounts": [{"name": "a", "mountPath": "data"}]}},
+        "/head/volumeMounts/0/mountPath",
+    ),
+    "volume of ours": (
+        {"head": {"volumes": [{"name": "tmp", "emptyDir": {}}]}},
+        "/head/volumes/0/name",
+    ),
+    "no groups": ({"workerGroups": []}, "/workerGroups"),
+    "group's name": ({"workerGroups": [{"name": "GPU"}]}, "/workerGroups/0/name"),
+    "autoscaler": ({"autoscaler": {"version": "v3"}}, "/autoscaler/version"),
+    "health check": ({"healthCheck": {"periodMs": 0}}, "/healthCheck/periodMs"),
+    "Redis nowhere": ({"gcsFaultTolerance": {"enabled": True}}, "/gcsFaultTolerance/redisAddress"),
+    "NCCL": ({"nccl": {"DEBUG": "INFO"}}, "/nccl"),
+    "NCCL as a number": ({"nccl": {"NCCL_IB_TIMEOUT": 22}}, "/nccl/NCCL_IB_TIMEOUT"),
+    "claim's size": ({"storage": {"pvc": {"size": "much"}}}, "/storage/pvc/size"),
+    "access mode": ({"storage": {"pvc": {"accessModes": ["RWX"]}}}, "/storage/pvc/accessModes/0"),
+    "mount path": ({"storage": {"pvc": {"mountPath": "runs"}}}, "/storage/pvc/mountPath"),
+    "bucket": ({"storage": {"objectStore": {"url": "bucket/runs"}}}, "/storage/objectStore/url"),
+    "password in a URL": (
+        {"storage": {"objectStore": {"url": "s3://key:secret@bucket/runs"}}},
+        "/storage/objectStore/url",
+    ),
+    "secret as a value": (
+        {"storage": {"objectStore": {"env": {"AWS_SECRET_ACCESS_KEY": "p4ss"}}}},
+        "/storage/objectStore/env/AWS_SECRET_ACCESS_KEY",
+    ),
+    "root": ({"security": {"runAsUser": 0}}, "/security/runAsUser"),
+    "nobody may operate": ({"networkPolicy": {"operatorFrom": []}}, "/networkPolicy/operatorFrom"),
+    "anybody may scrape": (
+        {"networkPolicy": {"metricsFrom": [{}]}},
+        "/networkPolicy/metricsFrom/0",
+    ),
+    "share of workers": (
+        {"podDisruptionBudget": {"minAvailableWorkers": "50%"}},
+        "/podDisruptionBudget/minAvailableWorkers",
+    ),
+    "port": ({"metrics": {"port": 80}}, "/metrics/port"),
+    "interval": ({"metrics": {"podMonitor": {"interval": "15"}}}, "/metrics/podMonitor/interval"),
+    "queue": ({"kueue": {"queueName": "My Queue"}}, "/kueue/queueName"),
+    "label": ({"commonLabels": {"team": "a b"}}, "/commonLabels/team"),
+}
+
+# What does not go together: values, and what the message names.
+AT_ODDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "two places": (
+        {"storage": {"objectStore": {"url": "s3://bucket/runs"}}},
+        ("storage.objectStore.url", "storage.pvc.enabled"),
+    ),
+    "no place": ({"storage": {"pvc": {"enabled": False}}}, ("storage.pvc.enabled",)),
+    "queue and autoscaler": (
+        {"kueue": {"queueName": "q"}},
+        ("kueue.queueName", "autoscaler.enabled"),
+    ),
+    "queue and a cluster that stays": (
+        {
+            "kueue": {"queueName": "q"},
+            "autoscaler": {"enabled": False},
+            "job": {"shutdownAfterJobFinishes": False},
+        },
+        ("kueue.queueName", "job.shutdownAfterJobFinishes"),
+    ),
+    "fewest above most": ({"workers": {"min": 5, "max": 4}}, ("workerGroups[0]", "max (4)")),
+    "a group twice": ({"workerGroups": [{"name": "a"}, {"name": "a"}]}, ("workerGroups[1].name",)),
+    "no time for the last checkpoint": (
+        {"workers": {"terminationGracePeriodSeconds": 10}},
+        ("workers.terminationGracePeriodSeconds", "notice_s"),
+    ),
+    "too few GPUs": (
+        {"job": {"spec": {"workers": {"min": 5, "max": 8}}}},
+        ("job.spec.workers.min", "5 workers", "have 4"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("values", "path"), WRONG.values(), ids=WRONG)
+def test_the_schema_refuses(values: dict[str, Any], path: str) -> None:
+    with pytest.raises(helm_python.HelmValuesError) as caught:
+        render_text(values)
+    assert path in str(caught.value)
+
+
+@pytest.mark.parametrize(("values", "words"), AT_ODDS.values(), ids=AT_ODDS)
+def test_the_chart_refuses(values: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(helm_python.HelmError) as caught:
+        render_text(values)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_the_tables_are_long_enough() -> None:
+    assert len(WRONG) >= 25
+
+
+def test_parent_charts_may_have_globals() -> None:
+    assert render({"global": {"anything": 1}})
