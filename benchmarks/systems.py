@@ -1,7 +1,8 @@
-"""The systems that `step_time` compares: each one trains the same model in its own way.
+"""The systems that `step_time` and `gpu` compare: each one trains the same model in its own way.
 
 A builder takes a model replica and returns a step: forward, backward, clip, update, zero. Nobody
-gets special settings: fused AdamW with the same hyperparameters, clip at 1.0, fp32.
+gets special settings: fused AdamW with the same hyperparameters, clip at 1.0, fp32; or, where it is
+`mixed`, bf16 with fp32 main weights, by autocast under DDP and by each other system's own setting.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rayzero
@@ -24,28 +25,38 @@ ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_
 OPTIMIZER: dict[str, Any] = {"type": "AdamW", "params": ADAMW}
 CLIP_NORM = 1.0
 CPU: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+ALL_ON_CPU: dict[str, Any] = CPU | {"offload_param": {"device": "cpu"}}
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
-def ddp(model: GPT, **options: Any) -> Step:
+def ddp(model: GPT, mixed: bool = False, **options: Any) -> Step:
     wrapped = DistributedDataParallel(model, **options)
-    return _plain_step(wrapped, model)
+    return _plain_step(wrapped, model, autocast=mixed)
 
 
-def fsdp2(model: GPT) -> Step:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+def fsdp2(model: GPT, mixed: bool = False, offload: bool = False) -> Step:
+    kind = model.token.weight.device.type
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(kind, (torch.distributed.get_world_size(),))
+    }
+    if mixed:
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=kind == "cuda")
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return _plain_step(model, model)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return _plain_step(model, model, autocast=False)
 
 
-def _plain_step(forward: torch.nn.Module, model: GPT) -> Step:
+def _plain_step(forward: torch.nn.Module, model: GPT, *, autocast: bool) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    kind = model.token.weight.device.type
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = forward(tokens, targets)
+        with torch.autocast(kind, torch.bfloat16, enabled=autocast):
+            loss: Tensor = forward(tokens, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
@@ -55,37 +66,40 @@ def _plain_step(forward: torch.nn.Module, model: GPT) -> Step:
     return step
 
 
-def zero(model: GPT, stage: int, **offload: Any) -> Step:
-    config = _zero_config(stage, **offload) | {"optimizer": OPTIMIZER}
+def zero(model: GPT, stage: int, mixed: bool = False, **offload: Any) -> Step:
+    config = _zero_config(stage, mixed, **offload) | {"optimizer": OPTIMIZER}
     engine, *_ = rayzero.initialize(model=model, model_parameters=model.parameters(), config=config)
     return _engine_step(engine)
 
 
-def deepspeed(model: GPT, stage: int) -> Step:
+def deepspeed(model: GPT, stage: int, mixed: bool = False) -> Step:
     import deepspeed as library  # not a dependency: only where it happens to be installed
 
     engine, *_ = library.initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), fused=True, **ADAMW),
-        config=_zero_config(stage)
+        config=_zero_config(stage, mixed)
         | {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
     )
     return _engine_step(engine)
 
 
-def deepspeed_cpu_adam(model: GPT, stage: int) -> Step:
+def deepspeed_cpu_adam(
+    model: GPT, stage: int, mixed: bool = False, offload: dict[str, Any] = CPU
+) -> Step:
     """Its own optimizer for offload, a C++ operator that it builds when it is first used."""
     import deepspeed as library
 
-    config = _zero_config(stage, **CPU) | {"optimizer": OPTIMIZER}
+    config = _zero_config(stage, mixed, **offload) | {"optimizer": OPTIMIZER}
     engine, *_ = library.initialize(model=model, model_parameters=model.parameters(), config=config)
     return _engine_step(engine)
 
 
-def _zero_config(stage: int, **offload: Any) -> dict[str, Any]:
+def _zero_config(stage: int, mixed: bool, **offload: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": CLIP_NORM,
+        "bf16": {"enabled": mixed},
         "zero_optimization": {"stage": stage, **offload},
     }
 
@@ -100,7 +114,7 @@ def _engine_step(engine: Any) -> Step:
     return step
 
 
-SYSTEMS: dict[str, Callable[[GPT], Step]] = {
+SYSTEMS: dict[str, Callable[..., Step]] = {
     "ddp": partial(ddp, gradient_as_bucket_view=True),
     "ddp-plain": ddp,
     "fsdp2": fsdp2,
@@ -108,9 +122,12 @@ SYSTEMS: dict[str, Callable[[GPT], Step]] = {
     **{f"deepspeed-{stage}": partial(deepspeed, stage=stage) for stage in range(4)},
 }
 
-OFFLOADING: dict[str, Callable[[GPT], Step]] = {
+OFFLOADING: dict[str, Callable[..., Step]] = {
     **{f"rayzero-{stage}-cpu": partial(zero, stage=stage, **CPU) for stage in (1, 2, 3)},
     **{f"deepspeed-{stage}-cpu": partial(deepspeed_cpu_adam, stage=stage) for stage in (1, 2, 3)},
+    "rayzero-3-all-cpu": partial(zero, stage=3, **ALL_ON_CPU),
+    "deepspeed-3-all-cpu": partial(deepspeed_cpu_adam, stage=3, offload=ALL_ON_CPU),
+    "fsdp2-all-cpu": partial(fsdp2, offload=True),
 }
 ALL = SYSTEMS | OFFLOADING
 
@@ -119,4 +136,6 @@ def missing(name: str) -> str:
     """Why a system cannot run here; empty when it can."""
     if name.startswith("deepspeed") and find_spec("deepspeed") is None:
         return "deepspeed is not installed"
+    if name == "fsdp2-all-cpu" and not torch.cuda.is_available():
+        return "there is no GPU to offload from"
     return ""
