@@ -1,0 +1,161 @@
+"""What is on the dashboard of faults, numbers out of range, and checkpoints."""
+
+from __future__ import annotations
+
+from rayzero.orchestrator.metrics.dashboard.panels import (
+    JOB,
+    Panel,
+    Query,
+    Section,
+    age,
+    grown,
+    mean,
+    plain,
+    quantile,
+)
+
+BUDGET = ((None, "green"), (0.5, "orange"), (0.75, "red"))
+
+FAULTS = Section(
+    "Faults",
+    (
+        Panel(
+            "Faults by cause",
+            "Faults that were judged, between two points of the graph.",
+            "none",
+            (grown("rayzero_faults_total", "{{cause}}", by="cause"),),
+            stacked=True,
+        ),
+        Panel(
+            "Repairs and resizes",
+            "Faults the job is past, and changes of membership by wish.",
+            "none",
+            (
+                grown("rayzero_repairs_total", "repairs: {{cause}}", by="cause"),
+                grown("rayzero_resizes_total", "resizes"),
+            ),
+        ),
+        Panel(
+            "Fault budget",
+            "Hardware faults in the window, of those that are allowed.",
+            "percentunit",
+            (Query(f"rayzero_faults_in_window{{{JOB}}} / rayzero_fault_budget{{{JOB}}}", "spent"),),
+            thresholds=BUDGET,
+            kind="gauge",
+            maximum=1,
+        ),
+        Panel(
+            "Recovery time",
+            "From a fault's first sign to the next finished step, without that step.",
+            "s",
+            (
+                mean("rayzero_recovery_seconds", "mean"),
+                quantile("rayzero_recovery_seconds", 0.5, "median"),
+                quantile("rayzero_recovery_seconds", 0.95, "95th percentile"),
+            ),
+        ),
+        Panel(
+            "Recovery time by phase",
+            "The parts of that, on the mean.",
+            "s",
+            (mean("rayzero_recovery_phase_seconds", "{{phase}}", by="phase"),),
+            stacked=True,
+        ),
+        Panel(
+            "Steps redone",
+            "Finished steps that were gone back behind.",
+            "none",
+            (grown("rayzero_steps_redone_total", "steps"),),
+        ),
+        Panel(
+            "What a lost worker would cost",
+            "Steps and seconds of training that no replica has yet.",
+            "none",
+            (
+                Query(f"rayzero_step{{{JOB}}} - rayzero_replica_step{{{JOB}}}", "steps"),
+                Query(
+                    f"rayzero_last_step_timestamp_seconds{{{JOB}}}"
+                    f" - rayzero_replica_timestamp_seconds{{{JOB}}}",
+                    "seconds",
+                    "right",
+                ),
+            ),
+        ),
+        Panel(
+            "Replicas",
+            "What vaults hold of this job's ranks.",
+            "bytes",
+            (plain("rayzero_replica_bytes", "in vaults"),),
+        ),
+        Panel(
+            "Numbers out of range",
+            "Steps that were skipped because a gradient was not finite, losses of inf or nan, and "
+            "the loss scale.",
+            "none",
+            (
+                grown("rayzero_skipped_steps_total", "skipped steps"),
+                grown("rayzero_nonfinite_losses_total", "losses not finite"),
+                plain("rayzero_loss_scale", "loss scale", axis="right"),
+            ),
+        ),
+    ),
+)
+
+CHECKPOINTS = Section(
+    "Checkpoints",
+    (
+        Panel(
+            "Newest checkpoint",
+            "Its age.",
+            "s",
+            (age("rayzero_checkpoint_timestamp_seconds", "age"),),
+            kind="stat",
+            thresholds=((None, "green"), (3600, "orange"), (7200, "red")),
+            width=6,
+        ),
+        Panel(
+            "What the loss of everything would cost",
+            "Steps since the newest checkpoint.",
+            "none",
+            (Query(f"rayzero_step{{{JOB}}} - rayzero_checkpoint_step{{{JOB}}}", "steps"),),
+            width=6,
+        ),
+        Panel(
+            "Written and failed",
+            "Checkpoints written, and tries that failed.",
+            "none",
+            (
+                grown("rayzero_checkpoints_total", "written"),
+                grown("rayzero_checkpoint_failures_total", "failed tries"),
+            ),
+            width=6,
+        ),
+        Panel(
+            "Size",
+            "Of the newest one.",
+            "bytes",
+            (plain("rayzero_checkpoint_bytes", "bytes"),),
+            width=6,
+        ),
+        Panel(
+            "Time to write",
+            "From the pinned step to the manifest, behind training.",
+            "s",
+            (
+                mean("rayzero_checkpoint_seconds", "mean"),
+                quantile("rayzero_checkpoint_seconds", 0.95, "95th percentile"),
+            ),
+            width=12,
+        ),
+        Panel(
+            "Training stood still",
+            "For one checkpoint, on the slowest rank.",
+            "s",
+            (
+                mean("rayzero_checkpoint_stop_seconds", "mean"),
+                quantile("rayzero_checkpoint_stop_seconds", 0.95, "95th percentile"),
+            ),
+            width=12,
+        ),
+    ),
+)

@@ -1,0 +1,200 @@
+"""Rows of data as Grafana's JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from rayzero.orchestrator.metrics.dashboard.board import MEMORY, OVERVIEW, SPEED
+from rayzero.orchestrator.metrics.dashboard.faults import CHECKPOINTS, FAULTS
+from rayzero.orchestrator.metrics.dashboard.panels import Panel, Query, Section
+
+Json = dict[str, Any]
+
+SECTIONS = (OVERVIEW, SPEED, MEMORY, FAULTS, CHECKPOINTS)
+ANNOTATIONS = {
+    "Generations": ('changes(rayzero_generation{job="$job"}[$__interval]) > 0', "purple"),
+    "Faults": (
+        'sum by (cause) (increase(rayzero_faults_total{job="$job"}[$__interval])) > 0',
+        "red",
+    ),
+}
+"""Marks on every graph."""
+
+_COLUMNS = 24
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def document() -> str:
+    """The dashboard as the text of a file."""
+    return json.dumps(dashboard(), indent=1) + "\n"
+
+
+def dashboard() -> Json:
+    return {
+        "title": "rayzero",
+        "uid": "rayzero",
+        "description": "A training job: its speed, memory, faults and checkpoints.",
+        "tags": ["rayzero"],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": True,
+        "graphTooltip": 1,
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "browser",
+        "refresh": "10s",
+        "templating": {"list": list(_variables())},
+        "annotations": {"list": list(_annotations())},
+        "panels": list(_panels()),
+        "links": [],
+    }
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """(where it stands, expression) of everything that is asked of Prometheus."""
+    for name, (expr, _) in ANNOTATIONS.items():
+        yield name, expr
+    for section in SECTIONS:
+        for panel in section.panels:
+            for query in panel.queries:
+                yield f"{section.title} / {panel.title} / {query.legend}", query.expr
+
+
+def _variables() -> Iterator[Json]:
+    yield {"name": "datasource", "label": "Source", "type": "datasource", "query": "prometheus"}
+    yield _variable("job", "Job", "label_values(rayzero_state, job)", everything=False)
+    yield _variable(
+        "rank", "Rank", 'label_values(rayzero_rank_step{job="$job"}, rank)', everything=True
+    )
+
+
+def _variable(name: str, label: str, query: str, everything: bool) -> Json:
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": _SOURCE,
+        "query": {"query": query, "refId": name},
+        "definition": query,
+        "refresh": 2,
+        "sort": 3,
+        "multi": everything,
+        "includeAll": everything,
+        "allValue": ".*" if everything else None,
+        "current": {"text": "All", "value": "$__all"} if everything else {},
+    }
+
+
+def _annotations() -> Iterator[Json]:
+    for name, (expr, colour) in ANNOTATIONS.items():
+        yield {
+            "name": name,
+            "datasource": _SOURCE,
+            "enable": True,
+            "iconColor": colour,
+            "expr": expr,
+            "titleFormat": name,
+        }
+
+
+def _panels() -> Iterator[Json]:
+    number, top = 0, 0
+    for section in SECTIONS:
+        number += 1
+        yield _row(number, section, top)
+        left, top, tallest = 0, top + 1, 0
+        for panel in section.panels:
+            number += 1
+            if left + panel.width > _COLUMNS:
+                left, top, tallest = 0, top + tallest, 0
+            place = {"x": left, "y": top, "w": panel.width, "h": panel.height}
+            yield _panel(number, panel, place)
+            left, tallest = left + panel.width, max(tallest, panel.height)
+        top += tallest
+
+
+def _row(number: int, section: Section, top: int) -> Json:
+    place = {"x": 0, "y": top, "w": _COLUMNS, "h": 1}
+    return {
+        "id": number,
+        "type": "row",
+        "title": section.title,
+        "collapsed": False,
+        "gridPos": place,
+        "panels": [],
+    }
+
+
+def _panel(number: int, panel: Panel, place: Json) -> Json:
+    targets = [_target(chr(ord("A") + at), one) for at, one in enumerate(panel.queries)]
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": _SOURCE,
+        "gridPos": place,
+        "targets": targets,
+        "fieldConfig": {"defaults": _defaults(panel), "overrides": list(_right(panel))},
+        "options": _options(panel),
+    }
+
+
+def _target(letter: str, query: Query) -> Json:
+    return {
+        "refId": letter,
+        "datasource": _SOURCE,
+        "expr": query.expr,
+        "legendFormat": query.legend,
+        "range": True,
+    }
+
+
+def _defaults(panel: Panel) -> Json:
+    steps = [{"value": value, "color": colour} for value, colour in panel.thresholds]
+    defaults: Json = {"unit": panel.unit, "thresholds": {"mode": "absolute", "steps": steps}}
+    if panel.maximum is not None:
+        defaults |= {"min": 0, "max": panel.maximum}
+    if panel.kind == "timeseries":
+        stacking = {"mode": "normal" if panel.stacked else "none"}
+        shown = "dashed" if len(steps) > 1 else "off"
+        defaults["custom"] = {
+            "fillOpacity": 40 if panel.stacked else 0,
+            "stacking": stacking,
+            "thresholdsStyle": {"mode": shown},
+            "spanNulls": False,
+            "showPoints": "auto",
+        }
+    return defaults
+
+
+def _right(panel: Panel) -> Iterator[Json]:
+    """Series with an axis of their own."""
+    for query in panel.queries:
+        if query.axis == "right":
+            properties = [
+                {"id": "custom.axisPlacement", "value": "right"},
+                {"id": "custom.stacking", "value": {"mode": "none"}},
+                {"id": "custom.fillOpacity", "value": 0},
+                {"id": "unit", "value": "none"},
+                {"id": "max"},
+            ]
+            yield {
+                "matcher": {"id": "byName", "options": query.legend},
+                "properties": properties,
+            }
+
+
+def _options(panel: Panel) -> Json:
+    if panel.kind == "timeseries":
+        return {
+            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        }
+    return {
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+        "textMode": "name" if panel.names else "auto",
+        "colorMode": "value",
+        "graphMode": "none",
+    }

@@ -1,0 +1,96 @@
+"""A panel of the dashboard as data, with what most of them have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["timeseries", "stat", "gauge", "state-timeline"]
+Step = tuple[float | None, str]
+
+
+@dataclass(frozen=True)
+class Query:
+    """An expression and how its series are called.
+
+    Args:
+        legend: with labels in braces, as Grafana writes them.
+        axis: `right` for a quantity with an axis of its own.
+    """
+
+    expr: str
+    legend: str
+    axis: Literal["left", "right"] = "left"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel.
+
+    Args:
+        unit: one of Grafana's units, `none` for a plain number.
+        thresholds: from which value on which colour; the first begins at None.
+        width, height: in Grafana's grid of 24 columns.
+        stacked: areas on top of each other, for parts of a whole.
+        names: show the series' names instead of values (a `stat` of a state).
+    """
+
+    title: str
+    description: str
+    unit: str
+    queries: tuple[Query, ...]
+    kind: Kind = "timeseries"
+    thresholds: tuple[Step, ...] = ((None, "green"),)
+    width: int = 8
+    height: int = 8
+    stacked: bool = False
+    names: bool = False
+    maximum: float | None = None
+
+
+@dataclass(frozen=True)
+class Section:
+    """A row of the dashboard that can be folded."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+JOB = 'job="$job"'
+RANK = 'job="$job",rank=~"$rank"'
+
+
+def plain(
+    name: str, legend: str, where: str = JOB, axis: Literal["left", "right"] = "left"
+) -> Query:
+    """A gauge as it is."""
+    return Query(f"{name}{{{where}}}", legend, axis)
+
+
+def rate(name: str, legend: str, where: str = JOB) -> Query:
+    """A counter, a second."""
+    return Query(f"rate({name}{{{where}}}[$__rate_interval])", legend)
+
+
+def grown(name: str, legend: str, by: str = "") -> Query:
+    """How much a counter grew between two points of the graph."""
+    total = f"increase({name}{{{JOB}}}[$__rate_interval])"
+    return Query(f"sum by ({by}) ({total})" if by else f"sum({total})", legend)
+
+
+def mean(name: str, legend: str, by: str = "") -> Query:
+    """The mean of what a histogram saw."""
+    parts = (f"rate({name}_{part}{{{JOB}}}[$__rate_interval])" for part in ("sum", "count"))
+    sums = (f"sum by ({by}) ({part})" if by else f"sum({part})" for part in parts)
+    return Query(" / ".join(sums), legend)
+
+
+def quantile(name: str, at: float, legend: str) -> Query:
+    """A quantile of what a histogram saw."""
+    buckets = f"sum by (le) (rate({name}_bucket{{{JOB}}}[$__rate_interval]))"
+    return Query(f"histogram_quantile({at:g}, {buckets})", legend)
+
+
+def age(name: str, legend: str) -> Query:
+    """Seconds since a point in time."""
+    return Query(f"time() - {name}{{{JOB}}}", legend)

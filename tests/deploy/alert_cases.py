@@ -1,0 +1,286 @@
+"""Situations of a job, and the alerts that they are to raise or not, as rows of data.
+
+Time begins at 0 and a sample is taken each minute; series are in promtool's notation, in which
+`1x60` is a 1 that stays for 60 minutes, `0+2x60` grows by 2 a minute, and `_` is a missing sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Samples = Mapping[str, str]
+
+RUNNING: Samples = {'rayzero_state{state="running"}': "1x600"}
+NOT_STARTED: Samples = {'rayzero_state{state="starting"}': "1x600"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What Prometheus saw, and when it is asked.
+
+    Args:
+        series: samples by series, without the label `job`.
+        value: what the alert's description says of its value; None: it does not fire.
+        labels: of the alert, beside `job` and its severity.
+    """
+
+    alert: str
+    what: str
+    at: str
+    series: Samples
+    value: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def _speed(mean_s: float) -> Samples:
+    """A job whose steps took so long, and whose last one ended at minute 20."""
+    steps = {"rayzero_step_seconds_sum": f"{mean_s * 100}x600"}
+    return {**RUNNING, **steps, "rayzero_step_seconds_count": "100x600"}
+
+
+def _time(productive: int, lost: int) -> Samples:
+    return {
+        **RUNNING,
+        "rayzero_start_timestamp_seconds": "0x600",
+        'rayzero_time_seconds_total{cause="productive"}': f"0+{productive}x600",
+        'rayzero_time_seconds_total{cause="recovery_form"}': f"0+{lost}x600",
+    }
+
+
+def _stored(name: str, behind_s: int) -> Samples:
+    """The last step was finished a minute ago, and what is stored is so much older."""
+    return {
+        "rayzero_last_step_timestamp_seconds": "0+60x600",
+        f"rayzero_{name}_timestamp_seconds": f"{-behind_s}+60x600",
+    }
+
+
+def _ranks(*seconds: float) -> Samples:
+    return {
+        f'rayzero_rank_compute_seconds{{rank="{rank}"}}': f"{one}x600"
+        for rank, one in enumerate(seconds)
+    }
+
+
+FAILED = {
+    'rayzero_state{state="running"}': "1x10 0x2",
+    'rayzero_state{state="failed"}': "0x10 1x2",
+}
+SUCCEEDED = {
+    'rayzero_state{state="running"}': "1x10 0x2",
+    'rayzero_state{state="succeeded"}': "0x10 1x2",
+}
+AGAIN = {'rayzero_state{state="running",instance="2"}': "_x14 1x20"}
+
+CASES = (
+    Case("RayzeroJobFailed", "it failed", "11m", FAILED, ""),
+    Case("RayzeroJobFailed", "it failed, and its endpoint is gone", "20m", FAILED, ""),
+    Case("RayzeroJobFailed", "it succeeded", "11m", SUCCEEDED),
+    Case("RayzeroJobFailed", "it failed and runs again", "20m", {**FAILED, **AGAIN}),
+    Case("RayzeroJobFailed", "it failed an hour ago", "80m", FAILED),
+    Case(
+        "RayzeroNoFirstStep",
+        "it has been starting for 40 minutes",
+        "40m",
+        {**NOT_STARTED, "rayzero_start_timestamp_seconds": "0x600"},
+        "40m 0s",
+    ),
+    Case(
+        "RayzeroNoFirstStep",
+        "it has counted no step yet",
+        "40m",
+        {**RUNNING, "rayzero_start_timestamp_seconds": "0x600", "rayzero_steps_total": "0x600"},
+        "40m 0s",
+    ),
+    Case(
+        "RayzeroNoFirstStep",
+        "it has been starting for 20 minutes",
+        "20m",
+        {**NOT_STARTED, "rayzero_start_timestamp_seconds": "0x600"},
+    ),
+    Case(
+        "RayzeroNoFirstStep",
+        "it has finished a step",
+        "40m",
+        {**RUNNING, "rayzero_start_timestamp_seconds": "0x600", "rayzero_steps_total": "1x600"},
+    ),
+    Case(
+        "RayzeroNoFirstStep",
+        "it was stopped before its first step",
+        "40m",
+        {
+            'rayzero_state{state="stopped"}': "1x600",
+            "rayzero_start_timestamp_seconds": "0x600",
+        },
+    ),
+    Case(
+        "RayzeroNoProgress",
+        "steps took 1 s, the last was 11 minutes ago",
+        "31m",
+        {**_speed(1), "rayzero_last_step_timestamp_seconds": "1200x600"},
+        "11m 0s",
+    ),
+    Case(
+        "RayzeroNoProgress",
+        "steps took 1 s, the last was 9 minutes ago",
+        "29m",
+        {**_speed(1), "rayzero_last_step_timestamp_seconds": "1200x600"},
+    ),
+    Case(
+        "RayzeroNoProgress",
+        "steps take 5 minutes, the last was 40 minutes ago",
+        "60m",
+        {**_speed(300), "rayzero_last_step_timestamp_seconds": "1200x600"},
+    ),
+    Case(
+        "RayzeroNoProgress",
+        "it succeeded an hour ago",
+        "80m",
+        {
+            **_speed(1),
+            "rayzero_last_step_timestamp_seconds": "1200x600",
+            'rayzero_state{state="running"}': "0x600",
+            'rayzero_state{state="succeeded"}': "1x600",
+        },
+    ),
+    Case("RayzeroGoodputLow", "half is lost", "60m", _time(30, 30), "50%"),
+    Case("RayzeroGoodputLow", "a tenth is lost", "60m", _time(54, 6)),
+    Case("RayzeroGoodputLow", "half is lost, but it has only begun", "20m", _time(30, 30)),
+    Case(
+        "RayzeroReplicaTooOld",
+        "10 minutes behind",
+        "30m",
+        {**RUNNING, **_stored("replica", 600)},
+        "10m 0s",
+    ),
+    Case(
+        "RayzeroReplicaTooOld",
+        "4 minutes behind",
+        "30m",
+        {**RUNNING, **_stored("replica", 240)},
+    ),
+    Case(
+        "RayzeroReplicaTooOld",
+        "10 minutes behind for only a moment",
+        "1m",
+        {**RUNNING, **_stored("replica", 600)},
+    ),
+    Case(
+        "RayzeroReplicaTooOld",
+        "10 minutes behind, while it is being repaired",
+        "30m",
+        {'rayzero_state{state="recovering"}': "1x600", **_stored("replica", 600)},
+    ),
+    Case(
+        "RayzeroCheckpointTooOld",
+        "3 hours behind",
+        "30m",
+        {**RUNNING, **_stored("checkpoint", 10800)},
+        "3h 0m 0s",
+    ),
+    Case(
+        "RayzeroCheckpointTooOld",
+        "an hour behind",
+        "30m",
+        {**RUNNING, **_stored("checkpoint", 3600)},
+    ),
+    Case(
+        "RayzeroCheckpointTooOld",
+        "3 hours behind, but ended",
+        "30m",
+        {'rayzero_state{state="stopped"}': "1x600", **_stored("checkpoint", 10800)},
+    ),
+    Case(
+        "RayzeroCheckpointsFailing",
+        "one failure a minute",
+        "20m",
+        {"rayzero_checkpoint_failures_total": "0+1x60"},
+        "15",
+    ),
+    Case(
+        "RayzeroCheckpointsFailing",
+        "one failure, then well",
+        "20m",
+        {"rayzero_checkpoint_failures_total": "0x10 1x60"},
+    ),
+    Case(
+        "RayzeroFaultBudgetNearlySpent",
+        "15 of 20",
+        "5m",
+        {"rayzero_faults_in_window": "15x60", "rayzero_fault_budget": "20x60"},
+        "75%",
+    ),
+    Case(
+        "RayzeroFaultBudgetNearlySpent",
+        "14 of 20",
+        "5m",
+        {"rayzero_faults_in_window": "14x60", "rayzero_fault_budget": "20x60"},
+    ),
+    Case(
+        "RayzeroFaultBudgetNearlySpent",
+        "no fault is allowed, and none came",
+        "5m",
+        {"rayzero_faults_in_window": "0x60", "rayzero_fault_budget": "0x60"},
+    ),
+    Case(
+        "RayzeroLossNotFinite",
+        "each step of late",
+        "20m",
+        {"rayzero_nonfinite_losses_total": "0x10 0+1x60"},
+        "9",
+    ),
+    Case(
+        "RayzeroLossNotFinite",
+        "one, half an hour ago",
+        "40m",
+        {"rayzero_nonfinite_losses_total": "0x10 1x60"},
+    ),
+    Case(
+        "RayzeroOverflowStorm",
+        "half of the steps",
+        "20m",
+        {"rayzero_skipped_steps_total": "0+3x60", "rayzero_steps_total": "0+6x60"},
+        "50%",
+    ),
+    Case(
+        "RayzeroOverflowStorm",
+        "a tenth of the steps",
+        "20m",
+        {"rayzero_skipped_steps_total": "0+6x60", "rayzero_steps_total": "0+60x60"},
+    ),
+    Case(
+        "RayzeroOverflowStorm",
+        "all of a few steps",
+        "4m",
+        {"rayzero_skipped_steps_total": "0+1x60", "rayzero_steps_total": "0+1x60"},
+    ),
+    Case(
+        "RayzeroStraggler",
+        "one of four takes twice as long",
+        "20m",
+        _ranks(1, 1, 2, 1),
+        "2s",
+        {"rank": "2"},
+    ),
+    Case("RayzeroStraggler", "one of four takes a fifth longer", "20m", _ranks(1, 1, 1.2, 1)),
+    Case("RayzeroStraggler", "for five minutes only", "5m", _ranks(1, 1, 2, 1)),
+    Case("RayzeroStraggler", "of milliseconds", "20m", _ranks(0.001, 0.001, 0.02)),
+    Case("RayzeroStraggler", "the only rank", "20m", _ranks(1)),
+    Case(
+        "RayzeroMetricsGone",
+        "it was at work when it was last heard of",
+        "18m",
+        {'rayzero_state{state="running"}': "1x8"},
+        "",
+    ),
+    Case("RayzeroMetricsGone", "it had succeeded", "18m", SUCCEEDED),
+    Case("RayzeroMetricsGone", "it had failed", "18m", FAILED),
+    Case(
+        "RayzeroMetricsGone",
+        "it runs elsewhere now",
+        "20m",
+        {'rayzero_state{state="running"}': "1x12", **AGAIN},
+    ),
+    Case("RayzeroMetricsGone", "it is heard of", "18m", RUNNING),
+)

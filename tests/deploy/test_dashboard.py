@@ -1,0 +1,108 @@
+"""The dashboard is what its rows say, and asks for what a job tells."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from rayzero.orchestrator.metrics.catalog import CATALOG
+from rayzero.orchestrator.metrics.dashboard.grafana import (
+    SECTIONS,
+    dashboard,
+    document,
+    expressions,
+)
+from tests.deploy.prometheus import filled, promtool, rules
+from tests.house.source import ROOT
+
+PANELS = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+COLOURS = {"green", "orange", "red"}
+
+
+def test_the_file_in_the_chart_is_what_the_rows_give() -> None:
+    """`python -m rayzero.orchestrator.metrics.dashboard` writes it anew."""
+    text = (ROOT / "helm/rayzero/files/dashboard.json").read_text(encoding="utf-8")
+    assert text == document()
+
+
+def test_every_series_asked_for_is_told_by_a_job() -> None:
+    assert unknown(expr for _, expr in expressions()) == []
+
+
+def test_every_series_that_a_job_tells_is_shown() -> None:
+    asked = " ".join(expr for _, expr in expressions())
+    assert [name for name in CATALOG if not re.search(rf"\b{name}(_sum|\b)", asked)] == []
+
+
+def test_labels_asked_for_are_those_of_the_series() -> None:
+    for where, expr in expressions():
+        for name, labels in re.findall(r"(rayzero_\w+)\{([^}]*)\}", expr):
+            told = {"job", *CATALOG[base(name)].labels}
+            assert set(re.findall(r"(\w+)=", labels)) <= told, where
+
+
+def test_rows_are_those_that_were_promised() -> None:
+    titles = [section.title for section in SECTIONS]
+    assert titles == ["Overview", "Speed", "Memory", "Faults", "Checkpoints"]
+    names = [one["name"] for one in dashboard()["templating"]["list"]]
+    assert names == ["datasource", "job", "rank"]
+
+
+def test_panels_are_described_have_units_and_do_not_overlap() -> None:
+    assert len({panel["id"] for panel in dashboard()["panels"]}) == len(dashboard()["panels"])
+    for panel in PANELS:
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+        assert steps[0]["value"] is None, panel["title"]
+        assert {step["color"] for step in steps} <= COLOURS, panel["title"]
+    for one, other in combinations(dashboard()["panels"], 2):
+        assert not overlap(one["gridPos"], other["gridPos"]), (one["title"], other["title"])
+
+
+def test_the_overlap_of_panels_can_be_seen() -> None:
+    here = {"x": 0, "y": 0, "w": 8, "h": 8}
+    assert overlap(here, here | {"x": 7, "y": 7})
+    assert not overlap(here, here | {"x": 8})
+
+
+def test_promtool_reads_every_expression(tmp_path: Path) -> None:
+    asked = {name: filled(expr) for name, expr in expressions()}
+    (tmp_path / "rules.yaml").write_text(rules(asked), encoding="utf-8")
+    said = promtool("check", "rules", "rules.yaml", cwd=tmp_path)
+    assert f"{len(asked)} rules found" in said
+
+
+def test_promtool_refuses_what_is_no_expression(tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text(rules({"bad": "rate(rayzero_step"}), encoding="utf-8")
+    with pytest.raises(AssertionError, match="parse"):
+        promtool("check", "rules", "rules.yaml", cwd=tmp_path)
+
+
+def test_the_json_is_plain() -> None:
+    assert json.loads(document()) == dashboard()
+
+
+def unknown(exprs: Iterator[str]) -> list[str]:
+    names = {name for expr in exprs for name in re.findall(r"\brayzero_\w+", expr)}
+    return sorted(name for name in names if base(name) not in CATALOG)
+
+
+def base(name: str) -> str:
+    """The series that a histogram's parts belong to."""
+    whole = re.sub(r"_(bucket|sum|count)$", "", name)
+    return whole if whole in CATALOG and CATALOG[whole].kind == "histogram" else name
+
+
+def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
+    return (
+        one["x"] < other["x"] + other["w"]
+        and other["x"] < one["x"] + one["w"]
+        and one["y"] < other["y"] + other["h"]
+        and other["y"] < one["y"] + one["h"]
+    )
