@@ -1,0 +1,135 @@
+"""Every kind of state through a death: real processes, a vault, and a copy of it on another node.
+
+One of two ranks is killed within a step, and its node's vault is lost; a spare takes its place, and
+both begin from the replicas. The oracle is the same run with nothing lost, which it must equal bit
+by bit.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rayzero.engine.session import entered
+from rayzero.workers.messages import Crashed, Finished, MirrorPlan, Restore, Stopped
+from rayzero.workers.vault.vault import Vault
+from tests.engine.state.blocks import Block, StateSession
+from tests.engine.state.kinds import FOUND, KINDS, SEED, equal, go_on, make, whole
+from tests.support.ranks import run_ranks
+from tests.workers.crew import NODE, Crew, nowhere
+from tests.workers.kind_repairs import AT, STEPS
+from tests.workers.support import setup
+from tests.workers.test_repair import lost
+
+WORLD = 2
+pytestmark = pytest.mark.slow
+
+
+def undisturbed(rank: int, world: int, name: str, folder: str) -> tuple[Block, Block]:
+    """The states after `AT` and `STEPS` steps."""
+    kind = KINDS[name]
+    with entered(StateSession(seed=SEED)):
+        engine, loader = make(kind, kind.config(kind.stage, folder))
+        go_on(engine, loader, AT)
+        first = Block.of(engine)
+        go_on(engine, loader, STEPS)
+    found = first, Block.of(engine)
+    engine.close()
+    return found
+
+
+class Workers:
+    """One crew for all rows, as long as they pass, and where it leaves states."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.crew: Crew | None = None
+        self.alive: list[int] = []
+
+    def ready(self) -> Crew:
+        """With two living workers and a fresh vault."""
+        if self.crew is None:
+            plan = MirrorPlan(replicas=1, every_steps=1)
+            made = setup(
+                entrypoint="tests.workers.kind_repairs:train",
+                seed=SEED,
+                steps=STEPS,
+                output_dir=str(self.folder),
+                working_dir=os.getcwd(),
+                import_paths=(os.getcwd(),),
+                mirror=plan,
+            )
+            self.crew = Crew(made, WORLD)
+            self.alive = [0, 1]
+        else:
+            self.crew.vault.close()
+            self.crew.vault = Vault("job", NODE, nowhere)
+        return self.crew
+
+    def close(self) -> None:
+        if self.crew is not None:
+            self.crew.close()
+        self.crew = None
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    made = Workers(tmp_path_factory.mktemp("state"))
+    yield made
+    made.close()
+
+
+def copied(crew: Crew, restore: Restore) -> Restore:
+    """Another node's vault copies these versions; the one they came from is lost."""
+    origin = crew.vault
+    crew.vault = Vault(
+        "job", "other", lambda ref, at, count: origin.read(*_key(ref), at, count).data
+    )
+    assert crew.vault.replicate(restore.slots) > 0
+    origin.close()
+    return Restore(restore.step, tuple(replace(one, node_id="other") for one in restore.slots))
+
+
+def _key(ref):
+    return ref.generation, ref.rank, ref.step
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_outlives_a_death_bit_by_bit(workers: Workers, name: str) -> None:
+    generation = 2 * list(KINDS).index(name) + 1
+    crew = workers.ready()
+    try:
+        repaired = _repaired(crew, workers, generation)
+    except BaseException:
+        workers.close()
+        raise
+    right = run_ranks(WORLD, undisturbed, name, str(workers.folder))
+    before = [one[0] for one in right]
+    for key in KINDS[name].holds:
+        assert FOUND[key](before, whole(before)), key
+    equal(whole(repaired), whole([one[1] for one in right]), bits=True)
+
+
+def _repaired(crew: Crew, workers: Workers, generation: int) -> list[Block]:
+    """The state at the end of a run in which the second of two ranks died."""
+    survivor, victim = workers.alive
+    crew.form(generation, [survivor, victim])
+    spare = crew.hire()
+    assert lost(crew, 60) == victim
+    crew.workers[survivor].call("fence", generation)
+    ended = crew.wait_end(survivor, generation)
+    assert isinstance(ended, Stopped | Crashed), crew.texts(survivor)
+    restore = crew.slots(generation, WORLD)
+    assert restore.step == AT
+    crew.form(generation + 1, [survivor, spare], copied(crew, restore))
+    for index in (survivor, spare):
+        assert isinstance(crew.wait_end(index, generation + 1), Finished), crew.texts(index)
+    workers.alive = [survivor, spare]
+    row = generation // 2
+    files = [workers.folder / f"{row}-{rank}" for rank in range(WORLD)]
+    return [pickle.loads(one.read_bytes()) for one in files]
