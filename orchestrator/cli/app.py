@@ -165,3 +165,28 @@ def plan(
     from rayzero.orchestrator.cli.plan import plan_model
 
     raise typer.Exit(plan_model(model, batch, engine, world, gpu, as_json))
+
+
+@app.command(epilog="Example: rayzero doctor --checkpoint s3://bucket/runs --address auto")
+def doctor(
+    checkpoint: Annotated[
+        str,
+        typer.Option(
+            help="Where checkpoints shall go: a folder, which need not be there yet, or a URL.",
+            metavar="PATH",
+        ),
+    ] = "runs",
+    address: Annotated[
+        str | None,
+        typer.Option(help="host:port of a Ray cluster, or `auto`. Default: RAY_ADDRESS, or none."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")] = False,
+) -> None:
+    """Check Python, torch, gloo and NCCL, Ray, shared memory and storage, and say what to fix.
+
+    Exit code 0: jobs can run, warnings or not. 1: something keeps them from it.
+    """
+    # Here, because it brings ray with it, and `--help` must not wait for it.
+    from rayzero.orchestrator.cli.doctor import examine
+
+    raise typer.Exit(examine(checkpoint, address, as_json))

@@ -27,6 +27,7 @@ from rayzero.engine.checkpoint.store import join, open_store
 from rayzero.engine.checkpoint.store_remote import RemoteStore
 from rayzero.engine.checkpoint.verify import verify
 from rayzero.engine.checkpoint.writer import commit
+from rayzero.orchestrator.doctor.storage import look
 from tests.engine.checkpoint.saving import blocks, save, write_files
 
 pytestmark = pytest.mark.slow
@@ -203,3 +204,9 @@ def test_paths_and_urls_hold_the_same(job, tmp_path):
     save(tmp_path, 1)
     local, remote = read_manifest(str(tmp_path / "step-1")), read_manifest(join(job, "step-1"))
     assert [one.blocks for one in local.files] == [one.blocks for one in remote.files]
+
+
+def test_the_doctor_finds_it_well(bucket: str):
+    told = look(join(bucket, "doctor"))
+    assert told["nbytes"] > 0
+    assert open_store(join(bucket, "doctor")).entries() == []

@@ -1,0 +1,71 @@
+"""Whether checkpoints can be written, read and removed at a place, as a process of its own:
+`python -m rayzero.orchestrator.doctor.storage PATH-or-URL`.
+
+It goes through the same store as checkpoints do, so what it finds is what they will find.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from rayzero.engine.checkpoint.store import is_remote, open_store
+from rayzero.engine.errors import RayzeroError
+
+_NBYTES = 4 * 2**20
+
+
+def look(place: str) -> dict[str, Any]:
+    """Seconds of a durable write, bytes, and for a folder the free bytes.
+
+    A folder that is not there yet is looked for upwards: what is above it must be writable.
+
+    Raises:
+        RayzeroError: the place cannot be used.
+    """
+    remote = is_remote(place)
+    top = place if remote else str(_there(Path(place.removeprefix("file://"))))
+    store = open_store(top)
+    name, content = f".rayzero-doctor-{uuid4().hex}", os.urandom(_NBYTES)
+    started = time.monotonic()
+    try:
+        with store.create(name) as sink:
+            sink.write(memoryview(content))
+        taken = time.monotonic() - started
+        if store.read(name) != content:
+            raise RayzeroError(f"{top}: what is read is not what was written")
+    finally:
+        store.remove(name)
+    told: dict[str, Any] = {"write_s": taken, "nbytes": _NBYTES}
+    if not remote:
+        found = os.statvfs(top)
+        told["free_bytes"] = found.f_bavail * found.f_frsize
+    return told
+
+
+def masked(text: str) -> str:
+    """A text without the credentials that a URL in it may hold."""
+    return re.sub(r"://[^/@\s]+@", "://***@", text)
+
+
+def _there(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+
+
+def main() -> None:
+    try:
+        told = look(sys.argv[1])
+    except RayzeroError as error:
+        told = {"trouble": masked(error.seen), "fix": error.fix}
+    print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

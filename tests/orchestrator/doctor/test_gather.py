@@ -1,0 +1,142 @@
+"""The doctor's questions to real processes, in environments that are broken on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.doctor.gather import ask, this_machine
+from rayzero.orchestrator.doctor.storage import look, masked
+from tests.house.source import ROOT
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose modules come before all others in new processes."""
+    own = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), own]))
+    return tmp_path
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    (folder / f"{name}.py").write_text(text)
+    return name
+
+
+def test_the_last_word_counts_and_noise_does_not(modules: Path) -> None:
+    text = """
+import json, sys
+print("a library says hello")
+print(json.dumps({"a": 1, "b": sys.argv[1]}))
+print(json.dumps({"a": 2}))
+"""
+    probe = ask(write(modules, "talks", text), ("x",), 30)
+    assert (probe.told, probe.trouble) == ({"a": 2, "b": "x"}, "")
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("raise RuntimeError('no such luck')", "RuntimeError: no such luck"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal 11"),
+        ("import sys; sys.exit(3)", "exit code 3"),
+        ('print(\'{"trouble": "told so"}\')', "told so"),
+        ("import time; time.sleep(600)", "no answer within 1 s"),
+    ],
+)
+def test_what_was_told_before_the_end_counts(modules: Path, end: str, words: str) -> None:
+    name = write(modules, "ends", f"print('{{\"a\": 1}}', flush=True)\n{end}\n")
+    begun = time.monotonic()
+    probe = ask(name, (), 1 if "600" in end else 60)
+    assert probe.told == {"a": 1}
+    assert words in probe.trouble
+    assert time.monotonic() - begun < 60
+
+
+def test_a_torch_that_cannot_be_imported(modules: Path) -> None:
+    write(modules, "torch", "raise ImportError('libcudart.so.13: cannot open shared object file')")
+    probe = ask("rayzero.engine.probe", ("0", str(modules)), 60)
+    assert probe.told == {}
+    assert "libcudart.so.13" in probe.trouble
+
+
+def test_a_cluster_that_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    probe = ask("rayzero.orchestrator.doctor.cluster", (f"127.0.0.1:{port}",), 60)
+    assert f"127.0.0.1:{port}" in probe.trouble
+    assert "refused" in probe.trouble.lower()
+
+
+def test_a_place_for_checkpoints(tmp_path: Path) -> None:
+    told = look(str(tmp_path / "not" / "yet"))
+    assert told["nbytes"] == 4 * 2**20
+    assert told["free_bytes"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(RayzeroError, match="Not a directory"):
+        look(str(tmp_path / "runs" / "gpt"))
+    probe = ask("rayzero.orchestrator.doctor.storage", (str(tmp_path / "runs"),), 60)
+    assert "Not a directory" in probe.trouble
+    assert probe.told["fix"]
+
+
+def test_credentials_in_a_url_are_not_shown() -> None:
+    url = "s3://AKIA:p4ss@bucket/runs?region=x"
+    assert masked(f"{url}: no") == "s3://***@bucket/runs?region=x: no"
+    probe = ask("rayzero.orchestrator.doctor.storage", (url.replace("s3:", "ftp:"),), 60)
+    assert "***" in probe.trouble
+    assert "p4ss" not in json.dumps([probe.told, probe.trouble])
+
+
+def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = this_machine({})
+    assert found.python == sys.version_info[:3]
+    assert found.ray
+    assert found.memfd_trouble == ""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not this_machine({}).stray_token
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("token")
+    assert this_machine({}).stray_token
+    assert not this_machine({"RAY_AUTH_MODE": "disabled"}).stray_token
+
+
+@pytest.mark.slow
+def test_the_command_with_a_cluster(tmp_path: Path) -> None:
+    """A real cluster, a real all-reduce, a real disk."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": 0})
+    try:
+        found = doctor(tmp_path, "--json", "--address", cluster.address)
+    finally:
+        cluster.shutdown()
+    told = json.loads(found.stdout)
+    levels = {one["name"]: one["level"] for one in told["findings"]}
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert [levels[name] for name in ("torch", "gloo", "cluster", "checkpoints")] == ["ok"] * 4
+    (seen,) = [one["seen"] for one in told["findings"] if one["name"] == "cluster"]
+    assert seen.startswith("1 nodes, 3 CPUs")
+
+
+def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rayzero", "doctor", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
