@@ -54,8 +54,8 @@ def trials(rank: int, folder: Path) -> Iterator[dict[str, Any]]:
 def _trial(backend: str, rank: int, meeting: Path) -> float:
     started = time.monotonic()
     os.environ["LOCAL_RANK"] = str(rank)
-    store = dist.FileStore(str(meeting), 2)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=_LIMIT)
+    url = f"file://{meeting}"
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=2, timeout=_LIMIT)
     try:
         collectives, device = connect()
         total = torch.full((1024,), float(rank + 1), device=device)
