@@ -53,6 +53,7 @@ def make(name: str) -> rayzero.Engine:
     ours = {key: value for key, value in change.items() if key == "rayzero"}
     config = {
         "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": stage}
         | {key: value for key, value in change.items() if key not in ours},

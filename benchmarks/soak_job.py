@@ -40,6 +40,7 @@ def make_model(seed: int) -> nn.Module:
 
 def engine_config(stage: int) -> dict[str, Any]:
     return {
+        "gradient_clipping": 0,
         "train_batch_size": SAMPLES,
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 200},

@@ -170,7 +170,7 @@ def _one_bit(config: EngineConfig, recipe: Recipe, name: str, factor: float) -> 
         raise ConfigError(
             f"optimizer.type is OneBitAdam and gradient_clipping is {clip:g}: after its warm-up "
             "momenta travel, and the gradient's norm is not known",
-            allowed="gradient_clipping 0",
+            allowed="gradient_clipping 0, which is to be said: the default is 1",
             fix='"rayzero": {"compression": {"gradients": "sign"}} with AdamW, which clips',
         )
     if name != "none":

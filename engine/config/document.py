@@ -46,7 +46,7 @@ class EngineConfig(Section):
     gradient_predivide_factor: Number = 1.0
     zero_optimization: ZeroConfig = ZeroConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
-    gradient_clipping: Number = 0.0
+    gradient_clipping: Number = 1.0
     steps_per_print: Size | None = None
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False

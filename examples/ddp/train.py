@@ -61,6 +61,7 @@ def with_rayzero(steps: int, rank: int, world_size: int) -> list[float]:
     torch.manual_seed(0)
     config = {
         "train_batch_size": BATCH,
+        "gradient_clipping": 0,  # 1.0 by default, as in DeepSpeed
         "optimizer": {"type": "SGD", "params": SGD},
         "zero_optimization": {"stage": 0},
     }

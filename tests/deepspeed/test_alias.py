@@ -43,6 +43,7 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "ds_config.json"
     document: dict[str, Any] = {
         "train_batch_size": 12,
+        "gradient_clipping": 0,
         "optimizer": SGD,
         "zero_optimization": {"stage": 2},
     }
@@ -60,7 +61,7 @@ def test_tutorial_loops_run_as_written(loop: str, ranks: int, config: Path) -> N
     done = run(*launched, *count, *script, "--deepspeed_config", str(config))
     told = json.loads(done.stdout.strip().splitlines()[-1])
     if loop == "nothing":
-        right = plain.train(lambda params: torch.optim.AdamW(params, lr=1e-3))
+        right = plain.train(lambda params: torch.optim.AdamW(params, lr=1e-3), clip=1.0)
         assert "AdamW with a learning rate of 1e-3" in done.stderr
     else:
         right = plain.train(lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9))

@@ -28,7 +28,8 @@ def train(rank: int, world: int, configs: list[dict[str, Any]]) -> Result:
         torch.manual_seed(0)
         model = zoo.make(torch.float32)
         elastic = change.pop("elastic", False)
-        config = {"train_batch_size": SAMPLES, "gradient_accumulation_steps": 2} | change
+        sizes = {"train_batch_size": SAMPLES, "gradient_accumulation_steps": 2}
+        config = sizes | {"gradient_clipping": 0} | change
         with entered(StateSession() if elastic else None):  # type: ignore[arg-type]
             engine, *_ = rayzero.initialize(
                 model=model,

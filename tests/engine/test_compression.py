@@ -28,6 +28,7 @@ SGD = {"type": "SGD", "params": {"lr": LR}}
 
 def compressed(stage: int, name: str, **more: Any) -> dict[str, Any]:
     config: dict[str, Any] = {
+        "gradient_clipping": 0,
         "train_batch_size": SAMPLES,
         "optimizer": SGD,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},

@@ -21,6 +21,7 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 def config(stage: int = 2, **more: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0,
         "optimizer": ADAMW,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 100},
         **more,
@@ -269,6 +270,7 @@ def own_collectives(rank: int, world: int, stage: int) -> None:
     engine, *_ = rayzero.initialize(
         model=Branches(),
         config={
+            "gradient_clipping": 0,
             "optimizer": ADAMW,
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 4200},
         },

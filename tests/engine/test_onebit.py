@@ -26,6 +26,7 @@ def config(freeze_step: int, **more: Any) -> dict[str, Any]:
     return {
         "train_batch_size": SAMPLES,
         "optimizer": {"type": "OneBitAdam", "params": params},
+        "gradient_clipping": 0,
         "zero_optimization": {"stage": 0, "reduce_bucket_size": 150},
     } | more
 

@@ -14,6 +14,7 @@ from rayzero.engine.session import Session, Wishes, current_session, entered
 from tests.engine.state.blocks import StateSession
 
 CONFIG = {
+    "gradient_clipping": 0,
     "train_batch_size": 4,
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "SGD", "params": {"lr": 0.5}},

@@ -63,6 +63,7 @@ def oracle(steps: int, dtype: torch.dtype = torch.float64, seed: int = 3) -> dic
 
 def engine_config(stage: int) -> dict[str, Any]:
     return {
+        "gradient_clipping": 0,
         "train_batch_size": SAMPLES,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 200},

@@ -39,7 +39,11 @@ UPDATE = (
     Key("scheduler", IMPLEMENTED, "the learning-rate schedule"),
     Key("scheduler.type", IMPLEMENTED, "its name, in any case"),
     Key("scheduler.params", IMPLEMENTED, "its arguments"),
-    Key("gradient_clipping", IMPLEMENTED, "gradients are clipped to this L2 norm; 0: never"),
+    Key(
+        "gradient_clipping",
+        IMPLEMENTED,
+        "gradients are clipped to this L2 norm, 1.0 by default; 0: never",
+    ),
     Key(
         "prescale_gradients",
         IMPLEMENTED,

@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 
-def train(make_optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]) -> list[float]:
+def train(
+    make_optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer], clip: float = 0.0
+) -> list[float]:
     """The losses of two epochs of two steps; a step has every other half of 24 samples."""
     torch.manual_seed(0)
     embed = nn.Embedding(17, 8)
@@ -28,6 +30,8 @@ def train(make_optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimiz
                 x = x + torch.tanh(layer(x))
             loss = F.cross_entropy(head(x).flatten(0, 1), batch[:, 1:].flatten())
             loss.backward()
+            if clip:
+                nn.utils.clip_grad_norm_(whole.parameters(), clip)
             optimizer.step()
             losses.append(loss.item())
     return losses

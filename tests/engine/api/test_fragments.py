@@ -31,6 +31,7 @@ def make_engine(stage: int, model: nn.Module, **zero: Any) -> rayzero.Engine:
     return rayzero.initialize(
         model=model,
         config={
+            "gradient_clipping": 0,
             "train_batch_size": 12,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}},
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 150, **zero},
@@ -158,6 +159,7 @@ def gathered(rank: int, world: int, stage: int, low: bool) -> None:
     engine = rayzero.initialize(
         model=model,
         config={
+            "gradient_clipping": 0,
             "train_batch_size": 12,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}},
             "bf16": {"enabled": low},

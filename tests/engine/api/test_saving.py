@@ -34,6 +34,7 @@ def make_engine(stage: int, model: nn.Module | None = None, **more: Any) -> rayz
         model=model,
         model_parameters=zoo.two_groups(model),
         config={
+            "gradient_clipping": 0,
             "train_batch_size": SAMPLES,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},

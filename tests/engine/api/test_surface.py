@@ -19,7 +19,8 @@ SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
 def lone(model: nn.Module | None = None, **more: Any) -> rayzero.Engine:
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, **more}
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0}
+    config = {**sizes, "optimizer": SGD, **more}
     return rayzero.initialize(model=model or nn.Linear(3, 1), config=config)[0]
 
 
@@ -122,6 +123,7 @@ def weights_by(boundary: str, stage: int) -> dict[str, Tensor]:
     """Six micro-batches, three a step."""
     model = zoo.make(torch.float64)
     config = {
+        "gradient_clipping": 0,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 3,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 100},

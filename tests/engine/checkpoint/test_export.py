@@ -264,6 +264,7 @@ def test_a_checkpoint_of_an_engine_is_exported(kind: str, tmp_path: Path) -> Non
     model = make()
     config = {
         "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "bf16": {"enabled": True},
     }

@@ -31,7 +31,6 @@ NOT_DEEPSPEEDS = {"optimizer", "scheduler", "aio.thread_count"}
 NAMED = {*FREE, "optimizer.type", "scheduler.type"}
 # What is worked out from the model here, and what may differ without changing a result.
 OTHER_DEFAULTS = {
-    "gradient_clipping",  # 1.0 there since 0.19: nothing is clipped here unless somebody asks
     "seq_parallel_communication_data_type",
     "torch_autocast.dtype",
     "zero_optimization.allgather_bucket_size",

@@ -165,6 +165,7 @@ def test_the_engine_steps_it_once_a_step() -> None:
         config={
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 2,
+            "gradient_clipping": 0,
             "optimizer": {"type": "SGD", "params": {"lr": TOP}},
             "scheduler": {
                 "type": "WarmupLR",

@@ -59,6 +59,7 @@ def traffic(rank: int, world: int, optimizer: dict[str, Any], stage: int) -> dic
     engine, *_ = rayzero.initialize(
         model=model,
         config={
+            "gradient_clipping": 0,
             "train_batch_size": 4,
             "optimizer": optimizer,
             "zero_optimization": {"stage": stage},
@@ -93,6 +94,7 @@ def offloaded(rank: int, world: int, kind: str, device: str) -> tuple[list[float
         model=model,
         model_parameters=zoo.two_groups(model),
         config={
+            "gradient_clipping": 0,
             "train_batch_size": 6,
             "optimizer": references.PAIRS[kind][0],
             "zero_optimization": {
@@ -143,7 +145,7 @@ class TestTheUsersOwn:
             model=model,
             model_parameters=None if instance else groups,
             optimizer=make(groups) if instance else make,
-            config={"train_batch_size": 4},
+            config={"train_batch_size": 4, "gradient_clipping": 0},
         )
         for batch in data:
             engine.backward(engine(batch[:, :-1], targets=batch[:, 1:])["loss"])
@@ -248,6 +250,7 @@ def filters(rank: int, world: int) -> dict[str, Tensor]:
     params = {"lr": 0.1, "weight_decay": 0.1}
     config = {
         "train_batch_size": 2,
+        "gradient_clipping": 0,
         "optimizer": {"type": "Muon", "params": params},
         "zero_optimization": {"stage": 2 if world else 0},
     }

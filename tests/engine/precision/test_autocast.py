@@ -29,6 +29,7 @@ def train(rank: int, world: int, stage: int, dtype: str, micro_steps: int, own: 
         model_parameters=zoo.two_groups(model),
         optimizer=OPTIMIZERS["sgd"],
         config={
+            "gradient_clipping": 0,
             "train_batch_size": SAMPLES,
             "gradient_accumulation_steps": micro_steps,
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},

@@ -28,6 +28,7 @@ def make(stage: int, blocks: list[Block] | None = None, **more: Any) -> rayzero.
         return rayzero.initialize(
             model=zoo.make(),
             config={
+                "gradient_clipping": 0,
                 "train_batch_size": 12,
                 "gradient_accumulation_steps": 2,
                 "optimizer": {
@@ -195,7 +196,11 @@ def fixed(scale: float, **more: Any) -> rayzero.Engine:
     return rayzero.initialize(
         model=nn.Linear(4, 1, bias=False),
         optimizer=lambda groups: torch.optim.SGD(groups, lr=1e6),
-        config={"fp16": {"enabled": True, "loss_scale": scale, "auto_cast": True}, **more},
+        config={
+            "gradient_clipping": 0,
+            "fp16": {"enabled": True, "loss_scale": scale, "auto_cast": True},
+            **more,
+        },
     )[0]
 
 

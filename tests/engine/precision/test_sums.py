@@ -44,6 +44,7 @@ def _gradient(rank: int, world: int, stage: int, terms: list[list[float]], more:
         model=One(),
         optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0),
         config={
+            "gradient_clipping": 0,
             "train_batch_size": max(world, 1) * len(terms[0]),
             "gradient_accumulation_steps": len(terms[0]),
             "zero_optimization": {"stage": stage},

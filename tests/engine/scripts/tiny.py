@@ -34,6 +34,7 @@ def train(stage: int) -> list[float]:
     engine, *_ = rayzero.initialize(
         model=make(),
         config={
+            "gradient_clipping": 0,
             "train_batch_size": SAMPLES,
             "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
             "zero_optimization": {"stage": stage},

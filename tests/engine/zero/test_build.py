@@ -38,7 +38,9 @@ def train_strided(rank: int, world: int, stage: int) -> tuple[list[Tensor], dict
     model = Strided()
     torch.manual_seed(5)
     engine, *_ = rayzero.initialize(
-        model=model, optimizer=zoo.sgd, config={"zero_optimization": {"stage": stage}}
+        model=model,
+        optimizer=zoo.sgd,
+        config={"gradient_clipping": 0, "zero_optimization": {"stage": stage}},
     )
     for _ in range(3):
         engine.backward(engine(torch.randn(2, 3)))
@@ -103,7 +105,9 @@ class RepeatedBlock(nn.Module):
 def train_shared(rank: int, world: int, make: type[nn.Module]) -> Any:
     torch.manual_seed(0)
     engine, *_ = rayzero.initialize(
-        model=make().double(), optimizer=zoo.sgd, config={"zero_optimization": {"stage": 3}}
+        model=make().double(),
+        optimizer=zoo.sgd,
+        config={"gradient_clipping": 0, "zero_optimization": {"stage": 3}},
     )
     for _ in range(4):
         engine.backward(engine(torch.ones(2, 4, dtype=torch.float64)))

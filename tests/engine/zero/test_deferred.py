@@ -98,6 +98,7 @@ def build(rank: int, world: int, how: str, stage: int) -> tuple[dict[str, Tensor
         model=model,
         optimizer=zoo.sgd,
         config={
+            "gradient_clipping": 0,
             "train_batch_size": 6,
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 100},
         },

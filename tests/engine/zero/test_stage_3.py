@@ -187,6 +187,7 @@ def start(model: nn.Module, **more: Any) -> rayzero.Engine:
         model=model,
         optimizer=sgd,
         config={
+            "gradient_clipping": 0,
             "train_batch_size": 8,
             "zero_optimization": {"stage": 3},
             "rayzero": more,

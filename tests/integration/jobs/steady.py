@@ -14,6 +14,7 @@ ENGINE = {
     "train_batch_size": 12,
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+    "gradient_clipping": 0,
     "zero_optimization": {"stage": 2},
 }
 
