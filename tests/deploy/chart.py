@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import helm_python
@@ -26,17 +25,21 @@ def scenario_values(name: str) -> Object:
     return yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}
 
 
-def render_text(values: Mapping[str, Any], release: str = RELEASE) -> dict[str, str]:
+def render_text(
+    values: Mapping[str, Any], release: str = RELEASE, namespace: str = NAMESPACE
+) -> dict[str, str]:
     """The text of every template by its path in the chart, notes included."""
     with helm_python.Chart.load(str(CHART)) as chart:
         chart.validate_schema(dict(values))
-        texts = chart.render(dict(values), name=release, namespace=NAMESPACE)
+        texts = chart.render(dict(values), name=release, namespace=namespace)
     return {path.removeprefix("rayzero/"): text for path, text in texts.items()}
 
 
-def render(values: Mapping[str, Any], release: str = RELEASE) -> list[Object]:
+def render(
+    values: Mapping[str, Any], release: str = RELEASE, namespace: str = NAMESPACE
+) -> list[Object]:
     """Every object the chart makes of some values."""
-    texts = render_text(values, release)
+    texts = render_text(values, release, namespace)
     files = [text for path, text in sorted(texts.items()) if path.endswith(".yaml")]
     return [one for text in files for one in yaml.load_all(text, yaml.CSafeLoader) if one]
 
@@ -75,9 +78,3 @@ def pod_of(objects: tuple[Object, ...] | list[Object], component: str) -> Object
     """The first pod with that app.kubernetes.io/component."""
     label = "app.kubernetes.io/component"
     return next(pod for pod in pods(objects) if pod["metadata"]["labels"][label] == component)
-
-
-def path_of(scenario: str) -> Path:
-    path = SCENARIOS[scenario]
-    assert path is not None
-    return path

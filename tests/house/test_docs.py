@@ -27,7 +27,8 @@ from rayzero.orchestrator.states import State
 from rayzero.workers.faults import KINDS, usage
 from tests.house.source import ROOT
 
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+FOLDERS = ("*.md", "docs/*.md", "examples/**/*.md", "helm/**/*.md", "manifests/*.md")
+PAGES = [page for pattern in FOLDERS for page in sorted(ROOT.glob(pattern))]
 
 
 def stage_table() -> str:

@@ -1,0 +1,61 @@
+# syntax=docker/dockerfile:1.7
+# The image of head, workers and submitter, for the chart, or to build on with your own code:
+#
+#   docker build -t rayzero:0.1.0 .
+#   docker build -t rayzero:0.1.0-cuda --build-arg VARIANT=cuda .
+#
+# A digest pins the base for good: --build-arg PYTHON_IMAGE=python:3.11.14-slim-bookworm@sha256:...
+ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
+ARG VARIANT=cpu
+
+FROM ${PYTHON_IMAGE} AS base
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /src
+COPY constraints.txt ./
+RUN python -m venv /opt/rayzero
+
+# torch in a layer of its own: it is most of the image, and changes seldom. The CUDA libraries come
+# with its wheels; the driver comes from the host.
+FROM base AS torch-cpu
+RUN /opt/rayzero/bin/pip install --constraint constraints.txt --index-url https://download.pytorch.org/whl/cpu torch
+
+FROM base AS torch-cuda
+RUN /opt/rayzero/bin/pip install --constraint constraints.txt torch
+
+FROM torch-${VARIANT} AS build
+COPY pyproject.toml README.md LICENSE ./
+COPY rayzero rayzero
+COPY engine engine
+COPY workers workers
+COPY orchestrator orchestrator
+RUN /opt/rayzero/bin/pip install --constraint constraints.txt .
+
+FROM ${PYTHON_IMAGE} AS runtime
+LABEL org.opencontainers.image.title="rayzero" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# wget: KubeRay's probes ask with it. gcc: torch.compile makes its kernels with it.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev wget \
+    && rm -rf /var/lib/apt/lists/*
+# Any uid will do, as long as its group is 0: nothing else is written to.
+RUN useradd --uid 1000 --gid 0 --create-home rayzero \
+    && mkdir -p /app /work \
+    && chgrp -R 0 /home/rayzero /work \
+    && chmod -R g=u /home/rayzero /work
+COPY --from=build /opt/rayzero /opt/rayzero
+COPY examples /app/examples
+ENV PATH=/opt/rayzero/bin:$PATH \
+    PYTHONPATH=/app \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/home/rayzero \
+    USER=rayzero \
+    RAY_USAGE_STATS_ENABLED=0 \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 1000:0
+WORKDIR /work
+EXPOSE 6379 8265 9400 10001
+# Whatever runs here, there is a Ray node with it.
+HEALTHCHECK --interval=60s --timeout=20s --start-period=90s --retries=3 CMD ["ray", "health-check"]
+CMD ["rayzero", "--help"]
