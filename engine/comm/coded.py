@@ -66,17 +66,11 @@ class CodedSums:
     """
 
     def __init__(self, coding: Coding, gaps: Sequence[slice], feedback: Feedback | None) -> None:
+        self.rank = coding.collectives.rank
+        self.world_size = coding.collectives.world_size
         self._coding = coding
         self._gaps = () if coding.codec.keeps_zero else tuple(gaps)
         self.feedback = feedback
-
-    @property
-    def rank(self) -> int:
-        return self._coding.collectives.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._coding.collectives.world_size
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool = False) -> Pending:
         coding, exchange = self._coding, self._encoded(full)

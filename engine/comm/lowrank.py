@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.codecs.codec import put
 from rayzero.engine.comm.collectives import Collectives, Done, Pending
 from rayzero.engine.comm.feedback import Feedback
+from rayzero.engine.comm.put import put
 from rayzero.engine.comm.turns import Phased, Turns
 from rayzero.engine.layout.partition import ALIGN, ParamSpec, UnitLayout
 
@@ -62,6 +62,8 @@ class LowRankSums:
         feedback: Feedback,
     ) -> None:
         self.feedback = feedback
+        self.rank = collectives.rank
+        self.world_size = collectives.world_size
         self._collectives = collectives
         self._turns = turns
         self._layout = layout
@@ -93,14 +95,6 @@ class LowRankSums:
         self._orthonormal: dict[int, Tensor] = {}
         self._last: Pending = Done()
         self._read: list[Pending] = []  # by other ranks, until they are released
-
-    @property
-    def rank(self) -> int:
-        return self._collectives.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._collectives.world_size
 
     def all_reduce(self, full: Tensor) -> Pending:
         return self._sum(full, full, slice(0, self._layout.numel), add=False)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayzero.engine.comm.collectives import Pending, part_of
+from rayzero.engine.comm.put import put
 
 # torch 2.13 renames these; 2.11 has only the old names, and 2.13 warns when they are used.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,7 +61,7 @@ class NcclBackend:
             return _Enqueued(_reduce_scatter(out, full, group=self._group, async_op=True))
         own = part_of(full, self.rank, self.world_size)
         work = _reduce_scatter(own, full, group=self._group, async_op=True)
-        return _Enqueued(work, lambda: _put(out, own, accumulate=accumulate))
+        return _Enqueued(work, lambda: put(out, own, add=accumulate))
 
     def all_gather(self, full: Tensor, part: Tensor) -> Pending:
         return _Enqueued(_all_gather(full, part, group=self._group, async_op=True))
@@ -100,11 +101,3 @@ class NcclBackend:
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         dist.broadcast(tensor, group=self._group, group_src=source)
-
-
-def _put(out: Tensor, term: Tensor, *, accumulate: bool) -> None:
-    with torch.no_grad():
-        if accumulate:
-            out.add_(term)
-        else:
-            out.copy_(term)

@@ -57,6 +57,8 @@ def parse(source: Source | None, steps: int | None = None) -> Parsed:
     if source is None:
         return Parsed(EngineConfig())
     if isinstance(source, EngineConfig):
+        if found := list(clashes(source)):
+            refuse(describe(source), found)
         return Parsed(source, source.model_dump(mode="json", exclude_unset=True))
     document, mistakes = deepcopy(with_steps(read_config(source), steps)), list[str]()
     told = lengthen(document)

@@ -32,6 +32,13 @@ def _both(one: str, other: str) -> Clash:
     )
 
 
+_LARGEST_POWER = 64  # far beyond what any gradient survives
+
+
+def _dynamic(config: EngineConfig) -> bool:
+    return config.fp16.enabled and not config.fp16.loss_scale
+
+
 _OPTIMIZER = "zero_optimization.offload_optimizer"
 _PARAM = "zero_optimization.offload_param"
 CLASHES = (
@@ -40,6 +47,21 @@ CLASHES = (
         "torch_autocast.dtype",
         lambda config: config.torch_autocast.enabled and config.torch_autocast.dtype == "fp32",
         'bf16 or fp16; for fp32 "torch_autocast": false',
+    ),
+    Clash(
+        "data_types.grad_accum_dtype",
+        lambda config: config.data_types.grad_accum_dtype == "fp16" and not config.fp16.enabled,
+        "fp32 or bf16 without fp16.enabled: without a loss scale gradients below 6e-8 would vanish",
+    ),
+    Clash(
+        "fp16.initial_scale_power",
+        lambda config: _dynamic(config) and abs(config.fp16.initial_scale_power) > _LARGEST_POWER,
+        f"from {-_LARGEST_POWER} to {_LARGEST_POWER}: it is an exponent of 2",
+    ),
+    Clash(
+        "fp16.min_loss_scale",
+        lambda config: _dynamic(config) and not config.fp16.min_loss_scale,
+        "more than 0: a scale that is halved for ever never gets there",
     ),
     Clash(
         f"{_PARAM}.device",

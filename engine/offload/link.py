@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.comm.collectives import Done, Pending
+from rayzero.engine.comm.put import put
 
 
 @dataclass(frozen=True)
@@ -240,10 +241,7 @@ class _Copied:
 
 
 def _carry_out(copy: Copy) -> Pending:
-    if copy.add:
-        copy.target.add_(copy.source)
-    else:
-        copy.target.copy_(copy.source)
+    put(copy.target, copy.source, add=copy.add)
     return Done()
 
 

@@ -10,7 +10,6 @@ import torch
 
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.config.zero import ZeroConfig
-from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.partition import ALIGN
 from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.offload.disk_home import DiskHome
@@ -19,8 +18,6 @@ from rayzero.engine.offload.link import Link, link_for
 from rayzero.engine.offload.place import Place
 from rayzero.engine.offload.weights import HostPath
 from rayzero.engine.precision.policy import Precision
-
-_SECTION = "zero_optimization.offload_"
 
 
 @dataclass(frozen=True)
@@ -73,55 +70,23 @@ def moves(plans: Sequence[UnitPlan], share: float) -> list[bool]:
 def plan_offload(
     config: ZeroConfig, precision: Precision, device: torch.device, collectives: Collectives
 ) -> Offload:
-    """The homes that a config asks for.
+    """The homes that a config asks for; what cannot be had is refused when the config is read.
 
     Raises:
-        ConfigError: what it asks for cannot be had at this stage, or in this place.
+        ConfigError: there can be no files in the folder that it names.
     """
     link = link_for(device)
-    weights = _weights_place(config)
+    weights = Place.DEVICE if config.offload_param.device == "none" else Place.HOST
     device_home = DeviceHome(precision, link, device, weights)
     asked = config.offload_optimizer
     home: Home = device_home
     if asked.device == "cpu":
         home = HostHome(precision, link, weights)
-    elif asked.device == "nvme":
+    elif asked.nvme_path is not None and asked.device == "nvme":
         numel = max(ALIGN, int(config.sub_group_size) // ALIGN * ALIGN)
-        folder = _folder(asked.nvme_path)
+        folder = Path(asked.nvme_path)
         home = DiskHome(precision, link, weights, folder, asked.buffer_count, numel)
     path = None
     if link.apart and weights is Place.HOST:
         path = HostPath(link, collectives, device)
     return Offload(link, path, device_home, home, asked.ratio)
-
-
-def _weights_place(config: ZeroConfig) -> Place:
-    asked = config.offload_param.device
-    if asked == "none":
-        return Place.DEVICE
-    if config.stage != 3:
-        raise ConfigError(
-            f"{_SECTION}param.device is {asked!r} at stage {config.stage}, where model weights are "
-            "in use as a whole all the time",
-            allowed="offload_param at stage 3",
-            fix=f"zero_optimization.stage, or leave {_SECTION}param out",
-        )
-    if asked == "nvme":
-        raise ConfigError(
-            f"{_SECTION}param.device is 'nvme': every unit would be read from the disk twice in "
-            "each micro-step, and computation would wait for it",
-            allowed="none, cpu",
-            fix=f"{_SECTION}param.device: cpu; {_SECTION}optimizer.device: nvme puts main weights "
-            "and optimizer state, which are most of the bytes, on the disk",
-        )
-    return Place.HOST
-
-
-def _folder(nvme_path: str | None) -> Path:
-    if not nvme_path:
-        raise ConfigError(
-            f"{_SECTION}optimizer.device is 'nvme', and there is no nvme_path",
-            allowed="a folder on a local disk",
-            fix=f"{_SECTION}optimizer.nvme_path",
-        )
-    return Path(nvme_path)

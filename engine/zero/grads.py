@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rayzero.engine.comm.collectives import Pending, Sums
+from rayzero.engine.comm.put import put
 from rayzero.engine.layout.partition import UnitLayout
 from rayzero.engine.offload.place import Place
 from rayzero.engine.zero.placement import Collective
@@ -61,7 +62,7 @@ class PartialGrads:
         self._views = views_of(layout, flat)
 
     def take(self, index: int, grad: Tensor, *, add: bool) -> None:
-        _put(self._views[index], grad, add=add)
+        put(self._views[index], grad, add=add)
 
     def take_nothing(self, index: int) -> None:
         self._views[index].zero_()
@@ -138,7 +139,7 @@ class ShardedGrads:
         return self._slot is None
 
     def take(self, index: int, grad: Tensor, *, add: bool) -> None:
-        _put(self._in_slot()[index], grad, add=add)
+        put(self._in_slot()[index], grad, add=add)
 
     def take_nothing(self, index: int) -> None:
         self._in_slot()[index].zero_()
@@ -177,10 +178,3 @@ class ShardedGrads:
     @property
     def resting(self) -> dict[Place, Tensor]:
         return {Place.DEVICE: self._shard}
-
-
-def _put(target: Tensor, grad: Tensor, *, add: bool) -> None:
-    if add:
-        target.add_(grad)
-    else:
-        target.copy_(grad)

@@ -58,18 +58,12 @@ class OneBitSums:
     def __init__(
         self, coded: CodedSums, collectives: Collectives, unit: Unit, momenta: Momenta
     ) -> None:
+        self.rank = collectives.rank
+        self.world_size = collectives.world_size
         self._coded = coded
         self._collectives = collectives
         self._unit = unit
         self._momenta = momenta
-
-    @property
-    def rank(self) -> int:
-        return self._collectives.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._collectives.world_size
 
     def all_reduce(self, full: Tensor) -> Pending:
         momenta = self._momenta.of(self._unit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.codecs.codec import put
+from rayzero.engine.comm.put import put
 
 
 class CastCodec:

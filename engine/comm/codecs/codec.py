@@ -59,9 +59,24 @@ def rows(values: Tensor, block: int) -> list[Tensor]:
     return [*found, values[whole:].view(1, -1)] if whole < values.numel() else found
 
 
-def put(out: Tensor, term: Tensor, *, add: bool) -> None:
-    """`term` replaces `out`, or is added to it."""
-    if add:
-        out.add_(term)
-    else:
-        out.copy_(term)
+class Blocked:
+    """What codecs have in common whose codes are the scales of blocks (float32), and a few bits a
+    value behind them.
+
+    Args:
+        block: values that share a scale.
+    """
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+
+    def is_identity(self, dtype: torch.dtype) -> bool:
+        return False
+
+    def _blocks(self, numel: int) -> int:
+        return -(-numel // self._block)
+
+    def _split(self, codes: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """The scales, and the rest."""
+        at = 4 * self._blocks(numel)
+        return codes[:at].view(torch.float32), codes[at:]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.codecs.codec import chunks, put, rows
+from rayzero.engine.comm.codecs.codec import Blocked, chunks, rows
+from rayzero.engine.comm.put import put
 
 LARGEST = 127.0
 
 
-class Int8Codec:
+class Int8Codec(Blocked):
     """Each block's values as multiples of its largest magnitude / 127, rounded to nearest.
 
     A part's codes: its blocks' scales (float32), then one int8 a value.
@@ -24,10 +25,7 @@ class Int8Codec:
     keeps_zero = True
 
     def __init__(self, block: int = 256) -> None:
-        self._block = block
-
-    def is_identity(self, dtype: torch.dtype) -> bool:
-        return False
+        super().__init__(block)
 
     def coded_bytes(self, numel: int) -> int:
         return 4 * self._blocks(numel) + numel
@@ -58,14 +56,8 @@ class Int8Codec:
             ):
                 scale = here[at : at + len(out_2d)].unsqueeze(1)
                 at += len(out_2d)
-                if add:
-                    out_2d.add_(numbers_2d * scale)
-                else:
-                    put(out_2d, numbers_2d * scale, add=False)
-
-    def _blocks(self, numel: int) -> int:
-        return -(-numel // self._block)
+                put(out_2d, numbers_2d * scale, add=add)
 
     def _split(self, codes: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        at = 4 * self._blocks(numel)
-        return codes[:at].view(torch.float32), codes[at : at + numel].view(torch.int8)
+        scales, numbers = super()._split(codes, numel)
+        return scales, numbers.view(torch.int8)

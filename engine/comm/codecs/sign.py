@@ -7,13 +7,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.codecs.codec import chunks, put, rows
+from rayzero.engine.comm.codecs.codec import Blocked, chunks, rows
+from rayzero.engine.comm.put import put
 
 # Eight bytes of 0 or 1, times this, have their bits in the highest byte, the first one lowest.
 _GATHER_BITS = 0x0102040810204080
 
 
-class SignCodec:
+class SignCodec(Blocked):
     """Each value as its sign, times the mean magnitude of its block.
 
     A part's codes: its blocks' scales (float32), then one bit a value, the first one lowest.
@@ -27,11 +28,8 @@ class SignCodec:
     keeps_zero = False
 
     def __init__(self, block: int = 64) -> None:
-        self._block = block
+        super().__init__(block)
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-
-    def is_identity(self, dtype: torch.dtype) -> bool:
-        return False
 
     def coded_bytes(self, numel: int) -> int:
         return 4 * self._blocks(numel) + numel // 8
@@ -66,13 +64,6 @@ class SignCodec:
             places = torch.arange(8, device=device)
             self._tables[key] = ((numbers >> places & 1) * 2 - 1).to(dtype)
         return self._tables[key]
-
-    def _blocks(self, numel: int) -> int:
-        return -(-numel // self._block)
-
-    def _split(self, codes: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        at = 4 * self._blocks(numel)
-        return codes[:at].view(torch.float32), codes[at : at + numel // 8]
 
 
 def _eighth(chunk: slice) -> slice:

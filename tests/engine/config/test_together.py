@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from rayzero.engine.config import parse_config
+from rayzero.engine.config import EngineConfig, parse_config
 from rayzero.engine.config.keys.table import KEYS
+from rayzero.engine.config.parse import parse
+from rayzero.engine.config.precision import Bf16Config, Fp16Config
 from rayzero.engine.config.together import CLASHES
 from rayzero.engine.errors import ConfigError
 
@@ -23,6 +25,9 @@ ZERO = "zero_optimization"
         ({ZERO: {"stage": 2, "offload_param": True}}, r"offload_param\.device: .* stage 3 only"),
         ({ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}}, "from the disk twice"),
         ({ZERO: {"offload_optimizer": {"device": "nvme"}}}, r"nvme_path: this key is required"),
+        ({"data_types": {"grad_accum_dtype": "fp16"}}, "grad_accum_dtype: fp32 or bf16 without"),
+        ({"fp16": {"enabled": True, "initial_scale_power": -65}}, "power: from -64 to 64"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale: more than 0"),
     ],
 )
 def test_a_clash_is_told(document: dict[str, Any], message: str) -> None:
@@ -33,6 +38,7 @@ def test_a_clash_is_told(document: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "document",
     [
+        {"fp16": {"enabled": True, "loss_scale": 8, "min_loss_scale": 0}},
         {"fp16": False, "bf16": True, "torch_autocast": {"enabled": False, "dtype": "fp32"}},
         {ZERO: {"stage": 3, "offload_param": {"device": "cpu"}}},
         {ZERO: {"stage": 1, "offload_param": {"device": "none"}}},
@@ -41,6 +47,12 @@ def test_a_clash_is_told(document: dict[str, Any], message: str) -> None:
 )
 def test_what_fits_is_taken(document: dict[str, Any]) -> None:
     parse_config(document)
+
+
+def test_a_config_that_was_not_read_is_held_against_them_too() -> None:
+    made = EngineConfig(fp16=Fp16Config(enabled=True), bf16=Bf16Config(enabled=True))
+    with pytest.raises(ConfigError, match="fp16 and bf16: both are enabled"):
+        parse(made)
 
 
 def test_a_clash_names_keys_that_are_there() -> None:

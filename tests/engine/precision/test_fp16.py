@@ -234,7 +234,7 @@ def test_inputs_are_cast_only_when_asked():
 @pytest.mark.parametrize(
     ("fp16", "match"),
     [
-        ({"initial_scale_power": 2000}, "initial_scale_power is 2000"),
+        ({"initial_scale_power": 2000}, "initial_scale_power: from -64 to 64"),
         ({"min_loss_scale": 0}, "min_loss_scale"),
         ({"hysteresis": 0}, "hysteresis"),
         ({"loss_scale": -1}, "loss_scale"),

@@ -109,7 +109,7 @@ def test_fp16_sums_that_overflow_skip_the_step(stage):
 
 
 def test_fp16_sums_need_fp16():
-    with pytest.raises(RankError, match="grad_accum_dtype is fp16 without fp16"):
+    with pytest.raises(RankError, match="grad_accum_dtype: fp32 or bf16 without fp16"):
         gradient(0, [[1.0]], {"data_types": {"grad_accum_dtype": "fp16"}})
 
 
