@@ -20,13 +20,14 @@ from rayzero.engine.validation import validated
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.bounds import bounds
 from rayzero.orchestrator.cli.console import watching
-from rayzero.orchestrator.clock import SystemClock
+from rayzero.orchestrator.clock import Clock, SystemClock
 from rayzero.orchestrator.cluster import Cluster, connect
 from rayzero.orchestrator.control.desk import Ports
 from rayzero.orchestrator.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.loading import check
 from rayzero.orchestrator.mailbox import Mailbox, serve
+from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.notices import Observer, Unwatched, Warned
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.records import here
@@ -243,13 +244,17 @@ class JobHandle:
         output_dir = self._plan.output_dir
         vaults = RayVaultGroup(spec.name, faults=spec.faults, output_dir=str(output_dir))
         workers = RayWorkerGroup(self._plan.setup, clock, self._cluster.can_grow, vaults)
-        ports = Ports(workers, vaults, StoredArchive(self._plan, self._warn), self._observer, clock)
-        controller = Controller(self._plan, ports)
+        archive = StoredArchive(self._plan, self._warn)
+        with Telemetry(self._plan, self._observer, clock) as told:
+            ports = Ports(workers, vaults, archive, told, clock, told)
+            return await self._controlled(Controller(self._plan, ports), clock)
+
+    async def _controlled(self, controller: Controller, clock: Clock) -> JobResult:
         self._loop, self._controller = asyncio.get_running_loop(), controller
         if self._stop_wanted.is_set():  # before there was somebody to tell
             controller.feed(ev.StopWanted())
         driver = ray.get_runtime_context().get_job_id()
-        mailbox = Mailbox(here(), spec.name, driver)
+        mailbox = Mailbox(here(), self._plan.spec.name, driver)
         requests = asyncio.ensure_future(serve(mailbox, clock, controller.grant, self._warn))
         try:
             return await controller.run()

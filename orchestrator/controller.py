@@ -25,7 +25,7 @@ from rayzero.orchestrator.control.watch import Watch
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
 from rayzero.orchestrator.loading import check_sizes
 from rayzero.orchestrator.machine import handle
-from rayzero.orchestrator.notices import StateEntered, Warned, WorkersUp
+from rayzero.orchestrator.notices import StateEntered, WorkersUp
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.repairs import Repairs
 from rayzero.orchestrator.result import (
@@ -36,7 +36,6 @@ from rayzero.orchestrator.result import (
     summary_path,
     write_summary,
 )
-from rayzero.orchestrator.spec import not_in_this_version
 from rayzero.orchestrator.states import State
 from rayzero.orchestrator.wishes import Inject, Scale, Wish
 from rayzero.workers.messages import WorkerInfo
@@ -79,8 +78,6 @@ class Controller:
             JobStoppedError: it was stopped.
         """
         desk = self._desk
-        for text in not_in_this_version(desk.plan.spec):
-            desk.see(Warned(text))
         forget_summary(desk.plan.output_dir)
         self.feed(ev.Submitted())
         try:

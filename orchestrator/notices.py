@@ -18,6 +18,13 @@ class StateEntered:
 
 
 @dataclass(frozen=True)
+class Serving:
+    """The job's numbers are served, at `url`/metrics and `url`/snapshot.json."""
+
+    url: str
+
+
+@dataclass(frozen=True)
 class WorkersUp:
     """These workers' processes are alive and ready for work."""
 
@@ -129,6 +136,7 @@ class CheckpointFailed:
 
 Notice: TypeAlias = (
     StateEntered
+    | Serving
     | WorkersUp
     | Warned
     | Resumed

@@ -70,14 +70,25 @@ class JobProgress:
             return self._steady_tokens / self._steady_s
         return self._first_step.tokens_per_s if self._first_step else None
 
-    def begin(self, generation: int, world_size: int, step: int = 0) -> None:
-        """A new generation begins at a finished step; what the old one left undone is forgotten."""
+    def begin(self, generation: int, world_size: int, step: int = 0) -> list[StepRecord]:
+        """A new generation begins at a finished step; what the old one left undone is forgotten.
+
+        Returns:
+            The steps up to there that some rank of the old one did not live to report: they were
+            finished, and are told by what the others said.
+        """
+        late = [
+            self._close(number, list(ranks.values()))
+            for number, ranks in sorted(self._open.items())
+            if self.steps < number <= step
+        ]
         self._generation, self._world_size = generation, world_size
         if not self.world_sizes or self.world_sizes[-1] != world_size:
             self.world_sizes.append(world_size)
         self.steps = step
         self._first_step = None
         self._open.clear()
+        return late
 
     def rewind(self, step: int) -> int:
         """Goes back to an earlier step; how many finished ones are to be done again."""

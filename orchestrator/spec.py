@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -112,9 +111,26 @@ class Recovery(_Section):
 
 
 class Metrics(_Section):
-    """The Prometheus endpoint."""
+    """What the job tells of itself in numbers."""
 
-    port: int | None = Field(default=None, ge=1, le=65535, description="port of /metrics")
+    port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="port of /metrics and /snapshot.json on the controller's machine; 0 is any "
+        "free one, and which is told; by default nothing is served",
+    )
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="address to serve at; 0.0.0.0 for all, as a pod needs it",
+    )
+    tensorboard: bool = Field(
+        default=False, description="TensorBoard's event files, in tensorboard/ of the job's folder"
+    )
+    jsonl: bool = Field(
+        default=False, description="a line a step in metrics.jsonl of the job's folder"
+    )
 
 
 class JobSpec(_Section):
@@ -149,13 +165,3 @@ class JobSpec(_Section):
         if not _ENTRYPOINT.fullmatch(value):
             raise ValueError("must be module:function, such as examples.gpt.train:train")
         return value
-
-
-def not_in_this_version(spec: JobSpec) -> Iterator[str]:
-    """One line for each key the user set whose feature is still to come.
-
-    Such a key is accepted, so that a job file can be written for the versions to come, but the
-    user is told what it does now.
-    """
-    if spec.metrics.port is not None:
-        yield f"metrics.port: {spec.metrics.port} is not in this version: no endpoint is opened"

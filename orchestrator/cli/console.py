@@ -30,6 +30,7 @@ from rayzero.orchestrator.notices import (
     Repaired,
     Resized,
     Resumed,
+    Serving,
     StateEntered,
     Warned,
     WorkersUp,
@@ -236,6 +237,7 @@ class JsonLines:
 
 _NAMES: dict[type[Notice], str] = {
     Resumed: "resumed",
+    Serving: "serving",
     FaultSeen: "fault",
     FaultFired: "injected",
     Repaired: "repaired",

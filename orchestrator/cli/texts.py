@@ -15,6 +15,7 @@ from rayzero.orchestrator.notices import (
     Repaired,
     Resized,
     Resumed,
+    Serving,
     StateEntered,
     Warned,
     WorkersUp,
@@ -41,6 +42,8 @@ def notice_lines(notice: Notice) -> Iterator[str]:
             yield f"[rank {notice.rank}] {notice.text}"
         case Warned():
             yield f"warning: {notice.text}"
+        case Serving():
+            yield f"metrics: {notice.url}/metrics"
         case WorkersUp():
             for worker in notice.workers:
                 yield f"worker {worker.index} is up on node {worker.node} (pid {worker.pid})"

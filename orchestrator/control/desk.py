@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rayzero.orchestrator import events as ev
@@ -17,6 +17,7 @@ from rayzero.orchestrator.group import VaultGroup, WorkerGroup, WorkerLostError
 from rayzero.orchestrator.notices import Notice, Observer
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.membership import Wanted
+from rayzero.orchestrator.probe import Probe, Unprobed
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.orchestrator.states import JobState, State
 
@@ -35,6 +36,7 @@ class Ports:
     archive: Archive
     observer: Observer
     clock: Clock
+    probe: Probe = field(default_factory=Unprobed)
 
 
 class GoneError(Exception):

@@ -53,6 +53,7 @@ class Elastic:
         spares = desk.crew.wanted.spares
         desk.crew.wanted = Wanted(least, most, spares)
         desk.ports.workers.resize(least, most + spares)
+        desk.ports.probe.limited(least, most)
         desk.bell.ring()
 
     def tidy_up(self) -> None:
@@ -144,7 +145,7 @@ class Elastic:
     def _stepped(self) -> bool:
         """Whether the newest generation has finished a step."""
         restore = self._desk.generation.restore
-        return self._desk.progress.done > (restore.step if restore is not None else 0)
+        return self._desk.progress.steps > (restore.step if restore is not None else 0)
 
     @property
     def _grows(self) -> bool:

@@ -75,7 +75,7 @@ class Faults:
             self.judge()
         elif not desk.generation.over and desk.job.state is not State.STOPPING:
             info = desk.crew.info(worker)
-            self.record.append(Fault(cause, info, None, 0, text, desk.now_s()))
+            self._note(Fault(cause, info, None, 0, text, desk.now_s()))
             self._tell(self.record[-1])
         desk.bell.ring()
 
@@ -104,6 +104,7 @@ class Faults:
         decision = failure.decide(generation.faults, self.record, about, grace_over=grace_over)
         match decision:
             case failure.Fail(error):
+                desk.ports.probe.judged(failure.root_of(generation.faults))
                 desk.feed(ev.FaultFatal(error))
             case failure.Repair(root):
                 self._repair(generation, root)
@@ -120,7 +121,8 @@ class Faults:
         generation.fenced = True  # what its members say from now on is only their way out
         faults, generation.faults = generation.faults, []
         counted = [one for one in faults if one.cause in HARDWARE - {Cause.COLLECTIVE}]
-        self.record += counted if root in counted else [*counted, root]
+        for fault in counted if root in counted else [*counted, root]:
+            self._note(fault)
         if root.cause is Cause.STATE and generation.restore is not None:
             self._exclude(generation.restore)
         gone = [one for one in faults if not desk.crew.alive(one.worker.index)]
@@ -175,6 +177,10 @@ class Faults:
     async def _killed(self, worker: int) -> None:
         with suppress(GoneError):
             await self._desk.ask(worker, self._desk.ports.workers.kill(worker))
+
+    def _note(self, fault: Fault) -> None:
+        self.record.append(fault)
+        self._desk.ports.probe.judged(fault)
 
     def _tell(self, fault: Fault) -> None:
         text = failure.describe(fault)

@@ -58,6 +58,7 @@ class Hearing:
         desk = self._desk
         if report.generation == desk.generation.number:
             desk.generation.reached(report.step + 1)
+            desk.ports.probe.reported(report)
             self._speeds.add(worker, report)
         record = desk.progress.add(report)
         if record is not None:
@@ -93,6 +94,8 @@ class Hearing:
                 desk.tasks.spawn(self._finish())
         if not isinstance(message, Heartbeat):
             desk.bell.ring()
+        elif generation.rank_of(worker) == message.rank and worker in still_in:
+            desk.ports.probe.beat(message, desk.crew.info(worker).node)
 
     async def _finish(self) -> None:
         """The job has succeeded once what was pinned on the way is stored."""

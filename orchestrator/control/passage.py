@@ -177,7 +177,8 @@ class Passage:
         places = placement.ranks(members)
         desk.generation = Generation(number, passage, places, members, way.restore)
         desk.crew.members = frozenset(worker.index for worker in members)
-        desk.progress.begin(number, len(places), way.step)
+        for record in desk.progress.begin(number, len(places), way.step):
+            desk.see(record)
         self.left_out = way.members
         if missing := [one.index for one in members if not desk.crew.alive(one.index)]:
             for worker in missing:

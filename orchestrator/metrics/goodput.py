@@ -128,9 +128,11 @@ class Account:
             self._owed_ns[why] += max(0, _ns(waits_s.get(why, 0.0)))
         first = self._best_step is None
         again = self._best_step is not None and step <= self._best_step
+        # One that was finished, but that no rank lived to report, counts as this one does.
+        count = 1 if first else max(1, step - (self._best_step or 0))
         steady = self._state is State.RUNNING and self._way is None and not first
         # Steady, all the time since the last step was this one's, and its bunch's.
-        spent_ns = self._pool_ns if steady else min(self._pool_ns, max(0, _ns(step_s)))
+        spent_ns = self._pool_ns if steady else min(self._pool_ns, max(0, _ns(step_s) * count))
         rest_ns = self._pool_ns - spent_ns
         self._pool_ns = spent_ns
         for why in self._owed_ns:

@@ -116,7 +116,7 @@ def decide(
         earlier: the roots of the repairs so far, the oldest first.
         grace_over: whether the wait for a better explanation has ended.
     """
-    root = min(faults, key=lambda fault: _RANKING[fault.cause])
+    root = root_of(faults)
     if root.cause is Cause.COLLECTIVE and not grace_over:
         return Wait()
     error = _fatal(root, earlier, job)
@@ -125,6 +125,18 @@ def decide(
     if root.cause in HARDWARE and not root.detail and not grace_over:
         return Wait()  # the user should be told what the cluster will know in a moment
     return Fail(error)
+
+
+def root_of(faults: Sequence[Fault]) -> Fault:
+    """The one that explains the others."""
+    return min(faults, key=lambda fault: _RANKING[fault.cause])
+
+
+def spent(faults: Sequence[Fault], budget: Budget, now_s: float) -> int:
+    """How many of these count against the budget of hardware faults at a moment."""
+    since_s = now_s - budget.window_s
+    members = [one for one in faults if one.rank is not None and one.cause in HARDWARE]
+    return len(incidents([one for one in members if one.at_s > since_s]))
 
 
 def incidents(faults: Sequence[Fault]) -> list[Fault]:

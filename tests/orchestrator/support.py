@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from rayzero.engine.validation import validated
 from rayzero.orchestrator.control.desk import Ports
 from rayzero.orchestrator.controller import Controller
+from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.notices import Notice, StateEntered
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.result import JobResult
@@ -97,7 +98,8 @@ class Stage:
         self.notebook = Notebook()
         self.plan = plan(folder, **changes)
         group: Any = Group(self.world)
-        ports = Ports(group, self.world.vaults, self.shelf, self.notebook, self.clock)
+        self.told = Telemetry(self.plan, self.notebook, self.clock, self.clock.now)
+        ports = Ports(group, self.world.vaults, self.shelf, self.told, self.clock, self.told)
         self.controller = Controller(self.plan, ports)
         self.run = asyncio.ensure_future(self.controller.run())
 

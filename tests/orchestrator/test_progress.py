@@ -52,6 +52,16 @@ def test_the_totals_of_the_job():
     assert progress.tokens_per_s == 200 / 0.8
 
 
+def test_a_step_that_a_rank_did_not_live_to_report_is_told_by_the_others():
+    progress = started()
+    progress.add(report(0, 1, tokens=10, loss=2.0, step_s=0.5))  # finished: the state has it
+    progress.add(report(0, 2, tokens=10))  # not finished
+    (late,) = progress.begin(generation=2, world_size=1, step=1)
+    assert (late.step, late.generation, late.world_size, late.loss) == (1, 1, 2, 2.0)
+    assert (progress.steps, progress.done, progress.tokens) == (1, 1, 10)
+    assert progress.begin(generation=3, world_size=1, step=1) == []
+
+
 def test_tokens_are_the_engines_where_the_user_counts_none():
     progress = started()
     progress.add(report(0, 1, step_tokens=64))

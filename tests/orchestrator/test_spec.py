@@ -9,7 +9,7 @@ import yaml
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.loading import load_job
-from rayzero.orchestrator.spec import JobSpec, not_in_this_version
+from rayzero.orchestrator.spec import JobSpec
 
 WHOLE = """
 name: gpt-stdlib
@@ -54,13 +54,7 @@ def test_the_smallest_job_file_and_its_defaults(folder: Path):
     spec = load(folder, SMALL)
     assert (spec.workers.min, spec.workers.most, spec.steps) == (1, 1, None)
     assert spec.engine is None
-    assert list(not_in_this_version(spec)) == []
-
-
-def test_a_key_that_does_nothing_yet_is_told_one_by_one(folder: Path):
-    lines = list(not_in_this_version(load(folder, WHOLE)))
-    assert [line.split(":")[0] for line in lines] == ["metrics.port"]
-    assert all("not in this version" in line for line in lines)
+    assert (spec.metrics.port, spec.metrics.jsonl, spec.metrics.tensorboard) == (None, False, False)
 
 
 def test_overrides_win_and_reach_into_the_engine_config(folder: Path):

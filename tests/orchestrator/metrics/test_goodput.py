@@ -73,6 +73,20 @@ def test_a_repair_by_its_parts_and_the_step_that_it_broke_off():
     }
 
 
+def test_a_step_whose_reports_were_lost_with_a_rank_counts():
+    account = running()
+    account.entered(State.RECOVERING, 108.5)  # step 2 is finished, and nobody said so
+    account.entered(State.RUNNING, 109)
+    account.stepped(3, 1.0, {}, 110)
+    account.passed({"notice": 0.5, "load": 0.5}, 110)
+    assert spent(account, 110) == {
+        "starting": 6.0,
+        "productive": 3.0,
+        "recovery_notice": 0.5,
+        "recovery_load": 0.5,
+    }
+
+
 def test_steps_that_are_done_again_are_not_productive():
     account = running()
     account.stepped(2, 1.0, {}, 108)

@@ -1,0 +1,163 @@
+"""Everything that listens to one job: the tally, its endpoint and its files, as one thing to own.
+
+Lifetimes: `Telemetry` is opened before the controller begins and closed after it has ended; the
+endpoint and the writer's thread live exactly as long. Whoever reads the tally, which the endpoint's
+threads do, holds the lock that the controller's thread takes for every number it tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from threading import Lock
+from time import time
+from types import TracebackType
+from typing import Any
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.clock import Clock
+from rayzero.orchestrator.metrics.behind import Behind, Sink
+from rayzero.orchestrator.metrics.endpoint import Endpoint, json_page
+from rayzero.orchestrator.metrics.exporter import families
+from rayzero.orchestrator.metrics.files import JsonLines, TensorBoard
+from rayzero.orchestrator.metrics.snapshot import snapshot
+from rayzero.orchestrator.metrics.tally import Facts, Now, Tally
+from rayzero.orchestrator.notices import Notice, Observer, Serving, Warned
+from rayzero.orchestrator.plan import JobPlan
+from rayzero.orchestrator.policies.failure import Budget, Fault
+from rayzero.orchestrator.progress import StepRecord
+from rayzero.workers.messages import Heartbeat, Report
+
+
+class Telemetry:
+    """The observer and the probe of a job's controller. `observer` is told everything, too.
+
+    Args:
+        clock: the controller's.
+        unix: Unix time.
+
+    Raises:
+        ConfigError: the port is taken, or a file cannot be written.
+    """
+
+    def __init__(
+        self, plan: JobPlan, observer: Observer, clock: Clock, unix: Callable[[], float] = time
+    ) -> None:
+        self._observer = observer
+        self._clock = clock
+        self._unix = unix
+        self._lock = Lock()
+        self._tally = Tally(_facts(plan), self._now())
+        with ExitStack() as opened:
+            self._behind = self._write_behind(plan, opened)
+            self.url = self._serve(plan, opened)
+            """Where the endpoint is; None when there is none."""
+            self._open = opened.pop_all()
+        if self.url is not None:
+            observer.see(Serving(self.url))
+
+    def __enter__(self) -> Telemetry:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open.close()
+
+    def see(self, notice: Notice) -> None:
+        with self._lock:
+            self._tally.see(notice, self._now())
+        if self._behind is not None and isinstance(notice, StepRecord):
+            self._behind.put(notice)
+        self._observer.see(notice)
+
+    def reported(self, report: Report) -> None:
+        with self._lock:
+            self._tally.reported(report)
+
+    def beat(self, heartbeat: Heartbeat, node: str) -> None:
+        with self._lock:
+            self._tally.beat(heartbeat, node)
+
+    def judged(self, fault: Fault) -> None:
+        with self._lock:
+            self._tally.judged(fault)
+
+    def limited(self, least: int, most: int) -> None:
+        with self._lock:
+            self._tally.limited(least, most)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The job as it stands; may be called from any thread."""
+        with self._lock:
+            return snapshot(self._tally, self._now())
+
+    def families(self) -> list[Metric]:
+        """Its series; may be called from any thread."""
+        with self._lock:
+            return list(families(self._tally, self._now()))
+
+    def _now(self) -> Now:
+        return Now(self._clock.now(), self._unix())
+
+    def _write_behind(self, plan: JobPlan, opened: ExitStack) -> Behind | None:
+        wanted, folder = plan.spec.metrics, plan.output_dir
+        sinks: list[Sink] = []
+        try:
+            if wanted.jsonl:
+                sinks.append(JsonLines(folder))
+            if wanted.tensorboard:
+                sinks.append(TensorBoard(folder, self._unix()))
+        except OSError as error:
+            raise ConfigError(
+                f"metrics cannot be written into {str(folder)!r}: {error.strerror or error}",
+                allowed="a folder that can be written to",
+                fix="checkpoint.path, or metrics.jsonl and metrics.tensorboard in the job file",
+            ) from None
+        if not sinks:
+            return None
+        behind = Behind(sinks, lambda text: self._observer.see(Warned(text)))
+        opened.callback(behind.close)
+        return behind
+
+    def _serve(self, plan: JobPlan, opened: ExitStack) -> str | None:
+        wanted = plan.spec.metrics
+        if wanted.port is None:
+            return None
+        registry = CollectorRegistry()
+        registry.register(_Collected(self.families))
+        pages = {"/snapshot.json": json_page(self.snapshot)}
+        endpoint = Endpoint(wanted.host, wanted.port, registry, pages)
+        opened.callback(endpoint.close)
+        return endpoint.url
+
+
+class _Collected(Collector):
+    def __init__(self, families: Callable[[], list[Metric]]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families()
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing is collected before somebody asks."""
+        yield from ()
+
+
+def _facts(plan: JobPlan) -> Facts:
+    spec = plan.spec
+    return Facts(
+        name=spec.name,
+        steps=spec.steps,
+        stage=plan.stage,
+        least=spec.workers.min,
+        most=spec.workers.most,
+        hang_timeout_s=spec.recovery.hang_timeout_s,
+        budget=Budget(spec.recovery.max_faults, spec.recovery.fault_window_s),
+    )

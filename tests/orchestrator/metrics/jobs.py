@@ -1,0 +1,110 @@
+"""A job's life as its observer and its probe are told it, with something for every series."""
+
+from __future__ import annotations
+
+from rayzero.orchestrator.metrics.tally import Facts, Now, Tally
+from rayzero.orchestrator.notices import (
+    Checkpointed,
+    CheckpointFailed,
+    FaultSeen,
+    Notice,
+    Repaired,
+    Resized,
+    StateEntered,
+)
+from rayzero.orchestrator.policies.failure import Budget, Cause, Fault
+from rayzero.orchestrator.progress import JobProgress, StepRecord
+from rayzero.orchestrator.states import State
+from rayzero.workers.messages import Heartbeat, Report, WorkerInfo
+
+FACTS = Facts("gpt", 100, 2, 1, 4, 30.0, Budget(20, 3600.0))
+UNIX = 1_700_000_000.0
+WORKER = WorkerInfo(1, "a", "host-a", "10.0.0.1", 77)
+GAUGES = {
+    "loss": 2.5,
+    "lr": 0.1,
+    "grad_norm": 1.25,
+    "loss_scale": 1024.0,
+    "mfu": 0.4,
+    "step_s": 0.5,
+    "exposed_comm_s": 0.125,
+    "step_samples": 8.0,
+    "step_tokens": 256.0,
+    "skipped": 1.0,
+    "phases/data": 0.125,
+    "phases/forward": 0.25,
+    "phases/mirror": 0.0625,
+    "phases/other": 0.0625,
+    "checkpoint_s": 0.03125,
+    "bytes/model_weights": 4096.0,
+    "bytes/slots": 512.0,
+    "resident_bytes": 2.0**20,
+    "device_peak_bytes": 2.0**21,
+    "replica_bytes": 2048.0,
+}
+
+
+class Life:
+    """Tells a tally what happens, second by second."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.tally = Tally(FACTS, self.now)
+        self.progress = JobProgress()
+
+    @property
+    def now(self) -> Now:
+        return Now(self.now_s, UNIX + self.now_s)
+
+    def see(self, notice: Notice) -> None:
+        self.tally.see(notice, self.now)
+
+    def enter(self, state: State, generation: int = 1, world_size: int = 2) -> None:
+        self.see(StateEntered(state, generation, world_size))
+
+    def form(self, generation: int, world_size: int, step: int) -> None:
+        self.enter(State.RUNNING, generation, world_size)
+        self.progress.begin(generation, world_size, step)
+
+    def step(self, step: int, generation: int, world_size: int, **gauges: float) -> StepRecord:
+        record = None
+        for rank in range(world_size):
+            traffic = {
+                "collectives/all_gather/calls": 3.0 * step,
+                "collectives/all_gather/bytes": 100.0 * step,
+            }
+            told = {**GAUGES, "replica_step": float(step), **traffic, **gauges}
+            report = Report(generation, rank, step, {}, told, UNIX + self.now_s)
+            self.tally.reported(report)
+            self.tally.beat(Heartbeat(rank, step + 1, "forward", 0.25), "host-a")
+            record = self.progress.add(report)
+        assert record is not None
+        self.see(record)
+        return record
+
+
+def lived() -> Life:
+    """Two steps, a fault, a repair with one rank less, a resize, a checkpoint, a failed one."""
+    life = Life()
+    life.enter(State.STARTING, 0, 0)
+    life.now_s += 5
+    life.form(1, 2, 0)
+    for step in (1, 2):
+        life.now_s += 1
+        life.step(step, 1, 2)
+    life.now_s += 1
+    life.tally.judged(Fault(Cause.PROCESS_LOST, WORKER, 1, 3, "killed", life.now_s, 1))
+    life.see(FaultSeen("lost", WORKER, 1, 3, "rank 1 was lost"))
+    life.enter(State.RECOVERING, 1, 2)
+    life.form(2, 1, 1)
+    life.now_s += 2
+    life.step(2, 2, 1)
+    life.see(Repaired("lost", ("rank 1",), 1, 1, 2, 1, {"notice": 0.5, "load": 1.0}))
+    life.see(Checkpointed(2, "runs/gpt/step-2", 3000, 0.75, 0.01))
+    life.see(CheckpointFailed(3, "no room", 1, None))
+    life.enter(State.RESIZING, 2, 1)
+    life.form(3, 1, 2)
+    life.now_s += 2
+    life.step(3, 3, 1, loss=float("nan"))
+    life.see(Resized("from 1 to 1 workers", 2, 1, 1, {"drain": 0.5}))
+    return life

@@ -1,0 +1,83 @@
+"""The job's HTTP server, asked over HTTP."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import Gauge
+from prometheus_client.registry import CollectorRegistry
+
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.metrics.endpoint import Endpoint, json_page
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    made = opened()
+    yield made
+    made.close()
+
+
+def opened(host: str = "127.0.0.1", port: int = 0) -> Endpoint:
+    registry = CollectorRegistry()
+    Gauge("rayzero_step", "Steps.", registry=registry).set(7)
+    return Endpoint(host, port, registry, {"/snapshot.json": json_page(lambda: {"step": 7})})
+
+
+def get(endpoint: Endpoint, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
+    request = urllib.request.Request(endpoint.url + path, method=method, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def test_metrics_and_the_snapshot(endpoint: Endpoint):
+    status, body = get(endpoint, "/metrics")
+    assert (status, b"rayzero_step 7.0" in body) == (200, True)
+    packed = get(endpoint, "/metrics", **{"Accept-Encoding": "gzip"})[1]
+    assert gzip.decompress(packed) == body
+    status, body = get(endpoint, "/snapshot.json")
+    assert (status, json.loads(body)) == (200, {"step": 7})
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics/", "/etc/passwd", "/../job.yaml", "/favicon.ico"])
+def test_there_is_nothing_else(endpoint: Endpoint, path: str):
+    assert get(endpoint, path)[0] == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+@pytest.mark.parametrize("path", ["/metrics", "/snapshot.json"])
+def test_it_is_only_to_be_read(endpoint: Endpoint, path: str, method: str):
+    assert get(endpoint, path, method)[0] == 405
+
+
+def test_a_client_that_says_nothing_keeps_nobody_waiting(endpoint: Endpoint):
+    with socket.create_connection(("127.0.0.1", endpoint.port)):
+        assert get(endpoint, "/metrics")[0] == 200
+
+
+def test_a_port_in_use_is_named_with_its_setting(endpoint: Endpoint):
+    with pytest.raises(ConfigError, match=rf"metrics\.port: .*127\.0\.0\.1:{endpoint.port}"):
+        opened(port=endpoint.port)
+
+
+def test_a_host_that_is_not_this_machines_is_named():
+    with pytest.raises(ConfigError, match=r"metrics\.host"):
+        opened(host="192.0.2.1")
+
+
+def test_nobody_listens_after_the_end():
+    made = opened()
+    made.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", made.port), timeout=5)
+    again = opened(port=made.port)  # and the port is free at once
+    again.close()

@@ -1,0 +1,103 @@
+"""A whole job under the real controller, seen through its telemetry."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.events import StopWanted
+from rayzero.orchestrator.metrics.telemetry import Telemetry
+from rayzero.orchestrator.notices import Serving
+from rayzero.orchestrator.states import State
+from tests.orchestrator.support import Notebook, Stage, VirtualClock, plan, played, settle
+from tests.orchestrator.world import World
+
+
+@played
+async def test_a_job_with_a_fault_adds_up(tmp_path: Path):
+    stage = Stage(tmp_path, World(size=3), workers={"min": 1, "max": 3}, steps=10)
+    await stage.clock.turn(5.0)  # nothing takes time in this world but what is waited for
+    await stage.steps(2)
+    stage.world.kill(1)
+    await settle()
+    await stage.clock.turn(2.0)
+    await stage.steps(3)
+    seen = stage.told.snapshot()
+    assert (seen["state"], seen["world_size"], seen["progress"]["step"]) == ("running", 2, 5)
+    assert {rank["rank"] for rank in seen["ranks"]} == {0, 1}
+    assert [one["cause"] for one in seen["faults"]] == ["lost"]
+    assert [one["kind"] for one in seen["ways"]] == ["repair"]
+    await stage.finish()
+    told = stage.told.snapshot()
+    assert told["state"] == "succeeded"
+    goodput = told["goodput"]
+    assert goodput["pending_s"] == 0
+    assert sum(goodput["seconds"].values()) == pytest.approx(goodput["wall_s"])
+    assert goodput["wall_s"] == pytest.approx(stage.clock.now())
+
+
+@played
+async def test_the_limits_and_the_faults_on_record_are_told(tmp_path: Path):
+    stage = Stage(tmp_path, World(size=2), workers={"min": 1, "max": 2})
+    await stage.steps(1)
+    stage.controller.scale(1, 3)
+    stage.world.kill(0)
+    await stage.clock.turn(1.0)
+    values = {one.name: one for one in stage.told.families()}
+    limits = {one.labels["limit"]: one.value for one in values["rayzero_workers"].samples}
+    assert limits == {"min": 1, "max": 3}
+    (fault,) = values["rayzero_faults"].samples
+    assert (fault.labels["cause"], fault.value) == ("lost", 1)
+    stage.controller.feed(StopWanted())
+    await stage.clock.turn(10.0)
+    assert stage.states[-1] is State.STOPPED
+    await settle()
+    assert stage.run.done()
+    assert stage.run.exception() is not None
+
+
+def test_files_and_the_endpoint_live_as_long_as_it(tmp_path: Path):
+    notebook = Notebook()
+    metrics = {"port": 0, "jsonl": True, "tensorboard": True}
+    wanted = plan(tmp_path, metrics=metrics)
+    with Telemetry(wanted, notebook, VirtualClock()) as told:
+        (serving,) = notebook.of(Serving)
+        assert serving.url == told.url
+        assert serving.url.startswith("http://127.0.0.1:")
+        port = int(serving.url.rsplit(":", 1)[1])
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+    names = {path.name for path in wanted.output_dir.iterdir()}
+    assert {"metrics.jsonl", "tensorboard"} <= names
+
+
+def test_nothing_is_opened_that_nobody_asked_for(tmp_path: Path):
+    wanted = plan(tmp_path)
+    notebook = Notebook()
+    with Telemetry(wanted, notebook, VirtualClock()) as told:
+        assert told.url is None
+        json.dumps(told.snapshot())
+    assert list(wanted.output_dir.iterdir()) == []
+    assert notebook.notices == []
+
+
+def test_when_the_port_is_taken_the_files_are_closed_again(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        wanted = plan(tmp_path, metrics={"port": port, "jsonl": True})
+        with pytest.raises(ConfigError, match=rf"metrics\.port.*{port}"):
+            Telemetry(wanted, Notebook(), VirtualClock())
+    assert "rayzero-steps" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path):
+    wanted = plan(tmp_path, metrics={"jsonl": True})
+    (wanted.output_dir / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match="metrics cannot be written"):
+        Telemetry(wanted, Notebook(), VirtualClock())
