@@ -22,7 +22,7 @@ from rayzero.engine.config.old_names import OLD_NAMES, SHORTS
 from rayzero.engine.zero.placement import STAGES
 from rayzero.orchestrator.machine import EVENTS, Answer, Row, rows
 from rayzero.orchestrator.metrics.catalog import GROUPS as SERIES
-from rayzero.orchestrator.spec import Checkpoint, Recovery, Workers
+from rayzero.orchestrator.spec import Checkpoint, Metrics, Recovery, Workers
 from rayzero.orchestrator.states import State
 from rayzero.workers.faults import KINDS, usage
 from tests.house.source import ROOT
@@ -149,7 +149,10 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "old names": old_name_table,
         "keys": key_table,
     },
-    ROOT / "docs/metrics.md": {"series": series_table},
+    ROOT / "docs/metrics.md": {
+        "metrics": partial(settings_table, Metrics, "metrics"),
+        "series": series_table,
+    },
     ROOT / "docs/checkpoints.md": {
         "checkpoint": partial(settings_table, Checkpoint, "checkpoint"),
     },

@@ -11,7 +11,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.control.stopping import STOP_S
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.notices import Resumed, Warned, WorkersUp
+from rayzero.orchestrator.notices import Resumed, WorkersUp
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.states import State
 from rayzero.workers.messages import Crashed, Finished, Joined, LogLine, Report, Stopped
@@ -184,16 +184,6 @@ async def test_a_rank_that_finished_before_the_stop_does_not_hold_it_up(folder: 
     await settle()
     with pytest.raises(JobStoppedError):
         await stage.result()
-
-
-@played
-async def test_keys_that_do_nothing_yet_are_told_at_the_start(folder: Path):
-    stage = Stage(folder, metrics={"port": 9400})
-    await settle()
-    (warning,) = stage.notebook.of(Warned)
-    assert warning.text.startswith("metrics.port: 9400 is not in this version")
-    stage.controller.feed(ev.StopWanted())
-    await settle()
 
 
 @played
