@@ -19,9 +19,7 @@ def snapshot(tally: Tally, now: Now) -> dict[str, Any]:
     `loss` is [[step, loss], ...], thinned; `ranks` are those that said something; the lists of
     what happened are the newest entries, the oldest first.
     """
-    steps, facts, history = tally.steps, tally.facts, tally.history
-    gauges = steps.last.gauges if steps.last else {}
-    times, stored, least_most = tally.times(now), tally.checkpoints, tally.limits
+    facts, history, times = tally.facts, tally.history, tally.times(now)
     value: dict[str, Any] = {
         "format": FORMAT,
         "version": version("rayzero"),
@@ -33,25 +31,9 @@ def snapshot(tally: Tally, now: Now) -> dict[str, Any]:
         "began_s": tally.began.unix_s,
         "generation": tally.generation,
         "world_size": tally.world_size,
-        "workers": {"min": least_most[0], "max": least_most[1]},
-        "progress": {
-            "step": steps.step,
-            "steps": facts.steps,
-            "remaining_s": steps.remaining_s(facts.steps),
-            "step_s": steps.pace_s or None,
-            "tokens_per_s": steps.last.tokens_per_s if steps.last else None,
-            "tokens": steps.tokens,
-            "samples": steps.samples,
-            "last_step_at_s": steps.last_at_unix_s,
-        },
-        "training": {
-            "loss": steps.last.loss if steps.last else None,
-            "learning_rate": gauges.get("lr"),
-            "gradient_norm": gauges.get("grad_norm"),
-            "loss_scale": gauges.get("loss_scale"),
-            "model_flops_utilization": gauges.get("mfu"),
-            "skipped_steps": steps.skipped,
-        },
+        "workers": dict(zip(("min", "max"), tally.limits, strict=True)),
+        "progress": _progress(tally),
+        "training": _training(tally),
         "loss": history.loss.points(),
         "goodput": {
             "ratio": times.goodput,
@@ -64,7 +46,7 @@ def snapshot(tally: Tally, now: Now) -> dict[str, Any]:
         "faults": list(history.faults),
         "ways": list(history.ways),
         "checkpoints": list(history.checkpoints),
-        "checkpoint_failures": stored.failed,
+        "checkpoint_failures": tally.checkpoints.failed,
         "steps_redone": tally.troubles.steps_redone,
         "replicas": {
             "step": tally.replicas.step,
@@ -74,6 +56,33 @@ def snapshot(tally: Tally, now: Now) -> dict[str, Any]:
     }
     plain: dict[str, Any] = _plain(value)
     return plain
+
+
+def _progress(tally: Tally) -> dict[str, Any]:
+    steps, target = tally.steps, tally.facts.steps
+    return {
+        "step": steps.step,
+        "steps": target,
+        "remaining_s": steps.remaining_s(target),
+        "step_s": steps.pace_s or None,
+        "tokens_per_s": steps.last.tokens_per_s if steps.last else None,
+        "tokens": steps.tokens,
+        "samples": steps.samples,
+        "last_step_at_s": steps.last_at_unix_s,
+    }
+
+
+def _training(tally: Tally) -> dict[str, Any]:
+    last = tally.steps.last
+    gauges = last.gauges if last else {}
+    return {
+        "loss": last.loss if last else None,
+        "learning_rate": gauges.get("lr"),
+        "gradient_norm": gauges.get("grad_norm"),
+        "loss_scale": gauges.get("loss_scale"),
+        "model_flops_utilization": gauges.get("mfu"),
+        "skipped_steps": tally.steps.skipped,
+    }
 
 
 def _rank(rank: int, one: Rank) -> dict[str, Any]:
