@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
 
 
 class Clock(Protocol):
@@ -13,6 +14,9 @@ class Clock(Protocol):
 
     async def sleep(self, seconds: float) -> None:
         """Returns after that long. Can be cancelled."""
+
+    def timeout(self, seconds: float) -> AbstractAsyncContextManager[Any]:
+        """A block that raises TimeoutError when it takes longer; what it awaits is cancelled."""
 
 
 class SystemClock:
@@ -23,3 +27,6 @@ class SystemClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    def timeout(self, seconds: float) -> AbstractAsyncContextManager[Any]:
+        return asyncio.timeout(seconds)

@@ -77,6 +77,15 @@ class Generation:
         return frozenset(self._in)
 
     @property
+    def deserted(self) -> bool:
+        """Whether every member has left the user's function."""
+        return not self._in
+
+    def holds(self, worker: int) -> bool:
+        """Whether that member is in the user's function."""
+        return worker in self._in
+
+    @property
     def over(self) -> bool:
         """Whether some member's function returned: there is nothing left to resize for."""
         return bool(self._finished)

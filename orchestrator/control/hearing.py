@@ -79,7 +79,7 @@ class Hearing:
     def _passes(self, worker: int, message: Message) -> None:
         desk, generation = self._desk, self._desk.generation
         known, was_restored = len(generation.faults), generation.restored
-        still_in = generation.still_in
+        was_in = generation.holds(worker)
         for event in generation.take(worker, message, desk.now_s()):
             desk.feed(event)
             self._repairs.enter("load", desk.now_s())
@@ -87,7 +87,7 @@ class Hearing:
             self._repairs.enter("redo", desk.now_s())
         if len(generation.faults) > known:
             self._faults.crashed()
-        if isinstance(message, Finished) and worker in still_in - generation.still_in:
+        if isinstance(message, Finished) and was_in and not generation.holds(worker):
             desk.progress.count(message.counters)
             desk.progress.peak({"process": message.peak_rss_bytes})
             if generation.finished:

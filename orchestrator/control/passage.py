@@ -114,7 +114,7 @@ class Passage:
         generation.fenced = True
         for worker in generation.still_in:
             desk.tasks.spawn(self.break_off(worker))
-        if not await desk.happens(FENCE_S, lambda: not generation.still_in):
+        if not await desk.happens(FENCE_S, lambda: generation.deserted):
             for worker in generation.still_in:
                 self._faults.abandon(worker, f"it did not unwind within {FENCE_S:g} s")
         await self._faults.buried()
@@ -126,7 +126,7 @@ class Passage:
         for worker in generation.still_in:
             command = desk.ports.workers.drain(worker, generation.number)
             desk.tasks.spawn(desk.ask(worker, command))
-        await desk.bell.until(lambda: not generation.still_in)
+        await desk.bell.until(lambda: generation.deserted)
         if not generation.finished:  # then the job is done, and that is told elsewhere
             desk.feed(ev.Fenced(passage))
 
@@ -189,6 +189,7 @@ class Passage:
             way.store = await self._store_on(places[0].worker)
         host, port = desk.crew.info(way.store[0]), way.store[1]
         self._vaults.used(worker.node_id for worker in members)
+        remote = desk.sends_to_others
         for place in places:
             assign = Assign(
                 generation=number,
@@ -201,7 +202,7 @@ class Passage:
                 vault=desk.vaults.get(desk.crew.info(place.worker).node_id, ""),
                 restore=way.restore,
                 shares=shares,
-                remote=desk.sends_to_others,
+                remote=remote,
                 faults=desk.injected,
             )
             desk.generation.enters(place.worker)

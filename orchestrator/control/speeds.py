@@ -33,7 +33,7 @@ class Speeds:
     def add(self, worker: int, report: Report) -> None:
         """A worker of this generation finished a step."""
         gauges = report.gauges
-        if "exposed_comm_s" not in gauges or worker not in self._members:
+        if "exposed_comm_s" not in gauges or self._desk.generation.rank_of(worker) is None:
             return  # there is no engine that measures
         compute_s = gauges["step_s"] - gauges["exposed_comm_s"]
         # Only ratios count, and the global batch is constant: a share stands for its samples.

@@ -44,9 +44,7 @@ class Stopping:
                 desk.tasks.spawn(desk.ask(worker, command))
             # Half of the time for the step at hand; none of it when a rank is lost on the way,
             # because its peers would only wait for it.
-            await desk.happens(
-                notice_s / 2, lambda: not generation.still_in or bool(generation.faults)
-            )
+            await desk.happens(notice_s / 2, lambda: generation.deserted or bool(generation.faults))
         self._unwind(softly=False)
         await self._left(min(STOP_S, until_s - desk.now_s()))
         sets = complete_sets(await self._vaults.inventory())
@@ -63,10 +61,10 @@ class Stopping:
 
     async def _left(self, limit_s: float) -> bool:
         generation = self._desk.generation
-        return await self._desk.happens(limit_s, lambda: not generation.still_in)
+        return await self._desk.happens(limit_s, lambda: generation.deserted)
 
     def _end(self) -> None:
-        if self._desk.generation.still_in:
+        if not self._desk.generation.deserted:
             self._desk.feed(ev.StopTimedOut())
         else:
             self._desk.feed(ev.TrainingStopped())

@@ -33,7 +33,7 @@ class Vigil:
         while True:
             await self._desk.ports.clock.sleep(LOOK_S)
             generation = self._desk.generation
-            if generation.fenced or not generation.still_in:
+            if generation.fenced or generation.deserted:
                 continue
             ranks = {worker: self._watched(worker) for worker in sorted(generation.still_in)}
             stall = find_stall(list(ranks.values()), self._desk.plan.setup.hang_timeout_s)

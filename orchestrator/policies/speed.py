@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -69,11 +70,14 @@ class Speed:
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
+        self._typical_s: list[float] = []
+        """Every worker's that has one, in order: thousands of workers ask for medians of it."""
 
     def begin(self, workers: Sequence[int]) -> None:
         """A generation of these workers begins. Those who stay are still known; the split of the
         samples may be another one now, so times are measured anew."""
         self._records = {worker: self._records.get(worker, _Record()) for worker in workers}
+        self._typical_s.clear()
         for record in self._records.values():
             record.compute_s.clear()
             record.typical_s = None
@@ -91,13 +95,14 @@ class Speed:
             record.samples_per_s.append(samples / compute_s)
         if len(record.compute_s) < WINDOW:
             return None
+        if record.typical_s is not None:
+            del self._typical_s[bisect_left(self._typical_s, record.typical_s)]
+        others_s = _median(self._typical_s)
         record.typical_s = median(record.compute_s)
-        others = [
-            other.typical_s
-            for key, other in self._records.items()
-            if key != worker and other.typical_s is not None
-        ]
-        return self._judge(worker, record, record.typical_s, median(others)) if others else None
+        insort(self._typical_s, record.typical_s)
+        if others_s is None:
+            return None
+        return self._judge(worker, record, record.typical_s, others_s)
 
     def samples_per_s(self, workers: Sequence[int]) -> tuple[float | None, ...]:
         """Measured samples per compute second; None for a worker with too few steps."""
@@ -118,3 +123,10 @@ class Speed:
             return None
         record.slow, record.against = slow, 0
         return SpeedChange(worker, slow, compute_s, others_s)
+
+
+def _median(ordered: Sequence[float]) -> float | None:
+    middle = len(ordered) // 2
+    if not ordered:
+        return None
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

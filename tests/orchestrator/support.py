@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,12 +25,26 @@ from tests.orchestrator.world import Group, Shelf, World
 N = TypeVar("N")
 
 
+class _Alarm:
+    """Ends a block's time; like a future, but for a block."""
+
+    def __init__(self, limit: asyncio.Timeout) -> None:
+        self._limit = limit
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, _: None) -> None:
+        with suppress(RuntimeError):  # the block is over
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+
 class VirtualClock:
     """Stands still until it is turned."""
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._sleepers: list[tuple[float, int, asyncio.Future[None] | _Alarm]] = []
         self._order = count()
 
     def now(self) -> float:
@@ -39,6 +54,11 @@ class VirtualClock:
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), woken))
         await woken
+
+    def timeout(self, seconds: float) -> asyncio.Timeout:
+        limit = asyncio.timeout(None)
+        heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), _Alarm(limit)))
+        return limit
 
     async def turn(self, seconds: float) -> None:
         """Lets that much time pass, sleeper by sleeper, and everything happen that follows."""

@@ -1,0 +1,192 @@
+"""What the controller costs: simulated workers that heartbeat, take steps, and die.
+
+The controller is the real one, in real time, in a process of its own; the workers and vaults are
+rows in another process (`control_world`), behind a pipe. Each death is one repair, and one way to
+the full size again. Measured are the share of a core, and the time from a death to the first
+order that answers it (pipe included).
+
+    python -m benchmarks.control_plane --workers 250,1000,4000 --seconds 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import time
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median, quantiles
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.control_group import PaperGroup
+from benchmarks.control_world import Scale, run
+from benchmarks.machine import facts, told
+from rayzero.engine.validation import validated
+from rayzero.orchestrator import events as ev
+from rayzero.orchestrator.clock import SystemClock
+from rayzero.orchestrator.control.desk import Ports
+from rayzero.orchestrator.controller import Controller
+from rayzero.orchestrator.errors import JobStoppedError
+from rayzero.orchestrator.notices import Notice, Repaired, StateEntered
+from rayzero.orchestrator.plan import JobPlan, make_plan
+from rayzero.orchestrator.policies.recovery import Stored
+from rayzero.orchestrator.spec import JobSpec
+from rayzero.orchestrator.states import State
+
+WARMUP_S = 3.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size.
+
+    Args:
+        core: the controller's CPU seconds a second.
+        quiet_core: the same before the first fault.
+        answer_ms: from a death to the first order, at the 50th and the 99th percentile, and most.
+        repair_s: medians, from a death's notice to the next finished step, less that step.
+    """
+
+    workers: int
+    seconds: float
+    core: float
+    quiet_core: float
+    faults: int
+    repairs: int
+    answer_ms: tuple[float, float, float]
+    repair_s: float
+
+
+class _Nothing:
+    """An archive without checkpoints."""
+
+    async def begin(self) -> Stored | None:
+        return None
+
+    async def newest(self, excluding: frozenset[int]) -> Stored | None:
+        return None
+
+
+class _Sights:
+    """What is counted of the job's notices."""
+
+    def __init__(self) -> None:
+        self.running = asyncio.Event()
+        self.repaired_s: list[float] = []
+
+    def see(self, notice: Notice) -> None:
+        if isinstance(notice, StateEntered) and notice.state is State.RUNNING:
+            self.running.set()
+        elif isinstance(notice, Repaired):
+            self.repaired_s.append(notice.total_s)
+
+
+def make_job(folder: str, workers: int) -> JobPlan:
+    document = {
+        "name": "control-plane",
+        "entrypoint": "nothing:runs",
+        "workers": {"min": max(1, workers // 2), "max": workers},
+        "checkpoint": {"path": folder},
+        "recovery": {"max_faults": 10**6},
+    }
+    return make_plan(validated(JobSpec, document, "job"), "nothing:runs")
+
+
+async def measure(scale: Scale, seconds: float, pipe: Connection, folder: str) -> Row:
+    """One size: some quiet seconds, then those with faults."""
+    group: Any = PaperGroup(pipe)
+    sights = _Sights()
+    nothing: Any = _Nothing()
+    ports = Ports(group, group, nothing, sights, SystemClock())
+    controller = Controller(make_job(folder, scale.workers), ports)
+    job = asyncio.ensure_future(controller.run())
+    try:
+        async with asyncio.timeout(60):
+            await sights.running.wait()
+        await asyncio.sleep(WARMUP_S)
+        quiet = await _cpu_share(WARMUP_S)
+        group.strike(scale.fault_s)
+        share = await _cpu_share(seconds)
+    finally:
+        controller.feed(ev.StopWanted())
+        await asyncio.gather(job, return_exceptions=True)
+        group.end()
+    if not isinstance(error := job.exception(), JobStoppedError):
+        raise RuntimeError(f"the job did not go on to the end: {error}")
+    hundredths = quantiles(group.answers_s, n=100) if len(group.answers_s) > 1 else [0.0] * 99
+    p50, p99, most = hundredths[49], hundredths[98], max(group.answers_s, default=0.0)
+    return Row(
+        workers=scale.workers,
+        seconds=seconds,
+        core=share,
+        quiet_core=quiet,
+        faults=group.deaths,
+        repairs=len(sights.repaired_s),
+        answer_ms=(p50 * 1e3, p99 * 1e3, most * 1e3),
+        repair_s=median(sights.repaired_s or [0.0]),
+    )
+
+
+async def _cpu_share(seconds: float) -> float:
+    cpu_s, wall_s = time.process_time(), time.monotonic()
+    await asyncio.sleep(seconds)
+    return (time.process_time() - cpu_s) / (time.monotonic() - wall_s)
+
+
+def one_size(scale: Scale, seconds: float, seed: int) -> Row:
+    ours, theirs = multiprocessing.Pipe()
+    world = multiprocessing.get_context("spawn").Process(
+        target=run, args=(scale, theirs, seed), daemon=True
+    )
+    world.start()
+    theirs.close()
+    try:
+        with TemporaryDirectory() as folder:
+            return asyncio.run(measure(scale, seconds, ours, folder))
+    finally:
+        world.join(5.0)
+        world.kill()
+
+
+def show(rows: list[Row], console: Console) -> None:
+    console.print(told(facts()))
+    table = Table("workers", "core", "core, quiet", "faults", "repairs", "p50 ms", "p99 ms", "most")
+    for one in rows:
+        times = (f"{value:.1f}" for value in one.answer_ms)
+        share = f"{one.core:.1%}", f"{one.quiet_core:.1%}"
+        table.add_row(str(one.workers), *share, str(one.faults), str(one.repairs), *times)
+    console.print(table)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.control_plane",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--workers", default="250,1000,4000", help="sizes, separated by commas")
+    parser.add_argument("--seconds", type=float, default=20.0, help="with faults, for each size")
+    parser.add_argument("--fault-s", type=float, default=1.0, help="seconds between two faults")
+    parser.add_argument("--step-s", type=float, default=1.0, help="seconds between two steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
+    options = parser.parse_args()
+    rows = []
+    for workers in map(int, options.workers.split(",")):
+        scale = Scale(workers, step_s=options.step_s, fault_s=options.fault_s)
+        rows.append(one_size(scale, options.seconds, options.seed))
+    show(rows, Console())
+    if options.json:
+        options.json.write_text(json.dumps([asdict(one) for one in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()
