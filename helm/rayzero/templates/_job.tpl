@@ -15,7 +15,7 @@
 {{- end -}}
 {{- if .Values.metrics.enabled -}}
 {{- $port := include "rayzero.metrics.port" . | int -}}
-{{- $_ := set $job "metrics" (merge (dict "port" $port) ($job.metrics | default dict)) -}}
+{{- $_ := set $job "metrics" (merge (dict "port" $port "host" "0.0.0.0") ($job.metrics | default dict)) -}}
 {{- end -}}
 {{- mustToPrettyJson $job -}}
 {{- end -}}
