@@ -219,7 +219,7 @@ def test_a_stop_has_time_for_the_last_checkpoint(scenario: str) -> None:
         spec = pod_of(objects, role)["spec"]
         assert spec["terminationGracePeriodSeconds"] > notice_s
     told = pod_of(objects, "worker")["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]
-    assert f"--deadline-remaining-seconds {notice_s};" in told["command"][-1]
+    assert told["command"] == ["python", "-m", "rayzero.workers.notice", str(notice_s)]
 
 
 @WITH_SCENARIOS

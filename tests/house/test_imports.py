@@ -38,6 +38,7 @@ RAY_MODULES = {
     "rayzero.orchestrator.vault_group",
     "rayzero.orchestrator.worker_group",
     "rayzero.workers.actor",
+    "rayzero.workers.notice",
     "rayzero.workers.vault_actor",
 }
 # The only modules that call collectives; engine/comm/collectives.py counts what passes.

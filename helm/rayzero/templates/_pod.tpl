@@ -68,13 +68,7 @@ spec:
       lifecycle:
         preStop:
           exec:
-            command:
-              - /bin/sh
-              - -c
-              - >-
-                ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION
-                --reason-message "the pod is being ended"
-                --deadline-remaining-seconds {{ $notice }}; sleep {{ $notice }}
+            command: [python, -m, rayzero.workers.notice, {{ $notice | quote }}]
       {{- end }}
       {{- end }}
       env:
