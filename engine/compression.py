@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -33,25 +34,38 @@ _CODECS: Mapping[str, Callable[[CompressionConfig], Codec]] = {
 }
 
 
-def make_way(config: EngineConfig, recipe: Recipe, factor: float) -> GradientWay:
-    """How gradients travel.
+@dataclass(frozen=True)
+class Compression:
+    """How a config lets gradients travel.
 
-    Args:
-        factor: what summed gradients are still to be multiplied by, but for the loss scale.
+    Attributes:
+        codec: None where they travel as they are, or as `rank` factors.
+        rank: of low-rank factors; 0 for none.
+        feedback: whether what is lost comes back with the next gradients.
+        one_bit: momenta travel, as 1-bit Adam's.
+    """
+
+    codec: Codec | None = None
+    rank: int = 0
+    feedback: bool = False
+    one_bit: bool = False
+
+
+def compression_of(config: EngineConfig) -> Compression:
+    """What a config asks for.
 
     Raises:
-        ConfigError: two keys ask for different things, or what is asked for cannot be used here.
+        ConfigError: two keys ask for different things, or what is asked for cannot be had.
     """
     check_weights(config)
-    name = _asked(config)
-    factor /= recipe.precision.scaler.value
+    name, section = _asked(config), config.rayzero.compression
     if config.optimizer is not None and config.optimizer.type == "OneBitAdam":
-        return _one_bit(config, recipe, name, factor)
+        _check_one_bit(config, name)
+        return Compression(SignCodec(section.block_size or 128), feedback=True, one_bit=True)
     if name == "none":
-        return PlainWay(recipe.collectives)
-    section = config.rayzero.compression
+        return Compression()
     if name == "lowrank":
-        return LowRankWay(section.rank, recipe.collectives, recipe.device, factor=factor)
+        return Compression(rank=section.rank, feedback=True)
     codec = _CODECS[name](section)
     feedback = codec.needs_feedback if section.error_feedback is None else section.error_feedback
     if codec.needs_feedback and not feedback:
@@ -60,7 +74,27 @@ def make_way(config: EngineConfig, recipe: Recipe, factor: float) -> GradientWay
             "every gradient",
             allowed="true, or leave it out",
         )
-    return CodedWay(codec, recipe.collectives, recipe.device, feedback=feedback, factor=factor)
+    return Compression(codec, feedback=feedback)
+
+
+def make_way(config: EngineConfig, recipe: Recipe, factor: float) -> GradientWay:
+    """How gradients travel.
+
+    Args:
+        factor: what summed gradients are still to be multiplied by, but for the loss scale.
+
+    Raises:
+        ConfigError: as `compression_of`.
+    """
+    asked, collectives, device = compression_of(config), recipe.collectives, recipe.device
+    factor /= recipe.precision.scaler.value
+    if asked.rank:
+        return LowRankWay(asked.rank, collectives, device, factor=factor)
+    if asked.codec is None:
+        return PlainWay(collectives)
+    if asked.one_bit:
+        return OneBitWay(asked.codec, collectives, device, factor=factor)
+    return CodedWay(asked.codec, collectives, device, feedback=asked.feedback, factor=factor)
 
 
 def make_weight_way(config: EngineConfig, recipe: Recipe) -> WeightWay:
@@ -73,10 +107,15 @@ def make_weight_way(config: EngineConfig, recipe: Recipe) -> WeightWay:
     zero, section = config.zero_optimization, config.rayzero.compression
     way: WeightWay = PlainGathers(collectives)
     if zero.zero_quantized_weights:
-        way = CodedGathers(Int8Codec(section.block_size or 256), collectives, device)
+        way = CodedGathers(weight_codec(section), collectives, device)
     elastic = current_session() is not None
     size = group_size(zero.zero_hpz_partition_size, collectives.world_size, elastic=elastic)
     return way if size == 1 else NearGathers(way, collectives, size, device)
+
+
+def weight_codec(section: CompressionConfig) -> Codec:
+    """What `zero_quantized_weights` makes of weights on the wire."""
+    return Int8Codec(section.block_size or 256)
 
 
 def group_size(asked: int, world_size: int, *, elastic: bool) -> int:
@@ -152,12 +191,8 @@ def _asked(config: EngineConfig) -> str:
     return next(iter(wishes.values()), "none")
 
 
-def _one_bit(config: EngineConfig, recipe: Recipe, name: str, factor: float) -> OneBitWay:
-    """What 1-bit Adam's momenta travel by.
-
-    Raises:
-        ConfigError: it cannot be used with something else in the config.
-    """
+def _check_one_bit(config: EngineConfig, name: str) -> None:
+    """Raises ConfigError: 1-bit Adam cannot be used with something else in the config."""
     stage, clip = config.zero_optimization.stage, config.gradient_clipping
     if stage != 0:
         raise ConfigError(
@@ -179,5 +214,3 @@ def _one_bit(config: EngineConfig, recipe: Recipe, name: str, factor: float) -> 
             f"travel as {name}",
             fix="leave one out",
         )
-    codec = SignCodec(config.rayzero.compression.block_size or 128)
-    return OneBitWay(codec, recipe.collectives, recipe.device, factor=factor)

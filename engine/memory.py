@@ -39,7 +39,8 @@ def resting_bytes(runtime: ZeroRuntime, optimizer: LocalOptimizer) -> dict[str, 
         main_weights=0,
         main_grads=0,
         optimizer_state=0,
-        error_feedback=sum(one.feedback.nbytes for one in runtime.way.kept),
+        error_feedback=sum(one.feedback.nbytes for one in runtime.way.kept)
+        + sum(one.nbytes for _, one in runtime.way.shared()),
         second_shards=way.kept_bytes if way is not None else 0,
         slots=sum(one.nbytes for one in slots) + gathered,
         staging=runtime.collectives.staging_bytes

@@ -72,8 +72,9 @@ class LowRankSums:
         large = [spec for spec in layout.params if _gains(spec, rank)]
         lefts = [spec.shape[0] * rank for spec in large]
         rights = [spec.numel // spec.shape[0] * rank for spec in large]
-        self._first = self._buffer(sum(lefts) + sum(spec.numel for spec in small), kept)
-        self._second = self._buffer(sum(rights), kept)
+        first, second = buffer_numels(layout, rank)
+        self._first = collectives.zeros(first, kept.dtype, kept.device)
+        self._second = collectives.zeros(second, kept.dtype, kept.device)
         left, right = _cut(self._first, lefts), _cut(self._second, rights)
         self.factored: dict[int, Factored] = {}
         self._whole: dict[int, Tensor] = {}  # what travels as it is, in the first buffer
@@ -156,10 +157,26 @@ class LowRankSums:
         self._read.append(pending)
         return pending
 
-    def _buffer(self, numel: int, like: Tensor) -> Tensor:
-        """For an all-reduce, which cuts it into equal parts."""
-        step = ALIGN * self._collectives.world_size
-        return self._collectives.zeros(-(-max(numel, 1) // step) * step, like.dtype, like.device)
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes that factors pass through."""
+        return self._first.nbytes + self._second.nbytes
+
+
+def basis_numel(layout: UnitLayout, rank: int) -> int:
+    """Elements of the right factors that are kept for the next sum."""
+    large = [spec for spec in layout.params if _gains(spec, rank)]
+    return sum(spec.numel // spec.shape[0] * rank for spec in large)
+
+
+def buffer_numels(layout: UnitLayout, rank: int) -> tuple[int, int]:
+    """Elements of the two buffers, each for an all-reduce, which cuts it into equal parts."""
+    left = sum(spec.shape[0] * rank if _gains(spec, rank) else spec.numel for spec in layout.params)
+    step = ALIGN * layout.world_size
+    first, second = (
+        -(-max(numel, 1) // step) * step for numel in (left, basis_numel(layout, rank))
+    )
+    return first, second
 
 
 def _gains(spec: ParamSpec, rank: int) -> bool:

@@ -67,6 +67,11 @@ def moves(plans: Sequence[UnitPlan], share: float) -> list[bool]:
     return found
 
 
+def piece_numel(config: ZeroConfig) -> int:
+    """The most elements that come from a file at once."""
+    return max(ALIGN, int(config.sub_group_size) // ALIGN * ALIGN)
+
+
 def plan_offload(
     config: ZeroConfig, precision: Precision, device: torch.device, collectives: Collectives
 ) -> Offload:
@@ -83,9 +88,8 @@ def plan_offload(
     if asked.device == "cpu":
         home = HostHome(precision, link, weights)
     elif asked.nvme_path is not None and asked.device == "nvme":
-        numel = max(ALIGN, int(config.sub_group_size) // ALIGN * ALIGN)
-        folder = Path(asked.nvme_path)
-        home = DiskHome(precision, link, weights, folder, asked.buffer_count, numel)
+        folder, most = Path(asked.nvme_path), piece_numel(config)
+        home = DiskHome(precision, link, weights, folder, asked.buffer_count, most)
     path = None
     if link.apart and weights is Place.HOST:
         path = HostPath(link, collectives, device)

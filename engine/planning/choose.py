@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rayzero.engine.compression import compression_of
 from rayzero.engine.config import EngineConfig, parse_config
+from rayzero.engine.errors import ConfigError
 from rayzero.engine.planning.estimate import Estimate, Planner
 
 RESERVED = 0.1
@@ -41,7 +43,12 @@ class Setting:
             zero.pop(key, None)
             if wanted:
                 zero[key] = {"device": "cpu"}
-        return parse_config({**document, "zero_optimization": zero})
+        if self.stage < 3 or self.offload_param:  # ways to gather weights on the device
+            for key in ("zero_hpz_partition_size", "zero_quantized_weights"):
+                zero.pop(key, None)
+        config = parse_config({**document, "zero_optimization": zero})
+        compression_of(config)
+        return config
 
 
 SETTINGS = (
@@ -70,7 +77,7 @@ class Choice:
 def choices(
     planner: Planner, document: dict[str, Any], world_size: int, gpu_bytes: int | None = None
 ) -> list[Choice]:
-    """Every setting, cheapest step first.
+    """Every setting that the config can be had with, cheapest step first.
 
     Args:
         document: an engine config; its stage and offload are replaced.
@@ -79,9 +86,14 @@ def choices(
     Raises:
         ConfigError: the config is wrong, does not fit the world, or the model cannot be traced.
     """
-    found = []
+    found: list[Choice] = []
     for setting in SETTINGS:
-        config = setting.applied(document)
+        try:
+            config = setting.applied(document)
+        except ConfigError:
+            if setting is SETTINGS[-1] and not found:
+                raise
+            continue  # 1-bit Adam, for one, is of stage 0
         estimate = planner.estimate(config, world_size, recomputed=setting.recomputed)
         fits = None
         if gpu_bytes is not None:

@@ -9,11 +9,14 @@ import torch
 from torch import nn
 
 from rayzero.engine.config import EngineConfig, solve_batches
+from rayzero.engine.config.zero import ZeroConfig
 from rayzero.engine.factory import GRAD_SLOTS, plan_units
 from rayzero.engine.layout.units import name_params, plan_blocks
-from rayzero.engine.optim.build import maker
-from rayzero.engine.planning.resting import Shape, resting_bytes, state_itemsize
+from rayzero.engine.optim.build import groups_for
+from rayzero.engine.optim.groups import find_groups, no_groups
+from rayzero.engine.planning.resting import Shape, resting_bytes, state_itemsizes
 from rayzero.engine.planning.trace import MakeBatch, Trace, fake_tensors, trace
+from rayzero.engine.planning.travelling import travelling_bytes
 from rayzero.engine.precision.choose import choose_precision
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.placement import STAGES
@@ -26,6 +29,7 @@ class Estimate:
     Attributes:
         device_bytes: by class, on the accelerator, or in the process's memory without one.
         host_bytes: by class, of what is offloaded.
+        disk_bytes: by class, of what rests in files.
         flops: of a micro-step on one rank; 0 without a batch.
     """
 
@@ -33,11 +37,15 @@ class Estimate:
     recomputed: bool
     device_bytes: dict[str, int]
     host_bytes: dict[str, int] = field(default_factory=dict)
+    disk_bytes: dict[str, int] = field(default_factory=dict)
     flops: int = 0
 
     @property
     def device_total_bytes(self) -> int:
-        return sum(self.device_bytes.values())
+        """The most at once: activations and the optimizer's copies of gradients never meet."""
+        found = self.device_bytes
+        passing = [found.get(name, 0) for name in ("activations", "grad_copies")]
+        return sum(found.values()) - min(passing)
 
     @property
     def host_total_bytes(self) -> int:
@@ -71,16 +79,20 @@ class Planner:
             ConfigError: the config does not fit the world, or the model cannot be traced.
         """
         zero = config.zero_optimization
-        stage = STAGES[zero.stage].on(world_size)
+        stage = STAGES[zero.stage].on(world_size, moves=_moves(zero))
         precision = choose_precision(config, torch.device("cpu"))
         with fake_tensors():
             model = self._make_model()
-            params = name_params(model, {one: 0 for one in model.parameters() if one.requires_grad})
+            trains = any(one.requires_grad for one in model.parameters())
+            found = find_groups(model, None, None) if trains else no_groups(model)
+            groups = groups_for(config.optimizer, model, found)
+            params = name_params(model, groups.of)
             plans = plan_units(model, params, config, stage, world_size)
-        itemsize = state_itemsize(maker(config.optimizer), torch.float32) if config.optimizer else 0
-        shape = Shape(stage, precision, itemsize, GRAD_SLOTS, config.rayzero.slots, zero)
+        itemsizes = state_itemsizes(config.optimizer, groups.options)
+        shape = Shape(stage, precision, itemsizes, GRAD_SLOTS, config.rayzero.slots, zero)
         resting = resting_bytes(plans, shape)
-        device, host = dict(resting.device), dict(resting.host)
+        device, host, disk = dict(resting.device), dict(resting.host), dict(resting.disk)
+        device |= travelling_bytes(plans, config, stage, precision, world_size, GRAD_SLOTS)
         planned = {param for plan in plans for param in plan.params}
         device["model_weights"] = device.get("model_weights", 0) + sum(
             one.param.numel() * precision.model_dtype(one.param.dtype).itemsize
@@ -88,14 +100,14 @@ class Planner:
             if one.param not in planned
         )
         if self._make_batch is None:
-            return Estimate(config, recomputed, device, host)
+            return Estimate(config, recomputed, device, host, disk)
         micro_batch = solve_batches(config, world_size).micro_batch
         key = precision.model_dtype(torch.float32), micro_batch, recomputed
         if key not in self._traces:
             self._traces[key] = self._trace(precision, micro_batch, recomputed)
-        found = self._traces[key]
-        device["activations"] = found.activation_bytes
-        return Estimate(config, recomputed, device, host, found.flops)
+        traced = self._traces[key]
+        device["activations"] = traced.activation_bytes
+        return Estimate(config, recomputed, device, host, disk, traced.flops)
 
     def _trace(self, precision: Precision, micro_batch: int, recomputed: bool) -> Trace:
         if self._make_batch is None:
@@ -104,6 +116,11 @@ class Planner:
             model = self._make_model()
             blocks = _blocks(model) if recomputed else []
             return trace(model, precision, self._make_batch(micro_batch), blocks)
+
+
+def _moves(zero: ZeroConfig) -> bool:
+    """Whether shards rest in other memory than the device's."""
+    return zero.offload_optimizer.device != "none" or zero.offload_param.device != "none"
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from rayzero.engine.config import OptimizerConfig
 from rayzero.engine.config.zero import ZeroConfig
 from rayzero.engine.layout.units import UnitPlan
-from rayzero.engine.offload.plan import moves
+from rayzero.engine.offload.plan import moves, piece_numel
+from rayzero.engine.optim.build import maker
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.placement import Placement, Stage
 
@@ -22,7 +25,8 @@ class Shape:
 
     Attributes:
         stage: its row on the world at hand.
-        state_itemsize: bytes of optimizer state for each element of main weights.
+        state_itemsizes: bytes of optimizer state for each element of main weights, by parameter
+            group.
         grad_slots: how many units of gradients pass through at once, where they rest sharded.
         weight_slots: how many blocks of weights are gathered at once, where they rest sharded.
         offload: the config's section, for `offload_optimizer` and `offload_param`.
@@ -30,7 +34,7 @@ class Shape:
 
     stage: Stage
     precision: Precision
-    state_itemsize: float
+    state_itemsizes: Sequence[float]
     grad_slots: int
     weight_slots: int
     offload: ZeroConfig
@@ -57,6 +61,7 @@ def resting_bytes(plans: Sequence[UnitPlan], shape: Shape) -> Resting:
         _weights(plan, shape, found)
         if plan.trainable:
             _trained(plan, shape, found, moved)
+    found.host["staging"] += _disk_buffers(plans, shape)
     found.device["slots"] += _grad_slots(plans, shape) + _weight_slots(plans, shape)
     return found
 
@@ -71,8 +76,7 @@ def _weights(plan: UnitPlan, shape: Shape, found: Resting) -> None:
 def _trained(plan: UnitPlan, shape: Shape, found: Resting, moved: bool) -> None:
     """Main weights, main grads and optimizer state."""
     layout, original = plan.layout, plan.params[0].dtype
-    shards = shape.stage.optimizer_state is Placement.SHARDED
-    owned = layout.shard_numel if shards else layout.numel
+    owned = _owned(plan, shape)
     main = shape.precision.main_dtype(original)
     grad = shape.precision.grad_dtype(original)
     rest = found.device
@@ -80,15 +84,67 @@ def _trained(plan: UnitPlan, shape: Shape, found: Resting, moved: bool) -> None:
         rest = found.disk if shape.offload.offload_optimizer.device == "nvme" else found.host
     weights_on_host = shape.offload.offload_param.device == "cpu"
     together = weights_on_host == (rest is found.host) and rest is not found.disk
+    together |= rest is found.disk and not _main_item(plan, shape)
     if main is not shape.precision.model_dtype(original) or not together:
         rest["main_weights"] += owned * main.itemsize
-    rest["optimizer_state"] += round(owned * shape.state_itemsize)
+    rest["optimizer_state"] += _state(plan, owned, shape)
+    if grad is not main:  # what the optimizer is given, as long as its step
+        if moved:
+            found.host["grad_copies"] = max(found.host["grad_copies"], owned * main.itemsize)
+        else:
+            found.device["grad_copies"] += owned * main.itemsize
     if moved:
         found.host["main_grads"] += owned * grad.itemsize
     if shape.stage.main_grads is not Placement.SHARDED:
         found.device["main_grads"] += layout.numel * grad.itemsize
     elif not moved:
         found.device["main_grads"] += layout.shard_numel * grad.itemsize
+
+
+def _state(plan: UnitPlan, owned: int, shape: Shape) -> int:
+    """Of the rank that has most of it: groups may lie apart."""
+    if not shape.state_itemsizes:
+        return 0
+    starts = range(0, plan.layout.numel, owned)
+    return max(_state_from(plan, slice(start, start + owned), shape) for start in starts)
+
+
+def _state_from(plan: UnitPlan, within: slice, shape: Shape) -> int:
+    found = 0.0
+    for group, part in plan.layout.runs(within):
+        found += (part.stop - part.start) * shape.state_itemsizes[group]
+    return round(found)
+
+
+def _disk_buffers(plans: Sequence[UnitPlan], shape: Shape) -> int:
+    """What pieces on their way from a file and back lie in."""
+    asked = shape.offload.offload_optimizer
+    if asked.device != "nvme":
+        return 0
+    most = piece_numel(shape.offload)
+    pieces = longest = 0
+    item = 0.0
+    for plan, moved in zip(plans, moves(plans, asked.ratio), strict=True):
+        if moved:
+            owned = _owned(plan, shape)
+            pieces += -(-owned // most)
+            longest = max(longest, min(owned, most))
+            item = max(item, _main_item(plan, shape) + max(shape.state_itemsizes, default=0.0))
+    return round(min(asked.buffer_count, pieces) * longest * item)
+
+
+def _main_item(plan: UnitPlan, shape: Shape) -> int:
+    """Bytes of a main weight in a file: none, where it is a model weight in host memory."""
+    original = plan.params[0].dtype
+    main = shape.precision.main_dtype(original)
+    native = main is shape.precision.model_dtype(original)
+    return 0 if native and shape.offload.offload_param.device == "cpu" else main.itemsize
+
+
+def _owned(plan: UnitPlan, shape: Shape) -> int:
+    """Elements that this rank updates."""
+    shards = shape.stage.optimizer_state is Placement.SHARDED
+    return plan.layout.shard_numel if shards else plan.layout.numel
 
 
 def _grad_slots(plans: Sequence[UnitPlan], shape: Shape) -> int:
@@ -118,18 +174,30 @@ def _weight_slots(plans: Sequence[UnitPlan], shape: Shape) -> int:
     return sum(blocks[one] for one in around) + turns * (ring[0] if ring else 0)
 
 
-def state_itemsize(make: object, dtype: torch.dtype) -> float:
-    """Bytes of optimizer state for each element, as seen on a small parameter.
+def state_itemsizes(
+    config: OptimizerConfig | None, groups: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """Bytes of optimizer state for each element of every group, as seen on small parameters.
 
     Args:
-        make: makes the torch optimizer of a list of parameter groups.
+        config: whose optimizer; without one there is no state.
+        groups: the options of each group.
     """
-    if not callable(make):
-        raise TypeError("a function of parameter groups is needed")
-    param = nn.Parameter(torch.zeros(8, 8, dtype=dtype))
-    optimizer = make([{"params": [param]}])
-    param.grad = torch.zeros_like(param)
+    if config is None:
+        return []
+    params = [nn.Parameter(torch.zeros(8, 8)) for _ in groups]
+    optimizer = maker(config)(
+        [{**group, "params": [one]} for group, one in zip(groups, params, strict=True)]
+    )
+    for one in params:
+        one.grad = torch.zeros_like(one)
     optimizer.step()
-    state = optimizer.state[param].values()
-    large = [one for one in state if isinstance(one, torch.Tensor) and one.ndim]
-    return sum(one.nbytes for one in large) / param.numel()
+    return [
+        sum(
+            value.nbytes
+            for value in optimizer.state[one].values()
+            if isinstance(value, torch.Tensor) and value.ndim
+        )
+        / one.numel()
+        for one in params
+    ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.codecs.sign import SignCodec
+from rayzero.engine.comm.codecs.codec import Codec
 from rayzero.engine.comm.coded import CodedSums
 from rayzero.engine.comm.collectives import Collectives, Pending, Sums
 from rayzero.engine.comm.pending import Then
@@ -90,7 +90,7 @@ class OneBitWay:
     """Gradients travel as they are, and once variances are frozen, momenta as signs."""
 
     def __init__(
-        self, codec: SignCodec, collectives: Collectives, device: torch.device, *, factor: float
+        self, codec: Codec, collectives: Collectives, device: torch.device, *, factor: float
     ) -> None:
         self._collectives = collectives
         self._momenta = Momenta(factor)

@@ -146,8 +146,6 @@ class LowRankWay:
         factor: see `GradientWay`.
     """
 
-    buffer_bytes = 0
-
     def __init__(
         self, rank: int, collectives: Collectives, device: torch.device, *, factor: float
     ) -> None:
@@ -175,6 +173,10 @@ class LowRankWay:
     def forget(self) -> None:
         for sums in self._sums:
             sums.start_anew()
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(sums.buffer_bytes for sums in self._sums)
 
     def rescale(self, ratio: float) -> None:
         _rescale(self.kept, ratio)

@@ -26,6 +26,7 @@ CLASSES = (
     "slots",
     "activations",
 )
+OTHERS = ("error_feedback", "second_shards", "staging", "grad_copies")  # shown where there are any
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
@@ -83,6 +84,7 @@ def _facts(choice: Any, taken: bool) -> dict[str, Any]:
         "setting": choice.setting.name,
         "device_bytes": estimate.device_bytes,
         "host_bytes": estimate.host_bytes,
+        "disk_bytes": estimate.disk_bytes,
         "device_total_bytes": estimate.device_total_bytes,
         "host_total_bytes": estimate.host_total_bytes,
         "flops": estimate.flops,
@@ -93,16 +95,15 @@ def _facts(choice: Any, taken: bool) -> dict[str, Any]:
 
 def _show(found: list[Any], taken: Any, traced: bool, gpu_bytes: int | None) -> None:
     table = Table("setting", title="GiB on each rank", title_justify="left")
-    for name in (*CLASSES, "total", "host"):
-        if name != "activations" or traced:
-            table.add_column(name.replace("_", " "), justify="right")
+    classes = [name for name in CLASSES if name != "activations" or traced]
+    classes += [
+        name for name in OTHERS if any(one.estimate.device_bytes.get(name) for one in found)
+    ]
+    for name in (*classes, "total", "host"):
+        table.add_column(name.replace("_", " "), justify="right")
     for one in found:
         estimate = one.estimate
-        cells = [
-            estimate.device_bytes.get(name, 0)
-            for name in CLASSES
-            if name in estimate.device_bytes or name != "activations"
-        ]
+        cells = [estimate.device_bytes.get(name, 0) for name in classes]
         cells += [estimate.device_total_bytes, estimate.host_total_bytes]
         style = "bold" if one is taken else "dim" if one.fits is False else None
         table.add_row(one.setting.name, *(f"{size / GIB:.2f}" for size in cells), style=style)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from rayzero.engine.config import parse_config
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.planning.choose import choices, first_fit
 from rayzero.engine.planning.estimate import Planner
+from tests.engine.offload.training import memory_apart
 from tests.support.ranks import run_ranks
 
 SMALL = GPTConfig(vocab=96, context=16, layers=3, width=64, heads=2)
@@ -62,6 +64,81 @@ def test_every_class_is_what_an_engine_holds(world: int, stage: int, more: dict[
                 assert size == found[name], name
 
 
+HPZ = {"zero_hpz_partition_size": 2}
+INT8 = {"zero_quantized_weights": True}
+BF16 = {"bf16": {"enabled": True}}
+ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}}
+
+
+def compressed(name: str, **more: Any) -> dict[str, Any]:
+    return {"rayzero": {"compression": {"gradients": name, "rank": 2}}} | more
+
+
+def others(stage: int, **more: Any) -> dict[str, Any]:
+    """Of `zero_optimization`."""
+    return {"zero_optimization": {"stage": stage} | more}
+
+
+def file_of(folder: str) -> dict[str, Any]:
+    return {"device": "nvme", "nvme_path": folder, "buffer_count": 3}
+
+
+# (world, config)
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "hpz": (4, others(3, **HPZ)),
+    "int8 weights": (2, others(3, **INT8)),
+    "hpz of int8 in bf16": (4, others(3, **HPZ, **INT8) | BF16),
+    "sign, replicated": (2, compressed("sign", **others(0))),
+    "sign, one rank": (1, compressed("sign", **others(0))),
+    "sign, state sharded": (2, compressed("sign", **others(1))),
+    "sign, sharded": (3, compressed("sign", **others(3), **BF16)),
+    "sign, no overlap": (2, compressed("sign", **others(1, overlap_comm=False))),
+    "lowrank": (2, compressed("lowrank", **others(2))),
+    "int8 gradients": (2, others(2, zero_quantized_gradients=True)),
+    "1-bit Adam": (2, {"optimizer": ONE_BIT, "gradient_clipping": 0} | others(0)),
+    "sums in bf16": (2, others(2) | BF16 | {"data_types": {"grad_accum_dtype": "bf16"}}),
+    "Muon": (2, {"optimizer": {"type": "Muon"}} | others(2)),
+    "Lion": (1, {"optimizer": {"type": "Lion"}} | others(0)),
+    "half on the CPU": (2, others(2, offload_optimizer={"device": "cpu", "ratio": 0.5})),
+    "in files": (2, others(3, sub_group_size=4096, offload_optimizer=file_of("?")) | BF16),
+    "on the CPU, one rank": (1, others(2, offload_optimizer={"device": "cpu"})),
+}
+
+
+def held_apart(rank: int, world: int, document: dict[str, Any]) -> dict[str, int]:
+    with memory_apart():
+        return held(rank, world, document)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_travels_and_what_rests_elsewhere_is_counted(name: str, tmp_path: Path) -> None:
+    world, more = CASES[name]
+    document = config(0) | more
+    if name == "in files":
+        document["zero_optimization"]["offload_optimizer"] = file_of(str(tmp_path))
+    estimate = Planner(small).estimate(parse_config(document), world)
+    planned = estimate.device_bytes | {
+        f"{place}_{one}": size
+        for place, sizes in (("host", estimate.host_bytes), ("disk", estimate.disk_bytes))
+        for one, size in sizes.items()
+    }
+    planned = {one: size for one, size in planned.items() if not one.endswith("grad_copies")}
+    ranks = run_ranks(world, held_apart, document)
+    found = {one: max(rank.get(one, 0) for rank in ranks) for one in ranks[0].keys() | planned}
+    assert found == {
+        one: pytest.approx(planned.get(one, 0), rel=0.1 if one in ("slots", "staging") else 0)
+        for one in found
+    }
+
+
+def test_settings_that_a_config_cannot_be_had_with_are_left_out() -> None:
+    document = config(0, optimizer=ONE_BIT, gradient_clipping=0)
+    assert [one.setting.name for one in choices(Planner(small), document, 2)] == ["stage 0"]
+    found = choices(Planner(small), config(3, **others(3, **INT8)), 2)
+    staged = [one.setting.stage for one in found if one.estimate.device_bytes.get("staging")]
+    assert staged == [3, 3, 3]
+
+
 SCRIPT = """
 import sys, torch
 from tests.engine.planning.test_estimate import LARGE, batch, config
@@ -79,7 +156,8 @@ def steps(shape, count, more):
         engine.step()
 
 torch.set_num_threads(1)
-more = {"bf16": {"enabled": True}} if sys.argv[1] == "bf16" else {}
+from tests.engine.planning.test_estimate import PEAKS
+more = PEAKS[sys.argv[1]]
 from tests.engine.planning.test_estimate import SMALL
 steps(SMALL, 2, more)
 open("/proc/self/clear_refs", "w").write("5")
@@ -89,11 +167,19 @@ print(status("VmHWM") - before)
 """
 
 
+PEAKS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": BF16,
+    "sums in bf16": {"data_types": {"grad_accum_dtype": "bf16"}},
+    "sign": compressed("sign"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", PEAKS)
 def test_a_process_peaks_where_the_plan_says(precision: str):
     document = config(0, train_micro_batch_size_per_gpu=4)
-    document |= {"bf16": {"enabled": True}} if precision == "bf16" else {}
+    document |= PEAKS[precision]
     planner = Planner(lambda: GPT(LARGE), lambda samples: batch(samples, LARGE))
     planned = planner.estimate(parse_config(document), 1).device_total_bytes
     # Every block of memory goes back to the system when it is freed.

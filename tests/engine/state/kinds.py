@@ -56,6 +56,7 @@ class Kind:
         return {
             "train_batch_size": SAMPLES,
             "optimizer": ADAMW,
+            "gradient_clipping": 0,
             "zero_optimization": zero | {"stage": stage},
         } | dict(self.more)
 
