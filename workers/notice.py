@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 
-from ray._raylet import GcsClient  # a node's own id and its drain are nowhere public
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # drains are nowhere public
 from ray.core.generated import autoscaler_pb2, gcs_pb2
 
 from rayzero.engine.errors import EngineError
