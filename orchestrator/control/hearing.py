@@ -94,7 +94,7 @@ class Hearing:
                 desk.tasks.spawn(self._finish())
         if not isinstance(message, Heartbeat):
             desk.bell.ring()
-        elif generation.rank_of(worker) == message.rank and worker in still_in:
+        elif generation.rank_of(worker) == message.rank and was_in:
             desk.ports.probe.beat(message, desk.crew.info(worker).node)
 
     async def _finish(self) -> None:
