@@ -36,12 +36,16 @@ def load(per_kind: int) -> tuple[TensorDataset, TensorDataset]:
     Args:
         per_kind: snippets of each kind to train on, at most; a fourth of that to test on.
     """
-    found: dict[tuple[bool, str], list[str]] = {}
+    sizes = {False: per_kind, True: per_kind // 4}
+    found: dict[tuple[bool, str], list[str]] = {
+        (testing, kind): [] for testing in sizes for kind in KINDS
+    }
     for number, path in enumerate(_files()):
         testing = number % TEST_EVERY == 0
+        if all(len(found[testing, kind]) >= sizes[testing] for kind in KINDS):
+            continue  # reading source takes longer than a small training
         for kind, text in snippets(path.read_text(encoding="utf-8", errors="replace")):
-            found.setdefault((testing, kind), []).append(text)
-    sizes = {False: per_kind, True: per_kind // 4}
+            found[testing, kind].append(text)
     most = {
         testing: min(size, *(len(found[testing, kind]) for kind in KINDS))
         for testing, size in sizes.items()

@@ -18,6 +18,7 @@ from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+SHORT = ("--per_kind", "1200", "--epochs", "2")
 CONFIG = ("--deepspeed_config", "examples/bert/ds_config.json")
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None,
@@ -68,36 +69,32 @@ def test_data_is_balanced_and_repeatable() -> None:
 
 @needs_transformers
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", [(), TORCHRUN], ids=["1", "2"])
-def test_a_deepspeed_script_learns(launch: tuple[str, ...]) -> None:
+def test_a_deepspeed_script_learns() -> None:
     script = "examples/bert/train_deepspeed.py"
-    told = run(*launch, "-m", "rayzero.deepspeed", script, *CONFIG)
+    told = run(*TORCHRUN, "-m", "rayzero.deepspeed", script, *CONFIG, *SHORT)
     accuracy = float(told.strip().splitlines()[-1].removeprefix("accuracy "))
-    assert accuracy > 0.75  # guessing gives 0.33
+    assert accuracy > 0.7  # guessing gives 0.33
 
 
 @needs_transformers
 @pytest.mark.slow
 def test_the_same_with_our_names_learns() -> None:
-    told = run(*TORCHRUN, "-m", "examples.bert.train_rayzero")
+    told = run("-m", "examples.bert.train_rayzero", *SHORT)
     accuracy = float(told.strip().splitlines()[-1].removeprefix("accuracy "))
-    assert accuracy > 0.75
+    assert accuracy > 0.7
 
 
-def curves(rank: int, world: int) -> dict[str, list[float]]:
-    return {name: loop(20, rank, world) for name, loop in LOOPS.items()}
+def curves(rank: int, world: int, steps: int) -> dict[str, list[float]]:
+    return {name: loop(steps, rank, world) for name, loop in LOOPS.items()}
 
 
 def test_ddp_and_rayzero_have_the_same_losses() -> None:
-    told = run_ranks(2, curves)[0]
+    told = run_ranks(2, curves, 20)[0]
     assert told["rayzero"] == pytest.approx(told["ddp"], rel=1e-5)
     assert told["ddp"][-1] < told["ddp"][0] - 1
 
 
 @pytest.mark.slow
-def test_they_run_under_torchrun() -> None:
-    lines = [
-        run(*TORCHRUN, "-m", "examples.ddp.train", "--with", name, "--steps", "5") for name in LOOPS
-    ]
-    ddp, ours = (json.loads(line) for line in lines)
-    assert ours == pytest.approx(ddp, rel=1e-5)
+def test_it_runs_under_torchrun() -> None:
+    told = run(*TORCHRUN, "-m", "examples.ddp.train", "--with", "rayzero", "--steps", "5")
+    assert json.loads(told) == pytest.approx(run_ranks(2, curves, 5)[0]["ddp"], rel=1e-5)

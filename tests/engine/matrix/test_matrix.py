@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.engine import zoo
 from tests.engine.matrix.cells import CLIP, DTYPES, OFFLOADS, Cell, oracle_of, train
-from tests.engine.matrix.covering import covering
+from tests.support.covering import covering
 from tests.support.ranks import run_ranks
 
 # (largest difference of a loss, relative; of a weight, relative: its L2 norm in 16 bits, where the

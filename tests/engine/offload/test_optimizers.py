@@ -44,7 +44,7 @@ def differences(rank: int, world: int, stage: int, folder: Path) -> dict[str, fl
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_every_optimizer_equals_itself_without_offload(stage: int, tmp_path: Path) -> None:
     found = run_ranks(2, differences, stage, tmp_path, timeout_s=240)[0]
     assert len(found) == 3 * len(KINDS) - 2

@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine import zoo
 from tests.engine.offload.training import config, memory_apart, train
+from tests.support.covering import covering
 from tests.support.ranks import run_ranks
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
@@ -45,10 +46,17 @@ def differences(
     return found
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 3])
+AXES = {
+    "world": (1, 2, 3),
+    "stage": (0, 1, 2, 3),
+    "precision": ("fp32", "bf16"),
+    "apart": (False, True),  # memory, as `memory_apart` makes it
+}
+
+
+@pytest.mark.parametrize(
+    tuple(AXES), [tuple(row[name] for name in AXES) for row in covering(AXES, 2)]
+)
 def test_bits_are_those_without_offload(
     world: int, stage: int, precision: str, apart: bool, tmp_path: Path
 ) -> None:

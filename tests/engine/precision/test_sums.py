@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -138,8 +139,8 @@ DIVISIONS = [
 def test_where_the_average_is_taken_does_not_matter_but_for_rounding(precision, limit):
     cells = [
         Cell(stage, precision, 4, CLIP, more=tuple(more.items()))
-        for stage in (0, 1, 2, 3)
-        for more in DIVISIONS
+        for stage, more in product((0, 1, 2, 3), DIVISIONS)
+        if precision == "fp64" or stage == DIVISIONS.index(more)
     ]
     results = run_ranks(2, train, cells, timeout_s=200)
     for number, cell in enumerate(cells):

@@ -17,6 +17,10 @@ Meeting = tuple[tuple[str, Any], ...]
 TRIES = 30
 
 
+def _any(row: Row) -> bool:
+    return True
+
+
 def meetings(axes: Axes, strength: int, allowed: Callable[[Row], bool]) -> list[Meeting]:
     """Every choice of values on `strength` axes that a row may have.
 
@@ -31,7 +35,9 @@ def meetings(axes: Axes, strength: int, allowed: Callable[[Row], bool]) -> list[
     ]
 
 
-def covering(axes: Axes, strength: int, allowed: Callable[[Row], bool], seed: int = 0) -> list[Row]:
+def covering(
+    axes: Axes, strength: int, allowed: Callable[[Row], bool] = _any, seed: int = 0
+) -> list[Row]:
     """Rows that have all meetings, the same ones every time.
 
     Greedy: a row begins with the first meeting that is missing; of `TRIES` ways to fill it up by
