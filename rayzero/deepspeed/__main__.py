@@ -3,6 +3,7 @@
     python -m rayzero.deepspeed script.py ...
     torchrun --nproc-per-node 2 -m rayzero.deepspeed script.py ...
 
+What the engine logs (`steps_per_print`, what became of the config) is printed, as in DeepSpeed.
 `-m package.module` runs a module, as python itself does.
 """
 
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 from rayzero.deepspeed.install import install
+from rayzero.deepspeed.utils.logging import print_from_info
 
 _USAGE = "usage: python -m rayzero.deepspeed (script.py | -m module) [arguments]"
 
@@ -28,6 +30,7 @@ def main(arguments: list[str]) -> int:
     if not as_module and not Path(target).is_file():
         print(f"there is no script {target}\n{_USAGE}", file=sys.stderr)
         return 2
+    print_from_info("rayzero")
     install()
     sys.argv = rest
     if as_module:

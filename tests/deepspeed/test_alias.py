@@ -43,6 +43,7 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "ds_config.json"
     document: dict[str, Any] = {
         "train_batch_size": 12,
+        "steps_per_print": 3,
         "gradient_clipping": 0,
         "optimizer": SGD,
         "zero_optimization": {"stage": 2},
@@ -59,6 +60,7 @@ def test_tutorial_loops_run_as_written(loop: str, ranks: int, config: Path) -> N
     script = ("-m", "rayzero.deepspeed", str(SCRIPT), "--loop", loop)
     done = run(*launched, *count, *script, "--deepspeed_config", str(config))
     told = json.loads(done.stdout.strip().splitlines()[-1])
+    assert ("step 3: loss" in done.stderr) is (loop != "nothing")  # it was asked for in the config
     if loop == "nothing":
         right = plain.train(lambda params: torch.optim.AdamW(params, lr=1e-3), clip=1.0)
         assert "AdamW with a learning rate of 1e-3" in done.stderr
@@ -96,6 +98,7 @@ engine.backward(engine(torch.ones(2, 3)).mean()); engine.step()
 assert dist.get_rank() == 0 and torch.distributed.is_initialized()
 loader = iter(RepeatingLoader([1, 2]))
 assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+log_dist("said", ranks=[0]); log_dist("not said", ranks=[1])
 rayzero.deepspeed.install()
 print("fine")
 """
@@ -103,7 +106,11 @@ print("fine")
 
 @pytest.mark.slow
 def test_the_usual_imports() -> None:
-    assert python(USUAL) == "fine\n"
+    code = f"import rayzero.deepspeed; rayzero.deepspeed.install()\n{USUAL}"
+    done = run("-c", code)
+    assert done.stdout == "fine\n"
+    assert "[Rank 0] said" in done.stderr
+    assert "not said" not in done.stderr
 
 
 ABSENT = {

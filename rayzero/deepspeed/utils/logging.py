@@ -1,13 +1,27 @@
-"""`deepspeed.utils.logging`."""
+"""`deepspeed.utils.logging`. What it says is printed from INFO on, as in DeepSpeed."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 
 from rayzero.deepspeed.comm import get_rank
 
-logger = logging.getLogger("DeepSpeed")
+
+def print_from_info(name: str) -> logging.Logger:
+    """A logger whose messages go to stderr, unless somebody has given it a handler already."""
+    found = logging.getLogger(name)
+    if not found.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        found.addHandler(handler)
+        found.setLevel(logging.INFO)
+        found.propagate = False  # a root logger that prints too would print it twice
+    return found
+
+
+logger = print_from_info("DeepSpeed")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
