@@ -130,6 +130,33 @@ def chaos(
     raise typer.Exit(command.inject(name, faults, address, as_json))
 
 
+@app.command(epilog="Example: rayzero top http://127.0.0.1:9400")
+def top(
+    url: Annotated[
+        str,
+        typer.Argument(
+            help="Where the job serves its page: what it told as it began (metrics.port).",
+            metavar="URL",
+        ),
+    ],
+    once: Annotated[
+        bool, typer.Option("--once", help="Show the job as it is now, and end.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The job's snapshot as JSON, one a line.")
+    ] = False,
+) -> None:
+    """Watch a job: state, progress, loss, ranks, faults, lost time and checkpoints.
+
+    Exit code 0: the job has ended, however it did. 1: nothing answers. 2: no such address.
+    130: left by Ctrl-C.
+    """
+    # Here, because it brings rich with it, and `--help` must not wait for it.
+    from rayzero.orchestrator.cli.top import watch_job
+
+    raise typer.Exit(watch_job(url, once, as_json))
+
+
 @app.command(epilog="Example: rayzero plan models:make --batch models:batch --world 8 --gpu 80GB")
 def plan(
     model: Annotated[

@@ -1,4 +1,4 @@
-"""The job's HTTP server: /metrics for Prometheus, /snapshot.json. Only to be read."""
+"""The job's HTTP server: its page, /metrics for Prometheus, /snapshot.json. Only to be read."""
 
 from __future__ import annotations
 
@@ -93,7 +93,11 @@ def json_page(make: Callable[[], Any]) -> Page:
     return page
 
 
-_SAFE = [("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer")]
+_SAFE = [
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Content-Security-Policy", "frame-ancestors 'none'"),
+]
 
 
 def _plain(start: Start, status: str, text: str) -> list[bytes]:

@@ -26,6 +26,7 @@ from rayzero.orchestrator.metrics.files import JsonLines, TensorBoard
 from rayzero.orchestrator.metrics.snapshot import snapshot
 from rayzero.orchestrator.metrics.tally import Facts, Now, Tally
 from rayzero.orchestrator.notices import Notice, Observer, Serving, Warned
+from rayzero.orchestrator.page.assembly import served
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.failure import Budget, Fault
 from rayzero.orchestrator.progress import StepRecord
@@ -132,7 +133,7 @@ class Telemetry:
             return None
         registry = CollectorRegistry()
         registry.register(_Collected(self.families))
-        pages = {"/snapshot.json": json_page(self.snapshot)}
+        pages = {"/": served, "/snapshot.json": json_page(self.snapshot)}
         endpoint = Endpoint(wanted.host, wanted.port, registry, pages)
         opened.callback(endpoint.close)
         return endpoint.url

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import socket
 import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+from urllib.request import urlopen
 
 import pytest
 import yaml
@@ -42,13 +50,82 @@ def rules(expressions: dict[str, str]) -> str:
     return yaml.safe_dump({"groups": [{"name": "check", "rules": rows}]}, sort_keys=False)
 
 
-def filled(expr: str, job: str = "gpt") -> str:
+def filled(expr: str, job: str = "gpt", span: str = "1m") -> str:
     """A dashboard's expression with its variables replaced."""
     for variable, value in {
-        "$__rate_interval": "1m",
-        "$__interval": "1m",
+        "$__rate_interval": span,
+        "$__interval": span,
         "$job": job,
         "$rank": ".*",
     }.items():
         expr = expr.replace(variable, value)
     return expr
+
+
+class Server:
+    """A running Prometheus."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def ask(self, path: str, **parameters: str | float) -> Any:
+        """What its API answers."""
+        query = urlencode(parameters)
+        with urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=20) as answer:
+            return json.loads(answer.read())["data"]
+
+    def curve(self, expr: str, start: float, stop: float) -> list[Any]:
+        """The series that an expression gives anywhere in that time."""
+        found: list[Any] = self.ask("query_range", query=expr, start=start, end=stop, step=1)[
+            "result"
+        ]
+        return found
+
+
+@contextmanager
+def scraping(target: str, folder: Path) -> Iterator[Server]:
+    """A Prometheus that scrapes host:port each second, with the alerts; killed at the end."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        listen = f"127.0.0.1:{free.getsockname()[1]}"
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(ALERTS)],
+        "scrape_configs": [
+            {
+                "job_name": "rayzero",
+                "honor_labels": True,
+                "static_configs": [{"targets": [target]}],
+            }
+        ],
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    promtool("check", "config", "prometheus.yml", cwd=folder)
+    command = [
+        program("prometheus"),
+        "--config.file=prometheus.yml",
+        "--storage.tsdb.path=data",
+        f"--web.listen-address={listen}",
+    ]
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+    try:
+        wait_for(lambda: is_ready(f"http://{listen}"))
+        yield Server(f"http://{listen}")
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        with urlopen(f"{url}/-/ready", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def wait_for(so: Callable[[], object], limit_s: float = 60.0) -> None:
+    until = time.monotonic() + limit_s
+    while not so():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.2)

@@ -21,18 +21,18 @@ FAULTS = Section(
     (
         Panel(
             "Faults by cause",
-            "Faults that were judged, between two points of the graph.",
+            "Faults that were judged, in this run so far.",
             "none",
-            (grown("rayzero_faults_total", "{{cause}}", by="cause"),),
+            (plain("rayzero_faults_total", "{{cause}}"),),
             stacked=True,
         ),
         Panel(
             "Repairs and resizes",
-            "Faults the job is past, and changes of membership by wish.",
+            "Faults the job is past, and changes of membership by wish, in this run so far.",
             "none",
             (
-                grown("rayzero_repairs_total", "repairs: {{cause}}", by="cause"),
-                grown("rayzero_resizes_total", "resizes"),
+                plain("rayzero_repairs_total", "repairs: {{cause}}"),
+                plain("rayzero_resizes_total", "resizes"),
             ),
         ),
         Panel(

@@ -16,7 +16,8 @@ SECTIONS = (OVERVIEW, SPEED, MEMORY, FAULTS, CHECKPOINTS)
 ANNOTATIONS = {
     "Generations": ('changes(rayzero_generation{job="$job"}[$__interval]) > 0', "purple"),
     "Faults": (
-        'sum by (cause) (increase(rayzero_faults_total{job="$job"}[$__interval])) > 0',
+        'sum(rayzero_faults_total{job="$job"})'
+        ' > (sum(rayzero_faults_total{job="$job"} offset $__interval) or vector(0))',
         "red",
     ),
 }

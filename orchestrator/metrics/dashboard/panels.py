@@ -72,10 +72,10 @@ def rate(name: str, legend: str, where: str = JOB) -> Query:
     return Query(f"rate({name}{{{where}}}[$__rate_interval])", legend)
 
 
-def grown(name: str, legend: str, by: str = "") -> Query:
-    """How much a counter grew between two points of the graph."""
-    total = f"increase({name}{{{JOB}}}[$__rate_interval])"
-    return Query(f"sum by ({by}) ({total})" if by else f"sum({total})", legend)
+def grown(name: str, legend: str) -> Query:
+    """How much a counter grew between two points of the graph. Not for one whose series begin with
+    what they count: its first growth would not be seen."""
+    return Query(f"increase({name}{{{JOB}}}[$__rate_interval])", legend)
 
 
 def mean(name: str, legend: str, by: str = "") -> Query:

@@ -1,0 +1,81 @@
+"""The board has all that a snapshot tells, at any width, and obeys nothing in it."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+import pytest
+import rich.console
+
+from rayzero.orchestrator.top.board import board, line
+from tests.orchestrator.page.sample import empty, sample
+
+
+def drawn(now: dict[str, Any], width: int = 110, trouble: str | None = None) -> str:
+    out = StringIO()
+    console = rich.console.Console(file=out, width=width, force_terminal=True, color_system=None)
+    console.print(board(now, trouble))
+    return out.getvalue()
+
+
+def test_the_board_has_everything() -> None:
+    text = drawn(sample())
+    for part in (
+        "gpt-stdlib",
+        "running",
+        "ZeRO stage 2",
+        "12,345/20,000",
+        "41 min 21 s",
+        "81,920",
+        "4 (of 2 to 4)",
+        "2.346",
+        "90.2%",
+        "redone 41 s",
+        "3 update silent 14 s",
+        "2 reduce (waiting)",
+        "lost",
+        "repaired",
+        "resized",
+        "1 faults",
+        "step 10,000, 2.98 GiB in 4.2 s",
+        "1 tries to write failed",
+    ):
+        assert part in text, part
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("now", [sample(), empty(), sample(ranks=1), sample(ranks=1000)])
+def test_the_board_fits(now: dict[str, Any], width: int) -> None:
+    lines = drawn(now, width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert len(lines) < 100
+
+
+def test_many_ranks_are_counted_by_phase() -> None:
+    assert "backward 167" in drawn(sample(ranks=1000))
+
+
+def test_old_numbers_are_said_to_be_old() -> None:
+    assert "no contact for 5 s" in drawn(sample(), trouble="no contact for 5 s: gone")
+
+
+def test_nothing_in_a_snapshot_is_obeyed() -> None:
+    now = sample()
+    nasty = "\x1b]0;owned\x07[bold]x[/bold][/]"
+    now |= {"job": nasty, "version": nasty}
+    now["faults"][0] |= {"cause": nasty, "text": nasty}
+    now["ranks"][0] |= {"phase": nasty, "node": nasty}
+    now["goodput"]["seconds"][nasty] = 4.0
+    text = drawn(now)
+    assert "\x1b]" not in text
+    assert "[bold]x[/bold][/]" in text
+    assert "\x1b" not in line(now)
+
+
+def test_a_line_has_the_main_things() -> None:
+    assert line(sample()) == (
+        "gpt-stdlib: running, step 12,345/20,000, loss 2.3457, 81,920 tokens/s, 4 ranks, "
+        "goodput 90.2%, 1 faults, 41 min 21 s left"
+    )
+    assert line(empty()) == "gpt-stdlib: pending, step 0, 0 ranks, goodput 0.0%"

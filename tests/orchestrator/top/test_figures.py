@@ -1,0 +1,62 @@
+"""Numbers and curves in few characters."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.orchestrator.top.figures import BLOCKS, clean, duration, shares, size, spark
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (-1, "0 ms"),
+        (0.0123, "12 ms"),
+        (0.9996, "1 s"),
+        (1.5, "1.5 s"),
+        (59.7, "1 min"),
+        (61, "1 min 1 s"),
+        (3600, "1 h"),
+        (3661, "1 h 1 min"),
+        (90000, "1 d 1 h"),
+    ],
+)
+def test_a_duration_has_its_two_largest_units(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(None, "-"), (0, "0 B"), (1023, "1023 B"), (2**30 * 1.5, "1.5 GiB")]
+)
+def test_a_size_has_a_binary_unit(nbytes: float | None, text: str) -> None:
+    assert size(nbytes) == text
+
+
+def test_what_a_terminal_would_obey_is_taken_out() -> None:
+    assert clean("a\x1b[2Jb\nc\x9bd") == "a [2Jb c d"
+
+
+def test_a_curve_goes_from_its_lowest_to_its_highest() -> None:
+    assert spark([0.0, 1.0, 2.0, 3.5, 7.0], 5) == "▁▂▃▅█"
+    assert spark([5.0, 5.0], 10) == "▁▁"
+    assert spark([1.0, None, 2.0], 3) == "▁ █"
+    assert spark([], 5) == spark([None], 5) == ""
+
+
+@given(st.lists(st.none() | st.floats(-1e9, 1e9), max_size=300), st.integers(1, 80))
+def test_a_curve_fits(values: list[float | None], width: int) -> None:
+    drawn = spark(values, width)
+    assert len(drawn) in (0, min(width, len(values)))
+    assert set(drawn) <= {*BLOCKS, " "}
+
+
+@given(st.lists(st.floats(0, 1e9), max_size=20), st.integers(1, 200))
+def test_shares_fill_the_width_and_are_fair(values: list[float], width: int) -> None:
+    given_ = shares(values, width)
+    assert sum(given_) == (width if sum(values) > 0 else 0)
+    for value, columns in zip(values, given_, strict=True):
+        if sum(values) > 0:
+            assert abs(columns - value / sum(values) * width) <= 1
