@@ -1,5 +1,6 @@
 # A command as a container of the chart runs it, without a container engine: bash container.sh ROOT UID
-# PATH... -- NAME=VALUE... COMMAND. Needs root and new mount, process and IPC namespaces (unshare).
+# PATH... -- NAME=VALUE... COMMAND. Needs root and new mount, process, IPC and network namespaces
+# (unshare).
 #
 # The root file system is read-only and holds the PATHs, read-only too; /tmp, /work, /checkpoints and
 # /dev/shm are empty and may be written. The user is UID with group 0, without capabilities, and cannot
@@ -22,6 +23,7 @@ while [ "$1" != -- ]; do
 done
 shift
 mount -o remount,ro "$new"
+ip link set lo up
 cd /
 exec chroot "$new" setpriv --reuid="$uid" --regid=0 --clear-groups --bounding-set=-all \
     --inh-caps=-all --no-new-privs env --ignore-environment --chdir=/work "$@"

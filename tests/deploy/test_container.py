@@ -27,11 +27,11 @@ SMALL = {
 
 def contained(folder: Path, environment: dict[str, str], *command: str, limit_s: int) -> str:
     """The output of a command in a container of this machine's own programs."""
-    if os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("setpriv"):
-        pytest.skip("needs root, unshare and setpriv")
+    if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "setpriv", "ip"))):
+        pytest.skip("needs root, unshare, setpriv and ip")
     root = folder / "root"
     root.mkdir()
-    namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--ipc"]
+    namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--ipc", "--net"]
     if subprocess.run([*namespaces, "mount", "-t", "tmpfs", "tmpfs", str(root)]).returncode:
         pytest.skip("needs the right to mount")
     paths = {"/usr", "/bin", "/lib", "/lib64", "/etc", sys.base_prefix, sys.prefix, str(ROOT)}
