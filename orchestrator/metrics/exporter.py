@@ -18,7 +18,7 @@ from prometheus_client.core import (
 
 from rayzero.orchestrator.metrics.catalog import CATALOG
 from rayzero.orchestrator.metrics.histogram import Histogram
-from rayzero.orchestrator.metrics.ranks import Rank
+from rayzero.orchestrator.metrics.ranks import Rank, Ranks
 from rayzero.orchestrator.metrics.tally import Now, Tally
 from rayzero.orchestrator.states import State
 
@@ -31,14 +31,22 @@ Rows: TypeAlias = Iterator[tuple[str, Iterable[Row]]]
 _CLASS = "bytes/"
 
 
-def families(tally: Tally, now: Now) -> Iterator[Metric]:
-    """Every series that has a value at this moment."""
-    job = tally.facts.name
-    for source in (_job, _progress, _training, _speed, _ranks, _troubles, _checkpoints, _time):
-        for name, rows in source(tally, now):
-            family = _family(name, job, rows)
-            if family.samples:
-                yield family
+def job_families(tally: Tally, now: Now) -> Iterator[Metric]:
+    """Every series of the job as a whole that has a value at this moment. A millisecond's work."""
+    for source in (_job, _progress, _training, _speed, _troubles, _checkpoints, _time):
+        yield from _families(tally.facts.name, source(tally, now))
+
+
+def rank_families(job: str, ranks: Ranks) -> Iterator[Metric]:
+    """Every series with a row for each rank."""
+    yield from _families(job, _ranks(ranks))
+
+
+def _families(job: str, found: Rows) -> Iterator[Metric]:
+    for name, rows in found:
+        family = _family(name, job, rows)
+        if family.samples:
+            yield family
 
 
 def _job(tally: Tally, now: Now) -> Rows:
@@ -87,10 +95,10 @@ def _speed(tally: Tally, now: Now) -> Rows:
         yield f"rayzero_communication_{what}_total", rows
 
 
-def _ranks(tally: Tally, now: Now) -> Rows:
-    ranks = [((str(rank),), one) for rank, one in sorted(tally.ranks.by_rank.items())]
-    reported = [(label, one) for label, one in ranks if one.report is not None]
-    beating = [(label, one.beat) for label, one in ranks if one.beat is not None]
+def _ranks(ranks: Ranks) -> Rows:
+    by_rank = [((str(rank),), one) for rank, one in sorted(ranks.by_rank.items())]
+    reported = [(label, one) for label, one in by_rank if one.report is not None]
+    beating = [(label, one.beat) for label, one in by_rank if one.beat is not None]
     yield "rayzero_rank_step", [(label, beat.step) for label, beat in beating]
     yield "rayzero_rank_silent_seconds", [(label, beat.silent_s) for label, beat in beating]
     yield "rayzero_rank_step_seconds", [(label, one.gauge("step_s")) for label, one in reported]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from copy import copy
 from dataclasses import dataclass, field
 
 from rayzero.workers.messages import Heartbeat, Report
@@ -46,6 +47,11 @@ class Ranks:
         """There are so many from now on."""
         for rank in [rank for rank in self.by_rank if rank >= world_size]:
             del self.by_rank[rank]
+
+    def copied(self) -> Ranks:
+        """As they are now, whatever is told afterwards."""
+        rows = {rank: copy(one) for rank, one in self.by_rank.items()}
+        return Ranks(defaultdict(Rank, rows), self.moved.copy())
 
     def reported(self, report: Report) -> None:
         one = self.by_rank[report.rank]

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from math import isfinite
 from typing import Any
 
-from rayzero.orchestrator.metrics.ranks import Rank
+from rayzero.orchestrator.metrics.ranks import Rank, Ranks
 from rayzero.orchestrator.metrics.tally import Now, Tally
 
 FORMAT = 1
@@ -16,8 +16,8 @@ FORMAT = 1
 def snapshot(tally: Tally, now: Now) -> dict[str, Any]:
     """Times are Unix seconds; what nobody knows, and what is inf or nan, is None.
 
-    `loss` is [[step, loss], ...], thinned; `ranks` are those that said something; the lists of
-    what happened are the newest entries, the oldest first.
+    `loss` is [[step, loss], ...], thinned; the lists of what happened are the newest entries, the
+    oldest first. The ranks are `rank_rows`'s.
     """
     facts, history, times = tally.facts, tally.history, tally.times(now)
     value: dict[str, Any] = {
@@ -41,7 +41,6 @@ def snapshot(tally: Tally, now: Now) -> dict[str, Any]:
             "pending_s": times.pending_s,
             "seconds": {str(why): s for why, s in times.seconds.items() if s},
         },
-        "ranks": [_rank(rank, one) for rank, one in sorted(tally.ranks.by_rank.items())],
         "generations": list(history.generations),
         "faults": list(history.faults),
         "ways": list(history.ways),
@@ -56,6 +55,14 @@ def snapshot(tally: Tally, now: Now) -> dict[str, Any]:
     }
     plain: dict[str, Any] = _plain(value)
     return plain
+
+
+def rank_rows(ranks: Ranks) -> list[dict[str, Any]]:
+    """`ranks` of the value: those that said something, by number."""
+    rows: list[dict[str, Any]] = _plain(
+        [_rank(rank, one) for rank, one in sorted(ranks.by_rank.items())]
+    )
+    return rows
 
 
 def _progress(tally: Tally) -> dict[str, Any]:

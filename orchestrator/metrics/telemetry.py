@@ -2,7 +2,8 @@
 
 Lifetimes: `Telemetry` is opened before the controller begins and closed after it has ended; the
 endpoint and the writer's thread live exactly as long. Whoever reads the tally, which the endpoint's
-threads do, holds the lock that the controller's thread takes for every number it tells.
+threads do, holds the lock that the controller's thread takes for every number it tells; only for
+as long as a copy of the ranks takes, which may be thousands.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.clock import Clock
 from rayzero.orchestrator.metrics.behind import Behind, Sink
 from rayzero.orchestrator.metrics.endpoint import Endpoint, json_page
-from rayzero.orchestrator.metrics.exporter import families
+from rayzero.orchestrator.metrics.exporter import job_families, rank_families
 from rayzero.orchestrator.metrics.files import JsonLines, TensorBoard
-from rayzero.orchestrator.metrics.snapshot import snapshot
+from rayzero.orchestrator.metrics.snapshot import rank_rows, snapshot
 from rayzero.orchestrator.metrics.tally import Facts, Now, Tally
 from rayzero.orchestrator.notices import Notice, Observer, Serving, Warned
 from rayzero.orchestrator.page.assembly import served
@@ -97,12 +98,15 @@ class Telemetry:
     def snapshot(self) -> dict[str, Any]:
         """The job as it stands; may be called from any thread."""
         with self._lock:
-            return snapshot(self._tally, self._now())
+            value, ranks = snapshot(self._tally, self._now()), self._tally.ranks.copied()
+        return {**value, "ranks": rank_rows(ranks)}
 
     def families(self) -> list[Metric]:
         """Its series; may be called from any thread."""
         with self._lock:
-            return list(families(self._tally, self._now()))
+            job = list(job_families(self._tally, self._now()))
+            ranks = self._tally.ranks.copied()
+        return [*job, *rank_families(self._tally.facts.name, ranks)]
 
     def _now(self) -> Now:
         return Now(self._clock.now(), self._unix())

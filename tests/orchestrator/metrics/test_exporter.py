@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from rayzero.orchestrator.metrics.catalog import CATALOG
-from rayzero.orchestrator.metrics.exporter import families
+from rayzero.orchestrator.metrics.exporter import job_families, rank_families
 from rayzero.orchestrator.metrics.goodput import Why
 from rayzero.orchestrator.states import State
 from tests.orchestrator.metrics.jobs import UNIX, Life, lived
@@ -27,7 +27,9 @@ class Collected(Collector):
         self._life = life
 
     def collect(self) -> Iterator[Metric]:
-        return families(self._life.tally, self._life.now)
+        tally = self._life.tally
+        yield from job_families(tally, self._life.now)
+        yield from rank_families(tally.facts.name, tally.ranks.copied())
 
 
 def text_of(life: Life) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.orchestrator.metrics.history import TURNS, Curve
-from rayzero.orchestrator.metrics.snapshot import snapshot
+from rayzero.orchestrator.metrics.snapshot import rank_rows, snapshot
 from rayzero.orchestrator.notices import FaultSeen
 from rayzero.orchestrator.states import State
 from tests.orchestrator.metrics.jobs import UNIX, WORKER, Life, lived
@@ -17,7 +17,8 @@ from tests.orchestrator.metrics.jobs import UNIX, WORKER, Life, lived
 
 def test_it_is_json_and_tells_the_jobs_life():
     life = lived()
-    told = json.loads(json.dumps(snapshot(life.tally, life.now), allow_nan=False))
+    value = {**snapshot(life.tally, life.now), "ranks": rank_rows(life.tally.ranks)}
+    told = json.loads(json.dumps(value, allow_nan=False))
     assert (told["job"], told["state"], told["generation"]) == ("gpt", "running", 3)
     assert told["workers"] == {"min": 1, "max": 4}
     assert (told["progress"]["step"], told["progress"]["steps"]) == (3, 100)
@@ -38,7 +39,8 @@ def test_it_is_json_and_tells_the_jobs_life():
 def test_before_anything_happened():
     life = Life()
     told = snapshot(life.tally, life.now)
-    assert (told["state"], told["loss"], told["ranks"]) == ("pending", [], [])
+    assert (told["state"], told["loss"]) == ("pending", [])
+    assert rank_rows(life.tally.ranks) == []
     assert told["progress"]["remaining_s"] is None
     json.dumps(told, allow_nan=False)
 

@@ -27,7 +27,13 @@ async def test_a_job_with_a_fault_adds_up(tmp_path: Path):
     await settle()
     await stage.clock.turn(2.0)
     await stage.steps(3)
+    stage.world.beat(0, phase="backward", silent_s=1.5)
+    stage.world.beat(1)  # it is dead, and no rank's series come back with what it said last
+    await settle()
     seen = stage.told.snapshot()
+    beats = {rank["rank"]: (rank["phase"], rank["silent_s"]) for rank in seen["ranks"]}
+    assert beats == {0: ("backward", 1.5), 1: (None, None)}
+    assert seen["ranks"][0]["node"] == "host-a"
     assert (seen["state"], seen["world_size"], seen["progress"]["step"]) == ("running", 2, 5)
     assert {rank["rank"] for rank in seen["ranks"]} == {0, 1}
     assert [one["cause"] for one in seen["faults"]] == ["lost"]
