@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rayzero
+from rayzero.engine.errors import ConfigError
 from rayzero.engine.precision.averaging import factor_after
 from tests.engine import zoo
 from tests.engine.matrix.cells import CLIP, Cell, oracle_of, train
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import run_ranks
 
 
 class One(nn.Module):
@@ -110,8 +111,8 @@ def test_fp16_sums_that_overflow_skip_the_step(stage):
 
 
 def test_fp16_sums_need_fp16():
-    with pytest.raises(RankError, match="grad_accum_dtype: fp32 or bf16 without fp16"):
-        gradient(0, [[1.0]], {"data_types": {"grad_accum_dtype": "fp16"}})
+    with pytest.raises(ConfigError, match="grad_accum_dtype: fp32 or bf16 without fp16"):
+        _gradient(0, 0, 0, [[1.0]], {"data_types": {"grad_accum_dtype": "fp16"}})
 
 
 def grads_bytes(rank: int, world: int, more: Any) -> dict[str, int]:
@@ -193,5 +194,5 @@ def test_before_and_after_make_the_average(micro_steps, ranks, first, prescale, 
 
 @pytest.mark.parametrize("factor", [0, -1.0])
 def test_nothing_can_be_divided_by_that(factor):
-    with pytest.raises(RankError, match="gradient_predivide_factor"):
-        gradient(0, [[1.0]], {"gradient_predivide_factor": factor})
+    with pytest.raises(ConfigError, match="gradient_predivide_factor"):
+        _gradient(0, 0, 0, [[1.0]], {"gradient_predivide_factor": factor})
