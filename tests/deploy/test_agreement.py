@@ -294,6 +294,19 @@ def test_groups_differ_from_the_workers_only_in_what_they_say() -> None:
     assert own == {"requests": {"cpu": "1"}, "limits": {"memory": "1Gi"}}
 
 
+def test_parameters_of_the_head_win() -> None:
+    given = {"num-cpus": "1", "object-store-memory": "1000000000"}
+    started = cluster_spec(render({"head": {"rayStartParams": given}}))["headGroupSpec"]
+    assert started["rayStartParams"] == {"dashboard-host": "0.0.0.0", **given}
+
+
+@WITH_SCENARIOS
+def test_the_autoscaler_has_its_volumes(scenario: str) -> None:
+    mounts = cluster_spec(rendered(scenario)).get("autoscalerOptions", {}).get("volumeMounts", [])
+    volumes = pod_of(rendered(scenario), "head")["spec"]["volumes"]
+    assert {mount["name"] for mount in mounts} <= {volume["name"] for volume in volumes}
+
+
 def test_another_suffix_is_another_job() -> None:
     (job,) = of_kind(render({"job": {"suffix": "2"}}), "RayJob")
     assert job["metadata"]["name"] == "demo-rayzero-2"

@@ -58,11 +58,8 @@ gcsFaultToleranceOptions:
 headGroupSpec:
   serviceType: {{ .Values.head.serviceType }}
   rayStartParams:
-    dashboard-host: "0.0.0.0"
-    num-cpus: {{ .Values.head.numCpus | quote }}
-    {{- with .Values.head.rayStartParams }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- $usual := dict "dashboard-host" "0.0.0.0" "num-cpus" .Values.head.numCpus }}
+    {{- toYaml (merge (deepCopy .Values.head.rayStartParams) $usual) | nindent 4 }}
   template:
     {{- include "rayzero.pod" (dict "root" . "role" "head" "pod" .Values.head) | nindent 4 }}
 workerGroupSpecs:
