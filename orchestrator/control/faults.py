@@ -35,6 +35,7 @@ class Faults:
         self._desk = desk
         self._repairs = repairs
         self._condemned: dict[int, str] = {}
+        self._fatal = False
         self._kills: set[asyncio.Task[None]] = set()
         spec = desk.plan.spec.recovery
         self._budget = failure.Budget(spec.max_faults, spec.fault_window_s)
@@ -104,7 +105,9 @@ class Faults:
         decision = failure.decide(generation.faults, self.record, about, grace_over=grace_over)
         match decision:
             case failure.Fail(error):
-                desk.ports.probe.judged(failure.root_of(generation.faults))
+                if not self._fatal:  # it may be judged again before the machine has heard of it
+                    desk.ports.probe.judged(failure.root_of(generation.faults))
+                self._fatal = True
                 desk.feed(ev.FaultFatal(error))
             case failure.Repair(root):
                 self._repair(generation, root)

@@ -84,7 +84,8 @@ class Times:
 
 
 class Account:
-    """Books one run's time. Times are of one clock; one that goes back counts as no time.
+    """Books one run's time, up to its final state. Times are of one clock; one that goes back
+    counts as no time.
 
     Args:
         now_s: when the run began.
@@ -103,6 +104,8 @@ class Account:
 
     def entered(self, state: State, now_s: float) -> None:
         """The job is in another state."""
+        if self._state.is_final:
+            return
         self._pass(now_s)
         before, self._state = self._state, state
         if state in _WAYS:
@@ -164,7 +167,7 @@ class Account:
 
     def at(self, now_s: float) -> Times:
         """The account as it stands; it is not changed."""
-        late_ns = max(0, _ns(now_s) - self._now_ns)
+        late_ns = 0 if self._state.is_final else max(0, _ns(now_s) - self._now_ns)
         seconds = {why: spent / _NS for why, spent in self._booked_ns.items()}
         wall_ns = self._now_ns - self._begun_ns + late_ns
         return Times(seconds, (self._pool_ns + late_ns) / _NS, wall_ns / _NS)
@@ -189,6 +192,8 @@ class Account:
         return Why.FINISHING if final is State.SUCCEEDED else Why.INTERRUPTED
 
     def _pass(self, now_s: float) -> None:
+        if self._state.is_final:
+            return
         now_ns = max(self._now_ns, _ns(now_s))
         self._pool_ns += now_ns - self._now_ns
         self._now_ns = now_ns

@@ -155,6 +155,13 @@ def test_a_job_that_never_started():
     assert spent(account, 3.0) == {"starting": 3.0}
 
 
+def test_the_account_is_closed_with_the_job():
+    account = running()
+    account.entered(State.SUCCEEDED, 110.0)
+    times = account.at(1000.0)
+    assert (times.wall_s, times.pending_s, times.goodput) == (10.0, 0.0, 0.1)
+
+
 def test_what_is_under_way_is_pending_and_lowers_the_goodput():
     account = running()
     times = account.at(114.0)
@@ -180,9 +187,11 @@ def test_any_history_sums_to_the_wall_time(begun_s: float, history: list):
     """Also one that a controller would never tell, with a clock that goes back."""
     account, now_s, latest_s = Account(begun_s), begun_s, begun_s
     before: dict[Why, int] = dict.fromkeys(Why, 0)
+    ended = False
     for passed_s, (what, *args) in history:
         now_s += passed_s
-        latest_s = max(latest_s, now_s)
+        latest_s = latest_s if ended else max(latest_s, now_s)
+        ended = ended or (what == "entered" and args[0].is_final)
         getattr(account, what)(*args, now_s)
         booked, pool, wall = account.nanoseconds()
         assert sum(booked.values()) + pool == wall

@@ -67,6 +67,21 @@ async def test_the_limits_and_the_faults_on_record_are_told(tmp_path: Path):
     assert stage.run.exception() is not None
 
 
+@played
+async def test_the_fault_that_ends_a_job_is_counted_once(tmp_path: Path):
+    stage = Stage(tmp_path, World(size=2))
+    await settle()
+    for rank in (0, 1):  # no step was finished: user code that fails now fails the job
+        stage.world.crash(rank, "user")
+    await stage.clock.turn(10.0)
+    assert stage.states[-1] is State.FAILED
+    values = {one.name: one for one in stage.told.families()}
+    (fault,) = values["rayzero_faults"].samples
+    assert (fault.labels["cause"], fault.value) == ("user", 1)
+    assert stage.told.snapshot()["goodput"]["pending_s"] == 0
+    assert stage.run.exception() is not None
+
+
 def test_files_and_the_endpoint_live_as_long_as_it(tmp_path: Path):
     notebook = Notebook()
     metrics = {"port": 0, "jsonl": True, "tensorboard": True}
