@@ -247,7 +247,10 @@ class JobHandle:
         archive = StoredArchive(self._plan, self._warn)
         with Telemetry(self._plan, self._observer, clock) as told:
             ports = Ports(workers, vaults, archive, told, clock, told)
-            return await self._controlled(Controller(self._plan, ports), clock)
+            try:
+                return await self._controlled(Controller(self._plan, ports), clock)
+            finally:
+                await told.heard()
 
     async def _controlled(self, controller: Controller, clock: Clock) -> JobResult:
         self._loop, self._controller = asyncio.get_running_loop(), controller

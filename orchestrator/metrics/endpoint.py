@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
-from threading import Thread
+from threading import Lock, Thread
+from time import monotonic
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -14,10 +16,12 @@ from prometheus_client import make_wsgi_app
 from prometheus_client.registry import CollectorRegistry
 
 from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.metrics.readers import Readers
 
 _CLIENT_S = 10.0
 """How long a client may keep a connection without a word."""
 _STOP_S = 5.0
+_LOOK_S = 0.1
 
 Page = Callable[[], tuple[str, bytes]]
 """(content type, body)."""
@@ -53,11 +57,22 @@ class Endpoint:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._metrics: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
         self._pages = pages
+        self._readers, self._lock = Readers(), Lock()
         self._server.set_app(self._answer)
         self._thread = Thread(
             target=self._server.serve_forever, args=(0.1,), name="rayzero-metrics", daemon=True
         )
         self._thread.start()
+
+    async def heard(self) -> None:
+        """Waits until those who read regularly have read once more, for a while at most."""
+        ended_s = monotonic()
+        while monotonic() < self._wait_until_s(ended_s):
+            await asyncio.sleep(_LOOK_S)
+
+    def _wait_until_s(self, ended_s: float) -> float:
+        with self._lock:
+            return self._readers.wait_until_s(ended_s)
 
     def close(self) -> None:
         """Stops listening at once; requests under way end with the process at the latest."""
@@ -72,6 +87,8 @@ class Endpoint:
             return _plain(start, "404 Not Found", "there is: " + ", ".join(self._paths))
         if method != "GET":
             return _plain(start, "405 Method Not Allowed", "this is only to be read")
+        with self._lock:
+            self._readers.read(path, monotonic())
         if path == "/metrics":
             return self._metrics(environ, start)
         kind, body = self._pages[path]()

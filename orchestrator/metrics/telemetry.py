@@ -55,9 +55,9 @@ class Telemetry:
         self._tally = Tally(_facts(plan), self._now())
         with ExitStack() as opened:
             self._behind = self._write_behind(plan, opened)
-            self.url = self._serve(plan, opened)
-            """Where the endpoint is; None when there is none."""
+            self._endpoint = self._serve(plan, opened)
             self._open = opened.pop_all()
+        self.url = self._endpoint.url if self._endpoint is not None else None
         if self.url is not None:
             observer.see(Serving(self.url))
 
@@ -71,6 +71,12 @@ class Telemetry:
         trace: TracebackType | None,
     ) -> None:
         self._open.close()
+
+    async def heard(self) -> None:
+        """Waits, for a while at most, until those who read regularly have read how it stands now: a
+        Prometheus that never saw a job fail could not tell of it."""
+        if self._endpoint is not None:
+            await self._endpoint.heard()
 
     def see(self, notice: Notice) -> None:
         with self._lock:
@@ -131,7 +137,7 @@ class Telemetry:
         opened.callback(behind.close)
         return behind
 
-    def _serve(self, plan: JobPlan, opened: ExitStack) -> str | None:
+    def _serve(self, plan: JobPlan, opened: ExitStack) -> Endpoint | None:
         wanted = plan.spec.metrics
         if wanted.port is None:
             return None
@@ -140,7 +146,7 @@ class Telemetry:
         pages = {"/": served, "/snapshot.json": json_page(self.snapshot)}
         endpoint = Endpoint(wanted.host, wanted.port, registry, pages)
         opened.callback(endpoint.close)
-        return endpoint.url
+        return endpoint
 
 
 class _Collected(Collector):

@@ -161,6 +161,7 @@ def test_the_pod_monitor_meets_pods_and_ports(scenario: str) -> None:
     assert pod_of(rendered(scenario), "head") in found
     for endpoint in monitor["spec"]["podMetricsEndpoints"]:
         assert any(endpoint["port"] in ports(pod) for pod in found)
+        assert endpoint["honorLabels"], "or the label `job` is lost, which all rules ask for"
     assert "namespaceSelector" not in monitor["spec"], "its own namespace is the default"
 
 

@@ -69,9 +69,11 @@ def scrape_a_job(folder: Path) -> None:
             time.sleep(SPAN_S)
             assert notebook.of(StepRecord)[-1].step > repaired
             check(server, began)
+            handle.stop()
+            assert handle.wait(60)
+            ended = server.ask("query", query='max_over_time(rayzero_state{state="stopped"}[1m])')
+            assert [one["value"][1] for one in ended["result"]] == ["1"]
     finally:
-        handle.stop()
-        handle.wait(30)
         handle.end()
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -72,6 +75,25 @@ def test_a_port_in_use_is_named_with_its_setting(endpoint: Endpoint):
 def test_a_host_that_is_not_this_machines_is_named():
     with pytest.raises(ConfigError, match=r"metrics\.host"):
         opened(host="192.0.2.1")
+
+
+def test_the_end_waits_for_who_reads_regularly(endpoint: Endpoint):
+    assert seconds(endpoint) < 0.1
+    for _ in range(3):
+        get(endpoint, "/metrics")
+        time.sleep(0.3)
+    reader = threading.Timer(0.3, get, (endpoint, "/metrics"))
+    reader.start()
+    assert 0.2 < seconds(endpoint) < 0.9  # seen, and gone
+    reader.join()
+    assert 0.4 < seconds(endpoint) < 3  # it would come again, and does not
+
+
+def seconds(endpoint: Endpoint) -> float:
+    """How long the end waits."""
+    began = time.monotonic()
+    asyncio.run(endpoint.heard())
+    return time.monotonic() - began
 
 
 def test_nobody_listens_after_the_end():
