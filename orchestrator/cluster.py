@@ -8,6 +8,7 @@ import socket
 from dataclasses import dataclass
 
 import ray
+from ray._private import services  # finding heads on this machine is nowhere public
 
 from rayzero.engine.errors import ConfigError
 
@@ -26,6 +27,11 @@ class Cluster:
 
     owned: bool
     can_grow: bool
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it was started by this process, and ends with it."""
+        return self.owned and not self.can_grow
 
     def close(self) -> None:
         """Closes what `connect` opened; our own cluster ends with it. Does nothing twice."""
@@ -70,6 +76,28 @@ def head_address(address: str | None) -> str:
             fix="`ray job submit --address http://HOST:8265 -- rayzero run job.yaml` from outside",
         )
     return address
+
+
+def clusters(address: str | None) -> list[str]:
+    """The address of the cluster at `address` or RAY_ADDRESS; without either, of every cluster
+    whose head runs on this machine. A process that is connected to Ray looks nowhere else.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if ray.is_initialized():
+        return ["auto"]
+    named = head_address(address)
+    if named not in ("", "auto", "local"):
+        return [named]
+    found: set[str] = services.find_gcs_addresses()  # type: ignore[no-untyped-call]
+    if not found:
+        raise ConfigError(
+            "no Ray cluster runs on this machine",
+            allowed="the machine that a job was started on, or the address of its cluster",
+            fix="--address or RAY_ADDRESS: host:port of the cluster's head",
+        )
+    return sorted(found)
 
 
 def reach(address: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from rayzero.engine.config import parse_config
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator import instructions as do
+from rayzero.orchestrator.control.adopting import take_over
 from rayzero.orchestrator.control.chaos import Chaos
 from rayzero.orchestrator.control.checkpoints import Checkpoints
 from rayzero.orchestrator.control.desk import Desk, GoneError, Ports
@@ -23,6 +25,8 @@ from rayzero.orchestrator.control.vaults import Vaults
 from rayzero.orchestrator.control.vigil import Vigil
 from rayzero.orchestrator.control.watch import Watch
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
+from rayzero.orchestrator.head.outcome import JobStatus
+from rayzero.orchestrator.journal.past import Past
 from rayzero.orchestrator.loading import check_sizes
 from rayzero.orchestrator.machine import handle
 from rayzero.orchestrator.notices import StateEntered, WorkersUp
@@ -48,7 +52,11 @@ class Controller:
     cancelled, and the workers and vaults released.
     """
 
-    def __init__(self, plan: JobPlan, ports: Ports) -> None:
+    def __init__(self, plan: JobPlan, ports: Ports, past: Past | None = None) -> None:
+        """
+        Args:
+            past: of a lost run that is to be gone on with.
+        """
         desk = self._desk = Desk(plan, ports, self._failed)
         repairs = self._repairs = Repairs()
         self._faults = Faults(desk, repairs)
@@ -69,6 +77,8 @@ class Controller:
         self._error: RayzeroError | None = None
         self._summary: dict[str, Any] = {}
         self._started_at_s = desk.now_s()
+        if past is not None:
+            self._started_at_s = take_over(desk, past, self._faults, repairs)
 
     async def run(self) -> JobResult:
         """Runs the job to its end.
@@ -113,8 +123,31 @@ class Controller:
         if isinstance(engine := desk.plan.spec.engine, dict):
             check_sizes(parse_config(engine), least, most)
         self._elastic.scale(least, most)
+        desk.ports.note("scaled", least=least, most=most)
         name, now = desk.plan.spec.name, self._world_size
         return f"{name}: {least} to {most} workers; now {now}"
+
+    def status(self) -> JobStatus:
+        """How the job stands."""
+        desk = self._desk
+        spec, now_s = desk.plan.spec, time.time()
+        return JobStatus(
+            name=spec.name,
+            state=desk.job.state,
+            step=desk.progress.steps,
+            steps=spec.steps,
+            generation=desk.job.generation,
+            world_size=self._world_size,
+            workers_min=desk.crew.wanted.least,
+            workers_max=desk.crew.wanted.most,
+            loss=desk.progress.last_loss,
+            began_at_s=now_s - (desk.now_s() - self._started_at_s),
+            at_s=now_s,
+            faults=self._faults.counts(),
+            repairs=self._repairs.repairs,
+            checkpoint_step=self._checkpoints.newest_step,
+            error="" if self._error is None else self._error.seen.splitlines()[0],
+        )
 
     @property
     def _world_size(self) -> int:
@@ -135,9 +168,21 @@ class Controller:
             self._repairs.wished(event.reason, self._world_size, desk.now_s())
         if desk.job.state is not before:
             desk.see(StateEntered(desk.job.state, desk.job.generation, self._world_size))
+            self._note(event)
             desk.bell.ring()
         for order in orders:
             await self._carry_out(order)
+
+    def _note(self, event: ev.Event) -> None:
+        job = self._desk.job
+        self._desk.ports.note(
+            "moved",
+            state=job.state,
+            event=type(event).__name__,
+            generation=job.generation,
+            world_size=self._world_size,
+            step=self._desk.progress.steps,
+        )
 
     async def _carry_out(self, order: do.Instruction) -> None:
         match order:

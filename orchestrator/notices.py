@@ -45,6 +45,21 @@ class Resumed:
 
 
 @dataclass(frozen=True)
+class Adopted:
+    """The job goes on with a run whose controller was lost.
+
+    Args:
+        step: it had finished so many at least; what is behind the newest checkpoint is done again.
+        generation: the newest it had.
+        silent_s: since it told anything.
+    """
+
+    step: int
+    generation: int
+    silent_s: float
+
+
+@dataclass(frozen=True)
 class FaultSeen:
     """Something broke.
 
@@ -140,6 +155,7 @@ Notice: TypeAlias = (
     | WorkersUp
     | Warned
     | Resumed
+    | Adopted
     | FaultSeen
     | FaultFired
     | Repaired

@@ -50,7 +50,7 @@ class Roster:
     """
 
     def __init__(self, setup: Setup, clock: Clock, vaults: RayVaultGroup, actor: type[Any]) -> None:
-        self.seats = Seats()
+        self.seats = Seats(setup.name)
         self._setup = setup
         self._clock = clock
         self._vaults = vaults

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from ray import PlacementGroupID
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -45,7 +47,8 @@ class Seats:
     """The seats of one job. Each has a placement group of its own, so that seats come, go and wait
     for nodes one by one; what waits is the demand that Ray's autoscaler sees."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: str = "") -> None:
+        self._job = job
         self._seats: list[Seat] = []
 
     def __len__(self) -> int:
@@ -65,12 +68,12 @@ class Seats:
         seen = await asyncio.to_thread(nodes.look)
         in_use = set((await self.standing()).values())
         for target in targets(count, need, seen.free, in_use):
-            self._seats.append(Seat(_group(need, target, frozenset())))
+            self._seats.append(Seat(_group(self._job, need, target, frozenset())))
 
     def move(self, seat: Seat, need: Need, avoid: Collection[str]) -> None:
         """Asks for the seat anew, on none of these nodes nor those it is to avoid anyway."""
         remove_placement_group(seat.group)
-        seat.group = _group(need, None, seat.avoid | frozenset(avoid))
+        seat.group = _group(self._job, need, None, seat.avoid | frozenset(avoid))
 
     async def standing(self) -> dict[Seat, str]:
         """The seats that are there, each with its node's id."""
@@ -98,13 +101,31 @@ class Seats:
             self.give_back(seat)
 
 
-def _group(need: Need, target: str | None, avoid: frozenset[str]) -> PlacementGroup:
+def sweep(job: str) -> int:
+    """Gives back what an earlier process of that job reserved and left; how many seats. Ray removes
+    them with the actor that made them, but not where that actor is started anew."""
+    left = [
+        id_
+        for id_, one in placement_group_table().items()
+        if one["name"].startswith(_name(job)) and one["state"] != "REMOVED"
+    ]
+    for id_ in left:
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(id_))))
+    return len(left)
+
+
+def _name(job: str) -> str:
+    return f"rayzero/{job}/"
+
+
+def _group(job: str, need: Need, target: str | None, avoid: frozenset[str]) -> PlacementGroup:
     """Ray takes a wish for a node with this strategy only; with one bundle all are the same."""
     bundle = {"CPU": need.cpus} | ({"GPU": need.gpus} if need.gpus else {})
     selector = {_NODE_LABEL: f"!in({','.join(sorted(avoid))})"} if avoid else {}
     group: PlacementGroup = placement_group(
         [bundle],
         strategy="STRICT_PACK",
+        name=_name(job) + secrets.token_hex(8),
         _soft_target_node_id=target,
         bundle_label_selector=[selector] if selector else None,
     )

@@ -23,20 +23,29 @@ class StoredArchive:
 
     Args:
         tell: shows a warning.
+        adopting: the checkpoints of the job's folder are those of the run that is gone on with, so
+            they come before all that `checkpoint.resume` may say.
     """
 
-    def __init__(self, plan: JobPlan, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, plan: JobPlan, tell: Callable[[str], None], *, adopting: bool = False
+    ) -> None:
         self._plan = plan
         self._wanted = plan.spec.checkpoint
         self._tell = tell
+        self._adopting = adopting
 
     def folder(self, step: int) -> str:
         return join(self._plan.archive, step_folder(step))
 
     async def begin(self) -> Stored | None:
-        if self._wanted.resume == "auto":
+        if self._adopting:
+            found = self._usable(await self._list(self._plan.archive))
+            if found is not None or self._wanted.resume in ("auto", "never"):
+                return found
+        elif self._wanted.resume == "auto":
             return self._usable(await self._list(self._plan.archive))
-        if self._wanted.resume == "never":
+        elif self._wanted.resume == "never":
             self._refuse(await self._list(self._plan.archive))
             return None
         return await self._named(self._wanted.resume)

@@ -1,4 +1,4 @@
-"""What somebody may want of a running job, and its answer."""
+"""What somebody may want of a running job."""
 
 from __future__ import annotations
 
@@ -22,11 +22,3 @@ class Inject:
 
 
 Wish: TypeAlias = Scale | Inject
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What became of a wish, in words."""
-
-    done: bool
-    text: str

@@ -8,26 +8,18 @@ from typing import Any
 
 import yaml
 
-from rayzero.engine.errors import RayzeroError
-from rayzero.orchestrator.cli.run import exit_code
-from rayzero.orchestrator.cli.texts import print_error
-from rayzero.orchestrator.mailbox import ask
-from rayzero.orchestrator.records import at
+from rayzero.orchestrator.cli.asking import ask
+from rayzero.orchestrator.cli.codes import with_exit_code
 from rayzero.orchestrator.wishes import Inject
 from rayzero.workers.faults import KINDS, PHASES, example, parse, random_schedule, usage
 
 
+@with_exit_code
 def inject(name: str, faults: Sequence[str], address: str | None, as_json: bool) -> int:
     """Asks the job and prints what it scheduled; returns the process's exit code."""
-    try:
-        for text in faults:
-            parse(text, step=1)  # what is no fault in any job needs none to be found
-        answer = ask(at(address), name, Inject(tuple(faults)))
-    except RayzeroError as error:
-        print_error(error)
-        return exit_code(error)
-    except KeyboardInterrupt:  # while it waited for the answer
-        return 130
+    for text in faults:
+        parse(text, step=1)  # what is no fault in any job needs none to be found
+    answer = ask(name, address, "grant", Inject(tuple(faults)))
     print(json.dumps({"job": name, "scheduled": answer.splitlines()}) if as_json else answer)
     return 0
 
@@ -45,13 +37,10 @@ def list_words(as_json: bool) -> int:
     return 0
 
 
+@with_exit_code
 def print_random(count: int, seed: int, ranks: int, steps: int, as_json: bool) -> int:
     """Prints a schedule for a job file."""
-    try:
-        faults = [str(fault) for fault in random_schedule(seed, count, ranks, steps)]
-    except RayzeroError as error:
-        print_error(error)
-        return exit_code(error)
+    faults = [str(fault) for fault in random_schedule(seed, count, ranks, steps)]
     schedule = {"faults": faults}
     print(json.dumps(schedule) if as_json else yaml.safe_dump(schedule, width=1000).rstrip())
     return 0

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from io import TextIOBase
-from time import monotonic
 from typing import Any, Protocol, TextIO
 
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.cli.plain import PlainLines, Write
 from rayzero.orchestrator.cli.texts import (
     notice_lines,
     print_error,
@@ -23,6 +23,7 @@ from rayzero.orchestrator.cli.texts import (
     summary_lines,
 )
 from rayzero.orchestrator.notices import (
+    Adopted,
     Checkpointed,
     CheckpointFailed,
     FaultSeen,
@@ -38,8 +39,6 @@ from rayzero.orchestrator.notices import (
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.result import JobResult
 from rayzero.workers.messages import FaultFired, LogLine
-
-Write = Callable[[str], None]
 
 
 class Console(Protocol):
@@ -102,53 +101,6 @@ class RayNotices(TextIOBase):
 
     def flush(self) -> None:
         self._target.flush()
-
-
-class PlainLines:
-    """Lines for a file or a pipe: a step now and then, everything else as it comes."""
-
-    def __init__(
-        self,
-        write: Write,
-        every_s: float = 5.0,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        self._write = write
-        self._every_s = every_s
-        self._clock = clock
-        self._steps: int | None = None
-        self._next_at_s = 0.0
-        self._untold: StepRecord | None = None
-
-    def expect(self, name: str, steps: int | None) -> None:
-        self._steps = steps
-        self._write(f"job {name}")
-
-    def see(self, notice: Notice) -> None:
-        if isinstance(notice, StepRecord):
-            self._untold = notice
-            if self._clock() >= self._next_at_s:
-                self._next_at_s = self._clock() + self._every_s
-                self._tell_step()
-        else:
-            if isinstance(notice, StateEntered):
-                self._tell_step()
-            for line in notice_lines(notice):
-                self._write(line)
-
-    def succeeded(self, result: JobResult) -> None:
-        for line in summary_lines(result):
-            self._write(line)
-
-    def failed(self, error: RayzeroError) -> None:
-        self._tell_step()
-        print_error(error)
-
-    def _tell_step(self) -> None:
-        if self._untold is not None:
-            total = f"/{self._steps}" if self._steps else ""
-            self._write(f"step {self._untold.step}{total} | {step_text(self._untold)}")
-            self._untold = None
 
 
 class LiveBar:
@@ -238,6 +190,7 @@ class JsonLines:
 _NAMES: dict[type[Notice], str] = {
     Resumed: "resumed",
     Serving: "serving",
+    Adopted: "adopted",
     FaultSeen: "fault",
     FaultFired: "injected",
     Repaired: "repaired",

@@ -8,6 +8,7 @@ from typing import Any
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.notices import (
+    Adopted,
     Checkpointed,
     CheckpointFailed,
     FaultSeen,
@@ -51,6 +52,8 @@ def notice_lines(notice: Notice) -> Iterator[str]:
             yield f"state: {notice.state}"
         case Resumed():
             yield f"resuming after step {notice.step}, from {notice.folder}"
+        case Adopted():
+            yield f"adopted a lost run, it stood at step {notice.step}"
         case FaultSeen():
             yield f"fault: {notice.text}"
         case FaultFired():

@@ -67,6 +67,11 @@ class Checkpoints:
             desk.see(Warned(f"checkpoints cannot be listed: {error.seen}"))
         return self._stored
 
+    @property
+    def newest_step(self) -> int | None:
+        """Of the newest checkpoint that is known of."""
+        return None if self._stored is None else self._stored.step
+
     def has(self, step: int) -> bool:
         """Whether a checkpoint of that step, or a newer one, is stored."""
         return self._stored is not None and self._stored.step >= step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.archive import Archive
@@ -27,6 +27,17 @@ COMMAND_S = 30.0
 T = TypeVar("T")
 
 
+class Note(Protocol):
+    """Writes one thing down in the job's journal; returns at once."""
+
+    def __call__(self, kind: str, **fields: Any) -> None: ...
+
+
+def unwritten(kind: str, **fields: Any) -> None:
+    """A Note of a job without a journal."""
+    del kind, fields
+
+
 @dataclass(frozen=True)
 class Ports:
     """The world outside the controller; tests put fakes in its place."""
@@ -37,6 +48,7 @@ class Ports:
     observer: Observer
     clock: Clock
     probe: Probe = field(default_factory=Unprobed)
+    note: Note = unwritten
 
 
 class GoneError(Exception):

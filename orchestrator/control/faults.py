@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.control.desk import Desk, GoneError
@@ -76,7 +76,7 @@ class Faults:
             self.judge()
         elif not desk.generation.over and desk.job.state is not State.STOPPING:
             info = desk.crew.info(worker)
-            self._note(Fault(cause, info, None, 0, text, desk.now_s()))
+            self._count(Fault(cause, info, None, 0, text, desk.now_s()))
             self._tell(self.record[-1])
         desk.bell.ring()
 
@@ -124,8 +124,8 @@ class Faults:
         generation.fenced = True  # what its members say from now on is only their way out
         faults, generation.faults = generation.faults, []
         counted = [one for one in faults if one.cause in HARDWARE - {Cause.COLLECTIVE}]
-        for fault in counted if root in counted else [*counted, root]:
-            self._note(fault)
+        for one in counted if root in counted else [*counted, root]:
+            self._count(one)
         if root.cause is Cause.STATE and generation.restore is not None:
             self._exclude(generation.restore)
         gone = [one for one in faults if not desk.crew.alive(one.worker.index)]
@@ -181,9 +181,18 @@ class Faults:
         with suppress(GoneError):
             await self._desk.ask(worker, self._desk.ports.workers.kill(worker))
 
-    def _note(self, fault: Fault) -> None:
+    def _count(self, fault: Fault) -> None:
         self.record.append(fault)
         self._desk.ports.probe.judged(fault)
+        self._desk.ports.note(
+            "fault",
+            cause=str(fault.cause),
+            worker=asdict(fault.worker),
+            rank=fault.rank,
+            step=fault.step,
+            generation=fault.generation,
+            detail=(fault.detail.splitlines() or [""])[0],
+        )
 
     def _tell(self, fault: Fault) -> None:
         text = failure.describe(fault)

@@ -30,9 +30,10 @@ from tests.house.source import (
 RAY_MODULES = {
     "rayzero.orchestrator.api",
     "rayzero.orchestrator.cluster",
+    "rayzero.orchestrator.head.actor",
+    "rayzero.orchestrator.head.reach",
     "rayzero.orchestrator.lost",
     "rayzero.orchestrator.nodes",
-    "rayzero.orchestrator.records",
     "rayzero.orchestrator.roster",
     "rayzero.orchestrator.seats",
     "rayzero.orchestrator.vault_group",

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rayzero.engine.validation import validated
-from rayzero.orchestrator.control.desk import Ports
+from rayzero.orchestrator.control.desk import Note, Ports, unwritten
 from rayzero.orchestrator.controller import Controller
+from rayzero.orchestrator.journal.past import Past
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.notices import Notice, StateEntered
 from rayzero.orchestrator.plan import JobPlan, make_plan
@@ -109,7 +110,13 @@ class Stage:
     """One controller and everything around it."""
 
     def __init__(
-        self, folder: Path, world: World | None = None, shelf: Shelf | None = None, **changes: Any
+        self,
+        folder: Path,
+        world: World | None = None,
+        shelf: Shelf | None = None,
+        past: Past | None = None,
+        note: Note = unwritten,
+        **changes: Any,
     ) -> None:
         self.clock = VirtualClock()
         self.world = world or World()
@@ -119,8 +126,8 @@ class Stage:
         self.plan = plan(folder, **changes)
         group: Any = Group(self.world)
         self.told = Telemetry(self.plan, self.notebook, self.clock, self.clock.now)
-        ports = Ports(group, self.world.vaults, self.shelf, self.told, self.clock, self.told)
-        self.controller = Controller(self.plan, ports)
+        ports = Ports(group, self.world.vaults, self.shelf, self.told, self.clock, self.told, note)
+        self.controller = Controller(self.plan, ports, past)
         self.run = asyncio.ensure_future(self.controller.run())
 
     async def steps(self, count: int) -> None:

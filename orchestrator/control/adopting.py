@@ -1,0 +1,27 @@
+"""Goes on with a run that lost its controller, with its numbers, budgets and history."""
+
+from __future__ import annotations
+
+import time
+
+from rayzero.orchestrator.control.desk import Desk
+from rayzero.orchestrator.control.faults import Faults
+from rayzero.orchestrator.journal.adoption import budgeted
+from rayzero.orchestrator.journal.past import Past
+from rayzero.orchestrator.notices import Adopted
+from rayzero.orchestrator.policies.membership import Wanted
+from rayzero.orchestrator.repairs import Repairs
+from rayzero.orchestrator.states import JobState
+
+
+def take_over(desk: Desk, past: Past, faults: Faults, repairs: Repairs) -> float:
+    """Before anything else is done; when the run began, by the controller's clock."""
+    now_s, unix_s = desk.now_s(), time.time()
+    desk.job = JobState(generation=past.generation)
+    faults.record += budgeted(past, now_s, unix_s)
+    repairs.repairs += past.repairs
+    repairs.steps_redone += past.steps_redone
+    if past.scaled is not None:
+        desk.crew.wanted = Wanted(*past.scaled, desk.crew.wanted.spares)
+    desk.see(Adopted(past.step, past.generation, unix_s - past.at_s))
+    return now_s - (unix_s - past.began_at_s)

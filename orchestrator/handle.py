@@ -1,0 +1,129 @@
+"""A handle on a running job: how it stands, what it tells, and what can be wished for."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from rayzero.orchestrator.bounds import bounds
+from rayzero.orchestrator.cluster import Cluster
+from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.head import reach
+from rayzero.orchestrator.head.follower import Follower
+from rayzero.orchestrator.head.outcome import Ended, JobStatus
+from rayzero.orchestrator.notices import Notice, Observer
+from rayzero.orchestrator.result import JobResult
+from rayzero.orchestrator.spec import JobSpec
+from rayzero.orchestrator.wishes import Inject, Scale, Wish
+
+STOP_S = 15.0
+"""How long a stopped job may take to be gone, without its last checkpoint."""
+WISH_S = 15.0
+"""How long a running job may take to answer."""
+
+
+class JobHandle:
+    """A job in a process of its own on the cluster, which goes on without this handle, unless the
+    cluster is our own and ends with this process. Owns a `Follower`, and the connection if we made
+    it: both last until the job ends."""
+
+    def __init__(
+        self, spec: JobSpec, actor: Any, cluster: Cluster, observer: Observer, since: int = 0
+    ) -> None:
+        self.name = spec.name
+        self._spec = spec
+        self._actor = actor
+        self._cluster = cluster
+        if cluster.is_ours:
+            atexit.register(self.end)  # an orderly end, before the cluster's
+        self._follower = Follower(actor, since, observer, self._ended)
+
+    def status(self) -> JobStatus:
+        """How the job stands; at its end, how it stood.
+
+        Raises:
+            JobFailedError: it does not answer.
+        """
+        if self._follower.status is not None:
+            return self._follower.status
+        found: JobStatus = self._call("status")
+        return found
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits for the job's end; whether it came in time."""
+        return self._follower.wait(timeout_s)
+
+    def result(self) -> JobResult:
+        """Waits for the job's end and returns its result.
+
+        Raises:
+            JobFailedError, ConfigError: the job failed, and why.
+            JobStoppedError: it was stopped.
+        """
+        self.wait()
+        return (self._follower.ended or Ended()).outcome()
+
+    def events(self) -> Iterator[Notice]:
+        """Everything the job told and tells, in order, to its end: the newest 10,000 of what came
+        before are kept."""
+        return self._follower.notices()
+
+    def stop(self) -> None:
+        """Asks the job to end. Returns at once; may be called twice."""
+        if self._follower.is_alive:
+            reach.tell(self._actor, "stop")
+
+    def scale(self, workers: int | tuple[int, int] | str) -> str:
+        """Changes how many workers the job may have, at its next step boundary.
+
+        Args:
+            workers: how many, or the least and the most: 4, (2, 4), "2:4".
+
+        Returns:
+            What comes of it, in words.
+
+        Raises:
+            ConfigError: the job cannot have so many.
+            JobFailedError: the job has ended, or does not answer.
+        """
+        return self._wish(Scale(*bounds(workers)))
+
+    def inject(self, *faults: str) -> str:
+        """Makes something break in the running job, such as `kill(rank=1)`.
+
+        Args:
+            faults: in the fault language; a step that is left out is the one at work.
+
+        Returns:
+            What was scheduled, a line for each fault.
+
+        Raises:
+            ConfigError: one is no fault, or cannot happen in this job.
+            JobFailedError: the job has ended, or does not answer.
+        """
+        return self._wish(Inject(faults))
+
+    def end(self) -> None:
+        """Asks the job to end and waits for it: at most as long as a clean stop takes."""
+        self.stop()
+        checkpoint = self._spec.checkpoint
+        keeps = checkpoint.every_steps is not None
+        self.wait(STOP_S + (checkpoint.notice_s if keeps else 0.0))
+
+    def _wish(self, wish: Wish) -> str:
+        return str(self._call("grant", wish))
+
+    def _call(self, method: str, *args: Any) -> Any:
+        if not self._follower.is_alive:
+            raise JobFailedError(f"job {self.name!r} is not running")
+        try:
+            return reach.call(self._actor, method, *args, timeout_s=WISH_S)
+        except (reach.AwayError, reach.GoneError) as error:
+            raise JobFailedError(f"job {self.name!r}: {error.seen}") from None
+
+    def _ended(self) -> None:
+        with suppress(Exception):  # the interpreter may be on its way out
+            self._cluster.close()
+        atexit.unregister(self.end)

@@ -1,0 +1,140 @@
+"""From the lines of a journal to what is known of the last run. Pure.
+
+A line is a JSON object with `at_s` (Unix time), `kind`, and what the kind has. A line that is torn
+or of a later version is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rayzero.orchestrator.policies.failure import Cause, Fault
+from rayzero.orchestrator.states import FINAL
+from rayzero.workers.messages import WorkerInfo
+
+
+@dataclass(frozen=True)
+class Past:
+    """What the journal knows of a job's last run.
+
+    Args:
+        spec: of its last process, without secrets.
+        run: the id of the last process.
+        working_dir: the submitter's.
+        by_value: whether the training function was no name but a function.
+        began_at_s, at_s: of its first and last line, as Unix time.
+        step: it had finished so many at least.
+        scaled: the limits for the number of workers, if they were changed while it ran.
+        lost_s: spent on repairs.
+        faults: that count, their times Unix times.
+        adoptions: how often it was gone on with.
+        ended: how it ended; empty while it has not.
+    """
+
+    spec: dict[str, Any]
+    run: str
+    working_dir: str
+    by_value: bool
+    began_at_s: float
+    at_s: float
+    state: str = "pending"
+    step: int = 0
+    generation: int = 0
+    world_size: int = 0
+    scaled: tuple[int, int] | None = None
+    lost_s: float = 0.0
+    faults: tuple[Fault, ...] = field(default_factory=tuple)
+    repairs: int = 0
+    steps_redone: int = 0
+    checkpoint_step: int | None = None
+    adoptions: int = 0
+    ended: str = ""
+    error: str = ""
+
+
+def begins_run(line: str) -> bool:
+    """Whether what is before that line is of other runs."""
+    found = _line(line)
+    return found.get("kind") == "begun" and not found.get("adopted")
+
+
+def parse(lines: Iterable[str]) -> Past | None:
+    """The run that the lines end with; None if they tell of none."""
+    past: Past | None = None
+    for line in lines:
+        found = _line(line)
+        if not found:
+            continue
+        try:
+            past = _begun(past, found) if found["kind"] == "begun" else _after(past, found)
+        except (KeyError, TypeError, ValueError):
+            continue
+    return past
+
+
+def _line(line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    known = isinstance(found, dict) and isinstance(found.get("at_s"), int | float)
+    return found if known and isinstance(found.get("kind"), str) else {}
+
+
+def _begun(past: Past | None, found: dict[str, Any]) -> Past:
+    at_s, spec, run = float(found["at_s"]), dict(found["spec"]), str(found["run"])
+    if past is not None and found.get("adopted"):
+        return replace(past, spec=spec, run=run, at_s=at_s, adoptions=past.adoptions + 1)
+    return Past(spec, run, str(found["working_dir"]), bool(found["by_value"]), at_s, at_s)
+
+
+def _after(past: Past | None, found: dict[str, Any]) -> Past | None:
+    if past is None:
+        return None
+    past = replace(past, at_s=float(found["at_s"]))
+    match found["kind"]:
+        case "moved":
+            state = str(found["state"])
+            return replace(
+                past,
+                state=state,
+                generation=max(past.generation, int(found["generation"])),
+                world_size=int(found["world_size"]),
+                step=max(past.step, int(found["step"])),
+                ended=state if state in FINAL else past.ended,
+            )
+        case "step":
+            return replace(past, step=max(past.step, int(found["step"])))
+        case "fault":
+            return replace(past, faults=(*past.faults, _fault(found)))
+        case "repaired":
+            return replace(
+                past,
+                repairs=past.repairs + 1,
+                steps_redone=past.steps_redone + int(found["steps_redone"]),
+                lost_s=past.lost_s + float(found["total_s"]),
+            )
+        case "checkpoint":
+            step = int(found["step"])
+            return replace(past, checkpoint_step=step, step=max(past.step, step))
+        case "scaled":
+            return replace(past, scaled=(int(found["least"]), int(found["most"])))
+        case "ended":
+            return replace(past, ended=str(found["state"]), error=str(found.get("error", "")))
+    return past
+
+
+def _fault(found: dict[str, Any]) -> Fault:
+    rank = found["rank"]
+    return Fault(
+        Cause(found["cause"]),
+        WorkerInfo(**found["worker"]),
+        None if rank is None else int(rank),
+        int(found["step"]),
+        str(found["detail"]),
+        float(found["at_s"]),
+        int(found["generation"]),
+    )

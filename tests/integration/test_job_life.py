@@ -1,0 +1,200 @@
+"""Jobs that outlive who submitted them, and what happens when their own process is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.util import list_named_actors
+from ray.util.placement_group import placement_group_table
+
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.api import Job, JobHandle, Workers
+from rayzero.orchestrator.errors import JobStoppedError
+from rayzero.orchestrator.journal.segments import read
+from rayzero.orchestrator.notices import Adopted, Checkpointed, Resumed, Warned, WorkersUp
+from rayzero.orchestrator.progress import StepRecord
+from rayzero.orchestrator.states import State
+from tests.integration.conftest import CPUS, Head
+from tests.integration.jobs.steady import ENGINE
+from tests.orchestrator.support import Notebook
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 90
+
+
+@pytest.fixture(scope="module")
+def connected(head: Head) -> Iterator[None]:
+    ray.init(address=head.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(connected: None) -> Iterator[None]:
+    """After every test: no actor, no placement group, no reserved CPU, no process of a job."""
+    yield
+    until_s = time.monotonic() + 20
+    while (left := remains()) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    assert left == []
+
+
+def remains() -> list[str]:
+    groups = [one for one in placement_group_table().values() if one["state"] != "REMOVED"]
+    actors = list_named_actors(all_namespaces=True)
+    cpus = ray.available_resources().get("CPU")
+    ours = ("ray::JobActor", "ray::WorkerActor", "ray::VaultActor")
+    titles = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
+    mine = [title for title in titles if title.startswith(ours)] if OWN_MACHINE else []
+    found = [f"group {one['name']}" for one in groups]
+    found += [str(one) for one in actors if one["namespace"] == "rayzero"] + mine
+    return [*found, f"{cpus} CPUs"] if found or cpus != CPUS else []
+
+
+OWN_MACHINE = "RAYZERO_SHARED_MACHINE" not in os.environ
+"""Whether every job's process on this machine is one of these tests'."""
+
+
+def steady(folder: Path, name: str = "steady", **changes: Any) -> Job:
+    settings: dict[str, Any] = {
+        "engine": ENGINE,
+        "workers": Workers(min=2),
+        "steps": 1_000_000,
+        "checkpoint": {"path": str(folder), "every_steps": 20},
+    }
+    return Job(name, "tests.integration.jobs.steady:train", **(settings | changes))
+
+
+def until(handle: JobHandle, there: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + LIMIT_S
+    while not there():
+        if handle.wait(0.05):
+            handle.result()
+        assert time.monotonic() < until_s
+
+
+def ended(handle: JobHandle) -> None:
+    handle.stop()
+    assert handle.wait(60)
+    with pytest.raises(JobStoppedError):
+        handle.result()
+
+
+def step(notes: Notebook) -> int:
+    return max((record.step for record in notes.of(StepRecord)), default=0)
+
+
+DRIVER = """
+import sys, time
+from tests.integration.test_job_life import steady
+from pathlib import Path
+handle = steady(Path(sys.argv[1])).submit(address=sys.argv[2])
+for notice in handle.events():
+    if type(notice).__name__ == "StepRecord" and notice.step > 5:
+        print("running", flush=True)
+        time.sleep(600)
+"""
+
+
+def test_a_job_outlives_its_driver_and_is_attached_to(head: Head, tmp_path: Path):
+    command = [sys.executable, "-c", DRIVER, str(tmp_path), head.address]
+    driver = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "running\n"
+    driver.kill()
+    driver.wait()
+    time.sleep(1)
+    notes = Notebook()
+    handle = Job.attach("steady", observer=notes)
+    until(handle, lambda: len(notes.of(StepRecord)) > 10)
+    status = handle.status()
+    assert (status.state, status.world_size, status.is_running) == (State.RUNNING, 2, True)
+    # The same spec follows the run that there is; other limits change it; all else is refused.
+    again = steady(tmp_path).submit()
+    assert again.status().began_at_s == pytest.approx(status.began_at_s, abs=1)
+    more = steady(tmp_path, workers=Workers(min=1, max=2)).submit()
+    assert (more.status().workers_min, more.status().workers_max) == (1, 2)
+    with pytest.raises(ConfigError) as refused:
+        steady(tmp_path, seed=7, steps=5).submit()
+    assert "    seed: 0 -> 7\n" in str(refused.value)
+    assert "    steps: 1000000 -> 5" in str(refused.value)
+    ended(handle)
+    past = read(str(tmp_path / "steady"))
+    assert past is not None
+    assert (past.ended, past.scaled) == ("stopped", (1, 2))
+    with pytest.raises(ConfigError, match="no running job is called 'steady'"):
+        Job.attach("steady")
+
+
+def test_a_killed_controller_is_started_anew_and_adopts_its_run(tmp_path: Path):
+    notes = Notebook()
+    handle = steady(tmp_path).submit(observer=notes)
+    until(handle, lambda: len(notes.of(Checkpointed)) >= 2)
+    generation = handle.status().generation
+    handle.scale("1:2")
+    handle.inject(f"kill(rank=1, step={step(notes) + 5})")
+    until(handle, lambda: sum(handle.status().faults.values()) == 1)
+    time.sleep(1.5)  # the journal is written behind
+    (controller,) = [one for one in psutil.process_iter(["cmdline"]) if is_controller(one)]
+    before = step(notes)
+    pids = [worker.pid for up in notes.of(WorkersUp) for worker in up.workers]
+    controller.send_signal(signal.SIGKILL)
+    until(handle, lambda: bool(notes.of(Adopted)) and step(notes) > before)
+    (adopted,) = notes.of(Adopted)
+    assert adopted.generation > generation
+    assert 0 < adopted.step <= before + 10
+    assert notes.of(Resumed)[-1].step % 20 == 0
+    status = handle.status()
+    assert status.generation > adopted.generation
+    assert sum(status.faults.values()) == 1, "the budget goes on"
+    assert (status.workers_min, status.workers_max) == (1, 2)
+    assert not any(psutil.pid_exists(pid) and is_worker(pid) for pid in pids)
+    ended(handle)
+
+
+def is_controller(process: psutil.Process) -> bool:
+    return " ".join(process.info["cmdline"] or []).startswith("ray::JobActor")
+
+
+def is_worker(pid: int) -> bool:
+    try:
+        process = psutil.Process(pid)
+        title = " ".join(process.cmdline())
+        return title.startswith("ray::WorkerActor") and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def test_two_jobs_on_one_cluster_and_all_that_is_told_of_them(tmp_path: Path):
+    notes = {name: Notebook() for name in ("first", "second")}
+    handles = {
+        name: steady(tmp_path, name, checkpoint={"path": str(tmp_path)}).submit(observer=seen)
+        for name, seen in notes.items()
+    }
+    for name, handle in handles.items():
+        until(handle, lambda name=name: step(notes[name]) > 5)  # type: ignore[misc]
+    ended(handles["first"])
+    reached = step(notes["second"])
+    until(handles["second"], lambda: step(notes["second"]) > reached + 20)
+    told = handles["second"].events()
+    assert next(one for one in told if isinstance(one, StepRecord)).step == 1
+    ended(handles["second"])
+    assert handles["second"].status().state is State.STOPPED
+    assert not [one for one in notes["second"].of(Warned) if "vault" in one.text]
+    log = (tmp_path / "second" / "logs" / "job.log").read_text()
+    assert "state: running\n" in log
+    lines = sorted((tmp_path / "second" / "journal").glob("*.jsonl"))
+    kinds = [json.loads(line)["kind"] for path in lines for line in path.read_text().splitlines()]
+    assert (kinds[0], kinds[-1]) == ("begun", "ended")

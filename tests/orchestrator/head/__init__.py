@@ -1,0 +1,1 @@
+"""Tests of what a job's process and its followers say to each other."""

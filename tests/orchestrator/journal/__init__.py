@@ -1,0 +1,1 @@
+"""Tests of the journal: lines, files, secrets, adoption."""

@@ -1,0 +1,231 @@
+"""The journal: what is written, what is read again, and what is never written."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.orchestrator.differences import ADOPTABLE, beyond, differences, document
+from rayzero.orchestrator.journal import behind as behind_module
+from rayzero.orchestrator.journal.adoption import budgeted, refusal
+from rayzero.orchestrator.journal.behind import Behind
+from rayzero.orchestrator.journal.chronicle import Chronicle
+from rayzero.orchestrator.journal.past import Past, parse
+from rayzero.orchestrator.journal.secrets import HIDDEN, hidden, masked, redacted
+from rayzero.orchestrator.journal.segments import FULL_BYTES, Segments, read
+from rayzero.orchestrator.notices import Checkpointed, FaultSeen, Repaired
+from tests.orchestrator.support import Stage, plan, played, settle
+
+ENGINE = {
+    "train_batch_size": 12,
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+}
+
+
+def begun(folder: Path, **changes: Any) -> list[str]:
+    lines: list[str] = []
+    spec = plan(folder, **changes).spec
+    at_s = iter(range(100, 10_000))
+    chronicle = Chronicle(lines.append, lambda: float(next(at_s)))
+    chronicle.note(
+        "begun", run="1", adopted=False, spec=document(spec), working_dir="/w", by_value=False
+    )
+    return lines
+
+
+def known(lines: Sequence[str]) -> Past:
+    past = parse(lines)
+    assert past is not None
+    return past
+
+
+@played
+async def test_a_run_is_read_as_it_went(folder: Path):
+    lines = begun(folder)
+    chronicle = Chronicle(lines.append)
+    stage = Stage(folder, note=chronicle.note, workers={"min": 1, "max": 2})
+    await stage.steps(3)
+    stage.world.kill(1)
+    await stage.clock.turn(1)
+    await stage.steps(2)
+    for notice in stage.notebook.notices:
+        chronicle.see(notice)
+    past = known(lines)
+    (seen,) = stage.notebook.of(FaultSeen)
+    (repaired,) = stage.notebook.of(Repaired)
+    assert (past.state, past.ended) == ("running", "")
+    assert (past.generation, past.step) == (2, stage.controller.status().step)
+    assert [(one.cause, one.rank, one.worker) for one in past.faults] == [
+        (seen.cause, seen.rank, seen.worker)
+    ]
+    assert past.lost_s == pytest.approx(repaired.total_s)
+    stage.run.cancel()
+    await settle()
+
+
+@given(st.data())
+def test_any_torn_journal_tells_of_an_earlier_moment(data: st.DataObject):
+    lines = begun(Path("/tmp/rz-journal"))
+    chronicle = Chronicle(lines.append, lambda: 1.0)
+    for n in range(1, 6):
+        chronicle.note("moved", state="running", event="e", generation=n, world_size=2, step=n)
+    ends = list(accumulate(len(line) + 1 for line in lines))
+    cut = data.draw(st.integers(ends[0], ends[-1]))
+    past = known("\n".join(lines)[:cut].splitlines())
+    whole = sum(end - 1 <= cut for end in ends) - 1
+    assert (past.step, past.generation) == (whole, whole)
+
+
+@given(st.lists(st.text()))
+def test_what_is_no_journal_is_passed_over(lines: list[str]):
+    assert parse([*lines, "[]", "{}", '{"at_s": 1, "kind": "moved"}']) is None
+
+
+def test_files_are_numbered_and_a_later_process_goes_on_behind(tmp_path: Path):
+    first = Segments(str(tmp_path))
+    first.write(begun(tmp_path))
+    filler = json.dumps({"at_s": 1.0, "kind": "step", "step": 1})
+    first.write([filler] * (2 * FULL_BYTES // len(filler)))
+    Segments(str(tmp_path)).write([json.dumps({"at_s": 9.0, "kind": "step", "step": 7})])
+    names = sorted(path.name for path in (tmp_path / "journal").iterdir())
+    assert [name[:6] for name in names] == [f"{n:06d}" for n in range(1, len(names) + 1)]
+    assert len(names) > 2
+    past = read(str(tmp_path))
+    assert past is not None
+    assert (past.step, past.working_dir) == (7, "/w")
+    assert read(str(tmp_path / "other")) is None
+
+
+def test_a_store_that_fails_is_told_once_and_tried_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(behind_module, "RETRY_S", (0.01,))
+    told: list[str] = []
+    written: list[str] = []
+    failures = iter([True, True, True])
+    done = threading.Event()
+
+    def write(lines: Sequence[str]) -> None:
+        if next(failures, False):
+            raise StoreError("full", "disk", "No space left on device")
+        written.extend(lines)
+        done.set()
+
+    behind = Behind("the journal", write, 0.01, told.append)
+    behind.put("a")
+    behind.put("b")
+    assert done.wait(10)
+    assert behind.close(5)
+    assert written == ["a", "b"]
+    assert len(told) == 1
+    assert "the journal cannot be written" in told[0]
+
+
+def test_a_store_that_never_answers_holds_nobody_up():
+    release = threading.Event()
+    behind = Behind("the log", lambda _: release.wait(10) and None, 0.0, lambda _: None)
+    behind.put("a")
+    assert not behind.close(0.2)
+    release.set()
+
+
+def test_no_secret_is_written():
+    spec = {
+        "args": {"hf_token": "abc", "tokenizer": "gpt2", "pad_token": "<pad>", "n_tokens": 7},
+        "checkpoint": {"path": "s3://me:pass@bucket/runs?secret_key=xyz&region=a"},
+        "env": {"AWS_SECRET_ACCESS_KEY": "abc", "apiKey": "abc", "list": ["http://u:abc@h/"]},
+    }
+    taken = redacted(spec)
+    text = json.dumps(taken)
+    assert not {"abc", "xyz", "pass"} & {*text.replace('"', " ").replace("@", " ").split()}
+    assert "xyz" not in text
+    assert taken["args"] | {"hf_token": "abc"} == spec["args"]
+    assert set(hidden(taken)) == {
+        *("args.hf_token", "checkpoint.path"),
+        *("env.AWS_SECRET_ACCESS_KEY", "env.apiKey", "env.list"),
+    }
+    assert masked("see https://u:p@h/x and s3://b/k") == f"see https://{HIDDEN}@h/x and s3://b/k"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"seed": 1}, "seed: 0 -> 1"),
+        ({"entrypoint": "m:g"}, 'entrypoint: "m:f" -> "m:g"'),
+        ({"args": {"layers": 3}}, "args.layers: (none) -> 3"),
+        ({"engine": ENGINE | {"train_batch_size": 24}}, "engine.train_batch_size: 12 -> 24"),
+    ],
+)
+def test_another_training_is_not_the_lost_one(tmp_path: Path, changes: dict[str, Any], key: str):
+    past = known(begun(tmp_path, engine=ENGINE))
+    refused = refusal(past, plan(tmp_path, **{"engine": ENGINE, **changes}).spec)
+    assert refused is not None
+    assert f"    {key}" in str(refused)
+    assert "rayzero stop job" in str(refused)
+
+
+def test_the_same_training_elsewhere_faster_or_safer_goes_on(tmp_path: Path):
+    past = known(begun(tmp_path, engine=ENGINE))
+    engine = ENGINE | {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
+    changes = {
+        "engine": engine,
+        "workers": {"min": 1, "max": 3},
+        "steps": 50,
+        "recovery": {"replicas": 0},
+        "checkpoint": {"every_steps": 5, "keep": 1},
+    }
+    assert refusal(past, plan(tmp_path, **changes).spec) is None
+
+
+LEAF = st.integers() | st.text(max_size=3) | st.booleans()
+TREES = st.recursive(
+    LEAF, lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3), max_leaves=8
+)
+DOCUMENTS = st.dictionaries(st.sampled_from(["workers", "engine", "seed"]), TREES, max_size=3)
+
+
+@given(DOCUMENTS, DOCUMENTS)
+def test_a_difference_is_seen_from_both_sides(old: dict[str, Any], new: dict[str, Any]):
+    there, back = differences(old, new), differences(new, old)
+    assert [(one.key, one.old, one.new) for one in there] == [
+        (one.key, one.new, one.old) for one in back
+    ]
+    assert differences(old, old) == []
+    assert not [one for one in beyond(there, ADOPTABLE) if one.key.startswith("workers")]
+
+
+def test_faults_keep_their_age(tmp_path: Path):
+    lines = begun(tmp_path)
+    worker = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
+    found = {"cause": "lost", "worker": worker, "rank": 1, "step": 5, "generation": 1}
+    Chronicle(lines.append, lambda: 1000.0).note("fault", **found, detail="it was killed")
+    (fault,) = budgeted(known(lines), now_s=50.0, unix_s=1030.0)
+    assert (fault.at_s, fault.detail, fault.worker.pid) == (20.0, "it was killed", 7)
+
+
+@played
+async def test_an_adopted_run_keeps_its_numbers_and_its_budget(folder: Path):
+    lines = begun(folder)
+    chronicle = Chronicle(lines.append)
+    worker = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
+    for generation in (4, 5):
+        found = {"cause": "lost", "worker": worker, "rank": 1, "step": 5, "generation": generation}
+        chronicle.note("fault", **found, detail="")
+    chronicle.note("moved", state="running", event="e", generation=5, world_size=2, step=40)
+    chronicle.see(Checkpointed(42, "f", 1, 0.1, 0.0))
+    stage = Stage(folder, past=known(lines), recovery={"max_faults": 2})
+    await stage.steps(2)
+    status = stage.controller.status()
+    assert (status.generation, status.faults) == (6, {"lost": 2})
+    stage.world.kill(1)
+    await stage.clock.turn(5)
+    with pytest.raises(Exception, match="was lost"):
+        await stage.result()
