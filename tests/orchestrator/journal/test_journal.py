@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rayzero.orchestrator.differences import ADOPTABLE, beyond, differences, doc
 from rayzero.orchestrator.journal import behind as behind_module
 from rayzero.orchestrator.journal.adoption import budgeted, refusal
 from rayzero.orchestrator.journal.behind import Behind
-from rayzero.orchestrator.journal.chronicle import Chronicle
+from rayzero.orchestrator.journal.chronicle import STEP_EVERY_S, Chronicle
 from rayzero.orchestrator.journal.past import Past, parse
 from rayzero.orchestrator.journal.secrets import HIDDEN, hidden, masked, redacted
 from rayzero.orchestrator.journal.segments import FULL_BYTES, Segments, read
@@ -52,7 +52,7 @@ def known(lines: Sequence[str]) -> Past:
 @played
 async def test_a_run_is_read_as_it_went(folder: Path):
     lines = begun(folder)
-    chronicle = Chronicle(lines.append)
+    chronicle = Chronicle(lines.append, count(200.0, STEP_EVERY_S).__next__)
     stage = Stage(folder, note=chronicle.note, workers={"min": 1, "max": 2})
     await stage.steps(3)
     stage.world.kill(1)
