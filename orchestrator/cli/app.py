@@ -130,15 +130,21 @@ def chaos(
     raise typer.Exit(command.inject(name, faults, address, as_json))
 
 
-@app.command(epilog="Example: rayzero top http://127.0.0.1:9400")
+@app.command(epilog="Example: rayzero top gpt, rayzero top http://127.0.0.1:9400")
 def top(
-    url: Annotated[
+    job: Annotated[
         str,
         typer.Argument(
-            help="Where the job serves its page: what it told as it began (metrics.port).",
-            metavar="URL",
+            help="The job's name, or where it serves its page (metrics.port).", metavar="NAME|URL"
         ),
     ],
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="host:port of the head of the job's cluster. Default: RAY_ADDRESS, or else every "
+            "cluster whose head runs on this machine."
+        ),
+    ] = None,
     once: Annotated[
         bool, typer.Option("--once", help="Show the job as it is now, and end.")
     ] = False,
@@ -148,13 +154,13 @@ def top(
 ) -> None:
     """Watch a job: state, progress, loss, ranks, faults, lost time and checkpoints.
 
-    Exit code 0: the job has ended, however it did. 1: nothing answers. 2: no such address.
+    Exit code 0: the job has ended, however it did. 1: nothing answers. 2: no such job or address.
     130: left by Ctrl-C.
     """
     # Here, because it brings rich with it, and `--help` must not wait for it.
     from rayzero.orchestrator.cli.top import watch_job
 
-    raise typer.Exit(watch_job(url, once, as_json))
+    raise typer.Exit(watch_job(job, address, once, as_json))
 
 
 @app.command(epilog="Example: rayzero plan models:make --batch models:batch --world 8 --gpu 80GB")

@@ -10,6 +10,7 @@ import asyncio
 import os
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from typing import Any
 
 import ray
 
@@ -89,6 +90,16 @@ class JobActor:
         if self._controller is None:
             return JobStatus(plan.spec.name, State.PENDING, journal=journal, log=log)
         return replace(self._controller.status(), journal=journal, log=log)
+
+    async def snapshot(self) -> dict[str, Any]:
+        """As `Telemetry.snapshot`.
+
+        Raises:
+            JobFailedError: nothing has begun yet.
+        """
+        if self._told is None:
+            raise JobFailedError(f"job {self._plan.spec.name!r} is still starting")
+        return self._told.snapshot()
 
     async def grant(self, wish: Wish) -> str | RayzeroError:
         """As `Controller.grant`; what it raises comes back."""

@@ -3,7 +3,10 @@ every alert can be judged, and the one that should fire does."""
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -38,12 +41,12 @@ def test_every_panel_and_alert_has_data(head: Head, tmp_path: Path) -> None:
     program("prometheus")  # before a job is started in vain
     ray.init(address=head.address, log_to_driver=False)
     try:
-        scrape_a_job(tmp_path)
+        scrape_a_job(tmp_path, head.address)
     finally:
         ray.shutdown()
 
 
-def scrape_a_job(folder: Path) -> None:
+def scrape_a_job(folder: Path, address: str) -> None:
     notebook = Notebook()
     job = Job(
         name="watched",
@@ -62,6 +65,11 @@ def scrape_a_job(folder: Path) -> None:
         (serving,) = notebook.of(Serving)
         assert read(serving.url) == page()
         assert served_at(serving.url)()["job"] == "watched"
+        command = [sys.executable, "-m", "rayzero", "top", "watched", "--once", "--json"]
+        shown = subprocess.run(
+            [*command, "--address", address], capture_output=True, text=True, timeout=90, check=True
+        )
+        assert json.loads(shown.stdout)["job"] == "watched"
         with scraping(serving.url.removeprefix("http://"), folder) as server:
             began = time.time()
             wait_for(lambda: notebook.of(Repaired) and notebook.of(Checkpointed), 120)
