@@ -15,7 +15,7 @@ from rayzero.orchestrator.wishes import Scale
 
 ANSWER_S = 15.0
 """How long a running job may take to answer."""
-LEAVE_S = 30.0
+LEAVE_S = 60.0
 """How long the process of a job that has ended may take to be gone."""
 _LOOK_S = 0.05
 

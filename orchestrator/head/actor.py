@@ -134,7 +134,9 @@ class JobActor:
         vaults = RayVaultGroup(spec.name, faults=spec.faults, output_dir=str(plan.output_dir))
         workers = RayWorkerGroup(plan.setup, self._clock, self._can_grow, vaults)
         archive = StoredArchive(plan, self._warn, adopting=past is not None)
-        told = self._told = self._open.enter_context(Telemetry(plan, papers, self._clock))
+        told = self._told = self._open.enter_context(
+            Telemetry(plan, papers, self._clock, self._warn)
+        )
         ports = Ports(workers, vaults, archive, told, self._clock, told, papers.note)
         return Controller(plan, ports, past)
 
@@ -169,9 +171,11 @@ class JobActor:
         with self._open:
             ended = await self._run()
             if self._told is not None:
+                await asyncio.to_thread(self._told.written)
+            await self._write_down(ended)
+            self._feed.end(ended)
+            if self._told is not None:  # nobody who follows waits for a scrape
                 await self._told.heard()
-        await self._write_down(ended)
-        self._feed.end(ended)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._patience_s()):
                 await self._fetched.wait()

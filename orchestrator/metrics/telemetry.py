@@ -26,7 +26,7 @@ from rayzero.orchestrator.metrics.exporter import job_families, rank_families
 from rayzero.orchestrator.metrics.files import JsonLines, TensorBoard
 from rayzero.orchestrator.metrics.snapshot import rank_rows, snapshot
 from rayzero.orchestrator.metrics.tally import Facts, Now, Tally
-from rayzero.orchestrator.notices import Notice, Observer, Serving, Warned
+from rayzero.orchestrator.notices import Notice, Observer, Serving
 from rayzero.orchestrator.page.assembly import served
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.failure import Budget, Fault
@@ -39,6 +39,7 @@ class Telemetry:
 
     Args:
         clock: the controller's.
+        warn: is told what goes wrong with files, in threads of their own.
         unix: Unix time.
 
     Raises:
@@ -46,10 +47,16 @@ class Telemetry:
     """
 
     def __init__(
-        self, plan: JobPlan, observer: Observer, clock: Clock, unix: Callable[[], float] = time
+        self,
+        plan: JobPlan,
+        observer: Observer,
+        clock: Clock,
+        warn: Callable[[str], None],
+        unix: Callable[[], float] = time,
     ) -> None:
         self._observer = observer
         self._clock = clock
+        self._warn = warn
         self._unix = unix
         self._lock = Lock()
         self._tally = Tally(_facts(plan), self._now())
@@ -71,6 +78,12 @@ class Telemetry:
         trace: TracebackType | None,
     ) -> None:
         self._open.close()
+
+    def written(self) -> None:
+        """Writes what is waiting for a file, and closes the files; nothing is written afterwards."""
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind.close()
 
     async def heard(self) -> None:
         """Waits, for a while at most, until those who read regularly have read how it stands now: a
@@ -133,8 +146,8 @@ class Telemetry:
             ) from None
         if not sinks:
             return None
-        behind = Behind(sinks, lambda text: self._observer.see(Warned(text)))
-        opened.callback(behind.close)
+        behind = Behind(sinks, self._warn)
+        opened.callback(self.written)
         return behind
 
     def _serve(self, plan: JobPlan, opened: ExitStack) -> Endpoint | None:

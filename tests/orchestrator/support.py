@@ -15,7 +15,7 @@ from rayzero.orchestrator.control.desk import Note, Ports, unwritten
 from rayzero.orchestrator.controller import Controller
 from rayzero.orchestrator.journal.past import Past
 from rayzero.orchestrator.metrics.telemetry import Telemetry
-from rayzero.orchestrator.notices import Notice, StateEntered
+from rayzero.orchestrator.notices import Notice, StateEntered, Warned
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.result import JobResult
 from rayzero.orchestrator.spec import JobSpec
@@ -125,7 +125,8 @@ class Stage:
         self.notebook = Notebook()
         self.plan = plan(folder, **changes)
         group: Any = Group(self.world)
-        self.told = Telemetry(self.plan, self.notebook, self.clock, self.clock.now)
+        warn: Callable[[str], None] = lambda text: self.notebook.see(Warned(text))
+        self.told = Telemetry(self.plan, self.notebook, self.clock, warn, self.clock.now)
         ports = Ports(group, self.world.vaults, self.shelf, self.told, self.clock, self.told, note)
         self.controller = Controller(self.plan, ports, past)
         self.run = asyncio.ensure_future(self.controller.run())

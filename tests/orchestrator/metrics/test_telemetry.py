@@ -86,7 +86,7 @@ def test_files_and_the_endpoint_live_as_long_as_it(tmp_path: Path):
     notebook = Notebook()
     metrics = {"port": 0, "jsonl": True, "tensorboard": True}
     wanted = plan(tmp_path, metrics=metrics)
-    with Telemetry(wanted, notebook, VirtualClock()) as told:
+    with Telemetry(wanted, notebook, VirtualClock(), [].append) as told:
         (serving,) = notebook.of(Serving)
         assert serving.url == told.url
         assert serving.url.startswith("http://127.0.0.1:")
@@ -101,7 +101,7 @@ def test_files_and_the_endpoint_live_as_long_as_it(tmp_path: Path):
 def test_nothing_is_opened_that_nobody_asked_for(tmp_path: Path):
     wanted = plan(tmp_path)
     notebook = Notebook()
-    with Telemetry(wanted, notebook, VirtualClock()) as told:
+    with Telemetry(wanted, notebook, VirtualClock(), [].append) as told:
         assert told.url is None
         json.dumps(told.snapshot())
     assert list(wanted.output_dir.iterdir()) == []
@@ -113,7 +113,7 @@ def test_when_the_port_is_taken_the_files_are_closed_again(tmp_path: Path):
         port = taken.getsockname()[1]
         wanted = plan(tmp_path, metrics={"port": port, "jsonl": True})
         with pytest.raises(ConfigError, match=rf"metrics\.port.*{port}"):
-            Telemetry(wanted, Notebook(), VirtualClock())
+            Telemetry(wanted, Notebook(), VirtualClock(), [].append)
     assert "rayzero-steps" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -121,4 +121,4 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path):
     wanted = plan(tmp_path, metrics={"jsonl": True})
     (wanted.output_dir / "metrics.jsonl").mkdir()
     with pytest.raises(ConfigError, match="metrics cannot be written"):
-        Telemetry(wanted, Notebook(), VirtualClock())
+        Telemetry(wanted, Notebook(), VirtualClock(), [].append)
