@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import ray
@@ -98,6 +99,25 @@ def clusters(address: str | None) -> list[str]:
             fix="--address or RAY_ADDRESS: host:port of the cluster's head",
         )
     return sorted(found)
+
+
+def each(address: str | None) -> Iterator[Cluster]:
+    """A connection to one after the other of `clusters`, closed when the next is asked for, but not
+    when it is asked no more. Those that were only found and do not let us in are passed over.
+
+    Raises:
+        ConfigError: there is none, or the one that was named cannot be joined.
+    """
+    found = clusters(address)
+    for one in found:
+        try:
+            cluster = connect(one)
+        except ConfigError:
+            if address is not None or len(found) == 1:
+                raise
+            continue
+        yield cluster
+        cluster.close()
 
 
 def reach(address: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayzero.engine.errors import ConfigError, nearest
-from rayzero.orchestrator.cluster import Cluster, clusters, connect
+from rayzero.orchestrator.cluster import Cluster, each
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.head import reach
 from rayzero.orchestrator.spec import JobSpec
@@ -44,8 +44,7 @@ def find(name: str, address: str | None) -> FoundJob:
         JobFailedError: it does not answer.
     """
     running: list[str] = []
-    for one in clusters(address):
-        cluster = connect(one)
+    for cluster in each(address):
         try:
             if (found := _there(name, cluster)) is not None:
                 return found
@@ -53,7 +52,6 @@ def find(name: str, address: str | None) -> FoundJob:
         except BaseException:
             cluster.close()
             raise
-        cluster.close()
     raise ConfigError(
         f"no running job is called {name!r}{nearest(name, running)}",
         allowed=f"a running job: {', '.join(sorted(running))}" if running else "",

@@ -11,15 +11,18 @@ from rayzero.orchestrator.bounds import bounds
 from rayzero.orchestrator.cluster import Cluster
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.head import reach
-from rayzero.orchestrator.head.follower import Follower
+from rayzero.orchestrator.head.follower import POLL_S, Follower
 from rayzero.orchestrator.head.outcome import Ended, JobStatus
 from rayzero.orchestrator.notices import Notice, Observer
 from rayzero.orchestrator.result import JobResult
 from rayzero.orchestrator.spec import JobSpec
 from rayzero.orchestrator.wishes import Inject, Scale, Wish
+from rayzero.workers.messages import LogLine
 
 STOP_S = 15.0
 """How long a stopped job may take to be gone, without its last checkpoint."""
+CLOSE_S = 1.0
+"""How long the follower may take to end, beyond a question for news."""
 WISH_S = 15.0
 """How long a running job may take to answer."""
 
@@ -36,9 +39,23 @@ class JobHandle:
         self._spec = spec
         self._actor = actor
         self._cluster = cluster
-        if cluster.is_ours:
-            atexit.register(self.end)  # an orderly end, before the cluster's
+        self._at_exit = self.end if cluster.is_ours else self.close
+        atexit.register(self._at_exit)  # an orderly end, before the connection's
         self._follower = Follower(actor, since, observer, self._ended)
+
+    @property
+    def without(self) -> str:
+        """What becomes of the job when this process ends at once, in words."""
+        return "kills it" if self._cluster.is_ours else "leaves that to the cluster"
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """What the workers print, a line at a time, as `[rank 0] text`.
+
+        Args:
+            follow: to the job's end; else what is known now, the newest 10,000 notices at most.
+        """
+        told = self.events() if follow else iter(self._follower.known())
+        return (f"[rank {one.rank}] {one.text}" for one in told if isinstance(one, LogLine))
 
     def status(self) -> JobStatus:
         """How the job stands; at its end, how it stood.
@@ -112,6 +129,11 @@ class JobHandle:
         keeps = checkpoint.every_steps is not None
         self.wait(STOP_S + (checkpoint.notice_s if keeps else 0.0))
 
+    def close(self) -> None:
+        """Lets the job go on unseen. A handle is closed when its job ends, and at exit."""
+        self._follower.close()
+        self.wait(POLL_S + CLOSE_S)
+
     def _wish(self, wish: Wish) -> str:
         return str(self._call("grant", wish))
 
@@ -126,4 +148,4 @@ class JobHandle:
     def _ended(self) -> None:
         with suppress(Exception):  # the interpreter may be on its way out
             self._cluster.close()
-        atexit.unregister(self.end)
+        atexit.unregister(self._at_exit)

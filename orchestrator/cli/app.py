@@ -9,6 +9,8 @@ import typer
 
 from rayzero.orchestrator.cli.ckpt import ckpt
 from rayzero.orchestrator.cli.config import config
+from rayzero.orchestrator.cli.elsewhere import handed_on
+from rayzero.orchestrator.cli.job_commands import add_to
 
 app = typer.Typer(
     help="Train PyTorch models with ZeRO on Ray clusters that keep changing.",
@@ -17,6 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+add_to(app)
 app.add_typer(ckpt, name="ckpt")
 app.add_typer(config, name="config")
 
@@ -52,6 +55,7 @@ def run(
     Exit code 0: it succeeded. 1: it failed. 2: a mistake in the job, its engine config or its
     entry point. 130: stopped by Ctrl-C; a second Ctrl-C kills.
     """
+    handed_on(address, "run", job, sets=overrides, as_json=as_json, folder=job.parent)
     # Here, because it brings ray and pydantic with it, and `--help` must not wait for them.
     from rayzero.orchestrator.cli.run import run_job
 
@@ -78,6 +82,7 @@ def scale(
     Exit code 0: the job takes it. 1: the job does not answer. 2: no such job, or a number of
     workers that it cannot have.
     """
+    handed_on(address, "scale", name, workers)
     # Here, because it brings ray with it, and `--help` must not wait for it.
     from rayzero.orchestrator.cli.scale import scale_job
 
@@ -127,6 +132,7 @@ def chaos(
         raise typer.Exit(command.print_random(count, seed, ranks, steps, as_json))
     if not (name and faults):
         raise typer.BadParameter("a job's name and a fault, or --list, or --random")
+    handed_on(address, "chaos", name, *faults, as_json=as_json)
     raise typer.Exit(command.inject(name, faults, address, as_json))
 
 

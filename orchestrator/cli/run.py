@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rayzero.engine.errors import ConfigError, RayzeroError
@@ -13,15 +13,25 @@ from rayzero.orchestrator.cli.signals import Signals
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.loading import load_job
 from rayzero.orchestrator.notices import Warned
+from rayzero.orchestrator.spec import JobSpec
 
 _LOOK_S = 0.1  # how often the main thread looks whether a signal came
 
 
 def run_job(path: Path, overrides: Sequence[str], address: str | None, as_json: bool) -> int:
     """Runs the job in `path`; returns the process's exit code."""
+    return _followed(lambda: load_job(path, overrides), address, as_json)
+
+
+def run_spec(spec: JobSpec, address: str | None, as_json: bool) -> int:
+    """Runs a checked job; returns the process's exit code."""
+    return _followed(lambda: spec, address, as_json)
+
+
+def _followed(load: Callable[[], JobSpec], address: str | None, as_json: bool) -> int:
     with console_for(as_json) as console, Signals() as signals:
         try:
-            spec = load_job(path, overrides)
+            spec = load()
             console.expect(spec.name, spec.steps)
             return _run(Job.from_spec(spec), address, console, signals)
         except RayzeroError as error:
@@ -55,5 +65,5 @@ def _wait(handle: JobHandle, signals: Signals, console: Console) -> None:
     while not handle.wait(_LOOK_S):
         if signals.exit_code and not told:
             handle.stop()
-            console.see(Warned(f"{signals.name}: stopping the job; once more kills it"))
+            console.see(Warned(f"{signals.name}: stopping the job; once more {handle.without}"))
             told = True

@@ -23,7 +23,7 @@ from rayzero.orchestrator.differences import document
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
 from rayzero.orchestrator.head.feed import Feed
 from rayzero.orchestrator.head.outcome import Ended, JobStatus, News
-from rayzero.orchestrator.head.papers import Papers, log_path
+from rayzero.orchestrator.head.papers import Papers, log_path, read_log
 from rayzero.orchestrator.journal.adoption import refusal
 from rayzero.orchestrator.journal.past import Past
 from rayzero.orchestrator.journal.secrets import masked
@@ -111,6 +111,11 @@ class JobActor:
             return await self._controller.grant(wish)
         except RayzeroError as error:
             return error
+
+    async def log(self, offset: int) -> tuple[bytes, int]:
+        """A part of the job's log from that byte on, and the byte to go on from."""
+        part = await asyncio.to_thread(read_log, self._plan.output_dir, offset)
+        return part, offset + len(part)
 
     async def stop(self) -> None:
         """Asks for a clean end."""

@@ -16,7 +16,7 @@ from rayzero.orchestrator.head.feed import KEPT
 from rayzero.orchestrator.head.outcome import Ended, JobStatus, News
 from rayzero.orchestrator.notices import Notice, Observer, Unwatched, Warned
 
-POLL_S = 2.0
+POLL_S = 1.0
 """How long a question for news waits at the job's process."""
 ANSWER_S = 30.0
 """How long a process may take to answer beyond that."""
@@ -66,6 +66,11 @@ class Follower:
     def close(self) -> None:
         """Follows no longer. The job goes on."""
         self._closed.set()
+
+    def known(self) -> list[Notice]:
+        """Those that are kept now."""
+        with self._news:
+            return list(self._told)
 
     def notices(self) -> Iterator[Notice]:
         """From the first that is kept to the last of all; waits for those to come."""

@@ -18,10 +18,21 @@ from rayzero.orchestrator.plan import JobPlan
 LOG_MAX_BYTES = 256 * 2**20
 """A log that has grown so big becomes `job.log.1`, and a new one is begun."""
 _LOG_EVERY_S = 0.2
+_PART_BYTES = 256 * 1024
 
 
 def log_path(output_dir: Path) -> Path:
     return output_dir / "logs" / "job.log"
+
+
+def read_log(output_dir: Path, offset: int) -> bytes:
+    """Some of the log from a byte on; nothing at its end, or where there is none."""
+    try:
+        with log_path(output_dir).open("rb") as file:
+            file.seek(offset)
+            return file.read(_PART_BYTES)
+    except FileNotFoundError:
+        return b""
 
 
 class Papers:

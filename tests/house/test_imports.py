@@ -34,6 +34,7 @@ RAY_MODULES = {
     "rayzero.orchestrator.head.reach",
     "rayzero.orchestrator.lost",
     "rayzero.orchestrator.nodes",
+    "rayzero.orchestrator.remote",
     "rayzero.orchestrator.roster",
     "rayzero.orchestrator.seats",
     "rayzero.orchestrator.vault_group",

@@ -1,0 +1,123 @@
+"""The arguments of the commands about jobs by their names. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rayzero.orchestrator.cli.elsewhere import handed_on
+
+Name = Annotated[str, typer.Argument(help="The job's name.", metavar="NAME")]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        help="host:port of a Ray cluster, or http://HOST:8265 of its dashboard from outside. "
+        "Default: RAY_ADDRESS, or else every cluster whose head runs on this machine."
+    ),
+]
+Folder = Annotated[
+    str,
+    typer.Option("--path", help="checkpoint.path of the job file, for jobs that do not run."),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key of the job file: steps=10."),
+]
+JobFile = Annotated[Path, typer.Argument(help="The job file (YAML).", metavar="JOB.yaml")]
+
+
+def submit(job: JobFile, address: Address = None, overrides: Overrides = None) -> None:
+    """Start a job that goes on without this command.
+
+    Exit code 0: it was taken. 1: it failed at once. 2: a mistake in the job, or another job of that
+    name runs.
+    """
+    handed_on(address, "submit", job, sets=overrides, folder=job.parent)
+    from rayzero.orchestrator.cli.jobs import submit_job
+
+    raise typer.Exit(submit_job(job, overrides or (), address))
+
+
+def ls(address: Address = None, path: Folder = "runs", as_json: Json = False) -> None:
+    """List the jobs that run, and those with a journal in a folder."""
+    handed_on(address, "ls", "--path", path, as_json=as_json)
+    from rayzero.orchestrator.cli.jobs import list_jobs
+
+    raise typer.Exit(list_jobs(address, path, as_json))
+
+
+def status(
+    name: Name, address: Address = None, path: Folder = "runs", as_json: Json = False
+) -> None:
+    """Tell how a job stands; of one that does not run, how it stood by its journal.
+
+    Exit code 0: told. 1: it does not answer. 2: no such job.
+    """
+    handed_on(address, "status", name, "--path", path, as_json=as_json)
+    from rayzero.orchestrator.cli.jobs import show_status
+
+    raise typer.Exit(show_status(name, address, path, as_json))
+
+
+def logs(
+    name: Name,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="To the job's end.")] = False,
+    address: Address = None,
+    path: Folder = "runs",
+) -> None:
+    """Print all that a job printed and told.
+
+    Exit code 0: printed. 1: it does not answer. 2: no such job, or its log is not here.
+    """
+    handed_on(address, "logs", name, "--path", path, *(["-f"] if follow else []))
+    from rayzero.orchestrator.cli.jobs import show_logs
+
+    raise typer.Exit(show_logs(name, address, path, follow))
+
+
+def stop(name: Name, address: Address = None, path: Folder = "runs") -> None:
+    """End a job cleanly, with a last checkpoint; a lost run is given up, and not adopted any more.
+
+    Exit code 0: it has stopped. 1: it did not in time. 2: no such job.
+    """
+    handed_on(address, "stop", name, "--path", path)
+    from rayzero.orchestrator.cli.jobs import stop_job
+
+    raise typer.Exit(stop_job(name, address, path))
+
+
+def resume(
+    name: Name,
+    address: Address = None,
+    path: Folder = "runs",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON lines on stdout: events, then the summary.")
+    ] = False,
+) -> None:
+    """Run a job again by the spec in its journal: a lost run goes on where it was.
+
+    Exit codes as of `run`.
+    """
+    handed_on(address, "resume", name, "--path", path, as_json=as_json)
+    from rayzero.orchestrator.cli.jobs import resume_job
+
+    raise typer.Exit(resume_job(name, address, path, as_json))
+
+
+EXAMPLES: Mapping[Callable[..., None], str] = {
+    submit: "rayzero submit job.yaml --address http://head:8265",
+    ls: "rayzero ls --json",
+    status: "rayzero status gpt",
+    logs: "rayzero logs -f gpt",
+    stop: "rayzero stop gpt",
+    resume: "rayzero resume gpt --path s3://bucket/runs",
+}
+
+
+def add_to(app: typer.Typer) -> None:
+    for command, example in EXAMPLES.items():
+        app.command(epilog=f"Example: {example}")(command)

@@ -1,0 +1,73 @@
+"""From outside a cluster: the same command, run in it through Ray's job API."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ray.exceptions import RayError
+from ray.job_submission import JobSubmissionClient
+
+from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.journal.secrets import masked
+
+_FAILURES = (ConnectionError, RuntimeError, ValueError, OSError, RayError)
+
+
+class OtherCluster:
+    """A cluster by its dashboard's address. The token of RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or
+    ~/.ray/auth_token goes with every request where RAY_AUTH_MODE says so."""
+
+    def __init__(self, address: str) -> None:
+        """
+        Raises:
+            ConfigError: nothing answers there, or it does not let us in.
+        """
+        self._address = address
+        try:
+            self._client = JobSubmissionClient(address)
+        except _FAILURES as error:
+            raise self._told(error, ConfigError) from None
+
+    def begin(self, arguments: Sequence[str], folder: Path | None) -> str:
+        """Starts `rayzero ARGUMENTS` in the cluster; its id among Ray's jobs.
+
+        Args:
+            folder: goes along as the command's working directory.
+        """
+        command = shlex.join(["python3", "-m", "rayzero", *arguments])
+        env = {} if folder is None else {"working_dir": str(folder)}
+        try:
+            return str(self._client.submit_job(entrypoint=command, runtime_env=env))
+        except _FAILURES as error:
+            raise self._told(error, ConfigError) from None
+
+    def follow(self, job: str, write: Callable[[str], object]) -> int:
+        """Hands on what it prints; its exit code."""
+        try:
+            asyncio.run(self._tail(job, write))
+            info = self._client.get_job_info(job)
+        except _FAILURES as error:
+            raise self._told(error, JobFailedError) from None
+        if info.driver_exit_code is not None:
+            return int(info.driver_exit_code)
+        return 0 if info.status == "SUCCEEDED" else 1
+
+    async def _tail(self, job: str, write: Callable[[str], object]) -> None:
+        async for text in self._client.tail_job_logs(job):
+            write(text)
+
+    def _told(self, error: Exception, kind: type[RayzeroError]) -> RayzeroError:
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return kind(
+            masked(f"the cluster at {self._address} did not take it: {text}"),
+            allowed="the address of a Ray dashboard, such as http://HOST:8265",
+            fix="--address; RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH where it wants a token",
+        )
+
+
+def is_dashboard(address: str | None) -> bool:
+    return address is not None and address.startswith(("http://", "https://"))

@@ -1,0 +1,219 @@
+"""Jobs by command, inside and outside a cluster that wants a token; and a lost head."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.integration.conftest import free_ports
+from tests.integration.jobs.steady import ENGINE
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+LIMIT_S = 90
+
+
+class Place:
+    """A head with token authentication that can be killed, and commands beside it and outside."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.token = secrets.token_hex(32)
+        self.runs = folder / "runs"
+        self.env = {
+            **{key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self.token,
+            "PYTHONPATH": str(ROOT),
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+        }
+        self._heads: list[tuple[subprocess.Popen[bytes], Path]] = []
+        self.start()
+
+    def start(self) -> None:
+        temporary = Path(tempfile.mkdtemp(prefix="rz-", dir="/tmp"))
+        port, dashboard, client, agent = free_ports(4)
+        self.address, self.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
+        command = [
+            str(BIN / "ray"),
+            *("start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=true"),
+            *("--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", "--num-cpus=3"),
+            *(f"--port={port}", f"--dashboard-port={dashboard}"),
+            *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),
+            *(f"--temp-dir={temporary}", f"--object-store-memory={80 * 2**20}"),
+        ]
+        with (self.folder / "head.log").open("ab") as log:
+            head = subprocess.Popen(command, stdout=log, stderr=log, env=self.env)
+        self._heads.append((head, temporary))
+        headers = {"Authorization": f"Bearer {self.token}"}
+        request = urllib.request.Request(f"{self.dashboard}/api/version", headers=headers)
+        until(lambda: _answers(request))
+
+    def kill(self) -> None:
+        """The head with all of its processes, as a lost machine."""
+        head, _ = self._heads[-1]
+        family = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
+        for one in family:
+            with suppress(psutil.Error):
+                one.send_signal(signal.SIGKILL)
+        head.wait(10)
+        psutil.wait_procs(family, timeout=10)
+
+    def close(self) -> None:
+        self.kill()
+
+    def command(self, *words: object, **changes: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "rayzero", *map(str, words)],
+            cwd=ROOT,
+            env=self.env | changes,
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
+
+    def here(self, *words: object) -> subprocess.CompletedProcess[str]:
+        return self.command(*words, "--address", self.address)
+
+    def job_file(self, name: str, **changes: Any) -> Path:
+        document = {
+            "name": name,
+            "entrypoint": "tests.integration.jobs.steady:train",
+            "engine": ENGINE,
+            "workers": {"min": 1},
+            "steps": 1_000_000,
+            "args": {"api_key": "very-secret"},
+            "checkpoint": {"path": str(self.runs), "every_steps": 20},
+            **changes,
+        }
+        folder = self.folder / "files"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(document))
+        return path
+
+    def status(self, name: str) -> dict[str, Any]:
+        done = self.here("status", name, "--json", "--path", self.runs)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+
+def _answers(request: urllib.request.Request) -> bool:
+    try:
+        urllib.request.urlopen(request, timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def until(there: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + LIMIT_S
+    while not there():
+        assert time.monotonic() < until_s
+        time.sleep(0.3)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    made = Place(tmp_path_factory.mktemp("place"))
+    yield made
+    made.close()
+
+
+def test_a_job_by_command_from_outside_with_a_token(place: Place):
+    """Submitted through the dashboard; asked from there and from the cluster; stopped."""
+    path = place.job_file("outside")
+    wrong = place.command("ls", "--address", place.dashboard, RAY_AUTH_TOKEN="0" * 64)
+    assert wrong.returncode == 2, wrong.stdout
+    assert wrong.stderr.startswith("error: the cluster at http://127.0.0.1:")
+    assert "Traceback" not in wrong.stderr
+    sent = place.command("submit", path, "--address", place.dashboard)
+    assert sent.returncode == 0, sent.stdout + sent.stderr
+    assert "outside: submitted; `rayzero logs -f outside` follows it" in sent.stdout
+    until(lambda: place.status("outside")["step"] > 25)
+    told = place.command("status", "outside", "--address", place.dashboard)
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "outside: running at step " in told.stdout
+    assert place.here("scale", "outside", "1:2").stdout == "outside: 1 to 2 workers; now 1\n"
+    listed = json.loads(place.here("ls", "--json", "--path", place.runs).stdout)
+    assert [(one["name"], one["state"]) for one in listed] == [("outside", "running")]
+    log = place.here("logs", "outside").stdout
+    assert "state: running\n" in log
+    stopped = place.here("stop", "outside", "--path", place.runs)
+    assert (stopped.returncode, stopped.stdout) == (0, "outside: stopped\n"), stopped.stderr
+    after = place.status("outside")
+    assert (after["state"], after["workers_max"]) == ("stopped", 2)
+    assert after["checkpoint_step"] == after["step"]
+    assert "state: stopping\n" in place.here("logs", "outside", "--path", place.runs).stdout
+    written = b"".join(one.read_bytes() for one in place.runs.rglob("*") if one.is_file())
+    assert b"very-secret" not in written
+    assert place.token.encode() not in written
+
+
+def test_ray_job_stop_ends_in_a_last_checkpoint(place: Place):
+    """The driver has three seconds; the job's own process takes what it needs."""
+    path = place.job_file("stopped")
+    ray = [str(BIN / "ray"), "job"]
+    at = ["--address", place.dashboard]
+    command = ["python3", "-m", "rayzero", "run", str(path)]
+    id_ = "raysubmit_stopped"
+
+    def job(*words: str) -> str:
+        done = subprocess.run(
+            [*ray, *words], env=place.env, cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    job("submit", *at, "--no-wait", "--submission-id", id_, "--", *command)
+    until(lambda: "checkpoint of step 20" in job("logs", *at, id_))
+    job("stop", *at, id_)
+    until(lambda: place.status("stopped")["state"] == "stopped")
+    after = place.status("stopped")
+    assert after["checkpoint_step"] == after["step"] >= 20
+    assert "was stopped" in job("status", *at, id_)
+
+
+def test_a_lost_head_is_not_a_lost_run(place: Place):
+    path = place.job_file("adopted")
+    assert place.here("submit", path).returncode == 0
+    until(lambda: (place.status("adopted")["checkpoint_step"] or 0) >= 40)
+    time.sleep(1.5)  # the journal is written behind
+    place.kill()
+    place.start()
+    lost = place.status("adopted")
+    assert (lost["state"], lost["generation"]) == (None, 1)
+    assert lost["step"] >= 40
+    other = place.here("run", path, "--set", "seed=3")
+    assert other.returncode == 2
+    assert "    seed: 0 -> 3\n" in other.stderr
+    assert place.here("resume", "adopted", "--path", place.runs).returncode == 2, "a secret is out"
+    assert place.here("submit", path).returncode == 0
+    until(lambda: place.status("adopted")["step"] > lost["step"])
+    now = place.status("adopted")
+    assert now["generation"] > 1
+    assert now["began_at_s"] == pytest.approx(lost["began_at_s"], abs=2)
+    log = place.here("logs", "adopted").stdout
+    assert f"adopted a lost run, it stood at step {lost['step']}\n" in log
+    place.kill()
+    place.start()
+    gave = place.here("stop", "adopted", "--path", place.runs)
+    assert gave.stdout.startswith("adopted: the lost run is given up; it stood at step ")
+    assert place.status("adopted")["state"] == "stopped"
