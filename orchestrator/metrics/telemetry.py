@@ -80,7 +80,7 @@ class Telemetry:
         self._open.close()
 
     def written(self) -> None:
-        """Writes what is waiting for a file, and closes the files; nothing is written afterwards."""
+        """Writes what is waiting for a file, and closes the files: nothing comes after it."""
         behind, self._behind = self._behind, None
         if behind is not None:
             behind.close()
