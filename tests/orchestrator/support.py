@@ -125,11 +125,13 @@ class Stage:
         self.notebook = Notebook()
         self.plan = plan(folder, **changes)
         group: Any = Group(self.world)
-        warn: Callable[[str], None] = lambda text: self.notebook.see(Warned(text))
-        self.told = Telemetry(self.plan, self.notebook, self.clock, warn, self.clock.now)
+        self.told = Telemetry(self.plan, self.notebook, self.clock, self._warn, self.clock.now)
         ports = Ports(group, self.world.vaults, self.shelf, self.told, self.clock, self.told, note)
         self.controller = Controller(self.plan, ports, past)
         self.run = asyncio.ensure_future(self.controller.run())
+
+    def _warn(self, text: str) -> None:
+        self.notebook.see(Warned(text))
 
     async def steps(self, count: int) -> None:
         """Trains so many steps."""
