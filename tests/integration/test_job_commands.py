@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,13 +68,14 @@ class Place:
 
     def kill(self) -> None:
         """The head with all of its processes, as a lost machine."""
-        head, _ = self._heads[-1]
+        head, temporary = self._heads[-1]
         family = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
         for one in family:
             with suppress(psutil.Error):
                 one.send_signal(signal.SIGKILL)
         head.wait(10)
         psutil.wait_procs(family, timeout=10)
+        shutil.rmtree(temporary, ignore_errors=True)
 
     def close(self) -> None:
         self.kill()
