@@ -15,10 +15,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.house.source import ROOT
-
 KUBERNETES = ("1.27", "1.32", "1.37")
-CRDS = Path(os.environ.get("RAYZERO_CRDS", ROOT.parent / "shared/crds"))
+CRDS = Path(os.environ["RAYZERO_CRDS"]) if "RAYZERO_CRDS" in os.environ else None
 OWN_GROUPS = ("apps", "batch", "networking.k8s.io", "policy", "rbac.authorization.k8s.io")
 
 _METADATA = {
@@ -36,8 +34,8 @@ _METADATA = {
 
 def needs_crds() -> None:
     """Skips a test where nobody gave the definitions of custom resources."""
-    if not list(CRDS.glob("*.yaml")):
-        pytest.skip(f"no custom resource definitions in {CRDS}; RAYZERO_CRDS names their folder")
+    if CRDS is None or not list(CRDS.glob("*.yaml")):
+        pytest.skip(f"RAYZERO_CRDS names no folder of custom resource definitions: {CRDS}")
 
 
 def is_built_in(obj: dict[str, Any]) -> bool:
@@ -70,7 +68,7 @@ def _check(text: str, version: str) -> list[str]:
 def _custom(api_version: str, kind: str) -> dict[str, Any]:
     """The schema of a custom resource as its definition has it."""
     group, _, version = api_version.partition("/")
-    for path in CRDS.glob(f"{group}_*.yaml"):
+    for path in CRDS.glob(f"{group}_*.yaml") if CRDS is not None else ():
         definition = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
         if definition["spec"]["names"]["kind"] == kind:
             (found,) = [v for v in definition["spec"]["versions"] if v["name"] == version]
