@@ -24,6 +24,15 @@ app.add_typer(ckpt, name="ckpt")
 app.add_typer(config, name="config")
 
 
+Address = Annotated[
+    str | None,
+    typer.Option(
+        help="host:port of the head of the job's cluster. Default: RAY_ADDRESS, or else every "
+        "cluster whose head runs on this machine."
+    ),
+]
+
+
 @app.callback()
 def main() -> None:
     """Train PyTorch models with ZeRO on Ray clusters that keep changing."""
@@ -69,13 +78,7 @@ def scale(
         str,
         typer.Argument(help="The least and the most workers, or one number.", metavar="MIN:MAX"),
     ],
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="host:port of the head of the job's cluster. Default: RAY_ADDRESS, or else every "
-            "cluster whose head runs on this machine."
-        ),
-    ] = None,
+    address: Address = None,
 ) -> None:
     """Change the number of workers of a running job, at a step boundary.
 
@@ -109,13 +112,7 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Of the random faults.")] = 0,
     ranks: Annotated[int, typer.Option(help="Workers of the job they are for.")] = 2,
     steps: Annotated[int, typer.Option(help="Steps of the job they are for.")] = 100,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="host:port of the head of the job's cluster. Default: RAY_ADDRESS, or else every "
-            "cluster whose head runs on this machine."
-        ),
-    ] = None,
+    address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")] = False,
 ) -> None:
     """Make something break in a running job, to see it repaired.
@@ -144,13 +141,7 @@ def top(
             help="The job's name, or where it serves its page (metrics.port).", metavar="NAME|URL"
         ),
     ],
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="host:port of the head of the job's cluster. Default: RAY_ADDRESS, or else every "
-            "cluster whose head runs on this machine."
-        ),
-    ] = None,
+    address: Address = None,
     once: Annotated[
         bool, typer.Option("--once", help="Show the job as it is now, and end.")
     ] = False,
