@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from rayzero.engine.comm.collectives import Backend, Collectives
 from rayzero.engine.comm.gloo import GlooBackend
+from rayzero.engine.comm.leaving import destroy_at_exit
 from rayzero.engine.comm.local import LocalBackend
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.errors import ConfigError
@@ -28,6 +29,7 @@ def connect() -> tuple[Collectives, torch.device]:
         return Collectives(LocalBackend()), _device(prefer_cuda=True)
     if not dist.is_initialized() and {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        destroy_at_exit()
     if not dist.is_initialized():
         return Collectives(LocalBackend()), _device(prefer_cuda=True)
     group = dist.group.WORLD

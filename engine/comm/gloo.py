@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayzero.engine.comm.collectives import Pending, part_of
+from rayzero.engine.comm.leaving import Hold
 from rayzero.engine.comm.neighbours import add_terms, find_neighbours
 
 
@@ -77,7 +78,7 @@ class GlooBackend:
     def __init__(self, group: dist.ProcessGroup, *, share_memory: bool = True) -> None:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._group = group
+        self._hold = Hold(group)
         self._staging = StagingPool()
         self._tag = 0
         self._neighbours = find_neighbours(self, group) if share_memory else None
@@ -100,7 +101,7 @@ class GlooBackend:
             if self._neighbours.segments.locate(full) is not None:
                 return self._neighbours.all_reduce(full)
             self._neighbours.drain()
-        return _Exchange([dist.all_reduce(full, group=self._group, async_op=True)])
+        return _Exchange([dist.all_reduce(full, group=self._hold.group, async_op=True)])
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Pending:
         if self._neighbours is not None:
@@ -170,13 +171,13 @@ class GlooBackend:
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._drain()
-        dist.broadcast(tensor, group=self._group, group_src=source)
+        dist.broadcast(tensor, group=self._hold.group, group_src=source)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        return _started(dist.isend(tensor, group=self._group, group_dst=peer, tag=tag))
+        return _started(dist.isend(tensor, group=self._hold.group, group_dst=peer, tag=tag))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        return _started(dist.irecv(tensor, group=self._group, group_src=peer, tag=tag))
+        return _started(dist.irecv(tensor, group=self._hold.group, group_src=peer, tag=tag))
 
     def _drain(self) -> None:
         if self._neighbours is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rayzero.engine.comm.leaving import destroy_at_exit
 from rayzero.engine.errors import ConfigError
 
 log = logging.getLogger("rayzero.engine")
@@ -65,5 +66,6 @@ def init_distributed(
     else:
         alone = torch._C._distributed_c10d.HashStore()
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+    destroy_at_exit()
     if verbose and dist.get_rank() == 0:
         log.info("process group: %s, %d ranks", backend, dist.get_world_size())

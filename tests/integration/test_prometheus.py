@@ -79,10 +79,14 @@ def scrape_a_job(folder: Path, address: str) -> None:
             check(server, began)
             handle.stop()
             assert handle.wait(60)
-            ended = server.ask("query", query='max_over_time(rayzero_state{state="stopped"}[1m])')
-            assert [one["value"][1] for one in ended["result"]] == ["1"]
+            last = 'max_over_time(rayzero_state{state="stopped"}[1m])'  # it waits for this reader
+            wait_for(lambda: values(server.ask("query", query=last)) == ["1"], 30)
     finally:
         handle.end()
+
+
+def values(answer: Any) -> list[str]:
+    return [one["value"][1] for one in answer["result"]]
 
 
 def read(url: str) -> str:
