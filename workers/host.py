@@ -112,8 +112,10 @@ class WorkerHost:
             return
         wire.interrupt.request()
         for _ in range(FENCE_TRIES):
+            if self._wire is not wire:
+                return  # the next generation has begun: its group is not ours to break off
             process_group.break_off(wire.connections)
-            if self._runner.join(FENCE_TRY_S) or self._wire is not wire:
+            if self._runner.join(FENCE_TRY_S):
                 return
 
     def inject(self, faults: Sequence[str]) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from threading import Thread
+from threading import Lock, Thread
 
 from rayzero.engine.errors import EngineError
 from rayzero.workers.crash import crashed
 from rayzero.workers.interrupt import Interrupted
 from rayzero.workers.messages import Assign, Memory, Message, Stopped
 from rayzero.workers.wire import Wire
+
+ENDING_S = 10.0
+"""How long a thread may take to be over once it has told how it ended."""
 
 Body = Callable[[], Message]
 """What a generation does, from joining its group to the message it ends with."""
@@ -29,6 +32,8 @@ class Runner:
         self._on_unwound = on_unwound
         self._thread: Thread | None = None
         self._wire: Wire | None = None
+        self._told = False  # whether the thread has nothing left to do but to end
+        self._starting = Lock()  # a thread that has not begun can be neither joined nor asked
 
     def start(self, assign: Assign, body: Body, wire: Wire) -> None:
         """Runs `body` in a new training thread.
@@ -36,20 +41,18 @@ class Runner:
         Raises:
             EngineError: the thread of an earlier generation is still alive.
         """
-        if self.alive:
+        # Its end is told before it is over, and whoever hears of it may be faster.
+        if not self.join(ENDING_S if self._told else 0.0):
             raise EngineError(
                 f"generation {assign.generation} cannot start: the training thread of the one "
                 "before is still alive"
             )
-        self._wire = wire
-        self._thread = Thread(
-            target=self._run, args=(assign, body, wire), name="rayzero-train", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        with self._starting:
+            self._wire, self._told = wire, False
+            self._thread = Thread(
+                target=self._run, args=(assign, body, wire), name="rayzero-train", daemon=True
+            )
+            self._thread.start()
 
     def stop(self) -> None:
         """Asks the body to unwind at its next report, phase or step. Returns at once."""
@@ -58,12 +61,17 @@ class Runner:
 
     def join(self, timeout_s: float) -> bool:
         """Waits for the thread's end; whether it came in time."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-        return not self.alive
+        with self._starting:
+            thread = self._thread
+        if thread is None:
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
 
     def _run(self, assign: Assign, body: Body, wire: Wire) -> None:
-        wire.post(self._outcome(assign, body, wire))
+        outcome = self._outcome(assign, body, wire)
+        self._told = True
+        wire.post(outcome)
 
     def _outcome(self, assign: Assign, body: Body, wire: Wire) -> Message:
         try:

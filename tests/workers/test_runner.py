@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 
 from rayzero.engine.errors import CollectiveError, EngineError
+from rayzero.workers import runner as runners
 from rayzero.workers.messages import Crashed, Finished, Message, Stopped
 from rayzero.workers.runner import Body, Runner
 from rayzero.workers.wire import Wire
@@ -102,3 +103,50 @@ def test_two_generations_do_not_run_at_once_but_one_after_the_other(bench: Bench
     bench.start(lambda: DONE)
     assert bench.runner.join(5)
     assert bench.posted == [DONE, DONE]
+
+
+def test_a_thread_that_is_just_being_started_can_be_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    """A fence of the last generation may still be at work then."""
+    beginning, go = Event(), Event()
+
+    class Slow(Thread):
+        def start(self) -> None:
+            beginning.set()
+            assert go.wait(30)
+            super().start()
+
+    monkeypatch.setattr(runners, "Thread", Slow)
+    starter = Thread(target=bench.start, args=(lambda: DONE,))
+    starter.start()
+    assert beginning.wait(30)
+    joined: list[bool] = []
+    joiner = Thread(target=lambda: joined.append(bench.runner.join(30)))
+    joiner.start()
+    go.set()
+    for one in (starter, joiner):
+        one.join(30)
+    assert joined == [True]
+    assert bench.posted == [DONE]
+
+
+def test_the_next_generation_waits_for_a_thread_that_has_told_its_end():
+    told, go = Event(), Event()
+    posted: list[Message] = []
+
+    def post(message: Message) -> None:
+        posted.append(message)
+        if len(posted) == 1:
+            told.set()
+            assert go.wait(30)  # the controller hears of it, and is faster than this thread
+
+    runner = Runner(lambda: None)
+    runner.start(ASSIGN, lambda: DONE, Wire(post))
+    assert told.wait(30)
+    starter = Thread(target=runner.start, args=(ASSIGN, lambda: DONE, Wire(post)))
+    starter.start()
+    go.set()
+    starter.join(30)
+    assert runner.join(30)
+    assert posted == [DONE, DONE]
