@@ -78,7 +78,7 @@ class Controller:
         self._summary: dict[str, Any] = {}
         self._started_at_s = desk.now_s()
         if past is not None:
-            self._started_at_s = take_over(desk, past, self._faults, repairs)
+            self._started_at_s = take_over(desk, past, self._faults, repairs, self._checkpoints)
 
     async def run(self) -> JobResult:
         """Runs the job to its end.

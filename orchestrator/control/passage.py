@@ -148,6 +148,7 @@ class Passage:
             case recovery.FromCheckpoint(step, folder):
                 way.restore = Restore(step, checkpoint=folder)
         redone = desk.progress.rewind(picked.step)
+        desk.ports.note("picked", step=picked.step, steps_redone=redone)
         if isinstance(picked, recovery.FromCheckpoint | recovery.FromNothing):
             self._tell_loss(picked, redone)
         way.step = picked.step

@@ -140,8 +140,9 @@ class JobActor:
         workers = RayWorkerGroup(plan.setup, self._clock, self._can_grow, vaults)
         archive = StoredArchive(plan, self._warn, adopting=past is not None)
         told = self._told = self._open.enter_context(
-            Telemetry(plan, papers, self._clock, self._warn)
+            Telemetry(plan, papers, self._clock, self._warn, past=past)
         )
+        papers.count(told.counted)
         ports = Ports(workers, vaults, archive, told, self._clock, told, papers.note)
         return Controller(plan, ports, past)
 

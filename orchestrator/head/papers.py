@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rayzero.orchestrator.cli.plain import PlainLines
 from rayzero.orchestrator.head.feed import Feed
@@ -51,6 +52,10 @@ class Papers:
         self._chronicle = Chronicle(self._journal.put)
         self._lines = PlainLines(self._log.put)
         self.note = self._chronicle.note
+
+    def count(self, counted: Callable[[], Mapping[str, Any]]) -> None:
+        """Where the journal finds what the job's metrics have counted."""
+        self._chronicle.counted = counted
 
     def see(self, notice: Notice) -> None:
         self._feed.see(notice)

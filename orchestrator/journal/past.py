@@ -7,7 +7,7 @@ or of a later version is passed over.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,9 +27,12 @@ class Past:
         by_value: whether the training function was no name but a function.
         began_at_s, at_s: of its first and last line, as Unix time.
         step: it had finished so many at least.
+        best_step: the most it ever had, before it went back.
         scaled: the limits for the number of workers, if they were changed while it ran.
-        lost_s: spent on repairs.
+        counted: what its metrics had counted: `seconds` by cause, and totals.
         faults: that count, their times Unix times.
+        repaired: how many repairs, by cause.
+        written, failed: checkpoints.
         adoptions: how often it was gone on with.
         ended: how it ended; empty while it has not.
     """
@@ -42,17 +45,26 @@ class Past:
     at_s: float
     state: str = "pending"
     step: int = 0
+    best_step: int = 0
     generation: int = 0
     world_size: int = 0
     scaled: tuple[int, int] | None = None
-    lost_s: float = 0.0
+    counted: Mapping[str, Any] = field(default_factory=dict)
     faults: tuple[Fault, ...] = field(default_factory=tuple)
-    repairs: int = 0
+    repaired: Mapping[str, int] = field(default_factory=dict)
+    resizes: int = 0
     steps_redone: int = 0
     checkpoint_step: int | None = None
+    checkpoint_at_s: float = 0.0
+    written: int = 0
+    failed: int = 0
     adoptions: int = 0
     ended: str = ""
     error: str = ""
+
+    @property
+    def repairs(self) -> int:
+        return sum(self.repaired.values())
 
 
 def begins_run(line: str) -> bool:
@@ -95,6 +107,8 @@ def _after(past: Past | None, found: dict[str, Any]) -> Past | None:
     if past is None:
         return None
     past = replace(past, at_s=float(found["at_s"]))
+    if isinstance(counted := found.get("counted"), dict):
+        past = replace(past, counted=counted)
     match found["kind"]:
         case "moved":
             state = str(found["state"])
@@ -103,28 +117,42 @@ def _after(past: Past | None, found: dict[str, Any]) -> Past | None:
                 state=state,
                 generation=max(past.generation, int(found["generation"])),
                 world_size=int(found["world_size"]),
-                step=max(past.step, int(found["step"])),
                 ended=state if state in FINAL else past.ended,
+                **_reached(past, int(found["step"])),
             )
         case "step":
-            return replace(past, step=max(past.step, int(found["step"])))
+            return replace(past, **_reached(past, int(found["step"])))
+        case "picked":
+            redone = past.steps_redone + int(found["steps_redone"])
+            return replace(past, step=int(found["step"]), steps_redone=redone)
         case "fault":
             return replace(past, faults=(*past.faults, _fault(found)))
         case "repaired":
-            return replace(
-                past,
-                repairs=past.repairs + 1,
-                steps_redone=past.steps_redone + int(found["steps_redone"]),
-                lost_s=past.lost_s + float(found["total_s"]),
-            )
+            cause = str(found["cause"])
+            repaired = {**past.repaired, cause: past.repaired.get(cause, 0) + 1}
+            return replace(past, repaired=repaired)
+        case "resized":
+            return replace(past, resizes=past.resizes + 1)
         case "checkpoint":
             step = int(found["step"])
-            return replace(past, checkpoint_step=step, step=max(past.step, step))
+            return replace(
+                past,
+                checkpoint_step=step,
+                checkpoint_at_s=past.at_s,
+                written=past.written + 1,
+                **_reached(past, max(past.step, step)),
+            )
+        case "checkpointfailed":
+            return replace(past, failed=past.failed + 1)
         case "scaled":
             return replace(past, scaled=(int(found["least"]), int(found["most"])))
         case "ended":
             return replace(past, ended=str(found["state"]), error=str(found.get("error", "")))
     return past
+
+
+def _reached(past: Past, step: int) -> dict[str, Any]:
+    return {"step": step, "best_step": max(past.best_step, step)}
 
 
 def _fault(found: dict[str, Any]) -> Fault:

@@ -46,6 +46,8 @@ class Why(StrEnum):
     FINISHING = "finishing"
     """From the last step to the end."""
     STOPPING = "stopping"
+    ADOPTION = "adoption"
+    """From the last that a lost run wrote down to its adoption."""
 
 
 _PARTS = {
@@ -101,6 +103,24 @@ class Account:
         self._way: State | None = None
         self._best_step: int | None = None
         """The furthest step ever finished; None before the first."""
+        self._started = False
+        """Whether a step was finished since the job's process began."""
+
+    def go_on(self, seconds: Mapping[str, float], best_step: int, ago_s: float) -> None:
+        """Goes on with the account of a lost run, before anything is told to this one. What that
+        run had not booked, and the time since, is ADOPTION.
+
+        Args:
+            seconds: what it had booked, by cause.
+            best_step: the furthest step that it had finished.
+            ago_s: how long ago it began.
+        """
+        for why in Why:
+            self._booked_ns[why] = max(0, _ns(seconds.get(why, 0.0)))
+        booked_ns = sum(self._booked_ns.values())
+        self._begun_ns = self._now_ns - max(booked_ns, _ns(ago_s))  # clocks may have been set
+        self._booked_ns[Why.ADOPTION] += self._now_ns - self._begun_ns - booked_ns
+        self._best_step = best_step or None
 
     def entered(self, state: State, now_s: float) -> None:
         """The job is in another state."""
@@ -129,7 +149,7 @@ class Account:
         self._pass(now_s)
         for why in self._owed_ns:
             self._owed_ns[why] += max(0, _ns(waits_s.get(why, 0.0)))
-        first = self._best_step is None
+        first, self._started = not self._started, True
         again = self._best_step is not None and step <= self._best_step
         # One that was finished, but that no rank lived to report, counts as this one does.
         count = 1 if first else max(1, step - (self._best_step or 0))

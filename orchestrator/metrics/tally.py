@@ -74,6 +74,8 @@ class Tally:
         self.replicas = Replicas()
         self.checkpoints = Checkpoints()
         self.history = History()
+        self.stood_at: int | None = None
+        """The step that an adopted run stood at, until it goes on."""
 
     def see(self, notice: Notice, now: Now) -> None:
         match notice:
@@ -87,7 +89,8 @@ class Tally:
                 self._tell_fault(notice, now)
             case Resumed():
                 self.steps.step = notice.step
-                self.checkpoints.found(notice.step, now.unix_s)
+                if notice.step != self.checkpoints.step:  # else its age is known
+                    self.checkpoints.found(notice.step, now.unix_s)
             case Checkpointed():
                 self._store(notice, now)
             case CheckpointFailed():
@@ -134,6 +137,9 @@ class Tally:
             Why.CHECKPOINT: checkpoint_s,
         }
         self.account.stepped(record.step, record.step_s, waits, now.s)
+        if self.stood_at is not None:
+            self.troubles.steps_redone += max(0, self.stood_at - record.step + 1)
+            self.stood_at = None
         if record.loss is not None:
             if record.step <= self.steps.step:
                 self.history.loss.rewind(record.step)

@@ -20,7 +20,9 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.clock import Clock
+from rayzero.orchestrator.journal.past import Past
 from rayzero.orchestrator.metrics.behind import Behind, Sink
+from rayzero.orchestrator.metrics.carrying import carry_on, counted
 from rayzero.orchestrator.metrics.endpoint import Endpoint, json_page
 from rayzero.orchestrator.metrics.exporter import job_families, rank_families
 from rayzero.orchestrator.metrics.files import JsonLines, TensorBoard
@@ -41,6 +43,7 @@ class Telemetry:
         clock: the controller's.
         warn: is told what goes wrong with files, in threads of their own.
         unix: Unix time.
+        past: of a lost run, whose numbers go on.
 
     Raises:
         ConfigError: the port is taken, or a file cannot be written.
@@ -53,6 +56,7 @@ class Telemetry:
         clock: Clock,
         warn: Callable[[str], None],
         unix: Callable[[], float] = time,
+        past: Past | None = None,
     ) -> None:
         self._observer = observer
         self._clock = clock
@@ -60,6 +64,8 @@ class Telemetry:
         self._unix = unix
         self._lock = Lock()
         self._tally = Tally(_facts(plan), self._now())
+        if past is not None:
+            carry_on(self._tally, past, self._now())
         with ExitStack() as opened:
             self._behind = self._write_behind(plan, opened)
             self._endpoint = self._serve(plan, opened)
@@ -119,6 +125,11 @@ class Telemetry:
         with self._lock:
             value, ranks = snapshot(self._tally, self._now()), self._tally.ranks.copied()
         return {**value, "ranks": rank_rows(ranks)}
+
+    def counted(self) -> dict[str, Any]:
+        """What goes into the journal, for a run that adopts this one."""
+        with self._lock:
+            return counted(self._tally, self._now())
 
     def families(self) -> list[Metric]:
         """Its series; may be called from any thread."""

@@ -12,6 +12,7 @@ const CAUSES = {
   redone: ["k3", "steps done again"],
   interrupted: ["kbad", "broken off by faults"],
   recovery: ["k6", "recovering from faults"],
+  adoption: ["k6", "lost, not adopted yet"],
   waiting: ["kwarn", "waiting for workers"],
   resizing: ["k2", "resizing"],
   starting: ["k1", "starting"],

@@ -48,6 +48,7 @@ _CAUSES = {
     "productive": "green",
     "redone": "red",
     "interrupted": "bright_red",
+    "adoption": "bright_red",
     "waiting": "yellow",
     "data": "bright_yellow",
     "starting": "blue",

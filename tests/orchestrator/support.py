@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from itertools import count
@@ -125,7 +126,8 @@ class Stage:
         self.notebook = Notebook()
         self.plan = plan(folder, **changes)
         group: Any = Group(self.world)
-        self.told = Telemetry(self.plan, self.notebook, self.clock, self._warn, self.clock.now)
+        unix = self.clock.now if past is None else time.time
+        self.told = Telemetry(self.plan, self.notebook, self.clock, self._warn, unix, past)
         ports = Ports(group, self.world.vaults, self.shelf, self.told, self.clock, self.told, note)
         self.controller = Controller(self.plan, ports, past)
         self.run = asyncio.ensure_future(self.controller.run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Sequence
 from itertools import accumulate, count
 from pathlib import Path
@@ -22,7 +23,7 @@ from rayzero.orchestrator.journal.chronicle import STEP_EVERY_S, Chronicle
 from rayzero.orchestrator.journal.past import Past, parse
 from rayzero.orchestrator.journal.secrets import HIDDEN, hidden, masked, redacted
 from rayzero.orchestrator.journal.segments import FULL_BYTES, Segments, read
-from rayzero.orchestrator.notices import Checkpointed, FaultSeen, Repaired
+from rayzero.orchestrator.notices import Checkpointed, CheckpointFailed, FaultSeen, Repaired
 from tests.orchestrator.support import Stage, plan, played, settle
 
 ENGINE = {
@@ -68,7 +69,7 @@ async def test_a_run_is_read_as_it_went(folder: Path):
     assert [(one.cause, one.rank, one.worker) for one in past.faults] == [
         (seen.cause, seen.rank, seen.worker)
     ]
-    assert past.lost_s == pytest.approx(repaired.total_s)
+    assert (past.repaired, past.steps_redone) == ({"lost": 1}, repaired.steps_redone)
     stage.run.cancel()
     await settle()
 
@@ -225,7 +226,58 @@ async def test_an_adopted_run_keeps_its_numbers_and_its_budget(folder: Path):
     await stage.steps(2)
     status = stage.controller.status()
     assert (status.generation, status.faults) == (6, {"lost": 2})
+    assert stage.told.snapshot()["generation"] == 6
     stage.world.kill(1)
     await stage.clock.turn(5)
     with pytest.raises(Exception, match="was lost"):
         await stage.result()
+
+
+@played
+async def test_what_was_counted_goes_on(folder: Path):
+    """From one process to the next and the one after: sums, and the wall time since the first."""
+    lines = begun(folder)
+    began_s = time.time() - 500
+    lines = [json.dumps(json.loads(line) | {"at_s": began_s}) for line in lines]
+    chronicle = Chronicle(lines.append, lambda: began_s + 100)
+    worker = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
+    chronicle.note("fault", cause="lost", worker=worker, rank=1, step=5, generation=1, detail="")
+    chronicle.see(Repaired("lost", ("rank 1",), 9, 0, 2, 2, {"load": 1.0}))
+    chronicle.see(Checkpointed(10, "f", 1, 0.1, 0.0))
+    chronicle.see(CheckpointFailed(12, "full", 1, None))
+    counted = {"seconds": {"productive": 60.0, "starting": 30.0}, "done": 11, "tokens": 7.0}
+    chronicle.counted = lambda: counted
+    chronicle.note("moved", state="running", event="e", generation=1, world_size=2, step=12)
+
+    stage = Stage(folder, past=known(lines), note=chronicle.note)  # there is no checkpoint
+    chronicle.counted = stage.told.counted
+    assert stage.controller.status().step == 12
+    await stage.steps(2)
+    value = stage.told.snapshot()
+    goodput = value["goodput"]
+    assert goodput["seconds"]["adoption"] == pytest.approx(410, abs=5)
+    assert goodput["wall_s"] == pytest.approx(500, abs=5)
+    assert sum(goodput["seconds"].values()) + goodput["pending_s"] == pytest.approx(
+        goodput["wall_s"]
+    )
+    assert value["steps_redone"] == 12
+    assert value["began_s"] == pytest.approx(began_s)
+    series = {
+        (one.name, *sorted(one.labels.values())): one.value
+        for family in stage.told.families()
+        for one in family.samples
+    }
+    assert series["rayzero_faults_total", "job", "lost"] == 1
+    assert series["rayzero_repairs_total", "job", "lost"] == 1
+    assert series["rayzero_checkpoints_total", "job"] == 1
+    assert series["rayzero_checkpoint_failures_total", "job"] == 1
+    assert series["rayzero_steps_total", "job"] == 13
+    chronicle.note("moved", state="running", event="e", generation=2, world_size=2, step=2)
+    again = known(lines)
+    assert (again.steps_redone, again.repairs, again.written, again.failed) == (12, 1, 1, 1)
+    assert (again.step, again.best_step) == (2, 12)
+    assert again.counted["seconds"]["productive"] >= 60.0
+    assert again.counted["seconds"]["adoption"] == pytest.approx(410, abs=5)
+    result = await stage.finish()
+    assert result.metrics["steps_redone"] == 12
+    assert result.metrics["checkpoints"]["failed"] == 1

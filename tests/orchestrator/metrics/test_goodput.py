@@ -168,6 +168,22 @@ def test_what_is_under_way_is_pending_and_lowers_the_goodput():
     assert (times.pending_s, times.wall_s, times.goodput) == (7.0, 14.0, 1 / 14)
 
 
+def test_an_adopted_run_goes_on_with_its_account():
+    account = Account(1000.0)
+    account.go_on({"starting": 6.0, "productive": 80.0, "redone": 1.0}, best_step=40, ago_s=120.0)
+    account.entered(State.STARTING, 1000.0)
+    account.entered(State.RUNNING, 1003.0)
+    account.stepped(40, 1.0, {}, 1005.0)  # was finished, and lost with its checkpoint
+    account.stepped(41, 1.0, {}, 1006.0)
+    assert spent(account, 1006) == {
+        "starting": 10.0,
+        "productive": 81.0,
+        "redone": 2.0,
+        "adoption": 33.0,
+    }
+    assert account.at(1006).wall_s == 126.0
+
+
 moments = st.floats(min_value=0, max_value=1e4, allow_nan=False)
 lengths = st.floats(min_value=-1, max_value=1e4, allow_nan=False)
 happenings = st.one_of(
@@ -182,11 +198,20 @@ happenings = st.one_of(
 )
 
 
-@given(moments, st.lists(st.tuples(lengths, happenings)))
-def test_any_history_sums_to_the_wall_time(begun_s: float, history: list):
+pasts = st.none() | st.tuples(
+    st.dictionaries(st.sampled_from([*Why, "unheard-of"]), lengths), st.integers(0, 9), lengths
+)
+
+
+@given(moments, pasts, st.lists(st.tuples(lengths, happenings)))
+def test_any_history_sums_to_the_wall_time(begun_s: float, past: tuple | None, history: list):
     """Also one that a controller would never tell, with a clock that goes back."""
     account, now_s, latest_s = Account(begun_s), begun_s, begun_s
-    before: dict[Why, int] = dict.fromkeys(Why, 0)
+    if past is not None:
+        account.go_on(*past)
+    before, _, before_ns = account.nanoseconds()
+    assert before_ns == sum(before.values())
+    assert before_ns >= round(past[2] * 1e9 if past else 0)
     ended = False
     for passed_s, (what, *args) in history:
         now_s += passed_s
@@ -195,7 +220,7 @@ def test_any_history_sums_to_the_wall_time(begun_s: float, history: list):
         getattr(account, what)(*args, now_s)
         booked, pool, wall = account.nanoseconds()
         assert sum(booked.values()) + pool == wall
-        assert wall == round(latest_s * 1e9) - round(begun_s * 1e9)
+        assert wall == round(latest_s * 1e9) - round(begun_s * 1e9) + before_ns
         assert pool >= 0
         assert all(booked[why] >= before[why] for why in Why)  # counters only grow
         before = booked
