@@ -8,9 +8,14 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
+from rayzero.engine.masking import masked
+
 
 class RayzeroError(Exception):
     """The base of every error that rayzero raises on purpose.
+
+    Credentials in URLs are taken out, whatever the text comes from: errors are printed, logged and
+    sent to whoever asks.
 
     Args:
         seen: what went wrong, with the value that was seen.
@@ -19,10 +24,8 @@ class RayzeroError(Exception):
     """
 
     def __init__(self, seen: str, allowed: str = "", fix: str = "") -> None:
-        super().__init__(seen, allowed, fix)
-        self.seen = seen
-        self.allowed = allowed
-        self.fix = fix
+        self.seen, self.allowed, self.fix = masked(seen), masked(allowed), masked(fix)
+        super().__init__(self.seen, self.allowed, self.fix)
 
     def __str__(self) -> str:
         parts = [self.seen]

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rayzero.engine.errors import ConfigError, nearest
+from rayzero.engine.masking import redacted
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -82,7 +83,8 @@ def _line(model: type[BaseModel], error: ErrorDetails) -> str:
     if error["type"] == "missing":
         return f"{name}: this key is required"
     reason = error["msg"].removeprefix("Value error, ")
-    return f"{name}: {reason[:1].lower()}{reason[1:]} (seen: {shown(error['input'])})"
+    seen = shown(redacted(error["input"], path[-1] if path else ""))
+    return f"{name}: {reason[:1].lower()}{reason[1:]} (seen: {seen})"
 
 
 def _keys_at(model: type[BaseModel], path: list[str]) -> list[str]:

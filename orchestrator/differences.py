@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rayzero.engine.masking import HIDDEN, is_secret, masked
 from rayzero.orchestrator.spec import JobSpec
 
 LIVE = ("workers.min", "workers.max")
@@ -36,14 +37,19 @@ safely it is trained. All the rest says what is trained: the same run cannot go 
 
 @dataclass(frozen=True)
 class Difference:
-    """One key. `ABSENT` stands for a key that one of the two has not."""
+    """One key. `ABSENT` stands for a key that one of the two has not. Its text tells no secret."""
 
     key: str
     old: str
     new: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.old} -> {self.new}"
+        old, new = (self._told(one) for one in (self.old, self.new))
+        return f"{self.key}: {old} -> {new}"
+
+    def _told(self, value: str) -> str:
+        secret = is_secret(self.key.rpartition(".")[2]) and value != ABSENT
+        return HIDDEN if secret else masked(value)
 
 
 ABSENT = "(none)"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rayzero.engine.checkpoint.store import is_remote, join, open_store
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.masking import masked
 from rayzero.orchestrator.head.outcome import JobStatus
 from rayzero.orchestrator.journal.past import Past
-from rayzero.orchestrator.journal.secrets import masked
 from rayzero.orchestrator.journal.segments import folder, read
 from rayzero.orchestrator.states import State
 

@@ -11,8 +11,8 @@ from ray.exceptions import RayError
 from ray.job_submission import JobSubmissionClient
 
 from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.engine.masking import HIDDEN, is_secret, masked
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.journal.secrets import masked
 
 _FAILURES = (ConnectionError, RuntimeError, ValueError, OSError, RayError)
 
@@ -37,7 +37,11 @@ class OtherCluster:
 
         Args:
             folder: goes along as the command's working directory.
+
+        Raises:
+            ConfigError: it is not taken, or a secret is among the arguments.
         """
+        _refuse_secrets(arguments)
         command = shlex.join(["python3", "-m", "rayzero", *arguments])
         env = {} if folder is None else {"working_dir": str(folder)}
         try:
@@ -67,6 +71,21 @@ class OtherCluster:
             allowed="the address of a Ray dashboard, such as http://HOST:8265",
             fix="--address; RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH where it wants a token",
         )
+
+
+def _refuse_secrets(arguments: Sequence[str]) -> None:
+    """Ray shows a job's command to everybody who may see its jobs, and so does `ps` on the head."""
+    for word in arguments:
+        key, _, value = word.partition("=")
+        if masked(word) != word or (value and is_secret(key.rpartition(".")[2])):
+            told = masked(
+                f"{key}={HIDDEN}" if value and is_secret(key.rpartition(".")[2]) else word
+            )
+            raise ConfigError(
+                f"{told} holds a secret, and would be shown in the cluster's list of jobs",
+                allowed="secrets in the environment of the cluster's nodes, or in the job file",
+                fix="the argument; credentials of stores: their environment variables",
+            )
 
 
 def is_dashboard(address: str | None) -> bool:

@@ -6,6 +6,7 @@ from rayzero.engine.checkpoint.catalogue import newest_whole
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.format import MANIFEST
 from rayzero.engine.checkpoint.imports.foreign import open_foreign
+from rayzero.engine.checkpoint.names import stays_below
 from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.store import join, open_store
 from rayzero.engine.errors import DataError
@@ -25,7 +26,7 @@ def find_checkpoint(folder: str, tag: str | int | None) -> str | None:
         newest = newest_whole(folder)
         return newest.folder if newest is not None else None
     found = join(folder, name)
-    if not open_store(found).entries():
+    if not stays_below(name) or not open_store(found).entries():
         raise DataError(
             f"there is no checkpoint {name!r} in {folder}",
             allowed="a tag that was saved there",

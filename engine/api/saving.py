@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rayzero.engine.api.found import find_checkpoint, open_found
 from rayzero.engine.checkpoint.imports.tensors import Piece, TensorSource
+from rayzero.engine.checkpoint.names import stays_below
 from rayzero.engine.checkpoint.whole_file import write_whole
 from rayzero.engine.comm.messages import together
 from rayzero.engine.errors import ConfigError
@@ -209,7 +210,6 @@ def _refuse(custom_load_fn: object) -> None:
 
 
 def _checked(tag: str) -> str:
-    parts = tag.split("/")
-    if tag.strip() and all(part.strip(". ") for part in parts):
+    if stays_below(tag):
         return tag
     raise ConfigError(f"the tag {tag!r} is not a folder's name", allowed="such as global_step100")

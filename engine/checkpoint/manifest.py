@@ -136,7 +136,7 @@ class Manifest:
                 content["created_s"],
                 files,
             )
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointDamagedError(
                 f"{where} is not a manifest that rayzero wrote: {error!r}"
             ) from None

@@ -26,6 +26,9 @@ _TROUBLES: Mapping[int, StoreTrouble] = {
     errno.ETIMEDOUT: "slow",
 }
 
+# A link in a file's place would have another file written, which is not this folder's.
+_NEW_FILE = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+
 
 class LocalStore:
     """Durable by fsync of the file, a rename, and fsync of the folder, in that order."""
@@ -49,7 +52,7 @@ class LocalStore:
         partial = path.with_name(f".{path.name}{PARTIAL}")
         with _told(path):
             _make_folder(path.parent)
-            fd = os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+            fd = os.open(partial, _NEW_FILE, 0o666)
             try:
                 try:
                     yield LocalSink(fd)

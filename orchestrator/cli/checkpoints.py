@@ -20,6 +20,7 @@ from rayzero.engine.checkpoint.prune import Pruned, prune
 from rayzero.engine.checkpoint.store import split
 from rayzero.engine.checkpoint.verify import Problem, verify
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.masking import masked
 from rayzero.orchestrator.cli.codes import with_exit_code
 
 
@@ -99,7 +100,7 @@ def _facts(one: Found) -> dict[str, Any]:
     manifest = one.manifest
     return {
         "step": one.step,
-        "folder": one.folder,
+        "folder": masked(one.folder),
         "condition": one.condition,
         "problem": one.problem,
         "bytes": sum(entry.nbytes for entry in one.entries),

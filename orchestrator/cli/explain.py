@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from rayzero.engine.config.keys.rows import IMPLEMENTED, NO_OP, REFUSED
 from rayzero.engine.config.parse import Parsed, parse
 from rayzero.engine.config.schema import schema
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.masking import redacted
 from rayzero.orchestrator.cli.codes import with_exit_code
 from rayzero.orchestrator.loading import load_job
 
@@ -27,7 +28,8 @@ _PIPE_WIDTH = 240  # columns where there is no terminal: a key a line
 
 @with_exit_code
 def explain_file(file: Path, everything: bool, as_json: bool) -> int:
-    shown = [fact for fact in facts(_parsed(file)) if everything or given(fact)]
+    found = [fact for fact in facts(_parsed(file)) if everything or given(fact)]
+    shown = [replace(one, value=redacted(one.value, one.key.rpartition(".")[2])) for one in found]
     if as_json:
         for fact in shown:
             print(json.dumps(asdict(fact)))

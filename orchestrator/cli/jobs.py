@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.engine.masking import hidden
 from rayzero.engine.validation import validated
 from rayzero.orchestrator.api import Job
 from rayzero.orchestrator.cli.asking import ask
@@ -24,7 +25,6 @@ from rayzero.orchestrator.finding import FoundJob, find
 from rayzero.orchestrator.head import reach
 from rayzero.orchestrator.head.outcome import JobStatus
 from rayzero.orchestrator.journal.chronicle import Chronicle
-from rayzero.orchestrator.journal.secrets import hidden
 from rayzero.orchestrator.journal.segments import Segments
 from rayzero.orchestrator.loading import load_job
 from rayzero.orchestrator.places import archive, checked_name, names, past, remembered

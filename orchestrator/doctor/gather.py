@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rayzero.engine.masking import masked
 from rayzero.orchestrator.doctor.facts import Facts, Machine, Probe
-from rayzero.orchestrator.doctor.storage import masked
 
 _TORCH_S = 90.0  # importing torch on a busy machine, and 30 s for a collective
 _CLUSTER_S = 45.0
@@ -35,7 +35,7 @@ def gather(place: str, address: str) -> Facts:
             threads.submit(ask, "rayzero.engine.probe", (str(rank), folder), _TORCH_S)
             for rank in range(2)
         )
-        store = threads.submit(ask, "rayzero.orchestrator.doctor.storage", (place,), _STORAGE_S)
+        store = threads.submit(ask, "rayzero.orchestrator.doctor.storage", (), _STORAGE_S, place)
         cluster = (
             threads.submit(ask, "rayzero.orchestrator.doctor.cluster", (address,), _CLUSTER_S)
             if address
@@ -51,18 +51,22 @@ def gather(place: str, address: str) -> Facts:
         )
 
 
-def ask(module: str, arguments: tuple[str, ...], limit_s: float) -> Probe:
+def ask(module: str, arguments: tuple[str, ...], limit_s: float, told_it: str = "") -> Probe:
     """Runs a module that prints JSON objects, one a line; what it said last of a key counts.
 
     A line with `trouble` says why the process has no more to tell. One that is not over in time is
     killed, and its answers so far count.
+
+    Args:
+        told_it: what it finds on its standard input.
     """
     command = [sys.executable, "-m", module, *arguments]
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace"
     ) as process:
         try:
-            said, complaint = process.communicate(timeout=limit_s)
+            said, complaint = process.communicate(told_it, timeout=limit_s)
             trouble = "" if process.returncode == 0 else _ending(process.returncode, complaint)
         except subprocess.TimeoutExpired:
             process.kill()

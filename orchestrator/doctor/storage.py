@@ -1,5 +1,6 @@
 """Whether checkpoints can be written, read and removed at a place, as a process of its own:
-`python -m rayzero.orchestrator.doctor.storage PATH-or-URL`.
+`python -m rayzero.orchestrator.doctor.storage`, with the path or URL on its standard input, because
+everybody on a machine may read command lines, and a URL may hold credentials.
 
 It goes through the same store as checkpoints do, so what it finds is what they will find.
 """
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -49,11 +49,6 @@ def look(place: str) -> dict[str, Any]:
     return told
 
 
-def masked(text: str) -> str:
-    """A text without the credentials that a URL in it may hold."""
-    return re.sub(r"://[^/@\s]+@", "://***@", text)
-
-
 def _there(path: Path) -> Path:
     """The folder itself, or the nearest one above it that exists."""
     return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
@@ -61,9 +56,9 @@ def _there(path: Path) -> Path:
 
 def main() -> None:
     try:
-        told = look(sys.argv[1])
+        told = look(sys.stdin.read())
     except RayzeroError as error:
-        told = {"trouble": masked(error.seen), "fix": error.fix}
+        told = {"trouble": error.seen, "fix": error.fix}
     print(json.dumps(told), flush=True)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from rayzero.engine.errors import RayzeroError
+from rayzero.engine.masking import masked
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.clock import SystemClock
 from rayzero.orchestrator.control.desk import Ports
@@ -26,7 +27,6 @@ from rayzero.orchestrator.head.outcome import Ended, JobStatus, News
 from rayzero.orchestrator.head.papers import Papers, log_path, read_log
 from rayzero.orchestrator.journal.adoption import refusal
 from rayzero.orchestrator.journal.past import Past
-from rayzero.orchestrator.journal.secrets import masked
 from rayzero.orchestrator.journal.segments import folder, read
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.notices import Warned
@@ -148,7 +148,7 @@ class JobActor:
 
     def _warn(self, text: str) -> None:
         """May be called from any thread."""
-        self._loop.call_soon_threadsafe(self._feed.see, Warned(text))
+        self._loop.call_soon_threadsafe(self._feed.see, Warned(masked(text)))
 
     async def _past(self) -> Past | None:
         """The run to go on with, if the last one has not ended.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from rayzero.engine.masking import masked
 from rayzero.orchestrator.cli.plain import PlainLines
 from rayzero.orchestrator.head.feed import Feed
 from rayzero.orchestrator.journal.behind import Behind
 from rayzero.orchestrator.journal.chronicle import Chronicle
-from rayzero.orchestrator.journal.secrets import masked
 from rayzero.orchestrator.journal.segments import Segments, every_s
 from rayzero.orchestrator.notices import Notice
 from rayzero.orchestrator.plan import JobPlan
@@ -36,6 +37,16 @@ def read_log(output_dir: Path, offset: int) -> bytes:
         return b""
 
 
+def without_credentials(notice: Notice) -> Notice:
+    """The same, for everybody's eyes: URLs in it without their credentials."""
+    texts = {
+        one.name: masked(text)
+        for one in fields(notice)
+        if isinstance(text := getattr(notice, one.name), str) and "://" in text
+    }
+    return replace(notice, **texts) if texts else notice  # type: ignore[arg-type]
+
+
 class Papers:
     """An Observer that shows everything to the feed, and writes it down. Owns two threads.
 
@@ -58,6 +69,7 @@ class Papers:
         self._chronicle.counted = counted
 
     def see(self, notice: Notice) -> None:
+        notice = without_credentials(notice)
         self._feed.see(notice)
         self._chronicle.see(notice)
         self._lines.see(notice)

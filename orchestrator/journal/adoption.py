@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from rayzero.engine.config import parse_config, solve_batches
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.masking import redacted
 from rayzero.orchestrator.differences import ADOPTABLE, Difference, beyond, differences, document
 from rayzero.orchestrator.journal.past import Past
-from rayzero.orchestrator.journal.secrets import redacted
 from rayzero.orchestrator.policies.failure import Fault
 from rayzero.orchestrator.spec import JobSpec
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rayzero.orchestrator.journal.secrets import redacted
+from rayzero.engine.masking import redacted
 from rayzero.orchestrator.notices import (
     Checkpointed,
     CheckpointFailed,

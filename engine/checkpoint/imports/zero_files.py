@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from rayzero.engine.checkpoint.imports.plain_pickle import Inert, load_plain
+from rayzero.engine.checkpoint.names import stays_below
 from rayzero.engine.errors import ConfigError, DataError
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -68,7 +69,7 @@ def step_folder(path: Path) -> Path | None:
         return None
     tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     folder = path / tag
-    if not tag or not folder.is_dir():
+    if not stays_below(tag) or not folder.is_dir():
         raise DataError(
             f"{latest} names {tag!r}, which is not a folder in {path}",
             fix="the path: give the folder of a step itself",

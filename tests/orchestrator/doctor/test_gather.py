@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from rayzero.engine.errors import RayzeroError
+from rayzero.engine.masking import masked
 from rayzero.orchestrator.doctor.gather import ask, this_machine
-from rayzero.orchestrator.doctor.storage import look, masked
+from rayzero.orchestrator.doctor.storage import look
 from tests.house.source import ROOT
 
 
@@ -87,7 +88,7 @@ def test_a_place_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     with pytest.raises(RayzeroError, match="Not a directory"):
         look(str(tmp_path / "runs" / "gpt"))
-    probe = ask("rayzero.orchestrator.doctor.storage", (str(tmp_path / "runs"),), 60)
+    probe = ask("rayzero.orchestrator.doctor.storage", (), 60, str(tmp_path / "runs"))
     assert "Not a directory" in probe.trouble
     assert probe.told["fix"]
 
@@ -95,7 +96,7 @@ def test_a_place_that_is_a_file(tmp_path: Path) -> None:
 def test_credentials_in_a_url_are_not_shown() -> None:
     url = "s3://AKIA:p4ss@bucket/runs?region=x"
     assert masked(f"{url}: no") == "s3://***@bucket/runs?region=x: no"
-    probe = ask("rayzero.orchestrator.doctor.storage", (url.replace("s3:", "ftp:"),), 60)
+    probe = ask("rayzero.orchestrator.doctor.storage", (), 60, url.replace("s3:", "ftp:"))
     assert "***" in probe.trouble
     assert "p4ss" not in json.dumps([probe.told, probe.trouble])
 

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.masking import HIDDEN, hidden, masked, redacted
 from rayzero.orchestrator.differences import ADOPTABLE, beyond, differences, document
 from rayzero.orchestrator.journal import behind as behind_module
 from rayzero.orchestrator.journal.adoption import budgeted, refusal
 from rayzero.orchestrator.journal.behind import Behind
 from rayzero.orchestrator.journal.chronicle import STEP_EVERY_S, Chronicle
 from rayzero.orchestrator.journal.past import Past, parse
-from rayzero.orchestrator.journal.secrets import HIDDEN, hidden, masked, redacted
 from rayzero.orchestrator.journal.segments import FULL_BYTES, Segments, read
 from rayzero.orchestrator.notices import Checkpointed, CheckpointFailed, FaultSeen, Repaired
 from tests.orchestrator.support import Stage, plan, played, settle

@@ -1,4 +1,4 @@
-"""What must not be written down: values that look like secrets, and credentials in URLs. Pure."""
+"""What must not be told: values that look like secrets, and credentials in URLs. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def redacted(value: Any, key: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [redacted(one, key) for one in value]
     if isinstance(value, str):
-        return HIDDEN if value and _is_secret(key) else masked(value)
+        return HIDDEN if value and is_secret(key) else masked(value)
     return value
 
 
@@ -58,7 +58,8 @@ def hidden(value: Any, path: str = "") -> Iterator[str]:
         yield path
 
 
-def _is_secret(key: str) -> bool:
+def is_secret(key: str) -> bool:
+    """Whether what stands under a key of that name must not be told."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower())
     if _MARKS & set(words):
         return False

@@ -1,0 +1,81 @@
+"""Names that came with a checkpoint, or from a script, never lead out of its folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.engine.api.found import find_checkpoint
+from rayzero.engine.api.saving import _checked
+from rayzero.engine.checkpoint import manifest
+from rayzero.engine.checkpoint.errors import CheckpointDamagedError, StoreError
+from rayzero.engine.checkpoint.imports.zero_files import step_folder
+from rayzero.engine.checkpoint.manifest import Manifest
+from rayzero.engine.checkpoint.names import stays_below
+from rayzero.engine.checkpoint.store_local import LocalStore
+from rayzero.engine.errors import ConfigError, DataError
+
+HOSTILE = ["..", ".", "", "/", "/etc", "../x", "a/../../x", "a//b", "a/", " ", "a\0b", "a\nb"]
+HOSTILE += ["..\u200b", "\u202egpj", "\ud800", "x" * 256, ". .", "a/\t/b"]
+PARTS = st.sampled_from(["..", ".", "", "/", "a", "step-1", "\0", "\\", "%2e%2e", "~", "é", " "])
+NAMES = st.lists(PARTS | st.text(max_size=3), max_size=6).map("/".join) | st.text(max_size=12)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_leads_elsewhere_is_refused(name: str, tmp_path: Path):
+    assert not stays_below(name)
+    with pytest.raises(ConfigError, match="is not a folder's name"):
+        _checked(name)
+    (tmp_path / "job").mkdir()
+    with pytest.raises(DataError, match="there is no checkpoint"):
+        find_checkpoint(str(tmp_path / "job"), name)
+
+
+@pytest.mark.parametrize("name", ["global_step100", "a/b", "v1.2", "é", "..a", "a..", "with space"])
+def test_what_is_a_folder_below_is_taken(name: str):
+    assert stays_below(name)
+    assert _checked(name) == name
+
+
+@given(NAMES)
+def test_whatever_is_taken_lies_below(name: str):
+    if stays_below(name):
+        top = "/top/folder"
+        assert os.path.normpath(os.path.join(top, name)).startswith(top + "/")
+        assert "\0" not in name
+
+
+@pytest.mark.parametrize("latest", ["../other", "/", ".", "a/../../other"])
+def test_a_file_called_latest_leads_nowhere_else(latest: str, tmp_path: Path):
+    """Ours, and DeepSpeed's: it comes with the checkpoint, from whoever made it."""
+    job, other = tmp_path / "job", tmp_path / "other"
+    (job / "a").mkdir(parents=True)
+    other.mkdir()
+    (other / "mp_rank_00_model_states.pt").touch()
+    (job / "latest").write_text(latest)
+    with pytest.raises(DataError, match="there is no checkpoint"):
+        find_checkpoint(str(job), None)
+    with pytest.raises(DataError, match="which is not a folder in"):
+        step_folder(job)
+
+
+def test_a_link_in_a_files_place_is_not_written_through(tmp_path: Path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / ".latest.partial").symlink_to(victim)
+    with pytest.raises(StoreError):
+        LocalStore(folder).replace("latest", b"theirs")
+    assert victim.read_text() == "mine"
+
+
+def test_a_manifest_without_end_is_damaged():
+    text = b"[" * 200_000
+    raw = manifest._HEAD % manifest.xxh3_64_hexdigest(text).encode() + text + manifest._TAIL
+    with pytest.raises(CheckpointDamagedError, match="not a manifest"):
+        Manifest.from_bytes(raw, "there")

@@ -1,0 +1,52 @@
+"""Nothing that rayzero says holds the credentials of a URL, whatever the text came from."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from pydantic import BaseModel
+
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.store import open_store
+from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.engine.masking import masked
+from rayzero.engine.validation import validated
+
+URL = "s3://AKIA:p4ss@bucket/runs?secret_key=p4ss&region=here"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RayzeroError(URL, URL, URL), ConfigError(f"{URL}: no"), StoreError("gone", URL, f"{URL}: x")],
+)
+def test_no_error_tells_them(error: RayzeroError):
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        told = f"{one} {one!r} {one.seen} {one.args}"
+        assert "p4ss" not in told
+        assert "s3://***@bucket/runs" in told
+        assert "region=here" in told
+
+
+@pytest.mark.parametrize("url", [URL.replace("s3:", "ftp:"), URL + "&no_such_option=1"])
+def test_a_store_that_cannot_be_opened_is_told_without_them(url: str):
+    with pytest.raises(RayzeroError) as caught:
+        open_store(url).entries()
+    assert "p4ss" not in str(caught.value)
+    assert "bucket/runs" in str(caught.value)
+
+
+class Settings(BaseModel):
+    api_key: int
+    url: int
+
+
+def test_a_wrong_value_of_a_secret_is_not_shown():
+    with pytest.raises(ConfigError) as caught:
+        validated(Settings, {"api_key": "p4ss", "url": URL}, "settings")
+    assert "api_key" in str(caught.value)
+    assert "p4ss" not in str(caught.value)
+
+
+def test_masked_twice_is_masked_once():
+    assert masked(masked(URL)) == masked(URL)

@@ -1,0 +1,45 @@
+"""What is handed on to another cluster: Ray shows every job's command."""
+
+from __future__ import annotations
+
+import pytest
+
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.remote import OtherCluster
+
+
+class Client:
+    """A job API that takes everything."""
+
+    def __init__(self, address: str) -> None:
+        self.taken: list[str] = []
+
+    def submit_job(self, entrypoint: str, runtime_env: object) -> str:
+        self.taken.append(entrypoint)
+        return "id"
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> OtherCluster:
+    monkeypatch.setattr("rayzero.orchestrator.remote.JobSubmissionClient", Client)
+    return OtherCluster("http://head:8265")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "args.hf_token=p4ss",
+        "args.apiKey=p4ss",
+        "s3://key:p4ss@bucket/runs",
+        "checkpoint.path=s3://bucket/runs?secret_key=p4ss",
+    ],
+)
+def test_a_secret_among_the_arguments_is_refused(cluster: OtherCluster, word: str):
+    with pytest.raises(ConfigError, match="holds a secret") as caught:
+        cluster.begin(["run", "job.yaml", "--set", word], None)
+    assert "p4ss" not in str(caught.value)
+
+
+def test_all_else_is_taken(cluster: OtherCluster):
+    words = ["run", "job.yaml", "--set", "args.pad_token=<pad>", "--set", "args.tokens=5"]
+    assert cluster.begin(words, None) == "id"
