@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from rayzero import __version__
 from rayzero.orchestrator.cli.ckpt import ckpt
 from rayzero.orchestrator.cli.config import config
 from rayzero.orchestrator.cli.elsewhere import handed_on
@@ -33,8 +34,21 @@ Address = Annotated[
 ]
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"rayzero {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_tell_version, is_eager=True, help="Print the version and end."
+        ),
+    ] = False,
+) -> None:
     """Train PyTorch models with ZeRO on Ray clusters that keep changing."""
 
 

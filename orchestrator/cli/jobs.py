@@ -67,6 +67,8 @@ def list_jobs(address: str | None, path: str, as_json: bool) -> int:
         return 0
     for one in found.values():
         print(f"{one.name}: {line(one)}")
+    if not found:
+        print(f"no job runs here, and {path!r} has no journal of one", file=sys.stderr)
     return 0
 
 

@@ -60,6 +60,12 @@ def plan_model(
 
 
 def _function(name: str) -> Any:
+    if ":" not in name:
+        raise ConfigError(
+            f"{name!r} names no function",
+            allowed="module:function, such as models:make",
+            fix="the first argument, or --batch",
+        )
     try:
         return resolve(name)
     except EntryPointError as error:

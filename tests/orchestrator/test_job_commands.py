@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import rayzero
 from rayzero.orchestrator.cli import jobs
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.differences import document
@@ -50,6 +51,17 @@ def test_a_lost_job_is_told_as_such_listed_and_given_up(tmp_path: Path):
     (status,) = json.loads(command("ls", "--json", *at).stdout)
     assert (status["state"], status["step"], status["generation"]) == ("stopped", 40, 3)
     assert command("stop", "job", *at).stdout == "job: it has stopped before\n"
+
+
+def test_where_no_job_is_that_is_said(tmp_path: Path):
+    done = command("ls", "--path", tmp_path)
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert "no job runs here" in done.stderr
+    assert json.loads(command("ls", "--json", "--path", tmp_path).stdout) == []
+
+
+def test_the_version_is_told():
+    assert command("--version").stdout == f"rayzero {rayzero.__version__}\n"
 
 
 def test_why_a_job_failed_is_still_known(tmp_path: Path):

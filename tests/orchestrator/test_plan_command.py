@@ -57,6 +57,7 @@ def test_json_and_nothing_that_fits(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("models",), "'models' names no function"),
         (("models:mak",), "did you mean 'make'?"),
         (("models:make", "--gpu", "8x"), "--gpu '8x' is no size"),
         (("models:make", "--engine", "no.json"), "cannot be read"),
