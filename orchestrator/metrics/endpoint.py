@@ -6,20 +6,17 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable, Iterable
-from socketserver import ThreadingMixIn
-from threading import Lock, Thread
+from threading import Lock
 from time import monotonic
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import make_wsgi_app
 from prometheus_client.registry import CollectorRegistry
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.metrics.readers import Readers
+from rayzero.orchestrator.metrics.server import Server
 
-_CLIENT_S = 10.0
-"""How long a client may keep a connection without a word."""
 _STOP_S = 5.0
 _LOOK_S = 0.1
 
@@ -46,7 +43,7 @@ class Endpoint:
     ) -> None:
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            self._server = _server(family, (host, port))
+            self._server = Server.of_family(family, (host, port))
         except OSError as error:
             raise ConfigError(
                 f"metrics.port: nothing can be served at {host}:{port}: {error.strerror or error}",
@@ -59,10 +56,7 @@ class Endpoint:
         self._pages = pages
         self._readers, self._lock = Readers(), Lock()
         self._server.set_app(self._answer)
-        self._thread = Thread(
-            target=self._server.serve_forever, args=(0.1,), name="rayzero-metrics", daemon=True
-        )
-        self._thread.start()
+        self._server.serve()
 
     async def heard(self) -> None:
         """Waits until those who read regularly have read once more, for a while at most."""
@@ -76,17 +70,18 @@ class Endpoint:
 
     def close(self) -> None:
         """Stops listening at once; requests under way end with the process at the latest."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(_STOP_S)
+        self._server.end(_STOP_S)
 
     def _answer(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
         path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
         known = path == "/metrics" or path in self._pages
         if not known:
             return _plain(start, "404 Not Found", "there is: " + ", ".join(self._paths))
-        if method != "GET":
+        if method not in ("GET", "HEAD"):
             return _plain(start, "405 Method Not Allowed", "this is only to be read")
+        if method == "HEAD":
+            start("200 OK", list(_SAFE))
+            return []
         with self._lock:
             self._readers.read(path, monotonic())
         if path == "/metrics":
@@ -120,31 +115,3 @@ _SAFE = [
 def _plain(start: Start, status: str, text: str) -> list[bytes]:
     start(status, [("Content-Type", "text/plain; charset=utf-8"), *_SAFE])
     return [f"{status}: {text}\n".encode()]
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-    def server_bind(self) -> None:
-        """Without asking a name server for this machine's name, which may take long."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = "rayzero", int(self.server_address[1])
-        self.setup_environ()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away, or was too slow, is nobody's concern."""
-
-
-def _server(family: int, address: tuple[str, int]) -> _Server:
-    kind = type("_Family", (_Server,), {"address_family": family})
-    made: _Server = kind(address, _Quiet)
-    return made
-
-
-class _Quiet(WSGIRequestHandler):
-    timeout = _CLIENT_S
-
-    def log_message(self, *args: Any) -> None:
-        """Requests are not the job's output."""
