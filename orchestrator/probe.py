@@ -23,6 +23,12 @@ class Probe(Protocol):
     def limited(self, least: int, most: int) -> None:
         """The job may have so many workers from now on."""
 
+    def sends(self, so: bool) -> None:
+        """Whether the step that was just finished is to be copied to other nodes, too."""
+
+    def copied(self, step: int, nbytes: int) -> None:
+        """A step lies on other nodes: so much of it had to be copied."""
+
 
 class Unprobed:
     """A probe that counts nothing."""
@@ -38,3 +44,9 @@ class Unprobed:
 
     def limited(self, least: int, most: int) -> None:
         del least, most
+
+    def sends(self, so: bool) -> None:
+        del so
+
+    def copied(self, step: int, nbytes: int) -> None:
+        del step, nbytes

@@ -83,11 +83,15 @@ class Context:
         no engine is used, `step=k`, with k counting from 1, says that step k is finished. With an
         engine its own count stands, and `step` is left out of the report.
 
+        Gauges are in /metrics as `rayzero_user_value{name=...}`, the mean over ranks, up to 100 of
+        them; in metrics.jsonl; and in TensorBoard under user/.
+
         Raises:
-            EngineError: a value is not a number, or `step` did not grow.
+            EngineError: a value is not a number, a name is empty, longer than 128 characters or the
+                engine's (`phases/...`, `bytes/...`, `collectives/...`), or `step` did not grow.
         """
         self._session.check()
-        self._session.reports.add(metrics)
+        self._session.reports.own(metrics)
         if "step" in metrics and self._session.engine is None:
             self._session.post(self._session.reports.finish(int(metrics["step"])))
             self._session.check()

@@ -13,6 +13,9 @@ from rayzero.workers.wire import Wire
 
 COUNTERS = frozenset({"tokens"})
 """What is added up over micro-steps and ranks; everything else is a gauge of the rank."""
+_TAKEN = ("phases/", "bytes/", "collectives/")
+"""What names that the engine reports begin with."""
+_NAME_CHARACTERS = 128
 
 
 class Reports:
@@ -25,6 +28,7 @@ class Reports:
         self._gauges: dict[str, float] = {}
         self._last_step = 0
         self._last_at_s = monotonic()
+        self._named: set[str] = set()
 
     def begin_at(self, step: int) -> float:
         """So many steps are finished already. The seconds since the generation began."""
@@ -32,6 +36,18 @@ class Reports:
         self._last_step, self._last_at_s = step, monotonic()
         self._wire.progress.working_on(step + 1)
         return took_s
+
+    def own(self, metrics: Mapping[str, Any]) -> None:
+        """Adds what the training function reports.
+
+        Raises:
+            EngineError: as `add`, or a name cannot be one.
+        """
+        for name in metrics:
+            if name not in self._named:
+                _check_name(name)
+                self._named.add(name)
+        self.add(metrics)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Adds to the step at hand; `step` is left out.
@@ -71,6 +87,15 @@ class Reports:
     def unreported(self) -> dict[str, float]:
         """What was counted after the last finished step."""
         return dict(self._counters)
+
+
+def _check_name(name: str) -> None:
+    if not name or len(name) > _NAME_CHARACTERS or not name.isprintable():
+        allowed = f"1 to {_NAME_CHARACTERS} characters that can be printed"
+        raise EngineError(f"ctx.report was given the name {name[:80]!r}", allowed=allowed)
+    if name.startswith(_TAKEN):
+        allowed = f"names that do not begin with {', '.join(_TAKEN)}: those are the engine's"
+        raise EngineError(f"ctx.report was given the name {name!r}", allowed=allowed)
 
 
 def _number(name: str, value: Any) -> float:

@@ -45,7 +45,9 @@ class Keeping:
 
     def step_finished(self, generation: int) -> None:
         """A step was finished by all ranks of a generation."""
-        self._pins.begun(generation, remote=self._desk.sends_to_others)
+        remote = self._desk.sends_to_others
+        self._desk.ports.probe.sends(remote)
+        self._pins.begun(generation, remote=remote)
         self._free()
 
     async def settled(self) -> None:
@@ -70,10 +72,13 @@ class Keeping:
         lasts; whether all are there."""
         desk = self._desk
         wanted = copies(pin.slots, desk.plan.spec.recovery.replicas)
+        nbytes = 0
         for tries in count():
             done = await asyncio.gather(*(self._copy_to(node, s) for node, s in wanted.items()))
-            failed = [text for text in done if text]
+            failed = [one for one in done if isinstance(one, str)]
+            nbytes += sum(one for one in done if isinstance(one, int))
             if not failed:
+                desk.ports.probe.copied(pin.step, nbytes)
                 return True
             if pin.generation != desk.generation.number or desk.generation.fenced:
                 break
@@ -81,18 +86,17 @@ class Keeping:
             await desk.ports.clock.sleep(AGAIN_S[min(tries, len(AGAIN_S) - 1)])
         return False
 
-    async def _copy_to(self, node: str, slots: list[SlotRef]) -> str:
-        """Empty when it worked; else why not."""
+    async def _copy_to(self, node: str, slots: list[SlotRef]) -> int | str:
+        """The bytes that were copied; else why it did not work."""
         desk = self._desk
         try:
-            await within(desk.ports.clock, COPY_S, desk.ports.vaults.replicate(node, slots))
+            return await within(desk.ports.clock, COPY_S, desk.ports.vaults.replicate(node, slots))
         except TimeoutError:
             return f"they took longer than {COPY_S:g} s"
         except VaultLostError as lost:
             return str(lost) or "a vault is gone"
         except RayzeroError as error:
             return error.seen
-        return ""
 
     def _free(self) -> None:
         for generation, step in self._pins.freeable():

@@ -8,50 +8,9 @@ with `rank` has a row for each rank of the newest generation, and loses it with 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
-Kind = Literal["gauge", "counter", "histogram"]
-
-STEP_BUCKETS_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
-    60,
-    300,
-)
-REPAIR_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-CHECKPOINT_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-
-
-@dataclass(frozen=True)
-class Series:
-    """One series.
-
-    Args:
-        unit: what a value counts; empty for a plain number.
-        labels: beside `job`.
-        buckets: a histogram's upper bounds, without the last, infinite one.
-    """
-
-    name: str
-    kind: Kind
-    unit: str
-    help: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-
+from rayzero.orchestrator.metrics.lasting import LASTING
+from rayzero.orchestrator.metrics.series import STEP_BUCKETS_S, Series
 
 GROUPS: Mapping[str, tuple[Series, ...]] = {
     "The job": (
@@ -87,6 +46,20 @@ GROUPS: Mapping[str, tuple[Series, ...]] = {
             "counter",
             "steps",
             "Steps whose gradient was not finite.",
+        ),
+        Series(
+            "rayzero_user_value",
+            "gauge",
+            "",
+            "What the training function reports by `ctx.report`: the mean over ranks, when last "
+            "reported.",
+            ("name",),
+        ),
+        Series(
+            "rayzero_user_values_left_out_total",
+            "counter",
+            "values",
+            "Values that were reported under more names than are told.",
         ),
     ),
     "Speed": (
@@ -184,95 +157,7 @@ GROUPS: Mapping[str, tuple[Series, ...]] = {
             ("rank",),
         ),
     ),
-    "Faults": (
-        Series("rayzero_faults_total", "counter", "faults", "Faults that were judged.", ("cause",)),
-        Series(
-            "rayzero_faults_in_window",
-            "gauge",
-            "faults",
-            "Hardware faults that count against the budget now.",
-        ),
-        Series("rayzero_fault_budget", "gauge", "faults", "How many of those are allowed."),
-        Series(
-            "rayzero_repairs_total", "counter", "repairs", "Faults the job is past.", ("cause",)
-        ),
-        Series("rayzero_resizes_total", "counter", "resizes", "Changes of membership by wish."),
-        Series(
-            "rayzero_recovery_seconds",
-            "histogram",
-            "seconds",
-            "From a fault's first sign to the next finished step, without that step.",
-            buckets=REPAIR_BUCKETS_S,
-        ),
-        Series(
-            "rayzero_recovery_phase_seconds",
-            "histogram",
-            "seconds",
-            "The parts of that.",
-            ("phase",),
-            REPAIR_BUCKETS_S,
-        ),
-        Series(
-            "rayzero_steps_redone_total", "counter", "steps", "Finished steps gone back behind."
-        ),
-        Series(
-            "rayzero_replica_step",
-            "gauge",
-            "steps",
-            "The newest step that every rank has mirrored.",
-        ),
-        Series(
-            "rayzero_replica_timestamp_seconds", "gauge", "seconds", "When that step was finished."
-        ),
-        Series("rayzero_replica_bytes", "gauge", "bytes", "What vaults hold of this job's ranks."),
-    ),
-    "Checkpoints": (
-        Series("rayzero_checkpoints_total", "counter", "checkpoints", "Written by this run."),
-        Series("rayzero_checkpoint_failures_total", "counter", "tries", "Tries that failed."),
-        Series("rayzero_checkpoint_step", "gauge", "steps", "Step of the newest one."),
-        Series(
-            "rayzero_checkpoint_timestamp_seconds",
-            "gauge",
-            "seconds",
-            "When it was durable, or was begun from.",
-        ),
-        Series("rayzero_checkpoint_bytes", "gauge", "bytes", "Size of the newest one."),
-        Series(
-            "rayzero_checkpoint_seconds",
-            "histogram",
-            "seconds",
-            "From the pinned step to the manifest, behind training.",
-            buckets=CHECKPOINT_BUCKETS_S,
-        ),
-        Series(
-            "rayzero_checkpoint_stop_seconds",
-            "histogram",
-            "seconds",
-            "How long training stood still for one, on the slowest rank.",
-            buckets=STEP_BUCKETS_S,
-        ),
-    ),
-    "Goodput": (
-        Series(
-            "rayzero_goodput_ratio",
-            "gauge",
-            "ratio",
-            "Seconds of steps that count, of all seconds since this run began.",
-        ),
-        Series(
-            "rayzero_time_seconds_total",
-            "counter",
-            "seconds",
-            "Where the time went; `productive` is goodput, every other cause is lost.",
-            ("cause",),
-        ),
-        Series(
-            "rayzero_time_pending_seconds",
-            "gauge",
-            "seconds",
-            "Time since the last that is booked: the step, or the repair, under way.",
-        ),
-    ),
+    **LASTING,
 }
 
 CATALOG: Mapping[str, Series] = {one.name: one for rows in GROUPS.values() for one in rows}

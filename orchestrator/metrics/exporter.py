@@ -20,6 +20,7 @@ from rayzero.orchestrator.metrics.catalog import CATALOG
 from rayzero.orchestrator.metrics.histogram import Histogram
 from rayzero.orchestrator.metrics.ranks import Rank, Ranks
 from rayzero.orchestrator.metrics.tally import Now, Tally
+from rayzero.orchestrator.policies.failure import Cause
 from rayzero.orchestrator.states import State
 
 Value: TypeAlias = float | Histogram | None
@@ -33,7 +34,7 @@ _CLASS = "bytes/"
 
 def job_families(tally: Tally, now: Now) -> Iterator[Metric]:
     """Every series of the job as a whole that has a value at this moment. A millisecond's work."""
-    for source in (_job, _progress, _training, _speed, _troubles, _checkpoints, _time):
+    for source in _SOURCES:
         yield from _families(tally.facts.name, source(tally, now))
 
 
@@ -83,6 +84,9 @@ def _training(tally: Tally, now: Now) -> Rows:
     yield "rayzero_loss_scale", _one(gauges.get("loss_scale"))
     yield "rayzero_skipped_steps_total", _one(steps.skipped)
     yield "rayzero_model_flops_utilization_ratio", _one(gauges.get("mfu"))
+    own = sorted(steps.own.values.items())
+    yield "rayzero_user_value", [((name,), value) for name, value in own]
+    yield "rayzero_user_values_left_out_total", _one(steps.own.left_out)
 
 
 def _speed(tally: Tally, now: Now) -> Rows:
@@ -123,22 +127,28 @@ def _ranks(ranks: Ranks) -> Rows:
 
 
 def _troubles(tally: Tally, now: Now) -> Rows:
-    troubles, replicas = tally.troubles, tally.replicas
-    counted = sorted(troubles.by_cause.items())
-    yield "rayzero_faults_total", [((cause,), count) for cause, count in counted]
+    troubles = tally.troubles
+    for series, counted in (
+        ("rayzero_faults_total", troubles.by_cause),
+        ("rayzero_repairs_total", troubles.repairs),
+    ):
+        yield series, [((str(cause),), counted[cause]) for cause in Cause]
     yield "rayzero_faults_in_window", _one(troubles.spent(now.s))
     yield "rayzero_fault_budget", _one(troubles.budget.max_faults)
-    repairs = sorted(troubles.repairs.items())
-    yield "rayzero_repairs_total", [((cause,), count) for cause, count in repairs]
     yield "rayzero_resizes_total", _one(troubles.resizes)
     yield "rayzero_recovery_seconds", _one(troubles.whole)
     parts = sorted(troubles.parts.items())
     yield "rayzero_recovery_phase_seconds", [((part,), seconds) for part, seconds in parts]
     yield "rayzero_steps_redone_total", _one(troubles.steps_redone)
-    if replicas.step is not None:
-        yield "rayzero_replica_step", _one(replicas.step)
-        yield "rayzero_replica_timestamp_seconds", _one(replicas.at_unix_s)
-        yield "rayzero_replica_bytes", _one(replicas.nbytes)
+
+
+def _replicas(tally: Tally, now: Now) -> Rows:
+    places = [((place,), one) for place, one in tally.replicas.places.items()]
+    there = [(place, one) for place, one in places if one.step is not None]
+    yield "rayzero_replica_step", [(place, one.step) for place, one in there]
+    yield "rayzero_replica_timestamp_seconds", [(place, one.at_unix_s) for place, one in there]
+    yield "rayzero_replica_owed_timestamp_seconds", [(p, one.owed_unix_s) for p, one in places]
+    yield "rayzero_replica_bytes", [(place, one.nbytes) for place, one in there]
 
 
 def _checkpoints(tally: Tally, now: Now) -> Rows:
@@ -148,6 +158,7 @@ def _checkpoints(tally: Tally, now: Now) -> Rows:
     yield "rayzero_checkpoint_step", _one(stored.step)
     at_s = None if stored.step is None else stored.at_unix_s
     yield "rayzero_checkpoint_timestamp_seconds", _one(at_s)
+    yield "rayzero_checkpoint_owed_timestamp_seconds", _one(stored.owed_unix_s)
     yield "rayzero_checkpoint_bytes", _one(stored.nbytes or None)
     yield "rayzero_checkpoint_seconds", _one(stored.seconds)
     yield "rayzero_checkpoint_stop_seconds", _one(stored.stops)
@@ -158,6 +169,9 @@ def _time(tally: Tally, now: Now) -> Rows:
     yield "rayzero_goodput_ratio", _one(times.goodput)
     yield "rayzero_time_seconds_total", [((str(why),), s) for why, s in times.seconds.items()]
     yield "rayzero_time_pending_seconds", _one(times.pending_s)
+
+
+_SOURCES = (_job, _progress, _training, _speed, _troubles, _replicas, _checkpoints, _time)
 
 
 def _one(value: Value) -> list[Row]:

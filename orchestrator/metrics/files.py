@@ -17,6 +17,7 @@ from rayzero.orchestrator.metrics.event_file import (
 from rayzero.orchestrator.metrics.event_file import (
     record as framed,
 )
+from rayzero.orchestrator.metrics.own import own_gauges
 from rayzero.orchestrator.progress import StepRecord
 
 JSON_LINES = "metrics.jsonl"
@@ -32,14 +33,6 @@ _SCALARS = {
 }
 _FOLDERS = {"phases/": "phase_seconds/", "bytes/": "memory_bytes/"}
 """Gauges whose names go on under another folder."""
-_NOT_SHOWN = frozenset(
-    {
-        *("step", "samples", "step_samples", "step_tokens", "tokens_per_s", "flops_per_s"),
-        *("skipped", "skipped_steps", "checkpoint_s", "resident_bytes", "device_peak_bytes"),
-        *("replica_step", "replica_bytes"),
-    }
-)
-_TRAFFIC = "collectives/"
 
 
 class JsonLines:
@@ -106,9 +99,7 @@ def _scalars(record: StepRecord) -> dict[str, float]:
             found[_SCALARS[name]] = value
         elif folder is not None:
             found[_FOLDERS[folder] + name.removeprefix(folder)] = value
-        elif name not in _NOT_SHOWN and not name.startswith(_TRAFFIC):
-            found[f"user/{name}"] = value
-    return found
+    return found | {f"user/{name}": value for name, value in own_gauges(record.gauges)}
 
 
 def _held(value: Any) -> Any:

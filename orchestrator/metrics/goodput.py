@@ -50,7 +50,7 @@ class Why(StrEnum):
     """From the last that a lost run wrote down to its adoption."""
 
 
-_PARTS = {
+WAYS = {
     "notice": Why.NOTICE,
     "drain": Why.RESIZING,
     "fence": Why.FENCE,
@@ -170,9 +170,9 @@ class Account:
         """The job is past a fault or a resize: what each part of the way took, as in `Repaired`.
         Comes behind the first step after it."""
         self._pass(now_s)
-        whys = dict.fromkeys(_PARTS.values(), 0)
+        whys = dict.fromkeys(WAYS.values(), 0)
         for part, took_s in seconds.items():
-            whys[_PARTS.get(part, Why.REDO)] += max(0, _ns(took_s))
+            whys[WAYS.get(part, Why.REDO)] += max(0, _ns(took_s))
         if self._way is State.RESIZING:
             self._book(Why.WAITING, whys[Why.WAITING])
             self._book_all(Why.RESIZING)

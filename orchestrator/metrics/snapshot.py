@@ -48,9 +48,10 @@ def snapshot(tally: Tally, now: Now) -> dict[str, Any]:
         "checkpoint_failures": tally.checkpoints.failed,
         "steps_redone": tally.troubles.steps_redone,
         "replicas": {
-            "step": tally.replicas.step,
-            "at_s": tally.replicas.at_unix_s if tally.replicas.step is not None else None,
-            "bytes": tally.replicas.nbytes,
+            "step": tally.replicas.node.step,
+            "at_s": tally.replicas.node.at_unix_s if tally.replicas.node.step is not None else None,
+            "bytes": tally.replicas.node.nbytes,
+            "step_elsewhere": tally.replicas.other.step,
         },
     }
     plain: dict[str, Any] = _plain(value)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 
-from rayzero.orchestrator.metrics.catalog import STEP_BUCKETS_S
 from rayzero.orchestrator.metrics.histogram import Histogram
+from rayzero.orchestrator.metrics.own import Own
+from rayzero.orchestrator.metrics.series import STEP_BUCKETS_S
 from rayzero.orchestrator.progress import StepRecord
 
 _PHASE = "phases/"
 _SMOOTH = 0.1
 
 _Histogram = partial(Histogram, STEP_BUCKETS_S)
+
+PHASES = ("data", "forward", "backward", "reduce", "update", "publish", "mirror", "other")
+"""What an engine's steps are made of."""
 
 
 @dataclass
@@ -37,8 +40,11 @@ class Steps:
     samples: float = 0.0
     skipped: float = 0.0
     nonfinite: int = 0
+    own: Own = field(default_factory=Own)
     whole: Histogram = field(default_factory=_Histogram)
-    phases: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(_Histogram))
+    phases: dict[str, Histogram] = field(
+        default_factory=lambda: {phase: _Histogram() for phase in PHASES}
+    )
 
     def add(self, record: StepRecord, unix_s: float) -> None:
         gauges = record.gauges
@@ -52,10 +58,12 @@ class Steps:
         self.samples += gauges.get("step_samples", 0.0) * count
         self.skipped += gauges.get("skipped", 0.0)
         self.nonfinite += record.loss is not None and not isfinite(record.loss)
+        self.own.add(record)
         self.whole.add(record.step_s)
         for name, seconds in gauges.items():
             if name.startswith(_PHASE):
-                self.phases[name.removeprefix(_PHASE)].add(seconds)
+                phase = name.removeprefix(_PHASE)
+                self.phases.setdefault(phase, _Histogram()).add(seconds)
 
     def remaining_s(self, target: int | None) -> float | None:
         """How long the rest takes if all goes as of late; None when nobody knows."""

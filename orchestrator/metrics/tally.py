@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from rayzero.orchestrator.metrics.goodput import Account, Times, Why
 from rayzero.orchestrator.metrics.history import History
 from rayzero.orchestrator.metrics.ranks import Ranks
+from rayzero.orchestrator.metrics.replicas import Replicas
 from rayzero.orchestrator.metrics.steps import Steps
-from rayzero.orchestrator.metrics.troubles import Checkpoints, Replicas, Troubles
+from rayzero.orchestrator.metrics.troubles import Checkpoints, Troubles
 from rayzero.orchestrator.notices import (
     Checkpointed,
     CheckpointFailed,
@@ -45,6 +46,8 @@ class Facts:
     Args:
         steps: how many it asks for; None: nobody knows.
         stage: the ZeRO stage; None without an engine config.
+        replicas: whether steps are copied out of the ranks' processes.
+        checkpoints: whether any are written as it trains.
     """
 
     name: str
@@ -54,6 +57,8 @@ class Facts:
     most: int
     hang_timeout_s: float
     budget: Budget
+    replicas: bool = True
+    checkpoints: bool = False
 
 
 class Tally:
@@ -72,7 +77,7 @@ class Tally:
         self.ranks = Ranks()
         self.troubles = Troubles(facts.budget)
         self.replicas = Replicas()
-        self.checkpoints = Checkpoints()
+        self.checkpoints = Checkpoints(facts.checkpoints)
         self.history = History()
         self.stood_at: int | None = None
         """The step that an adopted run stood at, until it goes on."""
@@ -110,6 +115,12 @@ class Tally:
     def limited(self, least: int, most: int) -> None:
         self.limits = (least, most)
 
+    def sends(self, so: bool, now: Now) -> None:
+        self.replicas.sends(so, now.unix_s)
+
+    def copied(self, step: int, nbytes: int, now: Now) -> None:
+        self.replicas.copied(step, nbytes, now.unix_s)
+
     def times(self, now: Now) -> Times:
         return self.account.at(now.s)
 
@@ -145,6 +156,9 @@ class Tally:
                 self.history.loss.rewind(record.step)
             self.history.loss.add(record.step, record.loss)
         self.steps.add(record, now.unix_s)
+        self.checkpoints.stepped(now.unix_s)
+        if self.facts.replicas:
+            self.replicas.node.owe(now.unix_s)
         mirrored = self.ranks.values("replica_step")
         if mirrored and len(mirrored) == record.world_size:
             held = sum(self.ranks.values("replica_bytes").values())

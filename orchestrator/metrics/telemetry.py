@@ -120,6 +120,14 @@ class Telemetry:
         with self._lock:
             self._tally.limited(least, most)
 
+    def sends(self, so: bool) -> None:
+        with self._lock:
+            self._tally.sends(so, self._now())
+
+    def copied(self, step: int, nbytes: int) -> None:
+        with self._lock:
+            self._tally.copied(step, nbytes, self._now())
+
     def snapshot(self) -> dict[str, Any]:
         """The job as it stands; may be called from any thread."""
         with self._lock:
@@ -195,4 +203,6 @@ def _facts(plan: JobPlan) -> Facts:
         most=spec.workers.most,
         hang_timeout_s=spec.recovery.hang_timeout_s,
         budget=Budget(spec.recovery.max_faults, spec.recovery.fault_window_s),
+        replicas=spec.recovery.replicas > 0,
+        checkpoints=spec.checkpoint.every_steps is not None,
     )

@@ -1,17 +1,18 @@
-"""Faults, repairs, replicas and checkpoints: what they were and what they cost. Pure."""
+"""Faults, repairs and checkpoints: what they were and what they cost. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 
-from rayzero.orchestrator.metrics.catalog import (
+from rayzero.orchestrator.metrics.goodput import WAYS
+from rayzero.orchestrator.metrics.histogram import Histogram
+from rayzero.orchestrator.metrics.series import (
     CHECKPOINT_BUCKETS_S,
     REPAIR_BUCKETS_S,
     STEP_BUCKETS_S,
 )
-from rayzero.orchestrator.metrics.histogram import Histogram
 from rayzero.orchestrator.notices import Checkpointed, Repaired
 from rayzero.orchestrator.policies.failure import Budget, Fault, spent
 
@@ -31,7 +32,7 @@ class Troubles:
     resizes: int = 0
     steps_redone: int = 0
     whole: Histogram = field(default_factory=_Parts)
-    parts: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(_Parts))
+    parts: dict[str, Histogram] = field(default_factory=lambda: {part: _Parts() for part in WAYS})
     _recent: list[Fault] = field(default_factory=list)
 
     def judged(self, fault: Fault) -> None:
@@ -45,7 +46,7 @@ class Troubles:
         self.steps_redone += notice.steps_redone
         self.whole.add(notice.total_s)
         for part, seconds in notice.seconds.items():
-            self.parts[part].add(seconds)
+            self.parts.setdefault(part, _Parts()).add(seconds)
 
     def spent(self, now_s: float) -> int:
         """How much of the budget is gone at the moment."""
@@ -53,24 +54,16 @@ class Troubles:
 
 
 @dataclass
-class Replicas:
-    """The newest step that every rank has in a vault. None before the first."""
-
-    step: int | None = None
-    at_unix_s: float = 0.0
-    nbytes: float = 0.0
-
-    def mirrored(self, step: int, nbytes: float, unix_s: float) -> None:
-        """As of a step that was just finished."""
-        self.nbytes = nbytes
-        if step != self.step:
-            self.step, self.at_unix_s = step, unix_s
-
-
-@dataclass
 class Checkpoints:
-    """What was written, and the newest there is; `step` is None when there is none."""
+    """What was written, and the newest there is; `step` is None when there is none.
 
+    Args:
+        wanted: whether the job asks for any.
+        since_unix_s: when this run's first step was finished; None before.
+    """
+
+    wanted: bool = False
+    since_unix_s: float | None = None
     written: int = 0
     failed: int = 0
     step: int | None = None
@@ -85,6 +78,18 @@ class Checkpoints:
         self.seconds.add(notice.seconds)
         self.stops.add(notice.stopped_s)
         self.found(notice.step, unix_s)
+
+    def stepped(self, unix_s: float) -> None:
+        """A step was finished."""
+        if self.since_unix_s is None:
+            self.since_unix_s = unix_s
+
+    @property
+    def owed_unix_s(self) -> float | None:
+        """Since when steps are in no checkpoint; None where none is wanted, or nothing is lost."""
+        if not self.wanted:
+            return None
+        return self.since_unix_s if self.step is None else self.at_unix_s
 
     def found(self, step: int, unix_s: float) -> None:
         """The newest one, by now."""

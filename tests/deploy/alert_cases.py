@@ -20,6 +20,7 @@ class Case:
     """What Prometheus saw, and when it is asked.
 
     Args:
+        changed: of the chart's values of this alert.
         series: samples by series, without the label `job`.
         value: what the alert's description says of its value; None: it does not fire.
         labels: of the alert, beside `job` and its severity.
@@ -31,6 +32,7 @@ class Case:
     series: Samples
     value: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    changed: Mapping[str, object] = field(default_factory=dict)
 
 
 def _speed(mean_s: float) -> Samples:
@@ -48,12 +50,25 @@ def _time(productive: int, lost: int) -> Samples:
     }
 
 
-def _stored(name: str, behind_s: int) -> Samples:
+def _stored(name: str, behind_s: int, labels: str = "") -> Samples:
     """The last step was finished a minute ago, and what is stored is so much older."""
     return {
         "rayzero_last_step_timestamp_seconds": "0+60x600",
-        f"rayzero_{name}_timestamp_seconds": f"{-behind_s}+60x600",
+        f"rayzero_{name}_owed_timestamp_seconds{labels}": f"{-behind_s}+60x600",
     }
+
+
+def _replicas(node_s: int, other_s: int) -> Samples:
+    """So much older are the newest replicas on the ranks' own nodes, and on others."""
+    there = [f'{{place="{place}"}}' for place in ("node", "other")]
+    return _stored("replica", node_s, there[0]) | _stored("replica", other_s, there[1])
+
+
+NEVER: Samples = {
+    "rayzero_last_step_timestamp_seconds": "0+60x600",
+    "rayzero_checkpoint_owed_timestamp_seconds": "60x600",
+}
+"""No checkpoint since the first step, at minute 1."""
 
 
 def _ranks(*seconds: float) -> Samples:
@@ -149,28 +164,32 @@ CASES = (
     Case("RayzeroGoodputLow", "half is lost, but it has only begun", "20m", _time(30, 30)),
     Case(
         "RayzeroReplicaTooOld",
-        "10 minutes behind",
+        "10 minutes behind on the ranks' own nodes",
         "30m",
-        {**RUNNING, **_stored("replica", 600)},
+        {**RUNNING, **_replicas(600, 240)},
         "10m 0s",
+        {"place": "node"},
     ),
     Case(
         "RayzeroReplicaTooOld",
-        "4 minutes behind",
+        "10 minutes behind on other nodes",
         "30m",
-        {**RUNNING, **_stored("replica", 240)},
+        {**RUNNING, **_replicas(60, 600)},
+        "10m 0s",
+        {"place": "other"},
     ),
+    Case("RayzeroReplicaTooOld", "4 minutes behind", "30m", {**RUNNING, **_replicas(240, 240)}),
     Case(
         "RayzeroReplicaTooOld",
         "10 minutes behind for only a moment",
         "1m",
-        {**RUNNING, **_stored("replica", 600)},
+        {**RUNNING, **_replicas(600, 600)},
     ),
     Case(
         "RayzeroReplicaTooOld",
         "10 minutes behind, while it is being repaired",
         "30m",
-        {'rayzero_state{state="recovering"}': "1x600", **_stored("replica", 600)},
+        {'rayzero_state{state="recovering"}': "1x600", **_replicas(600, 600)},
     ),
     Case(
         "RayzeroCheckpointTooOld",
@@ -191,6 +210,10 @@ CASES = (
         "30m",
         {'rayzero_state{state="stopped"}': "1x600", **_stored("checkpoint", 10800)},
     ),
+    Case(
+        "RayzeroCheckpointTooOld", "never one, in 3 hours", "181m", {**RUNNING, **NEVER}, "3h 0m 0s"
+    ),
+    Case("RayzeroCheckpointTooOld", "never one, in an hour", "61m", {**RUNNING, **NEVER}),
     Case(
         "RayzeroCheckpointsFailing",
         "one failure a minute",
@@ -283,4 +306,79 @@ CASES = (
         {'rayzero_state{state="running"}': "1x12", **AGAIN},
     ),
     Case("RayzeroMetricsGone", "it is heard of", "18m", RUNNING),
+)
+
+# Each alert that has a threshold, with another one, next to which it fires or stays silent.
+CHANGED = (
+    Case(
+        "RayzeroNoFirstStep",
+        "it has been starting for 20 minutes",
+        "20m",
+        {**NOT_STARTED, "rayzero_start_timestamp_seconds": "0x600"},
+        "20m 0s",
+        changed={"threshold": 600},
+    ),
+    Case(
+        "RayzeroNoProgress",
+        "steps took 1 s, the last was 11 minutes ago",
+        "31m",
+        {**_speed(1), "rayzero_last_step_timestamp_seconds": "1200x600"},
+        changed={"threshold": 900},
+    ),
+    Case("RayzeroGoodputLow", "half is lost", "60m", _time(30, 30), changed={"threshold": 0.4}),
+    Case(
+        "RayzeroReplicaTooOld",
+        "4 minutes behind",
+        "30m",
+        {**RUNNING, **_stored("replica", 240, '{place="other"}')},
+        "4m 0s",
+        {"place": "other"},
+        {"threshold": 120, "for": "1m", "severity": "page", "labels": {"team": "language"}},
+    ),
+    Case(
+        "RayzeroCheckpointTooOld",
+        "never one, in 3 hours",
+        "181m",
+        {**RUNNING, **NEVER},
+        changed={"threshold": 86400},
+    ),
+    Case(
+        "RayzeroCheckpointsFailing",
+        "one failure a minute",
+        "20m",
+        {"rayzero_checkpoint_failures_total": "0+1x60"},
+        changed={"threshold": 20},
+    ),
+    Case(
+        "RayzeroFaultBudgetNearlySpent",
+        "14 of 20",
+        "5m",
+        {"rayzero_faults_in_window": "14x60", "rayzero_fault_budget": "20x60"},
+        "70%",
+        changed={"threshold": 0.5},
+    ),
+    Case(
+        "RayzeroLossNotFinite",
+        "nine steps",
+        "20m",
+        {"rayzero_nonfinite_losses_total": "0x10 0+1x60"},
+        changed={"threshold": 10},
+    ),
+    Case(
+        "RayzeroOverflowStorm",
+        "half of the steps",
+        "20m",
+        {"rayzero_skipped_steps_total": "0+3x60", "rayzero_steps_total": "0+6x60"},
+        changed={"threshold": 0.6},
+    ),
+    Case(
+        "RayzeroStraggler",
+        "one of four takes a fifth longer",
+        "20m",
+        _ranks(1, 1, 1.2, 1),
+        "1.2s",
+        {"rank": "2"},
+        {"threshold": 1.1},
+    ),
+    Case("RayzeroJobFailed", "it is not wanted", "11m", FAILED, changed={"enabled": False}),
 )

@@ -100,6 +100,26 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "port": ({"metrics": {"port": 80}}, "/metrics/port"),
     "interval": ({"metrics": {"podMonitor": {"interval": "15"}}}, "/metrics/podMonitor/interval"),
+    "alert": (
+        {"metrics": {"prometheusRule": {"alerts": {"RayzeroSlow": {}}}}},
+        "RayzeroSlow",
+    ),
+    "alert's threshold": (
+        {"metrics": {"prometheusRule": {"alerts": {"RayzeroStraggler": {"threshold": "2x"}}}}},
+        "/metrics/prometheusRule/alerts/RayzeroStraggler/threshold",
+    ),
+    "threshold of what has none": (
+        {"metrics": {"prometheusRule": {"alerts": {"RayzeroJobFailed": {"threshold": 1}}}}},
+        "/metrics/prometheusRule/alerts/RayzeroJobFailed",
+    ),
+    "how long": (
+        {"metrics": {"prometheusRule": {"alerts": {"RayzeroStraggler": {"for": "10"}}}}},
+        "/metrics/prometheusRule/alerts/RayzeroStraggler/for",
+    ),
+    "runbooks nowhere": (
+        {"metrics": {"prometheusRule": {"runbookUrl": "docs/operations.md"}}},
+        "/metrics/prometheusRule/runbookUrl",
+    ),
     "queue": ({"kueue": {"queueName": "My Queue"}}, "/kueue/queueName"),
     "label": ({"commonLabels": {"team": "a b"}}, "/commonLabels/team"),
 }

@@ -65,12 +65,13 @@ def described() -> set[str]:
 
 
 def _places(prefix: str, node: yaml.MappingNode) -> Iterator[tuple[str, int]]:
-    """Dotted path and line of every key, inner ones too; keys with dots of their own left out."""
+    """Dotted path and line of every key, inner ones too, but those on the same line; keys with dots
+    of their own left out."""
     for key, value in node.value:
         if "." not in key.value:
             path = f"{prefix}{key.value}"
             yield path, key.start_mark.line
-            if isinstance(value, yaml.MappingNode):
+            if isinstance(value, yaml.MappingNode) and not value.flow_style:
                 yield from _places(f"{path}.", value)
 
 

@@ -30,6 +30,7 @@ ABSENT = {
     "rayzero_device_peak_memory_bytes",
     "rayzero_checkpoint_step",
     "rayzero_checkpoint_timestamp_seconds",
+    "rayzero_checkpoint_owed_timestamp_seconds",
     "rayzero_checkpoint_bytes",
 }
 

@@ -64,6 +64,16 @@ def test_without_an_engine_report_finishes_the_step():
     assert wire.progress.step == 2
 
 
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 129, "phases/own", "collectives/a/bytes"])
+def test_a_name_that_cannot_be_one_is_refused(name: str):
+    ctx, _, posted = context()
+    ctx.report(**{"eval/top-1 accuracy (%)": 50.0})
+    with pytest.raises(EngineError, match=r"ctx\.report was given the name"):
+        ctx.report(**{name: 1.0})
+    ctx.report(step=1)
+    assert set(report_of(posted).gauges) == {"eval/top-1 accuracy (%)", "step_s"}
+
+
 def test_nothing_of_one_step_leaks_into_the_next():
     ctx, _, posted = context()
     ctx.report(step=1, tokens=5, loss=1.0)

@@ -98,6 +98,15 @@ OVERVIEW = Section(
             ),
         ),
         Panel(
+            "What the training function reports",
+            "By `ctx.report`, the mean over ranks. Empty where it reports nothing of its own.",
+            "none",
+            (
+                plain("rayzero_user_value", "{{name}}"),
+                plain("rayzero_user_values_left_out_total", "left out", axis="right"),
+            ),
+        ),
+        Panel(
             "Where the time goes",
             "Wall time by cause. All but `productive` is lost.",
             "percentunit",

@@ -68,24 +68,35 @@ FAULTS = Section(
             (grown("rayzero_steps_redone_total", "steps"),),
         ),
         Panel(
-            "What a lost worker would cost",
-            "Steps and seconds of training that no replica has yet.",
+            "What a lost worker or node would cost",
+            "Steps and seconds of training that are in no replica on the worker's own node (a lost "
+            "worker costs those), and in none on other nodes (a lost node).",
             "none",
             (
-                Query(f"rayzero_step{{{JOB}}} - rayzero_replica_step{{{JOB}}}", "steps"),
                 Query(
-                    f"rayzero_last_step_timestamp_seconds{{{JOB}}}"
-                    f" - rayzero_replica_timestamp_seconds{{{JOB}}}",
-                    "seconds",
+                    f"rayzero_step{{{JOB}}} - ignoring (place) group_right ()"
+                    f" rayzero_replica_step{{{JOB}}}",
+                    "steps: {{place}}",
+                ),
+                Query(
+                    f"rayzero_last_step_timestamp_seconds{{{JOB}}} - ignoring (place)"
+                    f" group_right () rayzero_replica_owed_timestamp_seconds{{{JOB}}}",
+                    "seconds: {{place}}",
                     "right",
                 ),
             ),
         ),
         Panel(
+            "Age of replicas",
+            "How long ago the newest step was finished that lies in vaults.",
+            "s",
+            (age("rayzero_replica_timestamp_seconds", "{{place}}"),),
+        ),
+        Panel(
             "Replicas",
-            "What vaults hold of this job's ranks.",
+            "What vaults hold of their own nodes' ranks, and what the newest step took on others.",
             "bytes",
-            (plain("rayzero_replica_bytes", "in vaults"),),
+            (plain("rayzero_replica_bytes", "{{place}}"),),
         ),
         Panel(
             "Numbers out of range",
@@ -106,9 +117,12 @@ CHECKPOINTS = Section(
     (
         Panel(
             "Newest checkpoint",
-            "Its age.",
+            "Its age; before there is one, the time since the first step.",
             "s",
-            (age("rayzero_checkpoint_timestamp_seconds", "age"),),
+            (
+                age("rayzero_checkpoint_timestamp_seconds", "age"),
+                age("rayzero_checkpoint_owed_timestamp_seconds", "owed for"),
+            ),
             kind="stat",
             thresholds=((None, "green"), (3600, "orange"), (7200, "red")),
             width=6,

@@ -28,4 +28,5 @@ def train(ctx: Context) -> None:
     for x, y in loader.until(ctx.steps):
         engine.backward(mse_loss(engine(x), y))
         engine.step()
+        ctx.report(batch_mean=x.mean())
         time.sleep(0.01)

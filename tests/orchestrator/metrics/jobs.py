@@ -17,7 +17,7 @@ from rayzero.orchestrator.progress import JobProgress, StepRecord
 from rayzero.orchestrator.states import State
 from rayzero.workers.messages import Heartbeat, Report, WorkerInfo
 
-FACTS = Facts("gpt", 100, 2, 1, 4, 30.0, Budget(20, 3600.0))
+FACTS = Facts("gpt", 100, 2, 1, 4, 30.0, Budget(20, 3600.0), checkpoints=True)
 UNIX = 1_700_000_000.0
 WORKER = WorkerInfo(1, "a", "host-a", "10.0.0.1", 77)
 GAUGES = {
@@ -41,6 +41,7 @@ GAUGES = {
     "resident_bytes": 2.0**20,
     "device_peak_bytes": 2.0**21,
     "replica_bytes": 2048.0,
+    "accuracy": 0.75,
 }
 
 
@@ -80,6 +81,7 @@ class Life:
             record = self.progress.add(report)
         assert record is not None
         self.see(record)
+        self.tally.sends(world_size > 1, self.now)
         return record
 
 
@@ -92,6 +94,7 @@ def lived() -> Life:
     for step in (1, 2):
         life.now_s += 1
         life.step(step, 1, 2)
+    life.tally.copied(2, 4096, life.now)
     life.now_s += 1
     life.tally.judged(Fault(Cause.PROCESS_LOST, WORKER, 1, 3, "killed", life.now_s, 1))
     life.see(FaultSeen("lost", WORKER, 1, 3, "rank 1 was lost"))

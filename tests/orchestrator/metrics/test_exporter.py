@@ -15,7 +15,11 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from rayzero.orchestrator.metrics.catalog import CATALOG
 from rayzero.orchestrator.metrics.exporter import job_families, rank_families
-from rayzero.orchestrator.metrics.goodput import Why
+from rayzero.orchestrator.metrics.goodput import WAYS, Why
+from rayzero.orchestrator.metrics.own import MOST
+from rayzero.orchestrator.metrics.steps import PHASES
+from rayzero.orchestrator.notices import Checkpointed
+from rayzero.orchestrator.policies.failure import Cause
 from rayzero.orchestrator.states import State
 from tests.orchestrator.metrics.jobs import UNIX, Life, lived
 
@@ -49,7 +53,7 @@ def samples(life: Life) -> dict[tuple[str, Labels], float]:
     return found
 
 
-def one(life: Life, name: str, **labels: str) -> float:
+def one(life: Life, name: str, /, **labels: str) -> float:
     return samples(life)[name, tuple(sorted(labels.items()))]
 
 
@@ -89,9 +93,10 @@ def test_the_numbers_are_those_of_the_job():
     assert one(life, "rayzero_recovery_phase_seconds_sum", phase="load") == 1.0
     assert one(life, "rayzero_checkpoint_bytes") == 3000
     assert one(life, "rayzero_checkpoint_failures_total") == 1
-    assert one(life, "rayzero_replica_step") == 3
-    assert one(life, "rayzero_replica_bytes") == 2048
-    assert one(life, "rayzero_replica_timestamp_seconds") == UNIX + life.now_s
+    assert one(life, "rayzero_replica_step", place="node") == 3
+    assert one(life, "rayzero_replica_bytes", place="node") == 2048
+    assert one(life, "rayzero_replica_timestamp_seconds", place="node") == UNIX + life.now_s
+    assert one(life, "rayzero_user_value", name="accuracy") == 0.75
 
 
 def test_traffic_is_added_up_over_ranks_and_engines():
@@ -139,6 +144,69 @@ def test_what_a_job_does_not_report_is_left_out():
     assert "rayzero_loss" not in names
     assert "rayzero_replica_timestamp_seconds" not in names
     assert {"rayzero_step", "rayzero_goodput_ratio"} <= names
+
+
+def test_what_counts_by_a_fixed_label_begins_at_zero():
+    """Or the first of each would be missing from every rate and increase."""
+    found = samples(Life())
+    fixed = {
+        "rayzero_faults_total": ("cause", {str(one) for one in Cause}),
+        "rayzero_repairs_total": ("cause", {str(one) for one in Cause}),
+        "rayzero_time_seconds_total": ("cause", {str(one) for one in Why}),
+        "rayzero_recovery_phase_seconds_count": ("phase", set(WAYS)),
+        "rayzero_step_phase_seconds_count": ("phase", set(PHASES)),
+    }
+    for name, (label, values) in fixed.items():
+        told = {dict(labels)[label]: value for (one, labels), value in found.items() if one == name}
+        assert told == dict.fromkeys(values, 0.0), name
+    counters = {name for name, one in CATALOG.items() if one.kind == "counter" and not one.labels}
+    assert {name for name, _ in found} >= counters
+
+
+def test_copies_on_other_nodes_are_told_apart():
+    life = Life()
+    life.form(1, 2, 0)
+    for step in (1, 2, 3):
+        life.now_s += 10
+        life.step(step, 1, 2)
+    owed = "rayzero_replica_owed_timestamp_seconds"
+    assert ("rayzero_replica_step", (("place", "other"),)) not in samples(life)
+    assert one(life, owed, place="node") == UNIX + 130
+    assert one(life, owed, place="other") == UNIX + 110  # the first step, which is nowhere else
+    life.now_s += 1
+    life.tally.copied(2, 4096, life.now)
+    assert one(life, "rayzero_replica_step", place="other") == 2
+    assert one(life, "rayzero_replica_timestamp_seconds", place="other") == UNIX + 120
+    assert one(life, owed, place="other") == UNIX + 120
+    assert one(life, "rayzero_replica_bytes", place="other") == 4096
+    life.tally.sends(False, life.now)  # one node is left
+    assert not [labels for _, labels in samples(life) if ("place", "other") in labels]
+
+
+def test_a_checkpoint_is_owed_from_the_first_step_on():
+    life, owed = Life(), "rayzero_checkpoint_owed_timestamp_seconds"
+    life.form(1, 1, 0)
+    assert (owed, ()) not in samples(life)
+    for step in (1, 2):
+        life.now_s += 10
+        life.step(step, 1, 1)
+    assert one(life, owed) == UNIX + 110
+    life.see(Checkpointed(2, "runs/gpt/step-2", 3000, 0.75, 0.01))
+    assert one(life, owed) == UNIX + 120
+    life.tally.checkpoints.wanted = False
+    assert (owed, ()) not in samples(life)
+
+
+def test_a_users_gauges_are_bounded_in_number():
+    life = Life()
+    life.form(1, 1, 0)
+    life.step(1, 1, 1, **{f"of_step_{number}": 1.0 for number in range(MOST + 5)})
+    life.step(2, 1, 1, of_step_1=2.0)
+    told = [labels for name, labels in samples(life) if name == "rayzero_user_value"]
+    assert len(told) == MOST
+    assert one(life, "rayzero_user_value", name="of_step_1") == 2.0
+    assert one(life, "rayzero_user_value", name="of_step_2") == 1.0  # as it was last reported
+    assert one(life, "rayzero_user_values_left_out_total") == 6
 
 
 def test_the_budget_of_faults_recovers_with_time():

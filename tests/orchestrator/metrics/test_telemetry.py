@@ -8,12 +8,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from prometheus_client.core import Metric
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.events import StopWanted
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.notices import Serving
 from rayzero.orchestrator.states import State
+from rayzero.workers.messages import Pinned
 from tests.orchestrator.support import Notebook, Stage, VirtualClock, plan, played, settle
 from tests.orchestrator.world import World
 
@@ -57,8 +59,7 @@ async def test_the_limits_and_the_faults_on_record_are_told(tmp_path: Path):
     values = {one.name: one for one in stage.told.families()}
     limits = {one.labels["limit"]: one.value for one in values["rayzero_workers"].samples}
     assert limits == {"min": 1, "max": 3}
-    (fault,) = values["rayzero_faults"].samples
-    assert (fault.labels["cause"], fault.value) == ("lost", 1)
+    assert counted(values["rayzero_faults"]) == {"lost": 1}
     stage.controller.feed(StopWanted())
     await stage.clock.turn(10.0)
     assert stage.states[-1] is State.STOPPED
@@ -76,10 +77,29 @@ async def test_the_fault_that_ends_a_job_is_counted_once(tmp_path: Path):
     await stage.clock.turn(10.0)
     assert stage.states[-1] is State.FAILED
     values = {one.name: one for one in stage.told.families()}
-    (fault,) = values["rayzero_faults"].samples
-    assert (fault.labels["cause"], fault.value) == ("user", 1)
+    assert counted(values["rayzero_faults"]) == {"user": 1}
     assert stage.told.snapshot()["goodput"]["pending_s"] == 0
     assert stage.run.exception() is not None
+
+
+@played
+async def test_copies_on_other_nodes_are_told_as_they_are_made(tmp_path: Path):
+    world = World(2, "ab".__getitem__)
+    stage = Stage(tmp_path, world, workers={"min": 2, "max": 2}, steps=10)
+    await stage.steps(2)
+    for rank in range(2):
+        world.say(rank, Pinned(1, rank, 1, False, 0.0))
+    await settle()
+    values = {one.name: one for one in stage.told.families()}
+    newest = {one.labels["place"]: one.value for one in values["rayzero_replica_step"].samples}
+    assert newest["other"] == 1
+    assert stage.told.snapshot()["replicas"]["step_elsewhere"] == newest["other"]
+    await stage.finish()
+
+
+def counted(family: Metric) -> dict[str, float]:
+    """Counters by cause, without those at 0."""
+    return {one.labels["cause"]: one.value for one in family.samples if one.value}
 
 
 def test_files_and_the_endpoint_live_as_long_as_it(tmp_path: Path):
