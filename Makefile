@@ -2,6 +2,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+# Two processes, a file's tests in one of them: many wait, and most start more processes.
+BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 READY  := $(VENV)/.ready
 
 .PHONY: demo test fast lint format bench setup clean help
@@ -30,10 +33,11 @@ format: $(READY) ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 fast: $(READY) ## the tests that start no cluster
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) $(BESIDE) -m "not slow and not alone"
 
 test: lint ## everything: lint, then the whole suite, fast tests first
-	$(BIN)/python -m pytest
+	$(PYTEST) $(BESIDE) -m "not alone"
+	$(PYTEST) -m alone
 
 bench: $(READY) ## step time against DDP and FSDP2
 	$(BIN)/python -m benchmarks.step_time

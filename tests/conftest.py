@@ -1,9 +1,10 @@
-"""Settings of the whole suite: order, environment, skips."""
+"""Settings of the whole suite: order, processes, environment, skips, what may be left behind."""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 # Before torch is imported anywhere: many processes share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,6 +13,11 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.leftovers import Run
+
+RUN = Run()
+_LEFT = pytest.StashKey[list[str]]()
 
 settings.register_profile(
     "rayzero",
@@ -35,8 +41,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_sessionfinish() -> None:
-    """Kills the rank processes, if any test started them."""
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    RUN.note(item.nodeid)
+
+
+@pytest.hookimpl(trylast=True)  # xdist's workers are gone by then
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Kills the rank processes, if any test started them; then nothing may be left."""
     ranks = sys.modules.get("tests.support.ranks")
     if ranks is not None:
         ranks.stop_ranks()
+    if not RUN.is_first:
+        session.config.workeroutput["seen"] = RUN.seen  # type: ignore[attr-defined]
+        return
+    session.config.stash[_LEFT] = left = RUN.end()
+    if left and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A process of xdist's tells which test each file came with."""
+    for name, test in getattr(node, "workeroutput", {}).get("seen", {}).items():
+        RUN.seen.setdefault(name, test)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for line in config.stash.get(_LEFT, []):
+        terminalreporter.write_line(f"LEFT BEHIND {line}", red=True)

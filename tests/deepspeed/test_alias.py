@@ -28,7 +28,7 @@ def run(*command: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
         env=kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
     )
     assert (done.returncode == 0) is ok, done.stderr[-3000:]
     return done

@@ -35,7 +35,9 @@ def program(name: str) -> str:
 def promtool(*arguments: str, cwd: Path) -> str:
     """What it says; fails the test if it is not content."""
     command = [program("promtool"), *arguments]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False
+    )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     return said
@@ -71,7 +73,7 @@ class Server:
     def ask(self, path: str, **parameters: str | float) -> Any:
         """What its API answers."""
         query = urlencode(parameters)
-        with urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=20) as answer:
+        with urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=300) as answer:
             return json.loads(answer.read())["data"]
 
     def curve(self, expr: str, start: float, stop: float) -> list[Any]:

@@ -83,7 +83,7 @@ def test_it_says_whether_it_is_healthy() -> None:
     (check,) = of("HEALTHCHECK")
     command = shlex.split(check.partition("CMD ")[2].strip("[]").replace(",", " "))
     program = Path(sys.executable).with_name(command[0])
-    known = subprocess.run([program, *command[1:], "--help"], capture_output=True, timeout=60)
+    known = subprocess.run([program, *command[1:], "--help"], capture_output=True, timeout=300)
     assert known.returncode == 0
 
 
@@ -142,7 +142,7 @@ def copy(step: Step, folder: Path) -> None:
 def run(command: str, folder: Path) -> str:
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        shlex.split(command), cwd=folder, env=clean, capture_output=True, text=True, timeout=240
+        shlex.split(command), cwd=folder, env=clean, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout

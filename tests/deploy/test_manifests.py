@@ -21,7 +21,7 @@ def build(folder: Path) -> list[dict]:
     """What kustomize makes of a folder."""
     for command in (["kustomize", "build"], ["kubectl", "kustomize"]):
         if shutil.which(command[0]):
-            done = subprocess.run([*command, folder], capture_output=True, text=True, timeout=60)
+            done = subprocess.run([*command, folder], capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, done.stderr
             return [one for one in yaml.load_all(done.stdout, yaml.CSafeLoader) if one]
     pytest.skip("needs kustomize or kubectl on the PATH")

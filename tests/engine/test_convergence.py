@@ -75,7 +75,7 @@ _plain: list[float] = []
 
 def plain() -> float:
     if not _plain:
-        _plain.append(run_ranks(2, train, 2, {}, timeout_s=280)[0])
+        _plain.append(run_ranks(2, train, 2, {}, timeout_s=300)[0])
     return _plain[0]
 
 
@@ -85,6 +85,6 @@ def test_it_learns_nearly_as_well(name: str) -> None:
     stage, change, more = CASES[name]
     right = plain()
     assert right < 3.2  # of 5.5 nats at the beginning
-    seen = run_ranks(2, train, stage, change, timeout_s=280)[0]
+    seen = run_ranks(2, train, stage, change, timeout_s=300)[0]
     print(f"\n{name}: {seen:.4f}, uncompressed {right:.4f}")
     assert seen < right * (1 + more)

@@ -17,7 +17,7 @@ from tests.engine import zoo
 from tests.engine.state.blocks import Block, StateSession
 from tests.support.ranks import run_ranks as run_ranks_in_time
 
-run_ranks = partial(run_ranks_in_time, timeout_s=200.0)
+run_ranks = partial(run_ranks_in_time, timeout_s=300)
 SAMPLES, LR, BETAS, EPS = 12, 1e-2, (0.9, 0.9), 1e-8
 
 

@@ -160,6 +160,7 @@ def plain_and_ours() -> tuple[float, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_step_of_tiny_layers_costs_at_most_twice_plain_torchs():
     plain_s, ours_s = plain_and_ours()
     assert ours_s <= 2 * plain_s

@@ -36,7 +36,7 @@ def run(*command: str) -> str:
         env=kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -29,7 +29,7 @@ def test_the_first_script_prints_what_is_said(tmp_path: Path) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     losses = re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)

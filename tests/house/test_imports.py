@@ -120,7 +120,7 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
     """The contracts of pyproject.toml, on the checkout or a copy of it."""
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
     return subprocess.run(
-        [*command, "--no-cache"], cwd=root, capture_output=True, text=True, timeout=120
+        [*command, "--no-cache"], cwd=root, capture_output=True, text=True, timeout=300
     )
 
 
@@ -224,7 +224,7 @@ def test_a_package_imports_alone(package: str, without: str | None) -> None:
         f"for name in {names!r}: importlib.import_module(name)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
 
@@ -235,13 +235,14 @@ def cpu_s(*arguments: str) -> float:
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True, timeout=60
+            [sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True, timeout=300
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return min(times)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("arguments", [["-c", "import rayzero"], ["-m", "rayzero", "--help"]])
 def test_the_door_opens_fast(arguments: list[str]) -> None:
     assert cpu_s(*arguments) - cpu_s("-c", "pass") < IMPORT_LIMIT_S
@@ -257,7 +258,7 @@ def test_the_door_costs_neither_torch_nor_ray() -> None:
         "sys.exit(repr(loaded | (heavy & set(sys.modules))) if loaded else 0)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert "Usage" in done.stdout

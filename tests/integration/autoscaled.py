@@ -83,7 +83,7 @@ def start(folder: Path) -> None:
         "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
     }
-    subprocess.run(start, env=env, check=True, stdout=subprocess.DEVNULL, timeout=90)
+    subprocess.run(start, env=env, check=True, stdout=subprocess.DEVNULL, timeout=200)
 
 
 def _supply_defaults(folder: Path, config: Path) -> None:
@@ -100,10 +100,10 @@ async def grow_and_shrink(folder: Path) -> dict[str, Any]:
     vaults = RayVaultGroup("tiny")
     workers = RayWorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
     try:
-        came = list(await workers.place(Need(2, 6, 1.0, 0.0, 45.0)))
+        came = list(await workers.place(Need(2, 6, 1.0, 0.0, 150.0)))
         at_first, placed_s = len(came), time.monotonic() - began
         while len(came) < 6:
-            came.append(await asyncio.wait_for(workers.next_worker(), 60))
+            came.append(await asyncio.wait_for(workers.next_worker(), 150))
         grown_s = time.monotonic() - began
         await vaults.open(sorted({one.node_id for one in came}))
         stay = Counter(one.node_id for one in came).most_common(1)[0][0]
@@ -112,7 +112,7 @@ async def grow_and_shrink(folder: Path) -> dict[str, Any]:
             if one.node_id != stay:
                 await workers.dismiss(one.index)
                 await vaults.close(one.node_id)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 150
         while (left := working_nodes()) != {stay} and time.monotonic() < until:
             await asyncio.sleep(0.2)
         return {

@@ -11,6 +11,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,16 @@ class Head:
 
     address: str
     dashboard: str
+    pid: int
+
+    def processes(self, *titles: str) -> list[psutil.Process]:
+        """Its living processes whose titles begin with one of these."""
+        found = []
+        for one in psutil.Process(self.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if " ".join(one.cmdline()).startswith(titles):  # that of a zombie is empty
+                    found.append(one)
+        return found
 
 
 def free_ports(count: int) -> list[int]:
@@ -56,7 +67,7 @@ def head() -> Iterator[Head]:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
     try:
         wait_for_dashboard(f"http://127.0.0.1:{dashboard}/api/version", process, folder)
-        yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+        yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", process.pid)
     finally:
         children = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
@@ -85,7 +96,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
 
 
 def wait_for_dashboard(url: str, process: subprocess.Popen[bytes], folder: Path) -> None:
-    until = time.monotonic() + 90
+    until = time.monotonic() + 300
     while True:
         try:
             urllib.request.urlopen(url, timeout=5).close()

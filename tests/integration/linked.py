@@ -65,7 +65,7 @@ def _ray(folder: Path, ip: str, *words: str, on: tuple[str, ...] = ()) -> None:
         *("start", f"--node-ip-address={ip}", "--num-cpus=2", "--disable-usage-stats"),
         *(f"--temp-dir={folder}", f"--object-store-memory={80 * 2**20}", *words),
     ]
-    subprocess.run(start, env=ENV, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run(start, env=ENV, check=True, stdout=subprocess.DEVNULL, timeout=150)
 
 
 async def cut_link(folder: Path) -> dict[str, Any]:
@@ -73,7 +73,7 @@ async def cut_link(folder: Path) -> dict[str, Any]:
     vaults = RayVaultGroup("tiny")
     workers = RayWorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
     try:
-        four = await workers.place(Need(4, 4, 1.0, 0.0, 60.0))
+        four = await workers.place(Need(4, 4, 1.0, 0.0, 150.0))
         here = ray.get_runtime_context().get_node_id()
         there = [one for one in four if one.node_id != here]
         await vaults.open(sorted({one.node_id for one in four}))
@@ -85,15 +85,15 @@ async def cut_link(folder: Path) -> dict[str, Any]:
         await asyncio.sleep(0.5)
         command("ip", "link", "set", "cable", "down")
         cut_s = time.monotonic()
-        answers = await asyncio.wait_for(asyncio.gather(*polls, return_exceptions=True), 60)
+        answers = await asyncio.wait_for(asyncio.gather(*polls, return_exceptions=True), 100)
         noticed_s = time.monotonic() - cut_s
         kinds = [WorkerLostError, WorkerLostError, VaultLostError]
         for one in there:
             workers.replace(one.index, 0.0, [])
-        new = [await asyncio.wait_for(workers.next_worker(), 30) for _ in there]
+        new = [await asyncio.wait_for(workers.next_worker(), 100) for _ in there]
         command("ip", "link", "set", "cable", "up")
         healed_s = time.monotonic()
-        until = healed_s + 30
+        until = healed_s + 100
         while any(_lives(one.pid) for one in there) and time.monotonic() < until:
             await asyncio.sleep(0.2)
         return {

@@ -18,7 +18,7 @@ _UNSHARE = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--net", "-
 # A first process that takes note of the ends of orphans: Ray's workers end with their raylet, and
 # take one that nobody took note of for alive.
 _FIRST = ("sh", "-c", '"$@"; exit $?', "sh")
-_LIMIT_S = 200
+_LIMIT_S = 500
 
 
 @functools.cache

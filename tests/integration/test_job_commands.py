@@ -21,13 +21,14 @@ import psutil
 import pytest
 import yaml
 
+from rayzero.orchestrator.journal.segments import read
 from tests.integration.conftest import free_ports
 from tests.integration.jobs.steady import ENGINE
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-LIMIT_S = 90
+LIMIT_S = 200
 
 
 class Place:
@@ -87,7 +88,7 @@ class Place:
             env=self.env | changes,
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=300,
         )
 
     def here(self, *words: object) -> subprocess.CompletedProcess[str]:
@@ -130,6 +131,12 @@ def until(there: Callable[[], bool]) -> None:
     while not there():
         assert time.monotonic() < until_s
         time.sleep(0.3)
+
+
+def written(folder: Path) -> int:
+    """The step that the journal has."""
+    past = read(str(folder))
+    return 0 if past is None else past.step
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +186,7 @@ def test_ray_job_stop_ends_in_a_last_checkpoint(place: Place):
 
     def job(*words: str) -> str:
         done = subprocess.run(
-            [*ray, *words], env=place.env, cwd=ROOT, capture_output=True, text=True, timeout=120
+            [*ray, *words], env=place.env, cwd=ROOT, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -197,7 +204,7 @@ def test_a_lost_head_is_not_a_lost_run(place: Place):
     path = place.job_file("adopted")
     assert place.here("submit", path).returncode == 0
     until(lambda: (place.status("adopted")["checkpoint_step"] or 0) >= 40)
-    time.sleep(1.5)  # the journal is written behind
+    until(lambda: written(place.runs / "adopted") >= 40)  # the journal is written behind
     place.kill()
     place.start()
     lost = place.status("adopted")

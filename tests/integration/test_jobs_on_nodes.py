@@ -22,7 +22,7 @@ from tests.integration.nodes import Nodes
 from tests.orchestrator.support import Notebook
 
 pytestmark = pytest.mark.slow
-LIMIT_S = 60
+LIMIT_S = 200
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def running(folder: Path, notes: Notebook, **workers: Any) -> Iterator[JobHandle
         wait(handle, lambda: step(notes) > reached + 20)
     finally:
         handle.stop()
-        assert handle.wait(20)
+        assert handle.wait(120)
     assert_every_step_once(notes)
 
 
@@ -99,7 +99,9 @@ def test_job_grows_with_a_node_and_shrinks_when_told(nodes: Nodes, tmp_path: Pat
         assert handle.scale("1:3") == "steady: 1 to 3 workers; now 4"
         wait(handle, lambda: size(notes) == 3)
         command = [sys.executable, "-m", "rayzero", "scale", "steady", "2", "--address"]
-        done = subprocess.run([*command, nodes.address], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [*command, nodes.address], capture_output=True, text=True, timeout=200
+        )
         assert (done.returncode, done.stdout) == (0, "steady: 2 to 2 workers; now 3\n")
         wait(handle, lambda: size(notes) == 2)
     assert [(r.world_size_before, r.world_size) for r in notes.of(Resized)][-2:] == [(4, 3), (3, 2)]
@@ -125,5 +127,5 @@ def test_a_job_goes_on_without_a_host_that_cut_itself_off():
     seen = alone("tests.integration.linked", "partition")
     assert seen["fired"] == ["partition"]
     assert seen["sizes"] == [4, 2]
-    assert seen["back_s"] < 30
+    assert seen["back_s"] < 150
     assert seen["step"] > 0, "the state came from memory"

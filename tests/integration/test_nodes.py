@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from tests.integration.nodes import Nodes
 from tests.integration.tiny import TinyWorker, setup
 
 pytestmark = pytest.mark.slow
+WAIT_S = 150.0
 
 
 @asynccontextmanager
@@ -35,7 +37,7 @@ async def groups(folder: Path) -> AsyncIterator[tuple[RayWorkerGroup, RayVaultGr
 
 
 def need(least: int, most: int) -> Need:
-    return Need(least, most, 1.0, 0.0, 60.0)
+    return Need(least, most, 1.0, 0.0, WAIT_S)
 
 
 def test_neighbours_share_a_node_and_growth_takes_the_rest(nodes: Nodes, tmp_path: Path):
@@ -46,10 +48,10 @@ def test_neighbours_share_a_node_and_growth_takes_the_rest(nodes: Nodes, tmp_pat
             two = await workers.place(need(2, 2))
             (shared,) = {one.node_id for one in two}
             workers.resize(2, 6)
-            late = [await asyncio.wait_for(workers.next_worker(), 30) for _ in range(2)]
+            late = [await asyncio.wait_for(workers.next_worker(), WAIT_S) for _ in range(2)]
             assert {one.node_id for one in late} == {first, second} - {shared}
             third = nodes.add()
-            last = [await asyncio.wait_for(workers.next_worker(), 30) for _ in range(2)]
+            last = [await asyncio.wait_for(workers.next_worker(), WAIT_S) for _ in range(2)]
             assert {one.node_id for one in last} == {third}
             assert len(set((await vaults.open([first, second, third])).values())) == 3
 
@@ -69,7 +71,7 @@ def test_a_lost_node_takes_its_workers_and_vault_and_its_seats_move(nodes: Nodes
             polls.append(asyncio.ensure_future(vaults.poll(second, 30)))
             await asyncio.sleep(0.5)
             nodes.lose(second)
-            answers = await asyncio.wait_for(asyncio.gather(*polls, return_exceptions=True), 30)
+            answers = await asyncio.wait_for(asyncio.gather(*polls, return_exceptions=True), WAIT_S)
             assert [type(one) for one in answers] == [
                 WorkerLostError,
                 WorkerLostError,
@@ -88,7 +90,7 @@ def test_a_lost_node_takes_its_workers_and_vault_and_its_seats_move(nodes: Nodes
         """The next worker; on the way, some may have been started on the lost node."""
         while True:
             try:
-                return await asyncio.wait_for(workers.next_worker(), 30)
+                return await asyncio.wait_for(workers.next_worker(), WAIT_S)
             except WorkerLostError as error:
                 assert "node" in str(error)  # noqa: PT017
 
@@ -103,10 +105,10 @@ def test_a_node_to_avoid_is_left(nodes: Nodes, tmp_path: Path):
             (one,) = await workers.place(need(1, 1))
             await workers.kill(0)
             workers.replace(0, 0.0, [one.node_id])
-            new = await asyncio.wait_for(workers.next_worker(), 30)
+            new = await asyncio.wait_for(workers.next_worker(), WAIT_S)
             assert {one.node_id, new.node_id} == {first, second}
             workers.replace(new.index, 0.0, [])
-            again = await asyncio.wait_for(workers.next_worker(), 30)
+            again = await asyncio.wait_for(workers.next_worker(), WAIT_S)
             assert again.node_id == new.node_id
 
     asyncio.run(run())
@@ -121,9 +123,12 @@ def test_a_draining_node_is_told_and_its_seats_asked_for_elsewhere(nodes: Nodes,
             assert one.node_id == two.node_id
             assert await workers.leaving_nodes() == frozenset()
             nodes.drain(one.node_id)
-            assert await workers.leaving_nodes() == {one.node_id}
+            until = time.monotonic() + WAIT_S
+            while await workers.leaving_nodes() != {one.node_id}:
+                assert time.monotonic() < until
+                await asyncio.sleep(0.1)
             assert await workers.open_store(0) == one.pid, "a drained node's workers go on"
-            new = [await asyncio.wait_for(workers.next_worker(), 30) for _ in range(2)]
+            new = [await asyncio.wait_for(workers.next_worker(), WAIT_S) for _ in range(2)]
             assert {worker.node_id for worker in new} == {first, second} - {one.node_id}
             await workers.dismiss(one.index)  # their seats went with them
             workers.replace(two.index, 0.0, [])
@@ -136,6 +141,6 @@ def test_a_draining_node_is_told_and_its_seats_asked_for_elsewhere(nodes: Nodes,
 def test_a_cut_cable_is_noticed_and_the_seats_move():
     seen = alone("tests.integration.linked", "cut_link")
     assert seen["as_expected"]
-    assert seen["noticed_s"] < 20
+    assert seen["noticed_s"] < 60, "less than by Ray's own settings"
     assert seen["new_are_here"]
     assert seen["left"] == 0, "the workers behind the cable ended when it was put back"

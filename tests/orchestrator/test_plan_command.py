@@ -30,7 +30,7 @@ def plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"COLUMNS": "160", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
     )
 
 

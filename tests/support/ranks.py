@@ -45,7 +45,9 @@ class RankError(Exception):
         self.rank = rank
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_ranks(
+    world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 240.0
+) -> list[Any]:
     """Calls `fn(rank, world, *args)` on every rank of a fresh gloo group; the results by rank.
 
     `fn` must be a module-level function; arguments and results are pickled. With `world=0` it runs

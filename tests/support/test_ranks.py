@@ -101,8 +101,9 @@ def test_a_rank_killed_between_calls_is_named() -> None:
 
 def test_a_hanging_rank_times_out_and_is_killed() -> None:
     hung = run_ranks(2, pid)
-    with pytest.raises(RankError, match=r"ranks \[1\] did not finish in 0.5 s"):
-        run_ranks(2, hang_on, 1, timeout_s=0.5)
+    # on a busy machine the other one may be late as well
+    with pytest.raises(RankError, match=r"ranks \[(0, )?1\] did not finish in 3 s"):
+        run_ranks(2, hang_on, 1, timeout_s=3)
     assert not any(psutil.pid_exists(one) for one in hung)
     assert run_ranks(2, hang_on, -1) == [0, 1]
 
@@ -122,10 +123,10 @@ def test_ranks_die_with_the_process_that_started_them() -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
     )
     orphan = int(done.stdout)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(orphan) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not psutil.pid_exists(orphan)

@@ -80,7 +80,7 @@ class Crew:
             )
 
     def wait(
-        self, index: int, wanted: Callable[[Message], bool], timeout_s: float = 60.0
+        self, index: int, wanted: Callable[[Message], bool], timeout_s: float = 240.0
     ) -> Message:
         """Polls one worker until such a message comes."""
         until = time.monotonic() + timeout_s
@@ -135,7 +135,7 @@ class _Worker:
 
     def call(self, name: str, *args: Any) -> Any:
         self._end.send((name, args))
-        if not self._end.poll(60):
+        if not self._end.poll(240):
             raise TimeoutError(f"{name} took too long")
         good, answer = self._end.recv()
         if not good:

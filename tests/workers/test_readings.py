@@ -6,6 +6,7 @@ from time import perf_counter
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from torch import nn
 
@@ -84,6 +85,7 @@ def test_resident_memory_is_what_the_system_says():
     assert abs(found - told) < 0.2 * told
 
 
+@pytest.mark.alone
 def test_a_report_is_cheap():
     """Of a model with 400 parameters, which have 1,200 tensors of state."""
     layers: list[Any] = [nn.Linear(4, 4) for _ in range(200)]

@@ -33,6 +33,7 @@ from tests.workers.crew import NODE, Crew
 from tests.workers.support import setup
 
 STEPS = 12
+FREED_S = 15  # less than collectives and the vault wait
 pytestmark = pytest.mark.slow
 
 
@@ -73,7 +74,7 @@ def check_results(crew: Crew, steps: int = STEPS) -> None:
     assert check(f"{folder}/ledger", order, repairs.SAMPLES) == []
 
 
-def lost(crew: Crew, timeout_s: float = 10) -> int:
+def lost(crew: Crew, timeout_s: float = 200) -> int:
     """The worker that the vault says is gone."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
@@ -138,13 +139,16 @@ def test_a_stopped_worker_is_fenced_off_without_waiting_for_it(crew_of):
     crew = crew_of(3, 3, faults=('stop(rank=2, step=4, phase="backward")',))
     crew.form(1, [0, 1, 2])
     crew.wait(0, lambda one: isinstance(one, Report) and one.step == 3)
-    time.sleep(0.5)
-    assert fired(crew.setup.output_dir)
+    until = time.monotonic() + 200
+    while not fired(crew.setup.output_dir):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    time.sleep(0.5)  # the others come to wait for it
     started = time.monotonic()
     for index in (0, 1):
         crew.workers[index].call("fence", 1)
         assert isinstance(crew.wait_end(index, 1), Stopped), crew.texts(index)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < FREED_S
     crew.form(2, [1, 0], crew.slots(1, 3))
     for index in (0, 1):
         assert isinstance(crew.wait_end(index, 2), Finished), crew.texts(index)
@@ -160,7 +164,7 @@ def test_a_fence_frees_ranks_that_wait_for_one_that_never_joins(crew_of):
         crew.workers[index].call("fence", 1)
         # The first one's end may break the store off under the second one.
         assert isinstance(crew.wait_end(index, 1), Stopped | Crashed), crew.texts(index)
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < FREED_S
     crew.form(2, [0, 1])
     for index in (0, 1):
         assert isinstance(crew.wait_end(index, 2), Finished), crew.texts(index)

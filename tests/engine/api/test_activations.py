@@ -225,6 +225,6 @@ def trained(rank: int, world: int, stage: int, way: Way) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_engine_trains_the_same_with_it(stage: int) -> None:
-    right, *others = run_ranks(2, trained_each, stage, timeout_s=200)[0]
+    right, *others = run_ranks(2, trained_each, stage, timeout_s=300)[0]
     for seen in others:
         assert all(torch.equal(seen[key], value) for key, value in right.items())

@@ -61,7 +61,7 @@ def check(
     within_16_bits: tuple[float, float] | None = None,
 ) -> None:
     """All cells on so many ranks, within their precision's tolerances, or within those given."""
-    results = run_ranks(world, train, cells, timeout_s=240)
+    results = run_ranks(world, train, cells, timeout_s=300)
     for number, cell in enumerate(cells):
         mixed = cell.precision in ("bf16", "fp16")
         given_here = (within_16_bits if mixed else None) or within

@@ -135,7 +135,7 @@ except EngineError as error:
     print(error)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
     assert "could not be had: File too large" in done.stdout, done.stderr
     assert done.returncode == 0
@@ -207,7 +207,7 @@ def test_memory_is_bounded_by_the_buffers(tmp_path: Path) -> None:
         [sys.executable, "-c", MEASURED, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

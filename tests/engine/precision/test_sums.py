@@ -143,7 +143,7 @@ def test_where_the_average_is_taken_does_not_matter_but_for_rounding(precision, 
         for stage, more in product((0, 1, 2, 3), DIVISIONS)
         if precision == "fp64" or stage == DIVISIONS.index(more)
     ]
-    results = run_ranks(2, train, cells, timeout_s=200)
+    results = run_ranks(2, train, cells, timeout_s=300)
     for number, cell in enumerate(cells):
         losses, state, _ = results[0][number]
         right_losses, right, _ = oracle_of(cell, 2)

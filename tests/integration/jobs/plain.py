@@ -30,11 +30,14 @@ def train(ctx: Context) -> dict[str, Any]:
 
 def endless(ctx: Context) -> None:
     step = 0
-    while True:
-        step += 1
-        dist.barrier()
-        ctx.report(step=step, loss=1.0)
-        time.sleep(0.02)
+    try:
+        while True:
+            step += 1
+            dist.barrier()
+            ctx.report(step=step, loss=1.0)
+            time.sleep(0.02)
+    finally:
+        print("unwound")
 
 
 def raises(ctx: Context) -> None:

@@ -50,16 +50,16 @@ print(json.dumps({"a": 2}))
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal 11"),
         ("import sys; sys.exit(3)", "exit code 3"),
         ('print(\'{"trouble": "told so"}\')', "told so"),
-        ("import time; time.sleep(600)", "no answer within 1 s"),
+        ("import time; time.sleep(600)", "no answer within 5 s"),
     ],
 )
 def test_what_was_told_before_the_end_counts(modules: Path, end: str, words: str) -> None:
     name = write(modules, "ends", f"print('{{\"a\": 1}}', flush=True)\n{end}\n")
     begun = time.monotonic()
-    probe = ask(name, (), 1 if "600" in end else 60)
+    probe = ask(name, (), 5 if "600" in end else 120)
     assert probe.told == {"a": 1}
     assert words in probe.trouble
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 120
 
 
 def test_a_torch_that_cannot_be_imported(modules: Path) -> None:
@@ -139,5 +139,5 @@ def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
     )

@@ -101,11 +101,9 @@ def test_close_frees_a_call_that_waits():
         client = VaultClient(address, 0)
         call = threads.submit(client.reserve, 1, 0, 1, table(), 1)
         time.sleep(0.05)
-        started = time.monotonic()
         client.close()
         with pytest.raises(VaultGoneError):
-            call.result(5.0)
-        assert time.monotonic() - started < 2.0
+            call.result(client_module._RESERVE_S / 2)
 
 
 def test_an_answer_that_comes_too_late_is_not_taken_for_another(town: Town):

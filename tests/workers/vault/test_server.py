@@ -21,6 +21,7 @@ from tests.workers.vault.support import Town, WorkerProcess, content, refs, step
 NOTICE_S = 0.1
 
 
+@pytest.mark.alone
 def test_a_killed_worker_is_noticed_at_once_and_once(town: Town):
     """The best of three: other work on the machine only ever adds to it."""
     vault, took_s = town.vault(), []
@@ -29,7 +30,7 @@ def test_a_killed_worker_is_noticed_at_once_and_once(town: Town):
             assert vault.poll(0.0) == []
             started = time.monotonic()
             worker.kill()
-            assert vault.poll(10.0) == [ConnectionLost(number, worker.pid)]
+            assert vault.poll(60.0) == [ConnectionLost(number, worker.pid)]
             took_s.append(time.monotonic() - started)
             worker.wait()
             assert vault.poll(0.05) == []
@@ -41,7 +42,7 @@ def test_a_death_is_noticed_while_a_child_keeps_the_socket_open(town: Town):
     with WorkerProcess("fork", vault.address, worker=2) as worker:
         worker.kill()
         worker.wait()
-        assert vault.poll(1.0) == [ConnectionLost(2, worker.pid)]
+        assert vault.poll(60.0) == [ConnectionLost(2, worker.pid)]
 
 
 def test_a_worker_that_says_goodbye_is_no_loss(town: Town):

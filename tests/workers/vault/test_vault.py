@@ -143,7 +143,7 @@ def test_a_stopped_process_is_seen_through(town: Town):
     [
         ("echo 'Thread 1 (idle)'", "Thread 1 (idle)"),
         ("echo 'Permission denied' >&2; exit 1", "no stacks: Permission denied"),
-        ("exec sleep 9", "no stacks: "),
+        ("exec sleep 99", "no stacks: "),
     ],
 )
 def test_stacks_come_from_py_spy_in_limited_time(
@@ -153,10 +153,10 @@ def test_stacks_come_from_py_spy_in_limited_time(
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(processes, "_STACK_S", 0.3)
+    monkeypatch.setattr(processes, "_STACK_S", 0.3 if "sleep" in script else 60.0)
     started = time.monotonic()
     assert answer in processes.inspect(os.getpid())
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 60.0
 
 
 def test_without_py_spy_the_rest_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -176,12 +176,12 @@ def test_a_vault_starts_without_torch_ray_and_pyarrow():
         "sys.exit(repr(found) if found else 0)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
 
 
 def test_the_shell_brings_no_torch():
     script = "import sys, rayzero.workers.vault_actor\nsys.exit('torch' in sys.modules)\n"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=300)
     assert done.returncode == 0
