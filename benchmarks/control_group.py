@@ -5,15 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.control_world import Batch
-from rayzero.orchestrator.group import WorkerLostError
+from rayzero.orchestrator.answers import Answers
+from rayzero.orchestrator.bell import Bell
+from rayzero.orchestrator.group import Heard
 from rayzero.orchestrator.policies.placement import Need
-from rayzero.workers.messages import Assign, SlotInfo, WorkerInfo
+from rayzero.workers.messages import (
+    ConnectionLost,
+    Formation,
+    Message,
+    Own,
+    SlotInfo,
+    WorkerInfo,
+)
+
+_READ_S = 0.003
 
 
 class PaperGroup:
@@ -24,9 +35,15 @@ class PaperGroup:
         """From each death to the first order that followed it."""
         self.deaths = 0
         self._pipe = pipe
-        self._said: defaultdict[Any, asyncio.Queue[Any]] = defaultdict(asyncio.Queue)
+        self.decoding_s = 0.0
+        """CPU seconds of the pipe's decoding, which on a cluster is Ray's."""
+        self._said: list[tuple[int, list[Message]]] = []
+        self._lost: list[tuple[int, str]] = []
+        self._bell = Bell()
+        self._news: defaultdict[str, asyncio.Queue[ConnectionLost]] = defaultdict(asyncio.Queue)
+        self._came: asyncio.Queue[WorkerInfo] = asyncio.Queue()
         self._numbers = count()
-        self._tickets: dict[int, asyncio.Future[Any]] = {}
+        self._tickets: dict[int, Callable[[Any], Any]] = {}
         self._orders: list[tuple[str, tuple[Any, ...], int | None]] = []
         self._died_s: list[float] = []
         self._loop = asyncio.get_running_loop()
@@ -40,8 +57,7 @@ class PaperGroup:
         return tuple(await self._ask("place"))
 
     async def next_worker(self) -> WorkerInfo:
-        came: WorkerInfo = await self._said["came"].get()
-        return came
+        return await self._came.get()
 
     def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
         self._order("replace", worker)
@@ -62,34 +78,38 @@ class PaperGroup:
     async def open_store(self, worker: int) -> int:
         return 4000
 
-    async def assign(self, worker: int, assign: Assign) -> None:
-        await self._ask("assign", worker, assign.generation, assign.rank, assign.world_size)
+    def assign(self, formation: Formation, places: Mapping[int, Own]) -> Answers:
+        ranks = {worker: own.rank for worker, own in places.items()}
+        return self._tell("assign", ranks, formation.generation, formation.world_size)
 
-    async def poll(self, key: Any, timeout_s: float) -> Any:
-        box = self._said[key]
-        if box.empty():
-            try:
-                async with asyncio.timeout(timeout_s):
-                    said = await box.get()
-            except TimeoutError:
-                return []
-        else:
-            said = box.get_nowait()
-        if isinstance(said, WorkerLostError):
-            raise said
-        return said
+    def listen(self, workers: Iterable[int]) -> None:
+        """All that is said is heard."""
 
-    async def stop(self, worker: int, generation: int) -> None:
-        await self.fence(worker, generation)
+    async def hear(self) -> Heard:
+        await self._bell.until(lambda: bool(self._said or self._lost))
+        heard = Heard(self._said, self._lost)
+        self._said, self._lost = [], []
+        return heard
 
-    async def fence(self, worker: int, generation: int) -> None:
+    async def poll(self, node: str, timeout_s: float) -> list[ConnectionLost]:
+        box = self._news[node]
+        try:
+            async with asyncio.timeout(timeout_s):
+                return [await box.get()]
+        except TimeoutError:
+            return []
+
+    def stop(self, workers: Iterable[int], generation: int) -> Answers:
+        return self.fence(workers, generation)
+
+    def fence(self, workers: Iterable[int], generation: int) -> Answers:
         now_s = time.monotonic()
         self.answers_s += [now_s - died_s for died_s in self._died_s]
         self._died_s.clear()
-        await self._ask("leave", worker, generation)
+        return self._tell("leave", tuple(workers), generation)
 
-    async def drain(self, worker: int, generation: int) -> None:
-        await self._ask("drain", worker, generation)
+    def drain(self, workers: Iterable[int], generation: int) -> Answers:
+        return self._tell("drain", tuple(workers), generation)
 
     async def leaving_nodes(self) -> frozenset[str]:
         return frozenset()
@@ -108,28 +128,41 @@ class PaperGroup:
         pass
 
     def _read(self) -> None:
-        try:
-            batch: Batch = self._pipe.recv()
-        except EOFError:
-            return
-        for worker, messages in batch.said:
-            self._said[worker].put_nowait(messages)
+        """Everything that is there, for a while: a death must not wait behind what was said."""
+        until_s = time.monotonic() + _READ_S
+        while self._pipe.poll() and time.monotonic() < until_s:
+            began_s = time.thread_time()
+            try:
+                batch: Batch = self._pipe.recv()
+            except EOFError:
+                return
+            self.decoding_s += time.thread_time() - began_s
+            self._take(batch)
+        self._bell.ring()
+
+    def _take(self, batch: Batch) -> None:
+        self._said += batch.said
         for node, news in batch.news:
-            self._said[node].put_nowait([news])
+            self._news[node].put_nowait(news)
         for worker, died_s in batch.lost:
             self.deaths += 1
             self._died_s.append(died_s)
-            self._said[worker].put_nowait(WorkerLostError("it was killed"))
+            self._lost.append((worker, "it was killed"))
         for info in batch.came:
-            self._said["came"].put_nowait(info)
+            self._came.put_nowait(info)
         for ticket, answer in batch.answers:
-            if not (waiting := self._tickets.pop(ticket)).done():
-                waiting.set_result(answer)
+            self._tickets.pop(ticket)(answer)
+
+    def _tell(self, name: str, workers: Collection[int], *args: Any) -> Answers:
+        answers, ticket = Answers(workers), next(self._numbers)
+        self._tickets[ticket] = lambda _: answers.came(workers)
+        self._order(name, workers, *args, ticket=ticket)
+        return answers
 
     async def _ask(self, name: str, *args: Any) -> Any:
         ticket = next(self._numbers)
         future = self._loop.create_future()
-        self._tickets[ticket] = future
+        self._tickets[ticket] = lambda answer: future.done() or future.set_result(answer)
         self._order(name, *args, ticket=ticket)
         return await future
 

@@ -1,7 +1,8 @@
 """What the controller costs: simulated workers that heartbeat, take steps, and die.
 
 The controller is the real one, in real time, in a process of its own; the workers and vaults are
-rows in another process (`control_world`), behind a pipe. Each death is one repair, and one way to
+rows in another process (`control_world`), behind a pipe. Job metrics are on, and scraped every
+10 s. Each death is one repair, and one way to
 the full size again. Measured are the share of a core, and the time from a death to the first
 order that answers it (pipe included).
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.request import urlopen
 
 from rich.console import Console
 from rich.table import Table
@@ -34,6 +36,7 @@ from rayzero.orchestrator.clock import SystemClock
 from rayzero.orchestrator.control.desk import Ports
 from rayzero.orchestrator.controller import Controller
 from rayzero.orchestrator.errors import JobStoppedError
+from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.notices import Notice, Repaired, StateEntered
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.policies.recovery import Stored
@@ -41,6 +44,7 @@ from rayzero.orchestrator.spec import JobSpec
 from rayzero.orchestrator.states import State
 
 WARMUP_S = 3.0
+SCRAPE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Row:
     """One size.
 
     Args:
-        core: the controller's CPU seconds a second.
+        core: the controller's CPU seconds a second, the pipe's decoding left out.
+        decoding_core: the pipe's decoding, which on a cluster is Ray's.
         quiet_core: the same before the first fault.
         answer_ms: from a death to the first order, at the 50th and the 99th percentile, and most.
         repair_s: medians, from a death's notice to the next finished step, less that step.
@@ -57,6 +62,7 @@ class Row:
     workers: int
     seconds: float
     core: float
+    decoding_core: float
     quiet_core: float
     faults: int
     repairs: int
@@ -95,6 +101,7 @@ def make_job(folder: str, workers: int) -> JobPlan:
         "workers": {"min": max(1, workers // 2), "max": workers},
         "checkpoint": {"path": folder},
         "recovery": {"max_faults": 10**6},
+        "metrics": {"port": 0, "host": "127.0.0.1"},
     }
     return make_plan(validated(JobSpec, document, "job"), "nothing:runs")
 
@@ -104,20 +111,24 @@ async def measure(scale: Scale, seconds: float, pipe: Connection, folder: str) -
     group: Any = PaperGroup(pipe)
     sights = _Sights()
     nothing: Any = _Nothing()
-    ports = Ports(group, group, nothing, sights, SystemClock())
-    controller = Controller(make_job(folder, scale.workers), ports)
-    job = asyncio.ensure_future(controller.run())
-    try:
-        async with asyncio.timeout(60):
-            await sights.running.wait()
-        await asyncio.sleep(WARMUP_S)
-        quiet = await _cpu_share(WARMUP_S)
-        group.strike(scale.fault_s)
-        share = await _cpu_share(seconds)
-    finally:
-        controller.feed(ev.StopWanted())
-        await asyncio.gather(job, return_exceptions=True)
-        group.end()
+    plan, clock = make_job(folder, scale.workers), SystemClock()
+    with Telemetry(plan, sights, clock, print) as telemetry:
+        ports = Ports(group, group, nothing, telemetry, clock, telemetry)
+        controller = Controller(plan, ports)
+        job = asyncio.ensure_future(controller.run())
+        scrapes = asyncio.ensure_future(_scrape(telemetry))
+        try:
+            async with asyncio.timeout(60):
+                await sights.running.wait()
+            await asyncio.sleep(WARMUP_S)
+            quiet, _ = await _cpu_share(WARMUP_S, group)
+            group.strike(scale.fault_s)
+            share, decoding = await _cpu_share(seconds, group)
+        finally:
+            controller.feed(ev.StopWanted())
+            scrapes.cancel()
+            await asyncio.gather(job, scrapes, return_exceptions=True)
+            group.end()
     if not isinstance(error := job.exception(), JobStoppedError):
         raise RuntimeError(f"the job did not go on to the end: {error}")
     hundredths = quantiles(group.answers_s, n=100) if len(group.answers_s) > 1 else [0.0] * 99
@@ -126,6 +137,7 @@ async def measure(scale: Scale, seconds: float, pipe: Connection, folder: str) -
         workers=scale.workers,
         seconds=seconds,
         core=share,
+        decoding_core=decoding,
         quiet_core=quiet,
         faults=group.deaths,
         repairs=len(sights.repaired_s),
@@ -134,10 +146,19 @@ async def measure(scale: Scale, seconds: float, pipe: Connection, folder: str) -
     )
 
 
-async def _cpu_share(seconds: float) -> float:
-    cpu_s, wall_s = time.process_time(), time.monotonic()
+async def _scrape(telemetry: Telemetry) -> None:
+    """As Prometheus does, through HTTP, in the server's own thread."""
+    while telemetry.url is not None:
+        await asyncio.to_thread(lambda: urlopen(f"{telemetry.url}/metrics").read())
+        await asyncio.sleep(SCRAPE_S)
+
+
+async def _cpu_share(seconds: float, group: PaperGroup) -> tuple[float, float]:
+    """Of a core: the process but for the pipe's decoding, and that."""
+    wall_s, cpu_s, decoding_s = time.monotonic(), time.process_time(), group.decoding_s
     await asyncio.sleep(seconds)
-    return (time.process_time() - cpu_s) / (time.monotonic() - wall_s)
+    wall_s, decoding_s = time.monotonic() - wall_s, group.decoding_s - decoding_s
+    return (time.process_time() - cpu_s - decoding_s) / wall_s, decoding_s / wall_s
 
 
 def one_size(scale: Scale, seconds: float, seed: int) -> Row:
@@ -157,10 +178,11 @@ def one_size(scale: Scale, seconds: float, seed: int) -> Row:
 
 def show(rows: list[Row], console: Console) -> None:
     console.print(told(facts()))
-    table = Table("workers", "core", "core, quiet", "faults", "repairs", "p50 ms", "p99 ms", "most")
+    names = ("workers", "core", "decoding", "core, quiet", "faults", "repairs")
+    table = Table(*names, "p50 ms", "p99 ms", "most")
     for one in rows:
         times = (f"{value:.1f}" for value in one.answer_ms)
-        share = f"{one.core:.1%}", f"{one.quiet_core:.1%}"
+        share = f"{one.core:.1%}", f"{one.decoding_core:.1%}", f"{one.quiet_core:.1%}"
         table.add_row(str(one.workers), *share, str(one.faults), str(one.repairs), *times)
     console.print(table)
 

@@ -10,7 +10,7 @@ import heapq
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection
@@ -31,6 +31,17 @@ from rayzero.workers.messages import (
 START_S = 0.3
 """From a replacement's being asked for to its being ready."""
 SLOT_BYTES = 2**28
+PIECE = 32
+"""Workers whose words are packed together."""
+GAUGES = (
+    *("loss", "lr", "grad_norm", "step_samples", "step_tokens", "skipped", "checkpoint_s"),
+    *("resident_bytes", "replica_step", "replica_bytes", "mfu"),
+    *(f"phases/{one}" for one in ("data", "forward", "backward", "reduce", "update", "mirror")),
+    *(f"bytes/{one}" for one in ("model", "main", "grads", "optimizer", "slots", "staging")),
+    *("collectives/reduce_scatter/calls", "collectives/reduce_scatter/bytes"),
+    *("collectives/all_gather/calls", "collectives/all_gather/bytes"),
+)
+"""What an engine and its worker report of a step, beside the times."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +99,8 @@ def run(scale: Scale, pipe: Connection, seed: int) -> None:
                     if ticket is not None:
                         world.out.answers.append((ticket, answer))
             world.tick()
-            if world.out != Batch():
-                out, world.out = world.out, Batch()
-                pipe.send(out)
+            for piece in world.pieces():
+                pipe.send(piece)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
 
@@ -117,6 +127,16 @@ class _World:
         while self._timers and self._timers[0][0] <= time.monotonic():
             heapq.heappop(self._timers)[2]()
 
+    def pieces(self) -> Iterator[Batch]:
+        """All that there is to send: what is short first, then what was said, in pieces as small
+        as workers' own answers would be."""
+        out, self.out = self.out, Batch()
+        said, out.said = out.said, []
+        if out != Batch():
+            yield out
+        for start in range(0, len(said), PIECE):
+            yield Batch(said=said[start : start + PIECE])
+
     def command(self, name: str, *args: Any) -> Any:
         """What a command of the controller does and answers."""
         return getattr(self, f"_do_{name}")(*args)
@@ -137,28 +157,30 @@ class _World:
     def _do_kill(self, worker: int) -> None:
         self._rows[worker].alive = False
 
-    def _do_assign(self, worker: int, generation: int, rank: int, world_size: int) -> None:
+    def _do_assign(self, ranks: dict[int, int], generation: int, world_size: int) -> None:
         if generation > self._generation:
             self._generation, self._wanted = generation, world_size
             self._members, self._draining = [], False
-        row = self._rows[worker]
-        if not row.alive or generation < self._generation:
+        if generation < self._generation:
             return
-        row.generation, row.rank = generation, rank
-        self._members.append(row)
+        for worker, rank in ranks.items():
+            row = self._rows[worker]
+            if row.alive:
+                row.generation, row.rank = generation, rank
+                self._members.append(row)
         if len(self._members) == world_size:
             for one in self._members:
                 joined = Joined(generation, one.rank)
                 self._say(one, joined, Restored(generation, one.rank, self._step))
 
-    def _do_leave(self, worker: int, generation: int) -> None:
-        row = self._rows[worker]
-        if row.generation == generation and row.alive:
-            row.generation = 0
-            self._say(row, Stopped(generation, row.rank, None))
+    def _do_leave(self, workers: Sequence[int], generation: int) -> None:
+        for row in map(self._rows.__getitem__, workers):
+            if row.generation == generation and row.alive:
+                row.generation = 0
+                self._say(row, Stopped(generation, row.rank, None))
 
-    def _do_drain(self, worker: int, generation: int) -> None:
-        self._draining |= self._rows[worker].generation == generation
+    def _do_drain(self, workers: Sequence[int], generation: int) -> None:
+        self._draining |= any(self._rows[one].generation == generation for one in workers)
 
     def _do_inventory(self, node: str) -> list[SlotInfo]:
         return self._kept.get(node, [])
@@ -182,10 +204,11 @@ class _World:
         self._step += 1
         kept: defaultdict[str, list[SlotInfo]] = defaultdict(list)
         generation, wanted = self._generation, self._wanted
-        gauges = {"loss": 2.0, "step_s": self._scale.step_s, "exposed_comm_s": 0.01}
+        times = {"step_s": self._scale.step_s, "exposed_comm_s": 0.01}
         for row in self._members:
             slot = SlotInfo(generation, row.rank, wanted, self._step, SLOT_BYTES, pinned=False)
             kept[row.info.node_id].append(slot)
+            gauges = dict.fromkeys(GAUGES, float(self._step)) | times
             said: list[Message] = [Report(generation, row.rank, self._step, {}, gauges)]
             if self._draining:
                 row.generation = 0

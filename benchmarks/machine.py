@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import platform
 from datetime import date
+from importlib.metadata import version
 from typing import Any
-
-import ray
-import torch
 
 
 def facts() -> dict[str, Any]:
@@ -18,8 +16,8 @@ def facts() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "machine": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "ray": ray.__version__,
+        "torch": version("torch"),
+        "ray": version("ray"),
         "load": round(os.getloadavg()[0], 1),
     }
 

@@ -60,7 +60,7 @@ class Controller:
         desk = self._desk = Desk(plan, ports, self._failed)
         repairs = self._repairs = Repairs()
         self._faults = Faults(desk, repairs)
-        self._vaults = Vaults(desk, self._faults.lost)
+        self._vaults = Vaults(desk, self._dead)
         self._checkpoints = Checkpoints(desk)
         keeping = Keeping(desk, self._checkpoints)
         self._passage = Passage(desk, self._faults, self._vaults, repairs, self._checkpoints.newest)
@@ -69,7 +69,7 @@ class Controller:
         self._checkpoints.on_stored = self._chaos.stored
         vaults, chaos = self._vaults, self._chaos
         hearing = Hearing(desk, self._faults, keeping, speeds, repairs, vaults, chaos)
-        self._watch = Watch(desk, hearing.receive)
+        self._watch = Watch(desk, hearing.receive, self._faults.lost)
         self._passage.on_forming = self._forming
         self._vigil = Vigil(desk, self._watch, self._faults)
         self._elastic = Elastic(desk, self._faults, self._vaults, self._passage, self._watch)
@@ -215,8 +215,7 @@ class Controller:
         await self._vaults.open(worker.node_id for worker in workers)
         desk.crew.add(workers)
         desk.see(WorkersUp(workers))
-        for worker in workers:
-            self._watch.worker(worker.index)
+        self._watch.begin(worker.index for worker in workers)
         self._elastic.begin()
         desk.tasks.spawn(self._vigil.keep())
         self.feed(ev.WorkersPlaced())
@@ -226,6 +225,11 @@ class Controller:
         await self._desk.tasks.end()
         await self._desk.ports.workers.release()
         await self._desk.ports.vaults.release()
+
+    def _dead(self, worker: int) -> None:
+        """A vault saw a worker's process end; what it said before counts."""
+        self._watch.hand_on(worker)
+        self._faults.lost(worker, "")
 
     def _failed(self, error: Exception) -> None:
         """Whatever goes wrong in a background task becomes an event, never silence."""

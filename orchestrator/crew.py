@@ -24,10 +24,16 @@ class Crew:
         self.vacant: list[WorkerInfo] = []
         """Workers that are gone and whose seats wait for a replacement."""
         self._known: dict[int, WorkerInfo] = {}
-        self._gone: set[int] = set()
+        self._alive: dict[int, WorkerInfo] = {}
+        self._choice: tuple[tuple[object, ...], Choice] | None = None
+        """The last one, and what it was made of."""
+        self._changes = 0
 
     def add(self, workers: Iterable[WorkerInfo]) -> None:
-        self._known |= {worker.index: worker for worker in workers}
+        new = {worker.index: worker for worker in workers}
+        self._known |= new
+        self._alive |= new
+        self._changes += 1
 
     def info(self, worker: int) -> WorkerInfo:
         return self._known[worker]
@@ -37,12 +43,12 @@ class Crew:
         return worker in self._known and self._known[worker].pid == pid
 
     def alive(self, worker: int) -> bool:
-        return worker in self._known and worker not in self._gone
+        return worker in self._alive
 
     @property
     def there(self) -> list[WorkerInfo]:
         """Everyone who is ready, members or not, by index."""
-        return [worker for index, worker in sorted(self._known.items()) if self.alive(index)]
+        return [worker for _, worker in sorted(self._alive.items())]
 
     @property
     def nodes(self) -> list[str]:
@@ -51,19 +57,27 @@ class Crew:
 
     def lost(self, worker: int) -> None:
         """Its process is gone; its seat waits for a replacement."""
-        self._gone.add(worker)
+        self.let_go(worker)
         self.vacant.append(self._known[worker])
 
     def let_go(self, worker: int) -> None:
         """It is about to be ended, by wish."""
-        self._gone.add(worker)
+        self._alive.pop(worker, None)
+        self._changes += 1
 
     def choose(self) -> Choice:
-        """Who takes part next, as things stand."""
-        return choose(
-            [
-                Candidate(one, one.index in self.members, one.node_id in self.leaving)
-                for one in self.there
-            ],
-            self.wanted,
-        )
+        """Who takes part next, as things stand. It is asked for at every turn of things, and
+        worked out again only when something changed."""
+        made_of = (self._changes, self.wanted, self.leaving, self.members)
+        if self._choice is None or self._choice[0] != made_of:
+            self._choice = (
+                made_of,
+                choose(
+                    [
+                        Candidate(one, one.index in self.members, one.node_id in self.leaving)
+                        for one in self.there
+                    ],
+                    self.wanted,
+                ),
+            )
+        return self._choice[1]

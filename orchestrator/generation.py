@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from rayzero.orchestrator import events as ev
@@ -15,7 +16,6 @@ from rayzero.workers.messages import (
     Heartbeat,
     Joined,
     Memory,
-    Message,
     Restore,
     Restored,
     Stopped,
@@ -61,12 +61,17 @@ class Generation:
     def world_size(self) -> int:
         return len(self.places)
 
-    @property
+    @cached_property
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The members, by rank."""
         return tuple(self._workers[place.worker] for place in self.places)
 
-    @property
+    @cached_property
+    def members(self) -> frozenset[int]:
+        """The members' indices."""
+        return frozenset(self._workers)
+
+    @cached_property
     def spread(self) -> bool:
         """Whether it lies on several nodes."""
         return len({worker.node_id for worker in self._workers.values()}) > 1
@@ -111,34 +116,47 @@ class Generation:
         by_rank = {self._ranks[worker]: (worker, one) for worker, one in self._memories.items()}
         return Remembered(self.world_size, by_rank)
 
-    def enters(self, worker: int) -> None:
-        """A member is being told its place."""
-        self._in.add(worker)
+    def enter(self) -> None:
+        """The members are being told their places."""
+        self._in |= self.members
 
     def reached(self, step: int) -> None:
         """Some rank works on that step."""
         self.step = max(self.step, step)
 
-    def take(self, worker: int, message: Message, at_s: float = 0.0) -> Iterator[ev.Event]:
-        """The events that a message completes. A crash is noted in `faults` instead."""
-        if worker not in self._ranks:
-            return
-        if isinstance(message, Heartbeat):
-            # Ranks go in step, and a lost one may not have told its newest: take the furthest.
-            if message.rank == self._ranks[worker] and worker in self._in:
-                self.reached(message.step)
-        elif getattr(message, "generation", None) != self.number or worker not in self._in:
-            return
-        elif isinstance(message, Joined):
-            self._joined.add(worker)
-            if len(self._joined) == self.world_size:
-                yield ev.GenerationFormed(self.number, self.passage)
-        elif isinstance(message, Restored):
-            self._restored.add(worker)
-            self.reached(message.step + 1)
-        elif isinstance(message, Finished | Stopped | Crashed):
-            self._in.discard(worker)
-            self._left(worker, message, at_s)
+    def beats(self, worker: int, beat: Heartbeat) -> bool:
+        """Whether that heartbeat is of a member that is in."""
+        if worker not in self._in or beat.rank != self._ranks[worker]:
+            return False
+        # Ranks go in step, and a lost one may not have told its newest: take the furthest.
+        if beat.step > self.step:
+            self.step = beat.step
+        return True
+
+    def joins(self, worker: int, message: Joined) -> ev.GenerationFormed | None:
+        """A member has joined. The event, if it was the last one."""
+        if message.generation != self.number or worker not in self._in:
+            return None
+        self._joined.add(worker)
+        if len(self._joined) < self.world_size:
+            return None
+        return ev.GenerationFormed(self.number, self.passage)
+
+    def restores(self, worker: int, message: Restored) -> bool:
+        """A member has the state. Whether it was the last one."""
+        if message.generation != self.number or worker not in self._in:
+            return False
+        self._restored.add(worker)
+        self.reached(message.step + 1)
+        return self.restored
+
+    def leaves(self, worker: int, message: Finished | Stopped | Crashed, at_s: float) -> bool:
+        """Whether that was a member that is in no longer. A crash is noted in `faults`."""
+        if message.generation != self.number or worker not in self._in:
+            return False
+        self._in.discard(worker)
+        self._left(worker, message, at_s)
+        return True
 
     def lost(self, worker: int, cause: Cause, detail: str, at_s: float) -> Fault | None:
         """A worker's process is gone. The fault, if it was a member that had not finished."""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rayzero.orchestrator.answers import Answers
 from rayzero.orchestrator.policies.placement import Need
 from rayzero.workers.messages import (
-    Assign,
+    Formation,
     Message,
+    Own,
     RankFile,
     SlotInfo,
     SlotRef,
     VaultNews,
     WorkerInfo,
 )
+
+POLL_S = 2.0
+"""Within which a worker that is listened to says something, if only that it lives."""
 
 
 class WorkerLostError(Exception):
@@ -25,11 +31,26 @@ class VaultLostError(Exception):
     """A vault's process is gone, or its node."""
 
 
+@dataclass(frozen=True)
+class Heard:
+    """What came of the workers at once.
+
+    Args:
+        said: (worker, its messages in order); without messages it said that it lives.
+        lost: (worker, what is known about the cause); it says no more, and has said all before.
+    """
+
+    said: Sequence[tuple[int, Sequence[Message]]] = ()
+    lost: Sequence[tuple[int, str]] = ()
+
+
 class WorkerGroup(Protocol):
     """The workers of one job, each in a seat: its own reservation of CPUs and GPUs.
 
-    A seat outlives its worker's process; on a lost node it waits for another one. All calls that
-    name a worker may raise WorkerLostError.
+    A seat outlives its worker's process; on a lost node it waits for another one. Calls that wait
+    for one worker may raise WorkerLostError. What goes to many goes at once, and what many say
+    comes at once: there may be thousands, and a task or a timer for each would cost more than
+    everything else.
     """
 
     async def place(self, need: Need) -> tuple[WorkerInfo, ...]:
@@ -63,23 +84,26 @@ class WorkerGroup(Protocol):
     async def open_store(self, worker: int) -> int:
         """The port of a new store in that worker's process."""
 
-    async def assign(self, worker: int, assign: Assign) -> None:
-        """Begins a generation on one worker."""
+    def assign(self, formation: Formation, places: Mapping[int, Own]) -> Answers:
+        """Begins a generation on these workers, each at its own place."""
 
-    async def poll(self, worker: int, timeout_s: float) -> list[Message]:
-        """What happened on one worker; waits up to `timeout_s` for something to happen."""
+    def listen(self, workers: Iterable[int]) -> None:
+        """From now on `hear` tells what these say, from the first word on."""
 
-    async def stop(self, worker: int, generation: int) -> None:
-        """Asks one worker to unwind the user's function at its next report, phase or step.
+    async def hear(self) -> Heard:
+        """What happened on the workers since the last call; waits for something to happen."""
+
+    def stop(self, workers: Iterable[int], generation: int) -> Answers:
+        """Asks workers to unwind the user's function at their next report, phase or step.
 
         Like `drain` and `fence` meant for one generation: when it comes late, it does nothing.
         """
 
-    async def drain(self, worker: int, generation: int) -> None:
-        """Asks one worker, and so all, to unwind at the end of the step at hand, mirrored."""
+    def drain(self, workers: Iterable[int], generation: int) -> Answers:
+        """Asks workers, and so all, to unwind at the end of the step at hand, mirrored."""
 
-    async def fence(self, worker: int, generation: int) -> None:
-        """As `stop`, and breaks off the collective it may be waiting in."""
+    def fence(self, workers: Iterable[int], generation: int) -> Answers:
+        """As `stop`, and breaks off the collective they may be waiting in."""
 
     async def inject(self, worker: int, faults: Sequence[str]) -> None:
         """Further faults for one worker: all that were injected since the job began."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -11,15 +11,17 @@ import ray
 from ray.exceptions import RayError
 
 from rayzero.orchestrator import nodes
+from rayzero.orchestrator.answers import Answers
 from rayzero.orchestrator.clock import Clock
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.group import VaultLostError, WorkerLostError
+from rayzero.orchestrator.group import Heard, VaultLostError, WorkerLostError
 from rayzero.orchestrator.lost import LOST, cause
 from rayzero.orchestrator.policies.placement import Capacity, Need, could_hold, too_small
+from rayzero.orchestrator.polls import Polls
 from rayzero.orchestrator.roster import Roster, Worker
 from rayzero.orchestrator.vault_group import RayVaultGroup
 from rayzero.workers.actor import WorkerActor
-from rayzero.workers.messages import Assign, Message, Setup, SlotInfo, WorkerInfo
+from rayzero.workers.messages import Formation, Own, Setup, SlotInfo, WorkerInfo
 
 _CHECK_S = 0.02
 """How often to look for seats while a job waits for them."""
@@ -29,6 +31,8 @@ _SETTLE_S = 1.0
 """How long to hope for one more seat when the least number stands."""
 _KILL_S = 1.0
 """How long a vault may take to kill a process."""
+_MANY = 64
+"""Workers from which on what all of them are told goes through the object store."""
 
 T = TypeVar("T")
 
@@ -58,6 +62,7 @@ class RayWorkerGroup:
         self._vaults = vaults
         self._need = Need(1, 1, setup.cpus, setup.gpus, 0.0)  # until `place` says more
         self._roster = Roster(setup, clock, vaults, actor)
+        self._polls = Polls(lambda worker, limit_s: self._actor(worker).poll.remote(limit_s))
         self._ready: asyncio.Queue[Worker | Exception] = asyncio.Queue()
         self._vacancy = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -117,21 +122,27 @@ class RayWorkerGroup:
     async def open_store(self, worker: int) -> int:
         return int(await _answer(self._actor(worker).open_store.remote()))
 
-    async def assign(self, worker: int, assign: Assign) -> None:
-        await _answer(self._actor(worker).assign.remote(assign))
+    def assign(self, formation: Formation, places: Mapping[int, Own]) -> Answers:
+        # With a thousand workers it holds a thousand slots: packed once, and fetched once a node.
+        packed = formation if len(places) < _MANY else ray.put(formation)
+        return self._polls.command(
+            places, lambda worker: self._actor(worker).assign.remote(packed, places[worker])
+        )
 
-    async def poll(self, worker: int, timeout_s: float) -> list[Message]:
-        messages: list[Message] = await _answer(self._actor(worker).poll.remote(timeout_s))
-        return messages
+    def listen(self, workers: Iterable[int]) -> None:
+        self._polls.listen(workers)
 
-    async def stop(self, worker: int, generation: int) -> None:
-        await _answer(self._actor(worker).stop.remote(generation))
+    async def hear(self) -> Heard:
+        return await self._polls.hear()
 
-    async def drain(self, worker: int, generation: int) -> None:
-        await _answer(self._actor(worker).drain.remote(generation))
+    def stop(self, workers: Iterable[int], generation: int) -> Answers:
+        return self._polls.command(workers, lambda one: self._actor(one).stop.remote(generation))
 
-    async def fence(self, worker: int, generation: int) -> None:
-        await _answer(self._actor(worker).fence.remote(generation))
+    def drain(self, workers: Iterable[int], generation: int) -> Answers:
+        return self._polls.command(workers, lambda one: self._actor(one).drain.remote(generation))
+
+    def fence(self, workers: Iterable[int], generation: int) -> Answers:
+        return self._polls.command(workers, lambda one: self._actor(one).fence.remote(generation))
 
     async def inject(self, worker: int, faults: Sequence[str]) -> None:
         await _answer(self._actor(worker).inject.remote(tuple(faults)))
@@ -158,6 +169,7 @@ class RayWorkerGroup:
         return leaving
 
     async def release(self) -> None:
+        self._polls.close()
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from rayzero.workers.interfaces import interface_of
-from rayzero.workers.messages import Assign, Message, Setup, SlotInfo, WorkerInfo
+from rayzero.workers.messages import Formation, Message, Own, Setup, SlotInfo, WorkerInfo
 
 if TYPE_CHECKING:
     from rayzero.workers.host import WorkerHost
@@ -49,8 +49,8 @@ class WorkerActor:
     def open_store(self) -> int:
         return self._host.open_store()
 
-    def assign(self, assign: Assign) -> None:
-        self._host.assign(assign)
+    def assign(self, formation: Formation, own: Own) -> None:
+        self._host.assign(formation.place(own))
 
     def poll(self, timeout_s: float) -> list[Message]:
         return self._host.poll(timeout_s)

@@ -108,6 +108,35 @@ class Assign:
 
 
 @dataclass(frozen=True)
+class Own:
+    """What a worker's place in a generation has of its own; see `Assign`."""
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    vault: str = ""
+
+
+@dataclass(frozen=True)
+class Formation:
+    """What all places of a generation have in common; see `Assign`. It grows with the number of
+    ranks, so it is packed once, not once a worker."""
+
+    generation: int
+    world_size: int
+    store_host: str
+    store_port: int
+    restore: Restore | None = None
+    shares: tuple[float, ...] = ()
+    remote: bool = False
+    faults: tuple[str, ...] = ()
+
+    def place(self, own: Own) -> Assign:
+        """One worker's place."""
+        return Assign(**vars(self), **vars(own))
+
+
+@dataclass(frozen=True)
 class Joined:
     """The process group of this generation stands, as seen by this rank."""
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from rayzero.orchestrator import events as ev
+from rayzero.orchestrator.answers import Answers
 from rayzero.orchestrator.archive import Archive
+from rayzero.orchestrator.bell import Bell
 from rayzero.orchestrator.clock import Clock
-from rayzero.orchestrator.control.tasks import Bell, Tasks, within
+from rayzero.orchestrator.control.tasks import Tasks, within
 from rayzero.orchestrator.crew import Crew
 from rayzero.orchestrator.generation import Generation
 from rayzero.orchestrator.group import VaultGroup, WorkerGroup, WorkerLostError
@@ -60,6 +62,11 @@ class GoneError(Exception):
         self.cause = cause
 
 
+def silent(limit_s: float) -> str:
+    """Why a worker is given up that says nothing."""
+    return f"its process did not answer for {limit_s:g} s"
+
+
 class Desk:
     """Used from one event loop. `job` is replaced by the controller only, `generation` by the
     passage only."""
@@ -76,6 +83,7 @@ class Desk:
         """Faults that were wished for while the job runs, all of them."""
         self.progress = JobProgress()
         self.tasks = Tasks(on_error)
+        self._on_error = on_error
         self.bell = Bell()
         self.events: asyncio.Queue[ev.Event] = asyncio.Queue()
 
@@ -108,10 +116,18 @@ class Desk:
         try:
             return await within(self.ports.clock, limit_s, command)
         except TimeoutError:
-            cause = f"its process did not answer for {limit_s:g} s"
-            raise GoneError(worker, cause) from None
+            raise GoneError(worker, silent(limit_s)) from None
         except WorkerLostError as lost:
             raise GoneError(worker, str(lost)) from None
+
+    async def all_do(self, answers: Answers) -> None:
+        """Waits until a command was answered by all it went to. Who does not answer in time is
+        given up, like one whose process is gone."""
+        try:
+            await within(self.ports.clock, COMMAND_S, answers.all())
+        except TimeoutError:
+            for worker in sorted(answers.missing):
+                self._on_error(GoneError(worker, silent(COMMAND_S)))
 
     async def happens(self, limit_s: float, so: Callable[[], bool]) -> bool:
         """Waits until `so()` holds; whether it came to it in time."""

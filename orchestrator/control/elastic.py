@@ -85,7 +85,7 @@ class Elastic:
         desk = self._desk
         await self._vaults.open_in_time(worker.node_id, lambda: True)
         desk.crew.add([worker])
-        self._watch.worker(worker.index)
+        self._watch.listen([worker.index])
         desk.see(WorkersUp((worker,)))
         desk.bell.ring()
 
@@ -164,8 +164,7 @@ class Elastic:
         choice = desk.crew.choose()
         if isinstance(choice, Short):
             return ""
-        now = {worker.index for worker in generation.workers}
-        then = {worker.index for worker in choice.chosen}
+        now, then = generation.members, choice.indices
         if now == then:
             return ""
         if any(worker.node_id in desk.crew.leaving for worker in generation.workers):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.control.chaos import Chaos
 from rayzero.orchestrator.control.desk import Desk
@@ -12,18 +15,23 @@ from rayzero.orchestrator.control.vaults import Vaults
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.repairs import Repairs, append
 from rayzero.workers.messages import (
+    Crashed,
     FaultFired,
     Finished,
     Heartbeat,
+    Joined,
     LogLine,
     Message,
     Pinned,
     Report,
+    Restored,
+    Stopped,
 )
 
 
 class Hearing:
-    """Messages may be late: of a worker that is lost by now, or of an older generation."""
+    """Messages may be late: of a worker that is lost by now, or of an older generation. Whoever
+    hands them in rings the desk's bell behind them."""
 
     def __init__(
         self,
@@ -42,17 +50,26 @@ class Hearing:
         self._speeds = speeds
         self._repairs = repairs
         self._vaults = vaults
+        # A table, not a chain of tests: a large job says thousands of these a second.
+        self._concerned: dict[type[Message], Callable[[int, Any], None]] = {
+            Heartbeat: self._beats,
+            Report: self._reported,
+            Joined: self._joins,
+            Restored: self._restores,
+            Finished: self._leaves,
+            Stopped: self._leaves,
+            Crashed: self._leaves,
+            Pinned: keeping.take,
+            LogLine: self._told,
+            FaultFired: self._told,
+        }
 
     def receive(self, worker: int, message: Message) -> None:
-        match message:
-            case LogLine() | FaultFired():
-                self._desk.see(message)
-            case Report():
-                self._reported(worker, message)
-            case Pinned():
-                self._keeping.take(worker, message)
-            case _:
-                self._passes(worker, message)
+        self._concerned[type(message)](worker, message)
+
+    def _told(self, worker: int, message: LogLine | FaultFired) -> None:
+        del worker
+        self._desk.see(message)
 
     def _reported(self, worker: int, report: Report) -> None:
         desk = self._desk
@@ -67,7 +84,6 @@ class Hearing:
 
     def _step_finished(self, record: StepRecord) -> None:
         desk = self._desk
-        desk.bell.ring()
         passed = self._repairs.finished(record.step_s, record.world_size, desk.now_s())
         if passed is not None:
             append(desk.plan.output_dir, passed)
@@ -76,26 +92,33 @@ class Hearing:
         self._vaults.step_finished()
         self._chaos.step_finished(record.step)
 
-    def _passes(self, worker: int, message: Message) -> None:
-        desk, generation = self._desk, self._desk.generation
-        known, was_restored = len(generation.faults), generation.restored
-        was_in = generation.holds(worker)
-        for event in generation.take(worker, message, desk.now_s()):
-            desk.feed(event)
+    def _beats(self, worker: int, beat: Heartbeat) -> None:
+        desk = self._desk
+        if desk.generation.beats(worker, beat):
+            desk.ports.probe.beat(beat, desk.crew.info(worker).node)
+
+    def _joins(self, worker: int, message: Joined) -> None:
+        desk = self._desk
+        if formed := desk.generation.joins(worker, message):
+            desk.feed(formed)
             self._repairs.enter("load", desk.now_s())
-        if generation.restored and not was_restored:
-            self._repairs.enter("redo", desk.now_s())
+
+    def _restores(self, worker: int, message: Restored) -> None:
+        if self._desk.generation.restores(worker, message):
+            self._repairs.enter("redo", self._desk.now_s())
+
+    def _leaves(self, worker: int, message: Finished | Stopped | Crashed) -> None:
+        desk, generation = self._desk, self._desk.generation
+        known = len(generation.faults)
+        if not generation.leaves(worker, message, desk.now_s()):
+            return
         if len(generation.faults) > known:
             self._faults.crashed()
-        if isinstance(message, Finished) and was_in and not generation.holds(worker):
+        if isinstance(message, Finished):
             desk.progress.count(message.counters)
             desk.progress.peak({"process": message.peak_rss_bytes})
             if generation.finished:
                 desk.tasks.spawn(self._finish())
-        if not isinstance(message, Heartbeat):
-            desk.bell.ring()
-        elif generation.rank_of(worker) == message.rank and was_in:
-            desk.ports.probe.beat(message, desk.crew.info(worker).node)
 
     async def _finish(self) -> None:
         """The job has succeeded once what was pinned on the way is stored."""

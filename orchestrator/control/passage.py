@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator import events as ev
+from rayzero.orchestrator.answers import Answers
 from rayzero.orchestrator.control.desk import Desk, GoneError
 from rayzero.orchestrator.control.faults import Faults
 from rayzero.orchestrator.control.vaults import Vaults
@@ -17,13 +18,16 @@ from rayzero.orchestrator.notices import Warned
 from rayzero.orchestrator.policies import membership, placement, recovery
 from rayzero.orchestrator.policies.membership import Members, Short
 from rayzero.orchestrator.repairs import Repairs
-from rayzero.workers.messages import Assign, Restore, SlotRef, WorkerInfo
+from rayzero.workers.messages import Formation, Own, Restore, SlotRef, WorkerInfo
 
 FENCE_S = 10.0
 """How long the survivors of a fault may take to unwind before they are killed."""
 
 Newest = Callable[[frozenset[int]], Awaitable[recovery.Stored | None]]
 """The newest whole checkpoint but for some steps: at hand, or looked up."""
+
+Leave = Callable[[Iterable[int], int], Answers]
+"""Has workers leave a generation."""
 
 
 @dataclass
@@ -63,7 +67,8 @@ class Passage:
         self._repairs = repairs
         self._newest = newest
         self._way = _Way()
-        self._assigning: dict[int, asyncio.Task[None]] = {}
+        self._telling = Answers()
+        """Of the newest generation's members their places."""
 
     def fence(self, passage: int) -> None:
         self._depart("fence", self._fence(passage))
@@ -87,18 +92,28 @@ class Passage:
         if self._way.work is not None:
             self._way.work.cancel()
 
-    async def break_off(self, worker: int, *, softly: bool = False) -> None:
-        """Has one worker leave, but not before it has heard its place: it would begin after it.
+    def break_off(self, workers: frozenset[int], *, softly: bool = False) -> None:
+        """Has members leave, but none before it has heard its place: it would begin after it.
 
         Args:
-            softly: let it finish the collective it is in.
+            softly: let them finish the collective they are in.
         """
+        group, telling = self._desk.ports.workers, self._telling
         generation = self._desk.generation.number
-        if (telling := self._assigning.get(worker)) is not None:
-            await asyncio.wait({telling})
-        group = self._desk.ports.workers
         leave = group.stop if softly else group.fence
-        await self._desk.ask(worker, leave(worker, generation))
+        if placed := workers - telling.missing:
+            self._desk.tasks.spawn(self._desk.all_do(leave(placed, generation)))
+        if placed < workers:
+            self._desk.tasks.spawn(self._break_off_later(workers - placed, leave, generation))
+
+    async def _break_off_later(self, workers: frozenset[int], leave: Leave, number: int) -> None:
+        """As each of them hears its place."""
+        telling = self._telling
+        while workers:
+            await telling.any_of(workers)
+            placed = workers - telling.missing
+            self._desk.tasks.spawn(self._desk.all_do(leave(placed, number)))
+            workers -= placed
 
     def _depart(self, part: str, work: Coroutine[Any, Any, None]) -> None:
         self.end()
@@ -112,8 +127,7 @@ class Passage:
     async def _fence(self, passage: int) -> None:
         desk, generation = self._desk, self._desk.generation
         generation.fenced = True
-        for worker in generation.still_in:
-            desk.tasks.spawn(self.break_off(worker))
+        self.break_off(generation.still_in)
         if not await desk.happens(FENCE_S, lambda: generation.deserted):
             for worker in generation.still_in:
                 self._faults.abandon(worker, f"it did not unwind within {FENCE_S:g} s")
@@ -123,9 +137,8 @@ class Passage:
     async def _drain(self, passage: int) -> None:
         """Has no limit of its own: a step takes what it takes, and a hang is found elsewhere."""
         desk, generation = self._desk, self._desk.generation
-        for worker in generation.still_in:
-            command = desk.ports.workers.drain(worker, generation.number)
-            desk.tasks.spawn(desk.ask(worker, command))
+        drained = desk.ports.workers.drain(generation.still_in, generation.number)
+        desk.tasks.spawn(desk.all_do(drained))
         await desk.bell.until(lambda: generation.deserted)
         if not generation.finished:  # then the job is done, and that is told elsewhere
             desk.feed(ev.Fenced(passage))
@@ -177,7 +190,7 @@ class Passage:
         members = way.members.chosen
         places = placement.ranks(members)
         desk.generation = Generation(number, passage, places, members, way.restore)
-        desk.crew.members = frozenset(worker.index for worker in members)
+        desk.crew.members = desk.generation.members
         for record in desk.progress.begin(number, len(places), way.step):
             desk.see(record)
         self.left_out = way.members
@@ -190,28 +203,29 @@ class Passage:
             way.store = await self._store_on(places[0].worker)
         host, port = desk.crew.info(way.store[0]), way.store[1]
         self._vaults.used(worker.node_id for worker in members)
-        remote = desk.sends_to_others
-        for place in places:
-            assign = Assign(
-                generation=number,
-                rank=place.rank,
-                world_size=len(places),
-                local_rank=place.local_rank,
-                local_world_size=place.local_world_size,
-                store_host=host.ip,
-                store_port=port,
-                vault=desk.vaults.get(desk.crew.info(place.worker).node_id, ""),
-                restore=way.restore,
-                shares=shares,
-                remote=remote,
-                faults=desk.injected,
-            )
-            desk.generation.enters(place.worker)
-            telling = desk.tasks.spawn(self._assign(place.worker, assign))
-            self._assigning[place.worker] = telling
+        formation = Formation(
+            generation=number,
+            world_size=len(places),
+            store_host=host.ip,
+            store_port=port,
+            restore=way.restore,
+            shares=shares,
+            remote=desk.sends_to_others,
+            faults=desk.injected,
+        )
+        desk.generation.enter()
+        self._telling = desk.ports.workers.assign(formation, self._own(desk.generation))
+        desk.tasks.spawn(desk.all_do(self._telling))
 
-    async def _assign(self, worker: int, assign: Assign) -> None:
-        await self._desk.ask(worker, self._desk.ports.workers.assign(worker, assign))
+    def _own(self, generation: Generation) -> dict[int, Own]:
+        """What each member's place has of its own, by worker."""
+        vaults = self._desk.vaults
+        return {
+            place.worker: Own(
+                place.rank, place.local_rank, place.local_world_size, vaults.get(one.node_id, "")
+            )
+            for place, one in zip(generation.places, generation.workers, strict=True)
+        }
 
     async def _open_store(self, way: _Way) -> None:
         """Ahead of time, where the membership to come has its first rank as things stand."""

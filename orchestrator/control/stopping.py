@@ -39,9 +39,8 @@ class Stopping:
         notice_s = desk.plan.spec.checkpoint.notice_s
         until_s = desk.now_s() + notice_s
         if generation.restored and not generation.fenced:
-            for worker in generation.still_in:
-                command = desk.ports.workers.drain(worker, generation.number)
-                desk.tasks.spawn(desk.ask(worker, command))
+            drained = desk.ports.workers.drain(generation.still_in, generation.number)
+            desk.tasks.spawn(desk.all_do(drained))
             # Half of the time for the step at hand; none of it when a rank is lost on the way,
             # because its peers would only wait for it.
             await desk.happens(notice_s / 2, lambda: generation.deserted or bool(generation.faults))
@@ -56,8 +55,7 @@ class Stopping:
         """Has everyone leave who has not left yet."""
         generation = self._desk.generation
         generation.fenced = True
-        for worker in generation.still_in:
-            self._desk.tasks.spawn(self._passage.break_off(worker, softly=softly))
+        self._passage.break_off(generation.still_in, softly=softly)
 
     async def _left(self, limit_s: float) -> bool:
         generation = self._desk.generation

@@ -1,4 +1,4 @@
-"""Background tasks with an owner, waits with a limit, and a bell for those who wait for news."""
+"""Background tasks with an owner, and waits with a limit."""
 
 from __future__ import annotations
 
@@ -38,29 +38,6 @@ class Tasks:
             await work
         except Exception as error:  # noqa: BLE001  # whatever it is, somebody must judge it
             self._on_error(error)
-
-
-class Bell:
-    """Rung whenever something changed that somebody may be waiting for."""
-
-    def __init__(self) -> None:
-        self._waiting: set[asyncio.Future[None]] = set()
-
-    def ring(self) -> None:
-        waiting, self._waiting = self._waiting, set()
-        for one in waiting:
-            if not one.done():
-                one.set_result(None)
-
-    async def until(self, so: Callable[[], bool]) -> None:
-        """Returns once `so()` holds; asks at once, and again at every ring."""
-        while not so():
-            rung = asyncio.get_running_loop().create_future()
-            self._waiting.add(rung)
-            try:
-                await rung
-            finally:
-                self._waiting.discard(rung)
 
 
 async def within(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:

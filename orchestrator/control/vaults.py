@@ -27,7 +27,7 @@ REOPEN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 class Vaults:
     """Owns one poll a vault. Where a vault is gone, mirrors fail softly until it is back."""
 
-    def __init__(self, desk: Desk, on_lost: Callable[[int, str], None]) -> None:
+    def __init__(self, desk: Desk, on_lost: Callable[[int], None]) -> None:
         self._desk = desk
         self._on_lost = on_lost
         self._used: dict[str, str] = {}
@@ -122,7 +122,7 @@ class Vaults:
                 if isinstance(one, FaultFired):
                     desk.see(one)
                 elif desk.crew.knows(one.worker, one.pid):
-                    self._on_lost(one.worker, "")
+                    self._on_lost(one.worker)
 
     async def _reopen(self, node: str) -> None:
         """Until it is there again, or nobody lives on its node. What it held is lost: the members

@@ -32,10 +32,14 @@ class Vigil:
     async def keep(self) -> None:
         while True:
             await self._desk.ports.clock.sleep(LOOK_S)
+            self._watch.give_up()
             generation = self._desk.generation
             if generation.fenced or generation.deserted:
                 continue
-            ranks = {worker: self._watched(worker) for worker in sorted(generation.still_in)}
+            members = sorted(generation.still_in)
+            if self._watch.silent_s(members) <= self._desk.plan.setup.hang_timeout_s:
+                continue
+            ranks = {worker: self._watched(worker) for worker in members}
             stall = find_stall(list(ranks.values()), self._desk.plan.setup.hang_timeout_s)
             if stall is None:
                 continue

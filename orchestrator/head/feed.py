@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections import deque
 
-from rayzero.orchestrator.control.tasks import Bell
+from rayzero.orchestrator.bell import Bell
 from rayzero.orchestrator.head.outcome import Ended, News
 from rayzero.orchestrator.notices import Notice, StateEntered
 from rayzero.orchestrator.progress import StepRecord

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 from rayzero.orchestrator.errors import JobFailedError
@@ -46,6 +47,11 @@ class Members:
     chosen: tuple[WorkerInfo, ...]
     moved: tuple[WorkerInfo, ...] = ()
     surplus: tuple[WorkerInfo, ...] = ()
+
+    @cached_property
+    def indices(self) -> frozenset[int]:
+        """The chosen ones'."""
+        return frozenset(worker.index for worker in self.chosen)
 
 
 @dataclass(frozen=True)

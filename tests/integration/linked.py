@@ -20,7 +20,7 @@ import ray
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.api import JobHandle
 from rayzero.orchestrator.clock import SystemClock
-from rayzero.orchestrator.group import VaultLostError, WorkerLostError
+from rayzero.orchestrator.group import VaultLostError
 from rayzero.orchestrator.notices import Repaired
 from rayzero.orchestrator.policies.placement import Need
 from rayzero.orchestrator.vault_group import RayVaultGroup
@@ -28,7 +28,7 @@ from rayzero.orchestrator.worker_group import RayWorkerGroup
 from rayzero.workers.injector import fired
 from tests.integration.namespaces import command, prepare
 from tests.integration.test_jobs_on_nodes import running, size, step, wait
-from tests.integration.tiny import TinyWorker, setup
+from tests.integration.tiny import TinyWorker, lost, setup
 from tests.orchestrator.support import Notebook
 
 HERE, THERE = "10.0.0.1", "10.0.0.2"
@@ -80,14 +80,16 @@ async def cut_link(folder: Path) -> dict[str, Any]:
         for one in four[:]:
             if one.node_id == here:
                 await workers.dismiss(one.index)  # room for those that are going to be lost
-        polls = [asyncio.ensure_future(workers.poll(one.index, 60)) for one in there]
-        polls.append(asyncio.ensure_future(vaults.poll(there[0].node_id, 60)))
+        polls: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(lost(workers, *(one.index for one in there))),
+            asyncio.ensure_future(vaults.poll(there[0].node_id, 60)),
+        ]
         await asyncio.sleep(0.5)
         command("ip", "link", "set", "cable", "down")
         cut_s = time.monotonic()
         answers = await asyncio.wait_for(asyncio.gather(*polls, return_exceptions=True), 100)
         noticed_s = time.monotonic() - cut_s
-        kinds = [WorkerLostError, WorkerLostError, VaultLostError]
+        kinds = [dict, VaultLostError]
         for one in there:
             workers.replace(one.index, 0.0, [])
         new = [await asyncio.wait_for(workers.next_worker(), 100) for _ in there]

@@ -20,9 +20,9 @@ from rayzero.orchestrator.group import VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import Need
 from rayzero.orchestrator.vault_group import RayVaultGroup
 from rayzero.orchestrator.worker_group import RayWorkerGroup
-from rayzero.workers.messages import ConnectionLost
+from rayzero.workers.messages import ConnectionLost, Formation, Own
 from tests.integration.conftest import CPUS, Head
-from tests.integration.tiny import TinyWorker, setup
+from tests.integration.tiny import TinyWorker, lost, setup
 
 pytestmark = pytest.mark.slow
 WAIT_S = 150.0
@@ -93,8 +93,7 @@ def test_as_many_as_fit_come_at_once_and_the_rest_when_there_is_room(tmp_path: P
             late = await asyncio.wait_for(waiting, WAIT_S)
             assert late.index == CPUS
             await gone(first[1].pid)
-            with pytest.raises(WorkerLostError):
-                await workers.poll(1, 0)
+            assert "dismissed" in (await asyncio.wait_for(lost(workers, 1), WAIT_S))[1]
 
     asyncio.run(run())
 
@@ -103,11 +102,10 @@ def test_a_dead_worker_is_noticed_and_its_seat_taken_again(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
             first = await workers.place(need(CPUS, CPUS))
-            poll = asyncio.ensure_future(workers.poll(2, 30))
+            death = asyncio.ensure_future(lost(workers, 2))
             await asyncio.sleep(0.2)
             os.kill(first[2].pid, signal.SIGKILL)
-            with pytest.raises(WorkerLostError, match="exit"):
-                await asyncio.wait_for(poll, WAIT_S)
+            assert "exit" in (await asyncio.wait_for(death, WAIT_S))[2]
             workers.replace(2, 1.5, [])
             before = time.monotonic()
             new = await asyncio.wait_for(workers.next_worker(), WAIT_S)
@@ -124,15 +122,14 @@ def test_a_stopped_worker_is_killed_at_once_and_its_vault_says_so(tmp_path: Path
             first = await workers.place(need(2, 2))
             node = first[0].node_id
             addresses = await vaults.open([node])
-            for one in first:
-                await workers.assign(one.index, addresses[node])  # type: ignore[arg-type]
+            places = {one.index: Own(one.index, one.index, 2, addresses[node]) for one in first}
+            await workers.assign(Formation(1, 2, "", 0), places).all()
             os.kill(first[1].pid, signal.SIGSTOP)
             notice = asyncio.ensure_future(vaults.poll(node, WAIT_S))
             await asyncio.sleep(0.1)
             await workers.kill(1)
             assert await notice == [ConnectionLost(1, first[1].pid)]
-            with pytest.raises(WorkerLostError):
-                await asyncio.wait_for(workers.poll(1, 0), WAIT_S)
+            await asyncio.wait_for(lost(workers, 1), WAIT_S)
             assert lives(first[0].pid)
 
     asyncio.run(run())
@@ -144,8 +141,7 @@ def test_a_worker_no_vault_knows_is_killed_all_the_same(tmp_path: Path):
             (one,) = await workers.place(need(1, 1))
             process = psutil.Process(one.pid)
             await workers.kill(0)
-            with pytest.raises(WorkerLostError):
-                await asyncio.wait_for(workers.poll(0, 30), WAIT_S)  # Ray kills a little later
+            await asyncio.wait_for(lost(workers, 0), WAIT_S)  # Ray kills a little later
             await gone(process.pid)
 
     asyncio.run(run())

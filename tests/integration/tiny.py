@@ -10,7 +10,8 @@ from typing import Any
 
 import ray
 
-from rayzero.workers.messages import Message, MirrorPlan, Setup, WorkerInfo
+from rayzero.orchestrator.group import WorkerGroup
+from rayzero.workers.messages import Formation, Message, MirrorPlan, Own, Setup, WorkerInfo
 from rayzero.workers.vault.client import VaultClient
 
 
@@ -38,9 +39,9 @@ class TinyWorker:
         """Stands for any command: the process's id comes back."""
         return os.getpid()
 
-    def assign(self, address: Any) -> None:
+    def assign(self, formation: Formation, own: Own) -> None:
         """Connects to a vault, as a generation does."""
-        self._vault = VaultClient(address, self._index)
+        self._vault = VaultClient(own.vault, self._index)
 
 
 def setup(folder: Path, **changes: Any) -> Setup:
@@ -60,3 +61,12 @@ def setup(folder: Path, **changes: Any) -> Setup:
         "mirror": MirrorPlan(),
     }
     return Setup(**(values | changes))
+
+
+async def lost(workers: WorkerGroup, *indices: int) -> dict[int, str]:
+    """Listens to these until all of them are gone; why, by worker."""
+    found: dict[int, str] = {}
+    workers.listen(indices)
+    while not found.keys() >= set(indices):
+        found |= (await workers.hear()).lost
+    return found

@@ -14,7 +14,6 @@ from rayzero.orchestrator.control.elastic import CALM_S
 from rayzero.orchestrator.control.faults import GRACE_S
 from rayzero.orchestrator.control.passage import FENCE_S
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.group import WorkerLostError
 from rayzero.orchestrator.notices import FaultSeen, Repaired, Warned
 from rayzero.orchestrator.states import State
 from rayzero.workers.messages import (
@@ -185,7 +184,7 @@ async def test_late_news_of_the_dead_and_of_older_generations_changes_nothing(fo
     await settle()
     stage.world.say(1, Stopped(1, 1), Joined(2, 1), Restored(2, 1, 3))
     stage.world.say(0, Crashed(1, 0, "user", 4, "ValueError", ""), Stopped(1, 0))
-    stage.world.processes[1].said.put_nowait(_lost("exit code 9"))
+    stage.world.explain(1, "exit code 9")
     await settle()
     assert stage.states[-1] is State.RUNNING
     assert "exit code 9" in texts(stage)  # the cluster's word on it comes after the repair
@@ -349,7 +348,7 @@ async def test_when_the_job_would_fail_the_cluster_may_say_why_first(folder: Pat
     stage.world.kill(1, told=False)
     await stage.clock.turn(0.4)
     assert not stage.run.done()
-    stage.world.processes[1].said.put_nowait(_lost("out of memory"))
+    stage.world.explain(1, "out of memory")
     await settle()
     with pytest.raises(JobFailedError, match="was lost in step 2: out of memory"):
         await stage.result()
@@ -569,10 +568,6 @@ async def test_a_stop_in_the_middle_of_a_repair(folder: Path):
     await settle()
     with pytest.raises(JobStoppedError, match="after step 2"):
         await stage.result()
-
-
-def _lost(cause: str) -> WorkerLostError:
-    return WorkerLostError(cause)
 
 
 @played

@@ -7,15 +7,17 @@ do: late, after their sender died, from generations that are over.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.answers import Answers
 from rayzero.orchestrator.clock import Clock, SystemClock
 from rayzero.orchestrator.control.tasks import within
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.group import VaultLostError, WorkerLostError
+from rayzero.orchestrator.group import POLL_S, Heard, VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import Need
 from rayzero.orchestrator.policies.recovery import Stored
 from rayzero.workers.messages import (
@@ -24,10 +26,12 @@ from rayzero.workers.messages import (
     Crashed,
     CrashKind,
     Finished,
+    Formation,
     Heartbeat,
     Joined,
     Memory,
     Message,
+    Own,
     Pinned,
     RankFile,
     Report,
@@ -46,7 +50,10 @@ class Process:
     """One worker's process."""
 
     info: WorkerInfo
-    said: asyncio.Queue[list[Message] | WorkerLostError]
+    said: deque[list[Message] | WorkerLostError] = field(default_factory=deque)
+    """Before anybody listens to it."""
+    heard: bool = False
+    """Whether somebody listens to it."""
     alive: bool = True
     assign: Assign | None = None
     """While it is in the user's function."""
@@ -115,6 +122,12 @@ class World:
         """The newest step that all ranks of a generation finished."""
         self.excused = False
         """Whether copies of it were lost that nothing could have kept."""
+        self.stream: asyncio.Queue[tuple[int, list[Message] | WorkerLostError]] = asyncio.Queue()
+        """What is said, in order."""
+        self.commands: set[asyncio.Task[None]] = set()
+        """On their way."""
+        self.pulse_s = 0.0
+        """When the next empty answers are due."""
         self.first = [self.add_process() for _ in range(size)]
         self.lag: dict[str, int] = {}
         """Turns of the event loop that commands take on their way, by name."""
@@ -128,7 +141,7 @@ class World:
         index = len(self.processes)
         node = node or self.node_of(index)
         info = WorkerInfo(index, node, f"host-{node}", f"10.0.0.{index}", 100 + index)
-        self.processes[index] = Process(info, asyncio.Queue())
+        self.processes[index] = Process(info)
         return info
 
     def arrive(self, node: str | None = None) -> int:
@@ -140,20 +153,25 @@ class World:
     def say(self, worker: int, *messages: Message) -> None:
         self._post(self.processes[worker], list(messages))
 
+    def explain(self, worker: int, cause: str) -> None:
+        """The cluster says why a worker died."""
+        self._post(self.processes[worker], WorkerLostError(cause))
+
     def catch_up(self, worker: int) -> None:
         """What a slow worker said arrives."""
         process = self.processes[worker]
         process.slow = False
-        for said in process.backlog:
-            process.said.put_nowait(said)
-        process.backlog.clear()
+        backlog, process.backlog = process.backlog, []
+        for said in backlog:
+            self._post(process, said)
 
-    @staticmethod
-    def _post(process: Process, said: list[Message] | WorkerLostError) -> None:
+    def _post(self, process: Process, said: list[Message] | WorkerLostError) -> None:
         if process.slow:
             process.backlog.append(said)
+        elif not process.heard:
+            process.said.append(said)
         else:
-            process.said.put_nowait(said)
+            self.stream.put_nowait((process.info.index, said))
 
     def kill(
         self, worker: int, cause: str = "the process was killed", *, told: bool = True
@@ -191,7 +209,9 @@ class World:
         for process in self.processes.values():
             if process.info.node_id == node and process.alive:
                 process.alive, process.assign = False, None
-                process.said.put_nowait(WorkerLostError("its node is gone"))
+                slow, process.slow = process.slow, False
+                self._post(process, WorkerLostError("its node is gone"))
+                process.slow = slow
         self.vaults.kill(node)
 
     def kill_vault(self, node: str) -> None:
@@ -353,9 +373,11 @@ class World:
         await self._hear("store", worker)
         return 4000 + worker
 
-    async def assign(self, worker: int, assign: Assign) -> None:
-        await self._hear("assign", worker)
-        process = self.processes[worker]
+    def assign(self, formation: Formation, places: Mapping[int, Own]) -> Answers:
+        return self._command("assign", places, lambda w: self._assign(w, formation, places[w]))
+
+    def _assign(self, worker: int, formation: Formation, own: Own) -> None:
+        process, assign = self.processes[worker], formation.place(own)
         assert process.assign is None, "two generations at once"
         for other in self.processes.values():
             if other.alive and other.assign is not None:
@@ -365,36 +387,71 @@ class World:
         if self.auto:
             self._join(assign.generation)
 
-    async def poll(self, worker: int, timeout_s: float) -> list[Message]:
-        process = self.processes[worker]
+    def listen(self, workers: Iterable[int]) -> None:
+        for process in map(self.processes.__getitem__, workers):
+            process.heard = True
+            while process.said:
+                self._post(process, process.said.popleft())
+
+    async def hear(self) -> Heard:
+        """Everybody who lives says at least that, every so often."""
         try:
-            said = await within(self.clock, timeout_s, process.said.get())
+            limit_s = self.pulse_s - self.clock.now()
+            first = [await within(self.clock, limit_s, self.stream.get())]
         except TimeoutError:
-            if process.alive and not process.deaf:
-                return []
-            said = await process.said.get()
-        if isinstance(said, WorkerLostError):
-            raise said
-        return said
+            self.pulse_s = self.clock.now() + POLL_S
+            there = [one for one in self.processes.values() if one.heard and one.alive]
+            return Heard([(one.info.index, []) for one in there if not one.deaf])
+        while not self.stream.empty():
+            first.append(self.stream.get_nowait())
+        said = [(worker, one) for worker, one in first if isinstance(one, list)]
+        lost = [(worker, str(one)) for worker, one in first if isinstance(one, WorkerLostError)]
+        return Heard(said, lost)
 
     def _is_in(self, worker: int, generation: int) -> bool:
         assign = self.processes[worker].assign
         return assign is not None and assign.generation == generation
 
-    async def stop(self, worker: int, generation: int) -> None:
-        await self._hear("stop", worker)
-        if self.auto and self._is_in(worker, generation):
-            self._unwind(self.processes[worker])
+    def stop(self, workers: Iterable[int], generation: int) -> Answers:
+        def stops(worker: int) -> None:
+            if self.auto and self._is_in(worker, generation):
+                self._unwind(self.processes[worker])
 
-    async def drain(self, worker: int, generation: int) -> None:
-        await self._hear("drain", worker)
-        if self._is_in(worker, generation):
-            self.processes[worker].drain = True
+        return self._command("stop", workers, stops)
 
-    async def fence(self, worker: int, generation: int) -> None:
-        await self._hear("fence", worker)
-        if self._is_in(worker, generation):
-            self._unwind(self.processes[worker])
+    def drain(self, workers: Iterable[int], generation: int) -> Answers:
+        def drains(worker: int) -> None:
+            if self._is_in(worker, generation):
+                self.processes[worker].drain = True
+
+        return self._command("drain", workers, drains)
+
+    def fence(self, workers: Iterable[int], generation: int) -> Answers:
+        def leaves(worker: int) -> None:
+            if self._is_in(worker, generation):
+                self._unwind(self.processes[worker])
+
+        return self._command("fence", workers, leaves)
+
+    def _command(self, name: str, workers: Iterable[int], act: Callable[[int], None]) -> Answers:
+        answers = Answers(workers)
+        way = asyncio.ensure_future(self._carry(name, answers, act))
+        self.commands.add(way)
+        way.add_done_callback(self.commands.discard)
+        return answers
+
+    async def _carry(self, name: str, answers: Answers, act: Callable[[int], None]) -> None:
+        await self.way(name)
+        for worker in sorted(answers.missing):
+            process = self.processes[worker]
+            if not process.alive:
+                self.stream.put_nowait((worker, WorkerLostError("")))
+            elif process.deaf:
+                continue
+            else:
+                self.told.append((name, worker))
+                act(worker)
+            answers.came([worker])
 
     async def inject(self, worker: int, faults: Sequence[str]) -> None:
         await self._hear("inject", worker)
@@ -420,6 +477,8 @@ class World:
 
     async def release(self) -> None:
         self.releases += 1
+        for way in self.commands:
+            way.cancel()
 
     def beat(self, worker: int, **values: Any) -> None:
         process = self.processes[worker]
