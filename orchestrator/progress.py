@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from rayzero.workers.messages import Report
 
@@ -82,6 +84,8 @@ class JobProgress:
             for number, ranks in sorted(self._open.items())
             if self.steps < number <= step
         ]
+        for ranks in self._open.values():
+            self._note_peaks(_columns(list(ranks.values())))
         self._generation, self._world_size = generation, world_size
         if not self.world_sizes or self.world_sizes[-1] != world_size:
             self.world_sizes.append(world_size)
@@ -100,13 +104,6 @@ class JobProgress:
         """The record of the step that this report completes, if it does."""
         if report.generation != self._generation:
             return None
-        self.peak(
-            {
-                name.removeprefix(_BYTES): int(value)
-                for name, value in report.gauges.items()
-                if name.startswith(_BYTES)
-            }
-        )
         ranks = self._open[report.step]
         ranks[report.rank] = report
         if len(ranks) < self._world_size:
@@ -123,11 +120,13 @@ class JobProgress:
         for name, amount in held.items():
             self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), amount)
 
+    def _note_peaks(self, gauges: Mapping[str, Sequence[float]]) -> None:
+        held = [name for name in gauges if name.startswith(_BYTES)]
+        self.peak({name.removeprefix(_BYTES): int(max(gauges[name])) for name in held})
+
     def _close(self, step: int, reports: list[Report]) -> StepRecord:
-        gauges: defaultdict[str, list[float]] = defaultdict(list)
-        for report in reports:
-            for name, value in report.gauges.items():
-                gauges[name].append(value)
+        gauges = _columns(reports)
+        self._note_peaks(gauges)
         means = {name: sum(values) / len(values) for name, values in gauges.items()}
         counted = sum(report.counters.get("tokens", 0.0) for report in reports)
         record = StepRecord(
@@ -153,3 +152,13 @@ class JobProgress:
             self.first_loss = record.loss if self.first_loss is None else self.first_loss
             self.last_loss = record.loss
         return record
+
+
+def _columns(reports: Sequence[Report]) -> dict[str, Sequence[float]]:
+    """What the ranks reported, by name. Mostly all of them report the same, in the same order."""
+    rows = [report.gauges for report in reports]
+    names = list(rows[0]) if rows else []
+    if all(list(row) == names for row in rows):
+        return dict(zip(names, zip(*(row.values() for row in rows), strict=True), strict=True))
+    every = dict.fromkeys(chain.from_iterable(rows))
+    return {name: [row[name] for row in rows if name in row] for name in every}

@@ -233,7 +233,7 @@ class Passage:
         if isinstance(choice, Short):
             return
         try:
-            way.store = await self._store_on(placement.ranks(choice.chosen)[0].worker)
+            way.store = await self._store_on(placement.first(choice.chosen).index)
         except GoneError as gone:  # if it was no member, the way goes on without it
             self._faults.lost(gone.worker, gone.cause)
 

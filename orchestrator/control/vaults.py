@@ -30,6 +30,9 @@ class Vaults:
     def __init__(self, desk: Desk, on_lost: Callable[[int], None]) -> None:
         self._desk = desk
         self._on_lost = on_lost
+        self.renewed = False
+        """Whether the generation's members know an address that is no longer right, and the right
+        one is there."""
         self._used: dict[str, str] = {}
         self._unused_since_s: dict[str, float] = {}
 
@@ -50,6 +53,7 @@ class Vaults:
         for node in missing:
             if node not in desk.vaults:  # somebody else may have waited for the same
                 desk.vaults[node] = opened[node]
+                self._compare()
                 desk.tasks.spawn(self._watch(node))
 
     async def open_in_time(self, node: str, needed: Callable[[], bool]) -> bool:
@@ -76,6 +80,7 @@ class Vaults:
     def used(self, nodes: Iterable[str]) -> None:
         """A generation is formed that knows the vaults of these nodes as they are now."""
         self._used = {node: self._desk.vaults.get(node, "") for node in nodes}
+        self._compare()
 
     def step_finished(self) -> None:
         """The newest generation goes on: nothing is needed any more of nodes without workers, and
@@ -86,14 +91,13 @@ class Vaults:
         for node, since_s in self._unused_since_s.items():
             if now_s - since_s >= UNUSED_S:
                 del desk.vaults[node]
+                self._compare()
                 desk.tasks.spawn(desk.ports.vaults.close(node))
 
-    @property
-    def renewed(self) -> bool:
-        """Whether the generation's members know an address that is no longer right, and the right
-        one is there."""
+    def _compare(self) -> None:
+        """After every change of an address: it is asked for far more often than it changes."""
         now = self._desk.vaults
-        return any(node in now and now[node] != old for node, old in self._used.items())
+        self.renewed = any(node in now and now[node] != old for node, old in self._used.items())
 
     async def _inventory(self, node: str) -> list[Held]:
         desk = self._desk
@@ -113,6 +117,7 @@ class Vaults:
             except (VaultLostError, TimeoutError) as lost:
                 if desk.vaults.pop(node, None) is None:
                     return  # it was closed, by wish
+                self._compare()
                 desk.bell.ring()
                 cause = str(lost) or "it does not answer"
                 desk.see(Warned(f"the vault on node {self._name(node)} was lost: {cause}"))

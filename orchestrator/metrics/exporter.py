@@ -39,7 +39,7 @@ def job_families(tally: Tally, now: Now) -> Iterator[Metric]:
 
 
 def rank_families(job: str, ranks: Ranks) -> Iterator[Metric]:
-    """Every series with a row for each rank."""
+    """Every series with a row for each rank, or a sum over them."""
     yield from _families(job, _ranks(ranks))
 
 
@@ -90,16 +90,17 @@ def _training(tally: Tally, now: Now) -> Rows:
 
 
 def _speed(tally: Tally, now: Now) -> Rows:
-    steps, moved = tally.steps, sorted(tally.ranks.moved.items())
+    steps = tally.steps
     yield "rayzero_step_seconds", _one(steps.whole)
     phases = sorted(steps.phases.items())
     yield "rayzero_step_phase_seconds", [((phase,), seconds) for phase, seconds in phases]
-    for what in ("bytes", "calls"):
-        rows: list[Row] = [((name,), amount) for (kind, name), amount in moved if kind == what]
-        yield f"rayzero_communication_{what}_total", rows
 
 
 def _ranks(ranks: Ranks) -> Rows:
+    moved = sorted(ranks.moved().items())
+    for what in ("bytes", "calls"):
+        rows: list[Row] = [((name,), amount) for (kind, name), amount in moved if kind == what]
+        yield f"rayzero_communication_{what}_total", rows
     by_rank = [((str(rank),), one) for rank, one in sorted(ranks.by_rank.items())]
     reported = [(label, one) for label, one in by_rank if one.report is not None]
     beating = [(label, one.beat) for label, one in by_rank if one.beat is not None]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from rayzero.workers.messages import Heartbeat, Report
 
 _TRAFFIC = "collectives/"
+_NOTHING: Mapping[str, float] = {}
+
+Moved = defaultdict[tuple[str, str], float]
+"""By (bytes or calls, collective)."""
 
 
 @dataclass
@@ -30,47 +36,72 @@ class Rank:
     def gauge(self, name: str) -> float | None:
         return self.report.gauges.get(name) if self.report is not None else None
 
+    def add_traffic(self, moved: Moved) -> None:
+        """Adds what its engine has moved so far."""
+        gauges = self.report.gauges if self.report is not None else _NOTHING
+        for name, which in _traffic(tuple(gauges)):
+            moved[which] += max(0.0, gauges[name])
+
 
 @dataclass
 class Ranks:
     """A rank that a new generation no longer has is forgotten.
 
+    A report costs about a microsecond: engines count their traffic from their beginning, so it is
+    enough to add the last count of each when an engine goes, and when somebody wants to know.
+
     Args:
         by_rank: those that said something.
-        moved: calls and bytes by collective, of all ranks since the run began.
+        gone: calls and bytes by collective, of engines that are gone.
     """
 
     by_rank: defaultdict[int, Rank] = field(default_factory=lambda: defaultdict(Rank))
-    moved: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    gone: Moved = field(default_factory=lambda: defaultdict(float))
 
     def begin(self, world_size: int) -> None:
         """There are so many from now on."""
         for rank in [rank for rank in self.by_rank if rank >= world_size]:
-            del self.by_rank[rank]
+            self.by_rank.pop(rank).add_traffic(self.gone)
 
     def copied(self) -> Ranks:
         """As they are now, whatever is told afterwards."""
         rows = {rank: copy(one) for rank, one in self.by_rank.items()}
-        return Ranks(defaultdict(Rank, rows), self.moved.copy())
+        return Ranks(defaultdict(Rank, rows), self.gone.copy())
 
     def reported(self, report: Report) -> None:
-        one = self.by_rank[report.rank]
-        before = one.report.gauges if one.report is not None else {}
+        one, gauges = self.by_rank[report.rank], report.gauges
         if one.report is not None and one.report.generation != report.generation:
-            before = {}  # an engine counts from its own beginning
-        one.exposed_s += max(0.0, report.gauges.get("exposed_comm_s", 0.0))
-        one.data_wait_s += max(0.0, report.gauges.get("phases/data", 0.0))
-        for name, value in report.gauges.items():
-            if name.startswith(_TRAFFIC):
-                collective, what = name.removeprefix(_TRAFFIC).rsplit("/", 1)
-                self.moved[what, collective] += max(0.0, value - before.get(name, 0.0))
+            one.add_traffic(self.gone)
+        if (exposed_s := gauges.get("exposed_comm_s", 0.0)) > 0:
+            one.exposed_s += exposed_s
+        if (data_wait_s := gauges.get("phases/data", 0.0)) > 0:
+            one.data_wait_s += data_wait_s
         one.report = report
 
     def beats(self, beat: Heartbeat, node: str) -> None:
         one = self.by_rank[beat.rank]
         one.beat, one.node = beat, node
 
-    def values(self, name: str) -> dict[int, float]:
-        """What the ranks reported under that name last, by rank."""
-        found = {rank: one.gauge(name) for rank, one in sorted(self.by_rank.items())}
-        return {rank: value for rank, value in found.items() if value is not None}
+    def values(self, name: str) -> list[float]:
+        """What those ranks reported last under that name that did."""
+        found = (one.report.gauges.get(name) for one in self.by_rank.values() if one.report)
+        return [value for value in found if value is not None]
+
+    def moved(self) -> Moved:
+        """Calls and bytes by collective, of all ranks since the run began."""
+        moved = self.gone.copy()
+        for one in self.by_rank.values():
+            one.add_traffic(moved)
+        return moved
+
+
+@lru_cache(maxsize=256)
+def _traffic(names: tuple[str, ...]) -> tuple[tuple[str, tuple[str, str]], ...]:
+    """Those of some gauges that count traffic, each with what it counts. Every rank reports the
+    same ones."""
+    found = []
+    for name in names:
+        if name.startswith(_TRAFFIC):
+            collective, what = name.removeprefix(_TRAFFIC).rsplit("/", 1)
+            found.append((name, (what, collective)))
+    return tuple(found)

@@ -161,8 +161,8 @@ class Tally:
             self.replicas.node.owe(now.unix_s)
         mirrored = self.ranks.values("replica_step")
         if mirrored and len(mirrored) == record.world_size:
-            held = sum(self.ranks.values("replica_bytes").values())
-            self.replicas.mirrored(int(min(mirrored.values())), held, now.unix_s)
+            held = sum(self.ranks.values("replica_bytes"))
+            self.replicas.mirrored(int(min(mirrored)), held, now.unix_s)
 
     def _pass(self, notice: Repaired | Resized, now: Now) -> None:
         entry: dict[str, object] = {

@@ -70,6 +70,11 @@ def too_small(
     )
 
 
+def first(workers: Sequence[WorkerInfo]) -> WorkerInfo:
+    """Who gets rank 0."""
+    return min(workers, key=lambda one: one.index)
+
+
 def ranks(workers: Sequence[WorkerInfo]) -> tuple[Place, ...]:
     """Ranks in the workers' order, but node by node, so that neighbours in rank share a node."""
     order: dict[str, int] = {}

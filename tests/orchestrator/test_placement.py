@@ -8,6 +8,7 @@ from rayzero.orchestrator.policies.placement import (
     Capacity,
     Need,
     could_hold,
+    first,
     ranks,
     too_small,
 )
@@ -56,7 +57,9 @@ def test_ranks_go_node_by_node():
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
 def test_ranks_are_a_permutation_and_local_ranks_count_each_node(nodes: list[str]):
-    places = ranks([worker(index, node) for index, node in enumerate(nodes)])
+    workers = [worker(index, node) for index, node in enumerate(nodes)]
+    places = ranks(workers)
+    assert places[0].worker == first(workers[::-1]).index
     assert [place.rank for place in places] == list(range(len(nodes)))
     assert sorted(place.worker for place in places) == list(range(len(nodes)))
     for node in set(nodes):
