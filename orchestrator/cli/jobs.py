@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rayzero.engine.errors import ConfigError, RayzeroError
-from rayzero.engine.masking import hidden
+from rayzero.engine.masking import hidden, masked
 from rayzero.engine.validation import validated
 from rayzero.orchestrator.api import Job
 from rayzero.orchestrator.cli.asking import ask
@@ -68,7 +68,7 @@ def list_jobs(address: str | None, path: str, as_json: bool) -> int:
     for one in found.values():
         print(f"{one.name}: {line(one)}")
     if not found:
-        print(f"no job runs here, and {path!r} has no journal of one", file=sys.stderr)
+        print(f"no job runs here, and {masked(path)!r} has no journal of one", file=sys.stderr)
     return 0
 
 

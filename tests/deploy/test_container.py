@@ -65,6 +65,7 @@ def test_the_charts_job_runs_as_its_containers_do(tmp_path: Path) -> None:
         "PYTHONPATH": str(ROOT),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
+        "HOME": "/",
         "RAY_AUTH_MODE": "disabled",
     }
     overrides = [f"--set={key}={json.dumps(value)}" for key, value in SMALL.items()]
@@ -76,6 +77,7 @@ def test_the_charts_job_runs_as_its_containers_do(tmp_path: Path) -> None:
         environment,
         *("sh", "-c"),
         "id -u; ! touch /file 2>&1; grep CapEff /proc/self/status; "
+        "! touch $HOME/file 2>&1; python -m rayzero doctor --checkpoint /checkpoints/runs --json; "
         f"{command}; ls /checkpoints/runs/*",
         limit_s=240,
     )
@@ -83,6 +85,9 @@ def test_the_charts_job_runs_as_its_containers_do(tmp_path: Path) -> None:
     assert lines[0] == str(UID)
     assert "Read-only" in lines[1]
     assert lines[2].split() == ["CapEff:", "0" * 16]
+    assert "Read-only" in lines[3], "no home is needed"
+    (told,) = [json.loads(line) for line in lines if '"findings"' in line]
+    assert told["level"] != "fail", told
     (summary,) = [json.loads(line) for line in lines if '"event": "summary"' in line]
     assert summary["steps"] == SMALL["steps"]
     assert {"summary.json", f"step-{SMALL['steps']}"} <= set(lines)

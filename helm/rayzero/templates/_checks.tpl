@@ -36,6 +36,7 @@
 {{- end -}}
 {{- end -}}
 {{- include "rayzero.check.gpus" . -}}
+{{- include "rayzero.check.secrets" . -}}
 {{- end -}}
 
 {{/* The job's workers must fit the pods there may be at most. Fractions of a GPU are left to Ray. */}}
