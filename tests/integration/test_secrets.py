@@ -26,7 +26,7 @@ ARGUMENT, ENVIRONMENT, STORE = (f"pl4nted-{kind}-9f3a" for kind in ("arg", "env"
 @pytest.fixture(scope="module")
 def options() -> Iterator[str]:
     with bucket_options() as found:
-        yield found
+        yield f"{found}&region=us-east-1"
 
 
 @pytest.fixture(scope="module")

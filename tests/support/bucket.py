@@ -43,8 +43,10 @@ def bucket_options() -> Iterator[str]:
         while not _answers(port):
             assert time.monotonic() < until_s, "the server did not start"
             time.sleep(0.1)
-        options = f"endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
-        made, _ = fs.FileSystem.from_uri(f"s3://k:s@bucket?{options}&allow_bucket_creation=true")
+        options = f"endpoint_override=127.0.0.1:{port}&scheme=http"
+        made, _ = fs.FileSystem.from_uri(
+            f"s3://k:s@bucket?{options}&region=us-east-1&allow_bucket_creation=true"
+        )
         made.create_dir("bucket")
         yield options
     finally:

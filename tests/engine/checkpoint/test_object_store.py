@@ -5,14 +5,7 @@ pip install 'moto[s3]' flask flask-cors      # into this environment, or any on 
 
 from __future__ import annotations
 
-import os
-import shutil
 import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from pathlib import Path
 
 import pytest
 from pyarrow import fs
@@ -29,53 +22,23 @@ from rayzero.engine.checkpoint.verify import verify
 from rayzero.engine.checkpoint.writer import commit
 from rayzero.orchestrator.doctor.storage import look
 from tests.engine.checkpoint.saving import blocks, save, write_files
+from tests.support.bucket import bucket_options
 
 pytestmark = pytest.mark.slow
-
-STARTED_S = 30
-
-
-def server() -> str:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    found = shutil.which("moto_server", path=path)
-    if found is None:
-        pytest.skip("needs moto_server: pip install 'moto[s3]' flask flask-cors")
-    return found
 
 
 @pytest.fixture(scope="module")
 def bucket():
     """The URL of an empty bucket."""
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
-    process = subprocess.Popen(
-        [server(), "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
     patch = pytest.MonkeyPatch()
     patch.setenv("AWS_ACCESS_KEY_ID", "key")
     patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     patch.setenv("AWS_REGION", "us-east-1")
     try:
-        until = time.monotonic() + STARTED_S
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/data.json", timeout=5)
-                break
-            except OSError:
-                assert time.monotonic() < until, "the server did not start"
-                time.sleep(0.1)
-        options = f"endpoint_override=127.0.0.1:{port}&scheme=http"
-        made, _ = fs.FileSystem.from_uri(
-            f"s3://bucket?{options}&region=us-east-1&allow_bucket_creation=true"
-        )
-        made.create_dir("bucket")
-        yield f"s3://bucket?{options}"
+        with bucket_options() as options:
+            yield f"s3://bucket?{options}"
     finally:
         patch.undo()
-        process.kill()
-        process.wait(10)
 
 
 @pytest.fixture
