@@ -143,7 +143,7 @@ class Story:
         self._job.reach(self._job.step + self._more)
         with self._timed("ray job stop: until stopped, with a last checkpoint"):
             done = self._head.ray_job("stop", "second")
-            wait_for(lambda: self._job.status()["state"] == "stopped", LIMIT_S, "a stop")
+            wait_for(lambda: self._job.journal_ended == "stopped", LIMIT_S, "a stop")
         expect(done.returncode == 0, done.stdout + done.stderr)
         after = self._job.status()
         self.found["stopped at step"] = after["step"]

@@ -12,6 +12,7 @@ import psutil
 import yaml
 
 from benchmarks.token_head import TokenHead, free_ports, wait_for
+from rayzero.orchestrator.journal.segments import read
 
 LIMIT_S = 240.0
 MODEL = {"layers": 4, "width": 128, "heads": 4, "context": 128}
@@ -114,6 +115,12 @@ class WatchedJob:
         expect(done.returncode == 0, done.stdout + done.stderr)
         found: dict[str, Any] = json.loads(done.stdout)
         return found
+
+    @property
+    def journal_ended(self) -> str:
+        """How it ended, by its journal; empty while it has not."""
+        past = read(str(self.folder))
+        return past.ended if past is not None else ""
 
     def ray_status(self, id_: str) -> str:
         """What Ray says of a submission; empty when it knows none."""

