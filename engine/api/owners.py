@@ -11,7 +11,8 @@ from torch import nn
 from rayzero.engine.engine import Engine
 from rayzero.engine.zero.access import Place
 
-_places: WeakKeyDictionary[Engine, Mapping[int, Place | None]] = WeakKeyDictionary()
+_places: WeakKeyDictionary[Engine, Mapping[int, tuple[int, int] | None]] = WeakKeyDictionary()
+"""(unit, number in it) by the parameter's id. What leads to an engine would keep it alive here."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,10 @@ class Owner:
 
 def register(engine: Engine) -> None:
     """Makes an engine's parameters known, as long as it lives."""
-    places: dict[int, Place | None] = {id(param): None for param in engine.module.parameters()}
-    for unit in engine._runtime.units:
+    places: dict[int, tuple[int, int] | None] = dict.fromkeys(map(id, engine.module.parameters()))
+    for number, unit in enumerate(engine._runtime.units):
         for index, param in enumerate(unit.params):
-            places[id(param)] = Place(unit, index)
+            places[id(param)] = number, index
     _places[engine] = places
 
 
@@ -36,5 +37,9 @@ def owner_of(param: nn.Parameter) -> Owner | None:
     key = id(param)
     for engine, places in reversed(list(_places.items())):
         if key in places:
-            return Owner(engine, places[key])
+            place = places[key]
+            if place is None:
+                return Owner(engine, None)
+            number, index = place
+            return Owner(engine, Place(engine._runtime.units[number], index))
     return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 import rayzero
 from rayzero.engine.session import Session, Wishes, current_session, entered
 from tests.engine.state.blocks import StateSession
+from tests.support.ranks import run_ranks
 
 CONFIG = {
     "gradient_clipping": 0,
@@ -121,3 +124,28 @@ def test_the_data_order_follows_from_the_jobs_seed() -> None:
     )  # outside a job: seed 0
     assert loader is not None
     assert [sample for batch in loader.steps(3) for sample in batch.tolist()] == order(0)
+
+
+def forgets(rank: int, world: int, stages: list[int]) -> dict[int, bool]:
+    """Whether anything is left of an engine that its host alone has known, and let go."""
+    left = {}
+    for stage in stages:
+        model = nn.Linear(4, 2)
+        host = Host(CONFIG | {"zero_optimization": {"stage": stage}})
+        with entered(host):
+            engine, *_ = rayzero.initialize(model=model, model_parameters=model.parameters())
+            for _ in range(2 // world):
+                engine.backward(engine(torch.ones(2, 4)).sum())
+                engine.step()
+        engine.close()
+        seen = weakref.ref(engine)
+        del engine, host, model
+        gc.collect()
+        left[stage] = seen() is not None
+    return left
+
+
+def test_nothing_keeps_an_engine_that_is_over() -> None:
+    """A worker makes one for every generation."""
+    stages = [2, 3]
+    assert run_ranks(2, forgets, stages, timeout_s=200.0) == [dict.fromkeys(stages, False)] * 2
