@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import count
-from threading import Lock
+from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any
 
@@ -34,7 +34,8 @@ class VaultClient:
     """Connected from its making until `close`. Safe to use from any thread.
 
     Every call may raise VaultGoneError, at the latest when its time is over. It does not come back
-    to life: a new vault has a new address.
+    to life: a new vault has a new address. Owns a thread that does nothing, `rayzero-sentry`, by
+    which the vault sees this process die.
 
     Args:
         address: the vault's.
@@ -49,12 +50,17 @@ class VaultClient:
         self._calling = Lock()  # one call at a time: what is received is its answer
         self._sending = Lock()  # a line is not cut by another; held for moments
         self._closed = False
+        self._parted = Event()
+        # The vault watches it: it ends with the process, or after a goodbye.
+        sentry = Thread(target=self._parted.wait, name="rayzero-sentry", daemon=True)
+        sentry.start()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(_CALL_S)
         try:
             self._socket.connect(socket_name(address))
-            answer, _ = self._call("hello", worker=worker, pid=os.getpid())
+            answer, _ = self._call("hello", worker=worker, pid=os.getpid(), thread=sentry.native_id)
         except (OSError, VaultGoneError) as error:
+            self._parted.set()
             self._socket.close()
             raise VaultGoneError(f"no vault answers at {address}: {error}") from None
         self._node_id = str(answer["node_id"])
@@ -119,6 +125,7 @@ class VaultClient:
         self._closed = True
         with suppress(VaultGoneError):
             self._send({"op": "goodbye"})
+        self._parted.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._calling:

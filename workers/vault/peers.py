@@ -7,11 +7,13 @@ import signal
 import socket
 import struct
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Lock
 
 from rayzero.workers.vault.wire import Lines
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_OF_A_THREAD = os.O_EXCL  # PIDFD_THREAD, from Linux 6.9 on
 
 
 @dataclass(eq=False)
@@ -21,6 +23,8 @@ class Peer:
     Attributes:
         number: its own, never used again.
         pidfd: refers to the process, also when its number is used again; -1 when there is none.
+        thread_fd: refers to a thread that lives until the process dies or has said goodbye; -1
+            when there is none.
         worker: who it is, once it said hello; -1 before, and after it said goodbye.
         pid: as the process itself knows it.
     """
@@ -28,6 +32,7 @@ class Peer:
     socket: socket.socket
     number: int
     pidfd: int = -1
+    thread_fd: int = -1
     worker: int = -1
     pid: int = 0
     lines: Lines = field(default_factory=Lines)
@@ -52,7 +57,7 @@ class Peers:
         connection.setblocking(False)
         with self._lock:
             self._count += 1
-            peer = Peer(connection, self._count, _pidfd_of(pid))
+            peer = Peer(connection, self._count, _pidfd(pid))
             self._peers.append(peer)
             return peer
 
@@ -61,8 +66,16 @@ class Peers:
             self._peers.remove(peer)
             peer.closed = True
             peer.socket.close()
-            if peer.pidfd >= 0:
-                os.close(peer.pidfd)
+            for fd in (peer.pidfd, peer.thread_fd):
+                if fd >= 0:
+                    os.close(fd)
+
+    def attend(self, peer: Peer, thread: int) -> None:
+        """Opens the `thread_fd` of a peer that has said hello, if it has such a thread."""
+        raw = peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid = _CREDENTIALS.unpack(raw)[0]
+        if peer.thread_fd < 0 and pid == peer.pid and Path(f"/proc/{pid}/task/{thread}").exists():
+            peer.thread_fd = _pidfd(thread, _OF_A_THREAD)
 
     def kill(self, pid: int) -> bool:
         """Ends a worker's process at once. False when no worker with that pid is connected."""
@@ -81,9 +94,9 @@ class Peers:
             return list(self._peers)
 
 
-def _pidfd_of(pid: int) -> int:
-    """-1 when the process is already gone, in a foreign namespace, or the kernel has no pidfd."""
+def _pidfd(of: int, flags: int = 0) -> int:
+    """-1 when that is already gone, in a foreign namespace, or the kernel has no such pidfd."""
     try:
-        return os.pidfd_open(pid)
+        return os.pidfd_open(of, flags)
     except OSError:
         return -1

@@ -137,8 +137,25 @@ class VaultServer:
     def _handle(self, peer: Peer, request: Request) -> None:
         if self._requests.is_slow(request):
             self._slow.submit(self._work, peer, request)
-        else:
-            self._send(peer, request, self._requests.answer(peer, request))
+            return
+        reply = self._requests.answer(peer, request)
+        if request.get("op") == "hello" and peer.thread_fd < 0:
+            self._attend(peer, request)
+        self._send(peer, request, reply)
+
+    def _attend(self, peer: Peer, request: Request) -> None:
+        """Watches a thread of a worker, too. When a process dies its threads go first, in a
+        millisecond; then its memory is taken apart, which takes tenths of a second, or seconds with
+        a GPU; only then its sockets are closed."""
+        thread = request.get("thread")
+        if isinstance(thread, int):
+            self._peers.attend(peer, thread)
+        if peer.thread_fd >= 0:
+            self._watch(peer.thread_fd, lambda: self._thread_gone(peer))
+
+    def _thread_gone(self, peer: Peer) -> None:
+        self._receive(peer)  # the goodbye that it ended with may be waiting there
+        self._lose(peer)
 
     def _deliver(self) -> None:
         for item in self._answered.take():
@@ -167,8 +184,9 @@ class VaultServer:
 
     def _part(self, peer: Peer) -> None:
         self._selector.unregister(peer.socket)
-        if peer.pidfd >= 0:
-            self._selector.unregister(peer.pidfd)
+        for fd in (peer.pidfd, peer.thread_fd):
+            if fd >= 0:
+                self._selector.unregister(fd)
         self._peers.remove(peer)
         self._gone(peer)
 

@@ -37,6 +37,38 @@ def test_a_killed_worker_is_noticed_at_once_and_once(town: Town):
     assert min(took_s) < NOTICE_S
 
 
+def test_a_death_is_noticed_before_the_socket_is_closed(town: Town):
+    """A dying process's threads go first, its sockets last."""
+    if not _kernel_watches_threads():
+        pytest.skip("this kernel has no pidfds of threads (Linux 6.9)")
+    vault, client = town.vault(), town.client(worker=5)
+    client._parted.set()  # what the process's death does to that thread
+    assert vault.poll(10.0) == [ConnectionLost(5, os.getpid())]
+    assert vault.poll(0.0) == []
+
+
+def test_the_thread_that_ends_with_a_goodbye_is_no_death(town: Town):
+    vault = town.vault()
+    for _ in range(20):  # both are there at once, in any order
+        town.client().close()
+    town.client(worker=7)  # the vault answered: it has seen what was before
+    assert vault.poll(0.2) == []
+
+
+def _kernel_watches_threads() -> bool:
+    go = threading.Event()
+    thread = threading.Thread(target=go.wait)
+    thread.start()
+    try:
+        os.close(os.pidfd_open(thread.native_id or 0, os.O_EXCL))
+        return True
+    except OSError:
+        return False
+    finally:
+        go.set()
+        thread.join()
+
+
 def test_a_death_is_noticed_while_a_child_keeps_the_socket_open(town: Town):
     vault = town.vault()
     with WorkerProcess("fork", vault.address, worker=2) as worker:
@@ -97,7 +129,7 @@ def test_only_workers_that_are_connected_are_killed(town: Town):
 def test_without_pidfds_deaths_are_seen_and_nobody_is_killed(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(peers, "_pidfd_of", lambda pid: -1)
+    monkeypatch.setattr(peers, "_pidfd", lambda *_: -1)
     vault = town.vault()
     with WorkerProcess("connect", vault.address) as worker:
         assert not vault.kill(worker.pid)
