@@ -71,9 +71,9 @@ class RayWorkerGroup:
         self._need = need
         await self._take_seats()
         first = self._roster.workers
-        answers = asyncio.gather(*(self._roster.introduced(worker) for worker in first))
+        answers = asyncio.gather(*(self._first_answer(worker) for worker in first))
         try:
-            infos = await asyncio.wait_for(answers, need.timeout_s)
+            await asyncio.wait_for(answers, need.timeout_s)
         except TimeoutError:
             raise JobFailedError(
                 f"the workers' processes did not answer within {need.timeout_s:g} s",
@@ -81,10 +81,11 @@ class RayWorkerGroup:
             ) from None
         except RayError as error:
             raise JobFailedError(f"a worker could not start: {cause(error)}") from None
-        for worker in first:
+        stayed = [worker for worker in first if worker in self._roster]
+        for worker in stayed:
             worker.known = True
         self._spawn(self._usher())
-        return tuple(infos)
+        return tuple(worker.info for worker in stayed if worker.info is not None)
 
     async def next_worker(self) -> WorkerInfo:
         while True:
@@ -177,6 +178,13 @@ class RayWorkerGroup:
         await self._roster.end(self._roster.workers)
         self._roster.seats.clear()
 
+    async def _first_answer(self, worker: Worker) -> None:
+        try:
+            await self._roster.introduced(worker)
+        except RayError:
+            if worker in self._roster:  # else lower limits have dismissed it meanwhile
+                raise
+
     async def _take_seats(self) -> None:
         """Asks for all seats and starts workers in those that come; returns when all came that
         there was room for, or after a while without another one."""
@@ -190,7 +198,8 @@ class RayWorkerGroup:
         expected = min(fits, most) if fits >= need.least else most
         asked_s = came_s = self._clock.now()
         await self._roster.seats.ask(most, need)
-        while len(self._roster) < expected:
+        while len(self._roster) < min(expected, self._need.most):
+            need = self._need  # the limits may change meanwhile
             if await self._roster.fill(need):
                 came_s = self._clock.now()
                 continue

@@ -98,6 +98,23 @@ def test_as_many_as_fit_come_at_once_and_the_rest_when_there_is_room(tmp_path: P
     asyncio.run(run())
 
 
+def test_limits_may_be_lowered_while_the_first_workers_start(tmp_path: Path):
+    gate = tmp_path / "gate"
+
+    async def run() -> None:
+        async with groups(tmp_path, gate=str(gate)) as (workers, _):
+            placing = asyncio.ensure_future(workers.place(need(1, 2)))
+            until = time.monotonic() + WAIT_S
+            while len(list(tmp_path.glob("gate-*"))) < 2 and time.monotonic() < until:
+                await asyncio.sleep(0.05)
+            workers.resize(1, 1)
+            await free(CPUS - 1)
+            gate.touch()
+            assert [one.index for one in await asyncio.wait_for(placing, WAIT_S)] == [0]
+
+    asyncio.run(run())
+
+
 def test_a_dead_worker_is_noticed_and_its_seat_taken_again(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):

@@ -17,16 +17,21 @@ from rayzero.workers.vault.client import VaultClient
 
 class TinyWorker:
     """Knows where it is. `args["trouble"]`: a file that, while it is there, keeps it from
-    starting."""
+    starting. `args["gate"]`: one that it waits for; it leaves another beside it to say so."""
 
     def __init__(self, setup: Setup, index: int) -> None:
         self._index = index
         self._trouble = setup.args.get("trouble", "")
+        self._gate = setup.args.get("gate", "")
         self._vault: VaultClient | None = None
 
     def describe(self) -> WorkerInfo:
         if self._trouble and Path(self._trouble).exists():
             os._exit(3)
+        if self._gate:
+            Path(f"{self._gate}-{self._index}").touch()
+            while not Path(self._gate).exists():
+                time.sleep(0.05)
         context = ray.get_runtime_context()
         node_id = context.get_node_id()
         return WorkerInfo(self._index, node_id, socket.gethostname(), "127.0.0.1", os.getpid())
