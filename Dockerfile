@@ -38,6 +38,8 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev wget \
     && rm -rf /var/lib/apt/lists/*
 # Any uid will do, as long as its group is 0: nothing else is written to.
+# Where KubeRay starts Ray in a login shell (ENABLE_LOGIN_SHELL), /etc/profile would lose the PATH below.
+RUN echo 'export PATH=/opt/rayzero/bin:$PATH' > /etc/profile.d/rayzero.sh
 RUN useradd --uid 1000 --gid 0 --create-home rayzero \
     && mkdir -p /app /work \
     && chgrp -R 0 /home/rayzero /work \

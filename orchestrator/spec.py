@@ -120,6 +120,13 @@ class Metrics(_Section):
         description="port of /metrics and /snapshot.json on the controller's machine; 0 is any "
         "free one, and which is told; by default nothing is served",
     )
+    ports: int = Field(
+        default=1,
+        ge=1,
+        le=1000,
+        description="how many ports, from `port` on, are tried in turn: as many as jobs share a "
+        "head",
+    )
     host: str = Field(
         default="127.0.0.1",
         min_length=1,

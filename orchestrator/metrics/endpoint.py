@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable, Iterable
+from errno import EADDRINUSE
 from threading import Lock
 from time import monotonic
 from typing import Any
@@ -30,7 +31,7 @@ class Endpoint:
 
     Args:
         host: an address of this machine; `0.0.0.0` or `::` for all of them.
-        port: 0 takes a free one; `port` says which.
+        ports: tried in turn; 0 takes any free one. `port` says which it came to be.
         registry: what /metrics shows.
         pages: by path.
 
@@ -39,17 +40,9 @@ class Endpoint:
     """
 
     def __init__(
-        self, host: str, port: int, registry: CollectorRegistry, pages: dict[str, Page]
+        self, host: str, ports: range, registry: CollectorRegistry, pages: dict[str, Page]
     ) -> None:
-        try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            self._server = Server.of_family(family, (host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"metrics.port: nothing can be served at {host}:{port}: {error.strerror or error}",
-                allowed="a port that is free on the controller's machine; 0 takes any free one",
-                fix="metrics.port and metrics.host in the job file",
-            ) from None
+        self._server = _listening(host, ports)
         self.port = int(self._server.server_address[1])
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._metrics: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
@@ -94,6 +87,23 @@ class Endpoint:
     @property
     def _paths(self) -> list[str]:
         return ["/metrics", *self._pages]
+
+
+def _listening(host: str, ports: range) -> Server:
+    for port in ports:
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            return Server.of_family(family, (host, port))
+        except OSError as error:
+            if error.errno == EADDRINUSE and port != ports[-1]:
+                continue  # another job's
+            which = f"{host}:{port}" if len(ports) == 1 else f"{host}:{ports[0]} to {ports[-1]}"
+            raise ConfigError(
+                f"metrics.port: nothing can be served at {which}: {error.strerror or error}",
+                allowed="a port that is free on the controller's machine; 0 takes any free one",
+                fix="metrics.port, metrics.ports and metrics.host in the job file",
+            ) from None
+    raise ConfigError("metrics.ports: there is none to serve at", fix="metrics.ports: 1 or more")
 
 
 def json_page(make: Callable[[], Any]) -> Page:

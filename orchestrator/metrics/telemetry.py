@@ -35,6 +35,8 @@ from rayzero.orchestrator.policies.failure import Budget, Fault
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.messages import Heartbeat, Report
 
+_PORTS = 65536
+
 
 class Telemetry:
     """The observer and the probe of a job's controller. `observer` is told everything, too.
@@ -176,7 +178,8 @@ class Telemetry:
         registry = CollectorRegistry()
         registry.register(_Collected(self.families))
         pages = {"/": served, "/snapshot.json": json_page(self.snapshot)}
-        endpoint = Endpoint(wanted.host, wanted.port, registry, pages)
+        ports = range(wanted.port, min(wanted.port + wanted.ports, _PORTS))
+        endpoint = Endpoint(wanted.host, ports, registry, pages)
         opened.callback(endpoint.close)
         return endpoint
 

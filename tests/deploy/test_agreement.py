@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from rayzero.orchestrator.loading import load_job
+from rayzero.orchestrator.spec import Metrics
 from tests.deploy.chart import (
     WITH_SCENARIOS,
     Object,
@@ -146,7 +148,30 @@ def test_network_policies_meet_pods_and_ports(scenario: str) -> None:
     (inside,) = [rule for rule in whole["spec"]["ingress"] if "ports" not in rule]
     assert selected(scenario, inside["from"][0]["podSelector"]) == everybody
     opened = {port["port"] for rule in head["spec"]["ingress"] for port in rule["ports"]}
-    assert opened == {"dashboard", "rayzero-metrics"}
+    assert opened == {"dashboard", *endpoints(scenario)}
+
+
+def endpoints(scenario: str) -> dict[str, int]:
+    """The head's ports for jobs' metrics, by name."""
+    (head,) = pod_of(rendered(scenario), "head")["spec"]["containers"]
+    found = {one["name"]: one["containerPort"] for one in head["ports"]}
+    return {name: port for name, port in found.items() if name.startswith("rayzero-")}
+
+
+def test_a_cluster_has_a_port_for_each_of_its_jobs() -> None:
+    """Two jobs that are told the ports as the notes say, and Prometheus at both."""
+    assert list(endpoints("default").values()) == [9400]
+    assert list(endpoints("cluster").values()) == list(range(9400, 9408))
+    assert all(len(name) <= 15 for name in endpoints("cluster")), "or Kubernetes refuses it"
+    values = {"mode": "cluster", "metrics": {"podMonitor": {"enabled": True}, "ports": 2}}
+    (monitor,) = of_kind(render(values), "PodMonitor")
+    asked = [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]]
+    assert asked == ["rayzero-metrics", "rayzero-1", "metrics"]
+    notes = render_text(values)["templates/NOTES.txt"]
+    told = re.search(r"^  metrics: (.*)$", notes, re.MULTILINE)
+    assert told is not None
+    metrics = Metrics.model_validate(yaml.safe_load(told[1]))
+    assert (metrics.host, metrics.port, metrics.ports) == ("0.0.0.0", 9400, 2)
 
 
 def test_other_releases_are_strangers() -> None:
@@ -219,8 +244,13 @@ def test_a_stop_has_time_for_the_last_checkpoint(scenario: str) -> None:
     for role in ("head", "worker"):
         spec = pod_of(objects, role)["spec"]
         assert spec["terminationGracePeriodSeconds"] > notice_s
-    told = pod_of(objects, "worker")["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]
-    assert told["command"] == ["python", "-m", "rayzero.workers.notice", str(notice_s)]
+    told = {role: pod_of(objects, role)["spec"]["containers"][0] for role in ("head", "worker")}
+    before = {role: one["lifecycle"]["preStop"]["exec"]["command"] for role, one in told.items()}
+    assert before["worker"] == ["python", "-m", "rayzero.workers.notice", str(notice_s)]
+    *module, limit_s = before["head"]
+    assert module == ["python", "-m", "rayzero.orchestrator.head.ending"]
+    grace_s = pod_of(objects, "head")["spec"]["terminationGracePeriodSeconds"]
+    assert notice_s < int(limit_s) < grace_s
 
 
 @WITH_SCENARIOS

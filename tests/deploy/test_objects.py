@@ -18,6 +18,7 @@ from tests.deploy.chart import (
     rendered,
     scenario_values,
 )
+from tests.deploy.operator import refusals
 from tests.deploy.schemas import KUBERNETES, check, is_built_in, needs_crds
 
 WITH_VERSIONS = pytest.mark.parametrize("version", KUBERNETES)
@@ -38,6 +39,7 @@ MATRIX: dict[str, dict[str, Any]] = {
         }
     },
     "deletion rules": {
+        "autoscaler": {"enabled": False},
         "job": {
             "deletionStrategy": {
                 "deletionRules": [
@@ -48,10 +50,14 @@ MATRIX: dict[str, dict[str, Any]] = {
                     {"policy": "DeleteSelf", "condition": {"jobDeploymentStatus": "Failed"}},
                 ]
             }
-        }
+        },
     },
     "MultiKueue": {"job": {"managedBy": "kueue.x-k8s.io/multikueue"}},
     "runtime environment": {"job": {"runtimeEnv": {"env_vars": {"A": "1"}, "pip": ["einops"]}}},
+    "submission beside a head that is not scaled": {
+        "autoscaler": {"enabled": False},
+        "job": {"submissionMode": "SidecarMode"},
+    },
     "another name": {"job": {"suffix": "2"}},
     "nothing watched": {"metrics": {"enabled": False}},
     "watched": {
@@ -111,6 +117,32 @@ MATRIX: dict[str, dict[str, Any]] = {
 }
 
 WITH_VALUES = pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
+
+
+@WITH_SCENARIOS
+def test_the_operator_takes_the_objects_of_scenarios(scenario: str) -> None:
+    assert [text for one in rendered(scenario) for text in refusals(one)] == []
+
+
+@WITH_VALUES
+def test_the_operator_takes_the_objects_of_single_values(values: dict[str, Any]) -> None:
+    assert [text for one in render(values) for text in refusals(one)] == []
+
+
+def test_what_the_operator_refuses_is_seen() -> None:
+    (job,) = deepcopy(of_kind(rendered("default"), "RayJob"))
+    assert refusals(job) == []
+    job["metadata"]["name"] = "1-job"
+    job["spec"] |= {"suspend": True, "shutdownAfterJobFinishes": False}
+    job["spec"]["rayClusterSpec"]["autoscalerOptions"]["version"] = "v1"
+    job["spec"]["rayClusterSpec"]["rayVersion"] = "2.51.1"
+    assert refusals(job) == [
+        "the name '1-job'",
+        "a suspended job whose cluster stays",
+        "a time to live of a cluster that stays",
+        "an idle timeout of workers without the autoscaler v2",
+        "a token for a Ray that knows none",
+    ]
 
 
 def broken(objects: Iterable[Object], version: str) -> list[str]:

@@ -99,6 +99,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "/podDisruptionBudget/minAvailableWorkers",
     ),
     "port": ({"metrics": {"port": 80}}, "/metrics/port"),
+    "no ports": ({"metrics": {"ports": 0}}, "/metrics/ports"),
     "interval": ({"metrics": {"podMonitor": {"interval": "15"}}}, "/metrics/podMonitor/interval"),
     "alert": (
         {"metrics": {"prometheusRule": {"alerts": {"RayzeroSlow": {}}}}},
@@ -143,6 +144,35 @@ AT_ODDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         ("kueue.queueName", "job.shutdownAfterJobFinishes"),
     ),
+    "suspended, and its cluster stays": (
+        {"job": {"suspend": True, "shutdownAfterJobFinishes": False}},
+        ("job.suspend", "job.shutdownAfterJobFinishes"),
+    ),
+    "suspended, and deleted by rules": (
+        {
+            "job": {
+                "suspend": True,
+                "deletionStrategy": {
+                    "onSuccess": {"policy": "DeleteSelf"},
+                    "onFailure": {"policy": "DeleteNone"},
+                },
+            }
+        },
+        ("job.suspend", "job.deletionStrategy"),
+    ),
+    "workers deleted beside the autoscaler": (
+        {
+            "job": {
+                "deletionStrategy": {
+                    "onSuccess": {"policy": "DeleteWorkers"},
+                    "onFailure": {"policy": "DeleteNone"},
+                }
+            }
+        },
+        ("job.deletionStrategy", "autoscaler.enabled"),
+    ),
+    "a name that begins with a digit": ({"fullnameOverride": "1st"}, ("fullnameOverride", "1st")),
+    "a Ray without tokens": ({"rayVersion": "2.51.0"}, ("rayVersion", "auth.enabled")),
     "fewest above most": ({"workers": {"min": 5, "max": 4}}, ("workerGroups[0]", "max (4)")),
     "a group twice": ({"workerGroups": [{"name": "a"}, {"name": "a"}]}, ("workerGroups[1].name",)),
     "no time for the last checkpoint": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -193,3 +194,23 @@ def test_two_jobs_on_one_cluster_and_all_that_is_told_of_them(tmp_path: Path):
     lines = sorted((tmp_path / "second" / "journal").glob("*.jsonl"))
     kinds = [json.loads(line)["kind"] for path in lines for line in path.read_text().splitlines()]
     assert (kinds[0], kinds[-1]) == ("begun", "ended")
+
+
+def test_a_head_that_is_to_end_stops_its_jobs_first(head: Head, tmp_path: Path):
+    """What the head pod's preStop does: afterwards every job has a checkpoint of its last step."""
+    notes = Notebook()
+    handle = steady(tmp_path, checkpoint={"path": str(tmp_path), "every_steps": 100_000}).submit(
+        observer=notes
+    )
+    until(handle, lambda: step(notes) > 5)
+    command = [sys.executable, "-m", "rayzero.orchestrator.head.ending", str(LIMIT_S)]
+    own = os.environ | {"RAY_ADDRESS": head.address}
+    done = subprocess.run(
+        command, env=own, capture_output=True, text=True, timeout=3 * LIMIT_S, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "steady: stopped\n"), done.stderr
+    assert handle.wait(LIMIT_S)
+    with pytest.raises(JobStoppedError):
+        handle.result()
+    assert notes.of(Checkpointed)[-1].step == step(notes)
+    handle.end()

@@ -12,12 +12,25 @@
 {{- if not $path -}}
 {{- fail "storage: the job's files would be lost with its pods; set storage.pvc.enabled, storage.objectStore.url or job.spec.checkpoint.path" -}}
 {{- end -}}
+{{- $removed := and .Values.job.shutdownAfterJobFinishes (not .Values.job.deletionStrategy) -}}
+{{- if and .Values.job.suspend (not $removed) -}}
+{{- fail "job.suspend and job.shutdownAfterJobFinishes: KubeRay suspends only jobs whose cluster ends with them; set the latter to true, and no job.deletionStrategy" -}}
+{{- end -}}
+{{- if and .Values.autoscaler.enabled (contains "DeleteWorkers" (toJson .Values.job.deletionStrategy)) -}}
+{{- fail "job.deletionStrategy and autoscaler.enabled: KubeRay deletes workers alone only without the autoscaler" -}}
+{{- end -}}
 {{- if and .Values.kueue.queueName (not .Values.job.shutdownAfterJobFinishes) -}}
 {{- fail "kueue.queueName and job.shutdownAfterJobFinishes: Kueue takes only jobs whose cluster ends with them" -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.kueue.queueName .Values.autoscaler.enabled -}}
 {{- fail "kueue.queueName and autoscaler.enabled: Kueue admits a cluster as a whole; set autoscaler.enabled to false" -}}
+{{- end -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "rayzero.fullname" .)) -}}
+{{- fail (printf "fullnameOverride: KubeRay takes no name like %s; it begins with a letter, and has letters, digits and -" (include "rayzero.fullname" .)) -}}
+{{- end -}}
+{{- if and .Values.auth.enabled (not (semverCompare ">=2.52.0-0" .Values.rayVersion)) -}}
+{{- fail (printf "rayVersion and auth.enabled: Ray %s knows no tokens; they came with 2.52.0" .Values.rayVersion) -}}
 {{- end -}}
 {{- $names := list -}}
 {{- range $index, $group := include "rayzero.groups" . | fromJsonArray -}}

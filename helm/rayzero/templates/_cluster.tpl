@@ -68,7 +68,7 @@ workerGroupSpecs:
     replicas: {{ int .min }}
     minReplicas: {{ int .min }}
     maxReplicas: {{ int .max }}
-    {{- if $.Values.autoscaler.enabled }}
+    {{- if and $.Values.autoscaler.enabled (eq $.Values.autoscaler.version "v2") }}
     idleTimeoutSeconds: {{ int .idleTimeoutSeconds }}
     {{- end }}
     rayStartParams:

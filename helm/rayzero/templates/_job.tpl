@@ -6,6 +6,17 @@
 {{- $metrics.port | default .Values.metrics.port | int -}}
 {{- end -}}
 
+{{/* The ports of jobs' endpoints, as a JSON list of {name, port}: in a cluster that stays, several. */}}
+{{- define "rayzero.metrics.ports" -}}
+{{- $first := include "rayzero.metrics.port" . | int -}}
+{{- $ports := list -}}
+{{- range $index := until (ternary (int .Values.metrics.ports) 1 (eq .Values.mode "cluster")) -}}
+{{- $name := ternary "rayzero-metrics" (printf "rayzero-%d" $index) (eq $index 0) -}}
+{{- $ports = append $ports (dict "name" $name "port" (add $first $index)) -}}
+{{- end -}}
+{{- toJson $ports -}}
+{{- end -}}
+
 {{- define "rayzero.job" -}}
 {{- $job := deepCopy .Values.job.spec -}}
 {{- if not $job.engine -}}{{- $_ := set $job "engine" "engine.json" -}}{{- end -}}

@@ -26,7 +26,9 @@ spec:
   serviceAccountName: {{ include (printf "rayzero.%s.account" .role) $root }}
   automountServiceAccountToken: {{ and (eq .role "head") $root.Values.autoscaler.enabled }}
   enableServiceLinks: false
-  restartPolicy: {{ ternary "Never" "Always" (and $root.Values.autoscaler.enabled (eq $root.Values.autoscaler.version "v2")) }}
+  {{- $scaled := and $root.Values.autoscaler.enabled (eq $root.Values.autoscaler.version "v2") }}
+  {{- $beside := and (eq .role "head") (eq $root.Values.mode "job") (eq $root.Values.job.submissionMode "SidecarMode") }}
+  restartPolicy: {{ ternary "Never" "Always" (or $scaled $beside) }}
   terminationGracePeriodSeconds: {{ .pod.terminationGracePeriodSeconds | default (add $notice 15) | int }}
   securityContext:
     {{- include "rayzero.pod.security" $root | nindent 4 }}
@@ -59,8 +61,16 @@ spec:
         - {name: client, containerPort: 10001}
         - {name: metrics, containerPort: 8080}
         {{- if $root.Values.metrics.enabled }}
-        - {name: rayzero-metrics, containerPort: {{ include "rayzero.metrics.port" $root }}}
+        {{- range include "rayzero.metrics.ports" $root | fromJsonArray }}
+        - {name: {{ .name }}, containerPort: {{ int .port }}}
         {{- end }}
+        {{- end }}
+      {{- if .pod.stopJobsOnTermination }}
+      lifecycle:
+        preStop:
+          exec:
+            command: [python, -m, rayzero.orchestrator.head.ending, {{ add $notice 5 | quote }}]
+      {{- end }}
       {{- else }}
       ports:
         - {name: metrics, containerPort: 8080}

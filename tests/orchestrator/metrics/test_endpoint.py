@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import socket
@@ -28,10 +29,11 @@ def endpoint() -> Iterator[Endpoint]:
     made.close()
 
 
-def opened(host: str = "127.0.0.1", port: int = 0) -> Endpoint:
+def opened(host: str = "127.0.0.1", port: int = 0, ports: int = 1) -> Endpoint:
     registry = CollectorRegistry()
     Gauge("rayzero_step", "Steps.", registry=registry).set(7)
-    return Endpoint(host, port, registry, {"/snapshot.json": json_page(lambda: {"step": 7})})
+    pages = {"/snapshot.json": json_page(lambda: {"step": 7})}
+    return Endpoint(host, range(port, port + ports), registry, pages)
 
 
 def get(endpoint: Endpoint, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
@@ -71,6 +73,30 @@ def test_a_client_that_says_nothing_keeps_nobody_waiting(endpoint: Endpoint):
 def test_a_port_in_use_is_named_with_its_setting(endpoint: Endpoint):
     with pytest.raises(ConfigError, match=rf"metrics\.port: .*127\.0\.0\.1:{endpoint.port}"):
         opened(port=endpoint.port)
+
+
+def test_jobs_on_one_head_take_ports_in_turn(endpoint: Endpoint):
+    """Where the next port is free, which is nobody's promise, the next job has it."""
+    first, last = endpoint.port, endpoint.port + 19
+    other = opened(port=first, ports=20)
+    try:
+        assert first < other.port <= last
+    finally:
+        other.close()
+
+
+def test_ports_that_are_all_in_use_are_named(endpoint: Endpoint):
+    held = []
+    for port in (endpoint.port + 1, endpoint.port + 2):
+        with contextlib.suppress(OSError):  # somebody else's, which is as good
+            held.append(socket.create_server(("127.0.0.1", port)))
+    try:
+        where = rf"127\.0\.0\.1:{endpoint.port} to {endpoint.port + 2}"
+        with pytest.raises(ConfigError, match=where):
+            opened(port=endpoint.port, ports=3)
+    finally:
+        for one in held:
+            one.close()
 
 
 def test_a_host_that_is_not_this_machines_is_named():

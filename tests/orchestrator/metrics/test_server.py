@@ -22,7 +22,7 @@ LIMIT_S = 60.0
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
     pages = {"/": lambda: ("text/html", b"<p>")}
-    made = Endpoint("127.0.0.1", 0, CollectorRegistry(), pages)
+    made = Endpoint("127.0.0.1", range(1), CollectorRegistry(), pages)
     yield made
     made.close()
 
