@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -46,6 +47,8 @@ class PaperGroup:
         self._tickets: dict[int, Callable[[Any], Any]] = {}
         self._orders: list[tuple[str, tuple[Any, ...], int | None]] = []
         self._died_s: list[float] = []
+        self._there = select.poll()
+        self._there.register(pipe.fileno(), select.POLLIN)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pipe.fileno(), self._read)
 
@@ -130,7 +133,7 @@ class PaperGroup:
     def _read(self) -> None:
         """Everything that is there, for a while: a death must not wait behind what was said."""
         until_s = time.monotonic() + _READ_S
-        while self._pipe.poll() and time.monotonic() < until_s:
+        while self._there.poll(0) and time.monotonic() < until_s:
             began_s = time.thread_time()
             try:
                 batch: Batch = self._pipe.recv()

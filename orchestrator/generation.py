@@ -57,7 +57,7 @@ class Generation:
         self._finished: set[int] = set()
         self._memories: dict[int, Memory] = {}
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return len(self.places)
 
@@ -103,7 +103,7 @@ class Generation:
     @property
     def restored(self) -> bool:
         """Whether every member has an engine, its state loaded: it can be moved without loss."""
-        return bool(self.places) and len(self._restored) == self.world_size
+        return len(self._restored) == self.world_size > 0
 
     def rank_of(self, worker: int) -> int | None:
         return self._ranks.get(worker)

@@ -36,11 +36,12 @@ class Heard:
     """What came of the workers at once.
 
     Args:
-        said: (worker, its messages in order); without messages it said that it lives.
+        said: (worker, its messages in order), for the hearer to keep; without messages it said
+            that it lives.
         lost: (worker, what is known about the cause); it says no more, and has said all before.
     """
 
-    said: Sequence[tuple[int, Sequence[Message]]] = ()
+    said: Sequence[tuple[int, list[Message]]] = ()
     lost: Sequence[tuple[int, str]] = ()
 
 

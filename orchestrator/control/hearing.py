@@ -30,8 +30,11 @@ from rayzero.workers.messages import (
 
 
 class Hearing:
-    """Messages may be late: of a worker that is lost by now, or of an older generation. Whoever
-    hands them in rings the desk's bell behind them."""
+    """Messages may be late: of a worker that is lost by now, or of an older generation.
+
+    The bell is rung for the last of many only: thousands of rings would wake those who wait
+    thousands of times, and they wait for all.
+    """
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class Hearing:
 
     def _step_finished(self, record: StepRecord) -> None:
         desk = self._desk
+        desk.bell.ring()
         passed = self._repairs.finished(record.step_s, record.world_size, desk.now_s())
         if passed is not None:
             append(desk.plan.output_dir, passed)
@@ -106,12 +110,15 @@ class Hearing:
     def _restores(self, worker: int, message: Restored) -> None:
         if self._desk.generation.restores(worker, message):
             self._repairs.enter("redo", self._desk.now_s())
+            self._desk.bell.ring()
 
     def _leaves(self, worker: int, message: Finished | Stopped | Crashed) -> None:
         desk, generation = self._desk, self._desk.generation
         known = len(generation.faults)
         if not generation.leaves(worker, message, desk.now_s()):
             return
+        if generation.deserted or not isinstance(message, Stopped):
+            desk.bell.ring()
         if len(generation.faults) > known:
             self._faults.crashed()
         if isinstance(message, Finished):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import cast
 
 from rayzero.orchestrator.control.desk import Desk, silent
 from rayzero.orchestrator.group import POLL_S
@@ -59,9 +60,10 @@ class Watch:
     def hand_on(self, worker: int) -> None:
         """Hands on what a worker has said so far."""
         for message in self._said.pop(worker, ()):
-            if isinstance(message, Heartbeat):
-                self._beats[worker] = message
-            elif isinstance(message, Report):
+            kind = type(message)
+            if kind is Heartbeat:
+                self._beats[worker] = cast(Heartbeat, message)
+            elif kind is Report:
                 self._proven.add(worker)
             self._receive(worker, message)
 
@@ -99,26 +101,21 @@ class Watch:
             self._is_lost(worker, silent(limit_s))
 
     async def _hear(self) -> None:
-        group = self._desk.ports.workers
+        group, heard_at_s, said = self._desk.ports.workers, self._heard_at_s, self._said
         while True:
             heard = await group.hear()
             now_s = self._desk.now_s()
             for worker, messages in heard.said:
-                if worker in self._heard_at_s:
-                    self._heard_at_s[worker] = now_s
-                if messages:
-                    self._keep(worker, messages)
+                if worker in heard_at_s:
+                    heard_at_s[worker] = now_s
+                if worker in said:
+                    said[worker].extend(messages)
+                elif messages:
+                    said[worker] = messages
+                    self._order.append(worker)
             for worker, cause in heard.lost:
                 self._is_lost(worker, cause)
             self._news.set()
-
-    def _keep(self, worker: int, messages: Iterable[Message]) -> None:
-        before = self._said.get(worker)
-        if before is None:
-            self._said[worker] = list(messages)
-            self._order.append(worker)
-        else:
-            before.extend(messages)
 
     def _is_lost(self, worker: int, cause: str) -> None:
         self.hand_on(worker)
@@ -126,13 +123,12 @@ class Watch:
         self._on_lost(worker, cause)
 
     async def _hand_all_on(self) -> None:
-        order, desk = self._order, self._desk
+        order, now = self._order, self._desk.ports.clock.now
         while True:
             await self._news.wait()
             self._news.clear()
             while order:
-                until_s = desk.now_s() + SLICE_S
-                while order and desk.now_s() < until_s:
+                until_s = now() + SLICE_S
+                while order and now() < until_s:
                     self.hand_on(order.popleft())
-                desk.bell.ring()
                 await asyncio.sleep(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
@@ -77,14 +76,10 @@ def first(workers: Sequence[WorkerInfo]) -> WorkerInfo:
 
 def ranks(workers: Sequence[WorkerInfo]) -> tuple[Place, ...]:
     """Ranks in the workers' order, but node by node, so that neighbours in rank share a node."""
-    order: dict[str, int] = {}
+    nodes: dict[str, list[WorkerInfo]] = {}
     for worker in sorted(workers, key=lambda one: one.index):
-        order.setdefault(worker.node_id, len(order))
-    seated = sorted(workers, key=lambda one: (order[one.node_id], one.index))
-    sizes = Counter(worker.node_id for worker in workers)
-    local: Counter[str] = Counter()
-    places = []
-    for rank, worker in enumerate(seated):
-        places.append(Place(worker.index, rank, local[worker.node_id], sizes[worker.node_id]))
-        local[worker.node_id] += 1
-    return tuple(places)
+        nodes.setdefault(worker.node_id, []).append(worker)
+    seated = ((one, local, len(mine)) for mine in nodes.values() for local, one in enumerate(mine))
+    return tuple(
+        Place(one.index, rank, local, size) for rank, (one, local, size) in enumerate(seated)
+    )

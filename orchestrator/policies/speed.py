@@ -76,7 +76,7 @@ class Speed:
     def begin(self, workers: Sequence[int]) -> None:
         """A generation of these workers begins. Those who stay are still known; the split of the
         samples may be another one now, so times are measured anew."""
-        self._records = {worker: self._records.get(worker, _Record()) for worker in workers}
+        self._records = {worker: self._records.get(worker) or _Record() for worker in workers}
         self._typical_s.clear()
         for record in self._records.values():
             record.compute_s.clear()
