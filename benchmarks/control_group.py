@@ -25,7 +25,7 @@ from rayzero.workers.messages import (
     WorkerInfo,
 )
 
-_READ_S = 0.003
+_READ_S = 0.002
 
 
 class PaperGroup:

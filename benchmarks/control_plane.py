@@ -32,11 +32,11 @@ from benchmarks.control_world import Scale, run
 from benchmarks.machine import facts, told
 from rayzero.engine.validation import validated
 from rayzero.orchestrator import events as ev
+from rayzero.orchestrator import process
 from rayzero.orchestrator.clock import SystemClock
 from rayzero.orchestrator.control.desk import Ports
 from rayzero.orchestrator.controller import Controller
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.garbage import collect_seldom
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.notices import Notice, Repaired, StateEntered
 from rayzero.orchestrator.plan import JobPlan, make_plan
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
     options = parser.parse_args()
-    collect_seldom()
+    process.tune()
     rows = []
     for workers in map(int, options.workers.split(",")):
         scale = Scale(workers, step_s=options.step_s, fault_s=options.fault_s)

@@ -17,12 +17,12 @@ import ray
 from rayzero.engine.errors import RayzeroError
 from rayzero.engine.masking import masked
 from rayzero.orchestrator import events as ev
+from rayzero.orchestrator import process
 from rayzero.orchestrator.clock import SystemClock
 from rayzero.orchestrator.control.desk import Ports
 from rayzero.orchestrator.controller import Controller
 from rayzero.orchestrator.differences import document
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.garbage import collect_seldom
 from rayzero.orchestrator.head.feed import Feed
 from rayzero.orchestrator.head.outcome import Ended, JobStatus, News
 from rayzero.orchestrator.head.papers import Papers, log_path, read_log
@@ -57,7 +57,7 @@ class JobActor:
     def __init__(self, plan: JobPlan, can_grow: bool) -> None:
         with suppress(OSError):  # Ray makes workers nice; who notices deaths should not wait
             os.setpriority(os.PRIO_PROCESS, 0, 0)
-        collect_seldom()
+        process.tune()
         self._plan = plan
         self._can_grow = can_grow
         self._feed = Feed()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -36,6 +35,9 @@ class Rank:
     def gauge(self, name: str) -> float | None:
         return self.report.gauges.get(name) if self.report is not None else None
 
+    def copied(self) -> Rank:
+        return Rank(self.report, self.beat, self.node, self.exposed_s, self.data_wait_s)
+
     def add_traffic(self, moved: Moved) -> None:
         """Adds what its engine has moved so far."""
         gauges = self.report.gauges if self.report is not None else _NOTHING
@@ -65,7 +67,7 @@ class Ranks:
 
     def copied(self) -> Ranks:
         """As they are now, whatever is told afterwards."""
-        rows = {rank: copy(one) for rank, one in self.by_rank.items()}
+        rows = {rank: one.copied() for rank, one in self.by_rank.items()}
         return Ranks(defaultdict(Rank, rows), self.gone.copy())
 
     def reported(self, report: Report) -> None:
