@@ -14,6 +14,9 @@ from rayzero.engine.masking import redacted
 
 M = TypeVar("M", bound=BaseModel)
 
+IN_A_DOCUMENT = {"document": True}
+"""The validation context of what was read: a model that is made by a script has none."""
+
 
 class _Shown(Repr):
     """Long values are cut: a message must stay readable."""
@@ -56,11 +59,15 @@ def validated(model: type[M], value: Any, what: str) -> M:
 def check(model: type[M], value: dict[str, Any]) -> tuple[M | None, list[str]]:
     """`value` as a `model`, or None and a line for every mistake in it."""
     try:
-        return model.model_validate(value), []
+        return model.model_validate(value, context=IN_A_DOCUMENT), []
     except ValidationError as error:
-        # One line for each place: what the members of a union each say is one mistake.
-        places = {one["loc"]: one for one in reversed(error.errors(include_url=False))}
-        return None, [_line(model, one) for one in reversed(places.values())]
+        return None, mistakes_in(model, error)
+
+
+def mistakes_in(model: type[BaseModel], error: ValidationError) -> list[str]:
+    """A line for each place: what the members of a union each say is one mistake."""
+    places = {one["loc"]: one for one in reversed(error.errors(include_url=False))}
+    return [_line(model, one) for one in reversed(places.values())]
 
 
 def refuse(what: str, mistakes: Sequence[str]) -> NoReturn:

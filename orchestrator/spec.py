@@ -5,7 +5,18 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from rayzero.engine.validation import mistakes_in, refuse
 
 SCHEMES = ("file", "s3", "gs", "gcs", "hdfs")
 """What the URL of a checkpoint folder may begin with."""
@@ -41,6 +52,19 @@ class Workers(_Section):
         if value is not None and value < least:
             raise ValueError(f"must not be less than workers.min, which is {least}")
         return value
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_a_script(
+        cls, value: Any, handler: ModelWrapValidatorHandler[Workers], info: ValidationInfo
+    ) -> Workers:
+        """`rayzero.Workers(...)` is refused in the words that `workers:` of a job file is."""
+        try:
+            return handler(value)
+        except ValidationError as error:
+            if info.context is None:
+                refuse("workers", mistakes_in(cls, error))
+            raise
 
     @property
     def most(self) -> int:

@@ -119,6 +119,12 @@ def test_every_link_to_a_heading_finds_it(page: Path) -> None:
     assert lost == []
 
 
+def test_the_index_has_every_page() -> None:
+    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    pages = {page.name for page in PAGES if page.parent == ROOT / "docs"} - {"README.md"}
+    assert {page for page in pages if f"]({page})" not in index} == set()
+
+
 @pytest.mark.parametrize(
     ("line", "wrong"),
     [

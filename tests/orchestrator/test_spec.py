@@ -9,7 +9,7 @@ import yaml
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.loading import load_job
-from rayzero.orchestrator.spec import JobSpec
+from rayzero.orchestrator.spec import JobSpec, Workers
 
 WHOLE = """
 name: gpt-stdlib
@@ -181,6 +181,19 @@ def test_a_job_file_that_cannot_be_read(tmp_path: Path):
 def test_a_wrong_override_is_named(folder: Path, override: str, words: str):
     with pytest.raises(ConfigError, match=words):
         load(folder, SMALL, override)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"min": 3, "max": 2}, "workers: max: must not be less than workers.min, which is 3"),
+        ({"mn": 3}, "workers: mn: unknown key (did you mean 'min'?)"),
+    ],
+)
+def test_workers_of_a_script_are_refused_in_the_same_words(values: dict[str, int], words: str):
+    with pytest.raises(ConfigError) as refused:
+        Workers(**values)  # type: ignore[arg-type]
+    assert words in str(refused.value)
 
 
 def test_editors_can_have_a_schema():
