@@ -18,7 +18,6 @@ from warnings import catch_warnings, filterwarnings
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from rayzero.engine.checkpoint.exportable import Exportable
 from rayzero.engine.checkpoint.imports.foreign import open_foreign
 from rayzero.engine.checkpoint.reader import CheckpointSource
+from rayzero.engine.checkpoint.whole_file import save_safetensors
 from rayzero.engine.errors import ConfigError, DataError, nearest
 from rayzero.engine.state.source import StateSource
 
@@ -84,12 +84,12 @@ def write_safetensors(state: Exportable, folder: Path, shard_bytes: int = SHARD_
     shards = _shards(state.sizes(), shard_bytes)
     if len(shards) == 1:
         tensors = {name: state.read(name) for name in shards[0]}
-        save_file(tensors, folder / "model.safetensors", metadata)
+        save_safetensors(tensors, folder / "model.safetensors", metadata)
         return
     places: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file({name: state.read(name) for name in names}, folder / file, metadata)
+        save_safetensors({name: state.read(name) for name in names}, folder / file, metadata)
         places |= dict.fromkeys(names, file)
     index = {
         "metadata": {"total_size": sum(state.sizes().values())},

@@ -14,8 +14,8 @@ class Signals:
     """Handles the signals for the length of a `with`, in the main thread.
 
     Until `defer`, a signal raises KeyboardInterrupt. From then on the first one is only noted, and
-    the main thread's loop acts on it. After the second the kernel ends what is ours: a Ray cluster
-    of our own dies with its parent process, and on any other cluster actors die with their driver.
+    the main thread's loop acts on it. The second ends this process: a Ray cluster of our own dies
+    with it, and on any other cluster the job's process finishes the stop by itself.
     """
 
     def __init__(self) -> None:

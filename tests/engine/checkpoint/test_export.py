@@ -79,6 +79,8 @@ def test_safetensors_are_read_by_the_library_into_the_model(tmp_path: Path) -> N
     target = tmp_path / "out"
     written = export_state(laid(model), str(target), "safetensors")
     assert written == [str(target / "model.safetensors")]
+    (plain := tmp_path / "plain").touch()
+    assert Path(written[0]).stat().st_mode == plain.stat().st_mode
     with safe_open(written[0], framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert "head.weight" not in file.keys()  # noqa: SIM118  tied: one is stored
@@ -125,7 +127,7 @@ def test_one_shard_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: Any) -> N
     def save(tensors: dict[str, Tensor], *_: Any) -> None:
         state.alive -= sum(one.nbytes for one in tensors.values())
 
-    monkeypatch.setattr(module, "save_file", save)
+    monkeypatch.setattr(module, "save_safetensors", save)
     write_safetensors(state, tmp_path, shard_bytes=1000)
     assert state.highest <= 1000
 
