@@ -59,3 +59,9 @@ def nearest(word: str, allowed: list[str]) -> str:
     """` (did you mean 'x'?)`, or nothing when no allowed word is near."""
     close = get_close_matches(word, allowed, n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its type where it says nothing."""
+    text = error.seen if isinstance(error, RayzeroError) else str(error)
+    return (text.strip().splitlines() or [type(error).__name__])[0]

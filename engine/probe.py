@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rayzero.engine.comm.connect import connect
+from rayzero.engine.errors import first_line
 
 _LIMIT = timedelta(seconds=30)
 
@@ -48,7 +49,7 @@ def trials(rank: int, folder: Path) -> Iterator[dict[str, Any]]:
         try:
             yield {f"{backend}_s": _trial(backend, rank, folder / backend)}
         except (RuntimeError, ValueError, OSError) as error:
-            yield {f"{backend}_trouble": str(error).strip().splitlines()[0]}
+            yield {f"{backend}_trouble": first_line(error)}
 
 
 def _trial(backend: str, rank: int, meeting: Path) -> float:

@@ -82,7 +82,10 @@ class Job:
             observer: is told about states, steps and log lines, in a thread of this process.
 
         Raises:
-            ConfigError: there is no such cluster, or the output folder cannot be made.
+            ConfigError: there is no such cluster, the output folder cannot be made, or another job
+                of that name is running.
+            JobFailedError: a cluster of our own could not be started, or the job of that name that
+                is running does not answer.
         """
         plan = self._plan()
         cluster = connect(address)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import ray
 from ray._private import services  # finding heads on this machine is nowhere public
 
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.errors import ConfigError, first_line
+from rayzero.orchestrator.errors import JobFailedError
 
 _OBJECT_STORE_BYTES = 128 * 2**20  # nothing big goes through it
 _REACH_S = 5.0
@@ -47,6 +48,7 @@ def connect(address: str | None) -> Cluster:
 
     Raises:
         ConfigError: there is no cluster at that address.
+        JobFailedError: one of our own could not be started.
     """
     if ray.is_initialized():
         return Cluster(owned=False, can_grow=True)
@@ -138,7 +140,7 @@ def reach(address: str) -> None:
 
 def _no_cluster(address: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"there is no Ray cluster at {address!r}: {str(error).splitlines()[0]}",
+        f"there is no Ray cluster at {address!r}: {first_line(error)}",
         allowed="host:port of a running cluster's head, or `auto`",
         fix="--address or RAY_ADDRESS; without either, a cluster is started on this machine",
     )
@@ -151,11 +153,19 @@ def _start() -> None:
     that nobody else can reach do without, whatever lies there.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
-    )
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+        )
+    except Exception as error:  # noqa: BLE001  # Ray raises plain ones: a slow start, a full disk
+        ray.shutdown()  # whatever did start
+        raise JobFailedError(
+            f"a Ray cluster could not be started on this machine: {first_line(error)}",
+            allowed="some seconds of a core, and room in /tmp and /dev/shm",
+            fix="`rayzero doctor` says what is missing; or a cluster that runs: --address",
+        ) from None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayzero.engine.config import parse_config
-from rayzero.engine.errors import RayzeroError
+from rayzero.engine.errors import RayzeroError, first_line
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator import instructions as do
 from rayzero.orchestrator.control.adopting import take_over
@@ -146,7 +146,7 @@ class Controller:
             faults=self._faults.counts(),
             repairs=self._repairs.repairs,
             checkpoint_step=self._checkpoints.newest_step,
-            error="" if self._error is None else self._error.seen.splitlines()[0],
+            error="" if self._error is None else first_line(self._error),
         )
 
     @property

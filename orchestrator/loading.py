@@ -12,7 +12,7 @@ import yaml
 from rayzero.engine.config import EngineConfig, read_config, solve_batches
 from rayzero.engine.config.autos import with_steps
 from rayzero.engine.config.parse import parse
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.validation import validated
 from rayzero.orchestrator.spec import JobSpec
 
@@ -99,7 +99,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _one_line(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    problem = getattr(error, "problem", None) or first_line(error)
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else str(problem)
 
 

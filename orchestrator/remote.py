@@ -10,7 +10,7 @@ from pathlib import Path
 from ray.exceptions import RayError
 from ray.job_submission import JobSubmissionClient
 
-from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.engine.errors import ConfigError, RayzeroError, first_line
 from rayzero.engine.masking import HIDDEN, is_secret, masked
 from rayzero.orchestrator.errors import JobFailedError
 
@@ -65,7 +65,7 @@ class OtherCluster:
             write(text)
 
     def _told(self, error: Exception, kind: type[RayzeroError]) -> RayzeroError:
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        text = first_line(error)
         return kind(
             masked(f"the cluster at {self._address} did not take it: {text}"),
             allowed="the address of a Ray dashboard, such as http://HOST:8265",

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.planning.live import LiveBytes
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.trees import tensors_in
@@ -83,8 +83,7 @@ def trace(
             loss.backward()
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            f"the model cannot be traced without data: {type(error).__name__}: "
-            f"{str(error).splitlines()[0]}",
+            f"the model cannot be traced without data: {type(error).__name__}: {first_line(error)}",
             allowed="a forward that does not look at the values of tensors (.item(), `if tensor`)",
             fix="leave the batch out: everything but activations is worked out",
         ) from error

@@ -12,6 +12,7 @@ from rayzero.orchestrator.control.faults import Faults
 from rayzero.orchestrator.control.keeping import Keeping
 from rayzero.orchestrator.control.speeds import Speeds
 from rayzero.orchestrator.control.vaults import Vaults
+from rayzero.orchestrator.notices import Warned
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.repairs import Repairs, append
 from rayzero.workers.messages import (
@@ -90,7 +91,10 @@ class Hearing:
         desk.bell.ring()
         passed = self._repairs.finished(record.step_s, record.world_size, desk.now_s())
         if passed is not None:
-            append(desk.plan.output_dir, passed)
+            try:
+                append(desk.plan.output_dir, passed)
+            except OSError as error:  # a full disk is no reason to end a job that was just repaired
+                desk.see(Warned(f"repairs.jsonl cannot be written: {error.strerror or error}"))
             desk.see(passed)
         self._keeping.step_finished(record.generation)
         self._vaults.step_finished()

@@ -9,7 +9,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayzero.engine.errors import RayzeroError
+from rayzero.engine.errors import RayzeroError, first_line
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.head.actor import JobActor
 from rayzero.orchestrator.lost import cause
@@ -79,11 +79,11 @@ def call(actor: Any, method: str, *args: Any, timeout_s: float) -> Any:
     try:
         answer = ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
     except (ActorUnavailableError, GetTimeoutError) as error:
-        raise AwayError(f"the job's process does not answer: {_line(error)}") from None
+        raise AwayError(f"the job's process does not answer: {first_line(error)}") from None
     except RayActorError as error:
         raise GoneError(f"the job's process is gone: {cause(error)}") from None
     except RayError as error:
-        raise JobFailedError(f"the job's process failed: {_line(error)}") from None
+        raise JobFailedError(f"the job's process failed: {first_line(error)}") from None
     if isinstance(answer, RayzeroError):
         raise answer
     return answer
@@ -99,7 +99,3 @@ def _head() -> str | None:
     return next(
         (one["NodeID"] for one in nodes if one["Alive"] and _HEAD in one["Resources"]), None
     )
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

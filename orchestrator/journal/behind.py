@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Condition, Thread
 
-from rayzero.engine.errors import RayzeroError
+from rayzero.engine.errors import first_line
 
 KEPT = 10_000
 """Lines that wait to be written; beyond that the oldest are dropped, and it is told."""
@@ -20,7 +20,7 @@ class Behind:
 
     Args:
         what: what is written, in the words of a warning.
-        write: writes lines, or raises RayzeroError or OSError; then it is given them again.
+        write: writes lines, or raises; then it is given them again.
         every_s: how long lines are gathered before they are written.
         tell: shows a warning; called in the thread.
     """
@@ -72,7 +72,7 @@ class Behind:
                 lines, dropped = list(self._lines), self._dropped
             try:
                 self._write(lines)
-            except (RayzeroError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  # a thread that ended could not be told of it
                 if not self._failed(error):
                     return
                 continue
@@ -85,8 +85,8 @@ class Behind:
     def _failed(self, error: Exception) -> bool:
         """Told once for each time that it begins to fail; whether to try again."""
         if self._failures == 0:
-            text = error.seen if isinstance(error, RayzeroError) else str(error)
-            self._tell(f"{self._what} cannot be written, and is tried again: {text}")
+            what = first_line(error)
+            self._tell(f"{self._what} cannot be written, and is tried again: {what}")
         until_s = self._closing_until_s
         if until_s is not None and time.monotonic() > until_s:
             return False

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import Protocol
 
+from rayzero.engine.errors import first_line
 from rayzero.orchestrator.progress import StepRecord
 
 _WAITING = 4096
@@ -15,7 +16,7 @@ _FLUSH_S = 1.0
 
 
 class Sink(Protocol):
-    """A file of steps. Used by the writer's thread only; may raise OSError."""
+    """A file of steps. Used by the writer's thread only; may raise what it likes."""
 
     def write(self, record: StepRecord) -> None: ...
 
@@ -76,6 +77,6 @@ class Behind:
         for sink in list(self._sinks):
             try:
                 act(sink)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001  # whatever it is, the others go on
                 self._sinks.remove(sink)
-                self._tell(f"metrics: {type(sink).__name__} writes no more: {error}")
+                self._tell(f"metrics: {type(sink).__name__} writes no more: {first_line(error)}")

@@ -14,6 +14,7 @@ from rayzero.engine.errors import (
     DataError,
     EngineError,
     RayzeroError,
+    first_line,
     nearest,
 )
 
@@ -55,3 +56,12 @@ def test_nearest() -> None:
     assert nearest("overlap", words) == " (did you mean 'overlap_comm'?)"
     assert nearest("zebra", words) == ""
     assert nearest("stage", []) == ""
+
+
+def test_one_line_of_an_error_is_there_even_if_it_says_nothing() -> None:
+    assert first_line(ConfigError("two\nlines", fix="x")) == "two"
+    assert (
+        first_line(OSError(28, "No space left on device")) == "[Errno 28] No space left on device"
+    )
+    assert first_line(ConnectionError()) == "ConnectionError"
+    assert first_line(ValueError("\n ")) == "ValueError"

@@ -41,6 +41,19 @@ def texts(stage: Stage) -> str:
 
 
 @played
+async def test_a_repair_that_cannot_be_written_down_is_told_and_the_job_goes_on(folder: Path):
+    stage = three(folder)
+    await stage.steps(2)
+    (stage.plan.output_dir / "repairs.jsonl").mkdir(parents=True)  # as good as a full disk
+    stage.world.kill(1)
+    await settle()
+    await stage.steps(1)
+    assert "repairs.jsonl cannot be written" in texts(stage)
+    assert len(stage.notebook.of(Repaired)) == 1
+    assert (await stage.finish()).metrics["repairs"] == 1
+
+
+@played
 async def test_the_survivors_of_a_death_go_on_at_the_last_step_without_any_time_passing(
     folder: Path,
 ):

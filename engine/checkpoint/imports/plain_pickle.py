@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from rayzero.engine.errors import ConfigError, DataError
+from rayzero.engine.errors import ConfigError, DataError, first_line
 
 _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
 # What a torn or foreign file makes of the zip reader and of the weights-only unpickler.
@@ -67,7 +67,7 @@ def load_plain(path: Path) -> dict[str, Any]:
         with safe_globals(stubs):
             content = torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
     except _DAMAGE as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise DataError(
             f"{path} cannot be read: {reason}", allowed="a file of torch.save"
         ) from error

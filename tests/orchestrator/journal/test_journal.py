@@ -107,7 +107,12 @@ def test_files_are_numbered_and_a_later_process_goes_on_behind(tmp_path: Path):
     assert read(str(tmp_path / "other")) is None
 
 
-def test_a_store_that_fails_is_told_once_and_tried_again(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "failure", [StoreError("full", "disk", "No space left on device"), ValueError("odd")]
+)
+def test_a_store_that_fails_is_told_once_and_tried_again(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(behind_module, "RETRY_S", (0.01,))
     told: list[str] = []
     written: list[str] = []
@@ -116,7 +121,7 @@ def test_a_store_that_fails_is_told_once_and_tried_again(monkeypatch: pytest.Mon
 
     def write(lines: Sequence[str]) -> None:
         if next(failures, False):
-            raise StoreError("full", "disk", "No space left on device")
+            raise failure
         written.extend(lines)
         done.set()
 

@@ -24,7 +24,7 @@ def step(number: int, loss: float = 1.5, **gauges: float) -> StepRecord:
 class Held:
     """A sink whose disk stands still until it is let go, or fails."""
 
-    def __init__(self, error: OSError | None = None) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.go = threading.Event()
         self.written: list[int] = []
         self.closed = False
@@ -131,8 +131,11 @@ def test_a_slow_disk_makes_nobody_wait_and_what_was_dropped_is_told(
     assert f"{10 - len(slow.written)} steps came too fast" in text
 
 
-def test_a_file_that_fails_is_told_once_and_the_others_go_on():
-    full, good, told = Held(OSError(errno.ENOSPC, "No space left on device")), Held(), []
+@pytest.mark.parametrize(
+    "what", [OSError(errno.ENOSPC, "No space left"), ValueError("No space left")]
+)
+def test_a_file_that_fails_is_told_once_and_the_others_go_on(what: Exception):
+    full, good, told = Held(what), Held(), []
     full.go.set()
     good.go.set()
     behind = Behind([full, good], told.append)
