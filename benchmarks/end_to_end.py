@@ -11,6 +11,7 @@ and it is said.
 from __future__ import annotations
 
 import argparse
+import email
 import json
 import signal
 import sys
@@ -57,13 +58,13 @@ class Story:
             NotSoError, TimeoutError: a part of it went wrong.
         """
         before = shared_memory()
-        prepare(self._data)
+        prepare(self._data, Path(email.__file__).parent)  # a little text is enough
         try:
             self.seconds["head: started, with dashboard and token"] = self._head.start()
-            with self._timed("submit to first step"):
-                self._job.submit("first")
-                self._job.step_after(0)
             with scraping(self._job.port, self._head.folder / "prometheus") as scraper:
+                with self._timed("submit to first step"):
+                    self._job.submit("first")
+                    self._job.step_after(0)
                 self._watch(scraper)
                 self._kill_driver()
                 self._kill_worker(scraper)

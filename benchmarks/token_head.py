@@ -22,7 +22,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 120.0
-COMMAND_S = 180.0
+COMMAND_S = 600.0
 OBJECT_STORE_BYTES = 80 * 2**20
 
 
