@@ -16,14 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rayzero.orchestrator.api import Job, Workers
 from rayzero.orchestrator.metrics.catalog import CATALOG
-from rayzero.orchestrator.notices import Serving
+from rayzero.orchestrator.notices import Resized, Serving
 from rayzero.orchestrator.progress import StepRecord
 from tests.integration.conftest import Head
 from tests.integration.jobs import steady
 from tests.orchestrator.support import Notebook
 
 pytestmark = pytest.mark.slow
-STEPS = 150
+STEPS = 1_000_000  # it goes on for as long as it is looked at
 # Of a job on CPUs without tokens: nobody knows a peak, and it wants no checkpoint and no resize.
 ABSENT = {
     "rayzero_model_flops_utilization_ratio",
@@ -57,20 +57,34 @@ def scrape_a_job(folder: Path) -> None:
     )
     handle = job.submit(observer=notebook)
     try:
-        wait(lambda: any(one.step >= 40 for one in notebook.of(StepRecord)), handle)
+        wait(lambda: whole_again(notebook), handle)
         (serving,) = notebook.of(Serving)
         check_series(read(serving.url + "/metrics").decode())
         check_snapshot(json.loads(read(serving.url + "/snapshot.json")))
-        handle.result()
+        handle.stop()
+        assert handle.wait(120)
     finally:
         handle.end()
     port = int(serving.url.rsplit(":", 1)[1])
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
     lines = (folder / "scraped" / "metrics.jsonl").read_text().splitlines()
-    assert sorted({json.loads(line)["step"] for line in lines}) == list(range(1, STEPS + 1))
+    steps = sorted({json.loads(line)["step"] for line in lines})
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= 40
     (events,) = (folder / "scraped" / "tensorboard").iterdir()
     assert events.stat().st_size > 1000
+
+
+def whole_again(notebook: Notebook) -> bool:
+    """After the fault, and with a worker in the dead one's place."""
+    records = notebook.of(StepRecord)
+    return bool(
+        notebook.of(Serving)
+        and notebook.of(Resized)
+        and records[-1].step >= 40
+        and records[-1].world_size == 2
+    )
 
 
 def check_series(text: str) -> None:
@@ -94,7 +108,7 @@ def check_series(text: str) -> None:
     began = found["rayzero_start_timestamp_seconds", ()]
     booked = sum(value for (name, _), value in found.items() if "time_seconds_total" in name)
     wall = booked + found["rayzero_time_pending_seconds", ()]
-    assert abs(time.time() - began - wall) < 5  # the scrape was a moment ago
+    assert abs(time.time() - began - wall) < 30  # the scrape was a moment ago
 
 
 def check_snapshot(value: dict[str, Any]) -> None:
@@ -110,7 +124,7 @@ def read(url: str) -> bytes:
         return bytes(answer.read())
 
 
-def wait(so: Callable[[], bool], handle: Any, limit_s: float = 120.0) -> None:
+def wait(so: Callable[[], bool], handle: Any, limit_s: float = 300.0) -> None:
     until = time.monotonic() + limit_s
     while not so():
         if handle.wait(0.1):

@@ -16,13 +16,13 @@ from pathlib import Path
 import psutil
 
 MARK = "RAYZERO_TEST_RUN"
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 """How long processes that were told to end may take."""
 _SHARED = Path("/dev/shm")
 # Python's own helpers end with the process that has them.
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-# What Ray, torchrun and torch's compiler keep on purpose; it goes with the run's folder.
-_KEPT = ("ray", "torchelastic_", "torchinductor_")
+# Ray, torch and Python's own libraries keep some more; all goes with the run's folder.
+_OURS = ("rayzero", "rz")
 
 
 class Run:
@@ -54,7 +54,7 @@ class Run:
         for one in left:
             one.kill()
         psutil.wait_procs(left, timeout=5)
-        files = [name for name in _names(self.folder) if not name.startswith(_KEPT)]
+        files = [name for name in _names(self.folder) if name.startswith(_OURS)]
         lines += [f"{self.folder / name}, {self.seen.get(name, '?')}" for name in files]
         lines += [f"{_SHARED / name}" for name in self._shared_files()]
         shutil.rmtree(self.folder, ignore_errors=True)
