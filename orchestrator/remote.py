@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +29,8 @@ class OtherCluster:
             ConfigError: nothing answers there, or it does not let us in.
         """
         self._address = address
+        # It tells of each connection's end.
+        logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)
         try:
             self._client = JobSubmissionClient(address)
         except _FAILURES as error:
@@ -61,8 +65,10 @@ class OtherCluster:
         return 0 if info.status == "SUCCEEDED" else 1
 
     async def _tail(self, job: str, write: Callable[[str], object]) -> None:
+        own = WithoutHead(write)
         async for text in self._client.tail_job_logs(job):
-            write(text)
+            own.write(text)
+        own.flush()
 
     def _told(self, error: Exception, kind: type[RayzeroError]) -> RayzeroError:
         text = first_line(error)
@@ -71,6 +77,34 @@ class OtherCluster:
             allowed="the address of a Ray dashboard, such as http://HOST:8265",
             fix="--address; RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH where it wants a token",
         )
+
+
+class WithoutHead:
+    """Hands on what a command of ours prints, without the lines that Ray puts before it: who reads
+    `--json` wants nothing else."""
+
+    _OF_RAY = re.compile(r"\d{4}-\d\d-\d\d \S+\s+\w+ job_manager\.py|Running entrypoint for job ")
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
+        self._head: str | None = ""  # what may be Ray's still; None behind it
+
+    def write(self, text: str) -> None:
+        if self._head is None:
+            self._write(text)
+            return
+        self._head += text
+        while "\n" in self._head:
+            line, _, rest = self._head.partition("\n")
+            if not self._OF_RAY.match(line):
+                self.flush()
+                return
+            self._head = rest
+
+    def flush(self) -> None:
+        if self._head:
+            self._write(self._head)
+        self._head = None
 
 
 def _refuse_secrets(arguments: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.remote import OtherCluster
+from rayzero.orchestrator.remote import OtherCluster, WithoutHead
 
 
 class Client:
@@ -43,3 +43,18 @@ def test_a_secret_among_the_arguments_is_refused(cluster: OtherCluster, word: st
 def test_all_else_is_taken(cluster: OtherCluster):
     words = ["run", "job.yaml", "--set", "args.pad_token=<pad>", "--set", "args.tokens=5"]
     assert cluster.begin(words, None) == "id"
+
+
+@pytest.mark.parametrize("cut", [1, 7, 1000])
+@pytest.mark.parametrize("printed", ["[]\n", "a\nRunning entrypoint for job x\n", "no end", ""])
+def test_what_ray_puts_before_the_output_is_left_out(cut: int, printed: str):
+    head = (
+        "2026-11-21 15:30:51,060\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
+        "Running entrypoint for job raysubmit_UB: python3 -m rayzero ls --json\n"
+    )
+    told: list[str] = []
+    own = WithoutHead(told.append)
+    for at in range(0, len(head + printed), cut):
+        own.write((head + printed)[at : at + cut])
+    own.flush()
+    assert "".join(told) == printed
