@@ -7,6 +7,7 @@ import logging
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ray.exceptions import RayError
@@ -63,6 +64,11 @@ class OtherCluster:
         if info.driver_exit_code is not None:
             return int(info.driver_exit_code)
         return 0 if info.status == "SUCCEEDED" else 1
+
+    def end(self, job: str) -> None:
+        """Ends a command that was begun, where it has not ended by itself; asks once only."""
+        with suppress(*_FAILURES):
+            self._client.stop_job(job)
 
     async def _tail(self, job: str, write: Callable[[str], object]) -> None:
         own = WithoutHead(write)

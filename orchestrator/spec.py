@@ -156,6 +156,10 @@ class Metrics(_Section):
         min_length=1,
         description="address to serve at; 0.0.0.0 for all, as a pod needs it",
     )
+    per_rank: bool = Field(
+        default=True,
+        description="series with a row for each rank, 16 of them: 1 MB a scrape at 1,000 ranks",
+    )
     tensorboard: bool = Field(
         default=False, description="TensorBoard's event files, in tensorboard/ of the job's folder"
     )

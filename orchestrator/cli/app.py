@@ -165,6 +165,9 @@ def top(
 ) -> None:
     """Watch a job: state, progress, loss, ranks, faults, lost time and checkpoints.
 
+    By name, in the cluster that --address says; with the http://HOST:8265 of a dashboard also from
+    outside. By the URL of its page, from wherever that can be reached.
+
     Exit code 0: the job has ended, however it did. 1: nothing answers. 2: no such job or address.
     130: left by Ctrl-C.
     """

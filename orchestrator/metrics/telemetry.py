@@ -65,6 +65,7 @@ class Telemetry:
         self._warn = warn
         self._unix = unix
         self._lock = Lock()
+        self._per_rank = plan.spec.metrics.per_rank
         self._tally = Tally(_facts(plan), self._now())
         if past is not None:
             carry_on(self._tally, past, self._now())
@@ -145,6 +146,8 @@ class Telemetry:
         """Its series; may be called from any thread."""
         with self._lock:
             job = list(job_families(self._tally, self._now()))
+            if not self._per_rank:
+                return job
             ranks = self._tally.ranks.copied()
         return [*job, *rank_families(self._tally.facts.name, ranks)]
 

@@ -7,8 +7,12 @@ import re
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard as Model
 
 from rayzero.orchestrator.metrics.catalog import CATALOG
 from rayzero.orchestrator.metrics.dashboard.grafana import (
@@ -28,6 +32,34 @@ def test_the_file_in_the_chart_is_what_the_rows_give() -> None:
     """`python -m rayzero.orchestrator.metrics.dashboard` writes it anew."""
     text = (ROOT / "helm/rayzero/files/dashboard.json").read_text(encoding="utf-8")
     assert text == document()
+
+
+def test_grafana_knows_every_field() -> None:
+    """The models of Grafana's own schema, which drop what they do not know."""
+    plugins.register_default_plugins()
+    read = Model.from_json(dashboard())
+    back = json.loads(JSONEncoder().encode(read))
+    # The first is the Prometheus source's own, the second the interface's; None says nothing.
+    assert set(dropped(dashboard(), back)) <= {"titleFormat", "definition", "allValue"}
+    misspelt = dashboard()
+    misspelt["panels"][1]["options"]["reduceOption"] = {}
+    with_it = json.loads(JSONEncoder().encode(Model.from_json(misspelt)))
+    assert "reduceOption" in set(dropped(misspelt, with_it))
+
+
+def dropped(one: Any, other: Any) -> Iterator[str]:
+    """The fields that are in one, and not in the other."""
+    if isinstance(one, dict):
+        for key, value in one.items():
+            if key in other:
+                yield from dropped(value, other[key])
+            else:
+                yield key
+    elif isinstance(one, list):
+        for value, again in zip(one, other, strict=True):
+            yield from dropped(value, again)
+    elif one != other:
+        yield f"{one!r} is {other!r}"
 
 
 def test_every_series_asked_for_is_told_by_a_job() -> None:

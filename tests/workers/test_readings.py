@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import psutil
@@ -21,8 +21,8 @@ from tests.workers import repairs
 from tests.workers.support import ASSIGN
 from tests.workers.test_context import session
 
-COST_S = 0.005
-"""A report costs 0.2 ms on an idle machine."""
+COST_S = 0.001
+"""Of the training thread's own time, the least of several: 0.2 ms on an idle machine."""
 
 
 def trained(model: nn.Module, steps: int) -> tuple[Engine, JobSession, list[Report]]:
@@ -92,8 +92,8 @@ def test_a_report_is_cheap():
     engine, made, _ = trained(nn.Sequential(*layers), 4)
     meter, took_s = engine._meter, []
     for _ in range(20):
-        before = perf_counter()
+        before = thread_time()
         made.step_done(meter._read(meter._settled_bytes()).flat() | {"step": 1e6}, NO_WISHES)
-        took_s.append(perf_counter() - before)
+        took_s.append(thread_time() - before)
         made.reports._last_step = 0
     assert min(took_s) < COST_S

@@ -193,8 +193,11 @@ def _options(panel: Panel) -> Json:
             "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
             "tooltip": {"mode": "multi", "sort": "desc"},
         }
+    reduced = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+    if panel.kind == "gauge":
+        return {"reduceOptions": reduced, "showThresholdMarkers": True}
     return {
-        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+        "reduceOptions": reduced,
         "textMode": "name" if panel.names else "auto",
         "colorMode": "value",
         "graphMode": "none",

@@ -97,6 +97,22 @@ async def test_copies_on_other_nodes_are_told_as_they_are_made(tmp_path: Path):
     await stage.finish()
 
 
+@played
+async def test_series_of_ranks_can_be_left_out(tmp_path: Path):
+    for wanted in (True, False):
+        folder = tmp_path / str(wanted)
+        folder.mkdir()
+        stage = Stage(folder, World(2), workers={"min": 2}, metrics={"per_rank": wanted})
+        await stage.steps(2)
+        stage.world.beat(0)
+        await settle()
+        told = {one.name: one for one in stage.told.families()}
+        assert any("rank" in one.labels for f in told.values() for one in f.samples) is wanted
+        assert told["rayzero_world_size"].samples[0].value == 2
+        assert stage.told.snapshot()["ranks"]
+        await stage.finish()
+
+
 def counted(family: Metric) -> dict[str, float]:
     """Counters by cause, without those at 0."""
     return {one.labels["cause"]: one.value for one in family.samples if one.value}
