@@ -12,9 +12,10 @@ from ray import cloudpickle
 from rayzero.engine.validation import validated
 from rayzero.orchestrator.cli.console import watching
 from rayzero.orchestrator.cluster import connect
-from rayzero.orchestrator.finding import find
+from rayzero.orchestrator.finding import look
 from rayzero.orchestrator.handle import JobHandle
 from rayzero.orchestrator.head.feed import FROM_NOW
+from rayzero.orchestrator.head.records import Record
 from rayzero.orchestrator.loading import check
 from rayzero.orchestrator.notices import Observer, Unwatched
 from rayzero.orchestrator.plan import JobPlan, make_plan
@@ -94,13 +95,16 @@ class Job:
         except BaseException:
             cluster.close()
             raise
-        return JobHandle(self.spec, actor, cluster, observer or Unwatched())
+        return JobHandle(
+            self.spec.name, actor, cluster, observer or Unwatched(), notice_s=_notice_s(self.spec)
+        )
 
     @classmethod
     def attach(
         cls, name: str, address: str | None = None, observer: Observer | None = None
     ) -> JobHandle:
-        """A handle on a job that runs, submitted by whomever.
+        """A handle on a job that runs, submitted by whomever; or on how it ended, for as long as
+        its cluster knows (`status`, `result`, `logs`).
 
         Args:
             address: of its Ray cluster; by default RAY_ADDRESS, or every cluster whose head runs on
@@ -108,11 +112,14 @@ class Job:
             observer: is told its newest state and step, and what comes.
 
         Raises:
-            ConfigError: no job of that name is running there.
+            ConfigError: no job of that name is known there.
             JobFailedError: it does not answer.
         """
-        found = find(name, address)
-        return JobHandle(found.spec, found.actor, found.cluster, observer or Unwatched(), FROM_NOW)
+        found = look(name, address)
+        if isinstance(found, Record):
+            return JobHandle.of_ended(found)
+        observer, notice_s = observer or Unwatched(), _notice_s(found.spec)
+        return JobHandle(name, found.actor, found.cluster, observer, FROM_NOW, notice_s)
 
     def run(self, address: str | None = None, observer: Observer | None = None) -> JobResult:
         """Runs the job and waits for its end. An exception here, Ctrl-C too, stops the job.
@@ -143,6 +150,10 @@ class Job:
         if self._function is None:
             return make_plan(self.spec, self.spec.entrypoint)
         return make_plan(self.spec, cloudpickle.dumps(self._function), tuple(sys.path))  # type: ignore[no-untyped-call]
+
+
+def _notice_s(spec: JobSpec) -> float:
+    return spec.checkpoint.notice_s if spec.checkpoint.every_steps is not None else 0.0
 
 
 def _named(entrypoint: EntryPoint) -> str:

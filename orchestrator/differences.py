@@ -19,6 +19,7 @@ ADOPTABLE = (
     "checkpoint.keep",
     "checkpoint.keep_every",
     "checkpoint.notice_s",
+    "checkpoint.lease_s",
     "checkpoint.resume",
     "recovery",
     "metrics",

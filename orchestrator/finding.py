@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from rayzero.engine.errors import ConfigError, nearest
 from rayzero.orchestrator.cluster import Cluster, each
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.head import reach
+from rayzero.orchestrator.head.records import Record, recall
 from rayzero.orchestrator.spec import JobSpec
 
 ANSWER_S = 15.0
@@ -43,15 +45,37 @@ def find(name: str, address: str | None) -> FoundJob:
         ConfigError: there is none.
         JobFailedError: it does not answer.
     """
+    found = look(name, address)
+    if isinstance(found, Record):
+        ended_s = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.status.at_s))
+        raise ConfigError(
+            f"no running job is called {name!r}: it {found.status.state} at {ended_s}",
+            fix=f"`rayzero status {name}` or `rayzero logs {name}`, or submit it again",
+        )
+    return found
+
+
+def look(name: str, address: str | None) -> FoundJob | Record:
+    """As `find`; how it ended, if it does not run any more and one of the clusters knows.
+
+    Raises:
+        ConfigError: no cluster knows of it.
+        JobFailedError: it does not answer.
+    """
     running: list[str] = []
+    ended: list[Record] = []
     for cluster in each(address):
         try:
             if (found := _there(name, cluster)) is not None:
                 return found
             running += reach.running()
+            if (record := recall(name)) is not None:
+                ended.append(record)
         except BaseException:
             cluster.close()
             raise
+    if ended:
+        return max(ended, key=lambda one: one.status.at_s)
     raise ConfigError(
         f"no running job is called {name!r}{nearest(name, running)}",
         allowed=f"a running job: {', '.join(sorted(running))}" if running else "",

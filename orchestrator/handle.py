@@ -12,17 +12,20 @@ from rayzero.orchestrator.cluster import Cluster
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.head import reach
 from rayzero.orchestrator.head.follower import POLL_S, Follower
+from rayzero.orchestrator.head.log import lines
 from rayzero.orchestrator.head.outcome import Ended, JobStatus
-from rayzero.orchestrator.notices import Notice, Observer
+from rayzero.orchestrator.head.reading import Readers, left, live
+from rayzero.orchestrator.head.records import Record, recall
+from rayzero.orchestrator.notices import Notice, Observer, Unwatched
 from rayzero.orchestrator.result import JobResult
-from rayzero.orchestrator.spec import JobSpec
 from rayzero.orchestrator.wishes import Inject, Scale, Wish
-from rayzero.workers.messages import LogLine
 
 STOP_S = 15.0
 """How long a stopped job may take to be gone, without its last checkpoint."""
 CLOSE_S = 1.0
 """How long the follower may take to end, beyond a question for news."""
+READ_S = 10.0
+"""How long the connection is kept for those who read the log to its end."""
 WISH_S = 15.0
 """How long a running job may take to answer."""
 
@@ -33,29 +36,61 @@ class JobHandle:
     it: both last until the job ends."""
 
     def __init__(
-        self, spec: JobSpec, actor: Any, cluster: Cluster, observer: Observer, since: int = 0
+        self,
+        name: str,
+        actor: Any,
+        cluster: Cluster,
+        observer: Observer,
+        since: int = 0,
+        notice_s: float = 0.0,
+        record: Record | None = None,
     ) -> None:
-        self.name = spec.name
-        self._spec = spec
+        """
+        Args:
+            actor: None if the job has ended, and `record` says how.
+            since: as for `Feed.news`.
+            notice_s: how long a stop may take for a last checkpoint.
+        """
+        self.name = name
+        self._notice_s = notice_s
         self._actor = actor
+        self._record = record
+        self._readers = Readers()
         self._cluster = cluster
         self._at_exit = self.end if cluster.is_ours else self.close
         atexit.register(self._at_exit)  # an orderly end, before the connection's
-        self._follower = Follower(actor, since, observer, self._ended)
+        self._follower = Follower(actor, since, observer, self._ended, self._recall)
+
+    @classmethod
+    def of_ended(cls, record: Record) -> JobHandle:
+        """On a job that has ended: `status`, `result` and `logs` tell of it."""
+        nobody = Cluster(owned=False, can_grow=True)
+        handle = cls(record.status.name, None, nobody, Unwatched(), record=record)
+        handle.wait()
+        return handle
 
     @property
     def without(self) -> str:
         """What becomes of the job when this process ends at once, in words."""
         return "kills it" if self._cluster.is_ours else "leaves that to the cluster"
 
-    def logs(self, follow: bool = False) -> Iterator[str]:
-        """What the workers print, a line at a time, as `[rank 0] text`.
+    def logs(self, follow: bool = False, rank: int | None = None) -> Iterator[str]:
+        """What the workers printed, from the beginning, a line at a time, as `[rank 0] text`.
 
         Args:
-            follow: to the job's end; else what is known now, the newest 10,000 notices at most.
+            follow: to the job's end; else what there is now.
+            rank: of this one only.
+
+        Raises:
+            JobFailedError: it does not answer, or its log cannot be read from here any more.
         """
-        told = self.events() if follow else iter(self._follower.known())
-        return (f"[rank {one.rank}] {one.text}" for one in told if isinstance(one, LogLine))
+        with self._readers:
+            try:
+                for line in lines(self._log(follow), rank):
+                    if line.startswith("[rank "):
+                        yield line
+            except (reach.AwayError, reach.GoneError) as error:
+                raise JobFailedError(f"job {self.name!r}: {error.seen}") from None
 
     def status(self) -> JobStatus:
         """How the job stands; at its end, how it stood.
@@ -125,14 +160,17 @@ class JobHandle:
     def end(self) -> None:
         """Asks the job to end and waits for it: at most as long as a clean stop takes."""
         self.stop()
-        checkpoint = self._spec.checkpoint
-        keeps = checkpoint.every_steps is not None
-        self.wait(STOP_S + (checkpoint.notice_s if keeps else 0.0))
+        self.wait(STOP_S + self._notice_s)
 
     def close(self) -> None:
         """Lets the job go on unseen. A handle is closed when its job ends, and at exit."""
         self._follower.close()
         self.wait(POLL_S + CLOSE_S)
+
+    def _log(self, follow: bool) -> Iterator[bytes]:
+        if self._follower.is_alive:
+            return live(self._actor, self.status().log, follow)
+        return left(self.status().log)
 
     def _wish(self, wish: Wish) -> str:
         return str(self._call("grant", wish))
@@ -145,7 +183,11 @@ class JobHandle:
         except (reach.AwayError, reach.GoneError) as error:
             raise JobFailedError(f"job {self.name!r}: {error.seen}") from None
 
+    def _recall(self) -> Record | None:
+        return self._record or recall(self.name)
+
     def _ended(self) -> None:
+        self._readers.wait(READ_S)
         with suppress(Exception):  # the interpreter may be on its way out
             self._cluster.close()
         atexit.unregister(self._at_exit)

@@ -13,7 +13,14 @@ from rayzero.orchestrator.journal.past import Past
 from rayzero.orchestrator.journal.segments import folder, read
 from rayzero.orchestrator.states import State
 
+DEFAULT_PATH = "runs"
+"""checkpoint.path of a job file that does not say it."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # as in the job file
+
+
+class NoJournalError(ConfigError):
+    """There is no journal of that job in that folder."""
 
 
 def checked_name(name: str) -> str:
@@ -40,13 +47,13 @@ def past(path: str, name: str) -> Past:
     """What the journal knows of a job's last run.
 
     Raises:
-        ConfigError: there is no journal.
+        NoJournalError: there is no journal.
         StoreError: it cannot be read.
     """
     where = archive(path, name)
     found = read(where)
     if found is None:
-        raise ConfigError(
+        raise NoJournalError(
             f"no job {name!r} is running, and there is no journal in {masked(folder(where))}",
             allowed="a job that runs, or whose checkpoint.path is given",
             fix="the name; --address: the job's cluster; --path: checkpoint.path of its job file",

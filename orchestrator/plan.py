@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from time import time_ns
@@ -14,6 +15,9 @@ from rayzero.orchestrator.policies.placement import Need
 from rayzero.orchestrator.spec import JobSpec
 from rayzero.workers.faults import parse
 from rayzero.workers.messages import MirrorPlan, Setup
+
+_UNPACKED = re.compile(r"/working_dir_files/_ray_pkg_[^/]+")
+"""Where Ray unpacks a `--working-dir`; it is removed some time after the job."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class JobPlan:
     archive: str
     stage: int | None
 
+    @property
+    def vanishes(self) -> bool:
+        """Whether the local files go some time after the job."""
+        return _UNPACKED.search(str(self.output_dir)) is not None
+
 
 def make_plan(
     spec: JobSpec, entrypoint: str | bytes, import_paths: tuple[str, ...] = ()
@@ -47,10 +56,11 @@ def make_plan(
         import_paths: where the workers may import from, after the working directory.
 
     Raises:
-        ConfigError: the output folder cannot be made, or a fault is not one.
+        ConfigError: the output folder cannot be made, is one that Ray removes, or a fault is none.
     """
     cwd = os.getcwd()
     path = spec.checkpoint.path
+    _refuse_copy(spec, cwd)
     output_dir = Path(cwd, "runs" if spec.checkpoint.is_url else path, spec.name)
     archive = join(path, spec.name) if spec.checkpoint.is_url else str(output_dir)
     for fault in spec.faults:
@@ -91,3 +101,17 @@ def make_plan(
     need = Need(workers.min, most, workers.cpus, workers.gpus, workers.start_timeout_s)
     stage = None if engine is None else parse_config(engine).zero_optimization.stage
     return JobPlan(spec, setup, need, output_dir, archive, stage)
+
+
+def _refuse_copy(spec: JobSpec, cwd: str) -> None:
+    """A run whose checkpoints go with its job cannot be gone on with."""
+    wanted = spec.checkpoint
+    relative = not (wanted.is_url or Path(wanted.path).is_absolute())
+    if relative and wanted.every_steps is not None and _UNPACKED.search(cwd):
+        raise ConfigError(
+            f"checkpoint.path is {wanted.path!r}, which here is in Ray's copy of the working "
+            f"directory: it is removed after the job, and all checkpoints with it",
+            allowed="a folder that outlives the job and that all nodes share, or a store's URL",
+            fix=f"checkpoint.path: /shared/{wanted.path} or s3://bucket/{wanted.path}, such as "
+            "with --set checkpoint.path=...; for a trial, no checkpoint.every_steps",
+        )

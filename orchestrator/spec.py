@@ -96,6 +96,12 @@ class Checkpoint(_Section):
     notice_s: float = Field(
         default=30, gt=0, description="seconds a stop may take for a last checkpoint"
     )
+    lease_s: float = Field(
+        default=20,
+        ge=1,
+        description="seconds without a sign of life of the controller after which another cluster "
+        "may take the job's folder over",
+    )
 
     @field_validator("path")
     @classmethod

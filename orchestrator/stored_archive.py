@@ -25,15 +25,22 @@ class StoredArchive:
         tell: shows a warning.
         adopting: the checkpoints of the job's folder are those of the run that is gone on with, so
             they come before all that `checkpoint.resume` may say.
+        fence: raises when the folder is somebody else's by now; asked before each commit.
     """
 
     def __init__(
-        self, plan: JobPlan, tell: Callable[[str], None], *, adopting: bool = False
+        self,
+        plan: JobPlan,
+        tell: Callable[[str], None],
+        *,
+        adopting: bool = False,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         self._plan = plan
         self._wanted = plan.spec.checkpoint
         self._tell = tell
         self._adopting = adopting
+        self._fence = fence
 
     def folder(self, step: int) -> str:
         return join(self._plan.archive, step_folder(step))
@@ -59,7 +66,9 @@ class StoredArchive:
 
     def _commit(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
         name, stage = self._plan.spec.name, self._plan.stage
-        commit(self.folder(step), make_manifest(name, step, generation, files, stage=stage))
+        manifest = make_manifest(name, step, generation, files, stage=stage)
+        self._fence()
+        commit(self.folder(step), manifest)
 
     async def prune(self) -> None:
         wanted = self._wanted

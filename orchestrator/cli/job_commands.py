@@ -22,12 +22,24 @@ Folder = Annotated[
     str,
     typer.Option("--path", help="checkpoint.path of the job file, for jobs that do not run."),
 ]
+Place = Annotated[
+    str | None,
+    typer.Option(
+        "--path",
+        help="checkpoint.path of the job file, for jobs that do not run. Default: what the cluster "
+        "knows of the job's end, or else `runs`.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key of the job file: steps=10."),
 ]
 JobFile = Annotated[Path, typer.Argument(help="The job file (YAML).", metavar="JOB.yaml")]
+
+
+def _at(path: str | None) -> list[str]:
+    return [] if path is None else ["--path", path]
 
 
 def submit(job: JobFile, address: Address = None, overrides: Overrides = None) -> None:
@@ -42,22 +54,27 @@ def submit(job: JobFile, address: Address = None, overrides: Overrides = None) -
     raise typer.Exit(submit_job(job, overrides or (), address))
 
 
-def ls(address: Address = None, path: Folder = "runs", as_json: Json = False) -> None:
+def ls(
+    address: Address = None,
+    path: Folder = "runs",
+    ended: Annotated[
+        bool, typer.Option("--all", help="Those too that ended, as the cluster knows.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """List the jobs that run, and those with a journal in a folder."""
-    handed_on(address, "ls", "--path", path, as_json=as_json)
+    handed_on(address, "ls", "--path", path, *(["--all"] if ended else []), as_json=as_json)
     from rayzero.orchestrator.cli.jobs import list_jobs
 
-    raise typer.Exit(list_jobs(address, path, as_json))
+    raise typer.Exit(list_jobs(address, path, as_json, ended))
 
 
-def status(
-    name: Name, address: Address = None, path: Folder = "runs", as_json: Json = False
-) -> None:
-    """Tell how a job stands; of one that does not run, how it stood by its journal.
+def status(name: Name, address: Address = None, path: Place = None, as_json: Json = False) -> None:
+    """Tell how a job stands; of one that does not run, how it ended or stood.
 
     Exit code 0: told. 1: it does not answer. 2: no such job.
     """
-    handed_on(address, "status", name, "--path", path, as_json=as_json)
+    handed_on(address, "status", name, *_at(path), as_json=as_json)
     from rayzero.orchestrator.cli.jobs import show_status
 
     raise typer.Exit(show_status(name, address, path, as_json))
@@ -66,17 +83,21 @@ def status(
 def logs(
     name: Name,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="To the job's end.")] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="What this rank printed, and nothing else.")
+    ] = None,
     address: Address = None,
-    path: Folder = "runs",
+    path: Place = None,
 ) -> None:
     """Print all that a job printed and told.
 
     Exit code 0: printed. 1: it does not answer. 2: no such job, or its log is not here.
     """
-    handed_on(address, "logs", name, "--path", path, *(["-f"] if follow else []))
-    from rayzero.orchestrator.cli.jobs import show_logs
+    of_rank = [] if rank is None else ["--rank", rank]
+    handed_on(address, "logs", name, *_at(path), *(["-f"] if follow else []), *of_rank)
+    from rayzero.orchestrator.cli.logs import show_logs
 
-    raise typer.Exit(show_logs(name, address, path, follow))
+    raise typer.Exit(show_logs(name, address, path, follow, rank))
 
 
 def stop(name: Name, address: Address = None, path: Folder = "runs") -> None:

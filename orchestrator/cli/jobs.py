@@ -7,8 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,27 @@ from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.engine.masking import hidden, masked
 from rayzero.engine.validation import validated
 from rayzero.orchestrator.api import Job
-from rayzero.orchestrator.cli.asking import ask
 from rayzero.orchestrator.cli.codes import with_exit_code
 from rayzero.orchestrator.cli.run import run_spec
 from rayzero.orchestrator.cluster import clusters, each
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.finding import FoundJob, find
+from rayzero.orchestrator.finding import find, look
 from rayzero.orchestrator.head import reach
 from rayzero.orchestrator.head.outcome import JobStatus
+from rayzero.orchestrator.head.records import Record, recorded
 from rayzero.orchestrator.journal.chronicle import Chronicle
 from rayzero.orchestrator.journal.segments import Segments
+from rayzero.orchestrator.lease.holding import take
 from rayzero.orchestrator.loading import load_job
-from rayzero.orchestrator.places import archive, checked_name, names, past, remembered
+from rayzero.orchestrator.places import (
+    DEFAULT_PATH,
+    NoJournalError,
+    archive,
+    checked_name,
+    names,
+    past,
+    remembered,
+)
 from rayzero.orchestrator.spec import JobSpec
 
 STOP_S = 15.0
@@ -56,9 +66,10 @@ def submit_job(path: Path, overrides: Sequence[str], address: str | None) -> int
 
 
 @with_exit_code
-def list_jobs(address: str | None, path: str, as_json: bool) -> int:
-    """Jobs that run in the cluster, and those with a journal in a folder."""
-    found = {one.name: one for one in _running(address)}
+def list_jobs(address: str | None, path: str, as_json: bool, ended: bool) -> int:
+    """Jobs that run in the cluster, and those with a journal in a folder; with `ended` those too
+    that the cluster knows the end of."""
+    found = {one.name: one for one in _known(address, ended)}
     for name in names(path):
         if name not in found:
             found[name] = remembered(path, name)
@@ -73,13 +84,10 @@ def list_jobs(address: str | None, path: str, as_json: bool) -> int:
 
 
 @with_exit_code
-def show_status(name: str, address: str | None, path: str, as_json: bool) -> int:
+def show_status(name: str, address: str | None, path: str | None, as_json: bool) -> int:
     """How one job stands, or stood."""
     checked_name(name)
-    try:
-        status: JobStatus = ask(name, address, "status")
-    except ConfigError as absent:
-        status = _remembered(path, name, absent)
+    status = _status(name, address, path)
     if as_json:
         print(json.dumps(asdict(status)))
         return 0
@@ -87,30 +95,6 @@ def show_status(name: str, address: str | None, path: str, as_json: bool) -> int
     for key, value in asdict(status).items():
         if key not in ("name", "state", "step", "steps") and value not in (None, "", 0, {}):
             print(f"  {key}: {_shown(key, value)}")
-    return 0
-
-
-@with_exit_code
-def show_logs(name: str, address: str | None, path: str, follow: bool) -> int:
-    """All that a job printed and told; with `follow` until its end."""
-    checked_name(name)
-    try:
-        found = find(name, address)
-    except ConfigError as absent:
-        file = Path(_remembered(path, name, absent).log)
-        if not file.is_file():
-            raise ConfigError(
-                f"the log of job {name!r} is not here: {file}",
-                allowed="the machine that the job's controller was on",
-            ) from None
-        sys.stdout.writelines(file.open(encoding="utf-8", errors="replace"))
-        return 0
-    try:
-        for text in _log(found, follow):
-            sys.stdout.write(text)
-            sys.stdout.flush()
-    finally:
-        found.cluster.close()
     return 0
 
 
@@ -168,35 +152,33 @@ def line(status: JobStatus) -> str:
     return f"{state} at step {status.step}{steps}{workers if status.is_running else ''}{error}"
 
 
-def _running(address: str | None) -> Iterator[JobStatus]:
+def _status(name: str, address: str | None, path: str | None) -> JobStatus:
+    """Of a running job from its process, else from its journal or the cluster."""
+    try:
+        found = look(name, address)
+    except ConfigError as absent:
+        try:
+            return remembered(path or DEFAULT_PATH, name)
+        except NoJournalError:
+            raise absent from None
+    if isinstance(found, Record):
+        return found.status if path is None else remembered(path, name)
+    with closing(found.cluster):
+        status: JobStatus = found.ask("status")
+        return status
+
+
+def _known(address: str | None, ended: bool) -> Iterator[JobStatus]:
+    """Those that run come behind those that have ended."""
     try:
         for _ in each(address):
+            yield from (one.status for one in (recorded() if ended else ()))
             for name in reach.running():
                 with suppress(RayzeroError):  # it has just ended
                     yield reach.call(reach.find(name), "status", timeout_s=ACCEPT_S)
     except ConfigError:
         if address is not None:
             raise  # else there is none on this machine
-
-
-def _remembered(path: str, name: str, absent: ConfigError) -> JobStatus:
-    try:
-        return remembered(path, name)
-    except ConfigError:
-        raise absent from None
-
-
-def _log(found: FoundJob, follow: bool) -> Iterator[str]:
-    at = 0
-    while True:
-        over = found.ask("spec") is None
-        part, at = found.ask("log", at)
-        yield part.decode("utf-8", "replace")
-        if part:
-            continue
-        if over or not follow:
-            return
-        time.sleep(LOOK_S)
 
 
 def _give_up(name: str, path: str, absent: ConfigError) -> int:
@@ -209,7 +191,12 @@ def _give_up(name: str, path: str, absent: ConfigError) -> int:
         return 0
     lines: list[str] = []
     Chronicle(lines.append).note("ended", state="stopped", error="given up by `rayzero stop`")
-    Segments(archive(path, name)).write(lines)
+    lease_s = last.spec["checkpoint"].get("lease_s", 20.0)
+    lease = take(archive(path, name), name, lease_s, partial(print, file=sys.stderr))
+    try:
+        Segments(archive(path, name)).write(lines)
+    finally:
+        lease.release()
     print(f"{name}: the lost run is given up; it stood at step {last.step}")
     return 0
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.engine.masking import masked
@@ -24,11 +25,14 @@ from rayzero.orchestrator.controller import Controller
 from rayzero.orchestrator.differences import document
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
 from rayzero.orchestrator.head.feed import Feed
+from rayzero.orchestrator.head.log import Place, log_path, read_log
 from rayzero.orchestrator.head.outcome import Ended, JobStatus, News
-from rayzero.orchestrator.head.papers import Papers, log_path, read_log
+from rayzero.orchestrator.head.papers import Papers
+from rayzero.orchestrator.head.records import Record, forget, remember
 from rayzero.orchestrator.journal.adoption import refusal
 from rayzero.orchestrator.journal.past import Past
 from rayzero.orchestrator.journal.segments import folder, read
+from rayzero.orchestrator.lease.holding import Lease, take
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.notices import Warned
 from rayzero.orchestrator.plan import JobPlan
@@ -46,6 +50,12 @@ ALONE_S = 2.0
 """The same when nobody has lately."""
 JOURNAL_S = 10.0
 """How long the end may take to be written down."""
+READ_S = 5.0
+"""How long it waits for those who read its log."""
+_READING_S = 1.5
+"""Somebody who has not asked for so long does not read it."""
+RECORD_S = 5.0
+"""How long the cluster may take to keep how the job ended."""
 _LATELY_S = 10.0
 _ANSWER_S = 0.2
 """From the last answer to the end of the process."""
@@ -64,11 +74,13 @@ class JobActor:
         self._papers: Papers | None = None
         self._open = ExitStack()
         self._told: Telemetry | None = None
+        self._lease: Lease | None = None
         self._stop_wanted = False
         self._loop = asyncio.get_running_loop()
         self._clock = SystemClock()
         self._controller: Controller | None = None
         self._followed_at_s: float | None = None
+        self._read_at_s: float | None = None
         self._fetched = asyncio.Event()
         # Kept by this object, and ended with its process.
         self._life = self._loop.create_task(self._live())
@@ -114,10 +126,10 @@ class JobActor:
         except RayzeroError as error:
             return error
 
-    async def log(self, offset: int) -> tuple[bytes, int]:
-        """A part of the job's log from that byte on, and the byte to go on from."""
-        part = await asyncio.to_thread(read_log, self._plan.output_dir, offset)
-        return part, offset + len(part)
+    async def log(self, place: Place) -> tuple[bytes, Place]:
+        """As `read_log`. Who reads it is waited for at the end."""
+        self._read_at_s = self._clock.now()
+        return await asyncio.to_thread(read_log, log_path(self._plan.output_dir), place)
 
     async def stop(self) -> None:
         """Asks for a clean end."""
@@ -138,9 +150,15 @@ class JobActor:
             by_value=isinstance(plan.setup.entrypoint, bytes),
         )
         self._papers = papers
+        if plan.vanishes:
+            self._warn(
+                f"Ray removes {plan.output_dir} some time after the job, with its log and summary: "
+                "checkpoint.path with a shared folder or a URL keeps them"
+            )
         vaults = RayVaultGroup(spec.name, faults=spec.faults, output_dir=str(plan.output_dir))
         workers = RayWorkerGroup(plan.setup, self._clock, self._can_grow, vaults)
-        archive = StoredArchive(plan, self._warn, adopting=past is not None)
+        fence = self._lease.check if self._lease is not None else lambda: None
+        archive = StoredArchive(plan, self._warn, adopting=past is not None, fence=fence)
         told = self._told = self._open.enter_context(
             Telemetry(plan, papers, self._clock, self._warn, past=past)
         )
@@ -151,6 +169,30 @@ class JobActor:
     def _warn(self, text: str) -> None:
         """May be called from any thread."""
         self._loop.call_soon_threadsafe(self._feed.see, Warned(masked(text)))
+
+    async def _take_folder(self) -> None:
+        """Raises as `lease.take`."""
+        plan = self._plan
+        self._lease = await asyncio.to_thread(
+            take,
+            plan.archive,
+            plan.spec.name,
+            plan.spec.checkpoint.lease_s,
+            self._warn,
+            lambda: self._stop_wanted,
+        )
+        self._lease.on_lost = self._dispossessed
+
+    def _dispossessed(self, error: RayzeroError) -> None:
+        """The folder is somebody else's. Called in another thread."""
+
+        def leave() -> None:
+            if self._papers is not None:
+                self._papers.leave_journal()
+            if self._controller is not None:
+                self._controller.feed(ev.FaultFatal(error))
+
+        self._loop.call_soon_threadsafe(leave)
 
     async def _past(self) -> Past | None:
         """The run to go on with, if the last one has not ended.
@@ -181,18 +223,25 @@ class JobActor:
             if self._told is not None:
                 await asyncio.to_thread(self._told.written)
             await self._write_down(ended)
+            if self._lease is not None:
+                await asyncio.to_thread(self._lease.release)
             self._feed.end(ended)
             if self._told is not None:  # nobody who follows waits for a scrape
                 await self._told.heard()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._patience_s()):
                 await self._fetched.wait()
+        await self._read_out()
         await asyncio.sleep(_ANSWER_S)
         ray.kill(ray.get_runtime_context().current_actor)
 
     async def _run(self) -> Ended:
         try:
-            self._controller = self._make(await self._past())
+            await self._take_folder()
+            past = await self._past()
+            with suppress(RayError):  # then it is told how the last one ended for a little longer
+                await asyncio.to_thread(forget, self._plan.spec.name)
+            self._controller = self._make(past)
             if self._stop_wanted:
                 self._controller.feed(ev.StopWanted())
             return Ended(await self._controller.run())
@@ -201,6 +250,14 @@ class JobActor:
         except Exception as error:  # noqa: BLE001  # the job's end: nothing may be lost
             text = f"rayzero itself failed: {type(error).__name__}: {error}"
             return Ended(error=JobFailedError(text, fix="please report this"))
+
+    async def _read_out(self) -> None:
+        """Waits for those who read the log, for a while."""
+        until_s = self._clock.now() + READ_S
+        while (now_s := self._clock.now()) < until_s:
+            if self._read_at_s is None or now_s - self._read_at_s > _READING_S:
+                return
+            await asyncio.sleep(_ANSWER_S)
 
     async def _write_down(self, ended: Ended) -> None:
         """The end is durable before it is told, where that can be had in time."""
@@ -213,6 +270,14 @@ class JobActor:
         papers.note("ended", state=kind, error="" if error is None else error.seen)
         if not await asyncio.to_thread(papers.close, JOURNAL_S):
             self._feed.see(Warned("the end of the job is not in its journal: it may be adopted"))
+        status = await self.status()
+        if not (status.state and status.state.is_final):
+            status = replace(status, state=State.FAILED)
+        try:
+            async with asyncio.timeout(RECORD_S):
+                await asyncio.to_thread(remember, Record(status, ended))
+        except (RuntimeError, OSError, TimeoutError, RayError) as failed:
+            self._feed.see(Warned(f"the cluster does not keep the end of the job: {failed}"))
 
     def _patience_s(self) -> float:
         at_s = self._followed_at_s

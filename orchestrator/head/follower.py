@@ -14,6 +14,7 @@ from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.head import reach
 from rayzero.orchestrator.head.feed import KEPT
 from rayzero.orchestrator.head.outcome import Ended, JobStatus, News
+from rayzero.orchestrator.head.records import Record
 from rayzero.orchestrator.notices import Notice, Observer, Unwatched, Warned
 
 POLL_S = 1.0
@@ -31,14 +32,20 @@ class Follower:
     """Owns the thread `rayzero-follower`, which ends with the job, or at `close`.
 
     Args:
-        actor: the job's process.
+        actor: the job's process; None when the job has ended before.
         since: as for `Feed.news`.
         observer: is shown every notice, in the thread.
         then: called at the thread's end, in it.
+        recall: how the job ended, if the cluster kept that; asked when the process is gone.
     """
 
     def __init__(
-        self, actor: Any, since: int, observer: Observer, then: Callable[[], None]
+        self,
+        actor: Any,
+        since: int,
+        observer: Observer,
+        then: Callable[[], None],
+        recall: Callable[[], Record | None] = lambda: None,
     ) -> None:
         self.ended: Ended | None = None
         self.status: JobStatus | None = None
@@ -47,6 +54,7 @@ class Follower:
         self._since = since
         self._observer = observer
         self._then = then
+        self._recall = recall
         self._told: deque[Notice] = deque(maxlen=KEPT)
         self._count = 0
         self._news = Condition()
@@ -97,6 +105,8 @@ class Follower:
 
     def _follow(self) -> Ended | None:
         run, since = "", self._since
+        if self._actor is None:
+            return self._recalled()
         while not self._closed.is_set():
             news = self._ask(run, since)
             if news.missed:
@@ -124,13 +134,23 @@ class Follower:
                 if time.monotonic() > until_s:
                     raise JobFailedError(away.seen) from None
             except reach.GoneError as gone:
-                raise JobFailedError(gone.seen) from None
+                # Perhaps another follower was faster, and the process has ended itself.
+                if (ended := self._recalled()) is None:
+                    raise JobFailedError(gone.seen) from None
+                return News(run, (), since, ended=ended)
             if self._closed.wait(_PAUSE_S):
                 return News(run, (), since, ended=Ended())
 
+    def _recalled(self) -> Ended | None:
+        if (record := self._recall()) is None:
+            return None
+        self.status = record.status
+        return record.ended
+
     def _say_goodbye(self) -> None:
         try:
-            self.status = reach.call(self._actor, "status", timeout_s=_LAST_S)
+            if self.status is None:
+                self.status = reach.call(self._actor, "status", timeout_s=_LAST_S)
             reach.call(self._actor, "fetched", timeout_s=_LAST_S)
         except RayzeroError:
             pass  # another follower was faster, and the process is gone

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
@@ -21,8 +22,13 @@ _HEAD = "node:__internal_head__"  # a resource that Ray gives the head's node al
 _CALLS = 1000
 """Calls that may wait in a job's process at the same time: each follower has one there."""
 
+HEAD_S = 60.0
+"""How long a question to the head's machine may take: it may need a process for it."""
 RESTARTS = 20
 """How often Ray starts a job's process anew; each time it adopts its own run."""
+
+
+T = TypeVar("T")
 
 
 class AwayError(RayzeroError):
@@ -87,6 +93,25 @@ def call(actor: Any, method: str, *args: Any, timeout_s: float) -> Any:
     if isinstance(answer, RayzeroError):
         raise answer
     return answer
+
+
+def on_head(read: Callable[..., T], *args: Any) -> T:
+    """What a function says on the head's machine.
+
+    Raises:
+        GoneError: there is no head, or it does not answer.
+    """
+    if not ray.is_initialized():
+        raise GoneError("the connection to the cluster is closed")
+    if (node := _head()) is None:
+        raise GoneError("the cluster has no head that could be asked")
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    task = ray.remote(read).options(num_cpus=0, scheduling_strategy=strategy)
+    try:
+        found: T = ray.get(task.remote(*args), timeout=HEAD_S)
+    except RayError as error:
+        raise GoneError(f"the cluster's head does not answer: {_line(error)}") from None
+    return found
 
 
 def tell(actor: Any, method: str) -> None:

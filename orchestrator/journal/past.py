@@ -99,7 +99,9 @@ def _line(line: str) -> dict[str, Any]:
 def _begun(past: Past | None, found: dict[str, Any]) -> Past:
     at_s, spec, run = float(found["at_s"]), dict(found["spec"]), str(found["run"])
     if past is not None and found.get("adopted"):
-        return replace(past, spec=spec, run=run, at_s=at_s, adoptions=past.adoptions + 1)
+        return replace(
+            past, spec=spec, run=run, at_s=at_s, adoptions=past.adoptions + 1, ended="", error=""
+        )
     return Past(spec, run, str(found["working_dir"]), bool(found["by_value"]), at_s, at_s)
 
 

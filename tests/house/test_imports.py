@@ -32,6 +32,7 @@ RAY_MODULES = {
     "rayzero.orchestrator.cluster",
     "rayzero.orchestrator.head.actor",
     "rayzero.orchestrator.head.reach",
+    "rayzero.orchestrator.head.records",
     "rayzero.orchestrator.lost",
     "rayzero.orchestrator.nodes",
     "rayzero.orchestrator.remote",

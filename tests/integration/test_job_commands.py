@@ -171,6 +171,12 @@ def test_a_job_by_command_from_outside_with_a_token(place: Place):
     assert (after["state"], after["workers_max"]) == ("stopped", 2)
     assert after["checkpoint_step"] == after["step"]
     assert "state: stopping\n" in place.here("logs", "outside", "--path", place.runs).stdout
+    # The cluster knows it, too, for who does not know the folder.
+    told = place.here("status", "outside").stdout
+    assert told.startswith(f"outside: stopped at step {after['step']} of 1000000\n"), told
+    assert place.here("ls").stdout == ""
+    assert place.here("ls", "--all").stdout == told.splitlines(keepends=True)[0]
+    assert "state: stopping\n" in place.here("logs", "outside").stdout
     written = b"".join(one.read_bytes() for one in place.runs.rglob("*") if one.is_file())
     assert b"very-secret" not in written
     assert place.token.encode() not in written
@@ -204,6 +210,9 @@ def test_a_lost_head_is_not_a_lost_run(place: Place):
     path = place.job_file("adopted")
     assert place.here("submit", path).returncode == 0
     until(lambda: (place.status("adopted")["checkpoint_step"] or 0) >= 40)
+    elsewhere = place.command("run", path, RAY_AUTH_MODE="disabled")  # a cluster of its own
+    assert elsewhere.returncode == 2, elsewhere.stdout
+    assert f"{place.runs / 'adopted'} is in use: the process " in elsewhere.stderr
     until(lambda: written(place.runs / "adopted") >= 40)  # the journal is written behind
     place.kill()
     place.start()

@@ -124,12 +124,28 @@ def test_a_job_outlives_its_driver_and_is_attached_to(head: Head, tmp_path: Path
         steady(tmp_path, seed=7, steps=5).submit()
     assert "    seed: 0 -> 7\n" in str(refused.value)
     assert "    steps: 1000000 -> 5" in str(refused.value)
+    follower = Job.attach("steady")
+    live = follower.logs(follow=True, rank=1)
+    assert next(live) == "[rank 1] begun"
     ended(handle)
+    assert list(live)[-1:] == ["[rank 1] left"]
+    assert follower.wait(30)
+    # Those who were not there know the end, too, and what was printed.
+    with pytest.raises(JobStoppedError, match="was stopped after step"):
+        follower.result()
+    later = Job.attach("steady")
+    with pytest.raises(JobStoppedError, match="was stopped after step"):
+        later.result()
+    assert (later.wait(0), later.status().state) == (True, State.STOPPED)
+    assert list(later.events()) == []
+    later.stop()
+    printed = list(later.logs())
+    assert printed.count("[rank 0] begun") == printed.count("[rank 1] left") == 1
     past = read(str(tmp_path / "steady"))
     assert past is not None
     assert (past.ended, past.scaled) == ("stopped", (1, 2))
-    with pytest.raises(ConfigError, match="no running job is called 'steady'"):
-        Job.attach("steady")
+    with pytest.raises(ConfigError, match="no running job is called 'nobody'"):
+        Job.attach("nobody")
 
 
 def test_a_killed_controller_is_started_anew_and_adopts_its_run(head: Head, tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch.nn.functional import mse_loss
@@ -25,6 +26,14 @@ def train(ctx: Context) -> None:
     engine, _, loader, _ = ctx.initialize(
         model=model, model_parameters=model.parameters(), training_data=Points()
     )
+    print("begun", flush=True)
+    try:
+        _train(ctx, engine, loader)
+    finally:
+        print("left", flush=True)
+
+
+def _train(ctx: Context, engine: Any, loader: Any) -> None:
     for x, y in loader.until(ctx.steps):
         engine.backward(mse_loss(engine(x), y))
         engine.step()

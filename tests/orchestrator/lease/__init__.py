@@ -1,0 +1,1 @@
+"""Tests of the lease on a job's folder."""

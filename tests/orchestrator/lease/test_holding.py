@@ -1,0 +1,166 @@
+"""Taking, holding and losing a real folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.orchestrator.errors import JobStoppedError
+from rayzero.orchestrator.lease import holding
+from rayzero.orchestrator.lease.claim import Claim, here, is_gone
+from rayzero.orchestrator.lease.folder import FOLDER, Claims
+from rayzero.orchestrator.lease.holding import Lease, LeaseLostError, take
+
+ELSEWHERE = replace(here(), host="other", boot="another boot")
+
+
+def taken(folder: Path, lease_s: float = 60.0, tell: Callable[[str], None] = print) -> Lease:
+    return take(str(folder), "job", lease_s, tell)
+
+
+def claims(folder: Path) -> list[Claim]:
+    found = (Claim.parse(one.read_bytes()) for one in (folder / FOLDER).glob("*.json"))
+    return [one for one in found if one is not None]
+
+
+def until(there: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 30
+    while not there():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_a_folder_is_one_process_s_until_it_lets_go(tmp_path: Path):
+    first = taken(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        taken(tmp_path)
+    assert f"{tmp_path} is in use: the process {here().pid} on {here().host}" in str(refused.value)
+    assert "rayzero stop job" in str(refused.value)
+    first.check()
+    first.release()
+    assert claims(tmp_path) == []
+    taken(tmp_path).release()
+
+
+def test_a_dead_process_of_this_host_is_not_waited_for(tmp_path: Path):
+    script = f"""
+from rayzero.orchestrator.lease.holding import take
+import os, signal
+take({str(tmp_path)!r}, "job", 3600.0, print)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    (left,) = claims(tmp_path)
+    assert (left.holds, is_gone(left.process)) == (True, True)
+    told: list[str] = []
+    taken(tmp_path, tell=told.append).release()
+    assert told == []
+
+
+def test_a_lost_process_elsewhere_is_waited_for_and_then_taken_over(tmp_path: Path):
+    Claims(str(tmp_path)).put(Claim("0" * 16, "job", ELSEWHERE, 1.0, holds=True, epoch=7))
+    fresh_s = time.time() + 3600  # else it might be old before it is seen
+    os.utime(tmp_path / FOLDER / f"{'0' * 16}.json", (fresh_s, fresh_s))
+    told: list[str] = []
+    lease = taken(tmp_path, tell=told.append)
+    assert len(told) == 1
+    assert "waiting at most 1 s (checkpoint.lease_s)" in told[0]
+    assert "on other of job 'job'" in told[0]
+    assert [one.epoch for one in claims(tmp_path)] == [8]
+    lease.release()
+
+
+def test_a_living_process_elsewhere_refuses(tmp_path: Path):
+    other = Claim("0" * 16, "job", ELSEWHERE, 3600.0, holds=True, epoch=7)
+    store = Claims(str(tmp_path))
+    store.put(other)
+    told: list[str] = []
+
+    def tell(text: str) -> None:
+        told.append(text)
+        store.put(replace(other, beat=1))  # while it is waited for
+
+    with pytest.raises(ConfigError, match=r"is in use: the process \d+ on other"):
+        taken(tmp_path, tell=tell)
+    assert claims(tmp_path) == [replace(other, beat=1)]
+
+
+def test_a_stop_ends_the_wait(tmp_path: Path):
+    Claims(str(tmp_path)).put(Claim("0" * 16, "job", ELSEWHERE, 3600.0, holds=True))
+    with pytest.raises(JobStoppedError):
+        take(str(tmp_path), "job", 60.0, print, lambda: True)
+    assert len(claims(tmp_path)) == 1
+
+
+def test_who_was_taken_over_knows_before_it_commits(tmp_path: Path):
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "x").touch()
+    lease = taken(tmp_path, 1.0)
+    lost: list[RayzeroError] = []
+    known = threading.Event()
+    lease.on_lost = lambda error: (lost.append(error), known.set())  # type: ignore[func-returns-value]
+    (mine,) = claims(tmp_path)
+    newer = replace(mine, id="f" * 16, epoch=mine.epoch + 1, process=ELSEWHERE)
+    Claims(str(tmp_path)).put(newer)
+    with pytest.raises(LeaseLostError, match="on other of job 'job' has taken"):
+        lease.check()
+    assert known.wait(30)
+    assert isinstance(lost[0], LeaseLostError)
+    lease.release()
+    assert newer in claims(tmp_path)
+
+
+def test_one_that_is_gone_from_its_folder_has_been_taken_over(tmp_path: Path):
+    """By somebody who has ended since."""
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "x").touch()
+    lease = taken(tmp_path)
+    shutil.rmtree(tmp_path / FOLDER)
+    with pytest.raises(LeaseLostError, match="somebody has taken"):
+        lease.check()
+    lease.release()
+
+
+def test_a_place_that_is_away_is_no_takeover(tmp_path: Path):
+    lease = taken(tmp_path / "runs")
+    shutil.rmtree(tmp_path / "runs")
+    with pytest.raises(StoreError):
+        lease.check()
+    lease.release()
+
+
+def test_a_store_that_fails_is_told_once_and_the_lease_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(holding, "RENEWALS", 100)
+    told: list[str] = []
+    lease = taken(tmp_path, 1.0, told.append)
+    put, failing = Claims.put, threading.Event()
+    failures: list[int] = []
+
+    def flaky(self: Claims, claim: Claim) -> None:
+        if failing.is_set():
+            failures.append(claim.beat)
+            raise StoreError("full", "disk", "No space left on device")
+        put(self, claim)
+
+    failing.set()
+    monkeypatch.setattr(Claims, "put", flaky)
+    until(lambda: len(failures) >= 3)
+    failing.clear()
+    until(lambda: claims(tmp_path)[0].beat > failures[-1])
+    assert len(told) == 1
+    assert "cannot be renewed" in told[0]
+    lease.check()
+    lease.release()
