@@ -12,6 +12,7 @@ import ray
 from ray._private import services  # finding heads on this machine is nowhere public
 
 from rayzero.engine.errors import ConfigError, first_line
+from rayzero.orchestrator.admission import RefusedError, refuse_strangers
 from rayzero.orchestrator.errors import JobFailedError
 
 _OBJECT_STORE_BYTES = 128 * 2**20  # nothing big goes through it
@@ -105,29 +106,38 @@ def clusters(address: str | None) -> list[str]:
 
 def each(address: str | None) -> Iterator[Cluster]:
     """A connection to one after the other of `clusters`, closed when the next is asked for, but not
-    when it is asked no more. Those that were only found and do not let us in are passed over.
+    when it is asked no more. Those that were only found and cannot be joined are passed over, as
+    long as there are others.
 
     Raises:
         ConfigError: there is none, or the one that was named cannot be joined.
+        RefusedError: none of them lets us in.
     """
     found = clusters(address)
+    refused: RefusedError | None = None
+    joined = False
     for one in found:
         try:
             cluster = connect(one)
-        except ConfigError:
+        except ConfigError as error:
             if address is not None or len(found) == 1:
                 raise
+            refused = error if isinstance(error, RefusedError) else refused
             continue
+        joined = True
         yield cluster
         cluster.close()
+    if refused is not None and not joined:
+        raise refused
 
 
 def reach(address: str) -> None:
-    """Looks whether somebody listens there, unless `address` is a word, such as `auto`. Ray itself
-    would try for minutes, and could not be interrupted meanwhile.
+    """Looks whether somebody listens there who lets us in, unless `address` is a word, such as
+    `auto`. Ray itself would try for minutes, and could not be interrupted meanwhile.
 
     Raises:
         ConfigError: nobody does.
+        RefusedError: it does not let us in.
     """
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
@@ -136,6 +146,7 @@ def reach(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
     except (OSError, OverflowError) as error:
         raise _no_cluster(address, error) from None
+    refuse_strangers(address)
 
 
 def _no_cluster(address: str, error: Exception) -> ConfigError:

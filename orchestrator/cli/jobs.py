@@ -16,6 +16,7 @@ from typing import Any
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.engine.masking import hidden, masked
 from rayzero.engine.validation import validated
+from rayzero.orchestrator.admission import RefusedError
 from rayzero.orchestrator.api import Job
 from rayzero.orchestrator.cli.codes import with_exit_code
 from rayzero.orchestrator.cli.run import run_spec
@@ -176,8 +177,8 @@ def _known(address: str | None, ended: bool) -> Iterator[JobStatus]:
             for name in reach.running():
                 with suppress(RayzeroError):  # it has just ended
                     yield reach.call(reach.find(name), "status", timeout_s=ACCEPT_S)
-    except ConfigError:
-        if address is not None:
+    except ConfigError as error:
+        if address is not None or isinstance(error, RefusedError):
             raise  # else there is none on this machine
 
 

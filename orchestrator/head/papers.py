@@ -13,7 +13,7 @@ from rayzero.orchestrator.head.feed import Feed
 from rayzero.orchestrator.head.log import append_log, log_path
 from rayzero.orchestrator.journal.behind import Behind
 from rayzero.orchestrator.journal.chronicle import Chronicle
-from rayzero.orchestrator.journal.segments import Segments, every_s
+from rayzero.orchestrator.journal.segments import Segments, every_s, step_every_s
 from rayzero.orchestrator.notices import Notice
 from rayzero.orchestrator.plan import JobPlan
 
@@ -43,7 +43,8 @@ class Papers:
         self._log = Behind("the job's log", write, _LOG_EVERY_S, tell)
         segments = Segments(plan.archive)
         self._journal = Behind("the journal", segments.write, every_s(plan.archive), tell)
-        self._chronicle = Chronicle(self._journal.put)
+        every_step_s = step_every_s(plan.archive)
+        self._chronicle = Chronicle(self._journal.put, step_every_s=every_step_s)
         self._lines = PlainLines(self._log.put)
         self._journaled = True
 

@@ -30,11 +30,18 @@ class Chronicle:
     Args:
         put: takes a line.
         now_s: Unix time.
+        step_every_s: between two steps that are told.
     """
 
-    def __init__(self, put: Callable[[str], None], now_s: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        put: Callable[[str], None],
+        now_s: Callable[[], float] = time.time,
+        step_every_s: float = STEP_EVERY_S,
+    ) -> None:
         self._put = put
         self._now_s = now_s
+        self._step_every_s = step_every_s
         self._step_due_s = 0.0
         self.counted: Callable[[], Mapping[str, Any]] = dict
         """What the job's metrics have counted; a run that adopts this one goes on from there."""
@@ -50,7 +57,7 @@ class Chronicle:
         match notice:
             case StepRecord(step=step):
                 if self._now_s() >= self._step_due_s:
-                    self._step_due_s = self._now_s() + STEP_EVERY_S
+                    self._step_due_s = self._now_s() + self._step_every_s
                     self.note("step", step=step)
             case Repaired() | Resized():
                 self.note(_kind(notice), **asdict(notice), total_s=notice.total_s)

@@ -73,6 +73,11 @@ def begins_run(line: str) -> bool:
     return found.get("kind") == "begun" and not found.get("adopted")
 
 
+def is_step(line: str) -> bool:
+    """Whether it says nothing but how far the run is."""
+    return '"kind": "step"' in line and _line(line).get("kind") == "step"
+
+
 def parse(lines: Iterable[str]) -> Past | None:
     """The run that the lines end with; None if they tell of none."""
     past: Past | None = None

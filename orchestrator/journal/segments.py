@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 
 from rayzero.engine.checkpoint.store import is_remote, join, open_store
-from rayzero.orchestrator.journal.past import Past, begins_run, parse
+from rayzero.orchestrator.journal.past import Past, begins_run, is_step, parse
 
 FOLDER = "journal"
 FULL_BYTES = 64 * 1024
@@ -45,26 +45,36 @@ def read(archive: str) -> Past | None:
     return parse(lines)
 
 
+def step_every_s(archive: str) -> float:
+    """How often it is told how far the run is; each time a file is written anew."""
+    return 30.0 if is_remote(archive) else 5.0
+
+
 class Segments:
-    """Writes the journal of one process. Two of them never write the same file."""
+    """Writes the journal of one process. Two of them never write the same file.
+
+    A line of kind `step` goes when another follows it, so a journal grows by what happens and not
+    with time.
+    """
 
     def __init__(self, archive: str) -> None:
         self._archive = archive
         self._mark = secrets.token_hex(4)
         self._number: int | None = None
-        self._text = ""
+        self._lines: list[str] = []
 
     def write(self, lines: Sequence[str]) -> None:
         """Durable when it returns. Raises StoreError, and then nothing was written."""
         if self._number is None:
             self._number = self._next()
         for part in _cut(lines):
-            if len(self._text) > FULL_BYTES:
-                self._number, self._text = self._number + 1, ""
-            text = self._text + "".join(f"{line}\n" for line in part)
+            if sum(map(len, self._lines)) > FULL_BYTES:
+                self._number, self._lines = self._number + 1, []
+            now = _thinned([*self._lines, *part])
+            content = "".join(f"{line}\n" for line in now).encode()
             name = f"{self._number:06d}-{self._mark}.jsonl"
-            open_store(folder(self._archive)).replace(name, text.encode())
-            self._text = text
+            open_store(folder(self._archive)).replace(name, content)
+            self._lines = now
 
     def _next(self) -> int:
         names = _names(self._archive)
@@ -74,6 +84,16 @@ class Segments:
 def _names(archive: str) -> list[str]:
     found = open_store(folder(archive)).entries()
     return sorted(one.name for one in found if _NAME.fullmatch(one.name))
+
+
+def _thinned(lines: Sequence[str]) -> list[str]:
+    """Without steps that are directly followed by another."""
+    following = [*lines[1:], ""]
+    return [
+        line
+        for line, then in zip(lines, following, strict=True)
+        if not (is_step(line) and is_step(then))
+    ]
 
 
 def _cut(lines: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -28,6 +28,7 @@ from tests.house.source import (
 
 # The only modules that talk to Ray; everything else can be driven in a test without it.
 RAY_MODULES = {
+    "rayzero.orchestrator.admission",
     "rayzero.orchestrator.api",
     "rayzero.orchestrator.cluster",
     "rayzero.orchestrator.head.actor",

@@ -95,7 +95,7 @@ def test_what_is_no_journal_is_passed_over(lines: list[str]):
 def test_files_are_numbered_and_a_later_process_goes_on_behind(tmp_path: Path):
     first = Segments(str(tmp_path))
     first.write(begun(tmp_path))
-    filler = json.dumps({"at_s": 1.0, "kind": "step", "step": 1})
+    filler = json.dumps({"at_s": 1.0, "kind": "noted", "step": 1})
     first.write([filler] * (2 * FULL_BYTES // len(filler)))
     Segments(str(tmp_path)).write([json.dumps({"at_s": 9.0, "kind": "step", "step": 7})])
     names = sorted(path.name for path in (tmp_path / "journal").iterdir())
@@ -105,6 +105,24 @@ def test_files_are_numbered_and_a_later_process_goes_on_behind(tmp_path: Path):
     assert past is not None
     assert (past.step, past.working_dir) == (7, "/w")
     assert read(str(tmp_path / "other")) is None
+
+
+def test_a_journal_grows_by_what_happens_and_not_with_time(tmp_path: Path):
+    def line(kind: str, step: int) -> str:
+        moved = {"state": "running", "generation": 1, "world_size": 2}
+        return json.dumps({"at_s": float(step), "kind": kind, "step": step, **moved})
+
+    segments = Segments(str(tmp_path))
+    segments.write(begun(tmp_path))
+    for step in range(0, 3000, 10):  # a few at a time, and some of them alone
+        segments.write([line("step", step + n) for n in range(step % 4)] or [line("step", step)])
+    segments.write([line("moved", 5000), line("step", 5001), line("step", 5002)])
+    (file,) = (tmp_path / "journal").iterdir()
+    kinds = [json.loads(one)["kind"] for one in file.read_text().splitlines()]
+    assert kinds == ["begun", "step", "moved", "step"]
+    past = read(str(tmp_path))
+    assert past is not None
+    assert (past.step, past.at_s) == (5002, 5002.0)
 
 
 @pytest.mark.parametrize(

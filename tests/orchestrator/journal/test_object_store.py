@@ -1,0 +1,140 @@
+"""A journal and a lease through S3: a server in a process of its own, which has to be there."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayzero.engine.checkpoint.store import join, open_store
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.differences import document
+from rayzero.orchestrator.head.feed import Feed
+from rayzero.orchestrator.head.papers import Papers
+from rayzero.orchestrator.journal.past import Past
+from rayzero.orchestrator.journal.segments import FULL_BYTES, Segments, folder, read
+from rayzero.orchestrator.lease.claim import Claim, here
+from rayzero.orchestrator.lease.folder import Claims
+from rayzero.orchestrator.lease.holding import take
+from rayzero.orchestrator.notices import Checkpointed, Repaired
+from rayzero.orchestrator.plan import JobPlan, make_plan
+from rayzero.orchestrator.spec import JobSpec
+from tests.support.bucket import bucket_options
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("AWS_ACCESS_KEY_ID", "key")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    patch.setenv("AWS_REGION", "us-east-1")
+    try:
+        with bucket_options() as options:
+            yield f"s3://bucket?{options}"
+    finally:
+        patch.undo()
+
+
+@pytest.fixture
+def planned(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> JobPlan:
+    monkeypatch.chdir(tmp_path)
+    path = join(bucket, request.node.name)
+    spec = JobSpec(name="job", entrypoint="m:f", checkpoint={"path": path})  # type: ignore[arg-type]
+    return make_plan(spec, "m:f")
+
+
+def known(archive: str) -> Past:
+    past = read(archive)
+    assert past is not None
+    return past
+
+
+def line(kind: str, **fields: Any) -> str:
+    return json.dumps({"at_s": time.time(), "kind": kind, **fields})
+
+
+def begun(planned: JobPlan, *, adopted: bool = False) -> str:
+    spec = document(planned.spec)
+    return line("begun", run="1", adopted=adopted, spec=spec, working_dir="/w", by_value=False)
+
+
+def test_every_transition_is_there_at_the_end(planned: JobPlan):
+    """Written as a job's process does: behind it, by its own thread."""
+    papers = Papers(planned, Feed(), lambda text: pytest.fail(text))
+    spec = document(planned.spec)
+    papers.note("begun", run="1", adopted=False, spec=spec, working_dir="/w", by_value=False)
+    states = ["starting", "running", "recovering", "running", "succeeded"]
+    for number, state in enumerate(states):
+        papers.note(
+            "moved", state=state, event="e", generation=number, world_size=2, step=10 * number
+        )
+    papers.see(Repaired("lost", ("rank 1",), 20, 3, 2, 2, {"load": 1.0}))
+    papers.see(Checkpointed(40, "f", 1, 0.1, 0.0))
+    papers.note("ended", state="succeeded", error="")
+    assert papers.close(60)
+    (file,) = open_store(folder(planned.archive)).entries()
+    content = open_store(folder(planned.archive)).read(file.name).decode()
+    told = [json.loads(one) for one in content.splitlines()]
+    assert [one["state"] for one in told if one["kind"] == "moved"] == states
+    past = known(planned.archive)
+    assert (past.ended, past.generation, past.step, past.repairs) == ("succeeded", 4, 40, 1)
+    assert past.checkpoint_step == 40
+
+
+def test_a_lost_run_is_gone_on_with_whatever_is_torn_or_missing(planned: JobPlan):
+    archive = planned.archive
+    first = Segments(archive)
+    first.write([begun(planned)])
+    filler = [line("noted", text="x" * 200) for _ in range(FULL_BYTES // 100)]
+    first.write(filler)
+    moved = {"state": "running", "generation": 3, "world_size": 2, "step": 70}
+    first.write([line("moved", **moved), *filler[:1]])
+    second = Segments(archive)  # the process that adopted it
+    second.write([begun(planned, adopted=True), line("step", step=75)])
+    store = open_store(folder(archive))
+    names = sorted(one.name for one in store.entries())
+    assert len(names) >= 3
+    store.replace("000009-zz.tmp", b"\x00")  # nothing of ours
+    store.replace(names[1], store.read(names[1])[:-150])  # torn
+    past = known(archive)
+    assert (past.generation, past.step, past.adoptions) == (3, 75, 1)
+    store.remove(names[1])
+    past = known(archive)
+    assert (past.step, past.adoptions) == (75, 1)
+    assert not past.ended
+
+
+def test_a_long_run_is_a_few_objects(planned: JobPlan):
+    segments = Segments(planned.archive)
+    segments.write([begun(planned)])
+    counted = {"seconds": {f"cause-{n}": 1.5 for n in range(15)}}
+    for step in range(40):
+        segments.write([line("step", step=step, counted=counted)])
+    (file,) = open_store(folder(planned.archive)).entries()
+    assert file.nbytes < 4096
+    assert known(planned.archive).step == 39
+
+
+def test_one_cluster_at_a_time(planned: JobPlan):
+    archive = planned.archive
+    lease = take(archive, "job", 60.0, print)
+    with pytest.raises(ConfigError, match="is in use") as refused:
+        take(archive, "job", 60.0, print)
+    assert f"the process {os.getpid()} on {socket.gethostname()}" in str(refused.value)
+    lease.check()
+    lease.release()
+    assert open_store(join(archive, "lease")).entries() == []
+    elsewhere = replace(here(), host="other", boot="another boot")
+    Claims(archive).put(Claim("0" * 16, "job", elsewhere, 1.0, holds=True, epoch=7))
+    again = take(archive, "job", 60.0, print)  # waits for that lease to be over
+    again.check()
+    again.release()

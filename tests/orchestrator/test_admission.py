@@ -1,0 +1,84 @@
+"""A head that wants a token, as far as the one question goes, and who is let in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator import admission, cluster
+from rayzero.orchestrator.admission import RefusedError, refuse_strangers
+
+TOKEN = "a" * 64
+
+
+class Door(grpc.GenericRpcHandler):
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        given = dict(details.invocation_metadata).get("authorization")
+
+        def answer(_: bytes, context: grpc.ServicerContext) -> bytes:
+            if details.method != "/ray.rpc.NodeInfoGcsService/CheckAlive":
+                context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
+            if given != f"Bearer {TOKEN}":
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[str]:
+    with ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool, handlers=[Door()])
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"127.0.0.1:{port}"
+        server.stop(None).wait(10)
+
+
+def with_headers(monkeypatch: pytest.MonkeyPatch, **headers: str) -> None:
+    """What Ray would give; it keeps what it has found in the environment."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(admission, "get_auth_headers_if_auth_enabled", lambda _: headers)
+
+
+def test_the_right_token_is_let_in(head: str, monkeypatch: pytest.MonkeyPatch):
+    with_headers(monkeypatch, Authorization=f"Bearer {TOKEN}")
+    refuse_strangers(head)
+
+
+def test_a_wrong_token_and_none_are_refused_at_once(head: str, monkeypatch: pytest.MonkeyPatch):
+    began_s = time.monotonic()
+    with_headers(monkeypatch)
+    with pytest.raises(RefusedError, match="wants a token, and we give none"):
+        refuse_strangers(head)
+    with_headers(monkeypatch, Authorization="Bearer b")
+    with pytest.raises(RefusedError) as refused:
+        cluster.connect(head)
+    assert "refuses our token" in str(refused.value)
+    assert "RAY_AUTH_TOKEN_PATH" in str(refused.value)
+    assert time.monotonic() - began_s < 15, "Ray takes 20 s for each"
+
+
+def test_one_that_was_only_found_is_told_if_there_is_no_other(
+    head: str, monkeypatch: pytest.MonkeyPatch
+):
+    with_headers(monkeypatch, Authorization="Bearer b")
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: {head, "127.0.0.1:1"})
+    with pytest.raises(RefusedError):
+        list(cluster.each(None))
+
+
+def test_whoever_does_not_speak_so_is_left_to_ray():
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        refuse_strangers(f"127.0.0.1:{port}")
+        server.stop(None).wait(10)
+    with pytest.raises(ConfigError, match="there is no Ray cluster"):
+        cluster.reach("127.0.0.1:1")
