@@ -43,8 +43,10 @@ from rayzero.orchestrator.spec import JobSpec
 
 STOP_S = 15.0
 """How long a stop may take beyond `checkpoint.notice_s`."""
-ACCEPT_S = 15.0
-"""How long a job's process may take to say that it takes the job."""
+ACCEPT_S = 60.0
+"""How long a job's process may take to start, and to say that it takes the job."""
+ANSWER_S = 15.0
+"""How long one that runs may take to answer."""
 LOOK_S = 0.5
 
 
@@ -56,8 +58,9 @@ def submit_job(path: Path, overrides: Sequence[str], address: str | None) -> int
     handle = Job.from_spec(spec).submit(cluster)
     until_s = time.monotonic() + ACCEPT_S
     while not handle.wait(0.1) and time.monotonic() < until_s:
-        if handle.status().state not in (None, "pending"):
-            break
+        with suppress(JobFailedError):  # it is still starting, or the next look says what it was
+            if handle.status().state not in (None, "pending"):
+                break
     if handle.wait(0):
         handle.result()
     else:
@@ -176,7 +179,7 @@ def _known(address: str | None, ended: bool) -> Iterator[JobStatus]:
             yield from (one.status for one in (recorded() if ended else ()))
             for name in reach.running():
                 with suppress(RayzeroError):  # it has just ended
-                    yield reach.call(reach.find(name), "status", timeout_s=ACCEPT_S)
+                    yield reach.call(reach.find(name), "status", timeout_s=ANSWER_S)
     except ConfigError as error:
         if address is not None or isinstance(error, RefusedError):
             raise  # else there is none on this machine
