@@ -110,7 +110,7 @@ def on_head(read: Callable[..., T], *args: Any) -> T:
     try:
         found: T = ray.get(task.remote(*args), timeout=HEAD_S)
     except RayError as error:
-        raise GoneError(f"the cluster's head does not answer: {_line(error)}") from None
+        raise GoneError(f"the cluster's head does not answer: {first_line(error)}") from None
     return found
 
 
