@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,8 @@ from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.orchestrator.cli.texts import print_error
 from rayzero.workers.entrypoint import EntryPointError, resolve
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
+PIPE_WIDTH = 200
 CLASSES = (
     "model_weights",
     "main_weights",
@@ -100,7 +102,9 @@ def _facts(choice: Any, taken: bool) -> dict[str, Any]:
 
 
 def _show(found: list[Any], taken: Any, traced: bool, gpu_bytes: int | None) -> None:
-    table = Table("setting", title="GiB on each rank", title_justify="left")
+    largest = max(one.estimate.device_total_bytes for one in found)
+    unit, name_of = (GIB, "GiB") if largest >= GIB // 10 else (MIB, "MiB")
+    table = Table("setting", title=f"{name_of} on each rank", title_justify="left")
     classes = [name for name in CLASSES if name != "activations" or traced]
     classes += [
         name for name in OTHERS if any(one.estimate.device_bytes.get(name) for one in found)
@@ -112,16 +116,16 @@ def _show(found: list[Any], taken: Any, traced: bool, gpu_bytes: int | None) -> 
         cells = [estimate.device_bytes.get(name, 0) for name in classes]
         cells += [estimate.device_total_bytes, estimate.host_total_bytes]
         style = "bold" if one is taken else "dim" if one.fits is False else None
-        table.add_row(one.setting.name, *(f"{size / GIB:.2f}" for size in cells), style=style)
-    console = Console()
+        table.add_row(one.setting.name, *(f"{size / unit:.2f}" for size in cells), style=style)
+    # A file or a pipe takes whole lines.
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH)
     console.print(table)
     if not traced:
         console.print("Without --batch, activations are not in it.")
     if gpu_bytes is None:
         return
+    size = f"{gpu_bytes / unit:.1f} {name_of}"
     if taken is None:
-        console.print(
-            f"Nothing fits {gpu_bytes / GIB:.1f} GiB: more ranks, or a smaller micro-batch."
-        )
+        console.print(f"Nothing fits {size}: more ranks, or a smaller micro-batch.")
     else:
-        console.print(f"Take {taken.setting.name}: the first that fits {gpu_bytes / GIB:.1f} GiB.")
+        console.print(f"Take {taken.setting.name}: the first that fits {size}.")

@@ -39,7 +39,8 @@ def test_a_table_and_what_to_take(tmp_path: Path):
     found = plan(tmp_path, "models:make", "--batch", "models:batch", "--world", "2", "--gpu", "8MB")
     assert found.returncode == 0, found.stderr
     assert "activations" in found.stdout
-    assert "Take stage 1: the first that fits" in found.stdout
+    assert "MiB on each rank" in found.stdout
+    assert "Take stage 1: the first that fits 7.6 MiB" in found.stdout
 
 
 @pytest.mark.slow
