@@ -1,0 +1,73 @@
+"""Names of jobs are folders, and whatever is taken for one lies below the folder of jobs."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.validation import validated
+from rayzero.orchestrator.journal.segments import folder
+from rayzero.orchestrator.places import archive, checked_name
+from rayzero.orchestrator.spec import JobSpec
+from rayzero.workers.vault.server import new_address
+
+HOSTILE = [
+    "..",
+    ".",
+    "",
+    "../x",
+    "/etc",
+    "a/b",
+    "a\\b/..",
+    "a\0",
+    "a\n",
+    "\u202ea",
+    "\u0430",
+    "x" * 64,
+]
+HOSTILE += ["-a", ".a", " a", "a ", "a%2f", "\uff41", "~", "a?b", "a@b", "\ud800"]
+NAMES = st.text(max_size=70) | st.lists(
+    st.sampled_from(["..", ".", "/", "a", "Z9", "-", "_", "\0", "\n", "é", "@", "?", "\\"]),
+    max_size=8,
+).map("".join)
+
+
+def as_spec(name: str) -> str:
+    return validated(JobSpec, {"name": name, "entrypoint": "m:f"}, "job").name
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_no_name_is_refused_everywhere(name: str):
+    for taken in (checked_name, as_spec, lambda name: archive("runs", name)):
+        with pytest.raises(ConfigError):
+            taken(name)
+
+
+@given(NAMES)
+def test_the_job_file_and_the_commands_take_the_same_names(name: str):
+    results = []
+    for taken in (checked_name, as_spec):
+        try:
+            results.append(taken(name) == name)
+        except ConfigError:
+            results.append(False)
+    assert results[0] == results[1]
+    if results[0]:
+        path = os.path.normpath(folder(archive("/top/runs", name)))
+        assert path == f"/top/runs/{name}/journal"
+        assert (
+            archive("s3://k:s@bucket/runs?region=x", name)
+            == f"s3://k:s@bucket/runs/{name}?region=x"
+        )
+
+
+@given(NAMES)
+def test_a_vaults_address_is_plain_whatever_the_name(name: str):
+    address = new_address(name)
+    assert len(address) < 100
+    assert address.isascii()
+    assert not {"/", "\0", "\n"} & set(address)
