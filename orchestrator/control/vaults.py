@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import count
 
 from rayzero.orchestrator.control.desk import COMMAND_S, Desk
@@ -73,9 +74,18 @@ class Vaults:
 
     async def inventory(self) -> list[Held]:
         """What all vaults hold; one that is gone, or does not say, holds nothing."""
-        nodes = list(self._desk.vaults)
-        lists = await asyncio.gather(*(self._inventory(node) for node in nodes))
-        return [one for held in lists for one in held]
+        desk = self._desk
+        asked = {
+            node: asyncio.ensure_future(desk.ports.vaults.inventory(node)) for node in desk.vaults
+        }
+        with suppress(TimeoutError):
+            answers = asyncio.gather(*asked.values(), return_exceptions=True)
+            await within(desk.ports.clock, COMMAND_S, answers)
+        held: list[Held] = []
+        for node, asking in asked.items():
+            with suppress(VaultLostError, asyncio.CancelledError):  # gone, or not in time
+                held += [Held(slot, node) for slot in asking.result()]
+        return held
 
     def used(self, nodes: Iterable[str]) -> None:
         """A generation is formed that knows the vaults of these nodes as they are now."""
@@ -98,15 +108,6 @@ class Vaults:
         """After every change of an address: it is asked for far more often than it changes."""
         now = self._desk.vaults
         self.renewed = any(node in now and now[node] != old for node, old in self._used.items())
-
-    async def _inventory(self, node: str) -> list[Held]:
-        desk = self._desk
-        try:
-            command = desk.ports.vaults.inventory(node)
-            slots = await within(desk.ports.clock, COMMAND_S, command)
-        except (VaultLostError, TimeoutError):
-            return []
-        return [Held(slot, node) for slot in slots]
 
     async def _watch(self, node: str) -> None:
         desk = self._desk
