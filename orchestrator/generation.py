@@ -108,9 +108,6 @@ class Generation:
     def rank_of(self, worker: int) -> int | None:
         return self._ranks.get(worker)
 
-    def worker_of(self, rank: int) -> WorkerInfo:
-        return self.workers[rank]
-
     def remembered(self) -> Remembered:
         """What is in the memory of the members that were unwound; those that died forget."""
         by_rank = {self._ranks[worker]: (worker, one) for worker, one in self._memories.items()}
