@@ -18,6 +18,7 @@ from rayzero.workers.messages import (
     Finished,
     LogLine,
     Message,
+    Report,
     Restore,
     Setup,
     SlotRef,
@@ -97,6 +98,15 @@ class Crew:
             return isinstance(message, ENDED) and message.generation == generation
 
         return self.wait(index, ended)
+
+    def wait_step(self, index: int, generation: int, step: int) -> None:
+        """Until one has finished that step: a death may be noticed before its peers have."""
+
+        def finished(message: Message) -> bool:
+            mine = isinstance(message, Report) and message.generation == generation
+            return mine and message.step >= step
+
+        self.wait(index, finished, 200.0)
 
     def kill(self, index: int, number: int = signal.SIGKILL) -> None:
         os.kill(self.workers[index].pid, number)

@@ -94,6 +94,8 @@ def test_a_killed_worker_costs_no_step(crew_of, stage, phase):
     assert [one.step for one in fired(crew.setup.output_dir)] == [5]
     ends = {}
     for index in (0, 2):
+        crew.wait_step(index, 1, 4)
+    for index in (0, 2):
         crew.workers[index].call("fence", 1)
         ends[index] = crew.wait_end(index, 1)
         assert isinstance(ends[index], Stopped | Crashed), crew.texts(index)
@@ -123,6 +125,8 @@ def test_state_in_files_comes_back_from_memory(crew_of, tmp_path, phase):
     crew = crew_of(3, 3, faults=(fault,), engine_config=config)
     crew.form(1, [0, 1, 2])
     assert lost(crew) == 1
+    for index in (0, 2):
+        crew.wait_step(index, 1, 4)
     for index in (0, 2):
         crew.workers[index].call("fence", 1)
         assert isinstance(crew.wait_end(index, 1), Stopped | Crashed), crew.texts(index)
@@ -208,6 +212,8 @@ def test_without_replicas_a_survivor_that_holds_everything_is_salvaged(crew_of):
     crew = crew_of(3, 0, faults=('kill(rank=0, step=6, phase="backward")',), mirror=MirrorPlan())
     crew.form(1, [0, 1, 2])
     assert lost(crew) == 0
+    for index in (1, 2):
+        crew.wait_step(index, 1, 5)
     for index in (1, 2):
         crew.workers[index].call("fence", 1)
     memories = {index: crew.wait_end(index, 1).memory for index in (1, 2)}

@@ -121,6 +121,7 @@ def _repaired(crew: Crew, workers: Workers, generation: int) -> list[Block]:
     crew.form(generation, [survivor, victim])
     spare = crew.hire()
     assert lost(crew, 60) == victim
+    crew.wait_step(survivor, generation, AT)
     crew.workers[survivor].call("fence", generation)
     ended = crew.wait_end(survivor, generation)
     assert isinstance(ended, Stopped | Crashed), crew.texts(survivor)
