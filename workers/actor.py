@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ class WorkerActor:
         if interface := interface_of(ip):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._host.prepare()
+        gc.freeze()  # what was imported stays: a collection then takes 0.3 ms instead of 170
         context = ray.get_runtime_context()
         return WorkerInfo(
             index=self._index,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,7 @@ class Keeper:
         if self._engine is not None:
             self._engine.close()  # the function may use the same model again
         self._engine, self._assign = None, assign
+        gc.collect()  # engines are in cycles, and two of them may not fit
         if assign.vault != self._address or self.vault is None:
             self._connect(assign.vault)
 

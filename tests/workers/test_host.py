@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from rayzero.workers import process_group
 from rayzero.workers.connections import Connections
 from rayzero.workers.host import WorkerHost
+from rayzero.workers.keeper import Keeper
 from rayzero.workers.messages import (
     Crashed,
     Finished,
@@ -164,3 +167,25 @@ def test_the_stacks_show_the_training_thread(make_host: MakeHost):
     stacks = host.dump_stack()
     assert "thread rayzero-train" in stacks
     assert "in endless" in stacks
+
+
+def test_the_last_generations_engine_is_gone_before_the_next_one_is_made():
+    """Two of them may not fit into a device."""
+
+    class Engine:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def close(self) -> None: ...
+
+    keeper = Keeper(0)
+    engine = Engine()
+    keeper.keep(engine)  # type: ignore[arg-type]
+    seen = weakref.ref(engine)
+    del engine
+    gc.disable()
+    try:
+        keeper.begin(ASSIGN)
+        assert seen() is None
+    finally:
+        gc.enable()
