@@ -111,13 +111,15 @@ class RayWorkerGroup:
         await self._roster.end([self._roster.get(worker)])
 
     async def kill(self, worker: int) -> None:
-        """The vault kills in a millisecond. Ray asks first: a stopped process would live on for
-        another 5 s."""
+        """The vault kills in a millisecond, and then Ray sees by itself why its process ended: it
+        would say that we killed it, also of one that had died. Ray alone asks first: a stopped
+        process would live on for another 5 s."""
         victim = self._roster.get(worker)
         if victim.info is not None:
             with suppress(VaultLostError, TimeoutError):
                 killed = self._vaults.kill(victim.info.node_id, victim.info.pid)
-                await asyncio.wait_for(killed, _KILL_S)
+                if await asyncio.wait_for(killed, _KILL_S):
+                    return
         ray.kill(victim.actor)
 
     async def open_store(self, worker: int) -> int:
