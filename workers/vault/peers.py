@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -14,6 +15,8 @@ from rayzero.workers.vault.wire import Lines
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _OF_A_THREAD = os.O_EXCL  # PIDFD_THREAD, from Linux 6.9 on
+_REMEMBERED = 16
+"""Workers that hung up; it takes long until a dead one's number is used again."""
 
 
 @dataclass(eq=False)
@@ -44,6 +47,7 @@ class Peers:
 
     def __init__(self) -> None:
         self._peers: list[Peer] = []
+        self._hung_up: dict[int, int] = {}  # by pid, the pidfds of the last that did, oldest first
         self._count = 0
         self._lock = Lock()  # a descriptor is not closed while another thread uses it
 
@@ -66,7 +70,8 @@ class Peers:
             self._peers.remove(peer)
             peer.closed = True
             peer.socket.close()
-            for fd in (peer.pidfd, peer.thread_fd):
+            kept = self._remember(peer)
+            for fd in (-1 if kept else peer.pidfd, peer.thread_fd):
                 if fd >= 0:
                     os.close(fd)
 
@@ -78,16 +83,36 @@ class Peers:
             peer.thread_fd = _pidfd(thread, _OF_A_THREAD)
 
     def kill(self, pid: int) -> bool:
-        """Ends a worker's process at once. False when no worker with that pid is connected."""
+        """Ends a worker's process at once, if it is not over. False when no worker with that pid
+        was connected."""
         with self._lock:
-            for peer in self._peers:
-                if peer.worker >= 0 and peer.pid == pid and peer.pidfd >= 0:
-                    try:
-                        signal.pidfd_send_signal(peer.pidfd, signal.SIGKILL)
-                    except ProcessLookupError:
-                        return False
-                    return True
-        return False
+            known = {one.pid: one.pidfd for one in self._peers if one.worker >= 0}
+            fd = known.get(pid, self._hung_up.get(pid, -1))
+            if fd < 0:
+                return False
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            return True
+
+    def _remember(self, peer: Peer) -> bool:
+        """Keeps the pidfd of one that hung up without a goodbye: it may still be told to die."""
+        if peer.worker < 0 or peer.pidfd < 0:
+            return False
+        forgotten = [self._hung_up.pop(peer.pid, -1)]
+        self._hung_up[peer.pid] = peer.pidfd
+        if len(self._hung_up) > _REMEMBERED:
+            forgotten.append(self._hung_up.pop(next(iter(self._hung_up))))
+        for fd in forgotten:
+            if fd >= 0:
+                os.close(fd)
+        return True
+
+    def forget(self) -> None:
+        """Those that hung up can be told nothing any more."""
+        with self._lock:
+            for fd in self._hung_up.values():
+                os.close(fd)
+            self._hung_up.clear()
 
     def all(self) -> list[Peer]:
         with self._lock:

@@ -83,6 +83,7 @@ class VaultServer:
         self._losses.close()
         self._answered.put(None)
         self._thread.join(_STOP_S)
+        self._peers.forget()
 
     def _work(self, peer: Peer, request: Request) -> None:
         """On a slow thread."""
