@@ -104,11 +104,13 @@ class Passage:
         if placed := workers - telling.missing:
             self._desk.tasks.spawn(self._desk.all_do(leave(placed, generation)))
         if placed < workers:
-            self._desk.tasks.spawn(self._break_off_later(workers - placed, leave, generation))
+            late = self._break_off_later(workers - placed, telling, leave, generation)
+            self._desk.tasks.spawn(late)
 
-    async def _break_off_later(self, workers: frozenset[int], leave: Leave, number: int) -> None:
+    async def _break_off_later(
+        self, workers: frozenset[int], telling: Answers, leave: Leave, number: int
+    ) -> None:
         """As each of them hears its place."""
-        telling = self._telling
         while workers:
             await telling.any_of(workers)
             placed = workers - telling.missing

@@ -54,6 +54,16 @@ def bucket_options() -> Iterator[str]:
         process.wait(10)
 
 
+@contextmanager
+def bucket_url() -> Iterator[str]:
+    """The URL of the empty bucket, with credentials in the environment as long as it is open."""
+    with pytest.MonkeyPatch.context() as patch, bucket_options() as options:
+        patch.setenv("AWS_ACCESS_KEY_ID", "key")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patch.setenv("AWS_REGION", "us-east-1")
+        yield f"s3://bucket?{options}"
+
+
 def _answers(port: int) -> bool:
     try:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/data.json", timeout=5).close()

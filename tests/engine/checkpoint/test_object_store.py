@@ -22,7 +22,7 @@ from rayzero.engine.checkpoint.verify import verify
 from rayzero.engine.checkpoint.writer import commit
 from rayzero.orchestrator.doctor.storage import look
 from tests.engine.checkpoint.saving import blocks, save, write_files
-from tests.support.bucket import bucket_options
+from tests.support.bucket import bucket_url
 
 pytestmark = pytest.mark.slow
 
@@ -30,15 +30,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def bucket():
     """The URL of an empty bucket."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("AWS_ACCESS_KEY_ID", "key")
-    patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    patch.setenv("AWS_REGION", "us-east-1")
-    try:
-        with bucket_options() as options:
-            yield f"s3://bucket?{options}"
-    finally:
-        patch.undo()
+    with bucket_url() as url:
+        yield url
 
 
 @pytest.fixture

@@ -26,22 +26,15 @@ from rayzero.orchestrator.lease.holding import take
 from rayzero.orchestrator.notices import Checkpointed, Repaired
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.spec import JobSpec
-from tests.support.bucket import bucket_options
+from tests.support.bucket import bucket_url
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("AWS_ACCESS_KEY_ID", "key")
-    patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    patch.setenv("AWS_REGION", "us-east-1")
-    try:
-        with bucket_options() as options:
-            yield f"s3://bucket?{options}"
-    finally:
-        patch.undo()
+    with bucket_url() as url:
+        yield url
 
 
 @pytest.fixture
