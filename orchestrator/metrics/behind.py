@@ -12,7 +12,6 @@ from rayzero.orchestrator.progress import StepRecord
 
 _WAITING = 4096
 _CLOSE_S = 10.0
-_FLUSH_S = 1.0
 
 
 class Sink(Protocol):
@@ -28,8 +27,9 @@ class Sink(Protocol):
 class Behind:
     """Owns the thread and the sinks, from its making to `close`.
 
-    A sink that fails is told once, and left out; steps that come faster than they can be written
-    are dropped, and counted.
+    What was put is in the files as soon as nothing else is waiting, so that a process that is
+    killed loses no step that a checkpoint has. A sink that fails is told once, and left out; steps
+    that come faster than they can be written are dropped, and counted.
 
     Args:
         tell: shows a warning; called in the writer's thread, or in that of `close`.
@@ -62,15 +62,10 @@ class Behind:
             self._tell(f"metrics: {self._dropped} steps came too fast to be written")
 
     def _run(self) -> None:
-        while True:
-            try:
-                record = self._queue.get(timeout=_FLUSH_S)
-            except queue.Empty:
-                self._each(lambda sink: sink.flush())
-                continue
-            if record is None:
-                break
+        while (record := self._queue.get()) is not None:
             self._each(lambda sink, record=record: sink.write(record))  # type: ignore[misc]
+            if self._queue.empty():
+                self._each(lambda sink: sink.flush())
         self._each(lambda sink: sink.close())
 
     def _each(self, act: Callable[[Sink], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ class Held:
     def __init__(self, error: Exception | None = None) -> None:
         self.go = threading.Event()
         self.written: list[int] = []
+        self.flushed: list[int] = []
         self.closed = False
         self.error = error
 
@@ -36,7 +38,8 @@ class Held:
             raise self.error
         self.written.append(record.step)
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        self.flushed = list(self.written)
 
     def close(self) -> None:
         self.closed = True
@@ -129,6 +132,19 @@ def test_a_slow_disk_makes_nobody_wait_and_what_was_dropped_is_told(
     assert slow.closed
     (text,) = told
     assert f"{10 - len(slow.written)} steps came too fast" in text
+
+
+def test_steps_are_in_the_files_though_the_next_ones_never_stop_coming():
+    sink = Held()
+    sink.go.set()
+    behind = Behind([sink], print)
+    until_s, number = time.monotonic() + 5, 0
+    while not sink.flushed and time.monotonic() < until_s:
+        behind.put(step(number := number + 1))
+        time.sleep(0.02)
+    flushed = sink.flushed
+    behind.close()
+    assert 1 in flushed
 
 
 @pytest.mark.parametrize(
