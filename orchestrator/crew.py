@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rayzero.orchestrator.policies.membership import Candidate, Choice, Wanted, choose
+from rayzero.orchestrator.policies.membership import Candidate, Choice, Members, Wanted, choose
 from rayzero.workers.messages import WorkerInfo
 
 
@@ -25,6 +25,8 @@ class Crew:
         """Workers that are gone and whose seats wait for a replacement."""
         self._known: dict[int, WorkerInfo] = {}
         self._alive: dict[int, WorkerInfo] = {}
+        self._there: tuple[WorkerInfo, ...] | None = ()
+        self._nodes: tuple[str, ...] | None = ()
         self._choice: tuple[tuple[object, ...], Choice] | None = None
         """The last one, and what it was made of."""
         self._changes = 0
@@ -33,7 +35,7 @@ class Crew:
         new = {worker.index: worker for worker in workers}
         self._known |= new
         self._alive |= new
-        self._changes += 1
+        self._changed()
 
     def info(self, worker: int) -> WorkerInfo:
         return self._known[worker]
@@ -46,14 +48,18 @@ class Crew:
         return worker in self._alive
 
     @property
-    def there(self) -> list[WorkerInfo]:
+    def there(self) -> tuple[WorkerInfo, ...]:
         """Everyone who is ready, members or not, by index."""
-        return [worker for _, worker in sorted(self._alive.items())]
+        if self._there is None:
+            self._there = tuple(map(self._alive.__getitem__, sorted(self._alive)))
+        return self._there
 
     @property
-    def nodes(self) -> list[str]:
+    def nodes(self) -> tuple[str, ...]:
         """The nodes of those who are ready, each once, in order of their first worker."""
-        return list(dict.fromkeys(worker.node_id for worker in self.there))
+        if self._nodes is None:
+            self._nodes = tuple(dict.fromkeys(worker.node_id for worker in self.there))
+        return self._nodes
 
     def lost(self, worker: int) -> None:
         """Its process is gone; its seat waits for a replacement."""
@@ -63,21 +69,28 @@ class Crew:
     def let_go(self, worker: int) -> None:
         """It is about to be ended, by wish."""
         self._alive.pop(worker, None)
-        self._changes += 1
+        self._changed()
 
     def choose(self) -> Choice:
         """Who takes part next, as things stand. It is asked for at every turn of things, and
         worked out again only when something changed."""
         made_of = (self._changes, self.wanted, self.leaving, self.members)
         if self._choice is None or self._choice[0] != made_of:
-            self._choice = (
-                made_of,
-                choose(
-                    [
-                        Candidate(one, one.index in self.members, one.node_id in self.leaving)
-                        for one in self.there
-                    ],
-                    self.wanted,
-                ),
-            )
+            self._choice = (made_of, self._chosen())
         return self._choice[1]
+
+    def _chosen(self) -> Choice:
+        there, wanted = self.there, self.wanted
+        if not self.leaving and wanted.least <= len(there) <= wanted.most:
+            return Members(there)  # as mostly: all of them, whoever is a member now
+        return choose(
+            [
+                Candidate(one, one.index in self.members, one.node_id in self.leaving)
+                for one in there
+            ],
+            wanted,
+        )
+
+    def _changed(self) -> None:
+        self._there = self._nodes = None
+        self._changes += 1

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 
+from rayzero.orchestrator.columns import Columns
 from rayzero.workers.messages import Report
 
 _BYTES = "bytes/"
@@ -41,6 +41,26 @@ class StepRecord:
         return self.tokens / self.step_s if self.tokens and self.step_s > 0 else None
 
 
+class _Open:
+    """A step that some ranks have finished."""
+
+    def __init__(self) -> None:
+        self.ranks: set[int] = set()
+        self.tokens = 0.0
+        self.at_s = 0.0
+        self.gauges = Columns()
+
+    def add(self, report: Report) -> int:
+        """How many ranks have finished it now; each reports a step once."""
+        if report.rank not in self.ranks:
+            self.ranks.add(report.rank)
+            if report.counters:
+                self.tokens += report.counters.get("tokens", 0.0)
+            self.at_s = max(self.at_s, report.at_s)
+            self.gauges.add(report.gauges)
+        return len(self.ranks)
+
+
 class JobProgress:
     """Collects reports until a step is complete, which is when every rank has finished it."""
 
@@ -60,7 +80,7 @@ class JobProgress:
         """Every change of it."""
         self._generation = 0
         self._world_size = 0
-        self._open: defaultdict[int, dict[int, Report]] = defaultdict(dict)
+        self._open: defaultdict[int, _Open] = defaultdict(_Open)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -80,12 +100,12 @@ class JobProgress:
             finished, and are told by what the others said.
         """
         late = [
-            self._close(number, list(ranks.values()))
-            for number, ranks in sorted(self._open.items())
+            self._close(number, self._open.pop(number))
+            for number in sorted(self._open)
             if self.steps < number <= step
         ]
-        for ranks in self._open.values():
-            self._note_peaks(_columns(list(ranks.values())))
+        for left in self._open.values():
+            self._note_peaks(left.gauges.maxima())
         self._generation, self._world_size = generation, world_size
         if not self.world_sizes or self.world_sizes[-1] != world_size:
             self.world_sizes.append(world_size)
@@ -104,12 +124,9 @@ class JobProgress:
         """The record of the step that this report completes, if it does."""
         if report.generation != self._generation:
             return None
-        ranks = self._open[report.step]
-        ranks[report.rank] = report
-        if len(ranks) < self._world_size:
+        if self._open[report.step].add(report) < self._world_size:
             return None
-        del self._open[report.step]
-        return self._close(report.step, list(ranks.values()))
+        return self._close(report.step, self._open.pop(report.step))
 
     def count(self, counters: dict[str, float]) -> None:
         """Adds what a rank counted after its last step."""
@@ -120,25 +137,25 @@ class JobProgress:
         for name, amount in held.items():
             self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), amount)
 
-    def _note_peaks(self, gauges: Mapping[str, Sequence[float]]) -> None:
-        held = [name for name in gauges if name.startswith(_BYTES)]
-        self.peak({name.removeprefix(_BYTES): int(max(gauges[name])) for name in held})
+    def _note_peaks(self, maxima: Mapping[str, float]) -> None:
+        held = [name for name in maxima if name.startswith(_BYTES)]
+        self.peak({name.removeprefix(_BYTES): int(maxima[name]) for name in held})
 
-    def _close(self, step: int, reports: list[Report]) -> StepRecord:
-        gauges = _columns(reports)
-        self._note_peaks(gauges)
-        means = {name: sum(values) / len(values) for name, values in gauges.items()}
-        counted = sum(report.counters.get("tokens", 0.0) for report in reports)
+    def _close(self, step: int, done: _Open) -> StepRecord:
+        """Costs what a report costs, however many ranks there are."""
+        maxima, means = done.gauges.maxima(), done.gauges.means()
+        self._note_peaks(maxima)
+        means.pop("step_s", None)
         record = StepRecord(
             step=step,
             world_size=self._world_size,
             generation=self._generation,
             loss=means.pop("loss", None),
-            tokens=counted or means.get("step_tokens", 0.0),
-            step_s=max(gauges.get("step_s", [0.0])),
-            gauges={name: value for name, value in means.items() if name != "step_s"},
-            at_s=max(report.at_s for report in reports),
-            waits={name: max(gauges[name]) for name in _WAITS if name in gauges},
+            tokens=done.tokens or means.get("step_tokens", 0.0),
+            step_s=maxima.get("step_s", 0.0),
+            gauges=means,
+            at_s=done.at_s,
+            waits={name: maxima[name] for name in _WAITS if name in maxima},
         )
         self.steps = max(self.steps, step)
         self.done += 1
@@ -152,13 +169,3 @@ class JobProgress:
             self.first_loss = record.loss if self.first_loss is None else self.first_loss
             self.last_loss = record.loss
         return record
-
-
-def _columns(reports: Sequence[Report]) -> dict[str, Sequence[float]]:
-    """What the ranks reported, by name. Mostly all of them report the same, in the same order."""
-    rows = [report.gauges for report in reports]
-    names = list(rows[0]) if rows else []
-    if all(list(row) == names for row in rows):
-        return dict(zip(names, zip(*(row.values() for row in rows), strict=True), strict=True))
-    every = dict.fromkeys(chain.from_iterable(rows))
-    return {name: [row[name] for row in rows if name in row] for name in every}

@@ -7,7 +7,7 @@ says of itself is in `rayzero.workers.vault.records`, and can be had from here t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rayzero.workers.vault.records import ConnectionLost as ConnectionLost
 from rayzero.workers.vault.records import FaultFired as FaultFired
@@ -107,8 +107,7 @@ class Assign:
     faults: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Own:
+class Own(NamedTuple):
     """What a worker's place in a generation has of its own; see `Assign`."""
 
     rank: int
@@ -133,7 +132,7 @@ class Formation:
 
     def place(self, own: Own) -> Assign:
         """One worker's place."""
-        return Assign(**vars(self), **vars(own))
+        return Assign(**vars(self), **own._asdict())
 
 
 @dataclass(frozen=True)

@@ -260,8 +260,8 @@ class Passage:
         held = [recovery.Held(slot, node) for slot, node in zip(made, nodes, strict=True)]
         if len(held) == 1:
             return recovery.refs(held)
-        sets = recovery.complete_sets(held)
-        return sets[-1].slots if sets and sets[-1].step == picked.step else ()
+        newest = recovery.newest_set(held)
+        return newest.slots if newest is not None and newest.step == picked.step else ()
 
     def _remembered(self) -> recovery.Remembered:
         """What can still be copied into a vault."""

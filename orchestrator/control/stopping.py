@@ -7,7 +7,7 @@ from rayzero.orchestrator.control.checkpoints import Checkpoints
 from rayzero.orchestrator.control.desk import Desk
 from rayzero.orchestrator.control.passage import Passage
 from rayzero.orchestrator.control.vaults import Vaults
-from rayzero.orchestrator.policies.recovery import complete_sets
+from rayzero.orchestrator.policies.recovery import newest_set
 
 STOP_S = 4.0
 """How long the training functions may take to unwind before their processes are killed."""
@@ -46,9 +46,9 @@ class Stopping:
             await desk.happens(notice_s / 2, lambda: generation.deserted or bool(generation.faults))
         self._unwind(softly=False)
         await self._left(min(STOP_S, until_s - desk.now_s()))
-        sets = complete_sets(await self._vaults.inventory())
-        if sets and not self._checkpoints.has(sets[-1].step):
-            await self._checkpoints.keep_last(sets[-1].slots, until_s - desk.now_s())
+        newest = newest_set(await self._vaults.inventory())
+        if newest is not None and not self._checkpoints.has(newest.step):
+            await self._checkpoints.keep_last(newest.slots, until_s - desk.now_s())
         self._end()
 
     def _unwind(self, *, softly: bool) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from rayzero.workers.messages import Memory, SlotInfo, SlotRef
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """A version in a vault."""
 
     slot: SlotInfo
@@ -84,6 +83,9 @@ class Damaged:
     checkpoints: frozenset[int] = frozenset()
 
 
+FINE = Damaged()
+
+
 def pick(
     held: Sequence[Held], remembered: Remembered, stored: Stored | None, damaged: Damaged
 ) -> Pick:
@@ -92,28 +94,30 @@ def pick(
     if stored is not None and stored.step not in damaged.checkpoints:
         found.append(FromCheckpoint(stored.step, stored.folder))
     found += _in_memory(remembered)
-    found += _in_slots(held, damaged)
+    if (newest := newest_set(held, damaged)) is not None:
+        found.append(newest)
     # max keeps the first of equals, so the nearest comes first.
     return max(reversed(found), key=lambda one: one.step)
 
 
-def complete_sets(held: Sequence[Held]) -> list[FromSlots]:
-    """Every version of which all ranks are held, the newest last; originals before replicas."""
-    versions: defaultdict[tuple[int, int, int], dict[int, Held]] = defaultdict(dict)
-    for one in sorted(held, key=lambda one: (one.slot.replica, one.node_id)):
+def newest_set(held: Iterable[Held], damaged: Damaged = FINE) -> FromSlots | None:
+    """The newest version of which all ranks are held; originals before replicas. Counts first:
+    only that one's slots are put in order, and there may be thousands of each version."""
+    # A state that was salvaged as a whole stands beside the parts it was cut from.
+    versions: defaultdict[tuple[int, int, int], list[Held]] = defaultdict(list)
+    for one in held:
         slot = one.slot
-        # A state that was salvaged as a whole stands beside the parts it was cut from.
-        versions[slot.step, slot.generation, slot.world_size].setdefault(slot.rank, one)
-    return [
-        FromSlots(step, refs([ranks[rank] for rank in sorted(ranks)]))
-        for (step, _, world_size), ranks in sorted(versions.items())
-        if len(ranks) == world_size
-    ]
-
-
-def _in_slots(held: Sequence[Held], damaged: Damaged) -> list[Pick]:
-    whole = [one for one in held if (one.slot.generation, one.slot.step) not in damaged.versions]
-    return list(complete_sets(whole))
+        versions[slot.step, slot.generation, slot.world_size].append(one)
+    for step, generation, world_size in sorted(versions, reverse=True):
+        there = versions[step, generation, world_size]
+        if len(there) < world_size or (generation, step) in damaged.versions:
+            continue
+        if len(there) > world_size:
+            there.sort(key=lambda one: (one.slot.replica, one.node_id), reverse=True)
+        ranks = {one.slot.rank: one for one in there}  # the last of equals stays
+        if len(ranks) == world_size:
+            return FromSlots(step, refs([ranks[rank] for rank in sorted(ranks)]))
+    return None
 
 
 def _in_memory(remembered: Remembered) -> list[Pick]:

@@ -16,9 +16,10 @@ def copies(slots: Sequence[SlotRef], replicas: int) -> dict[str, list[SlotRef]]:
         slots: originals, by rank.
     """
     ring = list(dict.fromkeys(slot.node_id for slot in slots))
+    homes = {node: place for place, node in enumerate(ring)}
     wanted: defaultdict[str, list[SlotRef]] = defaultdict(list)
     for slot in slots:
-        home = ring.index(slot.node_id)
+        home = homes[slot.node_id]
         for ahead in range(1, min(replicas, len(ring) - 1) + 1):
             wanted[ring[(home + ahead) % len(ring)]].append(slot)
     return dict(wanted)

@@ -575,7 +575,7 @@ class Vaults:
         vault = self._of(node_id)
         for key, slot in vault.slots.items():
             if key[0] <= generation and key[2] <= step:
-                vault.slots[key] = replace(slot, pinned=False)
+                vault.slots[key] = slot._replace(pinned=False)
 
     async def replicate(self, node_id: str, slots: Sequence[SlotRef]) -> int:
         await asyncio.sleep(0)
@@ -585,8 +585,8 @@ class Vaults:
             if not self.holds(ref):
                 raise RayzeroError(f"{ref} is gone")
             original = self._of(ref.node_id).slots[ref.generation, ref.rank, ref.step]
-            vault.slots[ref.generation, ref.rank, ref.step] = replace(
-                original, replica=True, pinned=True
+            vault.slots[ref.generation, ref.rank, ref.step] = original._replace(
+                replica=True, pinned=True
             )
         return 64 * len(slots)
 

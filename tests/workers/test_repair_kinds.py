@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,7 +91,7 @@ def copied(crew: Crew, restore: Restore) -> Restore:
     )
     assert crew.vault.replicate(restore.slots) > 0
     origin.close()
-    return Restore(restore.step, tuple(replace(one, node_id="other") for one in restore.slots))
+    return Restore(restore.step, tuple(one._replace(node_id="other") for one in restore.slots))
 
 
 def _key(ref):

@@ -1,15 +1,18 @@
-"""What is said about a vault's contents: frozen, small, and free of torch."""
+"""What is said about a vault's contents: frozen, small, and free of torch.
+
+What there is of for each rank is a named tuple: a large job makes and packs thousands of them
+in every repair, and a dataclass costs three times as much.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from rayzero.engine.checkpoint.format import WrittenFile
 
 
-@dataclass(frozen=True)
-class SlotRef:
+class SlotRef(NamedTuple):
     """One rank's state of one step, in a vault.
 
     Args:
@@ -37,8 +40,7 @@ class Restore:
     checkpoint: str = ""
 
 
-@dataclass(frozen=True)
-class SlotInfo:
+class SlotInfo(NamedTuple):
     """A slot's buffer that holds a whole version, as its vault lists it."""
 
     generation: int
