@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ray._private import services  # finding heads on this machine is nowhere pu
 from rayzero.engine.errors import ConfigError, first_line
 from rayzero.orchestrator.admission import RefusedError, refuse_strangers
 from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.manners import unchanged
 
 _OBJECT_STORE_BYTES = 128 * 2**20  # nothing big goes through it
 _REACH_S = 5.0
@@ -56,13 +58,15 @@ def connect(address: str | None) -> Cluster:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = head_address(address) or "local"
     if address == "local":
-        _start()
+        with unchanged():
+            _start()
         return Cluster(owned=True, can_grow=False)
     reach(address)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        with unchanged():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise _no_cluster(address, error) from None
+        raise _other_versions(address, error) or _no_cluster(address, error) from None
     return Cluster(owned=True, can_grow=True)
 
 
@@ -155,6 +159,23 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
         allowed="host:port of a running cluster's head, or `auto`",
         fix="--address or RAY_ADDRESS; without either, a cluster is started on this machine",
     )
+
+
+def _other_versions(address: str, error: Exception) -> ConfigError | None:
+    """Ray's refusal of another Ray or Python, in a line; None for another error."""
+    found = re.findall(r"^ *(Ray|Python): (\S+)", str(error), re.MULTILINE)
+    if [name for name, _ in found] != ["Ray", "Python"] * 2:
+        return None
+    there, here = found[:2], found[2:]
+    return ConfigError(
+        f"the cluster at {address!r} has {_named(there)}, and this process {_named(here)}",
+        allowed="the same versions of both, to the last number",
+        fix="this environment; or --address http://HOST:8265, by which the command runs there",
+    )
+
+
+def _named(versions: list[tuple[str, str]]) -> str:
+    return " and ".join(" ".join(one) for one in versions)
 
 
 def _start() -> None:

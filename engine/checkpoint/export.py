@@ -28,12 +28,19 @@ from rayzero.engine.checkpoint.imports.foreign import open_foreign
 from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.whole_file import save_safetensors
 from rayzero.engine.errors import ConfigError, DataError, nearest
+from rayzero.engine.state.counted import Counted
 from rayzero.engine.state.source import StateSource
 
 SHARD_BYTES = 5_000_000_000
 
 
-def export(folder: str, target: str, kind: str, dtype: str = "") -> list[str]:
+def export(
+    folder: str,
+    target: str,
+    kind: str,
+    dtype: str = "",
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[str]:
     """Writes a checkpoint as files that others read.
 
     Args:
@@ -42,6 +49,7 @@ def export(folder: str, target: str, kind: str, dtype: str = "") -> list[str]:
         kind: `safetensors`, `torch` or `dcp`.
         dtype: of floating-point parameters: float32, bfloat16 or float16; by default each has
             the dtype that it had in the model.
+        progress: told the bytes of each read of the checkpoint.
 
     Returns:
         The paths written.
@@ -53,7 +61,7 @@ def export(folder: str, target: str, kind: str, dtype: str = "") -> list[str]:
     check_kind(kind)
     source = open_foreign(folder) or CheckpointSource(folder)
     try:
-        return export_state(source, target, kind, dtype)
+        return export_state(Counted(source, progress), target, kind, dtype)
     finally:
         source.close()
 

@@ -11,7 +11,7 @@ from rayzero import __version__
 from rayzero.orchestrator.cli.ckpt import ckpt
 from rayzero.orchestrator.cli.config import config
 from rayzero.orchestrator.cli.elsewhere import handed_on
-from rayzero.orchestrator.cli.job_commands import add_to
+from rayzero.orchestrator.cli.job_commands import Address, add_to
 
 app = typer.Typer(
     help="Train PyTorch models with ZeRO on Ray clusters that keep changing.",
@@ -20,18 +20,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-add_to(app)
 app.add_typer(ckpt, name="ckpt")
 app.add_typer(config, name="config")
-
-
-Address = Annotated[
-    str | None,
-    typer.Option(
-        help="host:port of the head of the job's cluster. Default: RAY_ADDRESS, or else every "
-        "cluster whose head runs on this machine."
-    ),
-]
 
 
 def _tell_version(asked: bool) -> None:
@@ -58,7 +48,8 @@ def run(
     address: Annotated[
         str | None,
         typer.Option(
-            help="host:port of a Ray cluster. Default: RAY_ADDRESS, or else a cluster of our own."
+            help="host:port of a Ray cluster, or http://HOST:8265 of its dashboard from outside. "
+            "Default: RAY_ADDRESS, or else a cluster of our own."
         ),
     ] = None,
     overrides: Annotated[
@@ -83,6 +74,9 @@ def run(
     from rayzero.orchestrator.cli.run import run_job
 
     raise typer.Exit(run_job(job, overrides or (), address, as_json))
+
+
+add_to(app)
 
 
 @app.command(epilog="Example: rayzero scale gpt 2:8")
@@ -165,8 +159,8 @@ def top(
 ) -> None:
     """Watch a job: state, progress, loss, ranks, faults, lost time and checkpoints.
 
-    By name, in the cluster that --address says; with the http://HOST:8265 of a dashboard also from
-    outside. By the URL of its page, from wherever that can be reached.
+    By name, in the cluster that --address says; or by the URL of its page, from wherever that can
+    be reached.
 
     Exit code 0: the job has ended, however it did. 1: nothing answers. 2: no such job or address.
     130: left by Ctrl-C.

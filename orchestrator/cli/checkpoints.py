@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
-from time import time
+from time import monotonic, time
 from typing import Any
 
 import rich.console
@@ -50,7 +51,8 @@ def verify_all(path: str, as_json: bool) -> int:
             problems: list[Problem] = []
             verdict = f"step {one.step}: {one.problem}"
         else:
-            with _progress(one, shown=sys.stdout.isatty() and not as_json) as progress:
+            total = sum(file.table.nbytes for file in one.manifest.files) if one.manifest else None
+            with _progress(f"step {one.step}", total, as_json) as progress:
                 problems = verify(one.folder, progress)
             harm = [problem for problem in problems if problem.harms]
             damaged = damaged or bool(harm)
@@ -65,25 +67,50 @@ def verify_all(path: str, as_json: bool) -> int:
 
 
 @with_exit_code
-def prune_job(path: str, keep: int, keep_every: int | None, dry_run: bool) -> int:
+def prune_job(path: str, keep: int, keep_every: int | None, dry_run: bool, as_json: bool) -> int:
     _checkpoints(path)
     pruned = prune(path, keep, keep_every, dry_run=dry_run)
+    if as_json:
+        facts = asdict(pruned)
+        print(json.dumps(facts | {"bytes": facts.pop("nbytes"), "dry_run": dry_run}))
+        return 0
     for line in _pruned_lines(pruned, "would be removed" if dry_run else "removed"):
         print(line)
     return 0
 
 
 @with_exit_code
-def export_one(path: str, target: str, kind: str) -> int:
-    folder = path
-    if step_of(split(path)[1]) is None:
-        newest = newest_whole(path)
-        folder = path if newest is None else newest.folder  # or it is another system's
+def export_one(path: str, target: str, kind: str, as_json: bool) -> int:
+    found = _exported(path)
+    folder = path if found is None else found.folder  # or it is another system's
     # By name: it needs torch, which nothing else here does.
     export = import_module("rayzero.engine.checkpoint.export").export
-    for written in export(folder, target, kind):
-        print(written)
+    with _progress("exporting", None if found is None else _read_by(found, kind), as_json) as told:
+        written = export(folder, target, kind, progress=told)
+    if as_json:
+        print(json.dumps({"folder": masked(folder), "format": kind, "files": written}))
+        return 0
+    for file in written:
+        print(file)
     return 0
+
+
+def _exported(path: str) -> Found | None:
+    """Of a job's folder the newest whole one; None if there is no checkpoint of ours."""
+    if step_of(split(path)[1]) is None:
+        return newest_whole(path)
+    return next(iter(list_checkpoints(path)), None)
+
+
+def _read_by(found: Found, kind: str) -> int | None:
+    """The bytes that an export reads: the model, and in a `dcp` all there is."""
+    if found.manifest is None:
+        return None
+    return sum(
+        one.numel * one.item_bytes
+        for name, one in found.manifest.tensors.items()
+        if kind == "dcp" or name.startswith(("weights/", "buffers/"))
+    )
 
 
 def _checkpoints(path: str) -> Sequence[Found]:
@@ -132,19 +159,46 @@ def _pruned_lines(pruned: Pruned, verb: str) -> Iterator[str]:
 
 
 @contextmanager
-def _progress(one: Found, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar over the bytes of a checkpoint, on a terminal."""
+def _progress(text: str, total: int | None, as_json: bool) -> Iterator[Callable[[int], None]]:
+    """A bar over bytes, where somebody looks at a terminal; lines elsewhere if it takes long."""
+    err = rich.console.Console(file=sys.stderr)
+    if as_json or not err.is_terminal:
+        yield Milestones(text, total, partial(print, file=sys.stderr, flush=True))
+        return
     columns = (TextColumn("{task.description}"), BarColumn(24), DownloadColumn(True))
-    with Progress(
-        *columns,
-        TransferSpeedColumn(),
-        console=rich.console.Console(file=sys.stderr),
-        transient=True,
-        disable=not shown,
-    ) as bar:
-        total = sum(file.table.nbytes for file in one.manifest.files) if one.manifest else None
-        task = bar.add_task(f"step {one.step}", total=total)
+    with Progress(*columns, TransferSpeedColumn(), console=err, transient=True) as bar:
+        task = bar.add_task(text, total=total)
         yield lambda nbytes: bar.update(task, advance=nbytes)
+
+
+class Milestones:
+    """Tells of bytes in a line every `every_s` seconds: nothing of what is done before that.
+
+    Args:
+        total: None where nobody knows.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        total: int | None,
+        write: Callable[[str], None],
+        every_s: float = 10.0,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._text = text
+        self._of = "" if total is None else f" of {_size(total)}"
+        self._write = write
+        self._every_s = every_s
+        self._clock = clock
+        self._done = 0
+        self._told_s = clock()
+
+    def __call__(self, nbytes: int) -> None:
+        self._done += nbytes
+        if (now_s := self._clock()) - self._told_s >= self._every_s:
+            self._told_s = now_s
+            self._write(f"{self._text}: {_size(self._done)}{self._of} read")
 
 
 def _age(seconds: float) -> str:

@@ -28,6 +28,7 @@ Place: TypeAlias = Annotated[
 AsJson: TypeAlias = Annotated[
     bool, typer.Option("--json", help="JSON lines on stdout, one for each checkpoint.")
 ]
+AsOneJson: TypeAlias = Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")]
 
 
 @ckpt.command("ls", epilog="Example: rayzero ckpt ls runs/gpt --json")
@@ -63,11 +64,15 @@ def prune(
         typer.Option(min=1, metavar="M", help="Keep, besides, every step that M divides."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: AsOneJson = False,
 ) -> None:
-    """Remove older checkpoints, and what is left of saves that did not end."""
+    """Remove older checkpoints, and what is left of saves that did not end.
+
+    Exit code 0: removed. 1: something could not be removed. 2: no such folder.
+    """
     from rayzero.orchestrator.cli.checkpoints import prune_job
 
-    raise typer.Exit(prune_job(path, keep, keep_every, dry_run))
+    raise typer.Exit(prune_job(path, keep, keep_every, dry_run, as_json))
 
 
 @ckpt.command(epilog="Example: rayzero ckpt export runs/gpt --to out --format safetensors")
@@ -83,8 +88,13 @@ def export(
             "(torch.distributed.checkpoint, with the optimizer).",
         ),
     ] = "safetensors",
+    as_json: AsOneJson = False,
 ) -> None:
-    """Write a checkpoint as files that others read. Of a job, the newest whole one."""
+    """Write a checkpoint as files that others read. Of a job, the newest whole one.
+
+    Exit code 0: written. 1: it is damaged, or could not be written. 2: no such checkpoint, or a
+    folder that is not empty.
+    """
     from rayzero.orchestrator.cli.checkpoints import export_one
 
-    raise typer.Exit(export_one(path, to, kind))
+    raise typer.Exit(export_one(path, to, kind, as_json))

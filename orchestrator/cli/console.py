@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from functools import partial
-from io import TextIOBase
 from typing import Any, Protocol, TextIO
 
 import rich.console
@@ -61,7 +60,7 @@ class Console(Protocol):
 def console_for(as_json: bool) -> Iterator[Console]:
     """The console of a process whose stdout is the job's: what others print goes to stderr."""
     stdout = sys.stdout
-    with redirect_stdout(RayNotices(sys.stderr)):
+    with redirect_stdout(sys.stderr):
         if as_json:
             yield JsonLines(_writer(stdout))
         else:
@@ -84,23 +83,6 @@ def watching(out: TextIO) -> Iterator[Console]:
 
 def _writer(out: TextIO) -> Write:
     return partial(print, file=out, flush=True)
-
-
-class RayNotices(TextIOBase):
-    """Passes text on to `target`, but for the raylet's notices of a worker's death.
-
-    Ray prints those into the driver's stdout; what they say is in the job's own error as well.
-    """
-
-    def __init__(self, target: TextIO) -> None:
-        super().__init__()
-        self._target = target
-
-    def write(self, text: str) -> int:
-        return len(text) if "(raylet)" in text else self._target.write(text)
-
-    def flush(self) -> None:
-        self._target.flush()
 
 
 class LiveBar:

@@ -44,7 +44,7 @@ def notice_lines(notice: Notice) -> Iterator[str]:
         case Warned():
             yield f"warning: {notice.text}"
         case Serving():
-            yield f"metrics: {notice.url}/metrics"
+            yield f"page: {notice.url}/ (for Prometheus: {notice.url}/metrics)"
         case WorkersUp():
             for worker in notice.workers:
                 yield f"worker {worker.index} is up on node {worker.node} (pid {worker.pid})"

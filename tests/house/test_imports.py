@@ -35,6 +35,7 @@ RAY_MODULES = {
     "rayzero.orchestrator.head.reach",
     "rayzero.orchestrator.head.records",
     "rayzero.orchestrator.lost",
+    "rayzero.orchestrator.manners",
     "rayzero.orchestrator.nodes",
     "rayzero.orchestrator.remote",
     "rayzero.orchestrator.roster",

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from rayzero.engine.checkpoint.reader import read_manifest
 from rayzero.orchestrator.cli.app import app
+from rayzero.orchestrator.cli.checkpoints import Milestones
 from tests.engine.checkpoint.saving import save, write_files
 
 
@@ -28,6 +29,10 @@ def ckpt(*arguments: object, code: int = 0) -> str:
     assert done.exit_code == code, done.output
     assert done.exception is None or isinstance(done.exception, SystemExit)
     return done.stdout if code == 0 else done.output
+
+
+def size_of(folder) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def flip(path, at: int) -> None:
@@ -50,14 +55,13 @@ def test_ls(job):
 
 def test_ls_as_json(job):
     found = [json.loads(line) for line in ckpt("ls", job / "step-100", "--json").splitlines()]
-    size = sum(path.stat().st_size for path in (job / "step-100").iterdir())
     assert found == [
         {
             "step": 100,
             "folder": str(job / "step-100"),
             "condition": "whole",
             "problem": "",
-            "bytes": size,
+            "bytes": size_of(job / "step-100"),
             "world_size": 2,
             "stage": 2,
             "created_s": 0.0,
@@ -91,6 +95,10 @@ def test_prune(job):
     assert ckpt("ls", job) == before
     assert "removed: steps 9\n" in ckpt("prune", job, "--keep", 1, "--keep-every", 10)
     assert [row.split()[0] for row in ckpt("ls", job).splitlines()[1:]] == ["10", "100", "110"]
+    text = ckpt("prune", job, "--keep", 1, "--json", "--dry-run")
+    told = json.loads(text)
+    assert told.pop("bytes") == size_of(job / "step-10")
+    assert told == {"kept": [100], "removed": [10], "swept": [], "dry_run": True}
     assert "is one checkpoint" in ckpt("prune", job / "step-10", "--keep", 1, code=2)
     ckpt("prune", job, "--keep", 0, code=2)
 
@@ -102,14 +110,29 @@ def test_export_names_the_checkpoint_and_prints_the_files(job, monkeypatch, path
 
     class Export:
         @staticmethod
-        def export(*arguments: str) -> list[str]:
+        def export(*arguments: str, progress) -> list[str]:
             called.append(arguments)
+            progress(1)
             return ["out/model.safetensors"]
 
     monkeypatch.setitem(sys.modules, "rayzero.engine.checkpoint.export", Export)
     text = ckpt("export", job / path, "--to", "out", "--format", "torch")
     assert text == "out/model.safetensors\n"
     assert called == [(str(job / "step-100"), "out", "torch")]
+    told = json.loads(ckpt("export", job / path, "--to", "out", "--json"))
+    files = ["out/model.safetensors"]
+    assert told == {"folder": str(job / "step-100"), "format": "safetensors", "files": files}
+
+
+def test_a_long_reading_is_told_in_lines_where_there_is_no_terminal():
+    now_s, lines = [0.0], []
+    tell = Milestones("exporting", 4 * 2**20, lines.append, every_s=10, clock=lambda: now_s[0])
+    for now_s[0] in (0.0, 9.0, 11.0, 12.0, 21.5):
+        tell(2**19)
+    assert lines == [
+        "exporting: 1.5 MiB of 4.0 MiB read",
+        "exporting: 2.5 MiB of 4.0 MiB read",
+    ]
 
 
 @pytest.mark.parametrize("command", [["ls"], ["verify"], ["prune", "--keep", "1"]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -36,3 +38,48 @@ def test_a_cluster_that_says_nothing_about_why_it_refuses_is_told_by_the_errors_
     monkeypatch.setattr(ray, "init", failing(ConnectionError()))
     with pytest.raises(ConfigError, match="there is no Ray cluster at 'auto': ConnectionError"):
         cluster.connect("auto")
+
+
+def test_another_python_on_the_head_is_told_with_both_sides(monkeypatch: pytest.MonkeyPatch):
+    said = (
+        "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n    Python: 3.10.13\n"
+        "This process on node 10.0.0.2 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"
+    )
+    monkeypatch.setattr(ray, "init", failing(RuntimeError(said)))
+    with pytest.raises(ConfigError) as caught:
+        cluster.connect("auto")
+    assert caught.value.seen == (
+        "the cluster at 'auto' has Ray 2.50.0 and Python 3.10.13, "
+        "and this process Ray 2.60.0 and Python 3.11.7"
+    )
+    assert "http://HOST:8265" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"), [(signal.SIG_DFL, SystemExit), (signal.SIG_IGN, None)]
+)
+def test_sigterm_is_as_it_was_after_ray_took_it(
+    before: signal.Handlers, expected: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
+):
+    def init(**_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: print("a stack of Ray's"))
+
+    monkeypatch.setattr(ray, "init", init)
+    found = signal.signal(signal.SIGTERM, before)
+    try:
+        cluster.connect("auto")
+        if expected is None:
+            assert signal.getsignal(signal.SIGTERM) is before
+        else:
+            with pytest.raises(expected, match=str(128 + signal.SIGTERM)):
+                signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, found)
+
+
+def test_a_connection_from_another_thread_touches_no_handler(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    before = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(cluster.connect, "auto").result(30).owned
+    assert signal.getsignal(signal.SIGTERM) is before

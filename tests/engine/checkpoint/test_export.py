@@ -19,6 +19,7 @@ from rayzero.engine.checkpoint import export as module
 from rayzero.engine.checkpoint.export import export, export_state, write_safetensors
 from rayzero.engine.checkpoint.exportable import Exportable
 from rayzero.engine.checkpoint.manifest import make_manifest
+from rayzero.engine.checkpoint.reader import read_manifest
 from rayzero.engine.checkpoint.writer import commit, write_rank_file
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.layout.reshard import MissingRangesError
@@ -282,7 +283,11 @@ def test_a_checkpoint_of_an_engine_is_exported(kind: str, tmp_path: Path) -> Non
     commit(str(folder), make_manifest("job", 2, 1, [written]))
 
     right = engine.state_dict()
-    export(str(folder), str(target), kind)
+    told: list[int] = []
+    export(str(folder), str(target), kind, progress=told.append)
+    tensors = read_manifest(str(folder)).tensors
+    read = [name for name in tensors if kind == "dcp" or name.startswith(("weights/", "buffers/"))]
+    assert sum(told) == sum(tensors[name].numel * tensors[name].item_bytes for name in read)
     seen: dict[str, Tensor] = {name: torch.empty_like(one) for name, one in right.items()}
     if kind == "safetensors":
         seen = load_file(target / "model.safetensors")
