@@ -3,9 +3,13 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-# Two processes, a file's tests in one of them: many wait, and most start more processes.
-BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
+# A file's tests stay in one process (tests/support/sharing.py). Fast ones compute, slow ones wait
+# for other processes half of the time: three of those keep two cores busy.
+BESIDE := --dist loadfile --no-loadscope-reorder
 READY  := $(VENV)/.ready
+
+# Hundreds of processes start: each would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test fast lint format bench setup clean help
 
@@ -33,10 +37,10 @@ format: $(READY) ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 fast: $(READY) ## the tests that start no cluster
-	$(PYTEST) $(BESIDE) -m "not slow and not alone"
+	$(PYTEST) -n 2 $(BESIDE) -m "not slow and not alone"
 
-test: lint ## everything: lint, then the whole suite, fast tests first
-	$(PYTEST) $(BESIDE) -m "not alone"
+test: lint fast ## everything: lint, fast tests, slow ones, those that nothing may run beside
+	$(PYTEST) -n 3 $(BESIDE) -m "slow and not alone"
 	$(PYTEST) -m alone
 
 bench: $(READY) ## step time against DDP and FSDP2

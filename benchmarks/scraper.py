@@ -15,7 +15,8 @@ from urllib.request import urlopen
 
 import yaml
 
-from benchmarks.token_head import ROOT, free_ports, wait_for
+from benchmarks.ports import free_ports
+from benchmarks.token_head import ROOT, wait_for
 
 ALERTS = ROOT / "helm/rayzero/files/alerts.yaml"
 READY_S = 60.0

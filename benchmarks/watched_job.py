@@ -11,7 +11,8 @@ from urllib.request import urlopen
 import psutil
 import yaml
 
-from benchmarks.token_head import TokenHead, free_ports, wait_for
+from benchmarks.ports import free_ports
+from benchmarks.token_head import TokenHead, wait_for
 from rayzero.orchestrator.journal.segments import read
 
 LIMIT_S = 240.0

@@ -10,11 +10,14 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A token left in the user's home must not decide whether a test cluster starts.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+# Nor are processes wanted on every node that no actor of ours will use.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.leftovers import Run
+from tests.support.sharing import ByFile, place
 
 RUN = Run()
 _LEFT = pytest.StashKey[list[str]]()
@@ -31,7 +34,7 @@ settings.load_profile("rayzero")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast tests first, so that a plain mistake is seen at once; no GPU tests without a GPU."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    items.sort(key=_order)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
         import torch  # only when a test asks for it: it costs seconds
@@ -39,6 +42,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in gpu:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _order(item: pytest.Item) -> tuple[bool, int]:
+    is_slow = item.get_closest_marker("slow") is not None
+    return is_slow, place(item.nodeid.partition("::")[0]) if is_slow else 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(trylast=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
+from benchmarks.ports import free_ports
 from tests.house.source import ROOT
 
 ALERTS = ROOT / "helm/rayzero/files/alerts.yaml"
@@ -87,8 +87,8 @@ class Server:
 @contextmanager
 def scraping(target: str, folder: Path) -> Iterator[Server]:
     """A Prometheus that scrapes host:port each second, with the alerts; killed at the end."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        listen = f"127.0.0.1:{free.getsockname()[1]}"
+    (port,) = free_ports(1)
+    listen = f"127.0.0.1:{port}"
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(ALERTS)],

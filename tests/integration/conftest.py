@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.ports import free_ports
 from tests.integration.nodes import Nodes
 
 CPUS = 4  # more than two cores have: the workers of the tests compute nothing
@@ -39,14 +39,6 @@ class Head:
                 if " ".join(one.cmdline()).startswith(titles):  # that of a zombie is empty
                     found.append(one)
         return found
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 @pytest.fixture(scope="session")

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
+from benchmarks.token_head import TokenHead
 from rayzero.orchestrator.journal.segments import read
-from tests.integration.conftest import free_ports
 from tests.integration.jobs.steady import ENGINE
 
 pytestmark = pytest.mark.slow
@@ -36,63 +28,27 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.token = secrets.token_hex(32)
         self.runs = folder / "runs"
-        self.env = {
-            **{key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": self.token,
-            "PYTHONPATH": str(ROOT),
-            "PATH": f"{BIN}:{os.environ['PATH']}",
-        }
-        self._heads: list[tuple[subprocess.Popen[bytes], Path]] = []
-        self.start()
+        self.head = TokenHead(folder, cpus=3)
+        self.head.start()
 
-    def start(self) -> None:
-        temporary = Path(tempfile.mkdtemp(prefix="rz-", dir="/tmp"))
-        port, dashboard, client, agent = free_ports(4)
-        self.address, self.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
-        command = [
-            str(BIN / "ray"),
-            *("start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=true"),
-            *("--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", "--num-cpus=3"),
-            *(f"--port={port}", f"--dashboard-port={dashboard}"),
-            *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),
-            *(f"--temp-dir={temporary}", f"--object-store-memory={80 * 2**20}"),
-        ]
-        with (self.folder / "head.log").open("ab") as log:
-            head = subprocess.Popen(command, stdout=log, stderr=log, env=self.env)
-        self._heads.append((head, temporary))
-        headers = {"Authorization": f"Bearer {self.token}"}
-        request = urllib.request.Request(f"{self.dashboard}/api/version", headers=headers)
-        until(lambda: _answers(request))
-
-    def kill(self) -> None:
-        """The head with all of its processes, as a lost machine."""
-        head, temporary = self._heads[-1]
-        family = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
-        for one in family:
-            with suppress(psutil.Error):
-                one.send_signal(signal.SIGKILL)
-        head.wait(10)
-        psutil.wait_procs(family, timeout=10)
-        shutil.rmtree(temporary, ignore_errors=True)
-
-    def close(self) -> None:
-        self.kill()
+    def anew(self) -> None:
+        """Kills the head with all of its processes, as a lost machine, and starts another."""
+        self.head.kill()
+        self.head.start()
 
     def command(self, *words: object, **changes: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "rayzero", *map(str, words)],
             cwd=ROOT,
-            env=self.env | changes,
+            env=self.head.env | changes,
             capture_output=True,
             text=True,
             timeout=300,
         )
 
     def here(self, *words: object) -> subprocess.CompletedProcess[str]:
-        return self.command(*words, "--address", self.address)
+        return self.command(*words, "--address", self.head.address)
 
     def job_file(self, name: str, **changes: Any) -> Path:
         document = {
@@ -118,14 +74,6 @@ class Place:
         return found
 
 
-def _answers(request: urllib.request.Request) -> bool:
-    try:
-        urllib.request.urlopen(request, timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
 def until(there: Callable[[], bool]) -> None:
     until_s = time.monotonic() + LIMIT_S
     while not there():
@@ -134,33 +82,45 @@ def until(there: Callable[[], bool]) -> None:
 
 
 def written(folder: Path) -> int:
-    """The step that the journal has."""
+    """The step that the journal has. It costs nothing to ask, where a command costs seconds."""
     past = read(str(folder))
     return 0 if past is None else past.step
+
+
+def stored(folder: Path) -> int:
+    """The newest checkpoint's step; older ones go."""
+    found = folder.glob("step-*/manifest.json")
+    return max((int(one.parent.name.removeprefix("step-")) for one in found), default=0)
+
+
+def ended(folder: Path) -> str:
+    """How the run ended, by its journal; empty while it has not."""
+    past = read(str(folder))
+    return "" if past is None else past.ended
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     made = Place(tmp_path_factory.mktemp("place"))
     yield made
-    made.close()
+    made.head.kill()
 
 
 def test_a_job_by_command_from_outside_with_a_token(place: Place):
     """Submitted through the dashboard; asked from there and from the cluster; stopped."""
     path = place.job_file("outside")
-    wrong = place.command("ls", "--address", place.dashboard, RAY_AUTH_TOKEN="0" * 64)
+    wrong = place.command("ls", "--address", place.head.dashboard, RAY_AUTH_TOKEN="0" * 64)
     assert wrong.returncode == 2, wrong.stdout
     assert wrong.stderr.startswith("error: the cluster at http://127.0.0.1:")
     assert "Traceback" not in wrong.stderr
-    wrong = place.command("ls", "--address", place.address, RAY_AUTH_TOKEN="0" * 64)
+    wrong = place.command("ls", "--address", place.head.address, RAY_AUTH_TOKEN="0" * 64)
     assert wrong.returncode == 2, wrong.stdout
-    assert f"the Ray cluster at '{place.address}' refuses our token" in wrong.stderr
-    sent = place.command("submit", path, "--address", place.dashboard)
+    assert f"the Ray cluster at '{place.head.address}' refuses our token" in wrong.stderr
+    sent = place.command("submit", path, "--address", place.head.dashboard)
     assert sent.returncode == 0, sent.stdout + sent.stderr
     assert "outside: submitted; `rayzero logs -f outside` follows it" in sent.stdout
-    until(lambda: place.status("outside")["step"] > 25)
-    told = place.command("status", "outside", "--address", place.dashboard)
+    until(lambda: written(place.runs / "outside") > 25)
+    told = place.command("status", "outside", "--address", place.head.dashboard)
     assert told.returncode == 0, told.stdout + told.stderr
     assert "outside: running at step " in told.stdout
     assert place.here("scale", "outside", "1:2").stdout == "outside: 1 to 2 workers; now 1\n"
@@ -182,29 +142,36 @@ def test_a_job_by_command_from_outside_with_a_token(place: Place):
     assert "state: stopping\n" in place.here("logs", "outside").stdout
     written = b"".join(one.read_bytes() for one in place.runs.rglob("*") if one.is_file())
     assert b"very-secret" not in written
-    assert place.token.encode() not in written
+    assert place.head.token.encode() not in written
 
 
 def test_ray_job_stop_ends_in_a_last_checkpoint(place: Place):
     """The driver has three seconds; the job's own process takes what it needs."""
     path = place.job_file("stopped")
     ray = [str(BIN / "ray"), "job"]
-    at = ["--address", place.dashboard]
+    at = ["--address", place.head.dashboard]
     command = ["python3", "-m", "rayzero", "run", str(path)]
     id_ = "raysubmit_stopped"
 
     def job(*words: str) -> str:
         done = subprocess.run(
-            [*ray, *words], env=place.env, cwd=ROOT, capture_output=True, text=True, timeout=300
+            [*ray, *words],
+            env=place.head.env,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     job("submit", *at, "--no-wait", "--submission-id", id_, "--", *command)
-    until(lambda: "checkpoint of step 20" in job("logs", *at, id_))
+    until(lambda: "checkpoint of step 20" in place.head.asked(f"/api/jobs/{id_}/logs")["logs"])
+    assert "checkpoint of step 20" in job("logs", *at, id_)
     job("stop", *at, id_)
-    until(lambda: place.status("stopped")["state"] == "stopped")
+    until(lambda: ended(place.runs / "stopped") == "stopped")
     after = place.status("stopped")
+    assert after["state"] == "stopped"
     assert after["checkpoint_step"] == after["step"] >= 20
     assert "was stopped" in job("status", *at, id_)
 
@@ -212,13 +179,13 @@ def test_ray_job_stop_ends_in_a_last_checkpoint(place: Place):
 def test_a_lost_head_is_not_a_lost_run(place: Place):
     path = place.job_file("adopted")
     assert place.here("submit", path).returncode == 0
-    until(lambda: (place.status("adopted")["checkpoint_step"] or 0) >= 40)
+    until(lambda: stored(place.runs / "adopted") >= 40)
+    assert place.status("adopted")["checkpoint_step"] >= 40
     elsewhere = place.command("run", path, RAY_AUTH_MODE="disabled")  # a cluster of its own
     assert elsewhere.returncode == 2, elsewhere.stdout
     assert f"{place.runs / 'adopted'} is in use: the process " in elsewhere.stderr
     until(lambda: written(place.runs / "adopted") >= 40)  # the journal is written behind
-    place.kill()
-    place.start()
+    place.anew()
     lost = place.status("adopted")
     assert (lost["state"], lost["generation"]) == (None, 1)
     assert lost["step"] >= 40
@@ -227,14 +194,13 @@ def test_a_lost_head_is_not_a_lost_run(place: Place):
     assert "    seed: 0 -> 3\n" in other.stderr
     assert place.here("resume", "adopted", "--path", place.runs).returncode == 2, "a secret is out"
     assert place.here("submit", path).returncode == 0
-    until(lambda: place.status("adopted")["step"] > lost["step"])
+    until(lambda: written(place.runs / "adopted") > lost["step"])
     now = place.status("adopted")
     assert now["generation"] > 1
     assert now["began_at_s"] == pytest.approx(lost["began_at_s"], abs=2)
     log = place.here("logs", "adopted").stdout
     assert f"adopted a lost run, it stood at step {lost['step']}\n" in log
-    place.kill()
-    place.start()
+    place.anew()
     gave = place.here("stop", "adopted", "--path", place.runs)
     assert gave.stdout.startswith("adopted: the lost run is given up; it stood at step ")
     assert place.status("adopted")["state"] == "stopped"

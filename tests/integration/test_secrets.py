@@ -13,7 +13,8 @@ import pytest
 import yaml
 from pyarrow import fs
 
-from benchmarks.token_head import TokenHead, free_ports, wait_for
+from benchmarks.ports import free_ports
+from benchmarks.token_head import TokenHead, wait_for
 from tests.integration.jobs.steady import ENGINE
 from tests.integration.told import by_ray, command_lines, files, served
 from tests.support.bucket import bucket_options

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from pyarrow import fs
+
+from benchmarks.ports import free_ports
 
 STARTED_S = 60
 
@@ -31,8 +32,7 @@ def server() -> str:
 @contextmanager
 def bucket_options() -> Iterator[str]:
     """The options that a URL of the empty bucket `bucket` needs; takes any credentials."""
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
+    (port,) = free_ports(1)
     process = subprocess.Popen(
         [server(), "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,

@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import time
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import psutil
@@ -35,7 +36,11 @@ class Run:
             # Short: sockets lie in it, and their paths may have 107 characters.
             os.environ[MARK] = tempfile.mkdtemp(prefix="rz-", dir="/tmp")
         self.folder = Path(os.environ[MARK])
-        os.environ["TMPDIR"] = os.environ["RAY_TMPDIR"] = str(self.folder)
+        os.environ["TMPDIR"] = str(self.folder)
+        # Each of xdist's processes has one of its own: Ray notes there which cluster is "auto".
+        rays = self.folder / os.environ.get("PYTEST_XDIST_WORKER", "")
+        rays.mkdir(exist_ok=True)
+        os.environ["RAY_TMPDIR"] = str(rays)
         tempfile.tempdir = str(self.folder)
         self._shared = set(_names(_SHARED))
         self.seen: dict[str, str] = {}
@@ -57,7 +62,8 @@ class Run:
         files = [name for name in _names(self.folder) if name.startswith(_OURS)]
         lines += [f"{self.folder / name}, {self.seen.get(name, '?')}" for name in files]
         lines += [f"{_SHARED / name}" for name in self._shared_files()]
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # Behind multiprocessing's own folder in it, which it removes at the end with priority -100.
+        Finalize(None, shutil.rmtree, (self.folder, True), exitpriority=-200)
         return lines
 
     def _processes(self) -> list[psutil.Process]:
