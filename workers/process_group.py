@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.distributed_c10d import _abort_process_group
+from torch.distributed.distributed_c10d import _abort_process_group, _world
 
 from rayzero.workers.connections import Connections
 from rayzero.workers.messages import Assign
@@ -50,6 +50,9 @@ def join(assign: Assign, device: torch.device, timeout_s: float, connections: Co
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)  # a thread's own setting: we are in the training thread
+    # Groups are named by their number, which a join that was broken off has used up; a peer that
+    # had not come so far would then wait for one of another name.
+    _world.group_count = 0
     with connections.noting():
         store = TCPStore(
             assign.store_host,

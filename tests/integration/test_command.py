@@ -147,9 +147,9 @@ def test_a_job_that_asks_for_more_than_the_machine_has_fails_at_once(shell: Shel
     assert done.stderr.count("error:") == 1
 
 
-def started(shell: Shell, function: str) -> subprocess.Popen[str]:
+def started(shell: Shell, function: str, workers: int) -> subprocess.Popen[str]:
     """A job in a cluster of its own, as soon as its first step is told."""
-    process = shell.start("run", shell.job_file(function), "--json")
+    process = shell.start("run", shell.job_file(function, workers={"min": workers}), "--json")
     assert process.stdout is not None
     for line in process.stdout:
         if json.loads(line)["event"] == "step":
@@ -159,10 +159,12 @@ def started(shell: Shell, function: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
+    ("number", "code", "workers"),
+    [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)],
+    ids=["SIGINT", "SIGTERM"],
 )
-def test_ctrl_c_ends_cleanly(shell: Shell, number: signal.Signals, code: int):
-    process = started(shell, "endless")
+def test_ctrl_c_ends_cleanly(shell: Shell, number: signal.Signals, code: int, workers: int):
+    process = started(shell, "endless", workers)
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # a terminal sends it to the whole group
     else:
@@ -186,7 +188,7 @@ def test_ctrl_c_while_the_cluster_starts(shell: Shell):
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_kills(shell: Shell):
-    process = started(shell, "deaf")
+    process = started(shell, "deaf", 1)
     os.kill(process.pid, signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None, "the training function does not unwind"

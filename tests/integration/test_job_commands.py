@@ -140,9 +140,9 @@ def test_a_job_by_command_from_outside_with_a_token(place: Place):
     listed = place.here("ls", "--all")
     assert told.splitlines()[0] in listed.stdout.splitlines(), listed.stdout + listed.stderr
     assert "state: stopping\n" in place.here("logs", "outside").stdout
-    written = b"".join(one.read_bytes() for one in place.runs.rglob("*") if one.is_file())
-    assert b"very-secret" not in written
-    assert place.head.token.encode() not in written
+    files = b"".join(one.read_bytes() for one in place.runs.rglob("*") if one.is_file())
+    assert b"very-secret" not in files
+    assert place.head.token.encode() not in files
 
 
 def test_ray_job_stop_ends_in_a_last_checkpoint(place: Place):

@@ -178,8 +178,6 @@ def test_a_killed_worker_is_named_within_seconds(notebook: Notebook, tmp_path: P
     [
         ("wrong_config", ConfigError, "the batch sizes disagree"),
         ("no_data", JobFailedError, "'/no/such' does not exist"),
-        ("not_callable", ConfigError, "is a int, which is not callable"),
-        ("tran", ConfigError, "did you mean 'train'?"),
     ],
 )
 def test_mistakes_only_a_worker_can_see(

@@ -28,6 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.processes import PROCESSES
+
 MAX_WORLD = 4
 # After a first failure: time for the other ranks to tell theirs, which often names the cause.
 GRACE_S = 0.3
@@ -104,10 +106,9 @@ class _Pool:
         """Starts missing processes; returns the port of the store."""
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        spawn = multiprocessing.get_context("spawn")
         while len(self._members) < size:
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = PROCESSES.Pipe()
+            process = PROCESSES.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()  # else a dead process would never read as an end of file
             self._members.append((process, ours))

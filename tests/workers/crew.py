@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,12 +24,10 @@ from rayzero.workers.messages import (
     Stopped,
 )
 from rayzero.workers.vault.vault import Vault
+from tests.support.processes import PROCESSES
 from tests.workers.support import ASSIGN
 
 NODE = "node"
-# Processes are forked from one that has imported torch, and has no threads: they start at once.
-PROCESSES = get_context("forkserver")
-PROCESSES.set_forkserver_preload(["rayzero.workers.host", "tests.workers.repairs"])
 ENDED = (Stopped, Crashed, Finished)
 
 

@@ -69,9 +69,6 @@ def no_data(ctx: Context) -> None:
     raise DataError(f"{ctx.args['data']!r} does not exist", fix="args.data in the job file")
 
 
-not_callable = 7
-
-
 def deaf(ctx: Context) -> None:
     """Goes on for good after its first step, without an interrupt point."""
     ctx.report(step=1)
