@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def nothing_is_collected() -> Iterator[None]:
     """Python 3.11's `ast.parse` fails with "recursion depth mismatch" where another test's garbage
     runs code of its own in the middle of it, such as a task that logs at its end. What a file of
