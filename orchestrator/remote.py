@@ -126,7 +126,3 @@ def _refuse_secrets(arguments: Sequence[str]) -> None:
                 allowed="secrets in the environment of the cluster's nodes, or in the job file",
                 fix="the argument; credentials of stores: their environment variables",
             )
-
-
-def is_dashboard(address: str | None) -> bool:
-    return address is not None and address.startswith(("http://", "https://"))

@@ -39,7 +39,7 @@ class MicroBatch:
     @property
     def reads(self) -> int:
         """The samples to read, from `start` on: its own, or the borrowed one."""
-        return max(1, self.count)
+        return 1 if self.borrowed else self.count
 
 
 def rank_samples(

@@ -106,16 +106,6 @@ class LocalOptimizer:
         """The first group's learning rate."""
         return float(self.torch.param_groups[0]["lr"])
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's tensors as large as the weights."""
-        return sum(
-            value.nbytes
-            for state in self.torch.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor) and value.ndim > 0
-        )
-
     def _scale(self, runs: Sequence[Run], factor: float) -> None:
         if self._scales:
             device = runs[0].weight.device

@@ -9,10 +9,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Any
 
 from rayzero.engine.masking import masked
 from rayzero.orchestrator.doctor.facts import Facts, Machine, Probe
@@ -20,6 +21,7 @@ from rayzero.orchestrator.doctor.facts import Facts, Machine, Probe
 _TORCH_S = 90.0  # importing torch on a busy machine, and 30 s for a collective
 _CLUSTER_S = 45.0
 _STORAGE_S = 45.0
+_KILLED_S = 5.0
 _WORDS = 300  # of a failed process's last line
 
 
@@ -61,21 +63,20 @@ def ask(module: str, arguments: tuple[str, ...], limit_s: float, told_it: str = 
         told_it: what it finds on its standard input.
     """
     command = [sys.executable, "-m", module, *arguments]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace"
-    ) as process:
+    # Files, not pipes: what the process started may hold a pipe open for longer than it lives.
+    with TemporaryFile() as said, TemporaryFile() as complaint:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=complaint)
         try:
-            said, complaint = process.communicate(told_it, timeout=limit_s)
-            trouble = "" if process.returncode == 0 else _ending(process.returncode, complaint)
+            process.communicate(told_it.encode(), timeout=limit_s)
+            trouble = ""
+            if process.returncode != 0:
+                trouble = _ending(process.returncode, _text(complaint))
         except subprocess.TimeoutExpired:
             process.kill()
-            said, _ = process.communicate()
+            with suppress(subprocess.TimeoutExpired):  # it may hang in a disk that does not answer
+                process.wait(_KILLED_S)
             trouble = f"no answer within {limit_s:g} s"
-    told: dict[str, Any] = {}
-    for line in said.splitlines():
-        if line.startswith("{"):  # libraries print to stdout, too
-            told |= json.loads(line)
+        told = _told(_text(said))
     return Probe(told, str(told.pop("trouble", trouble)))
 
 
@@ -92,6 +93,20 @@ def this_machine(environment: Mapping[str, str]) -> Machine:
         open_files=(soft, hard if hard != resource.RLIM_INFINITY else sys.maxsize),
         stray_token=not named and token.exists(),
     )
+
+
+def _told(text: str) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for line in text.splitlines():
+        if line.startswith("{"):  # libraries print to stdout, too
+            with suppress(ValueError):  # it was killed in the middle of it
+                told |= json.loads(line)
+    return told
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def _ending(code: int, complaint: str) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import codecs
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from rayzero.engine.masking import masked
 
 LOG_MAX_BYTES = 256 * 2**20
 """A log that has grown so big becomes `job.log.1`, and a new one is begun."""
 _PART_BYTES = 256 * 1024
+_GONE = b"\n(lines may be missing here: the log grew faster than it was read)\n"
 
 
 @dataclass(frozen=True)
@@ -29,21 +31,24 @@ def log_path(output_dir: Path) -> Path:
 
 
 def read_log(path: Path, place: Place) -> tuple[bytes, Place]:
-    """What follows, and where that ends; nothing at the log's end, or where there is none."""
+    """What follows, and where that ends; nothing at the log's end, or where there is none.
+
+    Who is so late that its file is gone is told so, in a line, and goes on with what is left.
+    """
     with ExitStack() as opened:
-        files = []
-        for one in (_older(path), path):
-            try:
-                files.append(opened.enter_context(one.open("rb")))
-            except FileNotFoundError:
-                continue
-        inodes = [os.fstat(file.fileno()).st_ino for file in files]
-        begin = inodes.index(place.inode) if place.inode in inodes else 0
-        for inode, file in list(zip(inodes, files, strict=True))[begin:]:
+        files: dict[int, BinaryIO] = {}
+        # The newer one first: if it becomes the older one meanwhile, it is not missed.
+        for one in (path, _older(path)):
+            with suppress(FileNotFoundError):
+                file = opened.enter_context(one.open("rb"))
+                files.setdefault(os.fstat(file.fileno()).st_ino, file)
+        inodes = list(files)[::-1]
+        late = place.inode not in (0, *inodes)
+        for inode in inodes[inodes.index(place.inode) :] if place.inode in inodes else inodes:
             offset = place.offset if inode == place.inode else 0
-            file.seek(offset)
-            if part := file.read(_PART_BYTES):
-                return part, Place(inode, offset + len(part))
+            files[inode].seek(offset)
+            if part := files[inode].read(_PART_BYTES):
+                return _GONE * late + part, Place(inode, offset + len(part))
     return b"", place
 
 
@@ -51,7 +56,7 @@ def append_log(path: Path, lines: Sequence[str]) -> None:
     """Without what looks like a secret in a URL. May raise OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size > LOG_MAX_BYTES:
-        os.replace(path, _older(path))
+        _begin_anew(path)
     with path.open("a", encoding="utf-8", errors="replace") as file:
         file.writelines(f"{masked(line)}\n" for line in lines)
 
@@ -70,6 +75,15 @@ def lines(found: Iterable[bytes], rank: int | None = None) -> Iterator[str]:
         yield from (line for line in whole if line.startswith(begin))
     if rest and rest.startswith(begin):
         yield rest
+
+
+def _begin_anew(path: Path) -> None:
+    """The new file is made while the oldest still is there, or it might get that one's inode: a
+    reader that is still there would take it for the file in which it was."""
+    new = path.with_suffix(".log.new")
+    new.touch()
+    os.replace(path, _older(path))
+    os.replace(new, path)
 
 
 def _older(path: Path) -> Path:

@@ -188,9 +188,9 @@ class Account:
     def at(self, now_s: float) -> Times:
         """The account as it stands; it is not changed."""
         late_ns = 0 if self._state.is_final else max(0, _ns(now_s) - self._now_ns)
-        seconds = {why: spent / _NS for why, spent in self._booked_ns.items()}
-        wall_ns = self._now_ns - self._begun_ns + late_ns
-        return Times(seconds, (self._pool_ns + late_ns) / _NS, wall_ns / _NS)
+        booked, pool_ns, wall_ns = self.nanoseconds()
+        seconds = {why: spent / _NS for why, spent in booked.items()}
+        return Times(seconds, (pool_ns + late_ns) / _NS, (wall_ns + late_ns) / _NS)
 
     def nanoseconds(self) -> tuple[dict[Why, int], int, int]:
         """(booked by cause, in the pool, in all), up to the last that was told."""

@@ -63,7 +63,12 @@ class Server(WSGIServer):
             self.shutdown_request(request)
             return
         arguments = (request, client_address)
-        Thread(target=self._answer, args=arguments, name="rayzero-reader", daemon=True).start()
+        reader = Thread(target=self._answer, args=arguments, name="rayzero-reader", daemon=True)
+        try:
+            reader.start()
+        except RuntimeError:  # there are no more threads: nobody else would give its place back
+            self._doors.go(request)
+            self.shutdown_request(request)
 
     def service_actions(self) -> None:
         """Between two connections: readers that take much are let in more slowly."""

@@ -39,8 +39,7 @@ class Shelf:
     The headers say what is whole: workers write them without telling the vault.
     """
 
-    def __init__(self, node_id: str, pool: Pool) -> None:
-        self._node_id = node_id
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._places: list[_Place] = []
         self._over = 0  # generations before this one are over
@@ -173,18 +172,6 @@ class Shelf:
                 if pinned and version and place.generation <= generation and version.step <= step:
                     write_pin(place.buffer.fd, False)
             self._end_before(max(generation, self._over))
-
-    def keep_only(self, refs: Iterable[SlotRef]) -> None:
-        """Drops every whole version but these; what is being written or read is let finish."""
-        kept = {
-            (one.generation, one.rank, one.step) for one in refs if one.node_id == self._node_id
-        }
-        with self._lock:
-            self._drop(
-                place
-                for place, version in self._versions()
-                if (version.generation, version.rank, version.step) not in kept
-            )
 
     def close(self) -> None:
         """Gives all memory back; what is mapped elsewhere stays with those who mapped it."""

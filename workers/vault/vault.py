@@ -43,7 +43,7 @@ class Vault:
     ) -> None:
         self.address = new_address(job)
         self._available = available
-        self._shelf = Shelf(node_id, Pool(available))
+        self._shelf = Shelf(Pool(available))
         self._replicator = Replicator(self._shelf, fetch)
         self._files = Files(self._shelf, write_file)
         self._node_id = node_id
@@ -64,10 +64,6 @@ class Vault:
     def unpin(self, generation: int, step: int) -> None:
         """Frees what was pinned at that step or before."""
         self._shelf.unpin(generation, step)
-
-    def keep_only(self, slots: Sequence[SlotRef]) -> None:
-        """Drops every version but these, and what is still being written."""
-        self._shelf.keep_only(slots)
 
     def replicate(self, slots: Sequence[SlotRef]) -> int:
         """Copies versions of other nodes' vaults; the bytes copied. See `Replicator`."""

@@ -165,14 +165,11 @@ def test_a_factor_is_forgotten_after_its_step() -> None:
     assert runs[0].weight.tolist() == pytest.approx([-1.5] * 8)
 
 
-def test_lr_and_state_bytes() -> None:
+def test_lr_is_the_first_groups() -> None:
     runs = make_runs(0, 1)
     made = maker(config("AdamW", lr=0.1))(group_runs(runs, [{"lr": 0.7}, {}]))
     local = LocalOptimizer(made, runs)
     assert local.lr == 0.7
-    assert local.state_bytes == 0
-    local.step(1.0)
-    assert local.state_bytes == 2 * 2 * 8 * 4  # two moments, two runs
 
 
 @pytest.mark.parametrize(

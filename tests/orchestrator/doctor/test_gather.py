@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.engine.masking import masked
+from rayzero.orchestrator.doctor.facts import Probe
 from rayzero.orchestrator.doctor.gather import ask, this_machine
 from rayzero.orchestrator.doctor.storage import look
 from tests.house.source import ROOT
@@ -60,6 +63,24 @@ def test_what_was_told_before_the_end_counts(modules: Path, end: str, words: str
     assert probe.told == {"a": 1}
     assert words in probe.trouble
     assert time.monotonic() - begun < 120
+
+
+def test_what_a_process_leaves_behind_is_not_waited_for(modules: Path) -> None:
+    """Another process has its standard output and error, and lives on; its last line is half."""
+    text = """
+import pathlib, subprocess, sys
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path(sys.argv[1]).write_text(str(left.pid))
+print('{"a": 1}')
+print('{"half":', end="")
+"""
+    name, pid = write(modules, "leaves", text), modules / "pid"
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(ask, name, (str(pid),), 240)
+        try:
+            assert asked.result(120) == Probe({"a": 1}, "")
+        finally:  # ends the wait, if there is one
+            os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 def test_a_torch_that_cannot_be_imported(modules: Path) -> None:

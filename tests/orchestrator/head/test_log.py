@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -49,6 +50,51 @@ def test_nothing_is_missed_when_a_new_file_is_begun(
     whole, _ = all_from(path, Place())  # two files are kept
     assert whole.decode().splitlines()[-1] == "line 11"
     assert whole.decode().startswith("line ")
+
+
+def test_a_file_begun_while_the_log_is_being_opened_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(log_module, "LOG_MAX_BYTES", 20)
+    path = log_path(tmp_path)
+    append_log(path, ["the oldest, which goes"])
+    append_log(path, ["one"])
+    _, place = all_from(path, Place())
+    append_log(path, ["two, and now it is long enough"])
+    opened, opening = [], Path.open
+
+    def open_(file: Path, mode: str) -> Any:
+        found = opening(file, mode)
+        opened.append(file)
+        if len(opened) == 1:  # between the two that a reader opens
+            with monkeypatch.context() as real:
+                real.setattr(Path, "open", opening)
+                append_log(path, ["three"])
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_)
+        part, place = read_log(path, place)
+    assert len(opened) == 2
+    assert part + all_from(path, place)[0] == b"two, and now it is long enough\nthree\n"
+
+
+def test_a_new_file_is_not_taken_for_the_one_that_made_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A late reader's file is gone; file systems give a new file the number of one that is gone."""
+    monkeypatch.setattr(log_module, "LOG_MAX_BYTES", 20)
+    path = log_path(tmp_path)
+    append_log(path, ["the oldest, which goes"])
+    _, place = all_from(path, Place())
+    append_log(path, ["one, which stays for now"])
+    append_log(path, ["two"])
+    assert path.stat().st_ino != place.inode
+    found, _ = all_from(path, place)
+    told, rest = found.strip().split(b"\n", 1)
+    assert b"may be missing here" in told
+    assert rest == b"one, which stays for now\ntwo"
+    assert b"missing" not in all_from(path, Place())[0]
 
 
 @given(

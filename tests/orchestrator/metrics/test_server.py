@@ -135,6 +135,21 @@ def test_one_that_drips_is_cut_off(endpoint: Endpoint, monkeypatch: pytest.Monke
         raise AssertionError("it drips still")
 
 
+def test_a_reader_for_whom_there_is_no_thread_takes_no_place(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+):
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "Thread", NoThread)
+        for _ in range(2 * MOST):  # as many as there may be at a time
+            assert said(endpoint, b"GET / HTTP/1.0\r\n\r\n") == b""
+    assert len(endpoint._server._doors) == 0
+    assert is_served(endpoint)
+
+
 def test_doors_close_behind_those_that_stay():
     doors = Doors(most=2, life_s=5)
     with ExitStack() as stack:

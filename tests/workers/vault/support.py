@@ -20,6 +20,7 @@ from rayzero.engine.state.table import LogicalTensor, Range, Table
 from rayzero.workers.messages import SlotRef
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.errors import VaultGoneError
+from rayzero.workers.vault.shelf import Shelf
 from rayzero.workers.vault.slots import SlotBuffer
 from rayzero.workers.vault.vault import Vault
 
@@ -44,6 +45,20 @@ def write(buffer: SlotBuffer, rank: int, step: int, pin: bool = False, check: bo
     buffer.data[:] = data
     checksum = xxh3_64_intdigest(data) if check else None
     buffer.commit(step, json.dumps({"step": step, "rank": rank}).encode(), pin, checksum)
+
+
+def keep_only(shelf: Shelf, *kept: tuple[int, int, int]) -> None:
+    """The other whole versions are gone, as when their generation is over.
+
+    Args:
+        kept: (generation, rank, step).
+    """
+    with shelf._lock:
+        shelf._drop(
+            place
+            for place, version in shelf._versions()
+            if (version.generation, version.rank, version.step) not in kept
+        )
 
 
 def nowhere(ref: SlotRef, offset: int, length: int) -> memoryview:

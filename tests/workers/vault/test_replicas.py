@@ -9,7 +9,7 @@ import pytest
 from rayzero.workers.messages import Restore, SlotInfo, SlotRef
 from rayzero.workers.vault import replicas
 from rayzero.workers.vault.errors import SlotDamagedError, SlotGoneError, VaultGoneError
-from tests.workers.vault.support import Town, content, refs, steps_of, table, write
+from tests.workers.vault.support import Town, content, keep_only, refs, steps_of, table, write
 from tests.workers.vault.test_source import damage
 
 
@@ -111,7 +111,7 @@ def test_a_version_that_goes_meanwhile_leaves_what_was_there(
 
     def lose(ref: SlotRef, offset: int) -> None:
         if offset > 20_000:
-            town.vaults["a"].keep_only([])
+            keep_only(town.vaults["a"]._shelf)
 
     town.on_fetch = lose
     with pytest.raises(SlotGoneError, match="step 8"):

@@ -13,7 +13,7 @@ from rayzero.workers.vault.images import MappedImage
 from rayzero.workers.vault.pool import Pool
 from rayzero.workers.vault.shelf import Shelf
 from rayzero.workers.vault.slots import SlotBuffer, encode_table, geometry_of, read_header
-from tests.workers.vault.support import PLENTY, open_fds, refs, table, write
+from tests.workers.vault.support import PLENTY, keep_only, open_fds, refs, table, write
 
 KEY = tuple[int, int, int]
 
@@ -23,7 +23,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.pool = Pool(lambda: PLENTY)
-        self.shelf = Shelf("a", self.pool)
+        self.shelf = Shelf(self.pool)
 
     def reserve(
         self, generation: int, rank: int, count: int = 2, owner: int | None = None, nbytes: int = 64
@@ -110,7 +110,7 @@ def test_what_was_dropped_is_used_again_and_grows(desk: Desk):
     write(first, 0, 4)
     write(second, 0, 5)
     held = desk.shelf.usage()["slots"]
-    desk.shelf.keep_only(refs((1, 0, 5)))
+    keep_only(desk.shelf, (1, 0, 5))
     assert desk.keys() == [(1, 0, 5)]
     assert desk.shelf.usage() == {"slots": held // 2, "replicas": 0, "spare": held // 2}
     [new] = desk.reserve(2, 0, 1, nbytes=100_000)
@@ -118,17 +118,6 @@ def test_what_was_dropped_is_used_again_and_grows(desk: Desk):
     assert (new.step, len(new.data)) == (-1, 100_000)
     write(new, 0, 6)
     assert desk.keys() == [(1, 0, 5), (2, 0, 6)]
-
-
-def test_only_what_is_named_is_kept_and_what_is_being_written(desk: Desk):
-    first, second = desk.reserve(1, 0)
-    write(first, 0, 4, pin=True)
-    second.begin()
-    desk.replica(1, 1, 4)
-    desk.shelf.keep_only(refs((1, 1, 4)) + refs((1, 0, 4), node="b"))
-    assert desk.keys() == [(1, 1, 4)]
-    second.commit(5, b"{}", False, None)
-    assert desk.keys() == [(1, 0, 5), (1, 1, 4)]
 
 
 def test_what_an_owner_left_unfinished_is_spare_and_what_is_whole_stays(desk: Desk):
@@ -159,7 +148,7 @@ def test_a_version_stays_as_it_is_while_it_is_read(desk: Desk):
     write(buffer, 0, 4)
     [ref] = refs((1, 0, 4))
     with desk.shelf.reading(ref) as fd:
-        desk.shelf.keep_only([])
+        keep_only(desk.shelf)
         assert desk.keys() == []
         assert desk.shelf.usage()["spare"] == 0  # nobody else gets the buffer yet
         MappedImage(ref, fd).verify()
@@ -230,7 +219,7 @@ def test_nothing_is_left_after_close():
         buffers = desk.reserve(generation, 0)
         write(buffers[0], 0, 1, pin=True)
         desk.replica(generation, 1, 1)
-    desk.shelf.keep_only([])
+    keep_only(desk.shelf)
     del buffers
     desk.shelf.close()
     assert open_fds() == before

@@ -13,7 +13,16 @@ from rayzero.workers.messages import Restore, SlotRef
 from rayzero.workers.vault import images
 from rayzero.workers.vault.errors import SlotDamagedError, SlotGoneError, VaultGoneError
 from rayzero.workers.vault.vault import Vault
-from tests.workers.vault.support import Town, content, open_fds, refs, table, wait_for_fds, write
+from tests.workers.vault.support import (
+    Town,
+    content,
+    keep_only,
+    open_fds,
+    refs,
+    table,
+    wait_for_fds,
+    write,
+)
 
 NODES = pytest.mark.parametrize("node", ["a", "b"])
 
@@ -128,7 +137,8 @@ def test_what_describes_the_data_is_always_compared(town: Town, node: str, part:
 @NODES
 def test_a_version_that_is_gone_is_named(town: Town, node: str):
     restore = store(town, node)
-    town.vault(node).keep_only([restore.slots[0]])
+    kept = restore.slots[0]
+    keep_only(town.vault(node)._shelf, (kept.generation, kept.rank, kept.step))
     with pytest.raises(SlotGoneError, match=f"rank 1, step 4 on node {node} is gone"):
         town.client(worker=9).source(restore)
 

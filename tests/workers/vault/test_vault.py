@@ -8,26 +8,33 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
+from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.state.table import Table
 from rayzero.workers.messages import RankFile
-from rayzero.workers.vault import processes
+from rayzero.workers.vault import files, processes
 from rayzero.workers.vault.errors import SlotDamagedError, SlotGoneError
+from rayzero.workers.vault_actor import COMMAND_THREADS
 from tests.workers.vault.support import (
     ROOT,
     Town,
     WorkerProcess,
     content,
+    keep_only,
     refs,
     steps_of,
     table,
     write,
 )
 from tests.workers.vault.test_source import damage
+
+LIMIT_S = 60.0
 
 
 class Disk:
@@ -59,8 +66,8 @@ def test_files_hold_the_pinned_versions(town: Town):
     for rank in (0, 1):
         [buffer] = town.client(worker=rank).reserve(3, rank, 2, table(rank), 1)
         write(buffer, rank, 50, pin=True)
-    # Not even a decision to keep nothing takes them away while they are written.
-    disk.while_writing = lambda: vault.keep_only(refs((3, 1, 50)))
+    # What is dropped meanwhile is still written.
+    disk.while_writing = lambda: keep_only(vault._shelf, (3, 1, 50))
     files = vault.write("s3://bucket/step-50", refs((3, 0, 50), (3, 1, 50)))
     assert [one.rank for one in files] == [0, 1]
     assert disk.files == [
@@ -114,13 +121,37 @@ def test_a_store_that_fails_leaves_the_version(town: Town):
     assert buffer.pinned
 
 
+def test_a_store_that_hangs_holds_up_nobody_but_its_writer(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+):
+    """As many writes as a vault's process has threads: it still answers polls."""
+    monkeypatch.setattr(files, "PATIENCE_S", 0.01)
+    disk, answers = Disk(), Event()
+    disk.while_writing = answers.wait
+    vault = town.vault(write_file=disk.write)
+    [buffer] = town.client().reserve(1, 0, 1, table(), 1)
+    write(buffer, 0, 4, pin=True)
+    with ThreadPoolExecutor(COMMAND_THREADS) as threads:
+        tries = [
+            threads.submit(vault.write, "folder", refs((1, 0, 4))) for _ in range(COMMAND_THREADS)
+        ]
+        try:
+            assert threads.submit(vault.poll, 0.0).result(LIMIT_S) == []
+        finally:
+            answers.set()
+        ends = [one.exception(LIMIT_S) for one in tries]
+    refused = [error for error in ends if isinstance(error, StoreError)]
+    assert {error.kind for error in refused} == {"slow"}
+    assert len(vault.write("folder", refs((1, 0, 4)))) == 1  # it answers again
+
+
 def test_usage_counts_every_buffer(town: Town):
     vault = town.vault(available=lambda: 2**33)
     assert vault.usage() == {"slots": 0, "replicas": 0, "spare": 0, "available": 2**33}
     [buffer] = town.client().reserve(1, 0, 1, table(nbytes=2**20), 1)
     write(buffer, 0, 4)
     assert 2**20 < vault.usage()["slots"] < 2**20 + 2**19
-    vault.keep_only([])
+    keep_only(vault._shelf)
     assert 2**20 < vault.usage()["spare"] < 2**20 + 2**19
 
 
