@@ -27,11 +27,10 @@ def test_items_in_their_order_and_then_what_the_source_raised():
         yield from range(5)
         raise ValueError("no more")
 
-    feed, found = Prefetch(source()), []
+    feed = Prefetch(source())
+    assert [next(feed) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="no more"):
-        for item in feed:
-            found.append(item)
-    assert found == [0, 1, 2, 3, 4]
+        next(feed)
     with pytest.raises(StopIteration):
         next(feed)
     assert not feed._thread.is_alive()
