@@ -11,10 +11,11 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.control_world import Batch
+from benchmarks.control_world import Batch, Words
 from rayzero.orchestrator.answers import Answers
 from rayzero.orchestrator.bell import Bell
 from rayzero.orchestrator.group import Heard
+from rayzero.orchestrator.lines import gather_s
 from rayzero.orchestrator.policies.placement import Need
 from rayzero.workers.messages import (
     ConnectionLost,
@@ -29,13 +30,19 @@ _READ_S = 0.002
 
 
 class PaperGroup:
-    """The simulated workers and their vaults, as both groups the controller wants."""
+    """The simulated workers and their vaults, as both groups the controller wants.
 
-    def __init__(self, pipe: Connection) -> None:
+    Args:
+        pipe: takes commands, brings what does not wait behind anybody's words.
+        words: what workers say. It is gathered as `Lines` gathers what comes of Ray.
+    """
+
+    def __init__(self, pipe: Connection, words: Connection) -> None:
         self.answers_s: list[float] = []
         """From each death to the first order that followed it."""
         self.deaths = 0
         self._pipe = pipe
+        self._words = words
         self.decoding_s = 0.0
         """CPU seconds of the pipe's decoding, which on a cluster is Ray's."""
         self._said: list[tuple[int, list[Message]]] = []
@@ -48,13 +55,17 @@ class PaperGroup:
         self._orders: list[tuple[str, tuple[Any, ...], int | None]] = []
         self._died_s: list[float] = []
         self._there = select.poll()
-        self._there.register(pipe.fileno(), select.POLLIN)
+        self._there.register(words.fileno(), select.POLLIN)
+        self._listening = 0
+        self._asleep = True
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pipe.fileno(), self._read)
+        self._loop.add_reader(words.fileno(), self._read_words)
 
     def end(self) -> None:
-        self._loop.remove_reader(self._pipe.fileno())
-        self._pipe.close()
+        for one in (self._pipe, self._words):
+            self._loop.remove_reader(one.fileno())
+            one.close()
 
     async def place(self, need: Need) -> tuple[WorkerInfo, ...]:
         return tuple(await self._ask("place"))
@@ -87,6 +98,7 @@ class PaperGroup:
 
     def listen(self, workers: Iterable[int]) -> None:
         """All that is said is heard."""
+        self._listening += sum(1 for _ in workers)
 
     async def hear(self) -> Heard:
         await self._bell.until(lambda: bool(self._said or self._lost))
@@ -131,26 +143,47 @@ class PaperGroup:
         pass
 
     def _read(self) -> None:
-        """Everything that is there, for a while: a death must not wait behind what was said."""
-        until_s = time.monotonic() + _READ_S
-        while self._there.poll(0) and time.monotonic() < until_s:
-            began_s = time.thread_time()
-            try:
-                batch: Batch = self._pipe.recv()
-            except EOFError:
-                return
-            self.decoding_s += time.thread_time() - began_s
+        if (batch := self._received(self._pipe)) is not None:
             self._take(batch)
+
+    def _read_words(self) -> None:
+        """Everything that is there, for a while: a death must not wait behind what was said."""
+        if self._words.closed:
+            return
+        until_s = time.monotonic() + _READ_S
+        more = bool(self._there.poll(0))
+        if more and self._asleep:
+            self._loop.remove_reader(self._words.fileno())
+            self._asleep = False
+        if not more:  # until somebody speaks
+            self._loop.add_reader(self._words.fileno(), self._read_words)
+            self._asleep = True
+            return
+        while more and time.monotonic() < until_s:
+            words: Words | None = self._received(self._words)
+            if words is None:
+                return
+            self._said += words.said
+            self._lost += [(worker, "it was killed") for worker in words.lost]
+            more = bool(self._there.poll(0))
         self._bell.ring()
+        self._loop.call_later(0.0 if more else gather_s(self._listening), self._read_words)
+
+    def _received(self, pipe: Connection) -> Any:
+        """None when the pipe is closed."""
+        began_s = time.thread_time()
+        try:
+            return pipe.recv()
+        except (EOFError, OSError):
+            return None
+        finally:
+            self.decoding_s += time.thread_time() - began_s
 
     def _take(self, batch: Batch) -> None:
-        self._said += batch.said
-        for node, news in batch.news:
-            self._news[node].put_nowait(news)
-        for worker, died_s in batch.lost:
+        for node, news, died_s in batch.news:
             self.deaths += 1
             self._died_s.append(died_s)
-            self._lost.append((worker, "it was killed"))
+            self._news[node].put_nowait(news)
         for info in batch.came:
             self._came.put_nowait(info)
         for ticket, answer in batch.answers:

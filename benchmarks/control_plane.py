@@ -1,10 +1,11 @@
 """What the controller costs: simulated workers that heartbeat, take steps, and die.
 
 The controller is the real one, in real time, in a process of its own; the workers and vaults are
-rows in another process (`control_world`), behind a pipe. Job metrics are on, and scraped every
-10 s. Each death is one repair, and one way to
-the full size again. Measured are the share of a core, and the time from a death to the first
-order that answers it (pipe included).
+rows in another process (`control_world`), behind pipes. Job metrics are on, and scraped every
+10 s; the journal, the log and the feed are written as on a cluster. A death is repaired, and the
+full size reached again; one that comes before a repair has finished a step belongs to that repair.
+Measured are the share of a core, and the time from a death to the first order that answers it (pipe
+included).
 
     python -m benchmarks.control_plane --workers 250,1000,4000 --seconds 20
 """
@@ -37,6 +38,8 @@ from rayzero.orchestrator.clock import SystemClock
 from rayzero.orchestrator.control.desk import Ports
 from rayzero.orchestrator.controller import Controller
 from rayzero.orchestrator.errors import JobStoppedError
+from rayzero.orchestrator.head.feed import Feed
+from rayzero.orchestrator.head.papers import Papers
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.notices import Notice, Repaired, StateEntered
 from rayzero.orchestrator.plan import JobPlan, make_plan
@@ -56,6 +59,7 @@ class Row:
         core: the controller's CPU seconds a second, the pipe's decoding left out.
         decoding_core: the pipe's decoding, which on a cluster is Ray's.
         quiet_core: the same before the first fault.
+        repaired: deaths that belong to a repair that is over; the last ones may be under way.
         answer_ms: from a death to the first order, at the 50th and the 99th percentile, and most.
         repair_s: medians, from a death's notice to the next finished step, less that step.
     """
@@ -66,6 +70,7 @@ class Row:
     decoding_core: float
     quiet_core: float
     faults: int
+    repaired: int
     repairs: int
     answer_ms: tuple[float, float, float]
     repair_s: float
@@ -82,16 +87,20 @@ class _Nothing:
 
 
 class _Sights:
-    """What is counted of the job's notices."""
+    """What is counted of the job's notices; they are written down as the job's process does it."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: JobPlan) -> None:
+        self.papers = Papers(plan, Feed(), print)
         self.running = asyncio.Event()
+        self.repaired = 0
         self.repaired_s: list[float] = []
 
     def see(self, notice: Notice) -> None:
+        self.papers.see(notice)
         if isinstance(notice, StateEntered) and notice.state is State.RUNNING:
             self.running.set()
         elif isinstance(notice, Repaired):
+            self.repaired += len(notice.lost)
             self.repaired_s.append(notice.total_s)
 
 
@@ -107,14 +116,18 @@ def make_job(folder: str, workers: int) -> JobPlan:
     return make_plan(validated(JobSpec, document, "job"), "nothing:runs")
 
 
-async def measure(scale: Scale, seconds: float, pipe: Connection, folder: str) -> Row:
+async def measure(
+    scale: Scale, seconds: float, pipes: tuple[Connection, Connection], folder: str
+) -> Row:
     """One size: some quiet seconds, then those with faults."""
-    group: Any = PaperGroup(pipe)
-    sights = _Sights()
+    group: Any = PaperGroup(*pipes)
     nothing: Any = _Nothing()
     plan, clock = make_job(folder, scale.workers), SystemClock()
+    sights = _Sights(plan)
     with Telemetry(plan, sights, clock, print) as telemetry:
-        ports = Ports(group, group, nothing, telemetry, clock, telemetry)
+        sights.papers.count(telemetry.counted)
+        note = sights.papers.note
+        ports = Ports(group, group, nothing, telemetry, clock, telemetry, note)
         controller = Controller(plan, ports)
         job = asyncio.ensure_future(controller.run())
         scrapes = asyncio.ensure_future(_scrape(telemetry))
@@ -130,10 +143,12 @@ async def measure(scale: Scale, seconds: float, pipe: Connection, folder: str) -
             scrapes.cancel()
             await asyncio.gather(job, scrapes, return_exceptions=True)
             group.end()
+            sights.papers.close(5.0)
     if not isinstance(error := job.exception(), JobStoppedError):
         raise RuntimeError(f"the job did not go on to the end: {error}")
-    hundredths = quantiles(group.answers_s, n=100) if len(group.answers_s) > 1 else [0.0] * 99
-    p50, p99, most = hundredths[49], hundredths[98], max(group.answers_s, default=0.0)
+    answers_s = group.answers_s * 2 or [0.0, 0.0]  # quantiles want two
+    hundredths = quantiles(answers_s, n=100, method="inclusive")
+    p50, p99, most = hundredths[49], hundredths[98], max(answers_s)
     return Row(
         workers=scale.workers,
         seconds=seconds,
@@ -141,6 +156,7 @@ async def measure(scale: Scale, seconds: float, pipe: Connection, folder: str) -
         decoding_core=decoding,
         quiet_core=quiet,
         faults=group.deaths,
+        repaired=sights.repaired,
         repairs=len(sights.repaired_s),
         answer_ms=(p50 * 1e3, p99 * 1e3, most * 1e3),
         repair_s=median(sights.repaired_s or [0.0]),
@@ -164,14 +180,16 @@ async def _cpu_share(seconds: float, group: PaperGroup) -> tuple[float, float]:
 
 def one_size(scale: Scale, seconds: float, seed: int) -> Row:
     ours, theirs = multiprocessing.Pipe()
+    hears, says = multiprocessing.Pipe(duplex=False)
     world = multiprocessing.get_context("spawn").Process(
-        target=run, args=(scale, theirs, seed), daemon=True
+        target=run, args=(scale, theirs, says, seed), daemon=True
     )
     world.start()
     theirs.close()
+    says.close()
     try:
         with TemporaryDirectory() as folder:
-            return asyncio.run(measure(scale, seconds, ours, folder))
+            return asyncio.run(measure(scale, seconds, (ours, hears), folder))
     finally:
         world.join(5.0)
         world.kill()
@@ -179,12 +197,13 @@ def one_size(scale: Scale, seconds: float, seed: int) -> Row:
 
 def show(rows: list[Row], console: Console) -> None:
     console.print(told(facts()))
-    names = ("workers", "core", "decoding", "core, quiet", "faults", "repairs")
+    names = ("workers", "core", "decoding", "core, quiet", "faults", "repaired", "repairs")
     table = Table(*names, "p50 ms", "p99 ms", "most")
     for one in rows:
         times = (f"{value:.1f}" for value in one.answer_ms)
         share = f"{one.core:.1%}", f"{one.decoding_core:.1%}", f"{one.quiet_core:.1%}"
-        table.add_row(str(one.workers), *share, str(one.faults), str(one.repairs), *times)
+        counts = map(str, (one.faults, one.repaired, one.repairs))
+        table.add_row(str(one.workers), *share, *counts, *times)
     console.print(table)
 
 

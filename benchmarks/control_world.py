@@ -1,7 +1,7 @@
 """A cluster of simulated workers in a process of its own, for `control_plane`.
 
-No torch, no Ray: a worker is a row, and says what a real one says, when it says it. Commands come
-and messages go in batches through a pipe.
+No torch, no Ray: a worker is a row, and says what a real one says, when it says it. What workers
+say goes in batches through a pipe; commands, their answers and what vaults notice through another.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from rayzero.workers.messages import (
 
 START_S = 0.3
 """From a replacement's being asked for to its being ready."""
+STRIKE_AGAIN_S = 0.02
 SLOT_BYTES = 2**28
 PIECE = 32
 """Workers whose words are packed together."""
@@ -74,22 +75,28 @@ class _Row:
 
 
 @dataclass
-class Batch:
-    """What goes to the controller at once.
-
-    Args:
-        lost: workers that died, each with the moment.
-    """
+class Words:
+    """What workers said, and behind that who says no more."""
 
     said: list[tuple[int, list[Message]]] = field(default_factory=list)
-    news: list[tuple[str, ConnectionLost]] = field(default_factory=list)
-    lost: list[tuple[int, float]] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Batch:
+    """What goes to the controller at once, but for what workers say.
+
+    Args:
+        news: deaths, as the vault of a node notices them, each with the moment.
+    """
+
+    news: list[tuple[str, ConnectionLost, float]] = field(default_factory=list)
     came: list[WorkerInfo] = field(default_factory=list)
     answers: list[tuple[int, Any]] = field(default_factory=list)
 
 
-def run(scale: Scale, pipe: Connection, seed: int) -> None:
-    """The process: until the pipe is closed."""
+def run(scale: Scale, pipe: Connection, words: Connection, seed: int) -> None:
+    """The process: until the pipes are closed."""
     world = _World(scale, random.Random(seed))
     while True:
         try:
@@ -99,8 +106,10 @@ def run(scale: Scale, pipe: Connection, seed: int) -> None:
                     if ticket is not None:
                         world.out.answers.append((ticket, answer))
             world.tick()
+            if (batch := world.batch()) is not None:
+                pipe.send(batch)
             for piece in world.pieces():
-                pipe.send(piece)
+                words.send(piece)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
 
@@ -108,6 +117,7 @@ def run(scale: Scale, pipe: Connection, seed: int) -> None:
 class _World:
     def __init__(self, scale: Scale, draw: random.Random) -> None:
         self.out = Batch()
+        self._words = Words()
         self._scale = scale
         self._draw = draw
         self._rows: list[_Row] = []
@@ -127,15 +137,18 @@ class _World:
         while self._timers and self._timers[0][0] <= time.monotonic():
             heapq.heappop(self._timers)[2]()
 
-    def pieces(self) -> Iterator[Batch]:
-        """All that there is to send: what is short first, then what was said, in pieces as small
-        as workers' own answers would be."""
+    def batch(self) -> Batch | None:
+        """What there is that does not wait behind anybody's words."""
         out, self.out = self.out, Batch()
-        said, out.said = out.said, []
-        if out != Batch():
-            yield out
-        for start in range(0, len(said), PIECE):
-            yield Batch(said=said[start : start + PIECE])
+        return out if out != Batch() else None
+
+    def pieces(self) -> Iterator[Words]:
+        """What was said, in pieces as small as workers' own answers would be."""
+        words, self._words = self._words, Words()
+        for start in range(0, len(words.said), PIECE):
+            yield Words(words.said[start : start + PIECE])
+        if words.lost:
+            yield Words(lost=words.lost)
 
     def command(self, name: str, *args: Any) -> Any:
         """What a command of the controller does and answers."""
@@ -217,20 +230,21 @@ class _World:
         self._kept = dict(kept)
 
     def _kill_one(self) -> None:
-        if not self._whole():
-            return  # the last one is not repaired yet
+        if not self._whole():  # a generation is being formed: as soon as it stands
+            self._later(STRIKE_AGAIN_S, self._kill_one)
+            return
         row = self._draw.choice(self._members)
         row.alive = False
-        self.out.lost.append((row.info.index, time.monotonic()))
+        self._words.lost.append(row.info.index)
         lost = ConnectionLost(row.info.index, row.info.pid)
-        self.out.news.append((row.info.node_id, lost))
+        self.out.news.append((row.info.node_id, lost, time.monotonic()))
 
     def _whole(self) -> bool:
         inside = all(one.alive and one.generation == self._generation for one in self._members)
         return inside and len(self._members) == self._wanted > 0
 
     def _say(self, row: _Row, *messages: Message) -> None:
-        self.out.said.append((row.info.index, list(messages)))
+        self._words.said.append((row.info.index, list(messages)))
 
     def _later(self, seconds: float, work: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), work))

@@ -18,7 +18,7 @@ class _Block:
 
 
 class Columns:
-    """Sums and maxima by name. Rows are only gathered; now and then they are added up in C."""
+    """Sums and extremes by name. Rows are only gathered; now and then they are added up in C."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[str, ...], _Block] = {}
@@ -26,6 +26,7 @@ class Columns:
         self._counts: dict[str, int] = {}
         self._sums: dict[str, float] = {}
         self._maxima: dict[str, float] = {}
+        self._minima: dict[str, float] = {}
 
     def add(self, row: Mapping[str, float]) -> None:
         """One more row."""
@@ -40,6 +41,11 @@ class Columns:
         """The largest value under each name."""
         self._fold_all()
         return self._maxima
+
+    def minima(self, rows: int) -> dict[str, float]:
+        """The smallest value under each name that so many rows have."""
+        self._fold_all()
+        return {name: least for name, least in self._minima.items() if self._counts[name] == rows}
 
     def means(self) -> dict[str, float]:
         """The mean under each name, over the rows that have it."""
@@ -58,4 +64,5 @@ class Columns:
             self._counts[name] = self._counts.get(name, 0) + len(column)
             self._sums[name] = self._sums.get(name, 0.0) + sum(column)
             self._maxima[name] = max(self._maxima.get(name, column[0]), max(column))
+            self._minima[name] = min(self._minima.get(name, column[0]), min(column))
         values.clear()

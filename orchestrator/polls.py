@@ -10,7 +10,7 @@ from typing import Any
 from rayzero.orchestrator.answers import Answers
 from rayzero.orchestrator.bell import Bell
 from rayzero.orchestrator.group import POLL_S, Heard, WorkerLostError
-from rayzero.orchestrator.lines import Lines
+from rayzero.orchestrator.lines import Lines, gather_s
 from rayzero.orchestrator.lost import LOST, cause
 from rayzero.workers.messages import Message
 
@@ -45,6 +45,7 @@ class Polls:
         for worker in workers:
             self._listening.add(worker)
             self._poll(worker)
+        self._lines.gather_s = gather_s(len(self._listening))
         self._bell.ring()
 
     async def hear(self) -> Heard:

@@ -24,6 +24,9 @@ class StepRecord:
         gauges: the mean over ranks of everything else they reported.
         waits: seconds of the rank that did worst, for what peers have to wait for as well.
         at_s: when the last rank finished it, as Unix time on that rank's node.
+        mirrored_step: the newest step of which every rank's share lies in its node's vault; None
+            while some rank's does not.
+        mirrored_bytes: all that the ranks have there.
     """
 
     step: int
@@ -35,6 +38,8 @@ class StepRecord:
     gauges: dict[str, float]
     at_s: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
+    mirrored_step: int | None = None
+    mirrored_bytes: float = 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -145,6 +150,7 @@ class JobProgress:
         """Costs what a report costs, however many ranks there are."""
         maxima, means = done.gauges.maxima(), done.gauges.means()
         self._note_peaks(maxima)
+        mirrored = done.gauges.minima(self._world_size).get("replica_step")
         means.pop("step_s", None)
         record = StepRecord(
             step=step,
@@ -156,6 +162,8 @@ class JobProgress:
             gauges=means,
             at_s=done.at_s,
             waits={name: maxima[name] for name in _WAITS if name in maxima},
+            mirrored_step=None if mirrored is None else int(mirrored),
+            mirrored_bytes=means.get("replica_bytes", 0.0) * len(done.ranks),
         )
         self.steps = max(self.steps, step)
         self.done += 1

@@ -24,6 +24,8 @@ GRACE_S = 3.0
 KILL_S = 2.0
 """How long a repair waits for a kill to be carried out."""
 
+_LOSSES = HARDWARE - {Cause.COLLECTIVE}
+
 
 class Faults:
     """Keeps the job's record of faults, and tells the machine what they mean."""
@@ -35,6 +37,8 @@ class Faults:
         self._desk = desk
         self._repairs = repairs
         self._condemned: dict[int, str] = {}
+        self._dead: set[int] = set()
+        """Who is in the record as gone: one may be lost to two generations while they change."""
         self._fatal = False
         self._kills: set[asyncio.Task[None]] = set()
         spec = desk.plan.spec.recovery
@@ -123,7 +127,7 @@ class Faults:
         desk = self._desk
         generation.fenced = True  # what its members say from now on is only their way out
         faults, generation.faults = generation.faults, []
-        counted = [one for one in faults if one.cause in HARDWARE - {Cause.COLLECTIVE}]
+        counted = [one for one in faults if one.cause in _LOSSES]
         for one in counted if root in counted else [*counted, root]:
             self._count(one)
         if root.cause is Cause.STATE and generation.restore is not None:
@@ -182,6 +186,11 @@ class Faults:
             await self._desk.ask(worker, self._desk.ports.workers.kill(worker))
 
     def _count(self, fault: Fault) -> None:
+        worker = fault.worker.index
+        if fault.cause in _LOSSES and not self._desk.crew.alive(worker):
+            if worker in self._dead:
+                return
+            self._dead.add(worker)
         self.record.append(fault)
         self._desk.ports.probe.judged(fault)
         self._desk.ports.note(

@@ -12,6 +12,7 @@ from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.answers import Answers
 from rayzero.orchestrator.control.desk import Desk, GoneError
 from rayzero.orchestrator.control.faults import Faults
+from rayzero.orchestrator.control.tasks import breath
 from rayzero.orchestrator.control.vaults import Vaults
 from rayzero.orchestrator.generation import Generation
 from rayzero.orchestrator.notices import Warned
@@ -22,7 +23,6 @@ from rayzero.workers.messages import Formation, Own, Restore, SlotRef, WorkerInf
 
 FENCE_S = 10.0
 """How long the survivors of a fault may take to unwind before they are killed."""
-
 Newest = Callable[[frozenset[int]], Awaitable[recovery.Stored | None]]
 """The newest whole checkpoint but for some steps: at hand, or looked up."""
 
@@ -71,6 +71,9 @@ class Passage:
         """Of the newest generation's members their places."""
 
     def fence(self, passage: int) -> None:
+        generation = self._desk.generation
+        generation.fenced = True
+        self.break_off(generation.still_in)  # before anything else: it is what survivors wait for
         self._depart("fence", self._fence(passage))
 
     def drain(self, passage: int) -> None:
@@ -128,8 +131,6 @@ class Passage:
 
     async def _fence(self, passage: int) -> None:
         desk, generation = self._desk, self._desk.generation
-        generation.fenced = True
-        self.break_off(generation.still_in)
         if not await desk.happens(FENCE_S, lambda: generation.deserted):
             for worker in generation.still_in:
                 self._faults.abandon(worker, f"it did not unwind within {FENCE_S:g} s")
@@ -191,8 +192,9 @@ class Passage:
         desk, way = self._desk, self._way
         members = way.members.chosen
         places = placement.ranks(members)
-        desk.generation = Generation(number, passage, places, members, way.restore)
-        desk.crew.members = desk.generation.members
+        await breath(len(members))
+        generation = desk.generation = Generation(number, passage, places, members, way.restore)
+        desk.crew.members = generation.members
         for record in desk.progress.begin(number, len(places), way.step):
             desk.see(record)
         self.left_out = way.members
@@ -200,8 +202,8 @@ class Passage:
             for worker in missing:
                 self._faults.missing(worker)
             return
-        shares = self.on_forming(desk.generation.workers)
-        if way.store is None or way.store[0] not in desk.crew.members:
+        shares = self.on_forming(generation.workers)
+        if way.store is None or way.store[0] not in generation.members:
             way.store = await self._store_on(places[0].worker)
         host, port = desk.crew.info(way.store[0]), way.store[1]
         self._vaults.used(worker.node_id for worker in members)
@@ -215,8 +217,8 @@ class Passage:
             remote=desk.sends_to_others,
             faults=desk.injected,
         )
-        desk.generation.enter()
-        self._telling = desk.ports.workers.assign(formation, self._own(desk.generation))
+        generation.enter()
+        self._telling = desk.ports.workers.assign(formation, self._own(generation))
         desk.tasks.spawn(desk.all_do(self._telling))
 
     def _own(self, generation: Generation) -> dict[int, Own]:

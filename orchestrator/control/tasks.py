@@ -10,6 +10,9 @@ from rayzero.orchestrator.clock import Clock
 
 T = TypeVar("T")
 
+MANY = 500
+"""Workers from which on long work lets others have a turn."""
+
 
 class Tasks:
     """Owns the controller's background tasks: none outlives `end`, and none fails in silence."""
@@ -48,3 +51,10 @@ async def within(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
     """
     async with clock.timeout(limit_s):  # no task of its own: there are thousands of these a second
         return await work
+
+
+async def breath(workers: int) -> None:
+    """In the middle of something long, as it is with so many workers: a death must not wait for
+    all of it. In small jobs nothing else gets a turn here."""
+    if workers >= MANY:
+        await asyncio.sleep(0)

@@ -24,8 +24,9 @@ Lost = Callable[[int, str], None]
 class Watch:
     """Hands on what workers say, and remembers when each was heard last and how far it was.
 
-    Two tasks: one hears, and tells of deaths at once; the other hands on what was said, a slice at
-    a time. What a worker said before it died is handed on before its death.
+    Two tasks: one hears, tells of deaths at once, and hands on a slice of what was said; the other
+    hands on what is left, a slice at a time. What a worker said before it died is handed on before
+    its death.
     """
 
     def __init__(self, desk: Desk, receive: Receive, on_lost: Lost) -> None:
@@ -115,7 +116,9 @@ class Watch:
                     self._order.append(worker)
             for worker, cause in heard.lost:
                 self._is_lost(worker, cause)
-            self._news.set()
+            self._hand_some_on()
+            if self._order:
+                self._news.set()
 
     def _is_lost(self, worker: int, cause: str) -> None:
         self.hand_on(worker)
@@ -123,12 +126,16 @@ class Watch:
         self._on_lost(worker, cause)
 
     async def _hand_all_on(self) -> None:
-        order, now = self._order, self._desk.ports.clock.now
         while True:
             await self._news.wait()
             self._news.clear()
-            while order:
-                until_s = now() + SLICE_S
-                while order and now() < until_s:
-                    self.hand_on(order.popleft())
+            while self._order:
+                self._hand_some_on()
                 await asyncio.sleep(0)
+
+    def _hand_some_on(self) -> None:
+        """A slice."""
+        order, now = self._order, self._desk.ports.clock.now
+        until_s = now() + SLICE_S
+        while order and now() < until_s:
+            self.hand_on(order.popleft())

@@ -84,11 +84,6 @@ class Ranks:
         one = self.by_rank[beat.rank]
         one.beat, one.node = beat, node
 
-    def values(self, name: str) -> list[float]:
-        """What those ranks reported last under that name that did."""
-        found = (one.report.gauges.get(name) for one in self.by_rank.values() if one.report)
-        return [value for value in found if value is not None]
-
     def moved(self) -> Moved:
         """Calls and bytes by collective, of all ranks since the run began."""
         moved = self.gone.copy()

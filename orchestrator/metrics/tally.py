@@ -159,10 +159,8 @@ class Tally:
         self.checkpoints.stepped(now.unix_s)
         if self.facts.replicas:
             self.replicas.node.owe(now.unix_s)
-        mirrored = self.ranks.values("replica_step")
-        if mirrored and len(mirrored) == record.world_size:
-            held = sum(self.ranks.values("replica_bytes"))
-            self.replicas.mirrored(int(min(mirrored)), held, now.unix_s)
+        if record.mirrored_step is not None:
+            self.replicas.mirrored(record.mirrored_step, record.mirrored_bytes, now.unix_s)
 
     def _pass(self, notice: Repaired | Resized, now: Now) -> None:
         entry: dict[str, object] = {

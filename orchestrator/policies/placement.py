@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
+from typing import NamedTuple
 
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.workers.messages import WorkerInfo
@@ -35,8 +36,7 @@ class Capacity:
         return min(rooms)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A worker's place in a generation."""
 
     worker: int

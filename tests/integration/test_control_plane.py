@@ -20,6 +20,8 @@ def test_every_death_is_answered(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(path.read_text())
     assert row["faults"] >= 3
-    assert row["repairs"] >= row["faults"] - 1, "the last one may be under way"
+    # A death before a repair has finished a step belongs to it; the last way may be under way.
+    assert row["repaired"] >= row["faults"] - 2
+    assert 1 <= row["repairs"] <= row["repaired"]
     assert 0 < row["answer_ms"][0] <= row["answer_ms"][1]
     assert 0 < row["quiet_core"] < row["core"]

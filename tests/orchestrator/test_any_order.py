@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from rayzero.orchestrator import events as ev
+from rayzero.orchestrator.control import tasks
+from rayzero.orchestrator.control.tasks import MANY
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.states import State
 from tests.orchestrator.support import Stage, settle
@@ -31,8 +33,12 @@ class AnyOrder(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.folder = tempfile.TemporaryDirectory()
 
-    @initialize(size=st.integers(2, 4), every=st.sampled_from([0, 2, 3]))
-    def begin(self, size: int, every: int) -> None:
+    @initialize(
+        size=st.integers(2, 4), every=st.sampled_from([0, 2, 3]), many=st.sampled_from([1, 500])
+    )
+    def begin(self, size: int, every: int, many: int) -> None:
+        tasks.MANY = many  # as a large job's controller does, in small ones
+
         async def start() -> Stage:
             world = World(size, lambda index: "ab"[index % 2], checkpoint_every=every)
             return Stage(
@@ -154,6 +160,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.after(moments)
 
     def teardown(self) -> None:
+        tasks.MANY = MANY
         try:
             if hasattr(self, "stage"):
                 self.runner.run(self.end())

@@ -83,6 +83,18 @@ def test_what_all_wait_for_is_the_slowest_ranks():
     assert record.gauges["phases/data"] == pytest.approx(0.3)
 
 
+def test_what_is_mirrored_is_what_every_rank_has_in_its_vault():
+    progress = started()
+    progress.add(report(0, 1, replica_step=1.0, replica_bytes=64.0))
+    some = progress.add(report(1, 1))
+    assert some is not None
+    assert some.mirrored_step is None, "the other has nothing there yet"
+    progress.add(report(0, 2, replica_step=2.0, replica_bytes=64.0))
+    all_of_them = progress.add(report(1, 2, replica_step=1.0, replica_bytes=32.0))
+    assert all_of_them is not None
+    assert (all_of_them.mirrored_step, all_of_them.mirrored_bytes) == (1, 96.0)
+
+
 def test_the_most_bytes_of_any_rank_at_any_step_by_class():
     progress = started()
     progress.add(report(0, 1, **{"bytes/main_weights": 10.0, "bytes/slots": 4.0}))

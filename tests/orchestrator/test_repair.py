@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rayzero.orchestrator import events as ev
+from rayzero.orchestrator.control import tasks
 from rayzero.orchestrator.control.desk import COMMAND_S
 from rayzero.orchestrator.control.elastic import CALM_S
 from rayzero.orchestrator.control.faults import GRACE_S
@@ -104,6 +105,27 @@ async def test_only_those_who_must_hear_something_hear_it_and_all_at_once(folder
     assert len(told) == 5
     stage.controller.feed(ev.StopWanted())
     await settle()
+
+
+def test_two_deaths_however_close_are_two_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tasks, "MANY", 1)  # as in a large job, whose generations take some turns
+
+    async def deaths(turns: int) -> dict[str, int]:
+        folder = tmp_path / str(turns)
+        folder.mkdir()
+        stage = Stage(folder, World(3), workers={"min": 1, "max": 3})
+        await stage.steps(2)
+        stage.world.kill(1)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        stage.world.kill(2)
+        await settle()
+        result = await stage.finish()
+        assert (result.steps, result.metrics["steps_redone"]) == (3, 0)
+        faults: dict[str, int] = result.metrics["faults"]
+        return faults
+
+    assert [asyncio.run(deaths(turns)) for turns in range(30)] == [{"lost": 2}] * 30
 
 
 @played

@@ -16,6 +16,7 @@ from rayzero.orchestrator.answers import Answers
 from rayzero.orchestrator.control.desk import Desk, Ports
 from rayzero.orchestrator.control.watch import SLICE_S, Watch
 from rayzero.orchestrator.group import POLL_S, Heard, WorkerLostError
+from rayzero.orchestrator.lines import Lines, gather_s
 from rayzero.orchestrator.polls import Polls
 from rayzero.workers.messages import Heartbeat, Message, Report
 from tests.orchestrator.support import Notebook, VirtualClock, plan, settle
@@ -166,6 +167,51 @@ def test_polls_go_on_until_a_worker_is_lost():
         polls.close()
 
     run(scene())
+
+
+def test_what_many_say_is_gathered_but_for_a_death():
+    async def scene() -> None:
+        calls, came, batches = Calls(), [], []
+        lines = Lines(lambda: batches.append(len(came)))
+        lines.gather_s = 3600.0
+        for worker in range(4):
+            lines.call(calls(worker), lambda answer: came.append(answer.exception()))
+        calls.answer(0, [BEAT])
+        await settle()
+        assert batches == [1], "nobody spoke for a while: it is heard at once"
+        calls.answer(1, [BEAT])
+        calls.answer(2, [BEAT])
+        await settle()
+        assert batches == [1], "these are gathered"
+        calls.answer(3, ActorUnschedulableError("it died"))
+        await settle()
+        assert batches == [1, 4], "a death waits for nobody"
+        assert came[:3] == [None] * 3
+        lines.close()
+
+    run(scene())
+
+
+def test_nothing_that_is_gathered_is_forgotten():
+    async def scene() -> None:
+        calls, came = Calls(), []
+        lines = Lines(lambda: None)
+        lines.gather_s = 0.01
+        for worker in range(20):  # behind a batch, or long after it
+            lines.call(calls(worker), came.append)
+            calls.answer(worker, [BEAT])
+            while len(came) <= worker and worker % 3:
+                await asyncio.sleep(0.001)
+        while len(came) < 20:
+            await asyncio.sleep(0.001)
+        lines.close()
+
+    run(scene())
+
+
+def test_what_is_gathered_is_little_where_few_speak():
+    assert gather_s(8) == 0.0
+    assert gather_s(500) < gather_s(1000) == gather_s(4000) <= 0.01
 
 
 def test_a_command_is_answered_by_those_who_live():
