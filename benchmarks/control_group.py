@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import select
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -11,22 +10,18 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.control_world import Batch, Words
+from benchmarks.control_words import Decoder, Ears
+from benchmarks.control_world import Batch
 from rayzero.orchestrator.answers import Answers
-from rayzero.orchestrator.bell import Bell
 from rayzero.orchestrator.group import Heard
-from rayzero.orchestrator.lines import gather_s
 from rayzero.orchestrator.policies.placement import Need
 from rayzero.workers.messages import (
     ConnectionLost,
     Formation,
-    Message,
     Own,
     SlotInfo,
     WorkerInfo,
 )
-
-_READ_S = 0.002
 
 
 class PaperGroup:
@@ -34,38 +29,29 @@ class PaperGroup:
 
     Args:
         pipe: takes commands, brings what does not wait behind anybody's words.
-        words: what workers say. It is gathered as `Lines` gathers what comes of Ray.
+        words: what workers say.
     """
 
     def __init__(self, pipe: Connection, words: Connection) -> None:
         self.answers_s: list[float] = []
         """From each death to the first order that followed it."""
         self.deaths = 0
+        self.decoder = Decoder()
         self._pipe = pipe
-        self._words = words
-        self.decoding_s = 0.0
-        """CPU seconds of the pipe's decoding, which on a cluster is Ray's."""
-        self._said: list[tuple[int, list[Message]]] = []
-        self._lost: list[tuple[int, str]] = []
-        self._bell = Bell()
+        self._ears = Ears(words, self.decoder)
         self._news: defaultdict[str, asyncio.Queue[ConnectionLost]] = defaultdict(asyncio.Queue)
         self._came: asyncio.Queue[WorkerInfo] = asyncio.Queue()
         self._numbers = count()
         self._tickets: dict[int, Callable[[Any], Any]] = {}
         self._orders: list[tuple[str, tuple[Any, ...], int | None]] = []
         self._died_s: list[float] = []
-        self._there = select.poll()
-        self._there.register(words.fileno(), select.POLLIN)
-        self._listening = 0
-        self._asleep = True
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pipe.fileno(), self._read)
-        self._loop.add_reader(words.fileno(), self._read_words)
 
     def end(self) -> None:
-        for one in (self._pipe, self._words):
-            self._loop.remove_reader(one.fileno())
-            one.close()
+        self._ears.close()
+        self._loop.remove_reader(self._pipe.fileno())
+        self._pipe.close()
 
     async def place(self, need: Need) -> tuple[WorkerInfo, ...]:
         return tuple(await self._ask("place"))
@@ -85,9 +71,9 @@ class PaperGroup:
     async def kill(self, worker: int) -> None:
         await self._ask("kill", worker)
 
-    def strike(self, every_s: float) -> None:
-        """From now on somebody dies every so often."""
-        self._order("strike", every_s)
+    async def strike(self, every_s: float) -> None:
+        """From now on somebody dies every so often; 0 for nobody any more."""
+        await self._ask("strike", every_s)
 
     async def open_store(self, worker: int) -> int:
         return 4000
@@ -98,13 +84,10 @@ class PaperGroup:
 
     def listen(self, workers: Iterable[int]) -> None:
         """All that is said is heard."""
-        self._listening += sum(1 for _ in workers)
+        self._ears.workers += sum(1 for _ in workers)
 
     async def hear(self) -> Heard:
-        await self._bell.until(lambda: bool(self._said or self._lost))
-        heard = Heard(self._said, self._lost)
-        self._said, self._lost = [], []
-        return heard
+        return await self._ears.hear()
 
     async def poll(self, node: str, timeout_s: float) -> list[ConnectionLost]:
         box = self._news[node]
@@ -143,41 +126,9 @@ class PaperGroup:
         pass
 
     def _read(self) -> None:
-        if (batch := self._received(self._pipe)) is not None:
+        batch: Batch | None = self.decoder.received(self._pipe)
+        if batch is not None:
             self._take(batch)
-
-    def _read_words(self) -> None:
-        """Everything that is there, for a while: a death must not wait behind what was said."""
-        if self._words.closed:
-            return
-        until_s = time.monotonic() + _READ_S
-        more = bool(self._there.poll(0))
-        if more and self._asleep:
-            self._loop.remove_reader(self._words.fileno())
-            self._asleep = False
-        if not more:  # until somebody speaks
-            self._loop.add_reader(self._words.fileno(), self._read_words)
-            self._asleep = True
-            return
-        while more and time.monotonic() < until_s:
-            words: Words | None = self._received(self._words)
-            if words is None:
-                return
-            self._said += words.said
-            self._lost += [(worker, "it was killed") for worker in words.lost]
-            more = bool(self._there.poll(0))
-        self._bell.ring()
-        self._loop.call_later(0.0 if more else gather_s(self._listening), self._read_words)
-
-    def _received(self, pipe: Connection) -> Any:
-        """None when the pipe is closed."""
-        began_s = time.thread_time()
-        try:
-            return pipe.recv()
-        except (EOFError, OSError):
-            return None
-        finally:
-            self.decoding_s += time.thread_time() - began_s
 
     def _take(self, batch: Batch) -> None:
         for node, news, died_s in batch.news:

@@ -17,6 +17,8 @@ import asyncio
 import json
 import multiprocessing
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -59,7 +61,7 @@ class Row:
         core: the controller's CPU seconds a second, the pipe's decoding left out.
         decoding_core: the pipe's decoding, which on a cluster is Ray's.
         quiet_core: the same before the first fault.
-        repaired: deaths that belong to a repair that is over; the last ones may be under way.
+        faults, repaired: deaths, and how many of them belong to a repair that came to its end.
         answer_ms: from a death to the first order, at the 50th and the 99th percentile, and most.
         repair_s: medians, from a death's notice to the next finished step, less that step.
     """
@@ -136,8 +138,10 @@ async def measure(
                 await sights.running.wait()
             await asyncio.sleep(WARMUP_S)
             quiet, _ = await _cpu_share(WARMUP_S, group)
-            group.strike(scale.fault_s)
+            await group.strike(scale.fault_s)
             share, decoding = await _cpu_share(seconds, group)
+            await group.strike(0.0)
+            await _until(lambda: sights.repaired == group.deaths)
         finally:
             controller.feed(ev.StopWanted())
             scrapes.cancel()
@@ -163,6 +167,14 @@ async def measure(
     )
 
 
+async def _until(so: Callable[[], bool]) -> None:
+    """Waits for it, a while."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(30):
+            while not so():
+                await asyncio.sleep(0.05)
+
+
 async def _scrape(telemetry: Telemetry) -> None:
     """As Prometheus does, through HTTP, in the server's own thread."""
     while telemetry.url is not None:
@@ -172,9 +184,9 @@ async def _scrape(telemetry: Telemetry) -> None:
 
 async def _cpu_share(seconds: float, group: PaperGroup) -> tuple[float, float]:
     """Of a core: the process but for the pipe's decoding, and that."""
-    wall_s, cpu_s, decoding_s = time.monotonic(), time.process_time(), group.decoding_s
+    wall_s, cpu_s, decoding_s = time.monotonic(), time.process_time(), group.decoder.spent_s
     await asyncio.sleep(seconds)
-    wall_s, decoding_s = time.monotonic() - wall_s, group.decoding_s - decoding_s
+    wall_s, decoding_s = time.monotonic() - wall_s, group.decoder.spent_s - decoding_s
     return (time.process_time() - cpu_s - decoding_s) / wall_s, decoding_s / wall_s
 
 

@@ -124,7 +124,7 @@ class _World:
         self._members: list[_Row] = []
         self._wanted = 0  # members that the newest generation is to have
         self._generation = 0
-        self._draining = False
+        self._draining = self._strikes = False
         self._step = 0
         self._kept: dict[str, list[SlotInfo]] = {}
         self._order = count()
@@ -161,7 +161,9 @@ class _World:
         return tuple(row.info for row in self._rows)
 
     def _do_strike(self, every_s: float) -> None:
-        self._every(every_s, self._kill_one)
+        self._strikes = every_s > 0
+        if self._strikes:
+            self._every(every_s, self._kill_one)
 
     def _do_replace(self, worker: int) -> None:
         node = self._rows[worker].info.node_id
@@ -230,6 +232,8 @@ class _World:
         self._kept = dict(kept)
 
     def _kill_one(self) -> None:
+        if not self._strikes:
+            return
         if not self._whole():  # a generation is being formed: as soon as it stands
             self._later(STRIKE_AGAIN_S, self._kill_one)
             return
