@@ -114,6 +114,7 @@ class JobSession:
             self._mirror.step_done(step, agreed, self.engine.state)
             self.reports.add(self._readings.mirrored(perf_counter() - begun_s, step))
         self.post(self.reports.finish(step))
+        self._keeper.tidy()
         self.check()
         if agreed.drain:
             raise Interrupted

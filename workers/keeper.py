@@ -14,6 +14,7 @@ from rayzero.engine.state.training import copy_out
 from rayzero.workers.messages import Assign, Memory, Restore, SlotInfo
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.errors import VaultGoneError
+from rayzero.workers.vault.memory import has_room
 
 if TYPE_CHECKING:
     from rayzero.engine.engine import Engine
@@ -36,19 +37,33 @@ class Keeper:
         self._address = ""
         self._engine: Engine | None = None
         self._assign: Assign | None = None
+        self._left = False
+        """Whether the engine before may still be in memory."""
 
     def begin(self, assign: Assign) -> None:
-        """A generation begins. The engine of the one before is let go: its state is elsewhere.
+        """A generation begins. The engine of the one before is let go: its state is elsewhere. If
+        there may be no room for both it is freed now, else by `tidy` after the next step.
 
         A vault that cannot be reached is done without: its notices and replicas are missing, and
         the controller sees to another.
         """
         if self._engine is not None:
             self._engine.close()  # the function may use the same model again
-        self._engine, self._assign = None, assign
-        gc.collect()  # engines are in cycles, and two of them may not fit
+            two_fit = self._engine.device.type == "cpu" and has_room(assign.local_world_size)
+            three = self._left  # no step was finished since the last time
+            self._engine, self._left = None, True
+            if three or not two_fit:
+                self.tidy()
+        self._assign = assign
         if assign.vault != self._address or self.vault is None:
             self._connect(assign.vault)
+
+    def tidy(self) -> None:
+        """Frees what is left of the engine before, which is in cycles. Takes some 30 ms, once: no
+        peer should be waiting for it."""
+        if self._left:
+            self._left = False
+            gc.collect()
 
     def keep(self, engine: Engine) -> None:
         """The generation's engine: its memory may be asked for once the function is unwound."""

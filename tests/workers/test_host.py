@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rayzero.workers import keeper as keeper_module
 from rayzero.workers import process_group
 from rayzero.workers.connections import Connections
 from rayzero.workers.host import WorkerHost
@@ -169,23 +170,54 @@ def test_the_stacks_show_the_training_thread(make_host: MakeHost):
     assert "in endless" in stacks
 
 
-def test_the_last_generations_engine_is_gone_before_the_next_one_is_made():
-    """Two of them may not fit into a device."""
+class LastEngine:
+    """In a cycle, as engines are."""
 
-    class Engine:
-        def __init__(self) -> None:
-            self.itself = self
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.itself = self
 
-        def close(self) -> None: ...
+    def close(self) -> None: ...
 
-    keeper = Keeper(0)
-    engine = Engine()
-    keeper.keep(engine)  # type: ignore[arg-type]
-    seen = weakref.ref(engine)
-    del engine
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
     gc.disable()
-    try:
-        keeper.begin(ASSIGN)
-        assert seen() is None
-    finally:
-        gc.enable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize(("device", "room"), [("cuda", True), ("cpu", False)])
+def test_the_last_engine_is_gone_before_the_next_one_is_made(
+    device: str, room: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Two of them may not fit."""
+    monkeypatch.setattr(keeper_module, "has_room", lambda processes: room)
+    keeper = Keeper(0)
+    seen = keep_one(keeper, device)
+    keeper.begin(ASSIGN)
+    assert seen() is None
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_where_two_fit_the_last_engine_goes_when_a_step_is_done(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(keeper_module, "has_room", lambda processes: True)
+    keeper = Keeper(0)
+    first = keep_one(keeper, "cpu")
+    keeper.begin(ASSIGN)
+    assert first() is not None  # nobody waits for it
+    second = keep_one(keeper, "cpu")
+    keeper.begin(ASSIGN)
+    assert first() is second() is None  # no step was done: three might not fit
+    third = keep_one(keeper, "cpu")
+    keeper.begin(ASSIGN)
+    assert third() is not None
+    keeper.tidy()
+    assert third() is None
+
+
+def keep_one(keeper: Keeper, device: str) -> weakref.ref[LastEngine]:
+    engine = LastEngine(device)
+    keeper.keep(engine)  # type: ignore[arg-type]
+    return weakref.ref(engine)

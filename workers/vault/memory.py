@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,16 @@ def available_bytes(root: Path = Path("/")) -> int:
         root: where /proc and /sys are, for tests.
     """
     return min([_mem_available(root), *_left_in_groups(root)])
+
+
+def has_room(processes: int, root: Path = Path("/")) -> bool:
+    """Whether so many processes like this one could each take as much memory again, and half of
+    that besides. False where nobody can tell."""
+    try:
+        pages = int((root / "proc/self/statm").read_text().split()[1])
+        return available_bytes(root) > 1.5 * processes * pages * os.sysconf("SC_PAGESIZE")
+    except (OSError, ValueError, RayzeroError):
+        return False
 
 
 def _mem_available(root: Path) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from threading import Event, Lock
+from threading import BoundedSemaphore, Event, Lock
 
 from rayzero.workers.messages import SlotRef
 from rayzero.workers.vault.errors import SlotGoneError, VaultGoneError
@@ -20,6 +20,9 @@ from rayzero.workers.vault.images import (
 from rayzero.workers.vault.shelf import Shelf
 from rayzero.workers.vault.slots import write_all
 
+MOST_ASKING = 3
+"""One set is copied while others wait: less than the threads that a vault's process has."""
+
 
 class Replicator:
     """Pulls images chunk by chunk, so that one chunk at most is in passing. For any thread.
@@ -32,6 +35,7 @@ class Replicator:
         self._shelf = shelf
         self._fetch = fetch
         self._pulling = Lock()  # one set after another
+        self._asking = BoundedSemaphore(MOST_ASKING)
         self._stopped = Event()
 
     def replicate(self, refs: Iterable[SlotRef]) -> int:
@@ -41,10 +45,16 @@ class Replicator:
             SlotGoneError: a version is not there any more; the replicas before it are made.
             SlotDamagedError: what came does not match its checksums.
             VaultMemoryError: there is too little memory.
-            VaultGoneError: another vault does not answer, or this one is closing.
+            VaultGoneError: another vault does not answer, or this one is closing, or too many ask.
         """
-        with self._pulling:
-            return sum(self._pull(ref) for ref in refs if not self._shelf.holds(ref))
+        # Who asks may have given up before and ask again: it must not hold a thread more each time.
+        if not self._asking.acquire(blocking=False):
+            raise VaultGoneError("copies that were asked for before are still under way")
+        try:
+            with self._pulling:
+                return sum(self._pull(ref) for ref in refs if not self._shelf.holds(ref))
+        finally:
+            self._asking.release()
 
     def stop(self) -> None:
         """Ends what is under way before its next chunk, and what comes later."""

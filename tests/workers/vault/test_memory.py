@@ -12,7 +12,7 @@ import pytest
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.workers.vault.errors import VaultMemoryError
-from rayzero.workers.vault.memory import available_bytes
+from rayzero.workers.vault.memory import available_bytes, has_room
 from rayzero.workers.vault.pool import Pool
 
 MIB = 2**20
@@ -28,6 +28,15 @@ def machine(root: Path, cgroup: str, files: Mapping[str, str]) -> Path:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
     return root
+
+
+def test_room_for_processes_is_what_they_may_take_again(tmp_path: Path):
+    root = machine(tmp_path, V2, {})  # 1,024,000 bytes
+    (root / "proc/self/statm").write_text(f"999 {300_000 // os.sysconf('SC_PAGESIZE')} 9 9 0 9 0")
+    assert has_room(2, root)
+    assert not has_room(3, root)
+    (root / "proc/self/statm").unlink()
+    assert not has_room(1, root)  # nobody can tell
 
 
 @pytest.mark.parametrize(

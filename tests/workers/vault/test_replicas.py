@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 
 from rayzero.workers.messages import Restore, SlotInfo, SlotRef
 from rayzero.workers.vault import replicas
 from rayzero.workers.vault.errors import SlotDamagedError, SlotGoneError, VaultGoneError
+from rayzero.workers.vault_actor import COMMAND_THREADS
 from tests.workers.vault.support import Town, content, keep_only, refs, steps_of, table, write
 from tests.workers.vault.test_source import damage
+
+LIMIT_S = 60.0
 
 
 def pinned(town: Town, step: int, rank: int = 0, nbytes: int = 64) -> list[SlotRef]:
@@ -18,6 +23,24 @@ def pinned(town: Town, step: int, rank: int = 0, nbytes: int = 64) -> list[SlotR
     [buffer] = town.client("a", rank).reserve(1, rank, 2, table(rank, nbytes), 1)
     write(buffer, rank, step, pin=True)
     return refs((1, rank, step))
+
+
+def test_a_copy_that_hangs_holds_up_nobody_but_those_who_asked_first(town: Town):
+    """As many tries as a vault's process has threads: it still answers polls."""
+    answers = Event()
+    town.on_fetch = lambda ref, offset: answers.wait(LIMIT_S)
+    slots, vault = pinned(town, 4), town.vault("b")
+    with ThreadPoolExecutor(COMMAND_THREADS) as threads:
+        tries = [threads.submit(vault.replicate, slots) for _ in range(COMMAND_THREADS)]
+        try:
+            assert threads.submit(vault.poll, 0.0).result(LIMIT_S) == []
+        finally:
+            answers.set()
+        ends = [one.exception(LIMIT_S) for one in tries]
+    refused = [error for error in ends if error is not None]
+    assert {type(error) for error in refused} == {VaultGoneError}
+    assert steps_of(vault) == [(0, 4)]
+    assert vault.replicate(slots) == 0  # it answers again
 
 
 def test_a_replica_is_the_version_byte_for_byte(town: Town):
