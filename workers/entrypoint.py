@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 from collections.abc import Callable
@@ -17,6 +18,29 @@ _FIX = "`entrypoint:` in the job file"
 
 class EntryPointError(ConfigError):
     """The entry point cannot be called. Its `__cause__`, if any, is the user's own error."""
+
+
+def training_function(entrypoint: str | bytes) -> TrainFunction:
+    """As `resolve`, of a function that can be called with ctx alone.
+
+    Raises:
+        EntryPointError: as `resolve`; or it takes other arguments.
+    """
+    found = resolve(entrypoint)
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # native code has none
+        return found
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        name = getattr(found, "__qualname__", type(found).__qualname__)
+        raise EntryPointError(
+            f"the entry point {name}{signature} cannot be called with ctx alone: {error}",
+            allowed="a function of one argument, ctx; a value of your own comes as ctx.args",
+            fix=f"{name}, or {_FIX}",
+        ) from None
+    return found
 
 
 def resolve(entrypoint: str | bytes) -> TrainFunction:
@@ -46,7 +70,7 @@ def resolve(entrypoint: str | bytes) -> TrainFunction:
         found = getattr(found, part)
     if not callable(found):
         raise EntryPointError(
-            f"entrypoint {entrypoint!r} is a {type(found).__name__}, which is not callable",
+            f"entrypoint {entrypoint!r} is of type {type(found).__name__}, which is not callable",
             allowed="a function of one argument, ctx",
             fix=_FIX,
         )
@@ -80,7 +104,7 @@ def _unpickled(entrypoint: bytes) -> TrainFunction:
         ) from error
     if not callable(function):
         raise EntryPointError(
-            f"the entry point is a {type(function).__name__}, which is not callable"
+            f"the entry point is of type {type(function).__name__}, which is not callable"
         )
     return cast(TrainFunction, function)
 

@@ -19,7 +19,7 @@ from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.session import entered
 from rayzero.workers import process_group
 from rayzero.workers.context import Context
-from rayzero.workers.entrypoint import TrainFunction, resolve
+from rayzero.workers.entrypoint import TrainFunction, training_function
 from rayzero.workers.faults import parse
 from rayzero.workers.injector import FaultRecord, Injector, Schedule
 from rayzero.workers.job_session import JobSession
@@ -75,7 +75,7 @@ class WorkerHost:
         """Gets slow firsts over with, so that no peer waits for them in a generation. Whatever
         is wrong with the user's module is told when the first generation needs it."""
         with suppress(ConfigError):
-            self._function = resolve(self._setup.entrypoint)
+            self._function = training_function(self._setup.entrypoint)
         warm_up()
 
     def assign(self, assign: Assign) -> None:
@@ -149,7 +149,7 @@ class WorkerHost:
         self._open.close()
 
     def _generation(self, assign: Assign, wire: Wire) -> Message:
-        function = self._function = self._function or resolve(self._setup.entrypoint)
+        function = self._function = self._function or training_function(self._setup.entrypoint)
         device = self._device()
         self.inject(assign.faults)
         injector = Injector(self._schedule, assign.rank)

@@ -23,6 +23,7 @@ from rayzero.engine.checkpoint.verify import Problem, verify
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.masking import masked
 from rayzero.orchestrator.cli.codes import with_exit_code
+from rayzero.orchestrator.cli.texts import size_text
 
 
 @with_exit_code
@@ -142,7 +143,7 @@ def _row(one: Found) -> tuple[str, ...]:
     return (
         str(one.step),
         _age(time() - manifest.created_s) if manifest else "-",
-        _size(sum(entry.nbytes for entry in one.entries)),
+        size_text(sum(entry.nbytes for entry in one.entries)),
         str(manifest.world_size) if manifest else "-",
         "-" if manifest is None or manifest.stage is None else str(manifest.stage),
         one.condition + (f": {one.problem}" if one.problem else ""),
@@ -154,7 +155,7 @@ def _pruned_lines(pruned: Pruned, verb: str) -> Iterator[str]:
         yield f"{verb}: steps {', '.join(map(str, pruned.removed))}"
     if pruned.swept:
         yield f"{verb}: leftovers of saves of steps {', '.join(map(str, pruned.swept))}"
-    yield f"{verb}: {_size(pruned.nbytes)}"
+    yield f"{verb}: {size_text(pruned.nbytes)}"
     yield f"kept: steps {', '.join(map(str, pruned.kept)) or 'none'}"
 
 
@@ -187,7 +188,7 @@ class Milestones:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._text = text
-        self._of = "" if total is None else f" of {_size(total)}"
+        self._of = "" if total is None else f" of {size_text(total)}"
         self._write = write
         self._every_s = every_s
         self._clock = clock
@@ -198,7 +199,7 @@ class Milestones:
         self._done += nbytes
         if (now_s := self._clock()) - self._told_s >= self._every_s:
             self._told_s = now_s
-            self._write(f"{self._text}: {_size(self._done)}{self._of} read")
+            self._write(f"{self._text}: {size_text(self._done)}{self._of} read")
 
 
 def _age(seconds: float) -> str:
@@ -206,12 +207,3 @@ def _age(seconds: float) -> str:
         if seconds >= length_s:
             return f"{seconds / length_s:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
-
-
-def _size(nbytes: int) -> str:
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

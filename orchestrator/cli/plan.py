@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,9 @@ def plan_model(
     except RayzeroError as error:
         print_error(error)
         return 2 if isinstance(error, ConfigError) else 1
+    except Exception as error:  # noqa: BLE001  # the user's functions and model are called here
+        print_error(_of_the_users(error))
+        return 2
     if as_json:
         print(json.dumps([_facts(one, one is taken) for one in found]))
     else:
@@ -75,6 +79,18 @@ def _function(name: str) -> Any:
         raise ConfigError(
             seen, allowed="module:function", fix="the first argument, or --batch"
         ) from error.__cause__
+
+
+def _of_the_users(error: Exception) -> ConfigError:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if "site-packages" not in one.filename]
+    last = (own or frames)[-1]
+    return ConfigError(
+        f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno}, in {last.name})",
+        allowed="a function without arguments that builds the model; as --batch, one of a number "
+        "of samples that makes what the model is called with",
+        fix="the first argument, or --batch",
+    )
 
 
 def _bytes(text: str) -> int:

@@ -85,11 +85,18 @@ def _passed_text(passed: Repaired | Resized) -> str:
 
 
 def summary_lines(result: JobResult) -> Iterator[str]:
+    """The summary, without what it says nothing of."""
     for key, value in result.metrics.items():
+        sizes = key.endswith("_bytes")
         if isinstance(value, dict):
-            value = ", ".join(f"{name} {_figure(part)}" for name, part in value.items())
-        if value is not None:
-            yield f"{key}: {_figure(value)}"
+            parts = {name: part for name, part in value.items() if part or not sizes}
+            text = ", ".join(f"{name} {_figure(part, sizes)}" for name, part in parts.items())
+        elif isinstance(value, list):
+            text = ", ".join(_figure(part, sizes) for part in value)
+        else:
+            text = "" if value is None else _figure(value, sizes)
+        if text:
+            yield f"{key}: {text}"
     yield f"summary: {result.summary_path}"
 
 
@@ -97,5 +104,16 @@ def print_error(error: RayzeroError) -> None:
     print(f"error: {error}", file=sys.stderr, flush=True)
 
 
-def _figure(value: Any) -> str:
+def size_text(nbytes: float) -> str:
+    """`12.8 MiB`"""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def _figure(value: Any, is_size: bool) -> str:
+    if is_size and isinstance(value, int | float) and not isinstance(value, bool):
+        return size_text(value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -15,6 +15,9 @@ from rayzero.orchestrator.policies.failure import Cause, Fault
 from rayzero.orchestrator.states import FINAL
 from rayzero.workers.messages import WorkerInfo
 
+TURNS = 256
+_SHOWN = ("fault", "repaired", "resized", "checkpoint")
+
 
 @dataclass(frozen=True)
 class Past:
@@ -35,6 +38,7 @@ class Past:
         written, failed: checkpoints.
         adoptions: how often it was gone on with.
         ended: how it ended; empty while it has not.
+        turns: the newest `TURNS` lines of each kind that a page shows, by kind.
     """
 
     spec: dict[str, Any]
@@ -61,6 +65,7 @@ class Past:
     adoptions: int = 0
     ended: str = ""
     error: str = ""
+    turns: Mapping[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
 
     @property
     def repairs(self) -> int:
@@ -116,6 +121,8 @@ def _after(past: Past | None, found: dict[str, Any]) -> Past | None:
     past = replace(past, at_s=float(found["at_s"]))
     if isinstance(counted := found.get("counted"), dict):
         past = replace(past, counted=counted)
+    if found["kind"] in _SHOWN or found.get("state") == "running":
+        past = replace(past, turns=_with(past.turns, found))
     match found["kind"]:
         case "moved":
             state = str(found["state"])
@@ -156,6 +163,13 @@ def _after(past: Past | None, found: dict[str, Any]) -> Past | None:
         case "ended":
             return replace(past, ended=str(found["state"]), error=str(found.get("error", "")))
     return past
+
+
+def _with(
+    turns: Mapping[str, tuple[dict[str, Any], ...]], found: dict[str, Any]
+) -> dict[str, tuple[dict[str, Any], ...]]:
+    kind = found["kind"]
+    return {**turns, kind: (*turns.get(kind, ()), found)[-TURNS:]}
 
 
 def _reached(past: Past, step: int) -> dict[str, Any]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from rayzero.orchestrator.journal.adoption import budgeted
-from rayzero.orchestrator.journal.past import Past
+from rayzero.orchestrator.journal.past import TURNS, Past
+from rayzero.orchestrator.metrics.history import History
 from rayzero.orchestrator.metrics.tally import Now, Tally
+from rayzero.orchestrator.policies.failure import describe
 
 _STEPS = ("done", "tokens", "samples", "skipped", "nonfinite")
 
@@ -42,3 +46,52 @@ def carry_on(tally: Tally, past: Past, now: Now) -> None:
     tally.checkpoints.failed = past.failed
     if past.checkpoint_step is not None:
         tally.checkpoints.found(past.checkpoint_step, past.checkpoint_at_s)
+    _recall(tally.history, past)
+
+
+def _recall(history: History, past: Past) -> None:
+    """The lists of a page, as far as the journal has them: it knows no losses."""
+    for fault in past.faults[-TURNS:]:
+        where = {"rank": fault.rank, "step": fault.step, "text": describe(fault)}
+        history.faults.append({"at_s": fault.at_s, "cause": str(fault.cause), **where})
+    history.generations.extend(_entries(past, "moved", _generation))
+    ways = [*_entries(past, "repaired", _way), *_entries(past, "resized", _way)]
+    history.ways.extend(sorted(ways, key=lambda one: float(one["at_s"])))
+    history.checkpoints.extend(_entries(past, "checkpoint", _checkpoint))
+
+
+def _entries(
+    past: Past, kind: str, entry: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Of those lines that have what is shown; a later version may have written others."""
+    found = []
+    for line in past.turns.get(kind, ()):
+        with suppress(KeyError, TypeError, ValueError):
+            found.append({"at_s": float(line["at_s"]), **entry(line)})
+    return found
+
+
+def _generation(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {"generation": int(line["generation"]), "world_size": int(line["world_size"])}
+
+
+def _way(line: Mapping[str, Any]) -> dict[str, Any]:
+    repair = line["kind"] == "repaired"
+    return {
+        "kind": "repair" if repair else "resize",
+        "cause": str(line["cause" if repair else "reason"]),
+        "step": int(line["step"]),
+        "steps_redone": int(line["steps_redone"]) if repair else 0,
+        "world_size_before": int(line["world_size_before"]),
+        "world_size": int(line["world_size"]),
+        "total_s": float(line["total_s"]),
+        "seconds": {str(part): float(spent) for part, spent in dict(line["seconds"]).items()},
+    }
+
+
+def _checkpoint(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "step": int(line["step"]),
+        "bytes": int(line["nbytes"]),
+        "seconds": float(line["seconds"]),
+    }

@@ -16,7 +16,7 @@ from rayzero.orchestrator.cli.console import (
     PlainLines,
     console_for,
 )
-from rayzero.orchestrator.cli.texts import notice_lines, step_text
+from rayzero.orchestrator.cli.texts import notice_lines, step_text, summary_lines
 from rayzero.orchestrator.notices import (
     Checkpointed,
     CheckpointFailed,
@@ -120,6 +120,24 @@ def test_everything_else_is_a_line_as_it_comes():
         "[rank 1] [bold]not markup[/bold]",
         "job: job",
         "loss: first 8, last 2.5",
+        "summary: s.json",
+    ]
+
+
+def test_a_summary_is_read_by_a_person():
+    metrics = {
+        "peak_bytes": {"slots": 0, "process": 662740992},
+        "file_bytes": "unknown",
+        "world_sizes": [2, 1],
+        "faults": {},
+        "tokens_per_s": None,
+        "accuracy": {"first": 0.0, "last": 0.12345678},
+    }
+    assert list(summary_lines(JobResult("job", metrics, Path("s.json")))) == [
+        "peak_bytes: process 632.0 MiB",
+        "file_bytes: unknown",
+        "world_sizes: 2, 1",
+        "accuracy: first 0, last 0.123457",
         "summary: s.json",
     ]
 

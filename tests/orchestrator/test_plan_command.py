@@ -19,6 +19,9 @@ def make():
 
 def batch(samples):
     return torch.ones(samples, 256)
+
+def broken():
+    return {}["depth"]
 """
 
 
@@ -60,6 +63,8 @@ def test_json_and_nothing_that_fits(tmp_path: Path):
     [
         (("models",), "'models' names no function"),
         (("models:mak",), "did you mean 'make'?"),
+        (("models:broken",), "KeyError: 'depth' ("),
+        (("models:batch",), "missing 1 required positional argument"),
         (("models:make", "--gpu", "8x"), "--gpu '8x' is no size"),
         (("models:make", "--engine", "no.json"), "cannot be read"),
     ],

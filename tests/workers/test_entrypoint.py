@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 
 import pytest
 
 from rayzero.engine.errors import ConfigError
 from rayzero.workers.crash import crashed
-from rayzero.workers.entrypoint import EntryPointError, resolve
+from rayzero.workers.entrypoint import EntryPointError, resolve, training_function
 from tests.workers import functions
 
 
@@ -23,8 +24,8 @@ def test_a_function_and_a_static_method_resolve():
         ("tests.workers.nothing:train", "there is no module 'tests.workers.nothing'"),
         ("tests.workers.functions:return", "did you mean 'returns'?"),
         ("tests.workers.functions:Holder.run", "'run' is not in"),
-        ("tests.workers.functions:number", "is a int, which is not callable"),
-        (pickle.dumps(7), "is a int, which is not callable"),
+        ("tests.workers.functions:number", "is of type int, which is not callable"),
+        (pickle.dumps(7), "is of type int, which is not callable"),
         (b"garbage", "cannot be unpickled on the worker"),
     ],
 )
@@ -53,3 +54,31 @@ def test_an_error_inside_the_module_is_shown_with_the_users_frames(
     _headline, _file, line, *_ = message.traceback.splitlines()
     assert line.strip().startswith(first_frame)
     assert "importlib" not in message.traceback
+
+
+def no_arguments() -> None: ...
+
+
+def two_arguments(ctx: object, other: object) -> None: ...
+
+
+def one_and_more(ctx: object = None, *others: object, **named: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (no_arguments, "cannot be called with ctx alone: too many"),
+        (two_arguments, "missing a required argument: 'other'"),
+    ],
+)
+def test_a_function_of_other_arguments_is_refused_before_it_is_called(function, words: str):
+    with pytest.raises(EntryPointError) as caught:
+        training_function(pickle.dumps(function))
+    assert words in caught.value.seen
+    assert "ctx.args" in caught.value.allowed
+
+
+@pytest.mark.parametrize("function", [one_and_more, print, partial(two_arguments, other=1)])
+def test_whatever_can_be_called_with_ctx_is_taken(function):
+    assert callable(training_function(pickle.dumps(function)))

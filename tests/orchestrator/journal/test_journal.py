@@ -21,9 +21,12 @@ from rayzero.orchestrator.journal import behind as behind_module
 from rayzero.orchestrator.journal.adoption import budgeted, refusal
 from rayzero.orchestrator.journal.behind import Behind
 from rayzero.orchestrator.journal.chronicle import STEP_EVERY_S, Chronicle
-from rayzero.orchestrator.journal.past import Past, parse
+from rayzero.orchestrator.journal.past import TURNS, Past, parse
 from rayzero.orchestrator.journal.segments import FULL_BYTES, Segments, read
+from rayzero.orchestrator.metrics.carrying import carry_on
+from rayzero.orchestrator.metrics.tally import Facts, Now, Tally
 from rayzero.orchestrator.notices import Checkpointed, CheckpointFailed, FaultSeen, Repaired
+from rayzero.orchestrator.policies.failure import Budget
 from tests.orchestrator.support import Stage, plan, played, settle
 
 ENGINE = {
@@ -254,6 +257,55 @@ async def test_an_adopted_run_keeps_its_numbers_and_its_budget(folder: Path):
     await stage.clock.turn(5)
     with pytest.raises(Exception, match="was lost"):
         await stage.result()
+
+
+@played
+async def test_what_a_page_lists_goes_on(folder: Path):
+    lines = begun(folder)
+    chronicle = Chronicle(lines.append)
+    stage = Stage(folder, note=chronicle.note, workers={"min": 1, "max": 2})
+    await stage.steps(3)
+    stage.world.kill(1)
+    await stage.clock.turn(1)
+    await stage.steps(2)
+    await stage.clock.turn(5)
+    await stage.steps(2)
+    stage.told.see(Checkpointed(4, "f", 7, 0.5, 0.0))
+    for notice in stage.notebook.notices:
+        chronicle.see(notice)
+    before = stage.told.snapshot()
+    stage.run.cancel()
+    await settle()
+    again = Stage(folder, past=known(lines), workers={"min": 1, "max": 2})
+    after = again.told.snapshot()
+    for key in ("generations", "faults", "ways", "checkpoints"):
+        assert len(before[key]) > 0, key
+        assert [untimed(one) for one in after[key]] == [untimed(one) for one in before[key]], key
+    await again.steps(1)
+    generations = [one["generation"] for one in again.told.snapshot()["generations"]]
+    assert generations == sorted(set(generations))
+    assert len(generations) == len(before["generations"]) + 1
+    again.run.cancel()
+    await settle()
+
+
+def untimed(entry: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key != "at_s"}
+
+
+def test_a_journals_list_has_a_bound_and_passes_over_what_it_does_not_know(tmp_path: Path):
+    lines = begun(tmp_path)
+    chronicle = Chronicle(lines.append)
+    for generation in range(1, TURNS + 10):
+        chronicle.note(
+            "moved", state="running", event="e", generation=generation, world_size=2, step=1
+        )
+    chronicle.note("resized", reason="of a later version")
+    tally = Tally(Facts("j", 1, None, 1, 1, 1.0, Budget(1, 1.0)), Now(0.0, 0.0))
+    carry_on(tally, known(lines), Now(0.0, 0.0))
+    assert [one["generation"] for one in tally.history.generations][-1] == TURNS + 9
+    assert len(tally.history.generations) == TURNS
+    assert not tally.history.ways
 
 
 @played
