@@ -83,7 +83,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield made
     until = time.monotonic() + 60
     while made.left() and time.monotonic() < until:
-        time.sleep(0.1)
+        time.sleep(0.5)  # it looks at every process there is
     left = [(process.pid, process.cmdline()) for process in made.left()]
     for process in made.left():
         process.kill()

@@ -47,7 +47,7 @@ def nothing_left(connected: None, head: Head) -> Iterator[None]:
     yield
     until_s = time.monotonic() + 60
     while (left := remains(head)) and time.monotonic() < until_s:
-        time.sleep(0.1)
+        time.sleep(0.3)
     assert left == []
 
 

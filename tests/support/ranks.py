@@ -1,7 +1,7 @@
-"""Runs a function on several ranks, in processes that live as long as the test session.
+"""Runs a function on several ranks, in processes that live for many calls.
 
-Importing torch costs seconds and a test has little to compute, so the processes are kept and only
-the process group is new in each call. A call that fails leaves processes in an unknown state (a
+To start a process costs more than most tests compute, so the processes are kept and only the
+process group is new in each call. A call that fails leaves processes in an unknown state (a
 rank may be stuck in a collective), so then all of them are killed and the next call starts afresh.
 """
 
@@ -31,6 +31,8 @@ import torch.distributed as dist
 from tests.support.processes import PROCESSES
 
 MAX_WORLD = 4
+# Calls that processes live for. An engine that a test does not close leaves its group's threads.
+CALLS = 50
 # After a first failure: time for the other ranks to tell theirs, which often names the cause.
 GRACE_S = 0.3
 
@@ -79,6 +81,7 @@ class _Pool:
         self._members: list[tuple[BaseProcess, Connection]] = []
         self._store: dist.TCPStore | None = None
         self._calls = 0
+        self._last = 0  # of these processes
 
     def call(self, world: int, payload: bytes, timeout_s: float) -> list[Any]:
         size = max(world, 1)
@@ -92,6 +95,8 @@ class _Pool:
         results = self._collect(ends, timeout_s)
         for end in ends:
             end.send(None)  # all are done: nobody waits for a peer, the group can go
+        if self._calls >= self._last:
+            self.kill()
         return results
 
     def kill(self) -> None:
@@ -104,6 +109,8 @@ class _Pool:
 
     def _ready(self, size: int) -> int:
         """Starts missing processes; returns the port of the store."""
+        if not self._members:
+            self._last = self._calls + CALLS
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         while len(self._members) < size:
@@ -172,6 +179,7 @@ def _serve(end: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays: to collect then takes a few ms instead of 150
     while True:
         port, call, rank, world, timeout_s, payload = end.recv()
         try:

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import MAX_WORLD, RankError, run_ranks
+from tests.support import ranks
+from tests.support.ranks import MAX_WORLD, RankError, run_ranks, stop_ranks
 
 
 def total(rank: int, world: int, scale: float) -> tuple[int, float]:
@@ -68,11 +69,21 @@ def test_world_zero_has_no_group() -> None:
 
 
 def test_processes_are_kept_and_start_from_the_same_state() -> None:
+    stop_ranks()
     pids = run_ranks(2, pid)
     first = run_ranks(2, draw)
     assert run_ranks(2, draw) == first
     assert run_ranks(3, pid)[:2] == pids
     assert run_ranks(1, pid) == pids[:1]
+
+
+def test_processes_go_after_so_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_ranks()
+    monkeypatch.setattr(ranks, "CALLS", 2)
+    first = run_ranks(1, pid)
+    assert run_ranks(2, pid)[:1] == first
+    assert run_ranks(1, pid) != first
+    stop_ranks()
 
 
 def test_an_error_names_its_rank_and_carries_the_traceback() -> None:
