@@ -89,7 +89,11 @@ def summary_lines(result: JobResult) -> Iterator[str]:
     for key, value in result.metrics.items():
         sizes = key.endswith("_bytes")
         if isinstance(value, dict):
-            parts = {name: part for name, part in value.items() if part or not sizes}
+            parts = {
+                name: part
+                for name, part in value.items()
+                if part is not None and (part or not sizes)
+            }
             text = ", ".join(f"{name} {_figure(part, sizes)}" for name, part in parts.items())
         elif isinstance(value, list):
             text = ", ".join(_figure(part, sizes) for part in value)

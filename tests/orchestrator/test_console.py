@@ -131,6 +131,7 @@ def test_a_summary_is_read_by_a_person():
         "world_sizes": [2, 1],
         "faults": {},
         "tokens_per_s": None,
+        "loss": {"first": None, "last": None},
         "accuracy": {"first": 0.0, "last": 0.12345678},
     }
     assert list(summary_lines(JobResult("job", metrics, Path("s.json")))) == [
