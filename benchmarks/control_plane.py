@@ -210,7 +210,7 @@ def one_size(scale: Scale, seconds: float, seed: int) -> Row:
 def show(rows: list[Row], console: Console) -> None:
     console.print(told(facts()))
     names = ("workers", "core", "decoding", "core, quiet", "faults", "repaired", "repairs")
-    table = Table(*names, "p50 ms", "p99 ms", "most")
+    table = Table(*names, "p50 ms", "p99 ms", "most", box=None, pad_edge=False)
     for one in rows:
         times = (f"{value:.1f}" for value in one.answer_ms)
         share = f"{one.core:.1%}", f"{one.decoding_core:.1%}", f"{one.quiet_core:.1%}"
