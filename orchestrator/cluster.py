@@ -17,6 +17,7 @@ from rayzero.orchestrator.admission import RefusedError, refuse_strangers
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.manners import unchanged
 
+_log = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 128 * 2**20  # nothing big goes through it
 _REACH_S = 5.0
 
@@ -185,19 +186,26 @@ def _start() -> None:
     that nobody else can reach do without, whatever lies there.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            _node_ip_address="127.0.0.1",
-        )
-    except Exception as error:  # noqa: BLE001  # Ray raises plain ones: a slow start, a full disk
-        ray.shutdown()  # whatever did start
-        raise JobFailedError(
-            f"a Ray cluster could not be started on this machine: {first_line(error)}",
-            allowed="some seconds of a core, and room in /tmp and /dev/shm",
-            fix="`rayzero doctor` says what is missing; or a cluster that runs: --address",
-        ) from None
+    for tries_left in (1, 0):
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+            )
+            return
+        except Exception as error:  # noqa: BLE001  # Ray raises plain ones: a slow start, a full disk
+            ray.shutdown()  # whatever did start; what it does not know of ends with this process
+            seen = first_line(error)
+            if tries_left and "timed out" in seen:
+                # Ray gives itself 30 s, which a machine with other work may exceed.
+                _log.warning("Ray did not start, and is started once more: %s", seen)
+                continue
+            raise JobFailedError(
+                f"a Ray cluster could not be started on this machine: {seen}",
+                allowed="some seconds of a core, and room in /tmp and /dev/shm",
+                fix="`rayzero doctor` says what is missing; or a cluster that runs: --address",
+            ) from None

@@ -158,9 +158,7 @@ class WorkerHost:
         injector.at("join", step)
         self._keeper.begin(assign)  # first: the vault is to notice a death in joining, too
         wire.interrupt.check()
-        process_group.abort(
-            wire.connections
-        )  # a function that has returned leaves its group behind
+        process_group.abort(wire.connections)  # a function that returned or drained left its own
         process_group.join(assign, device, self._collective_timeout_s, wire.connections)
         wire.post(Joined(assign.generation, assign.rank))
         session = JobSession(self._setup, assign, wire, self._keeper, injector)
@@ -187,8 +185,9 @@ class WorkerHost:
         that."""
         return 2 * self._setup.hang_timeout_s + 10
 
-    def _unwound(self) -> Memory | None:
-        process_group.abort(self._wire.connections)
+    def _unwound(self, drained: bool) -> Memory | None:
+        if not drained:  # else the next generation does it, which begins when all have left
+            process_group.abort(self._wire.connections)
         return self._keeper.memory()
 
     def _device(self) -> torch.device:

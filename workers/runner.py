@@ -26,9 +26,11 @@ class Runner:
     in native code, must not keep the process alive once the controller kills it.
     """
 
-    def __init__(self, on_unwound: Callable[[], Memory | None]) -> None:
-        """`on_unwound` is called in the training thread when an exception left the body: it frees
-        the peers, and says what state is left in memory."""
+    def __init__(self, on_unwound: Callable[[bool], Memory | None]) -> None:
+        """`on_unwound` is called in the training thread when an exception left the body, and told
+        whether that was a drain, by which all ranks leave behind the same step. It says what state
+        is left in memory, and frees the peers; but not in a drain, where a slower one may still be
+        taking what this rank has sent."""
         self._on_unwound = on_unwound
         self._thread: Thread | None = None
         self._wire: Wire | None = None
@@ -77,9 +79,10 @@ class Runner:
         try:
             return body()
         except Interrupted:
-            return Stopped(assign.generation, assign.rank, self._on_unwound())
+            drained = not wire.interrupt.requested
+            return Stopped(assign.generation, assign.rank, self._on_unwound(drained))
         except BaseException as error:  # noqa: BLE001  # the thread's end: nothing may be lost
-            memory = self._on_unwound()
+            memory = self._on_unwound(False)
             told = crashed(error, assign.generation, assign.rank, wire.progress.step)
             if told.kind == "collective" and wire.interrupt.requested:  # broken off, by wish
                 return Stopped(assign.generation, assign.rank, memory)

@@ -32,6 +32,25 @@ def test_a_cluster_of_our_own_that_does_not_start_is_an_error_with_a_way_out(
     assert "rayzero doctor" in caught.value.fix
 
 
+def test_a_slow_start_is_tried_once_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    outcomes: list[Exception | None] = [
+        Exception("The current node timed out during startup."),
+        None,
+    ]
+
+    def init(**_: object) -> None:
+        if (error := outcomes.pop(0)) is not None:
+            raise error
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    assert cluster.connect(None).owned
+    assert not outcomes
+    assert "is started once more: The current node timed out" in caplog.text
+
+
 def test_a_cluster_that_says_nothing_about_why_it_refuses_is_told_by_the_errors_kind(
     monkeypatch: pytest.MonkeyPatch,
 ):

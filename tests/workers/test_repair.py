@@ -41,12 +41,12 @@ pytestmark = pytest.mark.slow
 def crew_of(tmp_path) -> Iterator[Callable[..., Crew]]:
     made: list[Crew] = []
 
-    def make(count: int, stage: int = 2, **changes: Any) -> Crew:
+    def make(count: int, stage: int = 2, function: str = "train", **changes: Any) -> Crew:
         changes = {"mirror": MirrorPlan(replicas=1, every_steps=1), "ledger": True} | changes
         made.append(
             Crew(
                 setup(
-                    entrypoint="tests.workers.repairs:train",
+                    entrypoint=f"tests.workers.repairs:{function}",
                     steps=STEPS,
                     output_dir=str(tmp_path),
                     working_dir=os.getcwd(),
@@ -194,6 +194,19 @@ def test_growth_and_shrink_at_a_step_boundary_lose_nothing(crew_of):
     ends = [crew.wait_end(index, 2) for index in (0, 1, 2)]
     crew.form(3, [2], crew.slots(2, 3))
     assert isinstance(crew.wait_end(2, 3), Finished), crew.texts(2)
+    check_results(crew)
+
+
+def test_who_drains_first_does_not_cut_off_who_is_slower(crew_of):
+    crew = crew_of(3, 2, "train_late")
+    crew.form(1, [0, 1, 2])
+    for index in (0, 1, 2):
+        crew.workers[index].call("drain", 1)
+    ends = [crew.wait_end(index, 1) for index in (0, 1, 2)]
+    assert all(isinstance(one, Stopped) for one in ends), crew.texts(0)
+    crew.form(2, [1, 2], crew.slots(1, 3))
+    for index in (1, 2):
+        assert isinstance(crew.wait_end(index, 2), Finished), crew.texts(index)
     check_results(crew)
 
 

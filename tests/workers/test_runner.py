@@ -7,6 +7,7 @@ import pytest
 
 from rayzero.engine.errors import CollectiveError, EngineError
 from rayzero.workers import runner as runners
+from rayzero.workers.interrupt import Interrupted
 from rayzero.workers.messages import Crashed, Finished, Message, Stopped
 from rayzero.workers.runner import Body, Runner
 from rayzero.workers.wire import Wire
@@ -24,8 +25,8 @@ class Bench:
         self.wire = Wire(self.posted.append)
         self.runner = Runner(self._free)
 
-    def _free(self) -> None:
-        self.freed += 1
+    def _free(self, drained: bool) -> None:
+        self.freed += not drained
 
     def start(self, body: Body) -> None:
         self.runner.start(ASSIGN, body, self.wire)
@@ -72,6 +73,16 @@ def test_stop_unwinds_at_the_next_check_and_frees_the_peers(bench: Bench):
     assert bench.runner.join(5)
     assert bench.posted == [Stopped(1, 0)]
     assert bench.freed == 1
+
+
+def test_a_drain_leaves_the_peers_their_connections(bench: Bench):
+    def body() -> Message:
+        raise Interrupted
+
+    bench.start(body)
+    assert bench.runner.join(5)
+    assert bench.posted == [Stopped(1, 0)]
+    assert bench.freed == 0, "a slower peer may still be taking what this rank has sent"
 
 
 def test_a_collective_that_fails_while_stopping_is_a_stop(bench: Bench):
