@@ -186,7 +186,7 @@ def _start() -> None:
     that nobody else can reach do without, whatever lies there.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    for tries_left in (1, 0):
+    for tries_left in (2, 1, 0):
         try:
             ray.init(
                 address="local",
@@ -201,8 +201,8 @@ def _start() -> None:
             ray.shutdown()  # whatever did start; what it does not know of ends with this process
             seen = first_line(error)
             if tries_left and "timed out" in seen:
-                # Ray gives itself 30 s, which a machine with other work may exceed.
-                _log.warning("Ray did not start, and is started once more: %s", seen)
+                # Ray gives itself 30 s, which a machine with other work exceeds now and then.
+                _log.warning("Ray did not start, and is started again: %s", seen)
                 continue
             raise JobFailedError(
                 f"a Ray cluster could not be started on this machine: {seen}",

@@ -79,7 +79,7 @@ def test_the_charts_job_runs_as_its_containers_do(tmp_path: Path) -> None:
         "id -u; ! touch /file 2>&1; grep CapEff /proc/self/status; "
         "! touch $HOME/file 2>&1; python -m rayzero doctor --checkpoint /checkpoints/runs --json; "
         f"{command}; ls /checkpoints/runs/*",
-        limit_s=240,
+        limit_s=540,
     )
     lines = said.splitlines()
     assert lines[0] == str(UID)
