@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rayzero.engine.comm.collectives import Pending, part_of
 from rayzero.engine.comm.leaving import Hold
+from rayzero.engine.comm.mail import Message, mail_of
 from rayzero.engine.comm.neighbours import add_terms, find_neighbours
 
 
@@ -26,7 +27,7 @@ class _Exchange:
     """Messages under way, and what to do when all have arrived. Waits once."""
 
     def __init__(
-        self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None
+        self, works: Sequence[dist.Work | Message], finish: Callable[[], None] | None = None
     ) -> None:
         self._works = works
         self._finish = finish
@@ -80,7 +81,7 @@ class GlooBackend:
         self.world_size = dist.get_world_size(group)
         self._hold = Hold(group)
         self._staging = StagingPool()
-        self._tag = 0
+        self._mail = mail_of(group)
         self._neighbours = find_neighbours(self, group) if share_memory else None
 
     @property
@@ -173,23 +174,24 @@ class GlooBackend:
         self._drain()
         dist.broadcast(tensor, group=self._hold.group, group_src=source)
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        return _started(dist.isend(tensor, group=self._hold.group, group_dst=peer, tag=tag))
+    def tag(self) -> int:
+        return self._mail.tag()
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        return _started(dist.irecv(tensor, group=self._hold.group, group_src=peer, tag=tag))
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        group = self._hold.group
+        return self._mail.keep(dist.isend(tensor, group=group, group_dst=peer, tag=tag))
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        group = self._hold.group
+        return self._mail.keep(dist.irecv(tensor, group=group, group_src=peer, tag=tag))
 
     def _drain(self) -> None:
         if self._neighbours is not None:
             self._neighbours.drain()
 
-    def _post(self, receive: dict[int, Tensor], send: dict[int, Tensor]) -> list[dist.Work]:
-        """Starts the messages of one collective; receives first, so that no send has to buffer.
-
-        Their tag is the collective's number, the same on every rank; neighbours' are smaller.
-        """
-        self._tag = (self._tag + 1) % (1 << 20)
-        tag = (1 << 20) + self._tag
+    def _post(self, receive: dict[int, Tensor], send: dict[int, Tensor]) -> list[Message]:
+        """Starts the messages of one collective; receives first, so that no send has to buffer."""
+        tag = self.tag()
         works = [self.receive(tensor, peer, tag) for peer, tensor in receive.items()]
         return works + [self.send(tensor, peer, tag) for peer, tensor in send.items()]
 
@@ -199,10 +201,3 @@ class GlooBackend:
 
     def _part(self, full: Tensor, rank: int) -> Tensor:
         return part_of(full, rank, self.world_size)
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    """torch answers None to a rank that is not in the group, which this one is."""
-    if work is None:
-        raise RuntimeError("this process has left the process group")
-    return work

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayzero.engine.comm.collectives import part_of
+from rayzero.engine.comm.mail import Message
 from rayzero.engine.comm.segments import Probe, Segments
 from rayzero.engine.errors import EngineError
 
@@ -35,28 +36,31 @@ class Messenger(Protocol):
     rank: int
     world_size: int
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+    def tag(self) -> int:
+        """One for a round of messages, the same on every rank."""
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
         """Starts to send."""
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
         """Starts to receive into `tensor`."""
 
 
 class _Round:
     """One message from each peer and one to each: 'my part is there, read it at this place'."""
 
-    def __init__(self, messenger: Messenger, peers: Sequence[int], tag: int) -> None:
+    def __init__(self, messenger: Messenger, peers: Sequence[int]) -> None:
         self._messenger = messenger
-        self._tag = tag
+        self._tag = tag = messenger.tag()
         self._places = {peer: torch.empty(2, dtype=torch.int64) for peer in peers}
         self._arriving = {
             peer: messenger.receive(place, peer, tag) for peer, place in self._places.items()
         }
-        self._leaving: list[tuple[dist.Work, Tensor]] = []
+        self._leaving: list[Message] = []
 
     def tell(self, peer: int, place: tuple[int, int]) -> None:
         token = torch.tensor(place, dtype=torch.int64)
-        self._leaving.append((self._messenger.send(token, peer, self._tag), token))
+        self._leaving.append(self._messenger.send(token, peer, self._tag))
 
     def tell_all(self) -> None:
         """To rounds that say no more than that they are there."""
@@ -74,7 +78,7 @@ class _Round:
         while self._arriving:
             self._arriving.popitem()[1].wait()
         while self._leaving:
-            self._leaving.pop()[0].wait()
+            self._leaving.pop().wait()
 
 
 class Exchange:
@@ -113,7 +117,6 @@ class Neighbours:
         ]
         self._waiting: deque[Exchange] = deque()
         self._unread: deque[Exchange] = deque()  # not yet known to be read by all, oldest first
-        self._tag = 0
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Exchange:
         return self._launch(self._reduce_scatter(full, out, accumulate), self._peers)
@@ -216,8 +219,7 @@ class Neighbours:
         ready.end()
 
     def _round(self, peers: Sequence[int]) -> _Round:
-        self._tag = (self._tag + 1) % (1 << 20)
-        return _Round(self._messenger, peers, self._tag)
+        return _Round(self._messenger, peers)
 
     def _place(self, part: Tensor) -> tuple[int, int]:
         place = self.segments.locate(part)

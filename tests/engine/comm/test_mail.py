@@ -1,0 +1,109 @@
+"""An engine that is dropped leaves messages under way; its group goes on."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rayzero
+from rayzero.engine.comm.collectives import part_of
+from rayzero.engine.comm.gloo import GlooBackend
+from rayzero.engine.comm.mail import mail_of
+from tests.support.ranks import run_ranks
+
+LIMIT_S = 60.0
+
+
+def the_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def in_turn(rank: int, *, first: Callable[[], None], then: Callable[[], None]) -> None:
+    """Rank 1 does `first`, and only then rank 0 does `then`; told through the store, which is no
+    message of the group's."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        first()
+        store.set("first", "done")
+    else:
+        store.wait(["first"])
+        then()
+
+
+def one_is_dropped(rank: int, world: int, share: bool) -> tuple[float, int]:
+    """Rank 1 drops its backend before rank 0's messages to it are sent."""
+    made = [GlooBackend(the_group(), share_memory=share)]
+    full = made[0].zeros(4 * world, torch.float32, torch.device("cpu"))
+    launched = [made[0].all_gather(full, part_of(full, rank, world))] if rank == 1 else []
+
+    def first() -> None:
+        launched.clear()
+        made.clear()
+        gc.collect()
+
+    def then() -> None:
+        other = made[0].all_gather(full, part_of(full, rank, world))
+        if not share:  # where memory is shared, a peer that is gone cannot be read
+            other.wait()
+
+    in_turn(rank, first=first, then=then)
+    left = len(mail_of(the_group()).under_way)
+    value = torch.tensor(float(rank))
+    dist.all_reduce(value)
+    again = GlooBackend(the_group(), share_memory=share)
+    full = again.zeros(4 * world, torch.float32, torch.device("cpu"))
+    part_of(full, rank, world).fill_(rank + 1)
+    again.all_gather(full, part_of(full, rank, world)).wait()
+    return value.item() + full.sum().item(), left
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "messages"])
+def test_a_group_goes_on_when_what_was_to_receive_is_gone(share: bool) -> None:
+    found = run_ranks(2, one_is_dropped, share, timeout_s=LIMIT_S)
+    assert [total for total, _ in found] == [1.0 + 4 * 3] * 2
+    assert found[1][1] > 0, "rank 1 did leave messages under way"
+
+
+def trained(rank: int, world: int, stage: int) -> list[int]:
+    left = []
+    for _ in range(20):
+        model = nn.Linear(4, 2)
+        config: dict[str, Any] = {
+            "train_batch_size": world,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "zero_optimization": {"stage": stage},
+        }
+        engine, *_ = rayzero.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        del engine, model
+        gc.collect()
+        left.append(len(mail_of(the_group()).under_way))
+    return left
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_engine_after_another_in_one_group(stage: int) -> None:
+    """None of them is closed. They are tokens that stay, and few for each."""
+    for left in run_ranks(2, trained, stage, timeout_s=LIMIT_S):
+        assert left[-1] <= 20 * left[0] <= 20 * 8
+
+
+def numbered(rank: int, world: int) -> tuple[int, int]:
+    first = GlooBackend(the_group(), share_memory=False)
+    second = GlooBackend(the_group(), share_memory=False)
+    return first.tag(), second.tag()
+
+
+def test_two_engines_of_one_group_number_their_collectives_together() -> None:
+    assert run_ranks(2, numbered) == [(1, 2)] * 2
