@@ -154,7 +154,7 @@ def test_a_meta_model_that_cannot_be_made_says_so() -> None:
         rayzero.initialize(model=model, optimizer=zoo.sgd, config={})
 
 
-BLOCKS, WIDTH = 36, 256
+BLOCKS, WIDTH = 60, 256
 BLOCK_BYTES = WIDTH * WIDTH * 4
 
 
@@ -197,8 +197,9 @@ def peak_allocated(rank: int, world: int) -> int:
 def test_the_model_is_never_whole() -> None:
     whole = BLOCKS * BLOCK_BYTES
     shards = 2 * whole // 3  # weights and gradients, on three ranks
-    # Five slots, two gradients as autograd makes them, received parts, activations.
-    live = 10 * BLOCK_BYTES
+    # Five slots, two gradients as autograd makes them, activations, and received parts: the more
+    # of them, the later the slowest rank is.
+    live = 14 * BLOCK_BYTES
     assert shards + live < whole
     for peak in run_ranks(3, peak_allocated):
         assert shards < peak <= shards + live
