@@ -82,6 +82,7 @@ class GlooBackend:
         self._hold = Hold(group)
         self._staging = StagingPool()
         self._mail = mail_of(group)
+        self._mail.settle(group)
         self._neighbours = find_neighbours(self, group) if share_memory else None
 
     @property
@@ -178,12 +179,10 @@ class GlooBackend:
         return self._mail.tag()
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        group = self._hold.group
-        return self._mail.keep(dist.isend(tensor, group=group, group_dst=peer, tag=tag))
+        return self._mail.send(self._hold.group, tensor, peer, tag)
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        group = self._hold.group
-        return self._mail.keep(dist.irecv(tensor, group=group, group_src=peer, tag=tag))
+    def receive(self, tensor: Tensor, peer: int, tag: int, until_then: object = None) -> Message:
+        return self._mail.receive(self._hold.group, tensor, peer, tag, until_then)
 
     def _drain(self) -> None:
         if self._neighbours is not None:
