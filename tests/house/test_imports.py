@@ -49,6 +49,7 @@ RAY_MODULES = {
 # The only modules that call collectives; engine/comm/collectives.py counts what passes.
 COLLECTIVE_MODULES = {
     "rayzero.engine.comm.gloo",
+    "rayzero.engine.comm.mail",
     "rayzero.engine.comm.nccl",
     "rayzero.engine.comm.neighbours",
 }
