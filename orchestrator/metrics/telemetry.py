@@ -21,12 +21,12 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.clock import Clock
 from rayzero.orchestrator.journal.past import Past
-from rayzero.orchestrator.metrics.behind import Behind, Sink
 from rayzero.orchestrator.metrics.carrying import carry_on, counted
 from rayzero.orchestrator.metrics.endpoint import Endpoint, json_page
 from rayzero.orchestrator.metrics.exporter import job_families, rank_families
 from rayzero.orchestrator.metrics.files import JsonLines, TensorBoard
 from rayzero.orchestrator.metrics.snapshot import rank_rows, snapshot
+from rayzero.orchestrator.metrics.step_writer import Sink, StepWriter
 from rayzero.orchestrator.metrics.tally import Facts, Now, Tally
 from rayzero.orchestrator.notices import Notice, Observer, Serving
 from rayzero.orchestrator.page.assembly import served
@@ -154,7 +154,7 @@ class Telemetry:
     def _now(self) -> Now:
         return Now(self._clock.now(), self._unix())
 
-    def _write_behind(self, plan: JobPlan, opened: ExitStack) -> Behind | None:
+    def _write_behind(self, plan: JobPlan, opened: ExitStack) -> StepWriter | None:
         wanted, folder = plan.spec.metrics, plan.output_dir
         sinks: list[Sink] = []
         try:
@@ -170,9 +170,9 @@ class Telemetry:
             ) from None
         if not sinks:
             return None
-        behind = Behind(sinks, self._warn)
+        writer = StepWriter(sinks, self._warn)
         opened.callback(self.written)
-        return behind
+        return writer
 
     def _serve(self, plan: JobPlan, opened: ExitStack) -> Endpoint | None:
         wanted = plan.spec.metrics

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.orchestrator.metrics.behind import Behind
 from rayzero.orchestrator.metrics.event_file import record as framed
 from rayzero.orchestrator.metrics.files import JSON_LINES, TENSORBOARD, JsonLines, TensorBoard
+from rayzero.orchestrator.metrics.step_writer import StepWriter
 from rayzero.orchestrator.progress import StepRecord
 
 NAN = float("nan")
@@ -121,9 +121,9 @@ def test_records_of_any_length(length: int):
 def test_a_slow_disk_makes_nobody_wait_and_what_was_dropped_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("rayzero.orchestrator.metrics.behind._WAITING", 4)
+    monkeypatch.setattr("rayzero.orchestrator.metrics.step_writer._WAITING", 4)
     slow, told = Held(), []
-    behind = Behind([slow], told.append)
+    behind = StepWriter([slow], told.append)
     for number in range(1, 11):
         behind.put(step(number))  # would hang here
     slow.go.set()
@@ -137,7 +137,7 @@ def test_a_slow_disk_makes_nobody_wait_and_what_was_dropped_is_told(
 def test_steps_are_in_the_files_though_the_next_ones_never_stop_coming():
     sink = Held()
     sink.go.set()
-    behind = Behind([sink], print)
+    behind = StepWriter([sink], print)
     until_s, number = time.monotonic() + 5, 0
     while not sink.flushed and time.monotonic() < until_s:
         behind.put(step(number := number + 1))
@@ -154,7 +154,7 @@ def test_a_file_that_fails_is_told_once_and_the_others_go_on(what: Exception):
     full, good, told = Held(what), Held(), []
     full.go.set()
     good.go.set()
-    behind = Behind([full, good], told.append)
+    behind = StepWriter([full, good], told.append)
     for number in (1, 2, 3):
         behind.put(step(number))
     behind.close()

@@ -24,7 +24,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Behind:
+class StepWriter:
     """Owns the thread and the sinks, from its making to `close`.
 
     What was put is in the files as soon as nothing else is waiting, so that a process that is
