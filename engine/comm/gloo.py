@@ -181,8 +181,8 @@ class GlooBackend:
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
         return self._mail.send(self._hold.group, tensor, peer, tag)
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, until_then: object = None) -> Message:
-        return self._mail.receive(self._hold.group, tensor, peer, tag, until_then)
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        return self._mail.receive(self._hold.group, tensor, peer, tag)
 
     def _drain(self) -> None:
         if self._neighbours is not None:

@@ -21,17 +21,16 @@ _TAGS = 1 << 31  # gloo's are of 31 bits
 class Message:
     """One that is sent or received."""
 
-    def __init__(self, work: dist.Work, mail: Mail, until_then: object) -> None:
+    def __init__(self, work: dist.Work, mail: Mail) -> None:
         self._work: dist.Work | None = work
         self._mail = ref(mail)  # no cycle: what is left goes as soon as the group does
-        self._until_then = until_then
 
     def wait(self) -> None:
         """Raises RuntimeError when the connection is lost, and when the group's time is over."""
         if self._work is None:  # gloo would never return from a second wait for a receive
             return
         self._work.wait()
-        self._work = self._until_then = None
+        self._work = None
         if (mail := self._mail()) is not None:
             mail.under_way.discard(self)
 
@@ -58,15 +57,12 @@ class Mail:
     def send(self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int) -> Message:
         """Starts to send, to one who receives with this tag."""
         self._sent[peer] += 1
-        return self._keep(dist.isend(tensor, group=group, group_dst=peer, tag=tag), None)
+        return self._keep(dist.isend(tensor, group=group, group_dst=peer, tag=tag))
 
-    def receive(
-        self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int, until_then: object
-    ) -> Message:
-        """Starts to receive. `until_then` is kept alive, too."""
+    def receive(self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int) -> Message:
+        """Starts to receive, from one who sends with this tag."""
         self._received[peer] += 1
-        work = dist.irecv(tensor, group=group, group_src=peer, tag=tag)
-        return self._keep(work, until_then)
+        return self._keep(dist.irecv(tensor, group=group, group_src=peer, tag=tag))
 
     def settle(self, group: dist.ProcessGroup) -> None:
         """Waits for what earlier engines of the group left, if all of it was sent. Collective.
@@ -86,10 +82,10 @@ class Mail:
             for message in tuple(self.under_way):
                 message.wait()
 
-    def _keep(self, work: dist.Work | None, until_then: object) -> Message:
+    def _keep(self, work: dist.Work | None) -> Message:
         if work is None:  # torch's answer to a rank that is not in the group, which this one is
             raise RuntimeError("this process has left the process group")
-        message = Message(work, self, until_then)
+        message = Message(work, self)
         self.under_way.add(message)
         return message
 

@@ -42,22 +42,19 @@ class Messenger(Protocol):
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
         """Starts to send."""
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, until_then: object = None) -> Message:
-        """Starts to receive into `tensor`; `until_then` lives at least until it has come."""
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        """Starts to receive into `tensor`."""
 
 
 class _Round:
     """One message from each peer and one to each: 'my part is there, read it at this place'."""
 
-    def __init__(
-        self, messenger: Messenger, peers: Sequence[int], until_then: object = None
-    ) -> None:
+    def __init__(self, messenger: Messenger, peers: Sequence[int]) -> None:
         self._messenger = messenger
         self._tag = tag = messenger.tag()
         self._places = {peer: torch.empty(2, dtype=torch.int64) for peer in peers}
         self._arriving = {
-            peer: messenger.receive(place, peer, tag, until_then)
-            for peer, place in self._places.items()
+            peer: messenger.receive(place, peer, tag) for peer, place in self._places.items()
         }
         self._leaving: list[Message] = []
 
@@ -159,9 +156,7 @@ class Neighbours:
     def _launch(self, steps: Iterator[None], peers: Sequence[int]) -> Exchange:
         """Runs an exchange to its first stop: its own part is announced."""
         next(steps)
-        # Whoever is slower may not have opened our segments when this engine is dropped.
-        done = _Round(self._messenger, peers, until_then=self.segments)
-        exchange = Exchange(self, steps, done)
+        exchange = Exchange(self, steps, self._round(peers))
         self._waiting.append(exchange)
         self._unread.append(exchange)
         # An evaluation gathers weights again and again with no vote between. A peer
