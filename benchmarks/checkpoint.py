@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rayzero.engine.checkpoint.manifest import make_manifest
 from rayzero.engine.checkpoint.reader import CheckpointSource
-from rayzero.engine.checkpoint.writer import commit, write_rank_file
+from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.layout.reshard import plan_copies
-from rayzero.engine.state.table import LogicalTensor, Range, Table
+from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
 
 SAVERS, LOADERS = 2, 3
 COLUMNS = 1024
@@ -78,10 +78,10 @@ class State:
         self.rank, self.world = rank, world
         self.memory = torch.zeros(plan.tensors * count)
         self.raw = memoryview(self.memory.numpy()).cast("B")
-        self.table = Table(
+        self.table = BlockIndex(
             dict.fromkeys(names, tensor),
             tuple(
-                Range(name, rank * count, (rank + 1) * count, number * count * ITEM_BYTES)
+                TensorRange(name, rank * count, (rank + 1) * count, number * count * ITEM_BYTES)
                 for number, name in enumerate(names)
             ),
             self.memory.nbytes,
@@ -137,7 +137,7 @@ def our_save(state: State) -> Operation:
         files = [file] * state.world
         dist.all_gather_object(files, file)
         if state.rank == 0:
-            commit(folder, make_manifest("benchmark", 1, 1, files))
+            commit_checkpoint(folder, make_manifest("benchmark", 1, 1, files))
 
     return save
 
@@ -152,11 +152,11 @@ def dcp_load(state: State) -> Operation:
 def our_load(state: State) -> Operation:
     def load(folder: str) -> None:
         source = CheckpointSource(folder)
-        held = [table.ranges for table in source.tables]
+        held = [table.ranges for table in source.block_indexes]
         for copy in plan_copies(state.table.ranges, held):
             at = copy.wanted.offset + (copy.start - copy.wanted.start) * ITEM_BYTES
             place = copy.held.offset + (copy.start - copy.held.start) * ITEM_BYTES
-            source.read(copy.source, place, state.raw[at : at + copy.count * ITEM_BYTES])
+            source.read(copy.source, place, state.raw[at : at + copy.numel * ITEM_BYTES])
         source.close()
 
     return load

@@ -12,16 +12,11 @@ from typing import Any
 
 from benchmarks.control_words import Decoder, Ears
 from benchmarks.control_world import Batch
-from rayzero.orchestrator.answers import Answers
-from rayzero.orchestrator.group import Heard
-from rayzero.orchestrator.policies.placement import Need
-from rayzero.workers.messages import (
-    ConnectionLost,
-    Formation,
-    Own,
-    SlotInfo,
-    WorkerInfo,
-)
+from rayzero.orchestrator.aio import PendingReplies
+from rayzero.orchestrator.interfaces import WorkerReports
+from rayzero.orchestrator.policies.placement import ResourceRequest
+from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo
+from rayzero.workers.vault.records import ConnectionLost, SlotInfo
 
 
 class PaperGroup:
@@ -53,7 +48,7 @@ class PaperGroup:
         self._loop.remove_reader(self._pipe.fileno())
         self._pipe.close()
 
-    async def place(self, need: Need) -> tuple[WorkerInfo, ...]:
+    async def start_workers(self, need: ResourceRequest) -> tuple[WorkerInfo, ...]:
         return tuple(await self._ask("place"))
 
     async def next_worker(self) -> WorkerInfo:
@@ -65,7 +60,7 @@ class PaperGroup:
     def resize(self, least: int, most: int) -> None:
         pass
 
-    async def dismiss(self, worker: int) -> None:
+    async def release_worker(self, worker: int) -> None:
         await self._ask("kill", worker)
 
     async def kill(self, worker: int) -> None:
@@ -78,15 +73,17 @@ class PaperGroup:
     async def open_store(self, worker: int) -> int:
         return 4000
 
-    def assign(self, formation: Formation, places: Mapping[int, Own]) -> Answers:
+    def assign(
+        self, formation: GenerationSpec, places: Mapping[int, RankAssignment]
+    ) -> PendingReplies:
         ranks = {worker: own.rank for worker, own in places.items()}
         return self._tell("assign", ranks, formation.generation, formation.world_size)
 
-    def listen(self, workers: Iterable[int]) -> None:
+    def subscribe(self, workers: Iterable[int]) -> None:
         """All that is said is heard."""
         self._ears.workers += sum(1 for _ in workers)
 
-    async def hear(self) -> Heard:
+    async def receive(self) -> WorkerReports:
         return await self._ears.hear()
 
     async def poll(self, node: str, timeout_s: float) -> list[ConnectionLost]:
@@ -97,19 +94,19 @@ class PaperGroup:
         except TimeoutError:
             return []
 
-    def stop(self, workers: Iterable[int], generation: int) -> Answers:
+    def stop(self, workers: Iterable[int], generation: int) -> PendingReplies:
         return self.fence(workers, generation)
 
-    def fence(self, workers: Iterable[int], generation: int) -> Answers:
+    def fence(self, workers: Iterable[int], generation: int) -> PendingReplies:
         now_s = time.monotonic()
         self.answers_s += [now_s - died_s for died_s in self._died_s]
         self._died_s.clear()
         return self._tell("leave", tuple(workers), generation)
 
-    def drain(self, workers: Iterable[int], generation: int) -> Answers:
+    def drain(self, workers: Iterable[int], generation: int) -> PendingReplies:
         return self._tell("drain", tuple(workers), generation)
 
-    async def leaving_nodes(self) -> frozenset[str]:
+    async def draining_nodes(self) -> frozenset[str]:
         return frozenset()
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
@@ -140,9 +137,9 @@ class PaperGroup:
         for ticket, answer in batch.answers:
             self._tickets.pop(ticket)(answer)
 
-    def _tell(self, name: str, workers: Collection[int], *args: Any) -> Answers:
-        answers, ticket = Answers(workers), next(self._numbers)
-        self._tickets[ticket] = lambda _: answers.came(workers)
+    def _tell(self, name: str, workers: Collection[int], *args: Any) -> PendingReplies:
+        answers, ticket = PendingReplies(workers), next(self._numbers)
+        self._tickets[ticket] = lambda _: answers.mark_done(workers)
         self._order(name, workers, *args, ticket=ticket)
         return answers
 

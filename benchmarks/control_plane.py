@@ -33,21 +33,20 @@ from rich.table import Table
 from benchmarks.control_group import PaperGroup
 from benchmarks.control_world import Scale, run
 from benchmarks.machine import facts, told
-from rayzero.engine.validation import validated
+from rayzero.engine.validation import validate_document
 from rayzero.orchestrator import events as ev
-from rayzero.orchestrator import process
-from rayzero.orchestrator.clock import SystemClock
-from rayzero.orchestrator.control.desk import Ports
-from rayzero.orchestrator.controller import Controller
+from rayzero.orchestrator.aio import SystemClock
+from rayzero.orchestrator.control.context import Dependencies
+from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.head.feed import Feed
-from rayzero.orchestrator.head.papers import Papers
+from rayzero.orchestrator.events import State
+from rayzero.orchestrator.job import process
+from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
+from rayzero.orchestrator.job_events import JobEvent, Repaired, StateEntered
 from rayzero.orchestrator.metrics.telemetry import Telemetry
-from rayzero.orchestrator.notices import Notice, Repaired, StateEntered
 from rayzero.orchestrator.plan import JobPlan, make_plan
-from rayzero.orchestrator.policies.recovery import Stored
+from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.orchestrator.spec import JobSpec
-from rayzero.orchestrator.states import State
 
 WARMUP_S = 3.0
 SCRAPE_S = 10.0
@@ -81,10 +80,10 @@ class Row:
 class _Nothing:
     """An archive without checkpoints."""
 
-    async def begin(self) -> Stored | None:
+    async def resolve_resume(self) -> CheckpointRef | None:
         return None
 
-    async def newest(self, excluding: frozenset[int]) -> Stored | None:
+    async def newest(self, excluding: frozenset[int]) -> CheckpointRef | None:
         return None
 
 
@@ -92,13 +91,13 @@ class _Sights:
     """What is counted of the job's notices; they are written down as the job's process does it."""
 
     def __init__(self, plan: JobPlan) -> None:
-        self.papers = Papers(plan, Feed(), print)
+        self.papers = JobRecorder(plan, EventBuffer(), print)
         self.running = asyncio.Event()
         self.repaired = 0
         self.repaired_s: list[float] = []
 
-    def see(self, notice: Notice) -> None:
-        self.papers.see(notice)
+    def on_event(self, notice: JobEvent) -> None:
+        self.papers.on_event(notice)
         if isinstance(notice, StateEntered) and notice.state is State.RUNNING:
             self.running.set()
         elif isinstance(notice, Repaired):
@@ -115,7 +114,7 @@ def make_job(folder: str, workers: int) -> JobPlan:
         "recovery": {"max_faults": 10**6},
         "metrics": {"port": 0, "host": "127.0.0.1"},
     }
-    return make_plan(validated(JobSpec, document, "job"), "nothing:runs")
+    return make_plan(validate_document(JobSpec, document, "job"), "nothing:runs")
 
 
 async def measure(
@@ -127,9 +126,9 @@ async def measure(
     plan, clock = make_job(folder, scale.workers), SystemClock()
     sights = _Sights(plan)
     with Telemetry(plan, sights, clock, print) as telemetry:
-        sights.papers.count(telemetry.counted)
-        note = sights.papers.note
-        ports = Ports(group, group, nothing, telemetry, clock, telemetry, note)
+        sights.papers.set_counter_source(telemetry.dump_counters)
+        note = sights.papers.append_journal
+        ports = Dependencies(group, group, nothing, telemetry, clock, telemetry, note)
         controller = Controller(plan, ports)
         job = asyncio.ensure_future(controller.run())
         scrapes = asyncio.ensure_future(_scrape(telemetry))
@@ -143,7 +142,7 @@ async def measure(
             await group.strike(0.0)
             await _until(lambda: sights.repaired == group.deaths)
         finally:
-            controller.feed(ev.StopWanted())
+            controller.post_event(ev.StopRequested())
             scrapes.cancel()
             await asyncio.gather(job, scrapes, return_exceptions=True)
             group.end()
@@ -233,7 +232,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
     options = parser.parse_args()
-    process.tune()
+    process.tune_gc_and_switch_interval()
     rows = []
     for workers in map(int, options.workers.split(",")):
         scale = Scale(workers, step_s=options.step_s, fault_s=options.fault_s)

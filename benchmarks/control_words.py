@@ -9,10 +9,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.control_world import Words
-from rayzero.orchestrator.bell import Bell
-from rayzero.orchestrator.group import Heard
-from rayzero.orchestrator.lines import gather_s
-from rayzero.workers.messages import Message
+from rayzero.orchestrator.aio import ChangeNotifier
+from rayzero.orchestrator.cluster.actor_calls import batch_delay_s
+from rayzero.orchestrator.interfaces import WorkerReports
+from rayzero.workers.messages import WorkerMessage
 
 _READ_S = 0.002
 
@@ -49,9 +49,9 @@ class Ears:
         self.workers = 0
         self._pipe = pipe
         self._decoder = decoder
-        self._said: list[tuple[int, list[Message]]] = []
+        self._said: list[tuple[int, list[WorkerMessage]]] = []
         self._lost: list[tuple[int, str]] = []
-        self._bell = Bell()
+        self._bell = ChangeNotifier()
         self._there = select.poll()
         self._there.register(pipe.fileno(), select.POLLIN)
         self._loop = asyncio.get_running_loop()
@@ -62,9 +62,9 @@ class Ears:
         self._loop.remove_reader(self._pipe.fileno())
         self._pipe.close()
 
-    async def hear(self) -> Heard:
-        await self._bell.until(lambda: bool(self._said or self._lost))
-        heard = Heard(self._said, self._lost)
+    async def hear(self) -> WorkerReports:
+        await self._bell.wait_until(lambda: bool(self._said or self._lost))
+        heard = WorkerReports(self._said, self._lost)
         self._said, self._lost = [], []
         return heard
 
@@ -93,5 +93,5 @@ class Ears:
             self._said += words.said
             self._lost += [(worker, "it was killed") for worker in words.lost]
             more = bool(self._there.poll(0))
-        self._bell.ring()
-        self._loop.call_later(0.0 if more else gather_s(self.workers), self._read)
+        self._bell.notify()
+        self._loop.call_later(0.0 if more else batch_delay_s(self.workers), self._read)

@@ -17,16 +17,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rayzero.workers.messages import (
-    ConnectionLost,
     Heartbeat,
     Joined,
-    Message,
-    Report,
     Restored,
-    SlotInfo,
+    StepReport,
     Stopped,
     WorkerInfo,
+    WorkerMessage,
 )
+from rayzero.workers.vault.records import ConnectionLost, SlotInfo
 
 START_S = 0.3
 """From a replacement's being asked for to its being ready."""
@@ -78,7 +77,7 @@ class _Row:
 class Words:
     """What workers said, and behind that who says no more."""
 
-    said: list[tuple[int, list[Message]]] = field(default_factory=list)
+    said: list[tuple[int, list[WorkerMessage]]] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
 
 
@@ -224,7 +223,7 @@ class _World:
             slot = SlotInfo(generation, row.rank, wanted, self._step, SLOT_BYTES, pinned=False)
             kept[row.info.node_id].append(slot)
             gauges = dict.fromkeys(GAUGES, float(self._step)) | times
-            said: list[Message] = [Report(generation, row.rank, self._step, {}, gauges)]
+            said: list[WorkerMessage] = [StepReport(generation, row.rank, self._step, {}, gauges)]
             if self._draining:
                 row.generation = 0
                 said.append(Stopped(generation, row.rank, None))
@@ -247,7 +246,7 @@ class _World:
         inside = all(one.alive and one.generation == self._generation for one in self._members)
         return inside and len(self._members) == self._wanted > 0
 
-    def _say(self, row: _Row, *messages: Message) -> None:
+    def _say(self, row: _Row, *messages: WorkerMessage) -> None:
         self._words.said.append((row.info.index, list(messages)))
 
     def _later(self, seconds: float, work: Callable[[], None]) -> None:

@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 
 from benchmarks import soak_job
-from rayzero.engine.data.ledger import check
-from rayzero.engine.data.order import SampleOrder
+from rayzero.engine.data.sample_ledger import check_ledger
+from rayzero.engine.data.sampling import SampleOrder
 from rayzero.engine.errors import RayzeroError
-from rayzero.orchestrator.api import Job
-from rayzero.orchestrator.notices import Notice, Repaired, Resized
+from rayzero.orchestrator.job.api import Job
+from rayzero.orchestrator.job_events import JobEvent, Repaired, Resized
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
-from rayzero.workers.faults import KINDS, Fault, parse, random_schedule
-from rayzero.workers.injector import fired
+from rayzero.workers.chaos.inject import read_fired_faults
+from rayzero.workers.chaos.spec import FAULT_KINDS, FaultSpec, parse_fault, random_faults
 
 STEPS_A_FAULT = 20
 LIMIT_S = 400.0
@@ -69,7 +69,7 @@ def plan(seed: int, number: int, count: int, kinds: Sequence[str], nodes: int) -
     draw = random.Random(f"{seed}-{number}")
     own = draw.randrange(2**31)
     steps = STEPS_A_FAULT * count
-    faults = random_schedule(own, count, WORLD_SIZE, steps, kinds)
+    faults = random_faults(own, count, WORLD_SIZE, steps, kinds)
     placed = (replace(fault, node=fault.node % nodes) for fault in faults)
     texts = tuple(str(fault) for fault in placed)
     return Plan(number, own, draw.randrange(4), steps + soak_job.TAIL, texts)
@@ -114,7 +114,7 @@ def run(of: Plan, folder: Path, refill: Callable[[], None]) -> Outcome:
     lost += [f"{one} did not happen" for one in soak_job.unfired(list(of.faults), str(output_dir))]
     if not lost:
         lost = [*_wrong_weights(of, output_dir), *_wrong_samples(of, output_dir)]
-    happened = [one.fault for one in fired(output_dir)]
+    happened = [one.fault for one in read_fired_faults(output_dir)]
     return Outcome(of, time.monotonic() - begun_s, happened, watch.ways, lost)
 
 
@@ -130,7 +130,7 @@ def _wrong_weights(of: Plan, output_dir: Path) -> list[str]:
 
 def _wrong_samples(of: Plan, output_dir: Path) -> list[str]:
     order = SampleOrder(soak_job.LENGTH, of.seed)
-    problems = check(output_dir / "ledger", order, soak_job.SAMPLES, of.steps)
+    problems = check_ledger(output_dir / "ledger", order, soak_job.SAMPLES, of.steps)
     return [f"ledger: {one}" for one in problems]
 
 
@@ -146,7 +146,7 @@ class _Watch:
         self._steps = 0
         output_dir.mkdir(parents=True, exist_ok=True)
 
-    def see(self, notice: Notice) -> None:
+    def on_event(self, notice: JobEvent) -> None:
         if isinstance(notice, StepRecord):
             self._steps = notice.step
             return
@@ -161,8 +161,8 @@ class _Watch:
 
     def _cause(self, told: str) -> str:
         """The kind of the first fault since the last repair; as told, if none was injected."""
-        happened = fired(self._output_dir)
-        new = [parse(one.fault).kind for one in happened[self._known :]]
+        happened = read_fired_faults(self._output_dir)
+        new = [parse_fault(one.fault).kind for one in happened[self._known :]]
         self._known = len(happened)
         return next((kind for kind in new if _disrupts(kind)), f"({told})")
 
@@ -174,9 +174,9 @@ def _seconds(passed: Repaired | Resized) -> float:
 
 
 def _disrupts(kind: str) -> bool:
-    return kind not in CALM and KINDS[kind].where != "vault"
+    return kind not in CALM and FAULT_KINDS[kind].target != "vault"
 
 
 def kind_of(text: str) -> str:
-    fault: Fault = parse(text)
+    fault: FaultSpec = parse_fault(text)
     return fault.kind

@@ -29,7 +29,7 @@ from rich.table import Table
 from benchmarks.gpu_rank import Found, Plan, rank_main
 from benchmarks.systems import ALL, missing
 from examples.gpt.model import GPT, GPTConfig
-from rayzero.engine.work import FlopMeter, peak_flops
+from rayzero.engine.accounting import FlopMeter, peak_flops
 
 BASE = "ddp"
 MODEL = GPTConfig(vocab=50304, context=1024, layers=24, width=1024, heads=16)
@@ -45,7 +45,7 @@ class Row:
     """One system's line in the table; the slowest, the fullest rank's numbers.
 
     Attributes:
-        mfu: model flops utilisation, as `rayzero.engine.work` counts it; None on a CPU.
+        mfu: model flops utilisation, as `rayzero.engine.accounting` counts it; None on a CPU.
         error: why there are no numbers; empty if there are.
     """
 
@@ -130,11 +130,11 @@ def flops_of(plan: Plan) -> int:
         model = GPT(plan.model)
         tokens = torch.zeros((plan.batch, plan.model.context), dtype=torch.int64)
     meter = FlopMeter(wanted=True)
-    with meter.forward():
+    with meter.track_forward():
         loss = model(tokens, tokens)
-    with meter.backward():
+    with meter.track_backward():
         loss.backward()
-    return meter.micro_step
+    return meter.micro_step_flops
 
 
 def impossible(ranks: int, gpus: int, nccl: tuple[int, ...]) -> str:

@@ -27,11 +27,11 @@ from benchmarks.step_time import BATCHES, MODEL, Step, about, batch
 from benchmarks.step_time import Plan as Shape
 from benchmarks.systems import ADAMW, CLIP_NORM
 from examples.gpt.model import GPT
-from rayzero.engine.session import NO_WISHES, Wishes, entered
-from rayzero.workers.messages import Assign, MirrorPlan
+from rayzero.engine.session import NO_REQUESTS, StepRequests, use_session
+from rayzero.workers.messages import Assignment, MirrorPolicy
 from rayzero.workers.mirror import Mirror
+from rayzero.workers.vault.actor import Vault
 from rayzero.workers.vault.client import VaultClient
-from rayzero.workers.vault.vault import Vault
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Host:
     shares: Sequence[float] = ()
 
     def __init__(self, rank: int, ranks: int, generation: int, client: VaultClient) -> None:
-        assign = Assign(generation, rank, ranks, rank, ranks, "", 0)
-        plan = MirrorPlan(replicas=1, every_steps=1)
+        assign = Assignment(generation, rank, ranks, rank, ranks, "", 0)
+        plan = MirrorPolicy(replicas=1, every_steps=1)
         self.mirror = Mirror(plan, assign, None, client, lambda message: None)
         self.engine: rayzero.Engine | None = None
         self.on = False
@@ -64,22 +64,22 @@ class Host:
     def resume_from(self) -> Any:
         return _nothing()
 
-    def engine_ready(self, engine: rayzero.Engine) -> None:
+    def on_engine_ready(self, engine: rayzero.Engine) -> None:
         self.engine = engine
 
-    def phase(self, name: str) -> None:
+    def on_phase(self, name: str) -> None:
         return
 
-    def waiting(self, collective: int, entered: bool) -> None:
+    def on_collective_wait(self, collective: int, entered: bool) -> None:
         return
 
-    def consumed(self, samples: Sequence[int]) -> None:
+    def on_samples_consumed(self, samples: Sequence[int]) -> None:
         return
 
-    def wishes(self) -> Wishes:
-        return NO_WISHES
+    def step_requests(self) -> StepRequests:
+        return NO_REQUESTS
 
-    def step_done(self, metrics: dict[str, float], agreed: Wishes) -> None:
+    def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         self._step += 1
         if self.on and self.engine is not None:
             begun_s = perf_counter()
@@ -106,7 +106,7 @@ def rank_main(rank: int, plan: Plan, address: str, folder: str) -> None:
         host = Host(rank, plan.ranks, number + 1, client)
         found[stage] = _blocks(plan, host, _step(host, stage), rank)
         found[stage]["copy"] = host.copy_s[plan.steps :]
-        client.complete(number + 2, 0)
+        client.announce_complete(number + 2, 0)
     if rank == 0:
         Path(folder, "measured.json").write_text(json.dumps(found))
     dist.barrier()
@@ -116,7 +116,7 @@ def rank_main(rank: int, plan: Plan, address: str, folder: str) -> None:
 
 def _step(host: Host, stage: int) -> Step:
     torch.manual_seed(0)
-    with entered(host):
+    with use_session(host):
         engine, *_ = rayzero.initialize(
             model=GPT(MODEL),
             config={

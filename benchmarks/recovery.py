@@ -33,7 +33,7 @@ from rayzero.engine.errors import RayzeroError
 
 PARTS = ("sign", "notice", "fence", "pick", "settle", "form", "load", "redo")
 """`sign` is the time from the fault to the controller's first sign of it; the others are those of
-`rayzero.orchestrator.notices.Repaired`."""
+`rayzero.orchestrator.job_events.Repaired`."""
 
 
 COUNTS = ("steps_redone", "restarted")

@@ -30,10 +30,10 @@ from rich.table import Table
 from benchmarks.clusters import connected
 from benchmarks.episode import CALM, WORLD_SIZE, Outcome, Plan, Way, kind_of, plan, run
 from benchmarks.machine import facts, told
-from rayzero.workers.faults import KINDS
+from rayzero.workers.chaos.spec import FAULT_KINDS
 
 EPISODE_FAULTS = 5
-ON_ONE_NODE = tuple(name for name, kind in KINDS.items() if kind.where != "cluster")
+ON_ONE_NODE = tuple(name for name, kind in FAULT_KINDS.items() if kind.target != "cluster")
 ON_SEVERAL = (*ON_ONE_NODE, "drop_node")
 """The nodes share one network here, so none can be cut off: `partition` has a test of its own."""
 CPUS = {1: WORLD_SIZE + 1, 2: WORLD_SIZE - 1}
@@ -100,8 +100,8 @@ def show(console: Console, outcomes: list[Outcome]) -> None:
         column.justify = "right"
     happened = Counter(kind_of(text) for one in outcomes for text in one.fired)
     ways = [way for one in outcomes for way in one.ways]
-    others = sorted({way.kind for way in ways} - set(KINDS))
-    for kind in [*(name for name in KINDS if happened[name]), *others]:
+    others = sorted({way.kind for way in ways} - set(FAULT_KINDS))
+    for kind in [*(name for name in FAULT_KINDS if happened[name]), *others]:
         seconds = [way.seconds for way in ways if way.kind == kind]
         table.add_row(
             kind,

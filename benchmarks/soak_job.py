@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.data.order import SampleOrder
-from rayzero.workers.context import Context
-from rayzero.workers.faults import parse
-from rayzero.workers.injector import fired
+from rayzero.engine.data.sampling import SampleOrder
+from rayzero.workers.chaos.inject import read_fired_faults
+from rayzero.workers.chaos.spec import parse_fault
+from rayzero.workers.session import Context
 
 SAMPLES, LENGTH = 12, 50  # of a step, of the data: an epoch ends within a step
 HURRY_S, PAUSE_S, LONG_S = 0.02, 0.2, 2.0
@@ -73,8 +73,8 @@ def _pause_s(ctx: Context, steps_left: int) -> float:
 
 def unfired(faults: list[str], output_dir: str) -> list[str]:
     """The faults that did not happen as often as they should have."""
-    happened = [one.fault for one in fired(output_dir)]
-    return [text for text in faults if happened.count(text) < parse(text).firings]
+    happened = [one.fault for one in read_fired_faults(output_dir)]
+    return [text for text in faults if happened.count(text) < parse_fault(text).total_firings]
 
 
 def oracle(steps: int, seed: int) -> dict[str, Tensor]:

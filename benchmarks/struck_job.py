@@ -17,8 +17,15 @@ from typing import Any
 
 from benchmarks.strikes import MODEL, Strike, born, strike
 from rayzero.engine.config import read_config
-from rayzero.orchestrator.api import Job, JobHandle
-from rayzero.orchestrator.notices import FaultSeen, Notice, Repaired, Warned, WorkersUp
+from rayzero.orchestrator.job.api import Job
+from rayzero.orchestrator.job.handle import JobHandle
+from rayzero.orchestrator.job_events import (
+    FaultDetected,
+    JobEvent,
+    JobWarning,
+    Repaired,
+    WorkersReady,
+)
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
 from rayzero.workers.messages import WorkerInfo
@@ -52,12 +59,12 @@ class Mailbox:
     """An observer that keeps what it sees, with the Unix time, for another thread to take."""
 
     def __init__(self) -> None:
-        self._seen: SimpleQueue[tuple[float, Notice]] = SimpleQueue()
+        self._seen: SimpleQueue[tuple[float, JobEvent]] = SimpleQueue()
 
-    def see(self, notice: Notice) -> None:
+    def on_event(self, notice: JobEvent) -> None:
         self._seen.put((time.time(), notice))
 
-    def take(self, timeout_s: float) -> tuple[float, Notice] | None:
+    def take(self, timeout_s: float) -> tuple[float, JobEvent] | None:
         with suppress(Empty):
             return self._seen.get(timeout=timeout_s)
         return None
@@ -147,9 +154,9 @@ class _Ring:
         seen_s, rank, before = 0.0, None, self._step
         record: StepRecord | None = None
         for at_s, notice in self._notices("a repair"):
-            if isinstance(notice, Warned) and f"pid {victim.pid}" in notice.text and not seen_s:
+            if isinstance(notice, JobWarning) and f"pid {victim.pid}" in notice.text and not seen_s:
                 begun_s = at_s if self._plan.fault == "stop" else begun_s
-            elif isinstance(notice, FaultSeen) and notice.worker == victim:
+            elif isinstance(notice, FaultDetected) and notice.worker == victim:
                 seen_s, rank = at_s, notice.rank
             elif isinstance(notice, StepRecord):
                 before, record = before if seen_s else notice.step, notice
@@ -174,7 +181,7 @@ class _Ring:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
-    def _notices(self, wanted: str) -> Iterator[tuple[float, Notice]]:
+    def _notices(self, wanted: str) -> Iterator[tuple[float, JobEvent]]:
         """What is seen from now on, for as long as the job runs.
 
         Raises:
@@ -189,7 +196,7 @@ class _Ring:
                     self._handle.result()
                 continue
             match seen[1]:
-                case WorkersUp(workers):
+                case WorkersReady(workers):
                     self._workers += workers
                 case StepRecord(step=step):
                     self._step = step

@@ -13,7 +13,7 @@ import yaml
 
 from benchmarks.ports import free_ports
 from benchmarks.token_head import TokenHead, wait_for
-from rayzero.orchestrator.journal.segments import read
+from rayzero.orchestrator.journal.writer import read_journal
 
 LIMIT_S = 240.0
 MODEL = {"layers": 4, "width": 128, "heads": 4, "context": 128}
@@ -120,8 +120,8 @@ class WatchedJob:
     @property
     def journal_ended(self) -> str:
         """How it ended, by its journal; empty while it has not."""
-        past = read(str(self.folder))
-        return past.ended if past is not None else ""
+        past = read_journal(str(self.folder))
+        return past.end_state if past is not None else ""
 
     def ray_status(self, id_: str) -> str:
         """What Ray says of a submission; empty when it knows none."""

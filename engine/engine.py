@@ -7,25 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.api import absent
-from rayzero.engine.api.boundaries import Boundaries
-from rayzero.engine.api.readings import Readings
-from rayzero.engine.api.saving import Saving
+from rayzero.engine import engine_properties
 from rayzero.engine.data.loader import StepLoader
+from rayzero.engine.engine_accumulation import GradientAccumulation
+from rayzero.engine.engine_checkpointing import EngineCheckpointing
+from rayzero.engine.engine_properties import EngineProperties
 from rayzero.engine.errors import EngineError
-from rayzero.engine.meter import Meter, Metrics
-from rayzero.engine.optim.local import LocalOptimizer
-from rayzero.engine.optim.nothing import NoOptimizer, no_optimizer
+from rayzero.engine.metrics import StepMeter, StepMetrics
+from rayzero.engine.optim.build import NoOptimizer, no_optimizer_error
 from rayzero.engine.optim.schedule import Scheduler
-from rayzero.engine.precision.casting import within
+from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
+from rayzero.engine.precision.policy import clamp_to_dtype
 from rayzero.engine.settings import Settings
-from rayzero.engine.state.gather import full_state_dict
+from rayzero.engine.state.save import full_state_dict
 from rayzero.engine.state.training import TrainingState
 from rayzero.engine.zero.runtime import ZeroRuntime
-from rayzero.engine.zero.vote import Verdict
+from rayzero.engine.zero.step_vote import StepVote
 
 
-class Engine(Readings, Boundaries, Saving):
+class Engine(EngineProperties, GradientAccumulation, EngineCheckpointing):
     """Trains one model on all ranks. Made by `rayzero.initialize`.
 
     Every rank must make the same calls in the same order: any of them may hold collectives.
@@ -51,11 +51,11 @@ class Engine(Readings, Boundaries, Saving):
         self,
         module: nn.Module,
         runtime: ZeroRuntime,
-        optimizer: LocalOptimizer,
+        optimizer: ShardedOptimizer,
         scheduler: Scheduler | None,
         state: TrainingState,
         settings: Settings,
-        meter: Meter,
+        meter: StepMeter,
     ) -> None:
         self.module = module
         self.progress = state.progress
@@ -65,19 +65,21 @@ class Engine(Readings, Boundaries, Saving):
         self._scheduler = scheduler
         self._settings = settings
         self._meter = meter
-        self._loss = torch.zeros((), dtype=torch.float64, device=settings.device)
-        self._accumulated = False  # main grads hold something of the step at hand
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=settings.device)
+        self._has_gradients = False  # main grads hold something of the step at hand
         self._awaiting_step = False  # backward was called, step was not
-        self._synced = True  # outside `no_sync`
-        self._boundary: bool | None = None  # what the script says of the micro-step at hand
-        self._applied = False
+        self._sync_gradients = True  # outside `no_sync`
+        self._boundary_override: bool | None = (
+            None  # what the script says of the micro-step at hand
+        )
+        self._step_applied = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; its inputs are cast to the precision of the weights."""
-        self._meter.enter("forward")
+        self._meter.enter_phase("forward")
         precision = self._runtime.precision
         cast = precision.cast_inputs
-        with self._meter.work.forward((args, kwargs)), precision.around_forward():
+        with self._meter.step_work.track_forward((args, kwargs)), precision.forward_context():
             return self.module(*cast(args), **cast(kwargs))
 
     forward = __call__
@@ -103,19 +105,19 @@ class Engine(Readings, Boundaries, Saving):
         """
         loss = getattr(loss, "loss", loss)
         self._check_backward(loss)
-        last = self._synced and self.is_gradient_accumulation_boundary()
-        weight = self.progress.weight
+        last = self._sync_gradients and self.is_gradient_accumulation_boundary()
+        weight = self.progress.micro_batch_weight
         if not scale_wrt_gas:
             weight *= self._settings.batches.micro_steps
-        self._meter.enter("backward")
-        passing = self._runtime.backward_pass(first=not self._accumulated, last=last)
-        with self._meter.work.backward(weight), passing:
-            seed = torch.full_like(loss, self._seed(weight, loss.dtype))
+        self._meter.enter_phase("backward")
+        passing = self._runtime.backward_pass(first=not self._has_gradients, last=last)
+        with self._meter.step_work.track_backward(weight), passing:
+            seed = torch.full_like(loss, self._initial_grad(weight, loss.dtype))
             torch.autograd.backward(loss, seed, retain_graph=retain_graph)
-        self._loss.add_(loss.detach(), alpha=weight)
+        self._loss_sum.add_(loss.detach(), alpha=weight)
         self._meter.phases.leave()
-        self._accumulated = True
-        self._awaiting_step = self._synced and self._boundary is not False
+        self._has_gradients = True
+        self._awaiting_step = self._sync_gradients and self._boundary_override is not False
         return loss
 
     def step(self, lr_kwargs: None = None) -> None:
@@ -131,12 +133,12 @@ class Engine(Readings, Boundaries, Saving):
             EngineError: no `backward` since the last `step`, or inside `no_sync`; or a gradient is
                 not finite at the lowest loss scale.
         """
-        self._applied = False
-        if self._boundary is False and self._synced:
+        self._step_applied = False
+        if self._boundary_override is False and self._sync_gradients:
             return
         if not self._awaiting_step:
             if self.optimizer is None:
-                raise no_optimizer("step")
+                raise no_optimizer_error("step")
             raise EngineError(
                 "step() was called without a backward() before it",
                 allowed="one backward(), then one step(); inside no_sync() no step()",
@@ -145,23 +147,23 @@ class Engine(Readings, Boundaries, Saving):
         if not self.is_gradient_accumulation_boundary():
             self.progress.micro_step += 1
             return
-        self._meter.enter("reduce")
-        factor = self._settings.factor / self.loss_scale
-        verdict = self._runtime.vote(self._loss, factor, self._meter.wishes())
+        self._meter.enter_phase("reduce")
+        factor = self._settings.post_reduce_scale / self.loss_scale
+        verdict = self._runtime.vote(self._loss_sum, factor, self._meter.step_requests())
         lr = self._optimizer.lr
         if verdict.finite:
-            self._meter.enter("update")
-        with self.state.changing():
-            self._update(verdict, factor)
-        self._applied = verdict.finite
-        self._loss.zero_()
-        self._accumulated = False
+            self._meter.enter_phase("update")
+        with self.state.updating():
+            self._apply_update(verdict, factor)
+        self._step_applied = verdict.finite
+        self._loss_sum.zero_()
+        self._has_gradients = False
         if verdict.finite:  # the state is whole without it: weights can be published again
-            self._meter.enter("publish")
-            self._runtime.publish()
-        self._meter.step_done(verdict, lr)
+            self._meter.enter_phase("publish")
+            self._runtime.sync_model_weights()
+        self._meter.end_step(verdict, lr)
 
-    def _update(self, verdict: Verdict, factor: float) -> None:
+    def _apply_update(self, verdict: StepVote, factor: float) -> None:
         """From one step's state to the next one's. No collectives, but LAMB's and Muon's."""
         if verdict.finite:
             clip = verdict.clip_factor(self._settings.clip_norm)
@@ -169,8 +171,8 @@ class Engine(Readings, Boundaries, Saving):
             if self._scheduler is not None:
                 self._scheduler.step()
         else:
-            self._runtime.way.forget()
-        self._runtime.scale_after(overflow=not verdict.finite)
+            self._runtime.grad_reduction.discard_residuals()
+        self._runtime.update_loss_scale(overflow=not verdict.finite)
         self.progress.skipped_steps += not verdict.finite
         self.progress.micro_step = 0
         self.progress.step += 1
@@ -178,7 +180,7 @@ class Engine(Readings, Boundaries, Saving):
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model in CPU memory on rank 0, an empty dict on the others. Collective."""
-        self._meter.enter("gather")
+        self._meter.enter_phase("gather")
         return full_state_dict(self.module, self._runtime)
 
     def train(self, mode: bool = True) -> Engine:
@@ -210,36 +212,40 @@ class Engine(Readings, Boundaries, Saving):
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")
-        if module is not None and name not in absent.NOT_THE_MODELS and hasattr(module, name):
+        if (
+            module is not None
+            and name not in engine_properties.NOT_DELEGATED
+            and hasattr(module, name)
+        ):
             return getattr(module, name)
-        raise absent.no_such(name, dir(type(self)))
+        raise engine_properties.unsupported_attribute(name, dir(type(self)))
 
     @property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> StepMetrics:
         """Loss, norm, times, bytes and traffic, as of the last finished step."""
-        return self._meter.reading
+        return self._meter.metrics
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The torch optimizer, which `step()` steps: do not step it yourself. None where
         `initialize` was given none."""
-        return None if isinstance(self._optimizer, NoOptimizer) else self._optimizer.torch
+        return None if isinstance(self._optimizer, NoOptimizer) else self._optimizer.torch_optimizer
 
     @property
     def device(self) -> torch.device:
         return self._settings.device
 
-    def _seed(self, weight: float, dtype: torch.dtype) -> float:
+    def _initial_grad(self, weight: float, dtype: torch.dtype) -> float:
         """What backward starts from; infinite where a 16-bit loss has no such number."""
-        return within(self._settings.seed(weight) * self.loss_scale, dtype)
+        return clamp_to_dtype(self._settings.initial_grad(weight) * self.loss_scale, dtype)
 
-    def _forget_gradients(self) -> None:
-        self._loss.zero_()
-        self._accumulated = self._awaiting_step = False
+    def _discard_gradients(self) -> None:
+        self._loss_sum.zero_()
+        self._has_gradients = self._awaiting_step = False
 
     def _check_backward(self, loss: Tensor) -> None:
         if self.optimizer is None:
-            raise no_optimizer("backward")
+            raise no_optimizer_error("backward")
         if self._awaiting_step:
             raise EngineError(
                 "backward() was called twice without step()",

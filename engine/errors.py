@@ -8,7 +8,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from rayzero.engine.masking import masked
+from rayzero.engine.redact import redact_url
 
 
 class RayzeroError(Exception):
@@ -24,7 +24,7 @@ class RayzeroError(Exception):
     """
 
     def __init__(self, seen: str, allowed: str = "", fix: str = "") -> None:
-        self.seen, self.allowed, self.fix = masked(seen), masked(allowed), masked(fix)
+        self.seen, self.allowed, self.fix = redact_url(seen), redact_url(allowed), redact_url(fix)
         super().__init__(self.seen, self.allowed, self.fix)
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class CollectiveError(RayzeroError):
     """A collective failed: a peer died, or the process group was aborted."""
 
 
-def nearest(word: str, allowed: list[str]) -> str:
+def did_you_mean(word: str, allowed: list[str]) -> str:
     """` (did you mean 'x'?)`, or nothing when no allowed word is near."""
     close = get_close_matches(word, allowed, n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""

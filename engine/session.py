@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from rayzero.engine.engine import Engine
-    from rayzero.engine.state.source import StateSource
+    from rayzero.engine.layout.state_index import StateSource
 
 
 @dataclass(frozen=True)
-class Wishes:
+class StepRequests:
     """What ranks agree on in a step's vote, at no cost of its own.
 
     Attributes:
@@ -30,23 +29,23 @@ class Wishes:
 
     drain: bool = False
     pin: bool = False
-    pace: float = 1.0
+    mirror_interval: float = 1.0
 
-    def ballot(self) -> list[float]:
+    def to_scalars(self) -> list[float]:
         """As numbers that are summed over the ranks."""
-        return [float(self.drain), float(self.pin), self.pace]
+        return [float(self.drain), float(self.pin), self.mirror_interval]
 
     @classmethod
-    def counted(cls, sums: Sequence[float], ranks: int) -> Wishes:
+    def from_sums(cls, sums: Sequence[float], ranks: int) -> StepRequests:
         """What the summed ballots of so many ranks say together."""
         drain, pin, pace = sums
         return cls(drain > 0, pin == ranks, pace / ranks)
 
 
-NO_WISHES = Wishes()
+NO_REQUESTS = StepRequests()
 
 
-class Session(Protocol):
+class HostSession(Protocol):
     """What a host offers the engine."""
 
     @property
@@ -64,22 +63,25 @@ class Session(Protocol):
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
         """The state that a new engine begins from; None for a fresh start."""
 
-    def engine_ready(self, engine: Engine) -> None:
-        """Called once by `initialize` with the finished engine, its state loaded."""
+    def on_engine_ready(self, engine: Any) -> None:
+        """Called once by `initialize` with the finished `Engine`, its state loaded.
 
-    def phase(self, name: str) -> None:
+        Not annotated as Engine: the engine imports this module, and imports run one way.
+        """
+
+    def on_phase(self, name: str) -> None:
         """The training thread entered a phase: data, forward, backward, reduce, update, gather."""
 
-    def waiting(self, collective: int, entered: bool) -> None:
+    def on_collective_wait(self, collective: int, entered: bool) -> None:
         """The training thread begins, or ends, to wait for other ranks in that collective."""
 
-    def consumed(self, samples: Sequence[int]) -> None:
+    def on_samples_consumed(self, samples: Sequence[int]) -> None:
         """The loader handed out samples with these numbers, as this rank's own."""
 
-    def wishes(self) -> Wishes:
+    def step_requests(self) -> StepRequests:
         """What this rank wants to agree on with the others in the vote of the step at hand."""
 
-    def step_done(self, metrics: dict[str, float], agreed: Wishes) -> None:
+    def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         """An optimizer step was finished on this rank, and its vote has been passed by all.
 
         `metrics` is `Engine.metrics` flattened to numbers. `agreed` is what the ranks wish
@@ -87,19 +89,19 @@ class Session(Protocol):
         """
 
 
-_current: ContextVar[Session | None] = ContextVar("rayzero_session", default=None)
+_current_session: ContextVar[HostSession | None] = ContextVar("rayzero_session", default=None)
 
 
-def current_session() -> Session | None:
+def current_session() -> HostSession | None:
     """The session of the calling thread, or None outside a rayzero job."""
-    return _current.get()
+    return _current_session.get()
 
 
 @contextmanager
-def entered(session: Session) -> Iterator[None]:
+def use_session(session: HostSession) -> Iterator[None]:
     """Makes `session` the calling thread's session for the length of a `with`."""
-    token = _current.set(session)
+    token = _current_session.set(session)
     try:
         yield
     finally:
-        _current.reset(token)
+        _current_session.reset(token)

@@ -21,7 +21,7 @@ class Settings:
         device: where the model is.
         share: the weight of a micro-batch of average size.
         factor: what summed gradients are still to be multiplied by, but for the loss scale; see
-            `rayzero.engine.precision.averaging`.
+            `rayzero.engine.precision.policy`.
         config: the checked config that all of it follows from.
     """
 
@@ -30,10 +30,10 @@ class Settings:
     clip_norm: float
     log_every_steps: int | None
     device: torch.device
-    share: float
-    factor: float
+    micro_batch_weight: float
+    post_reduce_scale: float
     config: EngineConfig
 
-    def seed(self, weight: float) -> float:
+    def initial_grad(self, weight: float) -> float:
         """What backward starts from for a micro-batch of this weight, but for the loss scale."""
-        return weight / self.factor
+        return weight / self.post_reduce_scale

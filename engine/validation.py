@@ -9,16 +9,16 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rayzero.engine.errors import ConfigError, nearest
-from rayzero.engine.masking import redacted
+from rayzero.engine.errors import ConfigError, did_you_mean
+from rayzero.engine.redact import redact_document
 
 M = TypeVar("M", bound=BaseModel)
 
-IN_A_DOCUMENT = {"document": True}
+DOCUMENT_CONTEXT = {"document": True}
 """The validation context of what was read: a model that is made by a script has none."""
 
 
-class _Shown(Repr):
+class _ShortRepr(Repr):
     """Long values are cut: a message must stay readable."""
 
     def __init__(self) -> None:
@@ -27,15 +27,15 @@ class _Shown(Repr):
         self.maxstring = self.maxother = self.maxlong = 80
 
 
-_SHOWN = _Shown()
+_SHORT_REPR = _ShortRepr()
 
 
-def shown(value: Any) -> str:
+def repr_value(value: Any) -> str:
     """A value as it is told in messages."""
-    return _SHOWN.repr(value)
+    return _SHORT_REPR.repr(value)
 
 
-def validated(model: type[M], value: Any, what: str) -> M:
+def validate_document(model: type[M], value: Any, what: str) -> M:
     """`value` as a `model`.
 
     Args:
@@ -50,27 +50,27 @@ def validated(model: type[M], value: Any, what: str) -> M:
         raise ConfigError(
             f"{what}: a mapping of keys to values was expected, not {type(value).__name__}"
         )
-    made, mistakes = check(model, value)
+    made, mistakes = validate_model(model, value)
     if made is None:
-        refuse(what, mistakes)
+        raise_config_error(what, mistakes)
     return made
 
 
-def check(model: type[M], value: dict[str, Any]) -> tuple[M | None, list[str]]:
+def validate_model(model: type[M], value: dict[str, Any]) -> tuple[M | None, list[str]]:
     """`value` as a `model`, or None and a line for every mistake in it."""
     try:
-        return model.model_validate(value, context=IN_A_DOCUMENT), []
+        return model.model_validate(value, context=DOCUMENT_CONTEXT), []
     except ValidationError as error:
-        return None, mistakes_in(model, error)
+        return None, error_lines(model, error)
 
 
-def mistakes_in(model: type[BaseModel], error: ValidationError) -> list[str]:
+def error_lines(model: type[BaseModel], error: ValidationError) -> list[str]:
     """A line for each place: what the members of a union each say is one mistake."""
     places = {one["loc"]: one for one in reversed(error.errors(include_url=False))}
-    return [_line(model, one) for one in reversed(places.values())]
+    return [_error_line(model, one) for one in reversed(places.values())]
 
 
-def refuse(what: str, mistakes: Sequence[str]) -> NoReturn:
+def raise_config_error(what: str, mistakes: Sequence[str]) -> NoReturn:
     """Raises one error for all mistakes in a document.
 
     Raises:
@@ -80,35 +80,35 @@ def refuse(what: str, mistakes: Sequence[str]) -> NoReturn:
     raise ConfigError(f"{what}: {count}" + "\n  ".join(mistakes))
 
 
-def _line(model: type[BaseModel], error: ErrorDetails) -> str:
+def _error_line(model: type[BaseModel], error: ErrorDetails) -> str:
     path = [str(part) for part in error["loc"]]
     name = ".".join(path) or "(top level)"
     if error["type"] == "extra_forbidden":
-        known = _keys_at(model, path[:-1])
-        hint = nearest(path[-1], known) or f"; known keys here: {', '.join(known)}"
+        known = _allowed_keys(model, path[:-1])
+        hint = did_you_mean(path[-1], known) or f"; known keys here: {', '.join(known)}"
         return f"{name}: unknown key{hint}"
     if error["type"] == "missing":
         return f"{name}: this key is required"
     reason = error["msg"].removeprefix("Value error, ")
-    seen = shown(redacted(error["input"], path[-1] if path else ""))
+    seen = repr_value(redact_document(error["input"], path[-1] if path else ""))
     return f"{name}: {reason[:1].lower()}{reason[1:]} (seen: {seen})"
 
 
-def _keys_at(model: type[BaseModel], path: list[str]) -> list[str]:
+def _allowed_keys(model: type[BaseModel], path: list[str]) -> list[str]:
     """The keys the document allows at `path`, following nested models through optional types."""
     here: type[BaseModel] | None = model
     for part in path:
         field = here.model_fields.get(part) if here else None
-        here = _model_in(field.annotation) if field else None
+        here = _nested_model(field.annotation) if field else None
     if here is None:
         return []
     return sorted(field.alias or name for name, field in here.model_fields.items())
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def _nested_model(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for part in getattr(annotation, "__args__", ()):
-        if found := _model_in(part):
+        if found := _nested_model(part):
             return found
     return None

@@ -12,16 +12,16 @@ from enum import Enum
 from typing import Final, TypeAlias, get_args
 
 from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator import events as do
 from rayzero.orchestrator import events as ev
-from rayzero.orchestrator import instructions as do
-from rayzero.orchestrator.states import FINAL, JobState, State
+from rayzero.orchestrator.events import FINAL_STATES, JobState, State
 
 EventType: TypeAlias = type[ev.Event]
-Order: TypeAlias = type[do.Instruction]
-Pair: TypeAlias = tuple[State, EventType]
+InstructionType: TypeAlias = type[do.Instruction]
+StateEventPair: TypeAlias = tuple[State, EventType]
 
 
-class Answer(Enum):
+class NoTransition(Enum):
     """What a pair without a row means."""
 
     IGNORED = "ignored"
@@ -29,7 +29,7 @@ class Answer(Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class Transition:
     """One transition.
 
     Args:
@@ -39,10 +39,10 @@ class Row:
         departs: whether the job sets out for one, on a new passage.
     """
 
-    to: State
-    orders: tuple[Order, ...] = ()
-    opens: bool = False
-    departs: bool = False
+    next_state: State
+    instructions: tuple[InstructionType, ...] = ()
+    new_generation: bool = False
+    starts_attempt: bool = False
 
 
 class IllegalEventError(RayzeroError):
@@ -51,45 +51,49 @@ class IllegalEventError(RayzeroError):
 
 EVENTS: Final[tuple[EventType, ...]] = get_args(ev.Event)
 
-_SUCCEED = Row(State.SUCCEEDED, (do.ReleaseWorkers, do.WriteSummary))
-_FAIL = Row(State.FAILED, (do.ReleaseWorkers,))
-_STOPPED = Row(State.STOPPED, (do.ReleaseWorkers,))
-_STOP = Row(State.STOPPING, (do.StopTraining,))
-_RECOVER = Row(State.RECOVERING, (do.FenceGeneration,), departs=True)
-_RUN = Row(State.RUNNING, (do.TidyUp,))
+_SUCCEED = Transition(State.SUCCEEDED, (do.ReleaseWorkers, do.WriteSummary))
+_FAIL = Transition(State.FAILED, (do.ReleaseWorkers,))
+_STOPPED = Transition(State.STOPPED, (do.ReleaseWorkers,))
+_STOP = Transition(State.STOPPING, (do.StopTraining,))
+_RECOVER = Transition(State.RECOVERING, (do.FenceGeneration,), starts_attempt=True)
+_RUN = Transition(State.RUNNING, (do.ReleaseNotChosen,))
 
 
-def _way_on(state: State) -> dict[Pair, Row]:
+def _reconfigure_rows(state: State) -> dict[StateEventPair, Transition]:
     """To the next generation: the same whether it is the first, a worker came, or one was lost."""
     return {
-        (state, ev.RecoveryStepPicked): Row(state, (do.SettleMembership,)),
-        (state, ev.MembershipSettled): Row(state, (do.FormGeneration,), opens=True),
+        (state, ev.RecoveryStepSelected): Transition(state, (do.SelectMembers,)),
+        (state, ev.MembersSelected): Transition(state, (do.FormGeneration,), new_generation=True),
         (state, ev.GenerationFormed): _RUN,
-        (state, ev.FaultNoticed): _RECOVER,  # a loss on the way begins the way again
+        (state, ev.FaultRecoverable): _RECOVER,  # a loss on the way begins the way again
         (state, ev.FaultFatal): _FAIL,
     }
 
 
-TABLE: Final[dict[Pair, Row]] = {
-    (State.PENDING, ev.Submitted): Row(State.STARTING, (do.PlaceWorkers,)),
-    (State.PENDING, ev.StopWanted): Row(State.STOPPED),
-    (State.PENDING, ev.FaultFatal): Row(State.FAILED),
+TABLE: Final[dict[StateEventPair, Transition]] = {
+    (State.PENDING, ev.Submitted): Transition(State.STARTING, (do.PlaceWorkers,)),
+    (State.PENDING, ev.StopRequested): Transition(State.STOPPED),
+    (State.PENDING, ev.FaultFatal): Transition(State.FAILED),
     # There is nothing to fence yet; the step to begin at may be a checkpoint's.
-    **_way_on(State.STARTING),
-    (State.STARTING, ev.WorkersPlaced): Row(State.STARTING, (do.PickRecoveryStep,), departs=True),
-    (State.STARTING, ev.StopWanted): _STOPPED,
+    **_reconfigure_rows(State.STARTING),
+    (State.STARTING, ev.WorkersPlaced): Transition(
+        State.STARTING, (do.SelectRecoveryStep,), starts_attempt=True
+    ),
+    (State.STARTING, ev.StopRequested): _STOPPED,
     (State.RUNNING, ev.AllFinished): _SUCCEED,
-    (State.RUNNING, ev.FaultNoticed): _RECOVER,
+    (State.RUNNING, ev.FaultRecoverable): _RECOVER,
     (State.RUNNING, ev.FaultFatal): _FAIL,
-    (State.RUNNING, ev.ResizeWanted): Row(State.RESIZING, (do.DrainGeneration,), departs=True),
-    (State.RUNNING, ev.StopWanted): _STOP,
-    **_way_on(State.RESIZING),
-    (State.RESIZING, ev.Fenced): Row(State.RESIZING, (do.PickRecoveryStep,)),
+    (State.RUNNING, ev.ResizeRequested): Transition(
+        State.RESIZING, (do.DrainGeneration,), starts_attempt=True
+    ),
+    (State.RUNNING, ev.StopRequested): _STOP,
+    **_reconfigure_rows(State.RESIZING),
+    (State.RESIZING, ev.Fenced): Transition(State.RESIZING, (do.SelectRecoveryStep,)),
     (State.RESIZING, ev.AllFinished): _SUCCEED,
-    (State.RESIZING, ev.StopWanted): _STOP,
-    **_way_on(State.RECOVERING),
-    (State.RECOVERING, ev.Fenced): Row(State.RECOVERING, (do.PickRecoveryStep,)),
-    (State.RECOVERING, ev.StopWanted): _STOP,
+    (State.RESIZING, ev.StopRequested): _STOP,
+    **_reconfigure_rows(State.RECOVERING),
+    (State.RECOVERING, ev.Fenced): Transition(State.RECOVERING, (do.SelectRecoveryStep,)),
+    (State.RECOVERING, ev.StopRequested): _STOP,
     # A fault on the way to the end costs nothing: what is mirrored is what can be kept.
     (State.STOPPING, ev.TrainingStopped): _STOPPED,
     (State.STOPPING, ev.StopTimedOut): _STOPPED,
@@ -98,34 +102,34 @@ TABLE: Final[dict[Pair, Row]] = {
 }
 
 # What can still be under way when a state was left, and then comes too late to matter.
-_LATE: Final[dict[State, tuple[EventType, ...]]] = {
+_IGNORED_LATE: Final[dict[State, tuple[EventType, ...]]] = {
     State.PENDING: (),
     State.STARTING: (),
     State.RUNNING: (),
-    State.RESIZING: (ev.ResizeWanted,),  # membership is settled after the drain anyway
-    State.RECOVERING: (ev.ResizeWanted, ev.AllFinished),
+    State.RESIZING: (ev.ResizeRequested,),  # membership is settled after the drain anyway
+    State.RECOVERING: (ev.ResizeRequested, ev.AllFinished),
     State.STOPPING: (
         ev.GenerationFormed,
-        ev.FaultNoticed,
-        ev.ResizeWanted,
+        ev.FaultRecoverable,
+        ev.ResizeRequested,
         ev.Fenced,
-        ev.RecoveryStepPicked,
-        ev.MembershipSettled,
-        ev.StopWanted,
+        ev.RecoveryStepSelected,
+        ev.MembersSelected,
+        ev.StopRequested,
     ),
-    **dict.fromkeys(FINAL, EVENTS),
+    **dict.fromkeys(FINAL_STATES, EVENTS),
 }
 
 
-def answer(state: State, event: EventType) -> Row | Answer:
+def find_transition(state: State, event: EventType) -> Transition | NoTransition:
     """What the table says about one pair."""
     row = TABLE.get((state, event))
     if row is not None:
         return row
-    return Answer.IGNORED if event in _LATE[state] else Answer.ILLEGAL
+    return NoTransition.IGNORED if event in _IGNORED_LATE[state] else NoTransition.ILLEGAL
 
 
-def handle(job: JobState, event: ev.Event) -> tuple[JobState, tuple[do.Instruction, ...]]:
+def apply_event(job: JobState, event: ev.Event) -> tuple[JobState, tuple[do.Instruction, ...]]:
     """The next state, and what to do, in order.
 
     An event about an older generation or passage than the job's changes nothing, in any state.
@@ -133,28 +137,30 @@ def handle(job: JobState, event: ev.Event) -> tuple[JobState, tuple[do.Instructi
     Raises:
         IllegalEventError: the event cannot happen in this state.
     """
-    if any(getattr(event, what, newest) < newest for what, newest in _numbers(job).items()):
+    if any(getattr(event, what, newest) < newest for what, newest in _current_numbers(job).items()):
         return job, ()
-    found = answer(job.state, type(event))
-    if found is Answer.IGNORED:
+    found = find_transition(job.state, type(event))
+    if found is NoTransition.IGNORED:
         return job, ()
-    if not isinstance(found, Row):
+    if not isinstance(found, Transition):
         raise IllegalEventError(f"{type(event).__name__} in state {job.state}: {event!r}")
-    after = JobState(found.to, job.generation + found.opens, job.passage + found.departs)
-    return after, tuple(_filled(order, after) for order in found.orders)
+    after = JobState(
+        found.next_state, job.generation + found.new_generation, job.attempt + found.starts_attempt
+    )
+    return after, tuple(_instantiate(order, after) for order in found.instructions)
 
 
-def rows() -> Iterator[tuple[State, EventType, Row | Answer]]:
+def all_transitions() -> Iterator[tuple[State, EventType, Transition | NoTransition]]:
     """Every pair with its answer: for the tests and the state table of the documentation."""
     for state in State:
         for event in EVENTS:
-            yield state, event, answer(state, event)
+            yield state, event, find_transition(state, event)
 
 
-def _numbers(job: JobState) -> dict[str, int]:
-    return {"generation": job.generation, "passage": job.passage}
+def _current_numbers(job: JobState) -> dict[str, int]:
+    return {"generation": job.generation, "attempt": job.attempt}
 
 
-def _filled(order: Order, job: JobState) -> do.Instruction:
+def _instantiate(order: InstructionType, job: JobState) -> do.Instruction:
     carried = {field.name for field in fields(order)}
-    return order(**{what: n for what, n in _numbers(job).items() if what in carried})
+    return order(**{what: n for what, n in _current_numbers(job).items() if what in carried})

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import time_ns
 
-from rayzero.engine.checkpoint.store import join
+from rayzero.engine.checkpoint.store import join_url
 from rayzero.engine.config import parse_config
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.policies.placement import Need
+from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.orchestrator.spec import JobSpec
-from rayzero.workers.faults import parse
-from rayzero.workers.messages import MirrorPlan, Setup
+from rayzero.workers.chaos.spec import parse_fault
+from rayzero.workers.messages import MirrorPolicy, WorkerSpec
 
-_UNPACKED = re.compile(r"/working_dir_files/_ray_pkg_[^/]+")
+_RAY_WORKING_DIR = re.compile(r"/working_dir_files/_ray_pkg_[^/]+")
 """Where Ray unpacks a `--working-dir`; it is removed some time after the job."""
 
 
@@ -33,16 +33,16 @@ class JobPlan:
     """
 
     spec: JobSpec
-    setup: Setup
-    need: Need
+    worker_spec: WorkerSpec
+    resources: ResourceRequest
     output_dir: Path
-    archive: str
+    job_folder: str
     stage: int | None
 
     @property
-    def vanishes(self) -> bool:
+    def output_is_temporary(self) -> bool:
         """Whether the local files go some time after the job."""
-        return _UNPACKED.search(str(self.output_dir)) is not None
+        return _RAY_WORKING_DIR.search(str(self.output_dir)) is not None
 
 
 def make_plan(
@@ -60,11 +60,11 @@ def make_plan(
     """
     cwd = os.getcwd()
     path = spec.checkpoint.path
-    _refuse_copy(spec, cwd)
+    _refuse_temporary_folder(spec, cwd)
     output_dir = Path(cwd, "runs" if spec.checkpoint.is_url else path, spec.name)
-    archive = join(path, spec.name) if spec.checkpoint.is_url else str(output_dir)
+    archive = join_url(path, spec.name) if spec.checkpoint.is_url else str(output_dir)
     for fault in spec.faults:
-        parse(fault)  # refused now, not when it should happen
+        parse_fault(fault)  # refused now, not when it should happen
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -75,7 +75,7 @@ def make_plan(
         ) from None
     engine = spec.engine if isinstance(spec.engine, dict) else None
     workers = spec.workers
-    setup = Setup(
+    setup = WorkerSpec(
         name=spec.name,
         entrypoint=entrypoint,
         args=spec.args,
@@ -88,7 +88,7 @@ def make_plan(
         hang_timeout_s=spec.recovery.hang_timeout_s,
         working_dir=cwd,
         import_paths=(cwd, *import_paths),
-        mirror=MirrorPlan(
+        mirror=MirrorPolicy(
             replicas=spec.recovery.replicas,
             every_steps=spec.recovery.mirror_every,
             checkpoint_every_steps=spec.checkpoint.every_steps,
@@ -98,16 +98,16 @@ def make_plan(
         run=f"{time_ns():020d}",
     )
     most = workers.most + workers.spares
-    need = Need(workers.min, most, workers.cpus, workers.gpus, workers.start_timeout_s)
+    need = ResourceRequest(workers.min, most, workers.cpus, workers.gpus, workers.start_timeout_s)
     stage = None if engine is None else parse_config(engine).zero_optimization.stage
     return JobPlan(spec, setup, need, output_dir, archive, stage)
 
 
-def _refuse_copy(spec: JobSpec, cwd: str) -> None:
+def _refuse_temporary_folder(spec: JobSpec, cwd: str) -> None:
     """A run whose checkpoints go with its job cannot be gone on with."""
     wanted = spec.checkpoint
     relative = not (wanted.is_url or Path(wanted.path).is_absolute())
-    if relative and wanted.every_steps is not None and _UNPACKED.search(cwd):
+    if relative and wanted.every_steps is not None and _RAY_WORKING_DIR.search(cwd):
         raise ConfigError(
             f"checkpoint.path is {wanted.path!r}, which here is in Ray's copy of the working "
             f"directory: it is removed after the job, and all checkpoints with it",

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from rayzero.engine.validation import mistakes_in, refuse
+from rayzero.engine.validation import error_lines, raise_config_error
 
 SCHEMES = ("file", "s3", "gs", "gcs", "hdfs")
 """What the URL of a checkpoint folder may begin with."""
@@ -47,7 +47,7 @@ class Workers(_Section):
 
     @field_validator("max")
     @classmethod
-    def _not_below_min(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_max(cls, value: int | None, info: ValidationInfo) -> int | None:
         least = info.data.get("min", 1)
         if value is not None and value < least:
             raise ValueError(f"must not be less than workers.min, which is {least}")
@@ -55,7 +55,7 @@ class Workers(_Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _in_a_script(
+    def _raise_config_error(
         cls, value: Any, handler: ModelWrapValidatorHandler[Workers], info: ValidationInfo
     ) -> Workers:
         """`rayzero.Workers(...)` is refused in the words that `workers:` of a job file is."""
@@ -63,7 +63,7 @@ class Workers(_Section):
             return handler(value)
         except ValidationError as error:
             if info.context is None:
-                refuse("workers", mistakes_in(cls, error))
+                raise_config_error("workers", error_lines(cls, error))
             raise
 
     @property
@@ -71,7 +71,7 @@ class Workers(_Section):
         return self.min if self.max is None else self.max
 
 
-class Checkpoint(_Section):
+class CheckpointSpec(_Section):
     """Where the job's files go, and how often its state does."""
 
     path: str = Field(
@@ -105,7 +105,7 @@ class Checkpoint(_Section):
 
     @field_validator("path")
     @classmethod
-    def _known_scheme(cls, value: str) -> str:
+    def _check_scheme(cls, value: str) -> str:
         scheme, separator, rest = value.partition("://")
         if separator and (scheme not in SCHEMES or not rest.strip("/")):
             raise ValueError(f"must be a folder, or a URL such as s3://bucket/runs ({_SCHEMES})")
@@ -116,7 +116,7 @@ class Checkpoint(_Section):
         return "://" in self.path
 
 
-class Recovery(_Section):
+class RecoverySpec(_Section):
     """What happens when something breaks."""
 
     replicas: int = Field(
@@ -140,7 +140,7 @@ class Recovery(_Section):
     )
 
 
-class Metrics(_Section):
+class MetricsSpec(_Section):
     """What the job tells of itself in numbers."""
 
     port: int | None = Field(
@@ -189,9 +189,9 @@ class JobSpec(_Section):
     workers: Workers = Workers()
     steps: int | None = Field(default=None, ge=1, description="optimizer steps, as ctx.steps")
     seed: int = Field(default=0, ge=0, description="the data order follows from it")
-    checkpoint: Checkpoint = Checkpoint()
-    recovery: Recovery = Recovery()
-    metrics: Metrics = Metrics()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    recovery: RecoverySpec = RecoverySpec()
+    metrics: MetricsSpec = MetricsSpec()
     faults: list[str] = Field(
         default_factory=list,
         description="faults to inject, such as kill(rank=1, step=7): for tests and trials",
@@ -202,7 +202,7 @@ class JobSpec(_Section):
 
     @field_validator("entrypoint")
     @classmethod
-    def _names_a_function(cls, value: str) -> str:
+    def _check_entrypoint(cls, value: str) -> str:
         if not _ENTRYPOINT.fullmatch(value):
             raise ValueError("must be module:function, such as examples.gpt.train:train")
         return value

@@ -10,29 +10,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayzero.engine.api.entry import initialize
+    from rayzero.engine.api.initialize import initialize
     from rayzero.engine.data.dataset import ParquetTokens
     from rayzero.engine.engine import Engine
     from rayzero.engine.errors import ConfigError, EngineError, RayzeroError
-    from rayzero.engine.zero.deferred import zero_init
-    from rayzero.orchestrator.api import Job, JobHandle, JobResult, Workers
-    from rayzero.workers.context import Context
+    from rayzero.engine.zero.deferred_init import zero_init
+    from rayzero.orchestrator.job.api import Job
+    from rayzero.orchestrator.job.handle import JobHandle
+    from rayzero.orchestrator.results import JobResult
+    from rayzero.orchestrator.spec import Workers
+    from rayzero.workers.session import Context
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "initialize": "rayzero.engine.api.entry",
-    "zero_init": "rayzero.engine.zero.deferred",
+    "initialize": "rayzero.engine.api.initialize",
+    "zero_init": "rayzero.engine.zero.deferred_init",
     "Engine": "rayzero.engine.engine",
     "ParquetTokens": "rayzero.engine.data.dataset",
     "RayzeroError": "rayzero.engine.errors",
     "ConfigError": "rayzero.engine.errors",
     "EngineError": "rayzero.engine.errors",
-    "Context": "rayzero.workers.context",
-    "Job": "rayzero.orchestrator.api",
-    "JobHandle": "rayzero.orchestrator.api",
-    "JobResult": "rayzero.orchestrator.api",
-    "Workers": "rayzero.orchestrator.api",
+    "Context": "rayzero.workers.session",
+    "Job": "rayzero.orchestrator.job.api",
+    "JobHandle": "rayzero.orchestrator.job.api",
+    "JobResult": "rayzero.orchestrator.job.api",
+    "Workers": "rayzero.orchestrator.job.api",
 }
 
 __all__ = [

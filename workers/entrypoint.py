@@ -9,24 +9,24 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeAlias, cast
 
-from rayzero.engine.errors import ConfigError, nearest
+from rayzero.engine.errors import ConfigError, did_you_mean
 
 TrainFunction: TypeAlias = Callable[[Any], Any]
 
-_FIX = "`entrypoint:` in the job file"
+_FIX_HINT = "`entrypoint:` in the job file"
 
 
 class EntryPointError(ConfigError):
     """The entry point cannot be called. Its `__cause__`, if any, is the user's own error."""
 
 
-def training_function(entrypoint: str | bytes) -> TrainFunction:
+def load_train_function(entrypoint: str | bytes) -> TrainFunction:
     """As `resolve`, of a function that can be called with ctx alone.
 
     Raises:
         EntryPointError: as `resolve`; or it takes other arguments.
     """
-    found = resolve(entrypoint)
+    found = resolve_entrypoint(entrypoint)
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):  # native code has none
@@ -38,12 +38,12 @@ def training_function(entrypoint: str | bytes) -> TrainFunction:
         raise EntryPointError(
             f"the entry point {name}{signature} cannot be called with ctx alone: {error}",
             allowed="a function of one argument, ctx; a value of your own comes as ctx.args",
-            fix=f"{name}, or {_FIX}",
+            fix=f"{name}, or {_FIX_HINT}",
         ) from None
     return found
 
 
-def resolve(entrypoint: str | bytes) -> TrainFunction:
+def resolve_entrypoint(entrypoint: str | bytes) -> TrainFunction:
     """The function that `entrypoint` names.
 
     Args:
@@ -54,30 +54,30 @@ def resolve(entrypoint: str | bytes) -> TrainFunction:
             the module fails; then the user's error is the cause.
     """
     if isinstance(entrypoint, bytes):
-        return _unpickled(entrypoint)
+        return _unpickle_function(entrypoint)
     module_name, _, attribute = entrypoint.partition(":")
-    module = _imported(entrypoint, module_name)
+    module = _import_module(entrypoint, module_name)
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = [name for name in vars(found) if not name.startswith("_")]
             raise EntryPointError(
                 f"entrypoint {entrypoint!r}: {part!r} is not in "
-                f"{module.__file__ or module_name}{nearest(part, names)}",
+                f"{module.__file__ or module_name}{did_you_mean(part, names)}",
                 allowed="a function of one argument, ctx",
-                fix=_FIX,
+                fix=_FIX_HINT,
             )
         found = getattr(found, part)
     if not callable(found):
         raise EntryPointError(
             f"entrypoint {entrypoint!r} is of type {type(found).__name__}, which is not callable",
             allowed="a function of one argument, ctx",
-            fix=_FIX,
+            fix=_FIX_HINT,
         )
     return cast(TrainFunction, found)
 
 
-def _imported(entrypoint: str, module_name: str) -> Any:
+def _import_module(entrypoint: str, module_name: str) -> Any:
     try:
         return import_module(module_name)
     except ModuleNotFoundError as error:
@@ -87,14 +87,14 @@ def _imported(entrypoint: str, module_name: str) -> Any:
             raise EntryPointError(
                 f"entrypoint {entrypoint!r}: there is no module {error.name!r}",
                 allowed=f"a module that can be imported from {os.getcwd()}",
-                fix=f"{_FIX}, or run from the folder that holds the module",
+                fix=f"{_FIX_HINT}, or run from the folder that holds the module",
             ) from None
-        raise EntryPointError(_inside(entrypoint, error), fix=_FIX) from error
+        raise EntryPointError(_import_error_text(entrypoint, error), fix=_FIX_HINT) from error
     except Exception as error:
-        raise EntryPointError(_inside(entrypoint, error), fix=_FIX) from error
+        raise EntryPointError(_import_error_text(entrypoint, error), fix=_FIX_HINT) from error
 
 
-def _unpickled(entrypoint: bytes) -> TrainFunction:
+def _unpickle_function(entrypoint: bytes) -> TrainFunction:
     try:
         function = pickle.loads(entrypoint)
     except Exception as error:
@@ -109,5 +109,5 @@ def _unpickled(entrypoint: bytes) -> TrainFunction:
     return cast(TrainFunction, function)
 
 
-def _inside(entrypoint: str, error: Exception) -> str:
+def _import_error_text(entrypoint: str, error: Exception) -> str:
     return f"entrypoint {entrypoint!r} does not import: {type(error).__name__}: {error}"

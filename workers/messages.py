@@ -1,6 +1,6 @@
 """What crosses the wire between the controller and a worker. Frozen, small, and free of torch.
 
-Down go `Setup` (once) and `Assign` (once a generation); messages go up through `poll`. What a vault
+Down go `WorkerSpec` (once) and `Assignment` (once a generation); messages go up through `poll`. What a vault
 says of itself is in `rayzero.workers.vault.records`, and can be had from here too.
 """
 
@@ -9,19 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from rayzero.workers.vault.records import ConnectionLost as ConnectionLost
-from rayzero.workers.vault.records import FaultFired as FaultFired
-from rayzero.workers.vault.records import RankFile as RankFile
-from rayzero.workers.vault.records import Restore as Restore
-from rayzero.workers.vault.records import SlotInfo as SlotInfo
-from rayzero.workers.vault.records import SlotRef as SlotRef
-from rayzero.workers.vault.records import VaultNews as VaultNews
+from rayzero.workers.chaos.spec import FaultFired
+from rayzero.workers.vault.records import Restore
 
 CrashKind: TypeAlias = Literal["config", "entrypoint", "data", "state", "collective", "user"]
 
 
 @dataclass(frozen=True)
-class MirrorPlan:
+class MirrorPolicy:
     """When a worker copies its state into its node's vault.
 
     Args:
@@ -36,7 +31,7 @@ class MirrorPlan:
 
 
 @dataclass(frozen=True)
-class Setup:
+class WorkerSpec:
     """What a worker is told once, at its start, and keeps through all generations.
 
     Args:
@@ -45,7 +40,7 @@ class Setup:
         engine_config: the engine config, already read from its file.
         hang_timeout_s: a rank that makes no progress for so long is taken for hung.
         mirror: when the state is mirrored into the vault, and when a checkpoint is due.
-        faults: faults to inject, in the language of `rayzero.workers.faults`.
+        faults: faults to inject, in the language of `rayzero.workers.chaos.spec`.
         ledger: whether consumed sample ids are written down, under `output_dir`/ledger/`run`.
         run: which run of the job this is; later ones sort behind.
         working_dir: the submitter's working directory: the worker's too, where it exists.
@@ -64,7 +59,7 @@ class Setup:
     hang_timeout_s: float
     working_dir: str
     import_paths: tuple[str, ...]
-    mirror: MirrorPlan
+    mirror: MirrorPolicy
     faults: tuple[str, ...] = ()
     ledger: bool = False
     run: str = ""
@@ -82,7 +77,7 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True)
-class Assign:
+class Assignment:
     """A worker's place in one generation, and the store where its members meet.
 
     Args:
@@ -90,7 +85,7 @@ class Assign:
         restore: what to begin from; None for a fresh start.
         shares: each rank's share of a step's samples, adding up to 1; empty for even shares.
         remote: whether steps are pinned as often as can be, for another node's vault to copy.
-        faults: injected since the job began, all of them, beside those of `Setup`.
+        faults: injected since the job began, all of them, beside those of `WorkerSpec`.
     """
 
     generation: int
@@ -107,8 +102,8 @@ class Assign:
     faults: tuple[str, ...] = ()
 
 
-class Own(NamedTuple):
-    """What a worker's place in a generation has of its own; see `Assign`."""
+class RankAssignment(NamedTuple):
+    """What a worker's place in a generation has of its own; see `Assignment`."""
 
     rank: int
     local_rank: int
@@ -117,8 +112,8 @@ class Own(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Formation:
-    """What all places of a generation have in common; see `Assign`. It grows with the number of
+class GenerationSpec:
+    """What all places of a generation have in common; see `Assignment`. It grows with the number of
     ranks, so it is packed once, not once a worker."""
 
     generation: int
@@ -130,9 +125,9 @@ class Formation:
     remote: bool = False
     faults: tuple[str, ...] = ()
 
-    def place(self, own: Own) -> Assign:
+    def assignment_for(self, own: RankAssignment) -> Assignment:
         """One worker's place."""
-        return Assign(**vars(self), **own._asdict())
+        return Assignment(**vars(self), **own._asdict())
 
 
 @dataclass(frozen=True)
@@ -159,7 +154,7 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class Report:
+class StepReport:
     """A rank finished a step.
 
     Args:
@@ -220,7 +215,7 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Memory:
+class InProcessStateInfo:
     """The state that a worker's own memory holds after its function was unwound.
 
     Args:
@@ -242,7 +237,7 @@ class Stopped:
 
     generation: int
     rank: int
-    memory: Memory | None = None
+    memory: InProcessStateInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -263,7 +258,7 @@ class Crashed:
     step: int
     error: str
     traceback: str
-    memory: Memory | None = None
+    memory: InProcessStateInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -282,10 +277,10 @@ class Pinned:
     stopped_s: float
 
 
-Message: TypeAlias = (
+WorkerMessage: TypeAlias = (
     Joined
     | Restored
-    | Report
+    | StepReport
     | Heartbeat
     | LogLine
     | Finished

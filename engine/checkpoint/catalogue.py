@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from rayzero.engine.checkpoint.errors import CheckpointVersionError
-from rayzero.engine.checkpoint.format import MANIFEST, step_of
+from rayzero.engine.checkpoint.format import MANIFEST_NAME, parse_step
 from rayzero.engine.checkpoint.manifest import Manifest
-from rayzero.engine.checkpoint.reader import manifest_in
-from rayzero.engine.checkpoint.storage import Entry, Store
-from rayzero.engine.checkpoint.store import join, open_store, split
+from rayzero.engine.checkpoint.open_store import open_store
+from rayzero.engine.checkpoint.reader import read_manifest_from
+from rayzero.engine.checkpoint.store import Store, StoreEntry, join_url, split_url
 from rayzero.engine.errors import DataError
 
-Condition: TypeAlias = Literal["whole", "unfinished", "damaged", "newer"]
+CheckpointStatus: TypeAlias = Literal["whole", "unfinished", "damaged", "newer"]
 """unfinished: without a manifest, so it does not exist. newer: of a format not known here."""
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointInfo:
     """A step's folder.
 
     Attributes:
@@ -31,17 +31,17 @@ class Found:
 
     step: int
     folder: str
-    condition: Condition
+    status: CheckpointStatus
     problem: str
     manifest: Manifest | None
-    entries: tuple[Entry, ...]
+    entries: tuple[StoreEntry, ...]
 
     @property
-    def is_whole(self) -> bool:
-        return self.condition == "whole"
+    def is_complete(self) -> bool:
+        return self.status == "whole"
 
 
-def list_checkpoints(path: str) -> list[Found]:
+def list_checkpoints(path: str) -> list[CheckpointInfo]:
     """What lies in a job's folder, or the one checkpoint whose folder it is, by step. Nothing but
     manifests and sizes is read.
 
@@ -49,14 +49,14 @@ def list_checkpoints(path: str) -> list[Found]:
         StoreError: the store cannot be read.
         ConfigError: it is no path or URL of a store.
     """
-    parent, name = split(path)
-    if step_of(name) is not None:
-        found = _look(open_store(parent), name)
+    parent, name = split_url(path)
+    if parse_step(name) is not None:
+        found = _inspect_folder(open_store(parent), name)
         return [found] if found.entries else []
-    return sorted(_all(open_store(path)), key=lambda one: one.step)
+    return sorted(_iter_checkpoints(open_store(path)), key=lambda one: one.step)
 
 
-def newest_whole(path: str, excluding: Collection[int] = ()) -> Found | None:
+def newest_complete(path: str, excluding: Collection[int] = ()) -> CheckpointInfo | None:
     """The newest checkpoint in a job's folder that looks whole, but for some steps: its manifest is
     what was written, and every file is there in its size. Older ones are not looked at.
 
@@ -64,40 +64,40 @@ def newest_whole(path: str, excluding: Collection[int] = ()) -> Found | None:
         As `list_checkpoints`.
     """
     store = open_store(path)
-    for step, name in sorted(_steps(store), reverse=True):
-        if step not in excluding and (found := _look(store, name)).is_whole:
+    for step, name in sorted(_step_folders(store), reverse=True):
+        if step not in excluding and (found := _inspect_folder(store, name)).is_complete:
             return found
     return None
 
 
-def _all(store: Store) -> Iterator[Found]:
-    for _, name in _steps(store):
-        yield _look(store, name)
+def _iter_checkpoints(store: Store) -> Iterator[CheckpointInfo]:
+    for _, name in _step_folders(store):
+        yield _inspect_folder(store, name)
 
 
-def _steps(store: Store) -> list[tuple[int, str]]:
+def _step_folders(store: Store) -> list[tuple[int, str]]:
     return [
         (step, one.name)
-        for one in store.entries()
-        if one.is_folder and (step := step_of(one.name)) is not None
+        for one in store.list_folder()
+        if one.is_folder and (step := parse_step(one.name)) is not None
     ]
 
 
-def _look(store: Store, name: str) -> Found:
-    step = step_of(name) or 0
-    entries = tuple(store.entries(name))
-    condition, problem, manifest = _condition(store, name, step, entries)
-    return Found(step, join(store.url, name), condition, problem, manifest, entries)
+def _inspect_folder(store: Store, name: str) -> CheckpointInfo:
+    step = parse_step(name) or 0
+    entries = tuple(store.list_folder(name))
+    condition, problem, manifest = _check_status(store, name, step, entries)
+    return CheckpointInfo(step, join_url(store.url, name), condition, problem, manifest, entries)
 
 
-def _condition(
-    store: Store, name: str, step: int, entries: tuple[Entry, ...]
-) -> tuple[Condition, str, Manifest | None]:
+def _check_status(
+    store: Store, name: str, step: int, entries: tuple[StoreEntry, ...]
+) -> tuple[CheckpointStatus, str, Manifest | None]:
     sizes = {one.name: one.nbytes for one in entries}
-    if MANIFEST not in sizes:
-        return "unfinished", f"it has no {MANIFEST}: its save did not end", None
+    if MANIFEST_NAME not in sizes:
+        return "unfinished", f"it has no {MANIFEST_NAME}: its save did not end", None
     try:
-        manifest = manifest_in(store, name)
+        manifest = read_manifest_from(store, name)
     except CheckpointVersionError as error:
         return "newer", error.seen, None
     except DataError as error:

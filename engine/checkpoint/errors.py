@@ -1,14 +1,21 @@
-"""What can be wrong with a checkpoint, and with where it lies."""
+"""StoreError, damaged, mismatch, version.
+
+What can be wrong with a checkpoint, and with where it lies.
+
+Does a saved state fit a model?
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 from rayzero.engine.errors import ConfigError, DataError, RayzeroError
+from rayzero.engine.layout.state_index import LogicalTensor
 
-StoreTrouble: TypeAlias = Literal["full", "gone", "forbidden", "slow", "other"]
+StoreErrorKind: TypeAlias = Literal["full", "gone", "forbidden", "slow", "other"]
 
-_FIXES: dict[StoreTrouble, str] = {
+_FIX_BY_KIND: dict[StoreErrorKind, str] = {
     "full": "free space there, checkpoint.keep, or checkpoint.path",
     "gone": "checkpoint.path: a folder, disk or bucket that is there",
     "forbidden": "the rights of the folder or the credentials of the store, or checkpoint.path",
@@ -25,8 +32,8 @@ class StoreError(RayzeroError):
         url: the place in question.
     """
 
-    def __init__(self, kind: StoreTrouble, url: str, seen: str) -> None:
-        super().__init__(f"{url}: {seen}", fix=_FIXES[kind])
+    def __init__(self, kind: StoreErrorKind, url: str, seen: str) -> None:
+        super().__init__(f"{url}: {seen}", fix=_FIX_BY_KIND[kind])
         self.kind = kind
         self.url = url
         self._seen = seen
@@ -41,3 +48,51 @@ class CheckpointDamagedError(DataError):
 
 class CheckpointVersionError(ConfigError):
     """A checkpoint of a format that this version does not know."""
+
+
+_MAX_LISTED = 3
+
+
+class CheckpointMismatchError(ConfigError):
+    """A state of another model: names or shapes differ."""
+
+
+def check_state_fits_model(
+    wanted: Mapping[str, LogicalTensor], held: Mapping[str, LogicalTensor]
+) -> None:
+    """Compares names and shapes; dtypes may differ.
+
+    Args:
+        wanted: the model's tensors.
+        held: the state's.
+
+    Raises:
+        CheckpointMismatchError: which are missing, which are too many, and whose shape differs.
+    """
+    missing = [name for name in wanted if name not in held]
+    foreign = [name for name in held if name not in wanted]
+    shapes = [
+        f"{name} is {list(held[name].shape)} in the state and {list(one.shape)} in the model"
+        for name, one in wanted.items()
+        if name in held and held[name].shape != one.shape
+    ]
+    told = [
+        f"{len(found)} {what}: {_list_some(found)}"
+        for what, found in (
+            ("tensors of the model are not in it", missing),
+            ("of its tensors are not in the model", foreign),
+            ("tensors have another shape", shapes),
+        )
+        if found
+    ]
+    if told:
+        raise CheckpointMismatchError(
+            "the saved state is another model's: " + "; ".join(told),
+            allowed="a state with the model's parameters and buffers, by name and shape",
+            fix="the model, or which checkpoint is resumed from (checkpoint.resume)",
+        )
+
+
+def _list_some(found: Iterable[str]) -> str:
+    found = list(found)
+    return ", ".join(found[:_MAX_LISTED]) + (", ..." if len(found) > _MAX_LISTED else "")

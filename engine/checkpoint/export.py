@@ -23,18 +23,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from rayzero.engine.checkpoint.exportable import Exportable
-from rayzero.engine.checkpoint.imports.foreign import open_foreign
+from rayzero.engine.checkpoint.export_model import ExportedModel, save_safetensors
+from rayzero.engine.checkpoint.imports import open_foreign
 from rayzero.engine.checkpoint.reader import CheckpointSource
-from rayzero.engine.checkpoint.whole_file import save_safetensors
-from rayzero.engine.errors import ConfigError, DataError, nearest
-from rayzero.engine.state.counted import Counted
-from rayzero.engine.state.source import StateSource
+from rayzero.engine.errors import ConfigError, DataError, did_you_mean
+from rayzero.engine.layout.state_index import CountingSource, StateSource
 
 SHARD_BYTES = 5_000_000_000
 
 
-def export(
+def export_checkpoint(
     folder: str,
     target: str,
     kind: str,
@@ -58,38 +56,39 @@ def export(
         ConfigError: an argument is wrong, or the target is not empty.
         DataError: the checkpoint is damaged, or the target cannot be written.
     """
-    check_kind(kind)
+    check_export_kind(kind)
     source = open_foreign(folder) or CheckpointSource(folder)
     try:
-        return export_state(Counted(source, progress), target, kind, dtype)
+        return export_state(CountingSource(source, progress), target, kind, dtype)
     finally:
         source.close()
 
 
 def export_state(source: StateSource, target: str, kind: str, dtype: str = "") -> list[str]:
     """The same from a source that is open."""
-    check_kind(kind)
-    state = Exportable(source, dtype)
-    with _new_folder(Path(target)) as folder:
-        _KINDS[kind](state, folder)
+    check_export_kind(kind)
+    state = ExportedModel(source, dtype)
+    with _atomic_folder(Path(target)) as folder:
+        _WRITERS[kind](state, folder)
     return sorted(str(path) for path in Path(target).rglob("*") if path.is_file())
 
 
-def check_kind(kind: str) -> None:
+def check_export_kind(kind: str) -> None:
     """
     Raises:
         ConfigError: there is no such kind of export.
     """
-    if kind not in _KINDS:
+    if kind not in _WRITERS:
         raise ConfigError(
-            f"cannot export as {kind!r}{nearest(kind, list(_KINDS))}", allowed=", ".join(_KINDS)
+            f"cannot export as {kind!r}{did_you_mean(kind, list(_WRITERS))}",
+            allowed=", ".join(_WRITERS),
         )
 
 
-def write_safetensors(state: Exportable, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+def write_safetensors(state: ExportedModel, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """One stored tensor for each parameter and buffer; no more than one file's are in memory."""
     metadata = {"format": "pt"}
-    shards = _shards(state.sizes(), shard_bytes)
+    shards = _split_into_files(state.sizes(), shard_bytes)
     if len(shards) == 1:
         tensors = {name: state.read(name) for name in shards[0]}
         save_safetensors(tensors, folder / "model.safetensors", metadata)
@@ -107,7 +106,7 @@ def write_safetensors(state: Exportable, folder: Path, shard_bytes: int = SHARD_
     (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
+def _split_into_files(sizes: dict[str, int], limit: int) -> list[list[str]]:
     """Names in order, in files of at most `limit` bytes or one tensor."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -120,16 +119,16 @@ def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
     return shards
 
 
-def _write_torch(state: Exportable, folder: Path) -> None:
-    content = _state_dict(state)
+def _write_torch(state: ExportedModel, folder: Path) -> None:
+    content = _full_state_dict(state)
     try:
         torch.save(content, folder / "pytorch_model.pt")
     except RuntimeError as error:  # its zip writer tells no more than that a write fell short
         raise OSError("torch.save could not write all of it; is there room?") from error
 
 
-def _write_dcp(state: Exportable, folder: Path) -> None:
-    content = {"model": _state_dict(state)} | state.optimizer()
+def _write_dcp(state: ExportedModel, folder: Path) -> None:
+    content = {"model": _full_state_dict(state)} | state.optimizer()
     try:
         with catch_warnings():
             filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be
@@ -139,13 +138,13 @@ def _write_dcp(state: Exportable, folder: Path) -> None:
         raise OSError(f"torch.distributed.checkpoint: {reasons}") from error
 
 
-def _state_dict(state: Exportable) -> dict[str, Tensor]:
+def _full_state_dict(state: ExportedModel) -> dict[str, Tensor]:
     """The model's state dict: tied parameters under all of their names, and buffers."""
     tensors = {name: state.read(name) for name in state.sizes()}
     return tensors | {alias: tensors[name] for alias, name in state.ties.items()}
 
 
-_KINDS: dict[str, Callable[[Exportable, Path], None]] = {
+_WRITERS: dict[str, Callable[[ExportedModel, Path], None]] = {
     "safetensors": write_safetensors,
     "torch": _write_torch,
     "dcp": _write_dcp,
@@ -153,7 +152,7 @@ _KINDS: dict[str, Callable[[Exportable, Path], None]] = {
 
 
 @contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
+def _atomic_folder(target: Path) -> Iterator[Path]:
     """A folder that takes the target's name when all went well, and is gone when it did not."""
     partial = target.parent / f".{target.name}.partial"
     try:

@@ -17,20 +17,15 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError, CheckpointVersionError
-from rayzero.engine.checkpoint.format import (
-    FORMAT_VERSION,
-    WrittenFile,
-    block_count,
-    is_rank_file,
-)
+from rayzero.engine.checkpoint.format import FORMAT_VERSION, WrittenFile, block_count, is_rank_file
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.reshard import plan_copies
-from rayzero.engine.state.table import ITEM_BYTES, LogicalTensor, Range, Table
+from rayzero.engine.layout.state_index import DTYPE_BYTES, BlockIndex, LogicalTensor, TensorRange
 
-_HEAD = b'{"checksum":"%s","checkpoint":'
-_HEAD_BYTES = len(_HEAD % b"0123456789abcdef")
-_TAIL = b"}\n"
-_DIGITS = 16  # of a checksum in hex
+_PREFIX = b'{"checksum":"%s","checkpoint":'
+_PREFIX_BYTES = len(_PREFIX % b"0123456789abcdef")
+_SUFFIX = b"}\n"
+_CHECKSUM_DIGITS = 16  # of a checksum in hex
 
 
 @dataclass(frozen=True)
@@ -48,13 +43,13 @@ class FileEntry:
     nbytes: int
     checksum: int
     blocks: tuple[int, ...]
-    table: Table
-    small: dict[str, Any]
+    block_index: BlockIndex
+    metadata: dict[str, Any]
 
     @property
     def data_offset(self) -> int:
         """Where in the file the data begins."""
-        return self.nbytes - self.table.nbytes
+        return self.nbytes - self.block_index.nbytes
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ class Manifest:
     @property
     def tensors(self) -> dict[str, LogicalTensor]:
         """Every logical tensor in it."""
-        return {name: one for file in self.files for name, one in file.table.tensors.items()}
+        return {name: one for file in self.files for name, one in file.block_index.tensors.items()}
 
     def to_bytes(self) -> bytes:
         """As it is written. Tensors are told once, and ranges call them by number."""
@@ -106,7 +101,7 @@ class Manifest:
             "files": [_file_to_json(one, number) for one in self.files],
         }
         text = json.dumps(content, separators=(",", ":")).encode()
-        return _HEAD % xxh3_64_hexdigest(text).encode() + text + _TAIL
+        return _PREFIX % xxh3_64_hexdigest(text).encode() + text + _SUFFIX
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str) -> Manifest:
@@ -120,7 +115,7 @@ class Manifest:
             CheckpointVersionError: a newer version wrote it.
         """
         try:
-            content = _checked(raw, where)
+            content = _verify_checksum(raw, where)
             tensors = [
                 (name, LogicalTensor(dtype, tuple(shape)))
                 for name, dtype, shape in content["tensors"]
@@ -171,22 +166,24 @@ def make_manifest(
             one.nbytes,
             one.checksum,
             one.blocks,
-            Table.from_json(one.table),
+            BlockIndex.from_json(one.table),
             one.small,
         )
         for one in files
     )
     created_s = time() if created_s is None else created_s
     manifest = Manifest(job, step, generation, stage, created_s, entries)
-    whole = [Range(name, 0, one.numel, 0) for name, one in manifest.tensors.items()]
-    plan_copies(whole, [one.table.ranges for one in entries])  # raises where something is missing
+    whole = [TensorRange(name, 0, one.numel, 0) for name, one in manifest.tensors.items()]
+    plan_copies(
+        whole, [one.block_index.ranges for one in entries]
+    )  # raises where something is missing
     return manifest
 
 
-def _checked(raw: bytes, where: str) -> dict[str, Any]:
+def _verify_checksum(raw: bytes, where: str) -> dict[str, Any]:
     """The JSON object behind a checksum that is right."""
-    text = raw[_HEAD_BYTES : -len(_TAIL)]
-    if raw != _HEAD % xxh3_64_hexdigest(text).encode() + text + _TAIL:
+    text = raw[_PREFIX_BYTES : -len(_SUFFIX)]
+    if raw != _PREFIX % xxh3_64_hexdigest(text).encode() + text + _SUFFIX:
         raise CheckpointDamagedError(f"{where} is damaged: its checksum is another one")
     content: dict[str, Any] = json.loads(text)
     version = content["format_version"]
@@ -200,7 +197,7 @@ def _checked(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _file_to_json(file: FileEntry, number: dict[str, int]) -> dict[str, Any]:
-    table = file.table
+    table = file.block_index
     return {
         "name": file.name,
         "nbytes": file.nbytes,
@@ -210,7 +207,7 @@ def _file_to_json(file: FileEntry, number: dict[str, int]) -> dict[str, Any]:
         "constant_bytes": table.constant_bytes,
         "tensors": [number[name] for name in table.tensors],
         "ranges": [[number[one.name], one.start, one.stop, one.offset] for one in table.ranges],
-        "small": file.small,
+        "small": file.metadata,
     }
 
 
@@ -218,17 +215,20 @@ def _file_from_json(
     document: dict[str, Any], tensors: list[tuple[str, LogicalTensor]]
 ) -> FileEntry:
     """Raises LookupError, TypeError or ValueError where the document cannot be right."""
-    table = Table(
+    table = BlockIndex(
         dict(tensors[number] for number in document["tensors"]),
         tuple(
-            Range(tensors[number][0], start, stop, offset)
+            TensorRange(tensors[number][0], start, stop, offset)
             for number, start, stop, offset in document["ranges"]
         ),
         document["data_bytes"],
         document["constant_bytes"],
     )
     digits = document["blocks"]
-    blocks = tuple(int(digits[at : at + _DIGITS], 16) for at in range(0, len(digits), _DIGITS))
+    blocks = tuple(
+        int(digits[at : at + _CHECKSUM_DIGITS], 16)
+        for at in range(0, len(digits), _CHECKSUM_DIGITS)
+    )
     file = FileEntry(
         document["name"],
         document["nbytes"],
@@ -243,17 +243,17 @@ def _file_from_json(
 
 def _check_file(file: FileEntry) -> None:
     """What a reader relies on: it never reads outside of a file, nor a file of another folder."""
-    table = file.table
+    table = file.block_index
     if not is_rank_file(file.name):
         raise ValueError(f"a file called {file.name!r}")
     if not 0 <= table.nbytes <= file.nbytes:
         raise ValueError(f"{file.name} of {file.nbytes} bytes with {table.nbytes} bytes of data")
     if len(file.blocks) != block_count(table.nbytes):
         raise ValueError(f"{len(file.blocks)} checksums of {table.nbytes} bytes")
-    if not isinstance(file.small, dict):
+    if not isinstance(file.metadata, dict):
         raise ValueError(f"the JSON part of {file.name}")
     for name, tensor in table.tensors.items():
-        if tensor.dtype not in ITEM_BYTES or min(tensor.shape, default=0) < 0:
+        if tensor.dtype not in DTYPE_BYTES or min(tensor.shape, default=0) < 0:
             raise ValueError(f"{name} of dtype {tensor.dtype} and shape {tensor.shape}")
     for one in table.ranges:
         tensor = table.tensors[one.name]

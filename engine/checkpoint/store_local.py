@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rayzero.engine.checkpoint.errors import StoreError, StoreTrouble
-from rayzero.engine.checkpoint.format import PARTIAL
-from rayzero.engine.checkpoint.storage import Entry
+from rayzero.engine.checkpoint.errors import StoreError, StoreErrorKind
+from rayzero.engine.checkpoint.format import PARTIAL_SUFFIX
+from rayzero.engine.checkpoint.store import StoreEntry
 
-_TROUBLES: Mapping[int, StoreTrouble] = {
+_ERRNO_KINDS: Mapping[int, StoreErrorKind] = {
     errno.ENOSPC: "full",
     errno.EDQUOT: "full",
     errno.EFBIG: "full",
@@ -27,7 +27,7 @@ _TROUBLES: Mapping[int, StoreTrouble] = {
 }
 
 # A link in a file's place would have another file written, which is not this folder's.
-_NEW_FILE = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_CREATE_FLAGS = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class LocalStore:
@@ -40,22 +40,22 @@ class LocalStore:
     def url(self) -> str:
         return str(self._folder)
 
-    def entries(self, folder: str = "") -> list[Entry]:
+    def list_folder(self, folder: str = "") -> list[StoreEntry]:
         path = self._folder / folder
-        with _told(path), suppress(FileNotFoundError), os.scandir(path) as found:
-            return [entry for one in found if (entry := _entry(one)) is not None]
+        with _store_errors(path), suppress(FileNotFoundError), os.scandir(path) as found:
+            return [entry for one in found if (entry := _to_store_entry(one)) is not None]
         return []
 
     @contextmanager
-    def create(self, name: str) -> Iterator[LocalSink]:
+    def create(self, name: str) -> Iterator[LocalWriteStream]:
         path = self._folder / name
-        partial = path.with_name(f".{path.name}{PARTIAL}")
-        with _told(path):
+        partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+        with _store_errors(path):
             _make_folder(path.parent)
-            fd = os.open(partial, _NEW_FILE, 0o666)
+            fd = os.open(partial, _CREATE_FLAGS, 0o666)
             try:
                 try:
-                    yield LocalSink(fd)
+                    yield LocalWriteStream(fd)
                     os.fsync(fd)
                 finally:
                     os.close(fd)
@@ -70,19 +70,19 @@ class LocalStore:
         with self.create(name) as sink:
             sink.write(memoryview(content))
 
-    def open(self, name: str) -> LocalFile:
+    def open(self, name: str) -> LocalReadStream:
         path = self._folder / name
-        with _told(path):
-            return LocalFile(path)
+        with _store_errors(path):
+            return LocalReadStream(path)
 
     def read(self, name: str) -> bytes:
         path = self._folder / name
-        with _told(path):
+        with _store_errors(path):
             return path.read_bytes()
 
     def remove(self, name: str) -> None:
         path = self._folder / name
-        with _told(path), suppress(FileNotFoundError):
+        with _store_errors(path), suppress(FileNotFoundError):
             os.unlink(path)
             _sync_folder(path.parent)
 
@@ -91,7 +91,7 @@ class LocalStore:
             os.rmdir(self._folder / name)
 
 
-class LocalSink:
+class LocalWriteStream:
     """An open file descriptor, which belongs to the `create` that made this."""
 
     def __init__(self, fd: int) -> None:
@@ -108,7 +108,7 @@ class LocalSink:
         self._written += done
 
 
-class LocalFile:
+class LocalReadStream:
     """Reads into the caller's memory, without a buffer between."""
 
     def __init__(self, path: Path) -> None:
@@ -118,7 +118,7 @@ class LocalFile:
     def read(self, offset: int, parts: Sequence[memoryview]) -> int:
         left = list(parts)
         done = 0
-        with _told(self._path):
+        with _store_errors(self._path):
             while left:
                 count = os.preadv(self._fd, left, offset + done)
                 if count == 0:
@@ -137,22 +137,22 @@ class LocalFile:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _store_errors(path: Path) -> Iterator[None]:
     """Says of an OSError what it means to the user."""
     try:
         yield
     except OSError as error:
-        kind = _TROUBLES.get(error.errno or 0, "other")
+        kind = _ERRNO_KINDS.get(error.errno or 0, "other")
         raise StoreError(kind, str(path), error.strerror or repr(error)) from error
 
 
-def _entry(one: os.DirEntry[str]) -> Entry | None:
+def _to_store_entry(one: os.DirEntry[str]) -> StoreEntry | None:
     """None for what went away meanwhile."""
     try:
         found = one.stat()
     except FileNotFoundError:
         return None
-    return Entry(one.name, one.is_dir(), 0 if one.is_dir() else found.st_size, found.st_mtime)
+    return StoreEntry(one.name, one.is_dir(), 0 if one.is_dir() else found.st_size, found.st_mtime)
 
 
 def _make_folder(path: Path) -> None:

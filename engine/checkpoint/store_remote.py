@@ -10,13 +10,13 @@ from urllib.parse import parse_qs, urlsplit
 
 from pyarrow import ArrowException, fs
 
-from rayzero.engine.checkpoint.errors import StoreError, StoreTrouble
-from rayzero.engine.checkpoint.format import PARTIAL
-from rayzero.engine.checkpoint.storage import Entry
+from rayzero.engine.checkpoint.errors import StoreError, StoreErrorKind
+from rayzero.engine.checkpoint.format import PARTIAL_SUFFIX
+from rayzero.engine.checkpoint.store import StoreEntry
 from rayzero.engine.errors import ConfigError
 
 # What pyarrow and the services' own texts say, in lower case; the first that is found counts.
-_TROUBLES: Mapping[str, StoreTrouble] = {
+_KIND_BY_MESSAGE: Mapping[str, StoreErrorKind] = {
     "access_denied": "forbidden",
     "access denied": "forbidden",
     "invalid_access_key": "forbidden",
@@ -39,7 +39,7 @@ _TROUBLES: Mapping[str, StoreTrouble] = {
     "network_connection": "slow",
     "service_unavailable": "slow",
 }
-_CHANGED = (
+_READ_BACK_MISMATCH = (
     "the store gives back other bytes than it was given; an older S3-compatible one may need "
     "AWS_REQUEST_CHECKSUM_CALCULATION=when_required in the environment"
 )
@@ -61,8 +61,8 @@ class RemoteStore:
         """
         self._url = url
         try:
-            with _told(url):
-                self._fs, self._root = fs.FileSystem.from_uri(_with_options(url))
+            with _store_errors(url):
+                self._fs, self._root = fs.FileSystem.from_uri(_with_default_options(url))
         except (ArrowException, ValueError) as error:
             raise ConfigError(
                 f"the URL {url} cannot be used: {error}",
@@ -74,12 +74,12 @@ class RemoteStore:
     def url(self) -> str:
         return self._url
 
-    def entries(self, folder: str = "") -> list[Entry]:
+    def list_folder(self, folder: str = "") -> list[StoreEntry]:
         path = self._path(folder)
         selector = fs.FileSelector(path, allow_not_found=True)
-        with self._told(folder):
+        with self._store_errors_for(folder):
             return [
-                Entry(
+                StoreEntry(
                     one.base_name,
                     one.type == fs.FileType.Directory,
                     one.size or 0,
@@ -90,14 +90,14 @@ class RemoteStore:
             ]
 
     @contextmanager
-    def create(self, name: str) -> Iterator[RemoteSink]:
-        with self._told(name):
+    def create(self, name: str) -> Iterator[RemoteWriteStream]:
+        with self._store_errors_for(name):
             stream = self._fs.open_output_stream(self._path(name), compression=None)
-            sink = RemoteSink(stream)
+            sink = RemoteWriteStream(stream)
             try:
                 yield sink
                 stream.close()
-                self._look_at(name, sink)
+                self._verify_upload(name, sink)
             except BaseException:
                 # pyarrow cannot give an upload up: closing completes it
                 with suppress(OSError):
@@ -110,84 +110,86 @@ class RemoteStore:
         """One PUT, which is atomic. HDFS shows a file while it is written, so there it is moved to
         its place; for a moment, neither the old nor the new one may be there."""
         moved = self._fs.type_name == "hdfs"
-        written = f"{name}{PARTIAL}" if moved else name
-        with self._told(name):
+        written = f"{name}{PARTIAL_SUFFIX}" if moved else name
+        with self._store_errors_for(name):
             with self._fs.open_output_stream(self._path(written), compression=None) as stream:
                 stream.write(content)
             if self.read(written) != content:
-                raise StoreError("other", self._shown(name), _CHANGED)
+                raise StoreError("other", self._display_url(name), _READ_BACK_MISMATCH)
             if moved:
                 with suppress(FileNotFoundError):
                     self._fs.delete_file(self._path(name))
                 self._fs.move(self._path(written), self._path(name))
 
-    def open(self, name: str) -> RemoteFile:
-        with self._told(name):
-            return RemoteFile(self._fs.open_input_file(self._path(name)), self._shown(name))
+    def open(self, name: str) -> RemoteReadStream:
+        with self._store_errors_for(name):
+            return RemoteReadStream(
+                self._fs.open_input_file(self._path(name)), self._display_url(name)
+            )
 
     def read(self, name: str) -> bytes:
-        with self._told(name), self._fs.open_input_file(self._path(name)) as stream:
+        with self._store_errors_for(name), self._fs.open_input_file(self._path(name)) as stream:
             content: bytes = stream.read()
             return content
 
     def remove(self, name: str) -> None:
-        with self._told(name), suppress(FileNotFoundError):
+        with self._store_errors_for(name), suppress(FileNotFoundError):
             self._fs.delete_file(self._path(name))
 
     def remove_folder(self, name: str) -> None:
-        if not self.entries(name):
+        if not self.list_folder(name):
             with suppress(OSError):  # most object stores have no folders to remove
                 self._fs.delete_dir(self._path(name))
 
-    def _look_at(self, name: str, sink: RemoteSink) -> None:
+    def _verify_upload(self, name: str, sink: RemoteWriteStream) -> None:
         """Some S3-compatible stores keep an upload's framing as part of it: its size and its ends
         show that, without all of it being read back."""
         size = self._fs.get_file_info(self._path(name)).size
         if size != sink.nbytes:
             seen = f"{sink.nbytes} bytes were written and {size} are there"
-            raise StoreError("other", self._shown(name), f"{seen}. {_CHANGED}")
+            raise StoreError("other", self._display_url(name), f"{seen}. {_READ_BACK_MISMATCH}")
         with self._fs.open_input_file(self._path(name)) as file:
-            first = file.read_at(len(sink.first), 0)
-            last = file.read_at(len(sink.last), sink.nbytes - len(sink.last))
-        if first != sink.first or last != sink.last:
-            raise StoreError("other", self._shown(name), _CHANGED)
+            first = file.read_at(len(sink.head), 0)
+            last = file.read_at(len(sink.tail), sink.nbytes - len(sink.tail))
+        if first != sink.head or last != sink.tail:
+            raise StoreError("other", self._display_url(name), _READ_BACK_MISMATCH)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
 
-    def _shown(self, name: str) -> str:
+    def _display_url(self, name: str) -> str:
         return f"{self._url.partition('?')[0].rstrip('/')}/{name}".rstrip("/")
 
-    def _told(self, name: str) -> AbstractContextManager[None]:
-        return _told(self._shown(name))
+    def _store_errors_for(self, name: str) -> AbstractContextManager[None]:
+        return _store_errors(self._display_url(name))
 
 
-class RemoteSink:
+class RemoteWriteStream:
     """An upload, and what is to be compared with what the store kept."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.nbytes = 0
-        self.first = b""
-        self.last = b""
+        self.head = b""
+        self.tail = b""
 
     def write(self, data: memoryview) -> None:
         self._stream.write(data)
         self.nbytes += len(data)
-        if len(self.first) < _EDGE_BYTES:
-            self.first += data[: _EDGE_BYTES - len(self.first)]
-        self.last = (self.last + bytes(data[-_EDGE_BYTES:]))[-_EDGE_BYTES:]
+        if len(self.head) < _EDGE_BYTES:
+            self.head += data[: _EDGE_BYTES - len(self.head)]
+        self.tail = (self.tail + bytes(data[-_EDGE_BYTES:]))[-_EDGE_BYTES:]
 
 
-class RemoteFile:
+class RemoteReadStream:
     """Every read is one request: a stream that reads ahead would take hundreds."""
 
     def __init__(self, file: Any, shown: str) -> None:
         self._file = file
-        self._shown = shown
+        self._display_url = shown
 
     def read(self, offset: int, parts: Sequence[memoryview]) -> int:
-        with _told(self._shown):
+        with _store_errors(self._display_url):
             self._file.seek(offset)
             if len(parts) == 1:
                 return int(self._file.readinto(parts[0]))
@@ -204,25 +206,25 @@ class RemoteFile:
 
 
 @contextmanager
-def _told(shown: str) -> Iterator[None]:
+def _store_errors(shown: str) -> Iterator[None]:
     """Says of an OSError what it means to the user."""
     try:
         yield
     except OSError as error:
         text = str(error).splitlines()[0] if str(error) else repr(error)
-        raise StoreError(_trouble(error), shown, text) from error
+        raise StoreError(_error_kind(error), shown, text) from error
 
 
-def _trouble(error: OSError) -> StoreTrouble:
+def _error_kind(error: OSError) -> StoreErrorKind:
     if isinstance(error, FileNotFoundError):
         return "gone"
     if isinstance(error, PermissionError):
         return "forbidden"
     text = str(error).lower()
-    return next((kind for words, kind in _TROUBLES.items() if words in text), "other")
+    return next((kind for words, kind in _KIND_BY_MESSAGE.items() if words in text), "other")
 
 
-def _with_options(url: str) -> str:
+def _with_default_options(url: str) -> str:
     """An S3 URL with the options that it does not set itself: the environment's region, because
     pyarrow would ask AWS for it, whatever the endpoint; and a small file as one PUT, not three
     requests, because that is what makes a manifest appear at once."""

@@ -9,21 +9,26 @@ from typing import Literal, TypeAlias
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.checkpoint.format import BLOCK_BYTES, MANIFEST, PARTIAL, is_ours
+from rayzero.engine.checkpoint.format import (
+    BLOCK_BYTES,
+    MANIFEST_NAME,
+    PARTIAL_SUFFIX,
+    is_checkpoint_file,
+)
 from rayzero.engine.checkpoint.manifest import FileEntry
-from rayzero.engine.checkpoint.reader import manifest_in
-from rayzero.engine.checkpoint.storage import Store
-from rayzero.engine.checkpoint.store import open_store
+from rayzero.engine.checkpoint.open_store import open_store
+from rayzero.engine.checkpoint.reader import read_manifest_from
+from rayzero.engine.checkpoint.store import Store
 from rayzero.engine.errors import DataError
 
 _CHUNK_BYTES = 16 * BLOCK_BYTES
 
-Progress: TypeAlias = Callable[[int], None]
+ProgressCallback: TypeAlias = Callable[[int], None]
 """Told the number of bytes that were read since it was last told."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class FileProblem:
     """Something in a checkpoint's folder that is not as it should be.
 
     Attributes:
@@ -38,7 +43,7 @@ class Problem:
     text: str
 
     @property
-    def harms(self) -> bool:
+    def makes_unusable(self) -> bool:
         """Whether the checkpoint cannot be used because of it."""
         return self.kind != "foreign"
 
@@ -46,7 +51,9 @@ class Problem:
         return f"{self.file} {self.text}"
 
 
-def verify(folder: str, progress: Progress = lambda _: None) -> list[Problem]:
+def verify_checkpoint(
+    folder: str, progress: ProgressCallback = lambda _: None
+) -> list[FileProblem]:
     """Reads every byte of the checkpoint in `folder`, a path or a URL.
 
     Raises:
@@ -54,53 +61,57 @@ def verify(folder: str, progress: Progress = lambda _: None) -> list[Problem]:
         StoreError: the store cannot be read.
     """
     store = open_store(folder)
-    sizes = {one.name: one.nbytes for one in store.entries()}
-    if MANIFEST not in sizes:
-        return [Problem(MANIFEST, "missing", "is missing: there is no checkpoint without it")]
+    sizes = {one.name: one.nbytes for one in store.list_folder()}
+    if MANIFEST_NAME not in sizes:
+        return [
+            FileProblem(MANIFEST_NAME, "missing", "is missing: there is no checkpoint without it")
+        ]
     try:
-        manifest = manifest_in(store)
+        manifest = read_manifest_from(store)
     except DataError as error:
-        return [Problem(MANIFEST, "flipped", error.seen.partition(f"{MANIFEST} ")[2])]
+        return [FileProblem(MANIFEST_NAME, "flipped", error.seen.partition(f"{MANIFEST_NAME} ")[2])]
     problems = [
         problem for file in manifest.files for problem in _verify_file(store, file, sizes, progress)
     ]
-    ours = {MANIFEST, *(file.name for file in manifest.files)}
+    ours = {MANIFEST_NAME, *(file.name for file in manifest.files)}
     for name in sorted(sizes.keys() - ours):
-        what = "is left from a save that did not end" if _left(name) else "is no part of it"
-        problems.append(Problem(name, "foreign", what))
+        what = "is left from a save that did not end" if _is_leftover(name) else "is no part of it"
+        problems.append(FileProblem(name, "foreign", what))
     return problems
 
 
-def _left(name: str) -> bool:
-    return is_ours(name) or name.endswith(PARTIAL)
+def _is_leftover(name: str) -> bool:
+    return is_checkpoint_file(name) or name.endswith(PARTIAL_SUFFIX)
 
 
 def _verify_file(
-    store: Store, file: FileEntry, sizes: dict[str, int], progress: Progress
-) -> Iterator[Problem]:
+    store: Store, file: FileEntry, sizes: dict[str, int], progress: ProgressCallback
+) -> Iterator[FileProblem]:
     size = sizes.get(file.name)
     if size is None:
-        yield Problem(file.name, "missing", "is missing")
+        yield FileProblem(file.name, "missing", "is missing")
         return
     if size != file.nbytes:
-        yield Problem(file.name, "cut", f"has {size} bytes, and had {file.nbytes}")
+        yield FileProblem(file.name, "cut", f"has {size} bytes, and had {file.nbytes}")
         return
     try:
-        blocks, checksum = _flipped_blocks(store, file, progress)
+        blocks, checksum = _damaged_blocks(store, file, progress)
     except StoreError as error:
         if error.kind != "gone":
             raise
-        yield Problem(file.name, "missing", "is missing")
+        yield FileProblem(file.name, "missing", "is missing")
         return
     for number in blocks:
         begin = file.data_offset + number * BLOCK_BYTES
         end = min(begin + BLOCK_BYTES, file.nbytes)
-        yield Problem(file.name, "flipped", f"is damaged between bytes {begin} and {end}")
+        yield FileProblem(file.name, "flipped", f"is damaged between bytes {begin} and {end}")
     if checksum != file.checksum and not blocks:
-        yield Problem(file.name, "flipped", "is damaged in its header")
+        yield FileProblem(file.name, "flipped", "is damaged in its header")
 
 
-def _flipped_blocks(store: Store, file: FileEntry, progress: Progress) -> tuple[list[int], int]:
+def _damaged_blocks(
+    store: Store, file: FileEntry, progress: ProgressCallback
+) -> tuple[list[int], int]:
     """The blocks whose checksums differ, and the checksum of the whole file."""
     memory = memoryview(bytearray(max(_CHUNK_BYTES, file.data_offset)))
     flipped = []
@@ -109,8 +120,8 @@ def _flipped_blocks(store: Store, file: FileEntry, progress: Progress) -> tuple[
         header = memory[: file.data_offset]
         opened.read(0, [header])
         whole = xxh3_64(header)
-        for at in range(0, file.table.nbytes, _CHUNK_BYTES):
-            chunk = memory[: min(_CHUNK_BYTES, file.table.nbytes - at)]
+        for at in range(0, file.block_index.nbytes, _CHUNK_BYTES):
+            chunk = memory[: min(_CHUNK_BYTES, file.block_index.nbytes - at)]
             opened.read(file.data_offset + at, [chunk])
             whole.update(chunk)
             for inside in range(0, len(chunk), BLOCK_BYTES):

@@ -11,16 +11,16 @@ from xxhash import xxh3_64
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.format import (
     BLOCK_BYTES,
-    MANIFEST,
+    MANIFEST_NAME,
     WrittenFile,
     file_header,
     new_file_name,
 )
 from rayzero.engine.checkpoint.manifest import Manifest
-from rayzero.engine.checkpoint.storage import Sink
-from rayzero.engine.checkpoint.store import open_store
+from rayzero.engine.checkpoint.open_store import open_store
+from rayzero.engine.checkpoint.store import WriteStream
 from rayzero.engine.errors import EngineError
-from rayzero.engine.state.table import Table
+from rayzero.engine.layout.state_index import BlockIndex
 
 _CHUNK_BYTES = 32 * BLOCK_BYTES  # written at once: long enough for a disk, short enough for caches
 
@@ -28,7 +28,7 @@ _CHUNK_BYTES = 32 * BLOCK_BYTES  # written at once: long enough for a disk, shor
 def write_rank_file(
     folder: str,
     rank: int,
-    table: Table,
+    table: BlockIndex,
     small: dict[str, Any],
     data: memoryview,
     *,
@@ -56,7 +56,7 @@ def write_rank_file(
     header = file_header(table, {"step": small["step"]} | about if "step" in small else about)
     name = new_file_name(rank)
     with open_store(folder).create(name) as sink:
-        checksum, blocks = _write(sink, header, data)
+        checksum, blocks = _write_with_checksums(sink, header, data)
     return WrittenFile(
         name=name,
         rank=rank,
@@ -69,14 +69,14 @@ def write_rank_file(
     )
 
 
-def commit(folder: str, manifest: Manifest) -> None:
+def commit_checkpoint(folder: str, manifest: Manifest) -> None:
     """Makes the checkpoint in `folder` exist, durably, in place of the one that is there.
 
     Raises:
         StoreError: of kind `gone`, if a file is not to be seen from here; else the store's trouble.
     """
     store = open_store(folder)
-    there = {one.name: one.nbytes for one in store.entries()}
+    there = {one.name: one.nbytes for one in store.list_folder()}
     lost = [one.name for one in manifest.files if there.get(one.name) != one.nbytes]
     if lost:
         raise StoreError(
@@ -85,10 +85,12 @@ def commit(folder: str, manifest: Manifest) -> None:
             f"{len(lost)} of {len(manifest.files)} files, {lost[0]} among them, were written by "
             "other nodes and cannot be seen from this one: all nodes must share the place",
         )
-    store.replace(MANIFEST, manifest.to_bytes())
+    store.replace(MANIFEST_NAME, manifest.to_bytes())
 
 
-def _write(sink: Sink, header: bytes, data: memoryview) -> tuple[int, list[int]]:
+def _write_with_checksums(
+    sink: WriteStream, header: bytes, data: memoryview
+) -> tuple[int, list[int]]:
     """The checksums of the whole and of each block, taken of every chunk while it is written."""
     whole = xxh3_64(header)
     blocks: list[int] = []

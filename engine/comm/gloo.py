@@ -17,17 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayzero.engine.comm.collectives import Pending, part_of
-from rayzero.engine.comm.leaving import Hold
-from rayzero.engine.comm.mail import Message, mail_of
-from rayzero.engine.comm.neighbours import add_terms, find_neighbours
+from rayzero.engine.comm.backend import Work, rank_chunk
+from rayzero.engine.comm.gloo_p2p import GroupRef, P2PWork, p2p_channel
+from rayzero.engine.comm.shared_memory import sum_terms, try_shared_memory
 
 
-class _Exchange:
+class _GlooWork:
     """Messages under way, and what to do when all have arrived. Waits once."""
 
     def __init__(
-        self, works: Sequence[dist.Work | Message], finish: Callable[[], None] | None = None
+        self, works: Sequence[dist.Work | P2PWork], finish: Callable[[], None] | None = None
     ) -> None:
         self._works = works
         self._finish = finish
@@ -54,7 +53,7 @@ class StagingPool:
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self.total_bytes = 0
 
-    def take(self, dtype: torch.dtype, numel: int) -> Tensor:
+    def acquire(self, dtype: torch.dtype, numel: int) -> Tensor:
         """A buffer of at least `numel` elements."""
         free = self._free.setdefault(dtype, [])
         for index, buffer in enumerate(free):
@@ -64,7 +63,7 @@ class StagingPool:
         self.total_bytes += buffer.nbytes
         return buffer
 
-    def give_back(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         self._free[buffer.dtype].append(buffer)
 
 
@@ -79,124 +78,126 @@ class GlooBackend:
     def __init__(self, group: dist.ProcessGroup, *, share_memory: bool = True) -> None:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._hold = Hold(group)
+        self._group_ref = GroupRef(group)
         self._staging = StagingPool()
-        self._mail = mail_of(group)
-        self._mail.settle(group)
-        self._neighbours = find_neighbours(self, group) if share_memory else None
+        self._channel = p2p_channel(group)
+        self._channel.drain_leftovers(group)
+        self._shared_memory = try_shared_memory(self, group) if share_memory else None
 
     @property
     def staging_bytes(self) -> int:
         return self._staging.total_bytes
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._neighbours is not None:
-            return self._neighbours.segments.zeros(numel, dtype)
+        if self._shared_memory is not None:
+            return self._shared_memory.segments.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def settle(self) -> None:
-        if self._neighbours is not None:  # messages go on by themselves
-            self._neighbours.carry_out_all()
+    def progress_pending(self) -> None:
+        if self._shared_memory is not None:  # messages go on by themselves
+            self._shared_memory.execute_all()
 
-    def all_reduce(self, full: Tensor) -> Pending:
-        if self._neighbours is not None:
-            if self._neighbours.segments.locate(full) is not None:
-                return self._neighbours.all_reduce(full)
-            self._neighbours.drain()
-        return _Exchange([dist.all_reduce(full, group=self._hold.group, async_op=True)])
+    def all_reduce(self, full: Tensor) -> Work:
+        if self._shared_memory is not None:
+            if self._shared_memory.segments.locate(full) is not None:
+                return self._shared_memory.all_reduce(full)
+            self._shared_memory.drain()
+        return _GlooWork([dist.all_reduce(full, group=self._group_ref.group, async_op=True)])
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Pending:
-        if self._neighbours is not None:
-            return self._neighbours.reduce_scatter(full, out, accumulate=accumulate)
-        own = self._part(full, self.rank)
-        buffers = {peer: self._staging.take(own.dtype, own.numel()) for peer in self._peers()}
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Work:
+        if self._shared_memory is not None:
+            return self._shared_memory.reduce_scatter(full, out, accumulate=accumulate)
+        own = self._rank_chunk(full, self.rank)
+        buffers = {peer: self._staging.acquire(own.dtype, own.numel()) for peer in self._peers()}
         received = {peer: buffer[: own.numel()] for peer, buffer in buffers.items()}
-        works = self._post(
-            receive=received, send={peer: self._part(full, peer) for peer in self._peers()}
+        works = self._post_messages(
+            receive=received, send={peer: self._rank_chunk(full, peer) for peer in self._peers()}
         )
 
         def add_up() -> None:
-            add_terms(own, [received[peer] for peer in self._peers()], out, accumulate=accumulate)
+            sum_terms(own, [received[peer] for peer in self._peers()], out, accumulate=accumulate)
             for buffer in buffers.values():
-                self._staging.give_back(buffer)
+                self._staging.release(buffer)
 
-        return _Exchange(works, add_up)
+        return _GlooWork(works, add_up)
 
-    def all_gather(self, full: Tensor, part: Tensor) -> Pending:
-        if self._neighbours is not None:
-            return self._neighbours.all_gather(full, part)
-        own = self._part(full, self.rank)
+    def all_gather(self, full: Tensor, part: Tensor) -> Work:
+        if self._shared_memory is not None:
+            return self._shared_memory.all_gather(full, part)
+        own = self._rank_chunk(full, self.rank)
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
-        works = self._post(
-            receive={peer: self._part(full, peer) for peer in self._peers()},
+        works = self._post_messages(
+            receive={peer: self._rank_chunk(full, peer) for peer in self._peers()},
             send=dict.fromkeys(self._peers(), part),
         )
-        return _Exchange(works)
+        return _GlooWork(works)
 
-    def all_gather_among(self, full: Tensor, part: Tensor, members: range) -> Pending:
-        if self._neighbours is not None:
-            return self._neighbours.all_gather_among(full, part, members)
+    def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> Work:
+        if self._shared_memory is not None:
+            return self._shared_memory.all_gather_in_group(full, part, members)
         parts = dict(zip(members, full.chunk(len(members)), strict=True))
         parts.pop(self.rank).copy_(part)
-        return _Exchange(self._post(receive=parts, send=dict.fromkeys(parts, part)))
+        return _GlooWork(self._post_messages(receive=parts, send=dict.fromkeys(parts, part)))
 
-    def all_to_all(self, full: Tensor, received: Tensor) -> Pending:
-        if self._neighbours is not None:
-            return self._neighbours.all_to_all(full, received)
-        self._part(received, self.rank).copy_(self._part(full, self.rank))
-        return _Exchange(
-            self._post(
-                receive={peer: self._part(received, peer) for peer in self._peers()},
-                send={peer: self._part(full, peer) for peer in self._peers()},
+    def all_to_all(self, full: Tensor, received: Tensor) -> Work:
+        if self._shared_memory is not None:
+            return self._shared_memory.all_to_all(full, received)
+        self._rank_chunk(received, self.rank).copy_(self._rank_chunk(full, self.rank))
+        return _GlooWork(
+            self._post_messages(
+                receive={peer: self._rank_chunk(received, peer) for peer in self._peers()},
+                send={peer: self._rank_chunk(full, peer) for peer in self._peers()},
             )
         )
 
-    def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
-        self._drain()
+    def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
+        self._drain_shared_memory()
         if self.rank != target:
-            return _Exchange(self._post(receive={}, send={target: part}))
-        self._part(full, target).copy_(part)
-        return _Exchange(
-            self._post(receive={peer: self._part(full, peer) for peer in self._peers()}, send={})
+            return _GlooWork(self._post_messages(receive={}, send={target: part}))
+        self._rank_chunk(full, target).copy_(part)
+        return _GlooWork(
+            self._post_messages(
+                receive={peer: self._rank_chunk(full, peer) for peer in self._peers()}, send={}
+            )
         )
 
-    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Pending:
-        self._drain()
+    def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
+        self._drain_shared_memory()
         received[self.rank].copy_(sent[self.rank])
-        return _Exchange(
-            self._post(
+        return _GlooWork(
+            self._post_messages(
                 receive={peer: received[peer] for peer in self._peers() if received[peer].numel()},
                 send={peer: sent[peer] for peer in self._peers() if sent[peer].numel()},
             )
         )
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        self._drain()
-        dist.broadcast(tensor, group=self._hold.group, group_src=source)
+        self._drain_shared_memory()
+        dist.broadcast(tensor, group=self._group_ref.group, group_src=source)
 
-    def tag(self) -> int:
-        return self._mail.tag()
+    def next_tag(self) -> int:
+        return self._channel.next_tag()
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        return self._mail.send(self._hold.group, tensor, peer, tag)
+    def send(self, tensor: Tensor, peer: int, tag: int) -> P2PWork:
+        return self._channel.send(self._group_ref.group, tensor, peer, tag)
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        return self._mail.receive(self._hold.group, tensor, peer, tag)
+    def recv(self, tensor: Tensor, peer: int, tag: int) -> P2PWork:
+        return self._channel.recv(self._group_ref.group, tensor, peer, tag)
 
-    def _drain(self) -> None:
-        if self._neighbours is not None:
-            self._neighbours.drain()
+    def _drain_shared_memory(self) -> None:
+        if self._shared_memory is not None:
+            self._shared_memory.drain()
 
-    def _post(self, receive: dict[int, Tensor], send: dict[int, Tensor]) -> list[Message]:
+    def _post_messages(self, receive: dict[int, Tensor], send: dict[int, Tensor]) -> list[P2PWork]:
         """Starts the messages of one collective; receives first, so that no send has to buffer."""
-        tag = self.tag()
-        works = [self.receive(tensor, peer, tag) for peer, tensor in receive.items()]
+        tag = self.next_tag()
+        works = [self.recv(tensor, peer, tag) for peer, tensor in receive.items()]
         return works + [self.send(tensor, peer, tag) for peer, tensor in send.items()]
 
     def _peers(self) -> list[int]:
         """The other ranks, nearest first, so that not all ranks begin with rank 0."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
-    def _part(self, full: Tensor, rank: int) -> Tensor:
-        return part_of(full, rank, self.world_size)
+    def _rank_chunk(self, full: Tensor, rank: int) -> Tensor:
+        return rank_chunk(full, rank, self.world_size)

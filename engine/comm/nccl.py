@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayzero.engine.comm.collectives import Pending, part_of
-from rayzero.engine.comm.put import put
+from rayzero.engine.comm.backend import Work, copy_or_add_, rank_chunk
 
 # torch 2.13 renames these; 2.11 has only the old names, and 2.13 warns when they are used.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Enqueued:
+class _NcclWork:
     """A collective on NCCL's stream, and what the compute stream does behind it."""
 
     def __init__(self, work: dist.Work, finish: Callable[[], None] | None = None) -> None:
@@ -51,26 +50,26 @@ class NcclBackend:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._group = group
-        self._groups: dict[range, dist.ProcessGroup] = {}  # of some ranks, made when first used
+        self._subgroups: dict[range, dist.ProcessGroup] = {}  # of some ranks, made when first used
 
-    def all_reduce(self, full: Tensor) -> Pending:
-        return _Enqueued(dist.all_reduce(full, group=self._group, async_op=True))
+    def all_reduce(self, full: Tensor) -> Work:
+        return _NcclWork(dist.all_reduce(full, group=self._group, async_op=True))
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Work:
         if not accumulate and out.dtype is full.dtype:
-            return _Enqueued(_reduce_scatter(out, full, group=self._group, async_op=True))
-        own = part_of(full, self.rank, self.world_size)
+            return _NcclWork(_reduce_scatter(out, full, group=self._group, async_op=True))
+        own = rank_chunk(full, self.rank, self.world_size)
         work = _reduce_scatter(own, full, group=self._group, async_op=True)
-        return _Enqueued(work, lambda: put(out, own, add=accumulate))
+        return _NcclWork(work, lambda: copy_or_add_(out, own, add=accumulate))
 
-    def all_gather(self, full: Tensor, part: Tensor) -> Pending:
-        return _Enqueued(_all_gather(full, part, group=self._group, async_op=True))
+    def all_gather(self, full: Tensor, part: Tensor) -> Work:
+        return _NcclWork(_all_gather(full, part, group=self._group, async_op=True))
 
-    def all_gather_among(self, full: Tensor, part: Tensor, members: range) -> Pending:
-        if members not in self._groups:
-            self._groups[members] = self._subgroup(len(members))
-        group = self._groups[members]
-        return _Enqueued(_all_gather(full, part, group=group, async_op=True))
+    def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> Work:
+        if members not in self._subgroups:
+            self._subgroups[members] = self._subgroup(len(members))
+        group = self._subgroups[members]
+        return _NcclWork(_all_gather(full, part, group=group, async_op=True))
 
     def _subgroup(self, size: int) -> dist.ProcessGroup:
         """This rank's of the groups of consecutive ranks. Collective: all ranks make them all."""
@@ -78,24 +77,24 @@ class NcclBackend:
         own, _ = dist.new_subgroups(size, group=self._group)
         return own
 
-    def all_to_all(self, full: Tensor, received: Tensor) -> Pending:
-        return _Enqueued(dist.all_to_all_single(received, full, group=self._group, async_op=True))
+    def all_to_all(self, full: Tensor, received: Tensor) -> Work:
+        return _NcclWork(dist.all_to_all_single(received, full, group=self._group, async_op=True))
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def settle(self) -> None:
+    def progress_pending(self) -> None:
         return  # NCCL's kernels need no host
 
-    def gather(self, full: Tensor, part: Tensor, target: int) -> Pending:
+    def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
         parts = None
         if self.rank == target:
-            parts = [part_of(full, rank, self.world_size) for rank in range(self.world_size)]
+            parts = [rank_chunk(full, rank, self.world_size) for rank in range(self.world_size)]
         work = dist.gather(part, parts, group=self._group, group_dst=target, async_op=True)
-        return _Enqueued(work)
+        return _NcclWork(work)
 
-    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Pending:
-        return _Enqueued(
+    def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
+        return _NcclWork(
             dist.all_to_all(list(received), list(sent), group=self._group, async_op=True)
         )
 

@@ -5,11 +5,9 @@ table that says of every key of DeepSpeed whether it is implemented, a no-op or 
 the way from what a user gave to a checked config. This file is the door to them.
 """
 
-from rayzero.engine.config.batches import BatchSizes, solve_batches
-from rayzero.engine.config.document import EngineConfig
-from rayzero.engine.config.optim import OptimizerConfig, SchedulerConfig
-from rayzero.engine.config.parse import parse_config
-from rayzero.engine.config.reading import read_config
+from rayzero.engine.config.batch_sizes import BatchSizes, resolve_batch_sizes
+from rayzero.engine.config.model import EngineConfig, OptimizerConfig, SchedulerConfig
+from rayzero.engine.config.parse import parse_config, read_config
 
 __all__ = [
     "BatchSizes",
@@ -18,5 +16,5 @@ __all__ = [
     "SchedulerConfig",
     "parse_config",
     "read_config",
-    "solve_batches",
+    "resolve_batch_sizes",
 ]

@@ -13,19 +13,19 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from rayzero.engine.errors import nearest
+from rayzero.engine.errors import did_you_mean
 
 NO_LIMIT = sys.maxsize  # what `Infinity` means for a size
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """A section of the config; a key that it does not have is a mistake."""
 
     # Infinity stays what it is where a config is written out.
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
-def number(value: Any) -> Any:
+def parse_number(value: Any) -> Any:
     """Text that is a number, as that number; integers as floats, where they fit."""
     if isinstance(value, str):
         try:
@@ -40,21 +40,21 @@ def number(value: Any) -> Any:
     return value
 
 
-def whole(value: Any) -> Any:
+def parse_integer(value: Any) -> Any:
     """A float or text that is a whole number, as that integer."""
     if isinstance(value, str):
         try:
             return int(value)
         except ValueError:
-            value = number(value)
+            value = parse_number(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
 
 
-def size(value: Any) -> Any:
+def parse_size(value: Any) -> Any:
     """As `whole`; a fraction of an element is cut off, and infinity is no limit."""
-    value = whole(value)
+    value = parse_integer(value)
     if not isinstance(value, float) or math.isnan(value):
         return value
     if math.isinf(value):
@@ -62,14 +62,14 @@ def size(value: Any) -> Any:
     return int(value)
 
 
-def no_bool(value: Any) -> Any:
+def reject_bool(value: Any) -> Any:
     """True equals 1, and would pass for a number."""
     if isinstance(value, bool):
         raise ValueError("a number was expected")
     return value
 
 
-def one_of(names: Mapping[str, str], what: str) -> Callable[[Any], Any]:
+def name_validator(names: Mapping[str, str], what: str) -> Callable[[Any], Any]:
     """A validator that finds `{name as it may be written, in lower case: name}`."""
 
     def find(value: Any) -> Any:
@@ -78,38 +78,46 @@ def one_of(names: Mapping[str, str], what: str) -> Callable[[Any], Any]:
         found = names.get(value.lower())
         if found is None:
             known = list(dict.fromkeys(names.values()))
-            hint = nearest(value, known)
+            hint = did_you_mean(value, known)
             raise ValueError(f"not {what} that this version has{hint}: {', '.join(known)}")
         return found
 
     return find
 
 
-Count: TypeAlias = Annotated[int, BeforeValidator(whole), Field(gt=0, le=NO_LIMIT, strict=True)]
+PositiveInt: TypeAlias = Annotated[
+    int, BeforeValidator(parse_integer), Field(gt=0, le=NO_LIMIT, strict=True)
+]
 """At least 1, and whole: samples, steps."""
-Natural: TypeAlias = Annotated[int, BeforeValidator(whole), Field(ge=0, le=NO_LIMIT, strict=True)]
+NonNegativeInt: TypeAlias = Annotated[
+    int, BeforeValidator(parse_integer), Field(ge=0, le=NO_LIMIT, strict=True)
+]
 """At least 0, and whole."""
-Size: TypeAlias = Annotated[int, BeforeValidator(size), Field(gt=0, le=NO_LIMIT, strict=True)]
+PositiveSize: TypeAlias = Annotated[
+    int, BeforeValidator(parse_size), Field(gt=0, le=NO_LIMIT, strict=True)
+]
 """At least 1: elements or bytes."""
-Limit: TypeAlias = Annotated[int, BeforeValidator(size), Field(ge=0, le=NO_LIMIT, strict=True)]
+NonNegativeSize: TypeAlias = Annotated[
+    int, BeforeValidator(parse_size), Field(ge=0, le=NO_LIMIT, strict=True)
+]
 """At least 0: elements or bytes."""
 Integer: TypeAlias = Annotated[
-    int, BeforeValidator(whole), Field(ge=-NO_LIMIT, le=NO_LIMIT, strict=True)
+    int, BeforeValidator(parse_integer), Field(ge=-NO_LIMIT, le=NO_LIMIT, strict=True)
 ]
-Number: TypeAlias = Annotated[
-    float, BeforeValidator(number), Field(ge=0.0, allow_inf_nan=False, strict=True)
+NonNegativeFloat: TypeAlias = Annotated[
+    float, BeforeValidator(parse_number), Field(ge=0.0, allow_inf_nan=False, strict=True)
 ]
 """At least 0, and finite."""
-Positive: TypeAlias = Annotated[
-    float, BeforeValidator(number), Field(gt=0.0, allow_inf_nan=False, strict=True)
+PositiveFloat: TypeAlias = Annotated[
+    float, BeforeValidator(parse_number), Field(gt=0.0, allow_inf_nan=False, strict=True)
 ]
 """More than 0, and finite."""
-Share: TypeAlias = Annotated[
-    float, BeforeValidator(number), Field(ge=0.0, le=1.0, allow_inf_nan=False, strict=True)
+UnitFraction: TypeAlias = Annotated[
+    float, BeforeValidator(parse_number), Field(ge=0.0, le=1.0, allow_inf_nan=False, strict=True)
 ]
 """From 0 to 1."""
 
-DTYPES = {
+DTYPE_ALIASES = {
     name: short
     for short, names in {
         "fp32": ("fp32", "float32", "float", "torch.float32"),
@@ -118,5 +126,5 @@ DTYPES = {
     }.items()
     for name in names
 }
-Dtype: TypeAlias = Annotated[str, BeforeValidator(one_of(DTYPES, "a dtype"))]
+DtypeName: TypeAlias = Annotated[str, BeforeValidator(name_validator(DTYPE_ALIASES, "a dtype"))]
 """One of "fp32", "fp16", "bf16"."""

@@ -11,18 +11,24 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from rayzero.engine.config.fields import Count, Number, Section, no_bool, number
+from rayzero.engine.config.fields import (
+    ConfigSection,
+    NonNegativeFloat,
+    PositiveInt,
+    parse_number,
+    reject_bool,
+)
 
 Beta: TypeAlias = Annotated[
     float,
-    BeforeValidator(number),
-    BeforeValidator(no_bool),
+    BeforeValidator(parse_number),
+    BeforeValidator(reject_bool),
     Field(ge=0.0, lt=1.0, strict=True),
 ]
 Betas: TypeAlias = tuple[Beta, Beta]
 
 
-def _only(allowed: Any, reason: str) -> AfterValidator:
+def _require_value(allowed: Any, reason: str) -> AfterValidator:
     """Takes one value and refuses any other."""
 
     def check(value: Any) -> Any:
@@ -33,7 +39,7 @@ def _only(allowed: Any, reason: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _refused(reason: str) -> Callable[[Any], Any]:
+def _refuse_if_set(reason: str) -> Callable[[Any], Any]:
     """Takes what asks for nothing (null, false, 0) and refuses the rest."""
 
     def check(value: Any) -> Any:
@@ -44,26 +50,29 @@ def _refused(reason: str) -> Callable[[Any], Any]:
     return check
 
 
-Nothing: TypeAlias = Annotated[
-    None, BeforeValidator(_refused("clipping is the engine's: use gradient_clipping"))
+MustBeUnset: TypeAlias = Annotated[
+    None, BeforeValidator(_refuse_if_set("clipping is the engine's: use gradient_clipping"))
 ]
-StateOfWeights: TypeAlias = Annotated[
-    bool, _only(True, "optimizer state has the dtype of main weights, which is fp32 in 16-bit runs")
+StateInMainDtype: TypeAlias = Annotated[
+    bool,
+    _require_value(
+        True, "optimizer state has the dtype of main weights, which is fp32 in 16-bit runs"
+    ),
 ]
 
 
-class OptimizerParams(Section):
+class OptimizerParams(ConfigSection):
     """What each of them may be given."""
 
-    max_grad_norm: Nothing = None
+    max_grad_norm: MustBeUnset = None
     set_grad_none: bool = True  # no-op: gradients lie in buffers of the engine
-    fp32_optimizer_states: StateOfWeights = True  # no-op: so it is
+    fp32_optimizer_states: StateInMainDtype = True  # no-op: so it is
 
 
 class TorchParams(OptimizerParams):
     """Of those that torch has: how it runs them. By default by its fused kernel."""
 
-    lr: Number = 1e-3
+    lr: NonNegativeFloat = 1e-3
     fused: bool | None = None
     foreach: bool | None = None
     maximize: bool = False
@@ -75,9 +84,9 @@ class AdamParams(TorchParams):
     `torch_adam` takes torch's default weight decay, 0.01 for AdamW, in place of DeepSpeed's 0.
     """
 
-    weight_decay: Number | None = None
+    weight_decay: NonNegativeFloat | None = None
     betas: Betas = (0.9, 0.999)
-    eps: Number = 1e-8
+    eps: NonNegativeFloat = 1e-8
     bias_correction: bool = True
     adam_w_mode: bool = True
     torch_adam: bool = False
@@ -85,39 +94,39 @@ class AdamParams(TorchParams):
 
 
 class SGDParams(TorchParams):
-    weight_decay: Number = 0.0
-    momentum: Number = 0.0
-    dampening: Number = 0.0
+    weight_decay: NonNegativeFloat = 0.0
+    momentum: NonNegativeFloat = 0.0
+    dampening: NonNegativeFloat = 0.0
     nesterov: bool = False
 
 
 class AdagradParams(TorchParams):
-    lr: Number = 1e-2
-    weight_decay: Number = 0.0
-    lr_decay: Number = 0.0
-    initial_accumulator_value: Number = 0.0
-    eps: Number = 1e-10
+    lr: NonNegativeFloat = 1e-2
+    weight_decay: NonNegativeFloat = 0.0
+    lr_decay: NonNegativeFloat = 0.0
+    initial_accumulator_value: NonNegativeFloat = 0.0
+    eps: NonNegativeFloat = 1e-10
 
 
 class LionParams(OptimizerParams):
-    lr: Number = 1e-3
-    weight_decay: Number = 0.0
+    lr: NonNegativeFloat = 1e-3
+    weight_decay: NonNegativeFloat = 0.0
     betas: Betas = (0.9, 0.999)
 
 
 class LambParams(OptimizerParams):
     """`max_coeff` and `min_coeff` bound the trust ratio of each parameter."""
 
-    lr: Number = 1e-3
-    weight_decay: Number = 0.0
+    lr: NonNegativeFloat = 1e-3
+    weight_decay: NonNegativeFloat = 0.0
     bias_correction: bool = True
     betas: Betas = (0.9, 0.999)
-    eps: Number = 1e-8
+    eps: NonNegativeFloat = 1e-8
     eps_inside_sqrt: bool = False
-    max_coeff: Number = 10.0
-    min_coeff: Number = 0.01
+    max_coeff: NonNegativeFloat = 10.0
+    min_coeff: NonNegativeFloat = 0.01
     amsgrad: Annotated[
-        None, BeforeValidator(_refused("LAMB has no AMSGrad variant: use AdamW with amsgrad"))
+        None, BeforeValidator(_refuse_if_set("LAMB has no AMSGrad variant: use AdamW with amsgrad"))
     ] = None
 
 
@@ -128,21 +137,24 @@ class MuonParams(OptimizerParams):
     `ns_steps` and `adjust_lr_fn` are torch.optim.Muon's.
     """
 
-    lr: Number | None = None
-    muon_lr: Number | None = None
-    adam_lr: Number | None = None
-    weight_decay: Number = 0.0
+    lr: NonNegativeFloat | None = None
+    muon_lr: NonNegativeFloat | None = None
+    adam_lr: NonNegativeFloat | None = None
+    weight_decay: NonNegativeFloat = 0.0
     momentum: Beta = 0.95
     nesterov: bool = True
     ns_method: Literal["gram", "standard"] = "gram"
-    ns_steps: Annotated[Count, Field(lt=100)] = 5
+    ns_steps: Annotated[PositiveInt, Field(lt=100)] = 5
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
     betas: Betas = (0.9, 0.95)
-    eps: Number = 1e-10
+    eps: NonNegativeFloat = 1e-10
     adam_w_mode: bool = True
     torch_adam: bool = False  # no-op: Adam's half is torch's fused kernel
     per_head_muon: Annotated[
-        None, BeforeValidator(_refused("matrices are orthogonalised whole, not by attention heads"))
+        None,
+        BeforeValidator(
+            _refuse_if_set("matrices are orthogonalised whole, not by attention heads")
+        ),
     ] = None
 
 
@@ -152,16 +164,16 @@ class OneBitAdamParams(OptimizerParams):
     `freeze_step` steps learn variances; they should outlast the schedule's warm-up.
     """
 
-    lr: Number = 1e-3
-    weight_decay: Number = 0.0
+    lr: NonNegativeFloat = 1e-3
+    weight_decay: NonNegativeFloat = 0.0
     betas: Betas = (0.9, 0.999)
-    eps: Number = 1e-8
-    freeze_step: Count = 100_000
+    eps: NonNegativeFloat = 1e-8
+    freeze_step: PositiveInt = 100_000
     bias_correction: bool = True  # no-op: the paper's update has none
     cuda_aware: bool = False  # no-op: the backend is that of all collectives
     comm_backend_name: str = "nccl"  # no-op
     amsgrad: Annotated[
-        None, BeforeValidator(_refused("variances are frozen here: use AdamW with amsgrad"))
+        None, BeforeValidator(_refuse_if_set("variances are frozen here: use AdamW with amsgrad"))
     ] = None
 
 

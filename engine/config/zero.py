@@ -8,50 +8,50 @@ from pydantic import BeforeValidator
 
 from rayzero.engine.config.fields import (
     NO_LIMIT,
-    Count,
-    Limit,
-    Natural,
-    Section,
-    Share,
-    Size,
-    no_bool,
-    whole,
+    ConfigSection,
+    NonNegativeInt,
+    NonNegativeSize,
+    PositiveInt,
+    PositiveSize,
+    UnitFraction,
+    parse_integer,
+    reject_bool,
 )
 
-Device = Literal["none", "cpu", "nvme"]
+OffloadDevice = Literal["none", "cpu", "nvme"]
 
 
-def _stage(value: Any) -> Any:
-    return whole(no_bool(value))
+def _validate_stage(value: Any) -> Any:
+    return parse_integer(reject_bool(value))
 
 
-class OffloadOptimizerConfig(Section):
+class OffloadOptimizerConfig(ConfigSection):
     """Where main weights and optimizer state rest, and where the optimizer steps."""
 
-    device: Annotated[Device, BeforeValidator(lambda value: value or "none")] = "none"
+    device: Annotated[OffloadDevice, BeforeValidator(lambda value: value or "none")] = "none"
     nvme_path: str | None = None
-    buffer_count: Count = 4
+    buffer_count: PositiveInt = 4
     pin_memory: bool = True
     pipeline_read: bool = False
     pipeline_write: bool = False
     fast_init: bool = False
-    ratio: Share = 1.0
+    ratio: UnitFraction = 1.0
     super_offload: bool = False
-    cpuadam_cores_perc: Share = 0.8
+    cpuadam_cores_perc: UnitFraction = 0.8
 
 
-class OffloadParamConfig(Section):
+class OffloadParamConfig(ConfigSection):
     """Where the shards of the model weights rest between their uses; stage 3 only."""
 
-    device: Annotated[Device, BeforeValidator(lambda value: value or "none")] = "none"
+    device: Annotated[OffloadDevice, BeforeValidator(lambda value: value or "none")] = "none"
     nvme_path: str | None = None
-    buffer_count: Natural = 5
-    buffer_size: Limit = 100_000_000
-    max_in_cpu: Limit = 1_000_000_000
+    buffer_count: NonNegativeInt = 5
+    buffer_size: NonNegativeSize = 100_000_000
+    max_in_cpu: NonNegativeSize = 1_000_000_000
     pin_memory: bool = True
 
 
-class LeafModuleConfig(Section):
+class LeafModuleConfig(ConfigSection):
     """Modules that are gathered as a whole at stage 3."""
 
     classes: tuple[str, ...] = ()
@@ -59,37 +59,37 @@ class LeafModuleConfig(Section):
     name_suffixes: tuple[str, ...] = ()
 
 
-class ZeroConfig(Section):
+class ZeroConfig(ConfigSection):
     """What is sharded (the stage), and how much travels at once. Sizes are in elements."""
 
-    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)] = 0
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_validate_stage)] = 0
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
-    reduce_bucket_size: Size | None = None
+    reduce_bucket_size: PositiveSize | None = None
     use_multi_rank_bucket_allreduce: bool = True
     allgather_partitions: bool = True
-    allgather_bucket_size: Limit | None = None
+    allgather_bucket_size: NonNegativeSize | None = None
     overlap_comm: Annotated[bool, BeforeValidator(lambda v: True if v is None else v)] = True
     compute_grad_norm: bool = True
     load_from_fp32_weights: bool = True
     elastic_checkpoint: bool = False
     offload_param: OffloadParamConfig = OffloadParamConfig()
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
-    sub_group_size: Size = 1_000_000_000
-    stage3_prefetch_bucket_size: Limit | None = None
-    stage3_param_persistence_threshold: Limit | None = None
-    stage3_model_persistence_threshold: Limit = NO_LIMIT
-    stage3_max_live_parameters: Limit | None = None
-    stage3_max_reuse_distance: Limit | None = None
+    sub_group_size: PositiveSize = 1_000_000_000
+    stage3_prefetch_bucket_size: NonNegativeSize | None = None
+    stage3_param_persistence_threshold: NonNegativeSize | None = None
+    stage3_model_persistence_threshold: NonNegativeSize = NO_LIMIT
+    stage3_max_live_parameters: NonNegativeSize | None = None
+    stage3_max_reuse_distance: NonNegativeSize | None = None
     stage3_gather_16bit_weights_on_model_save: bool = False
-    stage3_module_granularity_threshold: Limit = 0
+    stage3_module_granularity_threshold: NonNegativeSize = 0
     stage3_use_all_reduce_for_fetch_params: bool = False
     stage3_allgather_sequential: bool = False
     ignore_unused_parameters: bool = True
     legacy_stage1: bool = False
     round_robin_gradients: bool = False
     parameter_alignment: bool = False
-    zero_hpz_partition_size: Natural = 1
+    zero_hpz_partition_size: NonNegativeInt = 1
     zero_quantized_weights: bool = False
     zero_quantized_nontrainable_weights: bool = False
     zero_quantized_gradients: bool = False

@@ -16,7 +16,7 @@ import torch
 
 from rayzero.engine.errors import ConfigError, DataError
 
-COLUMN = "tokens"
+TOKEN_COLUMN = "tokens"
 
 
 class ParquetTokens:
@@ -49,19 +49,19 @@ class ParquetTokens:
         self.path = Path(path)
         self.context = context
         self.cached_row_groups = cached_row_groups
-        self._footers = {shard: _footer(shard) for shard in find_shards(path)}
+        self._footers = {shard: _read_footer(shard) for shard in find_shards(path)}
         self._row_groups = [
             (shard, group)
             for shard, footer in self._footers.items()
             for group in range(footer.num_row_groups)
         ]
         rows = [self._footers[shard].row_group(group).num_rows for shard, group in self._row_groups]
-        self._starts: list[int] = [
+        self._row_group_starts: list[int] = [
             0,
             *accumulate(rows),
         ]  # the first token of each row group, then the end
         # Safe with threads: two that miss at once both read, and one result is kept.
-        self._decoded = lru_cache(maxsize=cached_row_groups)(self._read_row_group)
+        self._read_row_group_cached = lru_cache(maxsize=cached_row_groups)(self._read_row_group)
         if not len(self):
             raise DataError(
                 f"{path} holds {self.num_tokens} tokens",
@@ -72,7 +72,7 @@ class ParquetTokens:
     @property
     def num_tokens(self) -> int:
         """Tokens in all shards together."""
-        return self._starts[-1]
+        return self._row_group_starts[-1]
 
     def __len__(self) -> int:
         return max(0, self.num_tokens - 1) // self.context
@@ -84,11 +84,11 @@ class ParquetTokens:
         start = index % len(self) * self.context
         end = start + self.context + 1
         tokens = np.empty(self.context + 1, dtype=np.int64)
-        group = bisect_right(self._starts, start) - 1
+        group = bisect_right(self._row_group_starts, start) - 1
         position = start
         while position < end:
-            first = self._starts[group]
-            part = self._decoded(group)[position - first : end - first]
+            first = self._row_group_starts[group]
+            part = self._read_row_group_cached(group)[position - first : end - first]
             tokens[position - start :][: len(part)] = part
             position += len(part)
             group += 1
@@ -101,7 +101,9 @@ class ParquetTokens:
         shard, local = self._row_groups[group]
         # The footer is at hand, so opening costs no parsing and no file is held open meanwhile.
         with pq.ParquetFile(shard, metadata=self._footers[shard], memory_map=True) as file:
-            column = file.read_row_group(local, columns=[COLUMN], use_threads=False)[COLUMN]
+            column = file.read_row_group(local, columns=[TOKEN_COLUMN], use_threads=False)[
+                TOKEN_COLUMN
+            ]
         if column.null_count:
             raise DataError(
                 f"{column.null_count} missing tokens in row group {local} of {shard}",
@@ -137,7 +139,7 @@ def find_shards(path: str | Path) -> list[Path]:
     return shards
 
 
-def _footer(shard: Path) -> pq.FileMetaData:
+def _read_footer(shard: Path) -> pq.FileMetaData:
     """The shard's footer, once it is known to hold a plain integer column of tokens."""
     try:
         footer = pq.read_metadata(shard)
@@ -146,10 +148,10 @@ def _footer(shard: Path) -> pq.FileMetaData:
             f"{shard} cannot be read: {error}", "a Parquet file", "the shard"
         ) from error
     schema = footer.schema.to_arrow_schema()
-    allowed = f"a column {COLUMN!r} of a plain integer type, one token a row"
-    if COLUMN not in schema.names:
+    allowed = f"a column {TOKEN_COLUMN!r} of a plain integer type, one token a row"
+    if TOKEN_COLUMN not in schema.names:
         raise DataError(f"{shard} has the columns {schema.names}", allowed, "the shard")
-    kind = schema.field(COLUMN).type
+    kind = schema.field(TOKEN_COLUMN).type
     if not pa.types.is_integer(kind):
-        raise DataError(f"{COLUMN!r} in {shard} is of type {kind}", allowed, "the shard")
+        raise DataError(f"{TOKEN_COLUMN!r} in {shard} is of type {kind}", allowed, "the shard")
     return footer

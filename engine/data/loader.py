@@ -10,11 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from rayzero.engine.data.order import SampleOrder
-from rayzero.engine.data.prefetch import Prefetch
-from rayzero.engine.data.progress import Progress
-from rayzero.engine.data.split import split_step
-from rayzero.engine.data.transfer import pinned, to_device
+from rayzero.engine.data.prefetch import Prefetch, batch_to_device, pin_batch
+from rayzero.engine.data.sampling import SampleOrder, TrainingProgress, assign_step
 from rayzero.engine.errors import DataError, EngineError
 from rayzero.engine.session import current_session
 
@@ -48,7 +45,7 @@ class LoaderPlan:
 
 
 @dataclass(frozen=True)
-class _Portion:
+class _StepPart:
     """A micro-batch that was read.
 
     Attributes:
@@ -56,9 +53,9 @@ class _Portion:
         own: the dataset indices of this rank's own samples in it; none if it is borrowed.
     """
 
-    place: tuple[int, int]
+    position: tuple[int, int]
     weight: float
-    own: list[int]
+    own_indices: list[int]
     batch: Any
 
 
@@ -96,7 +93,7 @@ class StepLoader:
         dataset: MapDataset,
         order: SampleOrder,
         plan: LoaderPlan,
-        progress: Progress,
+        progress: TrainingProgress,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -113,16 +110,16 @@ class StepLoader:
         self.device = device or torch.device("cpu")
         self._order = order
         self._collate = collate_fn or default_collate
-        self._step = split_step(
+        self._step_plan = assign_step(
             plan.global_batch, plan.world_size, plan.rank, plan.micro_batch, plan.shares
         )
-        self._feed: weakref.ref[Prefetch[_Portion]] | None = None
-        self._told = (-1, -1)  # the last place whose samples the session was told of
+        self._prefetch: weakref.ref[Prefetch[_StepPart]] | None = None
+        self._last_reported = (-1, -1)  # the last place whose samples the session was told of
 
     @property
     def micro_steps(self) -> int:
         """Micro-batches of one step."""
-        return len(self._step)
+        return len(self._step_plan)
 
     def __len__(self) -> int:
         """Micro-batches of the epoch in which the job stands, from its first step on."""
@@ -165,26 +162,26 @@ class StepLoader:
 
     def _micro_batches(self, steps: int | None) -> Iterator[Any]:
         """Owns the thread: leaving this generator, by whatever way, closes it."""
-        earlier = self._feed() if self._feed is not None else None
+        earlier = self._prefetch() if self._prefetch is not None else None
         if earlier is not None:
             earlier.close()
         session = current_session()
         cursor, done = self.progress.sample_cursor, self.progress.micro_step
         steps = self._steps_to_epoch_end(cursor) if steps is None else steps
-        feed = Prefetch(self._read(cursor, done, steps))
-        self._feed = weakref.ref(feed)
+        feed = Prefetch(self._read_ahead(cursor, done, steps))
+        self._prefetch = weakref.ref(feed)
         try:
             if session is not None:
-                session.phase("data")
+                session.on_phase("data")
             for portion in feed:
                 self.progress.data_wait_s += feed.wait_s
-                self.progress.weight = portion.weight
-                if session is not None and portion.place > self._told:
-                    self._told = portion.place
-                    session.consumed(portion.own)
-                yield to_device(portion.batch, self.device)
+                self.progress.micro_batch_weight = portion.weight
+                if session is not None and portion.position > self._last_reported:
+                    self._last_reported = portion.position
+                    session.on_samples_consumed(portion.own_indices)
+                yield batch_to_device(portion.batch, self.device)
                 if session is not None:
-                    session.phase("data")
+                    session.on_phase("data")
         finally:
             feed.close()
 
@@ -193,22 +190,22 @@ class StepLoader:
         left = self._order.length - cursor % self._order.length
         return -(-left // self.plan.global_batch)
 
-    def _read(self, cursor: int, done: int, steps: int) -> Iterator[_Portion]:
+    def _read_ahead(self, cursor: int, done: int, steps: int) -> Iterator[_StepPart]:
         """What the thread runs: batches in host memory, without the first step's `done` first."""
         if self.device.type == "cuda":  # or pinning would open a context on the first device
             torch.cuda.set_device(self.device)
         for step in range(steps):
             start = cursor + step * self.plan.global_batch
             for turn in range(done if step == 0 else 0, self.micro_steps):
-                part = self._step[turn]
-                indices = self._order.indices(start + part.start, part.reads).tolist()
-                batch = self._batch(indices)
+                part = self._step_plan[turn]
+                indices = self._order.indices(start + part.start, part.read_count).tolist()
+                batch = self._collate_samples(indices)
                 if self.device.type == "cuda":
-                    batch = pinned(batch)
-                yield _Portion((start, turn), part.weight, indices[: part.count], batch)
+                    batch = pin_batch(batch)
+                yield _StepPart((start, turn), part.weight, indices[: part.count], batch)
 
-    def _batch(self, indices: list[int]) -> Any:
-        samples = _samples(self.dataset, indices)
+    def _collate_samples(self, indices: list[int]) -> Any:
+        samples = _fetch_samples(self.dataset, indices)
         try:
             return self._collate(samples)
         except Exception as error:
@@ -239,24 +236,24 @@ def dataset_length(dataset: object) -> int:
     return length
 
 
-def _samples(dataset: MapDataset, indices: Sequence[int]) -> list[Any]:
+def _fetch_samples(dataset: MapDataset, indices: Sequence[int]) -> list[Any]:
     """The samples at `indices`; an error of the dataset's own names the one it is about."""
     many = getattr(dataset, "__getitems__", None)
     if many is not None:
         try:
             return list(many(list(indices)))
         except Exception as error:
-            raise _unreadable(f"samples {list(indices)}", error) from error
+            raise _read_error(f"samples {list(indices)}", error) from error
     samples = []
     for index in indices:
         try:
             samples.append(dataset[index])
         except Exception as error:
-            raise _unreadable(f"sample {index}", error) from error
+            raise _read_error(f"sample {index}", error) from error
     return samples
 
 
-def _unreadable(what: str, error: Exception) -> DataError:
+def _read_error(what: str, error: Exception) -> DataError:
     return DataError(
         f"{what} of the training data could not be read: {type(error).__name__}: {error}",
         fix="the dataset, or the data behind it",

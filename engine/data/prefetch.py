@@ -1,33 +1,40 @@
-"""Runs an iterator ahead of its consumer, in a background thread."""
+"""Background thread, device transfer.
+
+Runs an iterator ahead of its consumer, in a background thread.
+
+Moves whatever a collate function made (tensors in any nest of containers) to a device.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import torch
 
 from rayzero.engine.errors import EngineError
 
 Item = TypeVar("Item")
 
-_JOIN_S = 5.0
+_JOIN_TIMEOUT_S = 5.0
 
 
-class _End:
+class _EndOfStream:
     """The producer's last word: the iterator is exhausted, or it raised `error`."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
 
-class _ClosedError(Exception):
+class _QueueClosedError(Exception):
     """Nobody wants any more items."""
 
 
-class _Belt(Generic[Item]):
+class _BoundedQueue(Generic[Item]):
     """A bounded queue whose waits end at once when it is closed: a repair waits for that."""
 
     def __init__(self, depth: int) -> None:
@@ -42,16 +49,16 @@ class _Belt(Generic[Item]):
         with self._changed:
             self._changed.wait_for(lambda: self.closed or len(self._items) < self._depth)
             if self.closed:
-                raise _ClosedError
+                raise _QueueClosedError
             self._items.append(item)
             self._changed.notify_all()
 
-    def take(self) -> Item:
+    def get(self) -> Item:
         """Waits for an item. Raises _ClosedError."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._items)
             if self.closed:
-                raise _ClosedError
+                raise _QueueClosedError
             self._changed.notify_all()
             return self._items.popleft()
 
@@ -76,14 +83,14 @@ class Prefetch(Generic[Item]):
     """
 
     def __init__(self, source: Iterator[Item], depth: int = 2) -> None:
-        self._belt: _Belt[Item | _End] = _Belt(depth)
+        self._queue: _BoundedQueue[Item | _EndOfStream] = _BoundedQueue(depth)
         self.wait_s = 0.0
         """How long the last item was waited for."""
         self._ended = False
         self._thread = threading.Thread(
-            target=_produce, args=(source, self._belt), name="rayzero-prefetch", daemon=True
+            target=_fill_queue, args=(source, self._queue), name="rayzero-prefetch", daemon=True
         )
-        weakref.finalize(self, self._belt.close)
+        weakref.finalize(self, self._queue.close)
         self._thread.start()
 
     def __iter__(self) -> Iterator[Item]:
@@ -94,40 +101,70 @@ class Prefetch(Generic[Item]):
         if self._ended:
             raise StopIteration
         try:
-            item = self._belt.take()
-        except _ClosedError:
+            item = self._queue.get()
+        except _QueueClosedError:
             raise EngineError(
                 "this iteration over the data was closed",
                 "one iteration at a time: a new one closes the one before",
                 "use the newest iterator",
             ) from None
-        if not isinstance(item, _End):
+        if not isinstance(item, _EndOfStream):
             self.wait_s = perf_counter() - since_s
             return item
         self._ended = True
-        self._thread.join(_JOIN_S)
+        self._thread.join(_JOIN_TIMEOUT_S)
         if item.error is not None:
             raise item.error
         raise StopIteration
 
     def close(self) -> None:
         """Ends the thread and waits for it, at most 5 s when `source` is slow. Safe to repeat."""
-        self._belt.close()
+        self._queue.close()
         if threading.current_thread() is not self._thread:  # the garbage collector runs anywhere
-            self._thread.join(_JOIN_S)
+            self._thread.join(_JOIN_TIMEOUT_S)
 
 
-def _produce(source: Iterator[Item], belt: _Belt[Item | _End]) -> None:
+def _fill_queue(source: Iterator[Item], belt: _BoundedQueue[Item | _EndOfStream]) -> None:
     """The thread: fills the belt until `source` ends or the belt is closed."""
-    end = _End(None)
+    end = _EndOfStream(None)
     try:
         for item in source:
             belt.put(item)
-    except _ClosedError:
+    except _QueueClosedError:
         return
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is the consumer's
-        end = _End(error)
+        end = _EndOfStream(error)
     try:
         belt.put(end)
-    except _ClosedError:
+    except _QueueClosedError:
         return
+
+
+def pin_batch(batch: Any) -> Any:
+    """`batch` with its tensors in page-locked host memory, from where copies need not block."""
+    return _map_tensors(batch, torch.Tensor.pin_memory)
+
+
+def batch_to_device(batch: Any, device: torch.device) -> Any:
+    """`batch` with its tensors on `device`: itself on the CPU, else copied without blocking.
+
+    The copies are queued on the current stream, so work queued after them sees them done; torch
+    keeps a pinned source until its copy is.
+    """
+    if device.type == "cpu":
+        return batch
+    return _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _map_tensors(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with `move` done to every tensor in mappings, lists, tuples and named tuples."""
+    if isinstance(value, torch.Tensor):
+        return move(value)
+    if isinstance(value, Mapping):
+        moved = {key: _map_tensors(item, move) for key, item in value.items()}
+        return moved if type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map_tensors(item, move) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(item, move) for item in value)
+    return value

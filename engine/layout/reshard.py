@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rayzero.engine.errors import EngineError
-from rayzero.engine.state.table import Range
+from rayzero.engine.layout.state_index import TensorRange
 
 
 @dataclass(frozen=True)
-class Copy:
+class RangeCopy:
     """Elements `start` to `stop` of the logical tensor that both ranges are of.
 
     Attributes:
@@ -26,13 +26,13 @@ class Copy:
     """
 
     source: int
-    held: Range
-    wanted: Range
+    held: TensorRange
+    wanted: TensorRange
     start: int
     stop: int
 
     @property
-    def count(self) -> int:
+    def numel(self) -> int:
         return self.stop - self.start
 
 
@@ -49,7 +49,9 @@ class MissingRangesError(EngineError):
         return type(self), (self.gaps,)
 
 
-def plan_copies(wanted: Iterable[Range], held: Sequence[Iterable[Range]]) -> list[Copy]:
+def plan_copies(
+    wanted: Iterable[TensorRange], held: Sequence[Iterable[TensorRange]]
+) -> list[RangeCopy]:
     """A source for every wanted element, exactly one. Linear in ranges but for sorting.
 
     Args:
@@ -59,15 +61,15 @@ def plan_copies(wanted: Iterable[Range], held: Sequence[Iterable[Range]]) -> lis
     Raises:
         MissingRangesError: elements are held nowhere.
     """
-    index = _Index(held)
-    copies: list[Copy] = []
+    index = _HeldRanges(held)
+    copies: list[RangeCopy] = []
     gaps: list[tuple[str, int, int]] = []
     for one in wanted:
         at = one.start
         for source, part, start, stop in index.overlaps(one):
             if at < start:
                 gaps.append((one.name, at, start))
-            copies.append(Copy(source, part, one, start, stop))
+            copies.append(RangeCopy(source, part, one, start, stop))
             at = stop
         if at < one.stop:
             gaps.append((one.name, at, one.stop))
@@ -76,22 +78,22 @@ def plan_copies(wanted: Iterable[Range], held: Sequence[Iterable[Range]]) -> lis
     return copies
 
 
-class _Index:
+class _HeldRanges:
     """For each logical tensor, disjoint pieces in order, each of one source."""
 
-    def __init__(self, held: Sequence[Iterable[Range]]) -> None:
-        by_name: defaultdict[str, list[tuple[int, Range]]] = defaultdict(list)
+    def __init__(self, held: Sequence[Iterable[TensorRange]]) -> None:
+        by_name: defaultdict[str, list[tuple[int, TensorRange]]] = defaultdict(list)
         for source, ranges in enumerate(held):
             for one in ranges:
                 by_name[one.name].append((source, one))
-        self._pieces = {name: _disjoint(parts) for name, parts in by_name.items()}
+        self._ranges = {name: _drop_overlaps(parts) for name, parts in by_name.items()}
         self._starts = {
-            name: [start for start, _, _, _ in pieces] for name, pieces in self._pieces.items()
+            name: [start for start, _, _, _ in pieces] for name, pieces in self._ranges.items()
         }
 
-    def overlaps(self, wanted: Range) -> Iterator[tuple[int, Range, int, int]]:
+    def overlaps(self, wanted: TensorRange) -> Iterator[tuple[int, TensorRange, int, int]]:
         """(source, range, start, stop) of what is held of `wanted`, in order."""
-        pieces = self._pieces.get(wanted.name, [])
+        pieces = self._ranges.get(wanted.name, [])
         first = max(0, bisect_right(self._starts.get(wanted.name, []), wanted.start) - 1)
         for start, stop, source, one in pieces[first:]:
             if start >= wanted.stop:
@@ -101,13 +103,13 @@ class _Index:
                 yield source, one, start, stop
 
 
-def _disjoint(parts: list[tuple[int, Range]]) -> list[tuple[int, int, int, Range]]:
+def _drop_overlaps(parts: list[tuple[int, TensorRange]]) -> list[tuple[int, int, int, TensorRange]]:
     """(start, stop, source, range), disjoint and in order; the smaller source wins an overlap.
 
     Copies of a range are the usual overlap, so what is left of a range after the ones before it is
     found in one sweep over the sorted starts.
     """
-    pieces: list[tuple[int, int, int, Range]] = []
+    pieces: list[tuple[int, int, int, TensorRange]] = []
     covered = 0
     for source, one in sorted(parts, key=lambda part: (part[1].start, part[0], -part[1].stop)):
         start = max(one.start, covered)

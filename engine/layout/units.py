@@ -13,10 +13,10 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from rayzero.engine.errors import ConfigError, nearest
-from rayzero.engine.layout.partition import ParamSpec, UnitLayout, lay_out
+from rayzero.engine.errors import ConfigError, did_you_mean
+from rayzero.engine.layout.flat_layout import ParamSpec, UnitLayout, make_layout
 
-SMALLEST_BUCKET, LARGEST_BUCKET = 250_000, 4_000_000
+MIN_BUCKET_NUMEL, MAX_BUCKET_NUMEL = 250_000, 4_000_000
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class NamedParam:
     group: int | None
 
     @property
-    def kind(self) -> tuple[torch.dtype, bool]:
+    def buffer_kind(self) -> tuple[torch.dtype, bool]:
         """Parameters of one kind may share a flat buffer."""
         return self.param.dtype, self.group is not None
 
@@ -43,7 +43,7 @@ class UnitPlan:
     layout: UnitLayout
     params: tuple[nn.Parameter, ...]
     trainable: bool
-    block: nn.Module | None = None
+    module: nn.Module | None = None
 
 
 def name_params(model: nn.Module, groups: Mapping[nn.Parameter, int]) -> list[NamedParam]:
@@ -74,21 +74,21 @@ def plan_buckets(
         most: a bucket has no more than this either; None or 0 for no such limit.
     """
     if bucket_numel is None:
-        share = _numel([one for one in params if one.group is not None]) // 8
-        bucket_numel = min(max(share, SMALLEST_BUCKET), LARGEST_BUCKET)
+        share = _total_numel([one for one in params if one.group is not None]) // 8
+        bucket_numel = min(max(share, MIN_BUCKET_NUMEL), MAX_BUCKET_NUMEL)
     bucket_numel = min(bucket_numel, most or bucket_numel)
     plans: list[UnitPlan] = []
     open_buckets: dict[tuple[torch.dtype, bool], list[NamedParam]] = {}
     for one in reversed(params):
         if one.group is None:
             continue
-        bucket = open_buckets.setdefault(one.kind, [])
-        if bucket and _numel(bucket) + one.param.numel() > bucket_numel:
-            plans.append(_plan(f"bucket{len(plans)}", bucket, world_size))
-            bucket = open_buckets[one.kind] = []
+        bucket = open_buckets.setdefault(one.buffer_kind, [])
+        if bucket and _total_numel(bucket) + one.param.numel() > bucket_numel:
+            plans.append(_make_plan(f"bucket{len(plans)}", bucket, world_size))
+            bucket = open_buckets[one.buffer_kind] = []
         bucket.append(one)
     for bucket in open_buckets.values():
-        plans.append(_plan(f"bucket{len(plans)}", bucket, world_size))
+        plans.append(_make_plan(f"bucket{len(plans)}", bucket, world_size))
     return plans
 
 
@@ -104,43 +104,43 @@ def plan_blocks(
         ConfigError: a class name fits no module of the model.
     """
     paths = {model: "root"}  # a block that stands in several places goes by its first name
-    for path, block in _named_blocks(model, classes):
+    for path, block in _find_blocks(model, classes):
         paths.setdefault(block, path)
     uses: dict[nn.Parameter, list[list[nn.Module]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for param in module.parameters(recurse=False):
-            uses.setdefault(param, []).append(_lineage(model, path))
+            uses.setdefault(param, []).append(_module_path(model, path))
     homes: dict[nn.Module, list[NamedParam]] = {block: [] for block in paths}
     for one in params:
-        homes[_home(uses[one.param], homes)].append(one)
+        homes[_innermost_common_block(uses[one.param], homes)].append(one)
     plans = []
     for block, members in homes.items():
-        members.sort(key=lambda one: str(one.kind))
+        members.sort(key=lambda one: str(one.buffer_kind))
         mixed = len({one.param.dtype for one in members}) > 1
-        for (dtype, trainable), kind in groupby(members, key=lambda one: one.kind):
+        for (dtype, trainable), kind in groupby(members, key=lambda one: one.buffer_kind):
             name = paths[block] + (f" ({dtype})" if mixed else "")
             name += "" if trainable else " (frozen)"
-            plans.append(_plan(name, list(kind), world_size, block))
+            plans.append(_make_plan(name, list(kind), world_size, block))
     return plans
 
 
-def _named_blocks(model: nn.Module, classes: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+def _find_blocks(model: nn.Module, classes: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
     if not classes:
-        yield from _repeated(model, "", inside_block=False)
+        yield from _repeated_blocks(model, "", inside_block=False)
         return
     known = sorted({type(module).__name__ for module in model.modules()})
     for name in classes:
         if name not in known:
             raise ConfigError(
                 f"rayzero.unit_classes: the model has no module of class {name!r}"
-                f"{nearest(name, known)}"
+                f"{did_you_mean(name, known)}"
             )
     for path, module in model.named_modules():
         if path and type(module).__name__ in classes:
             yield path, module
 
 
-def _repeated(
+def _repeated_blocks(
     module: nn.Module, path: str, *, inside_block: bool
 ) -> Iterator[tuple[str, nn.Module]]:
     """The elements of every ModuleList, and of a Sequential that is not inside a block."""
@@ -153,10 +153,10 @@ def _repeated(
         block = elements and not container and any(True for _ in child.parameters())
         if block:
             yield here, child
-        yield from _repeated(child, here, inside_block=inside_block or block)
+        yield from _repeated_blocks(child, here, inside_block=inside_block or block)
 
 
-def _lineage(model: nn.Module, path: str) -> list[nn.Module]:
+def _module_path(model: nn.Module, path: str) -> list[nn.Module]:
     """The modules on the way to `path`, the model and the module there included."""
     modules = [model]
     for name in path.split(".") if path else ():
@@ -164,21 +164,23 @@ def _lineage(model: nn.Module, path: str) -> list[nn.Module]:
     return modules
 
 
-def _home(uses: Sequence[list[nn.Module]], blocks: Container[nn.Module]) -> nn.Module:
+def _innermost_common_block(
+    uses: Sequence[list[nn.Module]], blocks: Container[nn.Module]
+) -> nn.Module:
     """The innermost block that is on the way to every use."""
     common = set(uses[0]).intersection(*uses[1:])
     return next(one for one in reversed(uses[0]) if one in blocks and one in common)
 
 
-def _plan(
+def _make_plan(
     name: str, members: Sequence[NamedParam], world_size: int, block: nn.Module | None = None
 ) -> UnitPlan:
     specs = [ParamSpec(one.name, tuple(one.param.shape), one.group or 0) for one in members]
-    layout = lay_out(name, specs, world_size)
+    layout = make_layout(name, specs, world_size)
     by_name = {one.name: one.param for one in members}
     ordered = tuple(by_name[spec.name] for spec in layout.params)
     return UnitPlan(layout, ordered, members[0].group is not None, block)
 
 
-def _numel(members: Iterable[NamedParam]) -> int:
+def _total_numel(members: Iterable[NamedParam]) -> int:
     return sum(one.param.numel() for one in members)

@@ -10,13 +10,11 @@ import torch
 
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.config.zero import ZeroConfig
-from rayzero.engine.layout.partition import ALIGN
+from rayzero.engine.layout.flat_layout import ALIGN_NUMEL
 from rayzero.engine.layout.units import UnitPlan
-from rayzero.engine.offload.disk_home import DiskHome
-from rayzero.engine.offload.home import DeviceHome, Home, HostHome
-from rayzero.engine.offload.link import Link, link_for
-from rayzero.engine.offload.place import Place
-from rayzero.engine.offload.weights import HostPath
+from rayzero.engine.offload.nvme_store import NvmeStore
+from rayzero.engine.offload.stores import DeviceStore, HostStore, StateStore
+from rayzero.engine.offload.transfer import HostShardGather, HostTransfer, MemoryKind, make_transfer
 from rayzero.engine.precision.policy import Precision
 
 
@@ -30,33 +28,33 @@ class Offload:
         share: of the elements that are offloaded, at least, in whole units.
     """
 
-    link: Link
-    path: HostPath | None
-    device_home: Home
-    home: Home
-    share: float
+    transfer: HostTransfer
+    shard_gather: HostShardGather | None
+    device_store: StateStore
+    offload_store: StateStore
+    offload_ratio: float
 
     @property
-    def moves(self) -> bool:
+    def separate_memory(self) -> bool:
         """Whether anything rests in other memory than the device's."""
-        return self.path is not None or self.home.fetches is not None
+        return self.shard_gather is not None or self.offload_store.grad_transfer is not None
 
-    def homes(self, plans: Sequence[UnitPlan]) -> list[Home]:
+    def state_stores(self, plans: Sequence[UnitPlan]) -> list[StateStore]:
         """Each unit's home. The first units are offloaded: their gradients come first, and have
         the rest of backward to travel in."""
-        moved = moves(plans, self.share)
-        return [self.home if one else self.device_home for one in moved]
+        moved = select_offloaded(plans, self.offload_ratio)
+        return [self.offload_store if one else self.device_store for one in moved]
 
     @property
     def staging_bytes(self) -> int:
         """Host memory that pieces and copies pass through."""
-        return self.link.staging_bytes + self.home.staging_bytes
+        return self.transfer.staging_bytes + self.offload_store.staging_bytes
 
     def close(self) -> None:
-        self.home.close()
+        self.offload_store.close()
 
 
-def moves(plans: Sequence[UnitPlan], share: float) -> list[bool]:
+def select_offloaded(plans: Sequence[UnitPlan], share: float) -> list[bool]:
     """Which units are offloaded, so that they have at least `share` of the elements."""
     left = share * sum(plan.layout.logical_numel for plan in plans if plan.trainable)
     found = []
@@ -67,9 +65,9 @@ def moves(plans: Sequence[UnitPlan], share: float) -> list[bool]:
     return found
 
 
-def piece_numel(config: ZeroConfig) -> int:
+def update_chunk_numel(config: ZeroConfig) -> int:
     """The most elements that come from a file at once."""
-    return max(ALIGN, int(config.sub_group_size) // ALIGN * ALIGN)
+    return max(ALIGN_NUMEL, int(config.sub_group_size) // ALIGN_NUMEL * ALIGN_NUMEL)
 
 
 def plan_offload(
@@ -80,17 +78,17 @@ def plan_offload(
     Raises:
         ConfigError: there can be no files in the folder that it names.
     """
-    link = link_for(device)
-    weights = Place.DEVICE if config.offload_param.device == "none" else Place.HOST
-    device_home = DeviceHome(precision, link, device, weights)
+    link = make_transfer(device)
+    weights = MemoryKind.DEVICE if config.offload_param.device == "none" else MemoryKind.HOST
+    device_home = DeviceStore(precision, link, device, weights)
     asked = config.offload_optimizer
-    home: Home = device_home
+    home: StateStore = device_home
     if asked.device == "cpu":
-        home = HostHome(precision, link, weights)
+        home = HostStore(precision, link, weights)
     elif asked.nvme_path is not None and asked.device == "nvme":
-        folder, most = Path(asked.nvme_path), piece_numel(config)
-        home = DiskHome(precision, link, weights, folder, asked.buffer_count, most)
+        folder, most = Path(asked.nvme_path), update_chunk_numel(config)
+        home = NvmeStore(precision, link, weights, folder, asked.buffer_count, most)
     path = None
-    if link.apart and weights is Place.HOST:
-        path = HostPath(link, collectives, device)
+    if link.separate_memory and weights is MemoryKind.HOST:
+        path = HostShardGather(link, collectives, device)
     return Offload(link, path, device_home, home, asked.ratio)

@@ -1,4 +1,11 @@
-"""Makes the optimizer of a run: the user's own, or the one that the config asks for."""
+"""Optimizer of a run; elementwise check; NoOptimizer.
+
+Makes the optimizer of a run: the user's own, or the one that the config asks for.
+
+Whether an optimizer can work on shards is tried out, where it cannot be known.
+
+The optimizer of an engine that only evaluates: it has no parameters and takes no step.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +14,10 @@ from importlib import import_module
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rayzero.engine.config import OptimizerConfig
-from rayzero.engine.config.optim import plain_params, typed_params
+from rayzero.engine.config.model import coerce_numbers, parse_params
 from rayzero.engine.config.optimizers import (
     OPTIMIZER_PARAMS,
     AdagradParams,
@@ -23,37 +30,99 @@ from rayzero.engine.config.optimizers import (
     SGDParams,
     TorchParams,
 )
-from rayzero.engine.errors import ConfigError
-from rayzero.engine.offload.optimizer import optimizer_class
-from rayzero.engine.optim.adam import UncorrectedAdam
-from rayzero.engine.optim.groups import ParamGroups
-from rayzero.engine.optim.halves import halved
-from rayzero.engine.optim.lamb import Lamb
-from rayzero.engine.optim.lion import Lion
-from rayzero.engine.optim.local import (
-    LocalOptimizer,
-    MakeOptimizer,
-    Run,
-    check_elementwise,
-    group_runs,
-    take_over,
-)
+from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.optim.muon import Muon
-from rayzero.engine.optim.nothing import NoOptimizer
-from rayzero.engine.optim.onebit import OneBitAdam
-from rayzero.engine.optim.trial import check_by_trial
-from rayzero.engine.optim.whole import NeedsWholes, Wholes
+from rayzero.engine.optim.optimizers import AdamWithoutBiasCorrection, Lamb, Lion, OneBitAdam
+from rayzero.engine.optim.param_groups import ParamGroups, split_muon_groups
+from rayzero.engine.optim.sharded_optimizer import (
+    OptimizerFactory,
+    OptimizerShard,
+    ShardedOptimizer,
+    check_elementwise,
+    choose_optimizer_class,
+    group_shards,
+    rebind_params,
+)
+from rayzero.engine.optim.whole_params import NeedsWholeParams, WholeParamOps
 
-Groups = list[dict[str, Any]]
-OptimizerLike = torch.optim.Optimizer | MakeOptimizer
-_REGROUPED = {"Muon": halved}  # optimizers that treat parameters differently
+_TRIAL_STEPS, _TRIAL_ROWS, _TRIAL_COLUMNS, _TRIAL_SPLIT = 3, 4, 6, 10
 
 
-def groups_for(
+def check_elementwise_by_trial(make: OptimizerFactory, name: str) -> None:
+    """Has it train two dozen numbers, as a matrix and cut in two, and compares.
+
+    Raises:
+        ConfigError: the results differ, so it looks at more than one element at a time; or it
+            fails.
+    """
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(_TRIAL_ROWS * _TRIAL_COLUMNS, generator=generator)
+    grads = [
+        torch.randn(_TRIAL_ROWS * _TRIAL_COLUMNS, generator=generator) for _ in range(_TRIAL_STEPS)
+    ]
+    whole = _train(
+        make,
+        [start.view(_TRIAL_ROWS, _TRIAL_COLUMNS)],
+        [[g.view(_TRIAL_ROWS, _TRIAL_COLUMNS)] for g in grads],
+    )
+    parts = _train(
+        make, list(start.split(_TRIAL_SPLIT)), [list(g.split(_TRIAL_SPLIT)) for g in grads]
+    )
+    if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-6):
+        raise ConfigError(
+            f"the optimizer {name} trains a matrix and its two halves differently, so that shards "
+            "cannot use it",
+            allowed="optimizers that update each element by itself",
+            fix="optimizer.type in the engine config",
+        )
+
+
+def _train(make: OptimizerFactory, starts: list[Tensor], grads: list[list[Tensor]]) -> Tensor:
+    params = [nn.Parameter(start.clone()) for start in starts]
+    optimizer = make([{"params": params}])
+    for step in grads:
+        for param, grad in zip(params, step, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+    return torch.cat([param.detach().reshape(-1) for param in params])
+
+
+class NoOptimizer(ShardedOptimizer):
+    """Stands where an optimizer would. Its state has no groups, so a checkpoint has none either."""
+
+    def __init__(self) -> None:
+        empty = torch.optim.SGD([{"params": []}], lr=0.0)  # torch refuses none at all
+        empty.param_groups.clear()
+        super().__init__(empty, ())
+
+    def step(self, factor: float) -> None:
+        raise no_optimizer_error("step")
+
+
+def no_optimizer_error(call: str) -> EngineError:
+    """What to raise when a script trains with an engine that cannot."""
+    return EngineError(
+        f"{call}() was called, and initialize was given no optimizer: this engine only evaluates",
+        allowed="engine(...), save_16bit_model, save_checkpoint, load_checkpoint",
+        fix='"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}} in the engine config, or '
+        "initialize(optimizer=...)",
+    )
+
+
+OptimizerGroups = list[dict[str, Any]]
+
+
+OptimizerLike = torch.optim.Optimizer | OptimizerFactory
+
+
+_GROUP_SPLITTERS = {"Muon": split_muon_groups}  # optimizers that treat parameters differently
+
+
+def regroup_for_optimizer(
     config: OptimizerConfig | None, model: nn.Module, groups: ParamGroups
 ) -> ParamGroups:
     """The parameter groups as the optimizer of a config needs them."""
-    regroup = _REGROUPED.get(config.type) if config is not None else None
+    regroup = _GROUP_SPLITTERS.get(config.type) if config is not None else None
     return groups if regroup is None or config is None else regroup(model, groups, config)
 
 
@@ -61,9 +130,9 @@ def make_optimizer(
     given: OptimizerLike | None,
     config: OptimizerConfig | None,
     groups: ParamGroups,
-    runs: Sequence[Run],
-    wholes: Callable[[], Wholes],
-) -> LocalOptimizer:
+    runs: Sequence[OptimizerShard],
+    wholes: Callable[[], WholeParamOps],
+) -> ShardedOptimizer:
     """The optimizer of this rank: the user's own, else the config's, else none.
 
     Args:
@@ -75,23 +144,23 @@ def make_optimizer(
     """
     check_elementwise(given)
     if isinstance(given, torch.optim.Optimizer):
-        made = take_over(given, runs)
+        made = rebind_params(given, runs)
     elif given is not None:
-        made = given(group_runs(runs, groups.options))
+        made = given(group_shards(runs, groups.options))
     elif config is not None:
-        made = maker(config)(group_runs(runs, groups.options))
+        made = optimizer_factory(config)(group_shards(runs, groups.options))
     else:
         return NoOptimizer()
     check_elementwise(made)
-    if isinstance(made, NeedsWholes):
-        _check_room(made, runs)
-        made.bind(wholes())
-    return optimizer_class(runs)(made, runs)
+    if isinstance(made, NeedsWholeParams):
+        _check_not_chunked(made, runs)
+        made.bind_whole_params(wholes())
+    return choose_optimizer_class(runs)(made, runs)
 
 
-def _check_room(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> None:
+def _check_not_chunked(optimizer: torch.optim.Optimizer, runs: Sequence[OptimizerShard]) -> None:
     """Raises ConfigError: state that comes from files by pieces never is whole."""
-    if any(run.unit.home.piece_numel is not None for run in runs):
+    if any(run.unit.state_store.chunk_numel is not None for run in runs):
         raise ConfigError(
             f"the state of {type(optimizer).__name__} cannot rest in files: it needs whole "
             "parameters, and files are read by pieces of them",
@@ -100,7 +169,7 @@ def _check_room(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> None:
         )
 
 
-def maker(config: OptimizerConfig) -> MakeOptimizer:
+def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
     """The constructor that a config's `optimizer` section asks for.
 
     Raises:
@@ -108,54 +177,56 @@ def maker(config: OptimizerConfig) -> MakeOptimizer:
     """
     model = OPTIMIZER_PARAMS.get(config.type)
     if model is None:
-        return _of_class(config)
-    params = typed_params("optimizer", model, config.params)
+        return _class_factory(config)
+    params = parse_params("optimizer", model, config.params)
     build = _BUILDERS[config.type]
-    return _guarded(config, lambda groups: build(params, groups))
+    return _wrap_errors(config, lambda groups: build(params, groups))
 
 
-def _adam(params: AdamParams, groups: Groups, *, decoupled: bool) -> torch.optim.Optimizer:
+def _adam(params: AdamParams, groups: OptimizerGroups, *, decoupled: bool) -> torch.optim.Optimizer:
     decay = params.weight_decay
     if decay is None:
         decay = 0.01 if params.torch_adam and decoupled else 0.0
-    options = _chosen(params, "lr", "betas", "eps", "amsgrad") | {"weight_decay": decay}
-    cls = torch.optim.Adam if params.bias_correction else UncorrectedAdam
+    options = _user_options(params, "lr", "betas", "eps", "amsgrad") | {"weight_decay": decay}
+    cls = torch.optim.Adam if params.bias_correction else AdamWithoutBiasCorrection
     if decoupled and params.bias_correction:
-        return torch.optim.AdamW(groups, **options, **_switches(params))
-    return cls(groups, decoupled_weight_decay=decoupled, **options, **_switches(params))
+        return torch.optim.AdamW(groups, **options, **_kernel_options(params))
+    return cls(groups, decoupled_weight_decay=decoupled, **options, **_kernel_options(params))
 
 
-def _sgd(params: SGDParams, groups: Groups) -> torch.optim.Optimizer:
-    options = _chosen(params, "lr", "weight_decay", "momentum", "dampening", "nesterov")
-    return torch.optim.SGD(groups, **options, **_switches(params))
+def _sgd(params: SGDParams, groups: OptimizerGroups) -> torch.optim.Optimizer:
+    options = _user_options(params, "lr", "weight_decay", "momentum", "dampening", "nesterov")
+    return torch.optim.SGD(groups, **options, **_kernel_options(params))
 
 
-def _adagrad(params: AdagradParams, groups: Groups) -> torch.optim.Optimizer:
-    options = _chosen(params, "lr", "weight_decay", "lr_decay", "initial_accumulator_value", "eps")
-    return torch.optim.Adagrad(groups, **options, **_switches(params))
+def _adagrad(params: AdagradParams, groups: OptimizerGroups) -> torch.optim.Optimizer:
+    options = _user_options(
+        params, "lr", "weight_decay", "lr_decay", "initial_accumulator_value", "eps"
+    )
+    return torch.optim.Adagrad(groups, **options, **_kernel_options(params))
 
 
-def _lion(params: LionParams, groups: Groups) -> torch.optim.Optimizer:
-    return Lion(groups, **_chosen(params, "lr", "betas", "weight_decay"))
+def _lion(params: LionParams, groups: OptimizerGroups) -> torch.optim.Optimizer:
+    return Lion(groups, **_user_options(params, "lr", "betas", "weight_decay"))
 
 
-def _lamb(params: LambParams, groups: Groups) -> torch.optim.Optimizer:
-    options = _chosen(params, "lr", "betas", "eps", "weight_decay", "bias_correction")
-    bounds = _chosen(params, "eps_inside_sqrt", "min_coeff", "max_coeff")
+def _lamb(params: LambParams, groups: OptimizerGroups) -> torch.optim.Optimizer:
+    options = _user_options(params, "lr", "betas", "eps", "weight_decay", "bias_correction")
+    bounds = _user_options(params, "eps_inside_sqrt", "min_coeff", "max_coeff")
     return Lamb(groups, **options, **bounds)
 
 
-def _muon(params: MuonParams, groups: Groups) -> torch.optim.Optimizer:
+def _muon(params: MuonParams, groups: OptimizerGroups) -> torch.optim.Optimizer:
     return Muon(groups, decoupled=params.adam_w_mode)
 
 
-def _one_bit_adam(params: OneBitAdamParams, groups: Groups) -> torch.optim.Optimizer:
-    options = _chosen(params, "lr", "betas", "eps", "weight_decay", "freeze_step")
+def _one_bit_adam(params: OneBitAdamParams, groups: OptimizerGroups) -> torch.optim.Optimizer:
+    options = _user_options(params, "lr", "betas", "eps", "weight_decay", "freeze_step")
     return OneBitAdam(groups, **options)
 
 
 # Every builder gets the params of its own row in OPTIMIZER_PARAMS.
-_BUILDERS: Mapping[str, Callable[[Any, Groups], torch.optim.Optimizer]] = {
+_BUILDERS: Mapping[str, Callable[[Any, OptimizerGroups], torch.optim.Optimizer]] = {
     "Adam": lambda params, groups: _adam(params, groups, decoupled=params.adam_w_mode),
     "AdamW": lambda params, groups: _adam(params, groups, decoupled=True),
     "SGD": _sgd,
@@ -167,27 +238,29 @@ _BUILDERS: Mapping[str, Callable[[Any, Groups], torch.optim.Optimizer]] = {
 }
 
 
-def _chosen(params: OptimizerParams, *keys: str) -> dict[str, Any]:
+def _user_options(params: OptimizerParams, *keys: str) -> dict[str, Any]:
     return {key: getattr(params, key) for key in keys}
 
 
-def _switches(params: TorchParams) -> dict[str, Any]:
+def _kernel_options(params: TorchParams) -> dict[str, Any]:
     """torch's fused kernel, unless another way is asked for."""
     fused = not params.foreach if params.fused is None else params.fused
     return {"fused": fused, "foreach": params.foreach, "maximize": params.maximize}
 
 
-def _of_class(config: OptimizerConfig) -> MakeOptimizer:
+def _class_factory(config: OptimizerConfig) -> OptimizerFactory:
     """One of torch's by its name, or any by its dotted name."""
-    cls = _imported(config.type) if "." in config.type else getattr(torch.optim, config.type)
+    cls = (
+        _import_optimizer(config.type) if "." in config.type else getattr(torch.optim, config.type)
+    )
     check_elementwise(cls)
-    params = plain_params(config.params)
-    make = _guarded(config, lambda groups: cast(torch.optim.Optimizer, cls(groups, **params)))
-    check_by_trial(make, config.type)
+    params = coerce_numbers(config.params)
+    make = _wrap_errors(config, lambda groups: cast(torch.optim.Optimizer, cls(groups, **params)))
+    check_elementwise_by_trial(make, config.type)
     return make
 
 
-def _imported(name: str) -> Callable[..., Any]:
+def _import_optimizer(name: str) -> Callable[..., Any]:
     module, _, attribute = name.rpartition(".")
     try:
         found = getattr(import_module(module), attribute)
@@ -201,10 +274,10 @@ def _imported(name: str) -> Callable[..., Any]:
     return found
 
 
-def _guarded(config: OptimizerConfig, make: MakeOptimizer) -> MakeOptimizer:
+def _wrap_errors(config: OptimizerConfig, make: OptimizerFactory) -> OptimizerFactory:
     """What torch refuses is a mistake in the config."""
 
-    def guarded(groups: Groups) -> torch.optim.Optimizer:
+    def guarded(groups: OptimizerGroups) -> torch.optim.Optimizer:
         try:
             return make(groups)
         except (TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:

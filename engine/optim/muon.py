@@ -1,7 +1,20 @@
-"""Muon: a matrix's momentum, orthogonalised, is its step (Jordan et al., 2024); Adam for the rest.
+"""Muon and Newton-Schulz.
 
-A matrix is orthogonalised as a whole, once a step, on the rank that owns it (`Wholes.transform`);
+Muon: a matrix's momentum, orthogonalised, is its step (Jordan et al., 2024); Adam for the rest.
+
+A matrix is orthogonalised as a whole, once a step, on the rank that owns it (`WholeParamOps.transform`);
 everything else is element by element on the parts that each rank has.
+
+A matrix's singular vectors with all singular values near 1, by a few multiplications.
+
+The quintic Newton-Schulz iteration with Keller Jordan's coefficients (Jordan et al., 2024): they do
+not converge to 1 but to between 0.7 and 1.2, which is enough and is fast. Two ways with one result
+but for rounding:
+
+- standard: on the matrix itself, in bfloat16, as torch.optim.Muon does.
+- gram: on the smaller Gram matrix X X', which is all that the polynomial needs; its factor is
+  applied to X at the end, and once in between, because rounding grows in the Gram matrix (gram
+  Newton-Schulz, T. Dao et al., 2026). In fp16 on GPUs, elsewhere in the matrix's own dtype.
 """
 
 from __future__ import annotations
@@ -14,10 +27,80 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.optim import newton_schulz
-from rayzero.engine.optim.whole import Chosen, OwnWholes, WholeParam, Wholes
+from rayzero.engine.optim.whole_params import (
+    LocalWholeParamOps,
+    ParamSelection,
+    WholeParam,
+    WholeParamOps,
+)
 
-MUON = {
+A, B, C = 3.4445, -4.7750, 2.0315
+
+
+NORM_EPS = 1e-7
+
+
+GRAM_RESTART_STEP = 2  # steps after which the Gram matrix is formed anew
+
+
+def newton_schulz_standard(matrix: Tensor, steps: int) -> Tensor:
+    """Orthogonalises (..., rows, columns) in bfloat16."""
+    wide = _normalize(_transpose_if_tall(matrix.bfloat16()))
+    for _ in range(steps):
+        product = wide @ wide.mT
+        wide = _mul_add(wide, A, _mul_add(product, B, product, product, C), wide, 1.0)
+    return _transpose_back(wide, matrix)
+
+
+def newton_schulz_gram(matrix: Tensor, steps: int) -> Tensor:
+    """Orthogonalises (..., rows, columns) through the Gram matrix."""
+    wide = _transpose_if_tall(matrix if matrix.dtype is torch.float64 else matrix.float())
+    wide = _normalize(wide)
+    wide = wide.half() if wide.is_cuda else wide
+    product, factor = wide @ wide.mT, None
+    for step in range(steps):
+        if step == GRAM_RESTART_STEP and factor is not None:
+            wide, factor = factor @ wide, None
+            product = wide @ wide.mT
+        change = _mul_add(product, B, product, product, C)
+        change.diagonal(dim1=-2, dim2=-1).add_(A)
+        factor = change if factor is None else change @ factor
+        if step + 1 not in (GRAM_RESTART_STEP, steps):
+            product = change @ product @ change  # all are polynomials of it, and commute
+    return _transpose_back(wide if factor is None else factor @ wide, matrix)
+
+
+NEWTON_SCHULZ_METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "standard": newton_schulz_standard,
+    "gram": newton_schulz_gram,
+}
+
+
+INPUT_DTYPES = {"standard": torch.bfloat16, "gram": None}
+"""The dtype that a method rounds to before anything else; values may travel in it."""
+
+
+def _normalize(matrix: Tensor) -> Tensor:
+    """With a Frobenius norm of 1, so that no singular value is above it."""
+    norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    return matrix / norm.clamp(min=NORM_EPS)
+
+
+def _mul_add(term: Tensor, beta: float, left: Tensor, right: Tensor, alpha: float) -> Tensor:
+    """beta term + alpha left right, rounded once."""
+    add = torch.addmm if term.ndim == 2 else torch.baddbmm
+    return add(term, left, right, beta=beta, alpha=alpha)
+
+
+def _transpose_if_tall(matrix: Tensor) -> Tensor:
+    return matrix.mT if matrix.size(-2) > matrix.size(-1) else matrix
+
+
+def _transpose_back(wide: Tensor, matrix: Tensor) -> Tensor:
+    return wide.mT if matrix.size(-2) > matrix.size(-1) else wide
+
+
+MUON_DEFAULTS = {
     "lr": 0.02,
     "momentum": 0.95,
     "weight_decay": 0.0,
@@ -26,7 +109,9 @@ MUON = {
     "ns_steps": 5,
     "adjust_lr_fn": "original",
 }
-ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+
+
+ADAM_DEFAULTS = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 
 
 class Muon(torch.optim.Optimizer):
@@ -41,18 +126,20 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], *, decoupled: bool = True) -> None:
-        groups = _grouped(params)
-        self._guessed = [number for number, one in enumerate(groups) if "use_muon" not in one]
+        groups = _as_groups(params)
+        self._inferred_groups = [
+            number for number, one in enumerate(groups) if "use_muon" not in one
+        ]
         # The other half's optimizer: torch's own, which works on this one's groups and state.
         adam_class = torch.optim.AdamW if decoupled else torch.optim.Adam
         self._adam = adam_class([torch.zeros(0)], fused=True)
-        super().__init__([_completed(group, self._adam.defaults) for group in groups], {})
-        self._wholes: Wholes = OwnWholes(self)
+        super().__init__([_with_defaults(group, self._adam.defaults) for group in groups], {})
+        self._whole_params: WholeParamOps = LocalWholeParamOps(self)
 
-    def bind(self, wholes: Wholes) -> None:
+    def bind_whole_params(self, wholes: WholeParamOps) -> None:
         """Raises ConfigError: a group is in the wrong half."""
         for number, group in enumerate(self.param_groups):
-            shapes = [param.shape for param in wholes.params_of([number])]
+            shapes = [param.shape for param in wholes.params_in_groups([number])]
             wrong = [shape for shape in shapes if not is_matrix(shape)]
             if group["use_muon"] and wrong:
                 raise ConfigError(
@@ -60,13 +147,13 @@ class Muon(torch.optim.Optimizer):
                     allowed="parameters of two dimensions or more",
                     fix="use_muon of that parameter, or of that group",
                 )
-            if number in self._guessed and shapes and not wrong and not group["use_muon"]:
+            if number in self._inferred_groups and shapes and not wrong and not group["use_muon"]:
                 raise ConfigError(
                     f"parameter group {number} does not say whether it is Muon's",
                     allowed="use_muon: true or false in every group",
                     fix='the groups, or "optimizer": {"type": "Muon"} in the engine config',
                 )
-        self._wholes = wholes
+        self._whole_params = wholes
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -79,23 +166,23 @@ class Muon(torch.optim.Optimizer):
             for tensor in group["params"]:
                 if tensor.grad is None:
                     continue
-                direction = self._averaged(tensor, tensor.grad, group).view(-1)
+                direction = self._update_momentum(tensor, tensor.grad, group).view(-1)
                 weight = tensor.view(-1).mul_(1 - group["lr"] * group["weight_decay"])
-                for one in self._wholes.segments(tensor):
-                    size = group["lr"] * scale(one.param.shape, group["adjust_lr_fn"])
-                    parts[one.param.number] = direction[one.at]
-                    updates.append((weight[one.at], direction[one.at], size))
-        rounded = {newton_schulz.ROUNDED[group["ns_method"]] for group in self._muon_groups()}
+                for one in self._whole_params.segments(tensor):
+                    size = group["lr"] * update_scale(one.param.shape, group["adjust_lr_fn"])
+                    parts[one.param.number] = direction[one.tensor_range]
+                    updates.append((weight[one.tensor_range], direction[one.tensor_range], size))
+        rounded = {INPUT_DTYPES[group["ns_method"]] for group in self._muon_groups()}
         dtype = rounded.pop() if len(rounded) == 1 else None
-        self._wholes.transform(self._matrices(), parts, self._solve, dtype)
+        self._whole_params.transform(self._select_matrices(), parts, self._orthogonalize, dtype)
         for weight, direction, size in updates:
             weight.add_(direction, alpha=-size)
         return loss
 
-    def _matrices(self) -> Chosen:
+    def _select_matrices(self) -> ParamSelection:
         numbers = [number for number, group in enumerate(self.param_groups) if group["use_muon"]]
         beside = [tensor for group in self.param_groups for tensor in group["params"]]
-        return Chosen(tuple(numbers), tuple(beside))
+        return ParamSelection(tuple(numbers), tuple(beside))
 
     def _muon_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["use_muon"]]
@@ -106,7 +193,7 @@ class Muon(torch.optim.Optimizer):
         if any(group["params"] for group in self._adam.param_groups):
             self._adam.step()
 
-    def _averaged(self, tensor: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+    def _update_momentum(self, tensor: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         """Moves the momentum on, and puts what is to be orthogonalised in the gradient's place."""
         state = self.state[tensor]
         if "momentum_buffer" not in state:
@@ -114,17 +201,17 @@ class Muon(torch.optim.Optimizer):
         average = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
         return grad.lerp_(average, group["momentum"]) if group["nesterov"] else grad.copy_(average)
 
-    def _solve(self, param: WholeParam, values: Tensor) -> Tensor:
+    def _orthogonalize(self, param: WholeParam, values: Tensor) -> Tensor:
         group = self.param_groups[param.group]
         matrix = values.view(_matrix_shape(param.shape))
-        return newton_schulz.METHODS[group["ns_method"]](matrix, group["ns_steps"]).reshape(-1)
+        return NEWTON_SCHULZ_METHODS[group["ns_method"]](matrix, group["ns_steps"]).reshape(-1)
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
     return len(shape) >= 2
 
 
-def scale(shape: Sequence[int], how: str) -> float:
+def update_scale(shape: Sequence[int], how: str) -> float:
     """What a step of a matrix is multiplied by: its norm depends on the shape.
 
     "original" is Jordan's, which takes the last two dimensions; "match_rms_adamw" gives steps the
@@ -141,14 +228,14 @@ def _matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return (shape[0], prod(shape[1:])) if len(shape) == 4 else tuple(shape)
 
 
-def _grouped(params: Iterable[Any]) -> list[dict[str, Any]]:
+def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     found = list(params)
     return found if found and isinstance(found[0], dict) else [{"params": found}]
 
 
-def _completed(group: dict[str, Any], adams: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(group: dict[str, Any], adams: dict[str, Any]) -> dict[str, Any]:
     """A group with all its half's keys; torch's Adam has some besides ours."""
     params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     muon = group.get("use_muon", bool(params) and all(is_matrix(one.shape) for one in params))
-    usual = MUON if muon else adams | ADAM
+    usual = MUON_DEFAULTS if muon else adams | ADAM_DEFAULTS
     return {**usual, **group, "params": params, "use_muon": muon}

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from rayzero.engine.config import SchedulerConfig
-from rayzero.engine.config.optim import plain_params, typed_params
+from rayzero.engine.config.model import coerce_numbers, parse_params
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.optim.curves import CURVES, Betas, Curve
+from rayzero.engine.optim.lr_curves import LR_CURVES, BetaPair, LRCurve
 
 
 class Scheduler(Protocol):
@@ -30,40 +30,40 @@ class StepSchedule:
         last_batch_iteration: one less than the finished steps, as DeepSpeed counts.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, curve: Curve) -> None:
-        _check_lists(curve, len(optimizer.param_groups))
+    def __init__(self, optimizer: torch.optim.Optimizer, curve: LRCurve) -> None:
+        _check_per_group_values(curve, len(optimizer.param_groups))
         self.optimizer = optimizer
         self.curve = curve
-        self._configured = [float(group["lr"]) for group in optimizer.param_groups]
-        self._cycles = "betas" in optimizer.defaults  # others have nothing that could cycle
+        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._cycles_betas = "betas" in optimizer.defaults  # others have nothing that could cycle
         self.last_batch_iteration = curve.last_batch_iteration
         if self.last_batch_iteration == -1:  # else the configured lr serves the first step
-            self._apply()
+            self._set_group_options()
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """One optimizer step was finished; or, given a number, goes to that iteration."""
         if last_batch_iteration is None:
             last_batch_iteration = self.last_batch_iteration + 1
         self.last_batch_iteration = last_batch_iteration
-        self._apply()
+        self._set_group_options()
 
     def get_lr(self) -> list[float]:
         """Each group's lr at this iteration."""
         return [
             self.curve.lr(self.last_batch_iteration, number, lr)
-            for number, lr in enumerate(self._configured)
+            for number, lr in enumerate(self._base_lrs)
         ]
 
     def get_last_lr(self) -> list[float]:
         """Each group's lr now."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def get_mom(self) -> list[Betas] | None:
+    def get_mom(self) -> list[BetaPair] | None:
         """Each group's betas at this iteration; None where they do not cycle."""
-        numbers = range(len(self._configured))
+        numbers = range(len(self._base_lrs))
         found = [self.curve.betas(self.last_batch_iteration, number) for number in numbers]
         betas = [one for one in found if one is not None]
-        return betas if self._cycles and betas else None
+        return betas if self._cycles_betas and betas else None
 
     def state_dict(self) -> dict[str, int]:
         return {"last_batch_iteration": self.last_batch_iteration}
@@ -71,22 +71,22 @@ class StepSchedule:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.last_batch_iteration = state["last_batch_iteration"]
         if self.last_batch_iteration != self.curve.last_batch_iteration:
-            self._apply()
+            self._set_group_options()
 
-    def _apply(self) -> None:
+    def _set_group_options(self) -> None:
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = lr
         for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
             group["betas"] = betas
 
 
-def make_curve(config: SchedulerConfig) -> Curve:
+def make_lr_curve(config: SchedulerConfig) -> LRCurve:
     """One of DeepSpeed's schedules.
 
     Raises:
         ConfigError: a parameter is unknown or wrong.
     """
-    return typed_params("scheduler", CURVES[config.type], config.params)
+    return parse_params("scheduler", LR_CURVES[config.type], config.params)
 
 
 def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> Scheduler:
@@ -95,12 +95,12 @@ def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> 
     Raises:
         ConfigError: a parameter is unknown or wrong.
     """
-    if config.type in CURVES:
-        return StepSchedule(optimizer, make_curve(config))
+    if config.type in LR_CURVES:
+        return StepSchedule(optimizer, make_lr_curve(config))
     make: Callable[..., Scheduler] = getattr(torch.optim.lr_scheduler, config.type)
-    params = plain_params(config.params)
+    params = coerce_numbers(config.params)
     try:
-        _try_out(make, params, optimizer)
+        _dry_run(make, params, optimizer)
         return make(optimizer, **params)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
         raise ConfigError(
@@ -109,7 +109,7 @@ def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> 
         ) from None
 
 
-def _try_out(
+def _dry_run(
     make: Callable[..., Scheduler], params: dict[str, Any], optimizer: torch.optim.Optimizer
 ) -> None:
     """A step of such a schedule, over an optimizer of nothing: torch finds some mistakes then."""
@@ -131,13 +131,13 @@ def check_schedule(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> Sc
         ConfigError: its `step` needs more than that a step is over, or it drives another optimizer.
     """
     name = type(scheduler).__name__
-    if _wants_arguments(scheduler.step):
+    if _requires_arguments(scheduler.step):
         raise ConfigError(
             f"the scheduler {name} has to be told something at every step",
             allowed="schedulers whose step() takes no arguments",
             fix=f"leave lr_scheduler out, make {name} over engine.optimizer, and step it yourself",
         )
-    driven = _unwrapped(getattr(scheduler, "optimizer", optimizer))
+    driven = _unwrap_optimizer(getattr(scheduler, "optimizer", optimizer))
     if isinstance(driven, torch.optim.Optimizer) and driven is not optimizer:
         raise ConfigError(
             f"the scheduler {name} drives an optimizer that is not the engine's",
@@ -148,13 +148,13 @@ def check_schedule(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> Sc
     return scheduler
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def _unwrap_optimizer(optimizer: Any) -> Any:
     while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
-def _wants_arguments(step: Callable[..., Any]) -> bool:
+def _requires_arguments(step: Callable[..., Any]) -> bool:
     try:
         inspect.signature(step).bind()
     except TypeError:
@@ -164,8 +164,8 @@ def _wants_arguments(step: Callable[..., Any]) -> bool:
     return False
 
 
-def _check_lists(curve: Curve, groups: int) -> None:
-    for key, count in curve.lists().items():
+def _check_per_group_values(curve: LRCurve, groups: int) -> None:
+    for key, count in curve.per_group_lengths().items():
         if count != groups:
             raise ConfigError(
                 f"scheduler.params.{key}: {count} values for {groups} parameter groups",

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-FACTOR = 2.0  # one rise or one fall
+SCALE_FACTOR = 2.0  # one rise or one fall
 
 
 @dataclass(frozen=True)
-class LossScale:
+class LossScaleState:
     """A point in the life of a dynamic loss scale; equal on all ranks.
 
     Attributes:
@@ -32,7 +32,7 @@ class LossScale:
 
 
 @dataclass(frozen=True)
-class DynamicRules:
+class DynamicScaleRules:
     """How a loss scale moves; the names are those of the `fp16` section.
 
     Attributes:
@@ -50,33 +50,33 @@ class DynamicRules:
     consecutive: bool = False
     minimum: float = 1.0
 
-    def start(self) -> LossScale:
-        return LossScale(float(self.initial), self.hysteresis)
+    def initial_state(self) -> LossScaleState:
+        return LossScaleState(float(self.initial), self.hysteresis)
 
-    def after(self, now: LossScale, *, overflow: bool) -> LossScale:
+    def next_state(self, now: LossScaleState, *, overflow: bool) -> LossScaleState:
         """What follows a step that overflowed, or did not."""
         if overflow:
-            return self._fallen(now)
+            return self._decrease(now)
         hysteresis = self.hysteresis if self.consecutive else now.hysteresis
         # The step that ends a window is the first of the next: so the first rise takes one more.
         if now.good_steps and now.good_steps % self.window == 0:
-            return LossScale(now.value * FACTOR, self.hysteresis, now.good_steps + 1)
-        return LossScale(now.value, hysteresis, now.good_steps + 1)
+            return LossScaleState(now.value * SCALE_FACTOR, self.hysteresis, now.good_steps + 1)
+        return LossScaleState(now.value, hysteresis, now.good_steps + 1)
 
-    def exhausted(self, now: LossScale) -> bool:
+    def cannot_decrease(self, now: LossScaleState) -> bool:
         """Whether one more overflow finds nothing left to lower."""
-        return now.value == self.minimum and self._falls(now)
+        return now.value == self.minimum and self._would_decrease(now)
 
-    def _falls(self, now: LossScale) -> bool:
+    def _would_decrease(self, now: LossScaleState) -> bool:
         return self.hysteresis == 1 or now.hysteresis == 1
 
-    def _fallen(self, now: LossScale) -> LossScale:
-        if self._falls(now):
-            return LossScale(max(now.value / FACTOR, self.minimum), now.hysteresis)
-        return LossScale(now.value, now.hysteresis - 1)
+    def _decrease(self, now: LossScaleState) -> LossScaleState:
+        if self._would_decrease(now):
+            return LossScaleState(max(now.value / SCALE_FACTOR, self.minimum), now.hysteresis)
+        return LossScaleState(now.value, now.hysteresis - 1)
 
 
-class Scaler(Protocol):
+class LossScaler(Protocol):
     """The loss scale of a run. All ranks call it alike, so it is the same on all."""
 
     @property
@@ -84,70 +84,70 @@ class Scaler(Protocol):
         """What the loss is multiplied by in the step at hand."""
 
     @property
-    def exhausted(self) -> bool:
+    def cannot_decrease(self) -> bool:
         """Whether an overflow now cannot be helped by another scale."""
 
-    def after(self, *, overflow: bool) -> None:
+    def update(self, *, overflow: bool) -> None:
         """A step was made, or skipped because a gradient was not finite."""
 
-    def state(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, Any] | None:
         """What has to outlive this process, as JSON takes it; None for nothing."""
 
-    def load(self, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Goes on from what `state` gave, of any run; None if that had nothing."""
 
 
 @dataclass(frozen=True)
-class FixedScale:
+class FixedScaler:
     """A scale that never moves: 1 where none is needed, or the `fp16` section's own. A step that
     overflows is skipped all the same."""
 
     value: float = 1.0
-    exhausted: bool = False
+    cannot_decrease: bool = False
 
-    def after(self, *, overflow: bool) -> None:
+    def update(self, *, overflow: bool) -> None:
         return
 
-    def state(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, Any] | None:
         return None
 
-    def load(self, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         return
 
 
-UNSCALED = FixedScale()
+NO_SCALER = FixedScaler()
 
 
-class DynamicScale:
+class DynamicScaler:
     """A scale that follows the gradients.
 
     Attributes:
         now: replaced whole, after each step.
     """
 
-    def __init__(self, rules: DynamicRules) -> None:
+    def __init__(self, rules: DynamicScaleRules) -> None:
         self._rules = rules
-        self.now = rules.start()
+        self.current = rules.initial_state()
 
     @property
     def value(self) -> float:
-        return self.now.value
+        return self.current.value
 
     @property
-    def exhausted(self) -> bool:
-        return self._rules.exhausted(self.now)
+    def cannot_decrease(self) -> bool:
+        return self._rules.cannot_decrease(self.current)
 
-    def after(self, *, overflow: bool) -> None:
-        self.now = self._rules.after(self.now, overflow=overflow)
+    def update(self, *, overflow: bool) -> None:
+        self.current = self._rules.next_state(self.current, overflow=overflow)
 
-    def state(self) -> dict[str, Any] | None:
-        return asdict(self.now)
+    def state_dict(self) -> dict[str, Any] | None:
+        return asdict(self.current)
 
-    def load(self, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """A state of a run with other rules is fitted to these."""
         if state is None:
             return
-        self.now = LossScale(
+        self.current = LossScaleState(
             max(float(state["value"]), float(self._rules.minimum)),
             min(int(state["hysteresis"]), self._rules.hysteresis),
             int(state["good_steps"]),

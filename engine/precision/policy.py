@@ -1,4 +1,6 @@
-"""How main weights relate to model weights. One object a run, chosen in `factory`.
+"""Native, Mixed, Autocast; choice, averaging, input casting.
+
+How main weights relate to model weights. One object a run, chosen in `factory`.
 
 | policy | model weights | main weights | main grads | loss scale |
 |---|---|---|---|---|
@@ -9,19 +11,96 @@
 
 Main grads have another dtype where `data_types.grad_accum_dtype` says so. Sums over ranks and
 micro-steps are rounded to it term by term; the optimizer reads them in the main weights' dtype.
+
+Which precision a config asks for. `factory` calls it, and nothing else does.
+
+Where the average over ranks and micro-steps is taken: before the sum over the ranks, or after.
+
+Both cost nothing: before is a factor of backward's seed, after is a factor in the optimizer. In
+exact arithmetic it is the same. In 16 bits it is not: what comes before may vanish, what comes
+after may overflow in the sum.
+
+Casts the tensors in whatever is handed to a model.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rayzero.engine.precision.casting import cast_floats
-from rayzero.engine.precision.loss_scale import UNSCALED, Scaler
+from rayzero.engine.config import EngineConfig
+from rayzero.engine.config.model import Fp16Config
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.precision.loss_scale import (
+    NO_SCALER,
+    DynamicScaler,
+    DynamicScaleRules,
+    FixedScaler,
+    LossScaler,
+)
+
+
+def clamp_to_dtype(value: float, dtype: torch.dtype) -> float:
+    """`value`, or infinity where the dtype has no such number: torch refuses to fill with it."""
+    return value if abs(value) <= torch.finfo(dtype).max else math.copysign(math.inf, value)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating-point tensors in `dtype`.
+
+    Looks into mappings, lists, tuples and dataclasses, and keeps their kind. What holds nothing to
+    cast is returned itself, and what was given is never changed.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return _cast_mapping(value, dtype)
+    if isinstance(value, list | tuple):
+        return _cast_sequence(value, dtype)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _cast_dataclass(value, dtype)
+    return value
+
+
+def _cast_mapping(value: Mapping[Any, Any], dtype: torch.dtype) -> Any:
+    changed = _cast_items(list(value.items()), dtype)
+    if not changed:
+        return value
+    if not isinstance(value, MutableMapping):
+        return {**value, **changed}
+    cast = copy.copy(value)  # a subclass may know more than its items
+    for key, one in changed.items():  # not `update`, which some of transformers' refuse
+        cast[key] = one
+    return cast
+
+
+def _cast_sequence(value: list[Any] | tuple[Any, ...], dtype: torch.dtype) -> Any:
+    changed = _cast_items(list(enumerate(value)), dtype)
+    if not changed:
+        return value
+    cast = [changed.get(index, one) for index, one in enumerate(value)]
+    make: Callable[..., Any] = type(value)
+    return make(*cast) if hasattr(value, "_fields") else make(cast)  # a named tuple has fields
+
+
+def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
+    fields = [one.name for one in dataclasses.fields(value) if one.init]
+    changed = _cast_items([(name, getattr(value, name)) for name in fields], dtype)
+    return dataclasses.replace(value, **changed) if changed else value
+
+
+def _cast_items(items: list[tuple[Any, Any]], dtype: torch.dtype) -> dict[Any, Any]:
+    """What casting makes of the items, as far as it makes anything of them."""
+    cast = {key: cast_floats(one, dtype) for key, one in items}
+    return {key: cast[key] for key, one in items if cast[key] is not one}
 
 
 class Precision(Protocol):
@@ -35,10 +114,10 @@ class Precision(Protocol):
     """
 
     @property
-    def average_first(self) -> bool: ...
+    def average_before_reduce(self) -> bool: ...
 
     @property
-    def scaler(self) -> Scaler: ...
+    def scaler(self) -> LossScaler: ...
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
         """The dtype that forward uses a tensor in."""
@@ -52,23 +131,23 @@ class Precision(Protocol):
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         """The main weights for a range of model weights; may be the same memory."""
 
-    def publish(self, main_weights: Tensor, model_weights: Tensor) -> None:
+    def copy_to_model(self, main_weights: Tensor, model_weights: Tensor) -> None:
         """After an update: makes the model weights follow the main weights."""
 
     def cast_inputs(self, value: Any) -> Any:
         """The model's inputs in the dtype of its weights."""
 
-    def around_forward(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         """What the model's forward runs in."""
 
 
 @dataclass(frozen=True)
-class Native:
+class NativePrecision:
     """The model trains in the dtype it came in. Model weights and main weights are one tensor."""
 
-    scaler: Scaler = UNSCALED
-    average_first: bool = True
-    accumulate_in: torch.dtype | None = None
+    scaler: LossScaler = NO_SCALER
+    average_before_reduce: bool = True
+    grad_dtype_override: torch.dtype | None = None
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
         return original
@@ -77,23 +156,23 @@ class Native:
         return original
 
     def grad_dtype(self, original: torch.dtype) -> torch.dtype:
-        return original if original.is_complex else self.accumulate_in or original
+        return original if original.is_complex else self.grad_dtype_override or original
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         return model_weights
 
-    def publish(self, main_weights: Tensor, model_weights: Tensor) -> None:
+    def copy_to_model(self, main_weights: Tensor, model_weights: Tensor) -> None:
         return
 
     def cast_inputs(self, value: Any) -> Any:
         return value
 
-    def around_forward(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
 
 @dataclass(frozen=True)
-class Autocast(Native):
+class AutocastPrecision(NativePrecision):
     """The model keeps its dtype; torch picks one for each operation of forward, and its gradient.
 
     Attributes:
@@ -101,16 +180,16 @@ class Autocast(Native):
         dtype: of the operations that are safe in 16 bits.
     """
 
-    average_first: bool = False
+    average_before_reduce: bool = False
     device_type: str = "cpu"
     dtype: torch.dtype = torch.bfloat16
 
-    def around_forward(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device_type, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
-class Mixed:
+class MixedPrecision:
     """Forward and backward in 16 bits, sums and updates in fp32 (Micikevicius et al., 2018).
 
     Attributes:
@@ -119,10 +198,10 @@ class Mixed:
     """
 
     dtype: torch.dtype
-    scaler: Scaler = UNSCALED
-    casts_inputs: bool = True
-    average_first: bool = False
-    accumulate_in: torch.dtype | None = None
+    scaler: LossScaler = NO_SCALER
+    input_casting: bool = True
+    average_before_reduce: bool = False
+    grad_dtype_override: torch.dtype | None = None
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
         return self.dtype if original.is_floating_point else original
@@ -131,16 +210,95 @@ class Mixed:
         return torch.float32
 
     def grad_dtype(self, original: torch.dtype) -> torch.dtype:
-        return self.accumulate_in or torch.float32
+        return self.grad_dtype_override or torch.float32
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         return original.to(torch.float32, copy=True)
 
-    def publish(self, main_weights: Tensor, model_weights: Tensor) -> None:
+    def copy_to_model(self, main_weights: Tensor, model_weights: Tensor) -> None:
         model_weights.copy_(main_weights)
 
     def cast_inputs(self, value: Any) -> Any:
-        return cast_floats(value, self.dtype) if self.casts_inputs else value
+        return cast_floats(value, self.dtype) if self.input_casting else value
 
-    def around_forward(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+
+_CONFIG_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+# torch's GradScaler: no hysteresis, and a longer way up. It has no minimum, but below 1 it is not
+# the scale that makes gradients overflow.
+_AUTOCAST_RULES = DynamicScaleRules(window=2000, hysteresis=1)
+
+
+def choose_precision(config: EngineConfig, device: torch.device) -> Precision:
+    """The precision of a run; what cannot be had is refused when the config is read."""
+    autocast = config.torch_autocast
+    accumulate_in = torch_dtype(config.data_types.grad_accum_dtype)
+    if config.fp16.enabled:
+        scaler, casts = _make_scaler(config.fp16), config.fp16.auto_cast
+        return MixedPrecision(
+            torch.float16, scaler, input_casting=casts, grad_dtype_override=accumulate_in
+        )
+    if config.bf16.enabled:
+        return MixedPrecision(torch.bfloat16, grad_dtype_override=accumulate_in)
+    if autocast.enabled:
+        return replace(
+            _make_autocast(_CONFIG_DTYPES[autocast.dtype], device),
+            grad_dtype_override=accumulate_in,
+        )
+    return NativePrecision(grad_dtype_override=accumulate_in)
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """The torch dtype of a config's name for it; None for None."""
+    return None if name is None else _CONFIG_DTYPES[name]
+
+
+def _make_autocast(dtype: torch.dtype, device: torch.device) -> AutocastPrecision:
+    if dtype is torch.float16:
+        scaler = DynamicScaler(_AUTOCAST_RULES)
+        return AutocastPrecision(scaler, device_type=device.type, dtype=dtype)
+    return AutocastPrecision(device_type=device.type, dtype=dtype)
+
+
+def _make_scaler(fp16: Fp16Config) -> LossScaler:
+    if fp16.loss_scale:
+        return FixedScaler(fp16.loss_scale)
+    return DynamicScaler(
+        DynamicScaleRules(
+            initial=2.0**fp16.initial_scale_power,
+            window=fp16.loss_scale_window,
+            hysteresis=fp16.hysteresis,
+            consecutive=fp16.consecutive_hysteresis,
+            minimum=fp16.min_loss_scale,
+        )
+    )
+
+
+def post_reduce_scale(
+    micro_steps: int, world_size: int, *, average_first: bool, prescale: bool, predivide: float
+) -> float:
+    """What summed gradients are to be multiplied by; backward's seed has the rest.
+
+    Args:
+        average_first: see `Precision`.
+        prescale: divide by the ranks before the sum, as `prescale_gradients` asks.
+        predivide: divide by this before the sum and by the rest after it, as
+            `gradient_predivide_factor` asks. As in DeepSpeed `prescale` overrules it.
+
+    Raises:
+        ConfigError: nothing can be divided by it.
+    """
+    if predivide <= 0.0:
+        raise ConfigError(
+            f"gradient_predivide_factor is {predivide:g}", allowed="more than 0; 1 for no division"
+        )
+    if average_first and (prescale or predivide == 1.0):
+        return 1.0
+    over_steps = 1.0 if average_first else 1.0 / micro_steps
+    if prescale:
+        return over_steps
+    return over_steps * predivide / world_size

@@ -1,7 +1,11 @@
-"""A living engine's state as a checkpoint, written by the ranks themselves.
+"""Rank-written checkpoint, full state dict.
+
+A living engine's state as a checkpoint, written by the ranks themselves.
 
 A job's checkpoints are written by its vaults, behind training; this is for scripts that save when
 they choose to, under torchrun or in a job. The format is the same.
+
+The whole model on one rank, from wherever its ranges lie, a unit at a time.
 """
 
 from __future__ import annotations
@@ -11,21 +15,25 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from rayzero.engine.checkpoint.format import MANIFEST, WrittenFile, is_ours
+from rayzero.engine.checkpoint.format import MANIFEST_NAME, WrittenFile, is_checkpoint_file
 from rayzero.engine.checkpoint.manifest import make_manifest
-from rayzero.engine.checkpoint.store import join, open_store
-from rayzero.engine.checkpoint.writer import commit, write_rank_file
-from rayzero.engine.comm.collectives import Collectives
-from rayzero.engine.comm.messages import together
-from rayzero.engine.state.parts import lay_in_block
-from rayzero.engine.state.training import TrainingState, copy_out
+from rayzero.engine.checkpoint.open_store import open_store
+from rayzero.engine.checkpoint.store import join_url
+from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
+from rayzero.engine.comm.collectives import Collectives, run_on_all_ranks
+from rayzero.engine.state.ranges import pack_block
+from rayzero.engine.state.training import TrainingState, copy_to_block
+from rayzero.engine.zero.parameters import ShardedWeights, param_views
+from rayzero.engine.zero.runtime import ZeroRuntime
+from rayzero.engine.zero.unit import Unit
 
-LATEST = "latest"
+LATEST_FILE = "latest"
 """The file beside the checkpoints that names one of them."""
 
 
-class Saver:
+class RankSaver:
     """Saves one engine's state.
 
     Args:
@@ -51,10 +59,10 @@ class Saver:
         Raises:
             StoreError: the store cannot take it. EngineError on the ranks that could write.
         """
-        place = join(folder, tag)
+        place = join_url(folder, tag)
         extra = {"client_state": client_state, "frozen": frozen}
-        answers = together(
-            self._collectives, self._device, lambda: self._write(place, extra, frozen)
+        answers = run_on_all_ranks(
+            self._collectives, self._device, lambda: self._write_own_file(place, extra, frozen)
         )
         files = [WrittenFile(**(one | {"blocks": tuple(one["blocks"])})) for one in answers]
 
@@ -62,22 +70,22 @@ class Saver:
             if self._collectives.rank:
                 return
             manifest = make_manifest(tag, files[0].small["step"], 0, files, stage=self._stage)
-            commit(place, manifest)
+            commit_checkpoint(place, manifest)
             if latest:
-                open_store(folder).replace(LATEST, tag.encode())
-            _sweep(place, {one.name for one in files})
+                open_store(folder).replace(LATEST_FILE, tag.encode())
+            _remove_stale(place, {one.name for one in files})
 
-        together(self._collectives, self._device, finish)
+        run_on_all_ranks(self._collectives, self._device, finish)
 
-    def _write(self, place: str, extra: dict[str, Any], frozen: bool) -> dict[str, Any]:
+    def _write_own_file(self, place: str, extra: dict[str, Any], frozen: bool) -> dict[str, Any]:
         """This rank's file, durable; what the manifest will say of it."""
-        _, parts, _ = self._state.block(whole=False)
+        _, parts, _ = self._state.describe_block(whole=False)
         if not frozen:
             parts = [part for part in parts if not part.constant]
-        table, offsets = lay_in_block(parts)
+        table, offsets = pack_block(parts)
         memory = torch.zeros(table.nbytes, dtype=torch.uint8).numpy().data
-        copy_out(parts, offsets, memory, constants=True)
-        small = json.loads(self._state.small()) | extra
+        copy_to_block(parts, offsets, memory, constants=True)
+        small = json.loads(self._state.metadata()) | extra
         rank, world_size = self._collectives.rank, self._collectives.world_size
         written = write_rank_file(
             place, rank, table, small, memory, generation=0, world_size=world_size
@@ -85,9 +93,52 @@ class Saver:
         return asdict(written)
 
 
-def _sweep(place: str, names: set[str]) -> None:
+def _remove_stale(place: str, names: set[str]) -> None:
     """What an earlier save under the same tag left: the manifest does not name it any more."""
     store = open_store(place)
-    for entry in store.entries():
-        if is_ours(entry.name) and entry.name not in names | {MANIFEST}:
+    for entry in store.list_folder():
+        if is_checkpoint_file(entry.name) and entry.name not in names | {MANIFEST_NAME}:
             store.remove(entry.name)
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module, runtime: ZeroRuntime) -> dict[str, Tensor]:
+    """The model's state dict in CPU memory on rank 0, empty on the others. Collective.
+
+    Names, tied entries and dtypes are those of `model.state_dict()`. No more than one unit is
+    whole on the model's device at a time.
+    """
+    whole: dict[int, Tensor] = {}  # by the parameter's identity: tied entries stay one tensor
+    target = runtime.collectives.rank == 0
+    for unit in runtime.units:
+        values = _gather_unit(unit, runtime)
+        if target and values is not None:
+            whole |= {id(p): v for p, v in zip(unit.params, values, strict=True)}
+    if not target:
+        return {}
+    state = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            value = whole.setdefault(id(tensor), tensor.detach())
+            state[name] = _copy_to_cpu(value, whole, id(tensor))
+    return state
+
+
+def _gather_unit(unit: Unit, runtime: ZeroRuntime) -> list[Tensor] | None:
+    """The unit's parameters in CPU memory, on rank 0."""
+    collectives = runtime.collectives
+    if not isinstance(unit.weights, ShardedWeights):
+        return None
+    shard = unit.weights.shard.to(unit.weights.device)  # it may rest in host memory
+    numel = unit.layout.numel if collectives.rank == 0 else 0
+    full = shard.new_empty(numel)
+    collectives.gather(full, shard).wait()
+    return param_views(unit.layout, full.cpu()) if numel else None
+
+
+def _copy_to_cpu(value: Tensor, whole: dict[int, Tensor], key: int) -> Tensor:
+    """A copy of our own in CPU memory, the same one for every entry of a tied tensor."""
+    copied = whole.get(-key)
+    if copied is None:
+        copied = whole[-key] = value.to("cpu", copy=True)
+    return copied

@@ -13,16 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.data.progress import Progress
+from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.errors import EngineError
-from rayzero.engine.optim.local import LocalOptimizer
+from rayzero.engine.layout.state_index import BlockIndex, StateSource
 from rayzero.engine.optim.schedule import Scheduler
-from rayzero.engine.state import randomness, small
-from rayzero.engine.state.load import ALL, Choice, load_tensors
-from rayzero.engine.state.parts import Part, all_parts, kept_buffers, lay_in_block, own_parts
-from rayzero.engine.state.residuals import residual_numbers, residual_parts
-from rayzero.engine.state.source import StateSource
-from rayzero.engine.state.table import Table
+from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
+from rayzero.engine.state import metadata as randomness
+from rayzero.engine.state import metadata as small
+from rayzero.engine.state.error_feedback import residual_metadata, residual_ranges
+from rayzero.engine.state.load import LOAD_ALL, LoadOptions, load_tensors
+from rayzero.engine.state.ranges import (
+    StateRange,
+    held_ranges,
+    owned_ranges,
+    pack_block,
+    persistent_buffers,
+)
 from rayzero.engine.zero.runtime import ZeroRuntime
 
 
@@ -37,78 +43,78 @@ class TrainingState:
         self,
         model: nn.Module,
         runtime: ZeroRuntime,
-        optimizer: LocalOptimizer,
+        optimizer: ShardedOptimizer,
         scheduler: Scheduler | None,
-        progress: Progress,
+        progress: TrainingProgress,
         device: torch.device,
     ) -> None:
         self.progress = progress
         # What compression kept back of each rank's gradients is in that rank's memory only.
-        self.whole = runtime.stage.is_whole and (
-            not runtime.way.kept or runtime.collectives.world_size == 1
+        self.complete_on_rank = runtime.stage.state_replicated and (
+            not runtime.grad_reduction.residuals or runtime.collectives.world_size == 1
         )
         self._device = device
         self._model = model
         self._runtime = runtime
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._changing = False
-        self._signature: tuple[object, ...] | None = None
-        self._parts: list[Part] = []
-        self._table = Table()
+        self._is_updating = False
+        self._packed_signature: tuple[object, ...] | None = None
+        self._ranges: list[StateRange] = []
+        self._block_index = BlockIndex()
         self._offsets: list[int] = []
-        self._names: dict[str, Any] = {}  # of the whole model, told by rank 0
-        self._members: dict[int, list[str]] = {}
+        self._param_names: dict[str, Any] = {}  # of the whole model, told by rank 0
+        self._group_params: dict[int, list[str]] = {}
 
     @property
     def consistent(self) -> bool:
         """Whether all of it is of one step: not in the middle of an update."""
-        return not self._changing
+        return not self._is_updating
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
+    def updating(self) -> Iterator[None]:
         """Around an update. When that breaks off, what is there belongs to no step any more."""
-        self._changing = True
+        self._is_updating = True
         yield
-        self._changing = False
+        self._is_updating = False
 
-    def table(self) -> Table:
+    def block_index(self) -> BlockIndex:
         """What this rank's share is made of. It changes when the optimizer makes its state, and
         never after that."""
-        signature = self._sign()
-        if signature != self._signature:
-            parts = own_parts(self._model, self._runtime, self._optimizer)
-            self._parts = parts + residual_parts(self._runtime)
-            self._table, self._offsets = lay_in_block(self._parts)
-            self._signature = signature
-        return self._table
+        signature = self._memory_signature()
+        if signature != self._packed_signature:
+            parts = owned_ranges(self._model, self._runtime, self._optimizer)
+            self._ranges = parts + residual_ranges(self._runtime)
+            self._block_index, self._offsets = pack_block(self._ranges)
+            self._packed_signature = signature
+        return self._block_index
 
-    def write(self, block: memoryview, *, constants: bool) -> None:
+    def write_block(self, block: memoryview, *, constants: bool) -> None:
         """Copies this rank's share into a block of `table().nbytes` bytes.
 
         Args:
             block: writable.
             constants: also what never changes; the block has it from an earlier call otherwise.
         """
-        self.table()
-        copy_out(self._parts, self._offsets, block, constants=constants)
+        self.block_index()
+        copy_to_block(self._ranges, self._offsets, block, constants=constants)
 
-    def block(self, *, whole: bool) -> tuple[Table, list[Part], list[int]]:
+    def describe_block(self, *, whole: bool) -> tuple[BlockIndex, list[StateRange], list[int]]:
         """A table, its parts, and their offsets: of this rank's share, or of all that it holds.
 
         Raises:
             EngineError: the whole is wanted, and this rank holds its share only.
         """
         if not whole:
-            return self.table(), self._parts, self._offsets
-        if not self.whole:
+            return self.block_index(), self._ranges, self._offsets
+        if not self.complete_on_rank:
             raise EngineError("this rank's memory holds its own share of the state only")
-        parts = all_parts(self._model, self._runtime, self._optimizer)
-        parts += residual_parts(self._runtime)
-        table, offsets = lay_in_block(parts)
+        parts = held_ranges(self._model, self._runtime, self._optimizer)
+        parts += residual_ranges(self._runtime)
+        table, offsets = pack_block(parts)
         return table, parts, offsets
 
-    def small(self) -> bytes:
+    def metadata(self) -> bytes:
         """The JSON part of this rank, as UTF-8."""
         document: dict[str, Any] = {
             "rank": self._runtime.collectives.rank,
@@ -119,19 +125,19 @@ class TrainingState:
             "global_batch": self.progress.global_batch,
             "micro_batch": self.progress.micro_batch,
             "skipped_steps": self.progress.skipped_steps,
-            "loss_scale": self._runtime.precision.scaler.state(),
-            "groups": small.groups_of(self._optimizer),
-            "scheduler": small.scheduler_of(self._scheduler),
-            "rng": randomness.taken(self._device),
-            **residual_numbers(self._runtime.way),
+            "loss_scale": self._runtime.precision.scaler.state_dict(),
+            "groups": small.optimizer_metadata(self._optimizer),
+            "scheduler": small.scheduler_metadata(self._scheduler),
+            "rng": randomness.capture_rng(self._device),
+            **residual_metadata(self._runtime.grad_reduction),
         }
         if self._runtime.collectives.rank == 0:
-            if not self._names:
-                self._names = small.names_of(self._model, self._runtime)
-                self._members = small.members_of(self._runtime)
-            document |= self._names
+            if not self._param_names:
+                self._param_names = small.param_name_metadata(self._model, self._runtime)
+                self._group_params = small.group_param_names(self._runtime)
+            document |= self._param_names
             for number, group in enumerate(document["groups"]):
-                group["params"] = self._members.get(number, [])
+                group["params"] = self._group_params.get(number, [])
         return json.dumps(document, separators=(",", ":")).encode()
 
     def load(self, source: StateSource) -> None:
@@ -140,11 +146,11 @@ class TrainingState:
         Raises:
             As `take`.
         """
-        self.take(source, ALL)
-        self.publish()
+        self.load_from(source, LOAD_ALL)
+        self.sync_model_weights()
 
     @torch.no_grad()
-    def take(self, source: StateSource, choice: Choice) -> None:
+    def load_from(self, source: StateSource, choice: LoadOptions) -> None:
         """Reads what this rank needs. No collectives; `publish` must follow on every rank.
 
         Raises:
@@ -152,44 +158,44 @@ class TrainingState:
             DataError: it is damaged, or incomplete.
         """
         rank = self._runtime.collectives.rank
-        document = source.small(rank)
+        document = source.metadata(rank)
         load_tensors(self._model, self._runtime, self._optimizer, source, choice)
         if choice.optimizer:
-            keep = self._scheduler is None and not choice.options
-            small.put_groups(self._optimizer, source, keep_options=keep)
+            keep = self._scheduler is None and not choice.optimizer_options
+            small.restore_optimizer_metadata(self._optimizer, source, keep_options=keep)
         if choice.scheduler:
-            small.put_scheduler(self._scheduler, document.get("scheduler"))
+            small.restore_scheduler(self._scheduler, document.get("scheduler"))
         if not choice.progress:
             return
         self.progress.step = document["step"]
         self.progress.micro_step = 0
         self.progress.sample_cursor = document.get("sample_cursor", 0)
         self.progress.skipped_steps = document.get("skipped_steps", 0)
-        self._runtime.load_scale(document.get("loss_scale"))
+        self._runtime.load_loss_scale(document.get("loss_scale"))
         if rng := document.get("rng"):
             if document.get("rank") == rank:
-                randomness.put_back(rng, self._device)
+                randomness.restore_rng(rng, self._device)
             else:
-                randomness.branch_off(rng, rank, self._device)
+                randomness.fork_rng(rng, rank, self._device)
 
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         """Makes model weights of the main weights that were taken. Collective."""
-        self._runtime.publish()
+        self._runtime.sync_model_weights()
 
-    def _sign(self) -> tuple[object, ...]:
+    def _memory_signature(self) -> tuple[object, ...]:
         """Equal as long as the parts are the same memory."""
-        state = self._optimizer.torch.state
+        state = self._optimizer.torch_optimizer.state
         runs = tuple(
             value.data_ptr()
-            for run in self._optimizer.runs
+            for run in self._optimizer.shards
             for value in state.get(run.weight, {}).values()
             if isinstance(value, Tensor) and value.ndim
         )
-        return runs, tuple(buffer.data_ptr() for _, buffer in kept_buffers(self._model))
+        return runs, tuple(buffer.data_ptr() for _, buffer in persistent_buffers(self._model))
 
 
-def copy_out(
-    parts: Sequence[Part], offsets: Sequence[int], block: memoryview, *, constants: bool
+def copy_to_block(
+    parts: Sequence[StateRange], offsets: Sequence[int], block: memoryview, *, constants: bool
 ) -> None:
     """Copies parts to their places in a block of bytes."""
     for part, offset in zip(parts, offsets, strict=True):

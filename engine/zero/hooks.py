@@ -1,8 +1,14 @@
-"""Where the engine meets autograd and nn.Module: hooks, and nothing but hooks."""
+"""Autograd and nn.Module hooks.
+
+Where the engine meets autograd and nn.Module: hooks, and nothing but hooks.
+
+Tensors inside whatever a function takes or returns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +16,25 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.errors import EngineError
-from rayzero.engine.zero.gatherer import Gatherer
+from rayzero.engine.zero.gather_buffers import Block, BlockState
 from rayzero.engine.zero.reducer import Reducer
-from rayzero.engine.zero.slots import Block, BlockState
-from rayzero.engine.zero.trees import tensors_in
 from rayzero.engine.zero.unit import Unit
+from rayzero.engine.zero.unshard import UnshardScheduler
+
+
+def iter_tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested mappings, lists, tuples and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from iter_tensors(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from iter_tensors(one)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from iter_tensors(getattr(value, field.name))
 
 
 def hook_gradients(units: list[Unit], reducer: Reducer) -> list[RemovableHandle]:
@@ -22,7 +42,7 @@ def hook_gradients(units: list[Unit], reducer: Reducer) -> list[RemovableHandle]
 
     def taking(unit: int, index: int) -> Callable[[Tensor], None]:
         def take(param: Tensor) -> None:
-            reducer.take(unit, index, param)  # type: ignore[arg-type]
+            reducer.on_gradient(unit, index, param)  # type: ignore[arg-type]
 
         return take
 
@@ -33,36 +53,40 @@ def hook_gradients(units: list[Unit], reducer: Reducer) -> list[RemovableHandle]
     ]
 
 
-def hook_blocks(model: nn.Module, blocks: list[Block], gatherer: Gatherer) -> list[RemovableHandle]:
+def hook_blocks(
+    model: nn.Module, blocks: list[Block], gatherer: UnshardScheduler
+) -> list[RemovableHandle]:
     """Has every block gathered before its forward and before its backward."""
     # The first hook to run on the root module, before those of a block that is the root itself.
-    handles = [model.register_forward_pre_hook(lambda *_: gatherer.begin_pass(), prepend=True)]
+    handles = [
+        model.register_forward_pre_hook(lambda *_: gatherer.root_pre_forward(), prepend=True)
+    ]
     for block in blocks:
         handles += _hook_block(block, gatherer)
     return handles
 
 
-def _hook_block(block: Block, gatherer: Gatherer) -> list[RemovableHandle]:
+def _hook_block(block: Block, gatherer: UnshardScheduler) -> list[RemovableHandle]:
     def before(module: nn.Module, args: Any) -> None:
-        gatherer.enter(block)
+        gatherer.pre_forward(block)
 
     def before_backward(grad: Tensor) -> None:
-        gatherer.enter_backward(block)
+        gatherer.pre_backward(block)
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        gatherer.leave(block)
+        gatherer.post_forward(block)
         if torch.is_grad_enabled():
-            for tensor in _made_in(output, (args, kwargs)):
+            for tensor in _new_outputs(output, (args, kwargs)):
                 tensor.register_hook(before_backward)
 
     return [
         block.module.register_forward_pre_hook(before),
         block.module.register_forward_hook(after, with_kwargs=True, always_call=True),
-        *_hook_strays(block),
+        *_hook_unexpected_grads(block),
     ]
 
 
-def _hook_strays(block: Block) -> list[RemovableHandle]:
+def _hook_unexpected_grads(block: Block) -> list[RemovableHandle]:
     """Refuses a gradient computed while its block was not gathered: it would be garbage."""
 
     def check(param: Tensor) -> None:
@@ -82,12 +106,12 @@ def _hook_strays(block: Block) -> list[RemovableHandle]:
     ]
 
 
-def _made_in(output: Any, inputs: Any) -> Iterator[Tensor]:
+def _new_outputs(output: Any, inputs: Any) -> Iterator[Tensor]:
     """The outputs that a module's own backward starts from.
 
     Not those it only passes on: their gradient is there when that of an earlier block is.
     """
-    before = {id(tensor.grad_fn) for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
-    for tensor in tensors_in(output):
+    before = {id(tensor.grad_fn) for tensor in iter_tensors(inputs) if tensor.grad_fn is not None}
+    for tensor in iter_tensors(output):
         if tensor.grad_fn is not None and id(tensor.grad_fn) not in before:
             yield tensor

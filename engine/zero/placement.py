@@ -39,7 +39,7 @@ class Stage:
     main_grads: Placement
     optimizer_state: Placement
 
-    def on(self, world_size: int, *, moves: bool = False) -> Stage:
+    def for_world_size(self, world_size: int, *, moves: bool = False) -> Stage:
         """This row on so many ranks: on one, a shard is the whole and nothing has to move.
 
         Args:
@@ -49,19 +49,19 @@ class Stage:
         return self if world_size > 1 or moves else Stage(self.number, R, P, R)
 
     @property
-    def is_whole(self) -> bool:
+    def state_replicated(self) -> bool:
         """Whether every rank holds all that has to outlive a step."""
         return self.optimizer_state is Placement.REPLICATED
 
     @property
     def gradient_collective(self) -> Collective:
         """What brings the sum of the ranks' gradients to where the optimizer needs it."""
-        return collective(Placement.PARTIAL, self.optimizer_state)
+        return collective_for(Placement.PARTIAL, self.optimizer_state)
 
     @property
     def weight_collective(self) -> Collective:
         """What brings updated weights to where forward needs them, or keeps them, whole."""
-        return collective(self.optimizer_state, self.model_weights)
+        return collective_for(self.optimizer_state, self.model_weights)
 
 
 R, P, S = Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED
@@ -74,14 +74,14 @@ STAGES = (
     Stage(3, S, S, S),
 )
 
-_CHANGES = {
+_COLLECTIVE_BY_CHANGE = {
     (P, R): Collective.ALL_REDUCE,
     (P, S): Collective.REDUCE_SCATTER,
     (S, R): Collective.ALL_GATHER,
 }
 
 
-def collective(source: Placement, target: Placement) -> Collective:
+def collective_for(source: Placement, target: Placement) -> Collective:
     """The collective that turns one placement into another.
 
     Raises:
@@ -89,6 +89,6 @@ def collective(source: Placement, target: Placement) -> Collective:
     """
     if source is target:
         return Collective.NONE
-    if (source, target) not in _CHANGES:
+    if (source, target) not in _COLLECTIVE_BY_CHANGE:
         raise ValueError(f"no collective turns {source.value} into {target.value}")
-    return _CHANGES[source, target]
+    return _COLLECTIVE_BY_CHANGE[source, target]

@@ -7,37 +7,40 @@ arrive in: units are reduced in plan order, each as soon as it and all before it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
-from rayzero.engine.comm.collectives import Pending, Sums
+from rayzero.engine.comm.backend import ReduceOp, Work
 from rayzero.engine.errors import EngineError
-from rayzero.engine.zero.grads import GradSlots, GradStore
+from rayzero.engine.zero.gradients import GradBufferPool, GradStore
+from rayzero.engine.zero.unit import Unit
 
 
-class _Arrivals:
+class _UnitReadiness:
     """Which of one unit's gradients the micro-step at hand has brought."""
 
-    def __init__(self, grads: GradStore, count: int, sums: Sums) -> None:
+    def __init__(self, grads: GradStore, count: int, sums: ReduceOp) -> None:
         self.grads = grads
-        self.sums = sums
-        self._taken = [False] * count
-        self.missing = count
+        self.reduce_op = sums
+        self._arrived = [False] * count
+        self.missing_count = count
 
     def restart(self) -> None:
-        self.missing = len(self._taken)
-        self._taken = [False] * self.missing
+        self.missing_count = len(self._arrived)
+        self._arrived = [False] * self.missing_count
 
-    def note(self, index: int) -> bool:
+    def mark(self, index: int) -> bool:
         """Whether this is the parameter's first gradient of the micro-step."""
-        fresh = not self._taken[index]
-        self._taken[index] = True
-        self.missing -= fresh
+        fresh = not self._arrived[index]
+        self._arrived[index] = True
+        self.missing_count -= fresh
         return fresh
 
-    def absent(self) -> list[int]:
-        return [index for index, taken in enumerate(self._taken) if not taken]
+    def missing_indices(self) -> list[int]:
+        return [index for index, taken in enumerate(self._arrived) if not taken]
 
 
 class Reducer:
@@ -55,28 +58,28 @@ class Reducer:
 
     def __init__(
         self,
-        units: Sequence[tuple[GradStore, int, Sums]],
-        slots: GradSlots | None,
+        units: Sequence[tuple[GradStore, int, ReduceOp]],
+        slots: GradBufferPool | None,
         *,
         overlap: bool,
     ) -> None:
-        self._units = [_Arrivals(grads, count, sums) for grads, count, sums in units]
-        self._slots = slots
+        self._units = [_UnitReadiness(grads, count, sums) for grads, count, sums in units]
+        self._buffer_pool = slots
         self._overlap = overlap
-        self._in_flight: deque[tuple[Pending, GradStore]] = deque()
-        self._next = 0
-        self._first = True
+        self._in_flight: deque[tuple[Work, GradStore]] = deque()
+        self._next_unit = 0
+        self._first_micro_step = True
         self._reducing = False
 
-    def begin(self, *, first: bool, last: bool) -> None:
+    def begin_backward(self, *, first: bool, last: bool) -> None:
         """A micro-step's backward is about to run; `first` and `last` say where in its step."""
-        self._first = first
-        self._reducing = last or self._slots is not None
-        self._next = 0
+        self._first_micro_step = first
+        self._reducing = last or self._buffer_pool is not None
+        self._next_unit = 0
         for unit in self._units:
             unit.restart()
 
-    def take(self, unit: int, index: int, param: nn.Parameter) -> None:
+    def on_gradient(self, unit: int, index: int, param: nn.Parameter) -> None:
         """Parameter `index` of `unit` has a gradient of this micro-step in `.grad`.
 
         Raises:
@@ -86,27 +89,27 @@ class Reducer:
         if grad is None:
             return
         arrivals = self._units[unit]
-        fresh = arrivals.note(index)
-        if self._reducing and unit < self._next:
+        fresh = arrivals.mark(index)
+        if self._reducing and unit < self._next_unit:
             raise EngineError(
                 "a second gradient of one parameter arrived after its unit was reduced",
                 allowed="one gradient for each parameter and backward",
                 fix="use torch.utils.checkpoint with use_reentrant=False around shared modules",
             )
-        self._make_room(arrivals.grads)
-        arrivals.grads.take(index, grad, add=not (fresh and self._afresh))
-        if not arrivals.missing:
-            self._launch_complete()
+        self._wait_for_buffer(arrivals.grads)
+        arrivals.grads.accumulate(index, grad, add=not (fresh and self._overwrite))
+        if not arrivals.missing_count:
+            self._launch_ready()
 
-    def finish(self) -> None:
+    def finish_backward(self) -> None:
         """Backward is over: gradients that did not arrive are zero, and what is left is started."""
         for arrivals in self._units:
-            for index in arrivals.absent():
-                if self._afresh:
-                    self._make_room(arrivals.grads)
-                    arrivals.grads.take_nothing(index)
-                arrivals.note(index)
-            self._launch_complete()
+            for index in arrivals.missing_indices():
+                if self._overwrite:
+                    self._wait_for_buffer(arrivals.grads)
+                    arrivals.grads.accumulate_zero(index)
+                arrivals.mark(index)
+            self._launch_ready()
 
     def wait(self) -> None:
         """Returns when every sum started so far is in the main grads."""
@@ -114,29 +117,96 @@ class Reducer:
             self._wait_oldest()
 
     @property
-    def _afresh(self) -> bool:
+    def _overwrite(self) -> bool:
         """Whether a micro-step's gradients replace what its buffers hold."""
-        return self._first or self._slots is not None
+        return self._first_micro_step or self._buffer_pool is not None
 
-    def _launch_complete(self) -> None:
+    def _launch_ready(self) -> None:
         if not self._reducing:
             return
-        while self._next < len(self._units) and not self._units[self._next].missing:
-            unit = self._units[self._next]
-            pending = unit.grads.reduce(unit.sums, first=self._first)
+        while self._next_unit < len(self._units) and not self._units[self._next_unit].missing_count:
+            unit = self._units[self._next_unit]
+            pending = unit.grads.reduce(unit.reduce_op, first=self._first_micro_step)
             self._in_flight.append((pending, unit.grads))
-            self._next += 1
+            self._next_unit += 1
             if not self._overlap:
                 self.wait()
 
-    def _make_room(self, grads: GradStore) -> None:
+    def _wait_for_buffer(self, grads: GradStore) -> None:
         """Frees a slot by waiting for the oldest sum under way, if one is needed and that helps."""
-        if self._slots is None or not grads.needs_slot:
+        if self._buffer_pool is None or not grads.needs_buffer:
             return
-        while self._slots.exhausted and self._in_flight:
+        while self._buffer_pool.exhausted and self._in_flight:
             self._wait_oldest()
 
     def _wait_oldest(self) -> None:
         pending, grads = self._in_flight.popleft()
         pending.wait()
-        grads.reduced(pending)
+        grads.on_reduced(pending)
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """What one unit's codes have lost so far on this rank.
+
+    Attributes:
+        of_terms: of this rank's gradients, in the unit's flat layout.
+        of_sum: of the sum of this rank's shard, where sums are coded too; else None.
+    """
+
+    local: Tensor
+    reduced: Tensor | None = None
+
+    def reset(self) -> None:
+        """A step was skipped: what is not finite must not come back."""
+        self.local.zero_()
+        if self.reduced is not None:
+            self.reduced.zero_()
+
+    def scale(self, factor: float) -> None:
+        """The gradients that are still to come are of another scale."""
+        self.local.mul_(factor)
+        if self.reduced is not None:
+            self.reduced.mul_(factor)
+
+    @property
+    def nbytes(self) -> int:
+        return self.local.nbytes + (0 if self.reduced is None else self.reduced.nbytes)
+
+
+@dataclass(frozen=True)
+class UnitResiduals:
+    """What coding one unit's gradients has lost on this rank: part of the training state."""
+
+    unit: Unit
+    feedback: ErrorFeedback
+
+
+class GradReduction(Protocol):
+    """Attributes:
+    kept: the units with error feedback.
+    factor: what residuals are to be multiplied by to be in units of the mean gradient; it
+        depends on the world size where gradients are averaged late, and on the loss scale.
+    """
+
+    @property
+    def residual_factor(self) -> float: ...
+
+    @property
+    def residuals(self) -> Sequence[UnitResiduals]: ...
+
+    def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of what is part of the state and equal on all ranks."""
+
+    def reduce_op(self, unit: Unit) -> ReduceOp:
+        """What sums a trainable unit's gradients over the ranks. Called once a unit."""
+
+    def discard_residuals(self) -> None:
+        """A step was skipped: nothing of its gradient may come back."""
+
+    def rescale(self, ratio: float) -> None:
+        """The loss scale is `ratio` times what it was, and so are all gradients to come."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that codes pass through."""

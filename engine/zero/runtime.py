@@ -14,16 +14,14 @@ from torch.utils.hooks import RemovableHandle
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.offload.plan import Offload
 from rayzero.engine.precision.policy import Precision
-from rayzero.engine.session import Wishes
-from rayzero.engine.zero.culprit import overflow_error
-from rayzero.engine.zero.gatherer import Gatherer
-from rayzero.engine.zero.grads import GradSlots
+from rayzero.engine.session import StepRequests
+from rayzero.engine.zero.gather_buffers import GatherBuffers
+from rayzero.engine.zero.gradients import GradBufferPool
 from rayzero.engine.zero.placement import Collective, Stage
-from rayzero.engine.zero.reducer import Reducer
-from rayzero.engine.zero.slots import WeightSlots
+from rayzero.engine.zero.reducer import GradReduction, Reducer
+from rayzero.engine.zero.step_vote import StepVote, nonfinite_error, vote_on_step
 from rayzero.engine.zero.unit import Unit
-from rayzero.engine.zero.vote import Verdict, take_vote
-from rayzero.engine.zero.ways import GradientWay
+from rayzero.engine.zero.unshard import UnshardScheduler
 
 
 @dataclass(frozen=True)
@@ -42,29 +40,29 @@ class ZeroRuntime:
     collectives: Collectives
     units: list[Unit]
     offload: Offload
-    loose: list[Tensor]
-    way: GradientWay
+    ungrouped_params: list[Tensor]
+    grad_reduction: GradReduction
     reducer: Reducer
-    grad_slots: GradSlots | None
-    gatherer: Gatherer | None
-    weight_slots: WeightSlots | None
+    grad_buffers: GradBufferPool | None
+    unshard_scheduler: UnshardScheduler | None
+    gather_buffers: GatherBuffers | None
     hooks: list[RemovableHandle]
 
     @contextmanager
     def backward_pass(self, *, first: bool, last: bool) -> Iterator[None]:
         """Around autograd's backward of one micro-step; `first` and `last` of its step."""
-        self.reducer.begin(first=first, last=last)
-        if self.gatherer is not None:
-            self.gatherer.begin_backward()
+        self.reducer.begin_backward(first=first, last=last)
+        if self.unshard_scheduler is not None:
+            self.unshard_scheduler.begin_backward()
         try:
             yield
         finally:
-            if self.gatherer is not None:
-                self.gatherer.end_backward()
-        self.reducer.finish()
-        self.collectives.settle()
+            if self.unshard_scheduler is not None:
+                self.unshard_scheduler.end_backward()
+        self.reducer.finish_backward()
+        self.collectives.progress_pending()
 
-    def vote(self, loss: Tensor, factor: float, wishes: Wishes) -> Verdict:
+    def vote(self, loss: Tensor, factor: float, wishes: StepRequests) -> StepVote:
         """Waits for the gradients' sums, then agrees on norm and loss. Collective.
 
         Args:
@@ -75,43 +73,45 @@ class ZeroRuntime:
             EngineError: a gradient is not finite, and no other loss scale can help.
         """
         self.reducer.wait()
-        parts = [unit.grads.counted(unit.shard) for unit in self.units if unit.grads is not None]
-        verdict = take_vote(parts, loss, factor, self.collectives, wishes)
+        parts = [unit.grads.norm_part(unit.shard) for unit in self.units if unit.grads is not None]
+        verdict = vote_on_step(parts, loss, factor, self.collectives, wishes)
         scaler = self.precision.scaler
-        if scaler.exhausted and not verdict.finite:
-            raise overflow_error(self.units, self.collectives, scaler.value)
+        if scaler.cannot_decrease and not verdict.finite:
+            raise nonfinite_error(self.units, self.collectives, scaler.value)
         return verdict
 
-    def scale_after(self, *, overflow: bool) -> None:
+    def update_loss_scale(self, *, overflow: bool) -> None:
         """The loss scale after a step; what compression keeps back goes with it."""
         before = self.precision.scaler.value
-        self.precision.scaler.after(overflow=overflow)
-        self._follow_scale(before)
+        self.precision.scaler.update(overflow=overflow)
+        self._rescale_residuals(before)
 
-    def load_scale(self, state: Mapping[str, Any] | None) -> None:
-        """The loss scale that `Scaler.state` gave; what compression keeps back goes with it."""
+    def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:
+        """The loss scale that `LossScaler.state` gave; what compression keeps back goes with it."""
         before = self.precision.scaler.value
-        self.precision.scaler.load(state)
-        self._follow_scale(before)
+        self.precision.scaler.load_state_dict(state)
+        self._rescale_residuals(before)
 
-    def _follow_scale(self, before: float) -> None:
+    def _rescale_residuals(self, before: float) -> None:
         now = self.precision.scaler.value
         if now != before:
-            self.way.rescale(now / before)
+            self.grad_reduction.rescale(now / before)
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         """After the local update: every rank's model weights follow all ranks' main weights."""
         gather = self.stage.weight_collective is Collective.ALL_GATHER
         pending = []
         for unit in self.units:
-            if unit.main is not None:
-                unit.home.publish(unit.main, unit.weights.part(unit.owned))
-                pending.append(unit.weights.after_update(self.collectives, gather=gather))
+            if unit.main_weights is not None:
+                unit.state_store.copy_to_model(
+                    unit.main_weights, unit.weights.owned_range(unit.owned)
+                )
+                pending.append(unit.weights.gather_updates(self.collectives, gather=gather))
         for one in pending:
             one.wait()
-        if self.gatherer is not None:
-            self.gatherer.invalidate()
+        if self.unshard_scheduler is not None:
+            self.unshard_scheduler.invalidate()
 
     def close(self) -> None:
         """Takes the hooks off the model, and lets go of threads and files."""

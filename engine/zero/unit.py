@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from rayzero.engine.layout.partition import UnitLayout
-from rayzero.engine.offload.home import Home
-from rayzero.engine.zero.grads import GradStore
-from rayzero.engine.zero.weights import WeightStore
+from rayzero.engine.layout.flat_layout import UnitLayout
+from rayzero.engine.offload.stores import StateStore
+from rayzero.engine.zero.gradients import GradStore
+from rayzero.engine.zero.parameters import WeightStore
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Unit:
     layout: UnitLayout
     params: tuple[nn.Parameter, ...]
     weights: WeightStore
-    main: Tensor | None
+    main_weights: Tensor | None
     grads: GradStore | None
     owned: slice
     shard: slice
-    block: nn.Module | None
-    home: Home
+    module: nn.Module | None
+    state_store: StateStore
 
     @property
     def name(self) -> str:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rayzero import __version__
 from rayzero.orchestrator.cli.ckpt import ckpt
 from rayzero.orchestrator.cli.config import config
-from rayzero.orchestrator.cli.elsewhere import handed_on
-from rayzero.orchestrator.cli.job_commands import Address, add_to
+from rayzero.orchestrator.cli.job_options import ClusterAddress, add_job_commands
+from rayzero.orchestrator.cli.remote import run_remotely
 
 app = typer.Typer(
     help="Train PyTorch models with ZeRO on Ray clusters that keep changing.",
@@ -24,9 +24,9 @@ app.add_typer(ckpt, name="ckpt")
 app.add_typer(config, name="config")
 
 
-def _tell_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
-        print(f"rayzero {__version__}")
+        print(f"rayzero {version('rayzero')}")
         raise typer.Exit
 
 
@@ -35,7 +35,7 @@ def main(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_tell_version, is_eager=True, help="Print the version and end."
+            "--version", callback=_print_version, is_eager=True, help="Print the version and end."
         ),
     ] = False,
 ) -> None:
@@ -69,14 +69,14 @@ def run(
     Exit code 0: it succeeded. 1: it failed. 2: a mistake in the job, its engine config or its
     entry point. 130: stopped by Ctrl-C; a second Ctrl-C kills.
     """
-    handed_on(address, "run", job, sets=overrides, as_json=as_json, folder=job.parent)
+    run_remotely(address, "run", job, sets=overrides, as_json=as_json, folder=job.parent)
     # Here, because it brings ray and pydantic with it, and `--help` must not wait for them.
     from rayzero.orchestrator.cli.run import run_job
 
     raise typer.Exit(run_job(job, overrides or (), address, as_json))
 
 
-add_to(app)
+add_job_commands(app)
 
 
 @app.command(epilog="Example: rayzero scale gpt 2:8")
@@ -86,16 +86,16 @@ def scale(
         str,
         typer.Argument(help="The least and the most workers, or one number.", metavar="MIN:MAX"),
     ],
-    address: Address = None,
+    address: ClusterAddress = None,
 ) -> None:
     """Change the number of workers of a running job, at a step boundary.
 
     Exit code 0: the job takes it. 1: the job does not answer. 2: no such job, or a number of
     workers that it cannot have.
     """
-    handed_on(address, "scale", name, workers)
+    run_remotely(address, "scale", name, workers)
     # Here, because it brings ray with it, and `--help` must not wait for it.
-    from rayzero.orchestrator.cli.scale import scale_job
+    from rayzero.orchestrator.cli.running_job import scale_job
 
     raise typer.Exit(scale_job(name, workers, address))
 
@@ -120,7 +120,7 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Of the random faults.")] = 0,
     ranks: Annotated[int, typer.Option(help="Workers of the job they are for.")] = 2,
     steps: Annotated[int, typer.Option(help="Steps of the job they are for.")] = 100,
-    address: Address = None,
+    address: ClusterAddress = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")] = False,
 ) -> None:
     """Make something break in a running job, to see it repaired.
@@ -129,16 +129,16 @@ def chaos(
     cannot have.
     """
     # Here, because it brings ray with it, and `--help` must not wait for it.
-    from rayzero.orchestrator.cli import chaos as command
+    from rayzero.orchestrator.cli import running_job as command
 
     if show:
-        raise typer.Exit(command.list_words(as_json))
+        raise typer.Exit(command.print_fault_language(as_json))
     if count is not None:
-        raise typer.Exit(command.print_random(count, seed, ranks, steps, as_json))
+        raise typer.Exit(command.print_random_faults(count, seed, ranks, steps, as_json))
     if not (name and faults):
         raise typer.BadParameter("a job's name and a fault, or --list, or --random")
-    handed_on(address, "chaos", name, *faults, as_json=as_json)
-    raise typer.Exit(command.inject(name, faults, address, as_json))
+    run_remotely(address, "chaos", name, *faults, as_json=as_json)
+    raise typer.Exit(command.inject_faults(name, faults, address, as_json))
 
 
 @app.command(epilog="Example: rayzero top gpt, rayzero top http://127.0.0.1:9400")
@@ -149,7 +149,7 @@ def top(
             help="The job's name, or where it serves its page (metrics.port).", metavar="NAME|URL"
         ),
     ],
-    address: Address = None,
+    address: ClusterAddress = None,
     once: Annotated[
         bool, typer.Option("--once", help="Show the job as it is now, and end.")
     ] = False,
@@ -166,7 +166,7 @@ def top(
     130: left by Ctrl-C.
     """
     # Here, because it brings rich with it, and `--help` must not wait for it.
-    from rayzero.orchestrator.cli.top import watch_job
+    from rayzero.orchestrator.cli.running_job import watch_job
 
     raise typer.Exit(watch_job(job, address, once, as_json))
 
@@ -228,6 +228,6 @@ def doctor(
     Exit code 0: jobs can run, warnings or not. 1: something keeps them from it.
     """
     # Here, because it brings ray with it, and `--help` must not wait for it.
-    from rayzero.orchestrator.cli.doctor import examine
+    from rayzero.orchestrator.cli.running_job import run_doctor
 
-    raise typer.Exit(examine(checkpoint, address, as_json))
+    raise typer.Exit(run_doctor(checkpoint, address, as_json))

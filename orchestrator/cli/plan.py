@@ -16,12 +16,12 @@ from rich.table import Table
 
 from rayzero.engine.config import read_config
 from rayzero.engine.errors import ConfigError, RayzeroError
-from rayzero.orchestrator.cli.texts import print_error
-from rayzero.workers.entrypoint import EntryPointError, resolve
+from rayzero.orchestrator.event_text import print_error
+from rayzero.workers.entrypoint import EntryPointError, resolve_entrypoint
 
 GIB, MIB = 2**30, 2**20
 PIPE_WIDTH = 200
-CLASSES = (
+MEMORY_CLASSES = (
     "model_weights",
     "main_weights",
     "main_grads",
@@ -29,8 +29,13 @@ CLASSES = (
     "slots",
     "activations",
 )
-OTHERS = ("error_feedback", "second_shards", "staging", "grad_copies")  # shown where there are any
-ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+OPTIONAL_CLASSES = (
+    "error_feedback",
+    "second_shards",
+    "staging",
+    "grad_copies",
+)  # shown where there are any
+DEFAULT_CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
 def plan_model(
@@ -43,29 +48,29 @@ def plan_model(
 ) -> int:
     """Exit code 0; 1 when nothing fits; 2 for a mistake in what was given."""
     try:
-        gpu_bytes = None if gpu is None else _bytes(gpu)
+        gpu_bytes = None if gpu is None else _parse_bytes(gpu)
         sys.path.insert(0, "")  # the user's modules, as for `rayzero run`
-        document = ADAMW if engine is None else read_config(engine)
+        document = DEFAULT_CONFIG if engine is None else read_config(engine)
         # By name: they need torch, which nothing else here does.
-        planner_of = import_module("rayzero.engine.planning.estimate").Planner
-        choosing = import_module("rayzero.engine.planning.choose")
-        planner = planner_of(_function(model), _function(batch) if batch else None)
-        found = choosing.choices(planner, document, world_size, gpu_bytes)
+        planner_of = import_module("rayzero.engine.planning.search").MemoryPlanner
+        choosing = import_module("rayzero.engine.planning.search")
+        planner = planner_of(_resolve_function(model), _resolve_function(batch) if batch else None)
+        found = choosing.evaluate_settings(planner, document, world_size, gpu_bytes)
         taken = choosing.first_fit(found)
     except RayzeroError as error:
         print_error(error)
         return 2 if isinstance(error, ConfigError) else 1
     except Exception as error:  # noqa: BLE001  # the user's functions and model are called here
-        print_error(_of_the_users(error))
+        print_error(_user_code_error(error))
         return 2
     if as_json:
-        print(json.dumps([_facts(one, one is taken) for one in found]))
+        print(json.dumps([_choice_json(one, one is taken) for one in found]))
     else:
-        _show(found, taken, batch is not None, gpu_bytes)
+        _print_table(found, taken, batch is not None, gpu_bytes)
     return int(gpu_bytes is not None and taken is None)
 
 
-def _function(name: str) -> Any:
+def _resolve_function(name: str) -> Any:
     if ":" not in name:
         raise ConfigError(
             f"{name!r} names no function",
@@ -73,7 +78,7 @@ def _function(name: str) -> Any:
             fix="the first argument, or --batch",
         )
     try:
-        return resolve(name)
+        return resolve_entrypoint(name)
     except EntryPointError as error:
         seen = error.seen.removeprefix("entrypoint ")
         raise ConfigError(
@@ -81,7 +86,7 @@ def _function(name: str) -> Any:
         ) from error.__cause__
 
 
-def _of_the_users(error: Exception) -> ConfigError:
+def _user_code_error(error: Exception) -> ConfigError:
     frames = traceback.extract_tb(error.__traceback__)
     own = [one for one in frames if "site-packages" not in one.filename]
     last = (own or frames)[-1]
@@ -93,7 +98,7 @@ def _of_the_users(error: Exception) -> ConfigError:
     )
 
 
-def _bytes(text: str) -> int:
+def _parse_bytes(text: str) -> int:
     try:
         return int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
@@ -102,7 +107,7 @@ def _bytes(text: str) -> int:
         ) from None
 
 
-def _facts(choice: Any, taken: bool) -> dict[str, Any]:
+def _choice_json(choice: Any, taken: bool) -> dict[str, Any]:
     estimate = choice.estimate
     return {
         "setting": choice.setting.name,
@@ -117,13 +122,15 @@ def _facts(choice: Any, taken: bool) -> dict[str, Any]:
     }
 
 
-def _show(found: list[Any], taken: Any, traced: bool, gpu_bytes: int | None) -> None:
+def _print_table(found: list[Any], taken: Any, traced: bool, gpu_bytes: int | None) -> None:
     largest = max(one.estimate.device_total_bytes for one in found)
     unit, name_of = (GIB, "GiB") if largest >= GIB // 10 else (MIB, "MiB")
     table = Table("setting", title=f"{name_of} on each rank", title_justify="left")
-    classes = [name for name in CLASSES if name != "activations" or traced]
+    classes = [name for name in MEMORY_CLASSES if name != "activations" or traced]
     classes += [
-        name for name in OTHERS if any(one.estimate.device_bytes.get(name) for one in found)
+        name
+        for name in OPTIONAL_CLASSES
+        if any(one.estimate.device_bytes.get(name) for one in found)
     ]
     for name in (*classes, "total", "host"):
         table.add_column(name.replace("_", " "), justify="right")

@@ -12,38 +12,38 @@ from pathlib import Path
 
 from rayzero.engine.checkpoint.store import is_remote
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.control.desk import COMMAND_S, Desk
-from rayzero.orchestrator.control.tasks import within
-from rayzero.orchestrator.group import VaultLostError
-from rayzero.orchestrator.notices import Warned
-from rayzero.workers.faults import Fault, parse
-from rayzero.workers.injector import FaultRecord, Schedule, StoreFaults
-from rayzero.workers.messages import RankFile
+from rayzero.orchestrator.aio import with_timeout
+from rayzero.orchestrator.control.context import COMMAND_TIMEOUT_S, JobContext
+from rayzero.orchestrator.interfaces import VaultLostError
+from rayzero.orchestrator.job_events import JobWarning
+from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, StoreFaultInjector
+from rayzero.workers.chaos.spec import FaultSpec, parse_fault
+from rayzero.workers.vault.records import RankFile
 
-ANSWER_S = 5.0
+VAULT_REPLY_TIMEOUT_S = 5.0
 """How long a vault may take to answer: somebody may be waiting for what comes of it."""
 
 
-class Chaos:
+class ClusterFaultInjector:
     """Owns the record of the faults that happened, from `begin` on. Does nothing without faults."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._faults = [parse(text) for text in desk.plan.setup.faults]
+    def __init__(self, desk: JobContext) -> None:
+        self._context = desk
+        self._faults = [parse_fault(text) for text in desk.plan.worker_spec.faults]
         self._record = FaultRecord(desk.plan.output_dir)
-        self._schedule = Schedule(self._faults, self._record, desk.see)
-        self._store = StoreFaults(self._schedule)
-        self._striking: set[Fault] = set()
-        self._given_up: set[Fault] = set()
+        self._schedule = FaultSchedule(self._faults, self._record, desk.emit)
+        self._store = StoreFaultInjector(self._schedule)
+        self._in_progress: set[FaultSpec] = set()
+        self._skipped: set[FaultSpec] = set()
 
-    def begin(self, *, resumed: bool) -> None:
+    def start(self, *, resumed: bool) -> None:
         """A run begins. What happened in an earlier one counts only if it is gone on with.
 
         Raises:
             ConfigError: the record cannot be written.
         """
-        self._record.keep_only({str(fault) for fault in self._faults} if resumed else ())
-        self._schedule.want(self._faults)
+        self._record.retain_only({str(fault) for fault in self._faults} if resumed else ())
+        self._schedule.set_faults(self._faults)
 
     async def inject(self, texts: Sequence[str]) -> str:
         """Further faults, at the next chance if they name no step; what was scheduled, in words.
@@ -51,87 +51,102 @@ class Chaos:
         Raises:
             ConfigError: one is no fault, or can never happen in this job. Then none is taken.
         """
-        desk = self._desk
+        desk = self._context
         here = desk.progress.steps + 1
-        faults = [parse(text, here) for text in texts]
+        faults = [parse_fault(text, here) for text in texts]
         for fault in faults:
-            if why := await self._never(fault):
+            if why := await self._why_impossible(fault):
                 raise ConfigError(f"fault {str(fault)!r} cannot happen: {why}")
-        desk.injected += tuple(map(str, faults))
-        self._schedule.want([*self._faults, *map(parse, desk.injected)])
+        desk.injected_faults += tuple(map(str, faults))
+        self._schedule.set_faults([*self._faults, *map(parse_fault, desk.injected_faults)])
         with suppress(TimeoutError):  # a vault that does not answer is taken for lost elsewhere
-            await within(desk.ports.clock, ANSWER_S, desk.ports.vaults.inject(desk.injected))
-        for worker in desk.generation.still_in:  # the next generation's members are told with it
-            desk.tasks.spawn(desk.ask(worker, desk.ports.workers.inject(worker, desk.injected)))
+            await with_timeout(
+                desk.deps.clock,
+                VAULT_REPLY_TIMEOUT_S,
+                desk.deps.vaults.inject_faults(desk.injected_faults),
+            )
+        for worker in desk.generation.active:  # the next generation's members are told with it
+            desk.tasks.spawn(
+                desk.call_worker(
+                    worker, desk.deps.workers.inject_faults(worker, desk.injected_faults)
+                )
+            )
         when = {fault: "" if fault.step <= here else " from that step on" for fault in faults}
         name = desk.plan.spec.name
         return "\n".join(f"{name}: {one} at the next chance{when[one]}" for one in faults)
 
-    def step_finished(self, step: int) -> None:
+    def on_step_finished(self, step: int) -> None:
         """The next one is being worked on."""
         for fault in self._schedule.due(step + 1):
-            if fault.where in ("vault", "cluster") and fault not in self._striking | self._given_up:
-                self._striking.add(fault)
-                self._desk.tasks.spawn(self._strike(fault, step + 1))
+            if (
+                fault.target in ("vault", "cluster")
+                and fault not in self._in_progress | self._skipped
+            ):
+                self._in_progress.add(fault)
+                self._context.tasks.spawn(self._inject_node_fault(fault, step + 1))
 
-    def stored(self, step: int, folder: str, files: Sequence[RankFile]) -> None:
+    def on_checkpoint_committed(self, step: int, folder: str, files: Sequence[RankFile]) -> None:
         """A checkpoint exists now."""
         torn = [fault for fault in self._schedule.due(step) if fault.kind == "tear_file"]
         if torn and is_remote(folder):
             for fault in torn:
-                self._give_up(fault, f"{folder} is not on a disk")
+                self._skip(fault, f"{folder} is not on a disk")
         elif torn:
             path = folder.removeprefix("file://")
             self._store.after_commit(step, {one.rank: Path(path, one.name) for one in files})
 
-    async def _strike(self, fault: Fault, step: int) -> None:
-        desk = self._desk
+    async def _inject_node_fault(self, fault: FaultSpec, step: int) -> None:
+        desk = self._context
         try:
-            nodes = self._nodes()
+            nodes = self._nodes_by_rank()
             if fault.node >= len(nodes):
                 return  # there may be one later
-            if why := await self._obstacle(fault):
-                self._give_up(fault, why)
+            if why := await self._why_not_injectable(fault):
+                self._skip(fault, why)
                 return
             node = nodes[fault.node]
             members = desk.generation.workers
             rank = next(rank for rank, one in enumerate(members) if one.node_id == node)
-            self._schedule.fire(fault, rank, step)
-            await within(desk.ports.clock, COMMAND_S, desk.ports.vaults.strike(node, str(fault)))
+            self._schedule.record_fired(fault, rank, step)
+            await with_timeout(
+                desk.deps.clock,
+                COMMAND_TIMEOUT_S,
+                desk.deps.vaults.inject_node_fault(node, str(fault)),
+            )
         except (VaultLostError, TimeoutError):
             pass  # it is gone, or was gone before: then the next step's end is another chance
         finally:
-            self._striking.discard(fault)
+            self._in_progress.discard(fault)
 
-    def _give_up(self, fault: Fault, why: str) -> None:
-        if fault not in self._given_up:
-            self._given_up.add(fault)
-            self._desk.see(Warned(f"fault {fault} was not acted out: {why}"))
+    def _skip(self, fault: FaultSpec, why: str) -> None:
+        if fault not in self._skipped:
+            self._skipped.add(fault)
+            self._context.emit(JobWarning(f"fault {fault} was not acted out: {why}"))
 
-    async def _never(self, fault: Fault) -> str:
+    async def _why_impossible(self, fault: FaultSpec) -> str:
         """Why a fault cannot happen in this job as it stands; empty when it can."""
-        desk = self._desk
-        most, nodes = desk.crew.wanted.most, len(self._nodes())
-        if fault.where == "worker":
+        desk = self._context
+        most, nodes = desk.registry.limits.max, len(self._nodes_by_rank())
+        if fault.target == "worker":
             return f"the job has at most {most} workers" if fault.rank >= most else ""
-        if fault.where in ("vault", "cluster"):
+        if fault.target in ("vault", "cluster"):
             if fault.node >= nodes:
                 return f"the job is on {nodes} node{'s' * (nodes != 1)} now, counted from 0"
             try:
-                return await self._obstacle(fault)
+                return await self._why_not_injectable(fault)
             except (VaultLostError, TimeoutError):
                 return "that node's vault does not answer"
-        if desk.plan.setup.mirror.checkpoint_every_steps is None:
+        if desk.plan.worker_spec.mirror.checkpoint_every_steps is None:
             return "the job writes no checkpoints (checkpoint.every_steps)"
-        if fault.kind == "tear_file" and is_remote(desk.plan.archive):
-            return f"{desk.plan.archive} is not on a disk"
+        if fault.kind == "tear_file" and is_remote(desk.plan.job_folder):
+            return f"{desk.plan.job_folder} is not on a disk"
         return ""
 
-    async def _obstacle(self, fault: Fault) -> str:
-        desk = self._desk
-        command = desk.ports.vaults.obstacle(self._nodes()[fault.node], str(fault))
-        return await within(desk.ports.clock, ANSWER_S, command)
+    async def _why_not_injectable(self, fault: FaultSpec) -> str:
+        desk = self._context
+        command = desk.deps.vaults.why_not_injectable(self._nodes_by_rank()[fault.node], str(fault))
+        return await with_timeout(desk.deps.clock, VAULT_REPLY_TIMEOUT_S, command)
 
-    def _nodes(self) -> list[str]:
+    def _nodes_by_rank(self) -> list[str]:
         """The nodes in the order of their first ranks."""
-        return list(dict.fromkeys(one.node_id for one in self._desk.generation.workers))
+        return list(dict.fromkeys(one.node_id for one in self._context.generation.workers))

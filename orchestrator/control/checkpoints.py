@@ -1,86 +1,188 @@
-"""Checkpoints behind training: the vaults write a pinned step, a manifest makes it exist."""
+"""Pinned steps -> checkpoints, retries.
+
+Checkpoints behind training: the vaults write a pinned step, a manifest makes it exist.
+
+Which steps are pinned in the vaults, and up to which they may be freed. Pure.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from rayzero.engine.errors import DataError, RayzeroError
-from rayzero.orchestrator.control.desk import Desk
-from rayzero.orchestrator.control.tasks import within
+from rayzero.orchestrator.aio import with_timeout
+from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.group import VaultLostError
-from rayzero.orchestrator.notices import Checkpointed, CheckpointFailed, Resumed, Warned
-from rayzero.orchestrator.pins import Pin
-from rayzero.orchestrator.policies.recovery import Stored
-from rayzero.workers.messages import RankFile, SlotRef
+from rayzero.orchestrator.interfaces import VaultLostError
+from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed, JobWarning, Resumed
+from rayzero.orchestrator.policies.recovery import CheckpointRef
+from rayzero.workers.messages import Pinned
+from rayzero.workers.vault.records import RankFile, SlotRef
 
-RETRY_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+ALL_STEPS = 2**62
+
+
+@dataclass(frozen=True, order=True)
+class PinnedStep:
+    """A step that every rank of a generation has pinned.
+
+    Args:
+        slots: one a rank, by rank.
+        checkpoint: whether a checkpoint is to be made of it.
+        stopped_s: how long training stood still for it, on the slowest rank.
+    """
+
+    generation: int
+    step: int
+    slots: tuple[SlotRef, ...]
+    checkpoint: bool
+    stopped_s: float
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes it lies on, each once, by rank."""
+        return tuple(dict.fromkeys(slot.node_id for slot in self.slots))
+
+
+class PinnedSteps:
+    """The life of pinned steps.
+
+    A step in work is never freed. One that was sent to other nodes is held until a newer one was:
+    were it freed before, there would be steps that no level of copies has as a whole. One that was
+    only made a checkpoint of is free at once, since the vaults hold newer steps anyway.
+    """
+
+    def __init__(self) -> None:
+        self._incomplete: defaultdict[tuple[int, int], dict[int, tuple[Pinned, str]]] = defaultdict(
+            dict
+        )
+        self._in_progress: set[tuple[int, int]] = set()
+        self._limits: dict[int, int] = {}
+        self._released: dict[int, int] = {}
+
+    def add_rank(self, message: Pinned, node_id: str, world_size: int) -> PinnedStep | None:
+        """The pin that a rank's message completes, if it does; it is in work from now on."""
+        key = (message.generation, message.step)
+        self._limits.setdefault(message.generation, -1)
+        ranks = self._incomplete[key]
+        ranks[message.rank] = (message, node_id)
+        if len(ranks) < world_size:
+            return None
+        del self._incomplete[key]
+        self._in_progress.add(key)
+        slots = tuple(SlotRef(*key[:1], rank, key[1], ranks[rank][1]) for rank in sorted(ranks))
+        said = [one for one, _ in ranks.values()]
+        return PinnedStep(
+            *key, slots, any(one.checkpoint for one in said), max(one.stopped_s for one in said)
+        )
+
+    def complete(self, pin: PinnedStep, *, hold: bool) -> None:
+        """Nothing more is done with a pin. `hold`: it is now whole on every level of copies."""
+        self._in_progress.discard((pin.generation, pin.step))
+        self._raise_limit(pin.generation, pin.step - hold)
+        if hold:
+            self._release_older(pin.generation)
+
+    def copy_failed(self, pin: PinnedStep) -> None:
+        """A pin did not become whole on every level: it lasts until a newer one has."""
+        self._in_progress.discard((pin.generation, pin.step))
+
+    def generation_started(self, generation: int, *, remote: bool) -> None:
+        """A generation finished a step. Where nothing is sent to other nodes, the pins of those
+        before it have no use any more."""
+        if not remote:
+            self._release_older(generation)
+
+    def releasable(self) -> Iterator[tuple[int, int]]:
+        """(generation, step): what was pinned up to both may be freed. Each once."""
+        for generation, limit in sorted(self._limits.items()):
+            busy = [step for one, step in self._in_progress if one <= generation]
+            limit = min([limit, *(step - 1 for step in busy)])
+            if limit > self._released.get(generation, 0):
+                self._released[generation] = limit
+                yield generation, limit
+
+    def _raise_limit(self, generation: int, step: int) -> None:
+        self._limits[generation] = max(self._limits.get(generation, -1), step)
+
+    def _release_older(self, generation: int) -> None:
+        for older in self._limits:
+            if older < generation:
+                self._limits[older] = ALL_STEPS
+        for key in [key for key in self._incomplete if key[0] < generation]:
+            del self._incomplete[key]
+
+
+WRITE_RETRY_BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """How long to wait before each further try; after the last the checkpoint is given up."""
-WRITE_S = 600.0
+
+
+WRITE_TIMEOUT_S = 600.0
 """How long a vault may take for its files."""
 
 
-class Checkpoints:
+class CheckpointWriter:
     """Writes one checkpoint at a time, in order. A store that fails never stops training."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: JobContext) -> None:
         self.written = 0
         self.failed = 0
-        self.on_stored: Callable[[int, str, Sequence[RankFile]], None] = lambda *_: None
+        self.on_committed: Callable[[int, str, Sequence[RankFile]], None] = lambda *_: None
         """Told the step, folder and files of every checkpoint as soon as it exists."""
-        self._desk = desk
-        self._stored: Stored | None = None
-        self._writing = asyncio.Lock()
+        self._context = desk
+        self._newest: CheckpointRef | None = None
+        self._write_lock = asyncio.Lock()
 
-    async def begin(self) -> bool:
+    async def resolve_resume(self) -> bool:
         """Finds what this run begins from, and tells it; whether there is anything.
 
         Raises:
             ConfigError: `checkpoint.resume` cannot be done.
         """
-        self._stored = await self._desk.ports.archive.begin()
-        if self._stored is not None:
-            self._desk.see(Resumed(self._stored.step, self._stored.folder))
-        return self._stored is not None
+        self._newest = await self._context.deps.checkpoint_store.resolve_resume()
+        if self._newest is not None:
+            self._context.emit(Resumed(self._newest.step, self._newest.folder))
+        return self._newest is not None
 
-    async def newest(self, damaged: frozenset[int]) -> Stored | None:
+    async def newest(self, damaged: frozenset[int]) -> CheckpointRef | None:
         """The newest whole checkpoint: at hand, unless that one turned out to be damaged.
 
         Raises:
             JobFailedError: it is the one that the job was told to begin from.
         """
-        desk, broken = self._desk, self._stored
+        desk, broken = self._context, self._newest
         if broken is None or broken.step not in damaged:
             return broken
-        if desk.progress.done == 0 and desk.plan.spec.checkpoint.resume != "auto":
+        if desk.progress.steps_executed == 0 and desk.plan.spec.checkpoint.resume != "auto":
             raise JobFailedError(
                 f"the checkpoint {broken.folder} cannot be read",
                 fix="checkpoint.resume in the job file; `rayzero ckpt verify` says what is wrong",
             )
-        desk.see(Warned(f"the checkpoint {broken.folder} cannot be read: it is left out"))
+        desk.emit(JobWarning(f"the checkpoint {broken.folder} cannot be read: it is left out"))
         try:
-            self._stored = await desk.ports.archive.newest(damaged)
+            self._newest = await desk.deps.checkpoint_store.newest(damaged)
         except RayzeroError as error:
-            self._stored = None
-            desk.see(Warned(f"checkpoints cannot be listed: {error.seen}"))
-        return self._stored
+            self._newest = None
+            desk.emit(JobWarning(f"checkpoints cannot be listed: {error.seen}"))
+        return self._newest
 
     @property
     def newest_step(self) -> int | None:
         """Of the newest checkpoint that is known of."""
-        return None if self._stored is None else self._stored.step
+        return None if self._newest is None else self._newest.step
 
-    def has(self, step: int) -> bool:
+    def covers(self, step: int) -> bool:
         """Whether a checkpoint of that step, or a newer one, is stored."""
-        return self._stored is not None and self._stored.step >= step
+        return self._newest is not None and self._newest.step >= step
 
-    async def keep(self, pin: Pin) -> None:
+    async def write_pinned(self, pin: PinnedStep) -> None:
         """Makes a checkpoint of a pinned step, and tries again while a store does not take it."""
-        async with self._writing:
-            for tries, again_in_s in enumerate((*RETRY_S, None), start=1):
-                if self.has(pin.step):
+        async with self._write_lock:
+            for tries, again_in_s in enumerate((*WRITE_RETRY_BACKOFF_S, None), start=1):
+                if self.covers(pin.step):
                     return
                 try:
                     await self._write(pin)
@@ -89,28 +191,28 @@ class Checkpoints:
                     # A version that is gone, or damaged, does not come back.
                     for_good = isinstance(error, VaultLostError | DataError)
                     again_in_s = None if for_good else again_in_s
-                    self._tell_failure(pin.step, error, tries, again_in_s)
+                    self._report_failure(pin.step, error, tries, again_in_s)
                 if again_in_s is None:
                     return
-                await self._desk.ports.clock.sleep(again_in_s)
+                await self._context.deps.clock.sleep(again_in_s)
 
-    async def keep_last(self, slots: Sequence[SlotRef], limit_s: float) -> None:
+    async def write_final(self, slots: Sequence[SlotRef], limit_s: float) -> None:
         """One try at a checkpoint of these slots, within a limit."""
         step = slots[0].step
-        pin = Pin(slots[0].generation, step, tuple(slots), checkpoint=True, stopped_s=0.0)
+        pin = PinnedStep(slots[0].generation, step, tuple(slots), checkpoint=True, stopped_s=0.0)
         try:
-            await within(self._desk.ports.clock, limit_s, self._write_after_others(pin))
+            await with_timeout(self._context.deps.clock, limit_s, self._write_in_turn(pin))
         except (RayzeroError, VaultLostError, TimeoutError) as error:
-            self._tell_failure(step, error, 1, None)
+            self._report_failure(step, error, 1, None)
 
-    async def _write_after_others(self, pin: Pin) -> None:
-        async with self._writing:
-            if not self.has(pin.step):
+    async def _write_in_turn(self, pin: PinnedStep) -> None:
+        async with self._write_lock:
+            if not self.covers(pin.step):
                 await self._write(pin)
 
-    async def _write(self, pin: Pin) -> None:
-        desk = self._desk
-        archive = desk.ports.archive
+    async def _write(self, pin: PinnedStep) -> None:
+        desk = self._context
+        archive = desk.deps.checkpoint_store
         begun_s = desk.now_s()
         folder = archive.folder(pin.step)
         by_node: defaultdict[str, list[SlotRef]] = defaultdict(list)
@@ -118,7 +220,7 @@ class Checkpoints:
             by_node[slot.node_id].append(slot)
         # All are waited for, so that no file of a failed try is still being written in the next.
         parts = await asyncio.gather(
-            *(self._write_part(node, folder, slots) for node, slots in by_node.items()),
+            *(self._write_on_node(node, folder, slots) for node, slots in by_node.items()),
             return_exceptions=True,
         )
         files: list[RankFile] = []
@@ -127,27 +229,29 @@ class Checkpoints:
                 raise part
             files += part
         await archive.commit(pin.step, pin.generation, files)
-        self.on_stored(pin.step, folder, files)
-        self._stored = Stored(pin.step, folder)
+        self.on_committed(pin.step, folder, files)
+        self._newest = CheckpointRef(pin.step, folder)
         self.written += 1
         nbytes = sum(file.nbytes for file in files)
         seconds = desk.now_s() - begun_s
-        desk.see(Checkpointed(pin.step, folder, nbytes, seconds, pin.stopped_s))
+        desk.emit(Checkpointed(pin.step, folder, nbytes, seconds, pin.stopped_s))
         try:
             await archive.prune()
         except RayzeroError as error:
-            desk.see(Warned(f"old checkpoints cannot be removed: {error.seen}"))
+            desk.emit(JobWarning(f"old checkpoints cannot be removed: {error.seen}"))
 
-    async def _write_part(self, node: str, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
-        desk = self._desk
-        command = desk.ports.vaults.write(node, folder, slots)
-        return await within(desk.ports.clock, WRITE_S, command)
+    async def _write_on_node(
+        self, node: str, folder: str, slots: Sequence[SlotRef]
+    ) -> list[RankFile]:
+        desk = self._context
+        command = desk.deps.vaults.write(node, folder, slots)
+        return await with_timeout(desk.deps.clock, WRITE_TIMEOUT_S, command)
 
-    def _tell_failure(
+    def _report_failure(
         self, step: int, error: Exception, tries: int, again_in_s: float | None
     ) -> None:
         self.failed += 1
         text = error.seen if isinstance(error, RayzeroError) else str(error)
         if isinstance(error, TimeoutError):
             text = "the store did not take it in time"
-        self._desk.see(CheckpointFailed(step, text, tries, again_in_s))
+        self._context.emit(CheckpointFailed(step, text, tries, again_in_s))

@@ -19,23 +19,31 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.clock import Clock
-from rayzero.orchestrator.journal.past import Past
-from rayzero.orchestrator.metrics.carrying import carry_on, counted
-from rayzero.orchestrator.metrics.endpoint import Endpoint, json_page
+from rayzero.orchestrator.aio import Clock
+from rayzero.orchestrator.job_events import JobEvent, JobObserver, MetricsServed
+from rayzero.orchestrator.journal.run_history import RunHistory
+from rayzero.orchestrator.metrics.endpoint import Endpoint, make_json_page
 from rayzero.orchestrator.metrics.exporter import job_families, rank_families
-from rayzero.orchestrator.metrics.files import JsonLines, TensorBoard
-from rayzero.orchestrator.metrics.snapshot import rank_rows, snapshot
-from rayzero.orchestrator.metrics.step_writer import Sink, StepWriter
-from rayzero.orchestrator.metrics.tally import Facts, Now, Tally
-from rayzero.orchestrator.notices import Notice, Observer, Serving
-from rayzero.orchestrator.page.assembly import served
+from rayzero.orchestrator.metrics.job_metrics import JobInfo, JobMetrics, Timestamps
+from rayzero.orchestrator.metrics.snapshot import (
+    dump_counters,
+    make_snapshot,
+    restore_metrics,
+    snapshot_ranks,
+)
+from rayzero.orchestrator.metrics.step_files import (
+    JsonLinesWriter,
+    StepSink,
+    StepWriter,
+    TensorBoardWriter,
+)
+from rayzero.orchestrator.page import page_response
 from rayzero.orchestrator.plan import JobPlan
-from rayzero.orchestrator.policies.failure import Budget, Fault
+from rayzero.orchestrator.policies.failure import Fault, FaultBudget
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.workers.messages import Heartbeat, Report
+from rayzero.workers.messages import Heartbeat, StepReport
 
-_PORTS = 65536
+_PORT_LIMIT = 65536
 
 
 class Telemetry:
@@ -54,28 +62,28 @@ class Telemetry:
     def __init__(
         self,
         plan: JobPlan,
-        observer: Observer,
+        observer: JobObserver,
         clock: Clock,
         warn: Callable[[str], None],
         unix: Callable[[], float] = time,
-        past: Past | None = None,
+        past: RunHistory | None = None,
     ) -> None:
         self._observer = observer
         self._clock = clock
         self._warn = warn
-        self._unix = unix
+        self._unix_clock = unix
         self._lock = Lock()
         self._per_rank = plan.spec.metrics.per_rank
-        self._tally = Tally(_facts(plan), self._now())
+        self._metrics = JobMetrics(_job_info(plan), self._timestamps())
         if past is not None:
-            carry_on(self._tally, past, self._now())
+            restore_metrics(self._metrics, past, self._timestamps())
         with ExitStack() as opened:
-            self._behind = self._write_behind(plan, opened)
-            self._endpoint = self._serve(plan, opened)
-            self._open = opened.pop_all()
+            self._step_writer = self._open_step_writer(plan, opened)
+            self._endpoint = self._open_endpoint(plan, opened)
+            self._exit_stack = opened.pop_all()
         self.url = self._endpoint.url if self._endpoint is not None else None
         if self.url is not None:
-            observer.see(Serving(self.url))
+            observer.on_event(MetricsServed(self.url))
 
     def __enter__(self) -> Telemetry:
         return self
@@ -86,82 +94,85 @@ class Telemetry:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._open.close()
+        self._exit_stack.close()
 
-    def written(self) -> None:
+    def flush(self) -> None:
         """Writes what is waiting for a file, and closes the files: nothing comes after it."""
-        behind, self._behind = self._behind, None
+        behind, self._step_writer = self._step_writer, None
         if behind is not None:
             behind.close()
 
-    async def heard(self) -> None:
+    async def await_final_scrape(self) -> None:
         """Waits, for a while at most, until those who read regularly have read how it stands now: a
         Prometheus that never saw a job fail could not tell of it."""
         if self._endpoint is not None:
-            await self._endpoint.heard()
+            await self._endpoint.await_final_scrape()
 
-    def see(self, notice: Notice) -> None:
+    def on_event(self, notice: JobEvent) -> None:
         with self._lock:
-            self._tally.see(notice, self._now())
-        if self._behind is not None and isinstance(notice, StepRecord):
-            self._behind.put(notice)
-        self._observer.see(notice)
+            self._metrics.on_event(notice, self._timestamps())
+        if self._step_writer is not None and isinstance(notice, StepRecord):
+            self._step_writer.enqueue(notice)
+        self._observer.on_event(notice)
 
-    def reported(self, report: Report) -> None:
+    def reported(self, report: StepReport) -> None:
         with self._lock:
-            self._tally.reported(report)
+            self._metrics.reported(report)
 
     def beat(self, heartbeat: Heartbeat, node: str) -> None:
         with self._lock:
-            self._tally.beat(heartbeat, node)
+            self._metrics.beat(heartbeat, node)
 
     def judged(self, fault: Fault) -> None:
         with self._lock:
-            self._tally.judged(fault)
+            self._metrics.judged(fault)
 
     def limited(self, least: int, most: int) -> None:
         with self._lock:
-            self._tally.limited(least, most)
+            self._metrics.limited(least, most)
 
     def sends(self, so: bool) -> None:
         with self._lock:
-            self._tally.sends(so, self._now())
+            self._metrics.sends(so, self._timestamps())
 
     def copied(self, step: int, nbytes: int) -> None:
         with self._lock:
-            self._tally.copied(step, nbytes, self._now())
+            self._metrics.copied(step, nbytes, self._timestamps())
 
     def snapshot(self) -> dict[str, Any]:
         """The job as it stands; may be called from any thread."""
         with self._lock:
-            value, ranks = snapshot(self._tally, self._now()), self._tally.ranks.copied()
-        return {**value, "ranks": rank_rows(ranks)}
+            value, ranks = (
+                make_snapshot(self._metrics, self._timestamps()),
+                self._metrics.ranks.copied(),
+            )
+        return {**value, "ranks": snapshot_ranks(ranks)}
 
-    def counted(self) -> dict[str, Any]:
+    def dump_counters(self) -> dict[str, Any]:
         """What goes into the journal, for a run that adopts this one."""
         with self._lock:
-            return counted(self._tally, self._now())
+            return dump_counters(self._metrics, self._timestamps())
 
     def families(self) -> list[Metric]:
         """Its series; may be called from any thread."""
         with self._lock:
-            job = list(job_families(self._tally, self._now()))
+            job = list(job_families(self._metrics, self._timestamps()))
             if not self._per_rank:
                 return job
-            ranks = self._tally.ranks.copied()
-        return [*job, *rank_families(self._tally.facts.name, ranks)]
+            ranks = self._metrics.ranks.copied()
+        return [*job, *rank_families(self._metrics.info.name, ranks)]
 
-    def _now(self) -> Now:
-        return Now(self._clock.now(), self._unix())
+    def _timestamps(self) -> Timestamps:
+        return Timestamps(self._clock.now(), self._unix_clock())
 
-    def _write_behind(self, plan: JobPlan, opened: ExitStack) -> StepWriter | None:
+    def _open_step_writer(self, plan: JobPlan, opened: ExitStack) -> StepWriter | None:
         wanted, folder = plan.spec.metrics, plan.output_dir
-        sinks: list[Sink] = []
+        sinks: list[StepSink] = []
         try:
             if wanted.jsonl:
-                sinks.append(JsonLines(folder))
+                sinks.append(JsonLinesWriter(folder))
             if wanted.tensorboard:
-                sinks.append(TensorBoard(folder, self._unix()))
+                sinks.append(TensorBoardWriter(folder, self._unix_clock()))
         except OSError as error:
             raise ConfigError(
                 f"metrics cannot be written into {str(folder)!r}: {error.strerror or error}",
@@ -171,23 +182,23 @@ class Telemetry:
         if not sinks:
             return None
         writer = StepWriter(sinks, self._warn)
-        opened.callback(self.written)
+        opened.callback(self.flush)
         return writer
 
-    def _serve(self, plan: JobPlan, opened: ExitStack) -> Endpoint | None:
+    def _open_endpoint(self, plan: JobPlan, opened: ExitStack) -> Endpoint | None:
         wanted = plan.spec.metrics
         if wanted.port is None:
             return None
         registry = CollectorRegistry()
-        registry.register(_Collected(self.families))
-        pages = {"/": served, "/snapshot.json": json_page(self.snapshot)}
-        ports = range(wanted.port, min(wanted.port + wanted.ports, _PORTS))
+        registry.register(_MetricsCollector(self.families))
+        pages = {"/": page_response, "/snapshot.json": make_json_page(self.snapshot)}
+        ports = range(wanted.port, min(wanted.port + wanted.ports, _PORT_LIMIT))
         endpoint = Endpoint(wanted.host, ports, registry, pages)
         opened.callback(endpoint.close)
         return endpoint
 
 
-class _Collected(Collector):
+class _MetricsCollector(Collector):
     def __init__(self, families: Callable[[], list[Metric]]) -> None:
         self._families = families
 
@@ -199,16 +210,16 @@ class _Collected(Collector):
         yield from ()
 
 
-def _facts(plan: JobPlan) -> Facts:
+def _job_info(plan: JobPlan) -> JobInfo:
     spec = plan.spec
-    return Facts(
+    return JobInfo(
         name=spec.name,
-        steps=spec.steps,
+        target_steps=spec.steps,
         stage=plan.stage,
-        least=spec.workers.min,
-        most=spec.workers.most,
+        min_workers=spec.workers.min,
+        max_workers=spec.workers.most,
         hang_timeout_s=spec.recovery.hang_timeout_s,
-        budget=Budget(spec.recovery.max_faults, spec.recovery.fault_window_s),
-        replicas=spec.recovery.replicas > 0,
-        checkpoints=spec.checkpoint.every_steps is not None,
+        fault_budget=FaultBudget(spec.recovery.max_faults, spec.recovery.fault_window_s),
+        has_replicas=spec.recovery.replicas > 0,
+        has_checkpoints=spec.checkpoint.every_steps is not None,
     )

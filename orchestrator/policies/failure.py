@@ -16,7 +16,7 @@ from rayzero.orchestrator.errors import JobConfigError, JobFailedError
 from rayzero.workers.messages import WorkerInfo
 
 
-class Cause(StrEnum):
+class FaultCause(StrEnum):
     """Why a worker is no longer training; the first names outrank the last as an explanation."""
 
     NODE_LOST = "node"
@@ -31,12 +31,14 @@ class Cause(StrEnum):
     COLLECTIVE = "collective"
 
 
-HARDWARE = frozenset({Cause.NODE_LOST, Cause.PROCESS_LOST, Cause.HANG, Cause.COLLECTIVE})
+HARDWARE_CAUSES = frozenset(
+    {FaultCause.NODE_LOST, FaultCause.PROCESS_LOST, FaultCause.HANG, FaultCause.COLLECTIVE}
+)
 """What machines do; spent from `recovery.max_faults`."""
-USERS = frozenset({Cause.DATA, Cause.USER_CODE})
+USER_CODE_CAUSES = frozenset({FaultCause.DATA, FaultCause.USER_CODE})
 """What the training function does; spent from as many of its own."""
 
-_RANKING = {cause: place for place, cause in enumerate(Cause)}
+_CAUSE_RANK = {cause: place for place, cause in enumerate(FaultCause)}
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Fault:
         traceback: the user's frames, for user code.
     """
 
-    cause: Cause
+    cause: FaultCause
     worker: WorkerInfo
     rank: int | None
     step: int
@@ -63,7 +65,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Budget:
+class FaultBudget:
     """How many faults of a kind may happen in any window of time."""
 
     max_faults: int
@@ -71,7 +73,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Job:
+class FailureContext:
     """What a judgement depends on beside the faults.
 
     Args:
@@ -79,35 +81,35 @@ class Job:
         restored: whether the generation began from a state that could be damaged.
     """
 
-    budget: Budget
+    budget: FaultBudget
     steps: int
     restored: bool
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitForDetails:
     """Not clear yet: decide again when another fault comes, or when the grace is over."""
 
 
 @dataclass(frozen=True)
-class Fail:
+class FailJob:
     """End the job with this error."""
 
     error: RayzeroError
 
 
 @dataclass(frozen=True)
-class Repair:
+class RecoverJob:
     """Go on without the lost ones. `root` explains the faults."""
 
     root: Fault
 
 
-Decision: TypeAlias = Wait | Fail | Repair
+Decision: TypeAlias = WaitForDetails | FailJob | RecoverJob
 
 
 def decide(
-    faults: Sequence[Fault], earlier: Sequence[Fault], job: Job, *, grace_over: bool
+    faults: Sequence[Fault], earlier: Sequence[Fault], job: FailureContext, *, grace_over: bool
 ) -> Decision:
     """Judges the faults of a generation that are not judged yet.
 
@@ -116,26 +118,26 @@ def decide(
         earlier: the roots of the repairs so far, the oldest first.
         grace_over: whether the wait for a better explanation has ended.
     """
-    root = root_of(faults)
-    if root.cause is Cause.COLLECTIVE and not grace_over:
-        return Wait()
-    error = _fatal(root, earlier, job)
+    root = root_cause(faults)
+    if root.cause is FaultCause.COLLECTIVE and not grace_over:
+        return WaitForDetails()
+    error = _fatal_error(root, earlier, job)
     if error is None:
-        return Repair(root)
-    if root.cause in HARDWARE and not root.detail and not grace_over:
-        return Wait()  # the user should be told what the cluster will know in a moment
-    return Fail(error)
+        return RecoverJob(root)
+    if root.cause in HARDWARE_CAUSES and not root.detail and not grace_over:
+        return WaitForDetails()  # the user should be told what the cluster will know in a moment
+    return FailJob(error)
 
 
-def root_of(faults: Sequence[Fault]) -> Fault:
+def root_cause(faults: Sequence[Fault]) -> Fault:
     """The one that explains the others."""
-    return min(faults, key=lambda fault: _RANKING[fault.cause])
+    return min(faults, key=lambda fault: _CAUSE_RANK[fault.cause])
 
 
-def spent(faults: Sequence[Fault], budget: Budget, now_s: float) -> int:
+def budget_used(faults: Sequence[Fault], budget: FaultBudget, now_s: float) -> int:
     """How many of these count against the budget of hardware faults at a moment."""
     since_s = now_s - budget.window_s
-    members = [one for one in faults if one.rank is not None and one.cause in HARDWARE]
+    members = [one for one in faults if one.rank is not None and one.cause in HARDWARE_CAUSES]
     return len(incidents([one for one in members if one.at_s > since_s]))
 
 
@@ -144,43 +146,49 @@ def incidents(faults: Sequence[Fault]) -> list[Fault]:
     return list({(one.generation, one.worker.node_id): one for one in faults}.values())
 
 
-def describe(fault: Fault) -> str:
+def describe_fault(fault: Fault) -> str:
     """`rank 1 on node a (pid 7) was lost in step 8: it was killed`"""
     worker = fault.worker
     who = f"worker {worker.index}" if fault.rank is None else f"rank {fault.rank}"
     when = f"in step {fault.step}" if fault.step else "before the first step"
     what = {
-        Cause.NODE_LOST: "was lost with its node",
-        Cause.PROCESS_LOST: "was lost",
-        Cause.PREEMPTED: "was lost with its node, which was being drained,",
-        Cause.HANG: "hung",
-        Cause.COLLECTIVE: "had a collective fail, though no worker died,",
-        Cause.STATE: "could not load the state",
+        FaultCause.NODE_LOST: "was lost with its node",
+        FaultCause.PROCESS_LOST: "was lost",
+        FaultCause.PREEMPTED: "was lost with its node, which was being drained,",
+        FaultCause.HANG: "hung",
+        FaultCause.COLLECTIVE: "had a collective fail, though no worker died,",
+        FaultCause.STATE: "could not load the state",
     }.get(fault.cause, "raised an exception")
     detail = fault.detail or "its process is gone"
     return f"{who} on node {worker.node} (pid {worker.pid}) {what} {when}: {detail}"
 
 
-def _fatal(root: Fault, earlier: Sequence[Fault], job: Job) -> RayzeroError | None:
+def _fatal_error(root: Fault, earlier: Sequence[Fault], job: FailureContext) -> RayzeroError | None:
     """The error that ends the job; None when it can go on."""
-    if root.cause in (Cause.CONFIG, Cause.ENTRYPOINT):
+    if root.cause in (FaultCause.CONFIG, FaultCause.ENTRYPOINT):
         return JobConfigError(root.detail, traceback=root.traceback)
-    if root.cause is Cause.STATE:
+    if root.cause is FaultCause.STATE:
         return None if job.restored else JobFailedError(root.detail)
-    if root.cause is Cause.PREEMPTED:
+    if root.cause is FaultCause.PREEMPTED:
         return None
-    if root.cause in USERS:
-        return _users_error(root, earlier, job)
-    if _spent(HARDWARE, root, earlier, job.budget):
+    if root.cause in USER_CODE_CAUSES:
+        return _user_code_error(root, earlier, job)
+    if _exceeds_budget(HARDWARE_CAUSES, root, earlier, job.budget):
         return _hardware_error(root, earlier, job.budget)
     return None
 
 
-def _users_error(root: Fault, earlier: Sequence[Fault], job: Job) -> JobFailedError | None:
-    again = any(_signature(one) == _signature(root) for one in earlier if one.cause in USERS)
-    if not (job.steps == 0 or again or _spent(USERS, root, earlier, job.budget)):
+def _user_code_error(
+    root: Fault, earlier: Sequence[Fault], job: FailureContext
+) -> JobFailedError | None:
+    again = any(
+        _signature(one) == _signature(root) for one in earlier if one.cause in USER_CODE_CAUSES
+    )
+    if not (
+        job.steps == 0 or again or _exceeds_budget(USER_CODE_CAUSES, root, earlier, job.budget)
+    ):
         return None
-    if root.cause is Cause.DATA:
+    if root.cause is FaultCause.DATA:
         return JobFailedError(root.detail)
     when = f"in step {root.step}" if root.step else "before the first step"
     twice = ", a second time in the same way" if again else ""
@@ -192,32 +200,34 @@ def _users_error(root: Fault, earlier: Sequence[Fault], job: Job) -> JobFailedEr
     )
 
 
-def _signature(fault: Fault) -> tuple[Cause, int, str]:
+def _signature(fault: Fault) -> tuple[FaultCause, int, str]:
     """The same exception at the same step: its text may hold an address or a time."""
     return fault.cause, fault.step, fault.detail.partition(":")[0]
 
 
-def _spent(kind: frozenset[Cause], root: Fault, earlier: Sequence[Fault], budget: Budget) -> bool:
+def _exceeds_budget(
+    kind: frozenset[FaultCause], root: Fault, earlier: Sequence[Fault], budget: FaultBudget
+) -> bool:
     """Whether this fault is one more than the budget of its kind allows."""
-    return len(_counted(kind, root, earlier, budget)) > budget.max_faults
+    return len(_faults_in_window(kind, root, earlier, budget)) > budget.max_faults
 
 
-def _counted(
-    kind: frozenset[Cause], root: Fault, earlier: Sequence[Fault], budget: Budget
+def _faults_in_window(
+    kind: frozenset[FaultCause], root: Fault, earlier: Sequence[Fault], budget: FaultBudget
 ) -> list[Fault]:
     since_s = root.at_s - budget.window_s
     members = [one for one in (*earlier, root) if one.rank is not None]  # others cost no repair
     return incidents([one for one in members if one.cause in kind and one.at_s > since_s])
 
 
-def _hardware_error(root: Fault, earlier: Sequence[Fault], budget: Budget) -> JobFailedError:
-    counted = _counted(HARDWARE, root, earlier, budget)
-    others = [f"\n    before that: {describe(one)}" for one in reversed(counted[:-1])]
+def _hardware_error(root: Fault, earlier: Sequence[Fault], budget: FaultBudget) -> JobFailedError:
+    counted = _faults_in_window(HARDWARE_CAUSES, root, earlier, budget)
+    others = [f"\n    before that: {describe_fault(one)}" for one in reversed(counted[:-1])]
     fix = "the machines named here, or recovery.max_faults and recovery.fault_window_s"
-    if root.cause is Cause.COLLECTIVE:
+    if root.cause is FaultCause.COLLECTIVE:
         fix = f"the training function, recovery.hang_timeout_s, or {fix}"
     return JobFailedError(
-        describe(root) + "".join(others),
+        describe_fault(root) + "".join(others),
         allowed=f"{budget.max_faults} hardware faults within {budget.window_s:g} s "
         "(recovery.max_faults, recovery.fault_window_s); usual causes are the kernel's "
         "out-of-memory killer, a crash in native code, and a lost node",

@@ -1,4 +1,9 @@
-"""Which step a new generation begins from: the newest of which everything is held somewhere."""
+"""Recovery point; replica ring.
+
+Which step a new generation begins from: the newest of which everything is held somewhere.
+
+Which node holds copies of which other nodes' slots.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from rayzero.workers.messages import Memory, SlotInfo, SlotRef
+from rayzero.workers.messages import InProcessStateInfo
+from rayzero.workers.vault.records import SlotInfo, SlotRef
 
 
-class Held(NamedTuple):
+class StoredSlot(NamedTuple):
     """A version in a vault."""
 
     slot: SlotInfo
@@ -18,7 +24,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Remembered:
+class InProcessStates:
     """What the unwound workers of one generation still have in their own memory.
 
     Args:
@@ -27,11 +33,11 @@ class Remembered:
     """
 
     world_size: int = 0
-    by_rank: Mapping[int, tuple[int, Memory]] | None = None
+    by_rank: Mapping[int, tuple[int, InProcessStateInfo]] | None = None
 
 
 @dataclass(frozen=True)
-class Stored:
+class CheckpointRef:
     """A whole checkpoint: its step and its folder, a path or a URL."""
 
     step: int
@@ -39,7 +45,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class FromSlots:
+class FromVaults:
     """Everything of `step` lies in vaults."""
 
     step: int
@@ -47,7 +53,7 @@ class FromSlots:
 
 
 @dataclass(frozen=True)
-class FromMemory:
+class FromWorkers:
     """Everything of `step` is in the memory of these workers, to be copied into their vaults."""
 
     step: int
@@ -61,17 +67,17 @@ class FromCheckpoint:
 
 
 @dataclass(frozen=True)
-class FromNothing:
+class FreshStart:
     """From the beginning."""
 
     step: int = 0
 
 
-Pick: TypeAlias = FromSlots | FromMemory | FromCheckpoint | FromNothing
+RecoveryPoint: TypeAlias = FromVaults | FromWorkers | FromCheckpoint | FreshStart
 
 
 @dataclass(frozen=True)
-class Damaged:
+class Excluded:
     """What turned out not to be readable.
 
     Args:
@@ -83,28 +89,33 @@ class Damaged:
     checkpoints: frozenset[int] = frozenset()
 
 
-FINE = Damaged()
+NOTHING_EXCLUDED = Excluded()
 
 
-def pick(
-    held: Sequence[Held], remembered: Remembered, stored: Stored | None, damaged: Damaged
-) -> Pick:
+def select_recovery_step(
+    held: Sequence[StoredSlot],
+    remembered: InProcessStates,
+    stored: CheckpointRef | None,
+    damaged: Excluded,
+) -> RecoveryPoint:
     """The newest step wins; of one step, what is nearest to hand."""
-    found: list[Pick] = [FromNothing()]
+    found: list[RecoveryPoint] = [FreshStart()]
     if stored is not None and stored.step not in damaged.checkpoints:
         found.append(FromCheckpoint(stored.step, stored.folder))
-    found += _in_memory(remembered)
-    if (newest := newest_set(held, damaged)) is not None:
+    found += _worker_recovery_points(remembered)
+    if (newest := newest_complete_in_vaults(held, damaged)) is not None:
         found.append(newest)
     # max keeps the first of equals, so the nearest comes first.
     return max(reversed(found), key=lambda one: one.step)
 
 
-def newest_set(held: Iterable[Held], damaged: Damaged = FINE) -> FromSlots | None:
+def newest_complete_in_vaults(
+    held: Iterable[StoredSlot], damaged: Excluded = NOTHING_EXCLUDED
+) -> FromVaults | None:
     """The newest version of which all ranks are held; originals before replicas. Counts first:
     only that one's slots are put in order, and there may be thousands of each version."""
     # A state that was salvaged as a whole stands beside the parts it was cut from.
-    versions: defaultdict[tuple[int, int, int], list[Held]] = defaultdict(list)
+    versions: defaultdict[tuple[int, int, int], list[StoredSlot]] = defaultdict(list)
     for one in held:
         slot = one.slot
         versions[slot.step, slot.generation, slot.world_size].append(one)
@@ -116,22 +127,39 @@ def newest_set(held: Iterable[Held], damaged: Damaged = FINE) -> FromSlots | Non
             there.sort(key=lambda one: (one.slot.replica, one.node_id), reverse=True)
         ranks = {one.slot.rank: one for one in there}  # the last of equals stays
         if len(ranks) == world_size:
-            return FromSlots(step, refs([ranks[rank] for rank in sorted(ranks)]))
+            return FromVaults(step, slot_refs([ranks[rank] for rank in sorted(ranks)]))
     return None
 
 
-def _in_memory(remembered: Remembered) -> list[Pick]:
+def _worker_recovery_points(remembered: InProcessStates) -> list[RecoveryPoint]:
     """Every rank, all at the same step; better, a survivor that holds all of the state."""
     there = sorted((remembered.by_rank or {}).items())
     steps = {memory.step for _, (_, memory) in there}
-    picks: list[Pick] = []
+    picks: list[RecoveryPoint] = []
     if len(steps) == 1 and len(there) == remembered.world_size:
-        picks.append(FromMemory(steps.pop(), tuple(worker for _, (worker, _) in there)))
+        picks.append(FromWorkers(steps.pop(), tuple(worker for _, (worker, _) in there)))
     whole = [(worker, memory.step) for _, (worker, memory) in there if memory.whole]
-    return picks + [FromMemory(step, (worker,)) for worker, step in whole]
+    return picks + [FromWorkers(step, (worker,)) for worker, step in whole]
 
 
-def refs(held: Sequence[Held]) -> tuple[SlotRef, ...]:
+def slot_refs(held: Sequence[StoredSlot]) -> tuple[SlotRef, ...]:
     return tuple(
         SlotRef(one.slot.generation, one.slot.rank, one.slot.step, one.node_id) for one in held
     )
+
+
+def replica_targets(slots: Sequence[SlotRef], replicas: int) -> dict[str, list[SlotRef]]:
+    """What each node is to copy from others: each node's slots go to the next `replicas` nodes
+    of the ring, in the order of ranks. Nothing, where there is one node only.
+
+    Args:
+        slots: originals, by rank.
+    """
+    ring = list(dict.fromkeys(slot.node_id for slot in slots))
+    homes = {node: place for place, node in enumerate(ring)}
+    wanted: defaultdict[str, list[SlotRef]] = defaultdict(list)
+    for slot in slots:
+        home = homes[slot.node_id]
+        for ahead in range(1, min(replicas, len(ring) - 1) + 1):
+            wanted[ring[(home + ahead) % len(ring)]].append(slot)
+    return dict(wanted)

@@ -13,15 +13,15 @@ from urllib.request import urlopen
 from rayzero.engine.errors import ConfigError, EngineError
 
 Snapshot = dict[str, Any]
-Source = Callable[[], Snapshot]
+SnapshotSource = Callable[[], Snapshot]
 
-FORMAT = 1
+SUPPORTED_FORMAT = 1
 """The snapshots that can be read."""
-_ANSWER_S = 5.0
-_MOST_BYTES = 64 << 20
+_HTTP_TIMEOUT_S = 5.0
+_MAX_RESPONSE_BYTES = 64 << 20
 
 
-class NoContactError(EngineError):
+class SnapshotUnavailableError(EngineError):
     """Nothing answers now."""
 
 
@@ -29,7 +29,7 @@ def is_url(target: str) -> bool:
     return "://" in target
 
 
-def served_at(url: str) -> Source:
+def endpoint_source(url: str) -> SnapshotSource:
     """The snapshots of the job whose endpoint that is: the address of its page, or what is below.
 
     Raises:
@@ -51,38 +51,38 @@ def served_at(url: str) -> Source:
 
     def fetch() -> Snapshot:
         try:
-            with urlopen(address, timeout=_ANSWER_S) as answer:
-                return checked(json.loads(answer.read(_MOST_BYTES)), address)
+            with urlopen(address, timeout=_HTTP_TIMEOUT_S) as answer:
+                return check_snapshot(json.loads(answer.read(_MAX_RESPONSE_BYTES)), address)
         except (URLError, HTTPException, OSError) as error:
             reason = getattr(error, "reason", None) or error
-            raise NoContactError(
+            raise SnapshotUnavailableError(
                 f"nothing answers at {address}: {reason}",
                 fix="is the job running, and metrics.port set in its job file?",
             ) from None
         except ValueError:
-            raise _strange(address) from None
+            raise _not_a_snapshot(address) from None
 
     return fetch
 
 
-def checked(value: Any, where: str) -> Snapshot:
+def check_snapshot(value: Any, where: str) -> Snapshot:
     """The snapshot, if it is one that can be read.
 
     Raises:
         ConfigError: it is none.
     """
     if not isinstance(value, dict) or "format" not in value:
-        raise _strange(where)
-    if value["format"] != FORMAT:
+        raise _not_a_snapshot(where)
+    if value["format"] != SUPPORTED_FORMAT:
         raise ConfigError(
             f"{where} tells its job in format {value['format']!r}",
-            allowed=f"format {FORMAT}",
+            allowed=f"format {SUPPORTED_FORMAT}",
             fix="the same version of rayzero here as in the job",
         )
     return value
 
 
-def _strange(where: str) -> ConfigError:
+def _not_a_snapshot(where: str) -> ConfigError:
     return ConfigError(
         f"{where} is no job's snapshot",
         allowed="what a job of rayzero serves at its metrics.port",

@@ -13,10 +13,10 @@ from rayzero.deepspeed import checkpointing, comm, ops, runtime, utils, zero
 from rayzero.deepspeed.accelerator import get_accelerator
 from rayzero.deepspeed.arguments import add_config_arguments
 from rayzero.deepspeed.install import install
-from rayzero.deepspeed.refused import no_such
+from rayzero.deepspeed.refused import unsupported_message
 from rayzero.deepspeed.start import initialize
 from rayzero.deepspeed.utils.logging import log_dist, logger
-from rayzero.engine.comm.group import init_distributed
+from rayzero.engine.comm.process_group import init_distributed
 from rayzero.engine.engine import Engine as DeepSpeedEngine
 from rayzero.engine.errors import ConfigError as DeepSpeedConfigError
 
@@ -44,4 +44,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(no_such(f"deepspeed.{name}", __all__))
+    raise AttributeError(unsupported_message(f"deepspeed.{name}", __all__))

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from rayzero.deepspeed.install import install
-from rayzero.deepspeed.utils.logging import print_from_info
+from rayzero.deepspeed.utils.logging import make_stderr_logger
 
 _USAGE = "usage: python -m rayzero.deepspeed (script.py | -m module) [arguments]"
 
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     if not as_module and not Path(target).is_file():
         print(f"there is no script {target}\n{_USAGE}", file=sys.stderr)
         return 2
-    print_from_info("rayzero")
+    make_stderr_logger("rayzero")
     install()
     sys.argv = rest
     if as_module:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayzero.deepspeed.refused import no_such
-from rayzero.engine.api.activations import (
+from rayzero.deepspeed.refused import unsupported_message
+from rayzero.engine.api.activation_checkpointing import (
     checkpoint,
     configure,
     is_configured,
@@ -17,4 +17,4 @@ __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(no_such(f"deepspeed.checkpointing.{name}", __all__))
+    raise AttributeError(unsupported_message(f"deepspeed.checkpointing.{name}", __all__))

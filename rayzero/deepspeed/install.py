@@ -11,13 +11,13 @@ from pkgutil import walk_packages
 from types import ModuleType
 from typing import Any
 
-from rayzero.deepspeed.refused import INSTEAD, no_such
+from rayzero.deepspeed.refused import ALTERNATIVES, unsupported_message
 from rayzero.engine.errors import ConfigError
 
 log = logging.getLogger("rayzero.deepspeed")
 
-_HOME = "rayzero.deepspeed"
-_NOT_PART = {f"{_HOME}.{name}" for name in ("__main__", "install", "refused", "start")}
+_PACKAGE = "rayzero.deepspeed"
+_NOT_ALIASED = {f"{_PACKAGE}.{name}" for name in ("__main__", "install", "refused", "start")}
 
 
 def install() -> None:
@@ -28,7 +28,7 @@ def install() -> None:
     Raises:
         ConfigError: DeepSpeed itself has been imported already.
     """
-    home = import_module(_HOME)
+    home = import_module(_PACKAGE)
     loaded = sys.modules.get("deepspeed")
     if loaded is home:
         return
@@ -37,36 +37,39 @@ def install() -> None:
             f"deepspeed was imported before, from {loaded.__file__}",
             fix="rayzero.deepspeed.install() before the first `import deepspeed`",
         )
-    for name in _names(home):
-        sys.modules[name.replace(_HOME, "deepspeed", 1)] = import_module(name)
-    sys.meta_path.insert(0, _Refusal())
+    for name in _list_modules(home):
+        sys.modules[name.replace(_PACKAGE, "deepspeed", 1)] = import_module(name)
+    sys.meta_path.insert(0, _UnsupportedFinder())
     if int(os.environ.get("RANK", "0")) == 0:
         log.warning("`import deepspeed` means rayzero's engine in this process")
 
 
-def _names(home: ModuleType) -> list[str]:
-    found = walk_packages(home.__path__, f"{_HOME}.")
-    return [_HOME, *(one.name for one in found if one.name not in _NOT_PART)]
+def _list_modules(home: ModuleType) -> list[str]:
+    found = walk_packages(home.__path__, f"{_PACKAGE}.")
+    return [_PACKAGE, *(one.name for one in found if one.name not in _NOT_ALIASED)]
 
 
-class _Refusal:
+class _UnsupportedFinder:
     """Asked for submodules that are not in `sys.modules`, before anybody else: says what is."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> Any:
-        full = name.replace(_HOME, "deepspeed", 1)
-        if full.partition(".")[0] != "deepspeed" or name in _NOT_PART:
+        full = name.replace(_PACKAGE, "deepspeed", 1)
+        if full.partition(".")[0] != "deepspeed" or name in _NOT_ALIASED:
             return None
         parent = full.rpartition(".")[0]
         top = ".".join(full.split(".")[:2])
         raise ModuleNotFoundError(
-            no_such(full if full in INSTEAD else top if top in INSTEAD else full, _in(parent)),
+            unsupported_message(
+                full if full in ALTERNATIVES else top if top in ALTERNATIVES else full,
+                _public_names(parent),
+            ),
             name=full,  # not `name`: from-imports swallow an error about just that
         )
 
 
-def _in(parent: str) -> list[str]:
+def _public_names(parent: str) -> list[str]:
     """What a module of ours offers."""
     module = sys.modules.get(parent)
     return list(getattr(module, "__all__", ())) or [

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from rayzero.engine.errors import nearest
+from rayzero.engine.errors import did_you_mean
 
-_INFERENCE = "a server for inference; rayzero trains"
-_PIPELINE = "stage 3 (zero_optimization.stage), which shards models that do not fit"
-_TENSOR = "stage 3 (zero_optimization.stage): all ranks are data parallel"
+_NO_INFERENCE = "a server for inference; rayzero trains"
+_USE_STAGE_3 = "stage 3 (zero_optimization.stage), which shards models that do not fit"
+_USE_STAGE_3_DATA_PARALLEL = "stage 3 (zero_optimization.stage): all ranks are data parallel"
 
-INSTEAD: Mapping[str, str] = {
-    "deepspeed.init_inference": _INFERENCE,
-    "deepspeed.InferenceEngine": _INFERENCE,
-    "deepspeed.inference": _INFERENCE,
-    "deepspeed.DeepSpeedInferenceConfig": _INFERENCE,
-    "deepspeed.DeepSpeedHybridEngine": _INFERENCE,
-    "deepspeed.pipe": _PIPELINE,
-    "deepspeed.PipelineModule": _PIPELINE,
-    "deepspeed.PipelineEngine": _PIPELINE,
+ALTERNATIVES: Mapping[str, str] = {
+    "deepspeed.init_inference": _NO_INFERENCE,
+    "deepspeed.InferenceEngine": _NO_INFERENCE,
+    "deepspeed.inference": _NO_INFERENCE,
+    "deepspeed.DeepSpeedInferenceConfig": _NO_INFERENCE,
+    "deepspeed.DeepSpeedHybridEngine": _NO_INFERENCE,
+    "deepspeed.pipe": _USE_STAGE_3,
+    "deepspeed.PipelineModule": _USE_STAGE_3,
+    "deepspeed.PipelineEngine": _USE_STAGE_3,
     "deepspeed.moe": "experts as ordinary modules, on every rank",
-    "deepspeed.module_inject": _TENSOR,
-    "deepspeed.tp_model_init": _TENSOR,
-    "deepspeed.sequence": _TENSOR,
+    "deepspeed.module_inject": _USE_STAGE_3_DATA_PARALLEL,
+    "deepspeed.tp_model_init": _USE_STAGE_3_DATA_PARALLEL,
+    "deepspeed.sequence": _USE_STAGE_3_DATA_PARALLEL,
     "deepspeed.profiling": "engine.metrics, and torch.profiler",
     "deepspeed.monitor": "engine.metrics",
     "deepspeed.autotuning": "rayzero plan",
@@ -39,10 +39,10 @@ INSTEAD: Mapping[str, str] = {
 }
 
 
-def no_such(name: str, there: Iterable[str]) -> str:
+def unsupported_message(name: str, there: Iterable[str]) -> str:
     """The message for a name of DeepSpeed's that is not here."""
     known = sorted(one for one in there if not one.startswith("_"))
-    if name in INSTEAD:
-        return f"{name} is not part of rayzero; use {INSTEAD[name]}"
-    hint = nearest(name.rpartition(".")[2], known)
+    if name in ALTERNATIVES:
+        return f"{name} is not part of rayzero; use {ALTERNATIVES[name]}"
+    hint = did_you_mean(name.rpartition(".")[2], known)
     return f"rayzero's {name} is not there{hint}; there are: {', '.join(known)}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from rayzero.engine.api.entry import initialize as rayzero_initialize
-from rayzero.engine.comm.group import init_distributed
+from rayzero.engine.api.initialize import initialize as rayzero_initialize
+from rayzero.engine.comm.process_group import init_distributed
 
 
 @wraps(rayzero_initialize)

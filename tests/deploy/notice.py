@@ -12,7 +12,7 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayzero.orchestrator.nodes import draining
+from rayzero.orchestrator.cluster.ray_api import draining_node_ids
 from tests.deploy.chart import pod_of, rendered
 from tests.integration.linked import ENV, HERE, THERE, start
 from tests.integration.namespaces import prepare
@@ -41,12 +41,12 @@ def main() -> None:
     ray.get(busy.ready.remote(), timeout=_LIMIT_S)
     begun = time.monotonic()
     with subprocess.Popen(["ip", "netns", "exec", "there", *ended], env=own) as hook:
-        while not draining() and time.monotonic() < begun + _LIMIT_S:
+        while not draining_node_ids() and time.monotonic() < begun + _LIMIT_S:
             time.sleep(0.1)
         told_s = time.monotonic() - begun
         holds = hook.poll() is None
         hook.kill()
-    print(json.dumps({"told_s": told_s, "holds": holds, "right": draining() == {there}}))
+    print(json.dumps({"told_s": told_s, "holds": holds, "right": draining_node_ids() == {there}}))
 
 
 if __name__ == "__main__":

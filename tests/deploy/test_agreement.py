@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rayzero.orchestrator.loading import load_job
-from rayzero.orchestrator.spec import Metrics
+from rayzero.orchestrator.job_file import load_job
+from rayzero.orchestrator.spec import MetricsSpec
 from tests.deploy.chart import (
     WITH_SCENARIOS,
     Object,
@@ -170,7 +170,7 @@ def test_a_cluster_has_a_port_for_each_of_its_jobs() -> None:
     notes = render_text(values)["templates/NOTES.txt"]
     told = re.search(r"^  metrics: (.*)$", notes, re.MULTILINE)
     assert told is not None
-    metrics = Metrics.model_validate(yaml.safe_load(told[1]))
+    metrics = MetricsSpec.model_validate(yaml.safe_load(told[1]))
     assert (metrics.host, metrics.port, metrics.ports) == ("0.0.0.0", 9400, 2)
 
 
@@ -246,9 +246,9 @@ def test_a_stop_has_time_for_the_last_checkpoint(scenario: str) -> None:
         assert spec["terminationGracePeriodSeconds"] > notice_s
     told = {role: pod_of(objects, role)["spec"]["containers"][0] for role in ("head", "worker")}
     before = {role: one["lifecycle"]["preStop"]["exec"]["command"] for role, one in told.items()}
-    assert before["worker"] == ["python", "-m", "rayzero.workers.notice", str(notice_s)]
+    assert before["worker"] == ["python", "-m", "rayzero.workers.prestop", str(notice_s)]
     *module, limit_s = before["head"]
-    assert module == ["python", "-m", "rayzero.orchestrator.head.ending"]
+    assert module == ["python", "-m", "rayzero.orchestrator.job.prestop"]
     grace_s = pod_of(objects, "head")["spec"]["terminationGracePeriodSeconds"]
     assert notice_s < int(limit_s) < grace_s
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import rayzero
-from rayzero.engine.compression import group_size
+from rayzero.engine.compression.select import hpz_group_size
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.session import entered
+from rayzero.engine.session import use_session
 from tests.engine import zoo
 from tests.engine.state.blocks import StateSession
 from tests.support.ranks import run_ranks
@@ -30,7 +30,7 @@ def train(rank: int, world: int, configs: list[dict[str, Any]]) -> Result:
         elastic = change.pop("elastic", False)
         sizes = {"train_batch_size": SAMPLES, "gradient_accumulation_steps": 2}
         config = sizes | {"gradient_clipping": 0} | change
-        with entered(StateSession() if elastic else None):  # type: ignore[arg-type]
+        with use_session(StateSession() if elastic else None):  # type: ignore[arg-type]
             engine, *_ = rayzero.initialize(
                 model=model,
                 model_parameters=zoo.two_groups(model),
@@ -134,14 +134,14 @@ def test_coded_weights_are_equal_everywhere_and_nearly_right() -> None:
 def test_a_group_is_as_large_as_it_can_be_in_an_elastic_world(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert group_size(2, 4, elastic=False) == 2
-    assert group_size(0, 4, elastic=False) == group_size(1, 3, elastic=False) == 1
+    assert hpz_group_size(2, 4, elastic=False) == 2
+    assert hpz_group_size(0, 4, elastic=False) == hpz_group_size(1, 3, elastic=False) == 1
     with caplog.at_level(logging.WARNING, "rayzero.engine"):
-        assert group_size(4, 6, elastic=True) == 3
-        assert group_size(2, 3, elastic=True) == 1
+        assert hpz_group_size(4, 6, elastic=True) == 3
+        assert hpz_group_size(2, 3, elastic=True) == 1
     assert "zero_hpz_partition_size 4 does not divide the world size 6: 3 is used" in caplog.text
     with pytest.raises(ConfigError, match="divides the world size: 1, 2, 3, 6"):
-        group_size(4, 6, elastic=False)
+        hpz_group_size(4, 6, elastic=False)
 
 
 def refused(rank: int, world: int, config: dict[str, Any]) -> str:

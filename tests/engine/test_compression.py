@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import rayzero
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.session import entered
+from rayzero.engine.session import use_session
 from tests.engine import zoo
 from tests.engine.state.blocks import Block, StateSession
 from tests.support.ranks import RankError
@@ -122,7 +122,7 @@ def drift_data(step: int) -> Tensor:
 def drift(
     rank: int, world: int, config: dict[str, Any], steps: range, blocks: list[Block] | None
 ) -> tuple[Block, dict[str, Tensor], int]:
-    with entered(StateSession(blocks)):
+    with use_session(StateSession(blocks)):
         engine, *_ = rayzero.initialize(model=Drift(), config=config)
     for step in steps:
         engine.backward(engine(drift_data(step).chunk(max(world, 1))[rank]))
@@ -234,8 +234,8 @@ def skipped(rank: int, world: int, stage: int, name: str) -> tuple[int, float, f
 
 
 def feedback_size(engine: rayzero.Engine) -> float:
-    kept = engine._runtime.way.kept
-    return float(sum(one.feedback.of_terms.abs().sum() for one in kept))
+    kept = engine._runtime.grad_reduction.residuals
+    return float(sum(one.feedback.local.abs().sum() for one in kept))
 
 
 @pytest.mark.parametrize("name", ["sign", "lowrank"])

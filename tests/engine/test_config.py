@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.engine.config import BatchSizes, EngineConfig, parse_config, read_config, solve_batches
+from rayzero.engine.config import (
+    BatchSizes,
+    EngineConfig,
+    parse_config,
+    read_config,
+    resolve_batch_sizes,
+)
 from rayzero.engine.errors import ConfigError
 
 WHOLE = {
@@ -192,7 +198,7 @@ def test_something_else_is_refused(source: Any) -> None:
 
 def _solved(config: EngineConfig, world: int) -> BatchSizes | ConfigError:
     try:
-        return solve_batches(config, world)
+        return resolve_batch_sizes(config, world)
     except ConfigError as error:
         return error
 
@@ -237,7 +243,7 @@ def test_a_global_and_a_micro_batch_fit_any_world_up_to_the_batch(
 ) -> None:
     if total is not None and total >= world:
         config = EngineConfig(train_batch_size=total, train_micro_batch_size_per_gpu=micro)
-        assert solve_batches(config, world).global_batch == total
+        assert resolve_batch_sizes(config, world).global_batch == total
 
 
 @pytest.mark.parametrize(
@@ -257,7 +263,7 @@ def test_a_global_and_a_micro_batch_fit_any_world_up_to_the_batch(
 )
 def test_triangles_by_hand(sizes: Any, world: int, expected: tuple[int, int, int]) -> None:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    found = solve_batches(EngineConfig(**dict(zip(keys, sizes, strict=True))), world)
+    found = resolve_batch_sizes(EngineConfig(**dict(zip(keys, sizes, strict=True))), world)
     assert (found.global_batch, found.micro_batch, found.micro_steps) == expected
 
 
@@ -274,7 +280,7 @@ def test_triangles_by_hand(sizes: Any, world: int, expected: tuple[int, int, int
 def test_uneven_shares_keep_the_global_batch(sizes: Any, expected: tuple[int, int, int]) -> None:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     config = EngineConfig(**dict(zip(keys, sizes, strict=True)))
-    assert solve_batches(config, 2, (0.75, 0.25)) == BatchSizes(*expected, (0.75, 0.25))
+    assert resolve_batch_sizes(config, 2, (0.75, 0.25)) == BatchSizes(*expected, (0.75, 0.25))
 
 
 @pytest.mark.parametrize(
@@ -293,5 +299,5 @@ def test_refusals_name_the_numbers(sizes: Any, world: int, message: str) -> None
         gradient_accumulation_steps=steps,
     )
     with pytest.raises(ConfigError, match=message) as caught:
-        solve_batches(config, world)
+        resolve_batch_sizes(config, world)
     assert caught.value.fix

@@ -130,7 +130,7 @@ class TestSurface:
         assert engine.metrics.loss is None
         engine.backward(engine(torch.ones(2, 3)).sum())
         engine.step()
-        flat = engine.metrics.flat()
+        flat = engine.metrics.to_flat_dict()
         assert flat["step"] == 1
         assert flat["samples"] == 2
         assert flat["bytes/optimizer_state"] > 0
@@ -240,7 +240,7 @@ def test_the_global_batch_is_the_same_for_any_number_of_ranks(
     stage: int, world: int, micro_batch: int
 ) -> None:
     """Seven samples a step: two and three ranks cannot share them evenly."""
-    from rayzero.engine.data.order import SampleOrder
+    from rayzero.engine.data.sampling import SampleOrder
 
     order, data = SampleOrder(23, 0), Tokens()
     global_batches = [

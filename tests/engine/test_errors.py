@@ -14,8 +14,8 @@ from rayzero.engine.errors import (
     DataError,
     EngineError,
     RayzeroError,
+    did_you_mean,
     first_line,
-    nearest,
 )
 
 ALL = [RayzeroError, ConfigError, EngineError, DataError, CollectiveError]
@@ -52,10 +52,10 @@ def test_the_text_has_a_line_for_each_part_that_is_there() -> None:
 
 def test_nearest() -> None:
     words = ["stage", "overlap_comm"]
-    assert nearest("stge", words) == " (did you mean 'stage'?)"
-    assert nearest("overlap", words) == " (did you mean 'overlap_comm'?)"
-    assert nearest("zebra", words) == ""
-    assert nearest("stage", []) == ""
+    assert did_you_mean("stge", words) == " (did you mean 'stage'?)"
+    assert did_you_mean("overlap", words) == " (did you mean 'overlap_comm'?)"
+    assert did_you_mean("zebra", words) == ""
+    assert did_you_mean("stage", []) == ""
 
 
 def test_one_line_of_an_error_is_there_even_if_it_says_nothing() -> None:

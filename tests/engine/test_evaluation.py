@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import rayzero
 from rayzero.engine.errors import ConfigError, EngineError
-from rayzero.engine.session import Session, entered
+from rayzero.engine.session import HostSession, use_session
 from tests.engine import zoo
 from tests.support.ranks import run_ranks
 
@@ -117,6 +117,6 @@ class InJob:
 
 
 def test_a_job_trains() -> None:
-    session: Session = InJob()  # type: ignore[assignment]
-    with entered(session), pytest.raises(ConfigError, match="no optimizer, but a rayzero job"):
+    session: HostSession = InJob()  # type: ignore[assignment]
+    with use_session(session), pytest.raises(ConfigError, match="no optimizer, but a rayzero job"):
         rayzero.initialize(model=nn.Linear(3, 1), config={})

@@ -8,10 +8,10 @@ import pytest
 from pydantic import BaseModel
 
 from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.checkpoint.store import open_store
+from rayzero.engine.checkpoint.open_store import open_store
 from rayzero.engine.errors import ConfigError, RayzeroError
-from rayzero.engine.masking import masked
-from rayzero.engine.validation import validated
+from rayzero.engine.redact import redact_url
+from rayzero.engine.validation import validate_document
 
 URL = "s3://AKIA:p4ss@bucket/runs?secret_key=p4ss&region=here"
 
@@ -31,7 +31,7 @@ def test_no_error_tells_them(error: RayzeroError):
 @pytest.mark.parametrize("url", [URL.replace("s3:", "ftp:"), URL + "&no_such_option=1"])
 def test_a_store_that_cannot_be_opened_is_told_without_them(url: str):
     with pytest.raises(RayzeroError) as caught:
-        open_store(url).entries()
+        open_store(url).list_folder()
     assert "p4ss" not in str(caught.value)
     assert "bucket/runs" in str(caught.value)
 
@@ -43,10 +43,10 @@ class Settings(BaseModel):
 
 def test_a_wrong_value_of_a_secret_is_not_shown():
     with pytest.raises(ConfigError) as caught:
-        validated(Settings, {"api_key": "p4ss", "url": URL}, "settings")
+        validate_document(Settings, {"api_key": "p4ss", "url": URL}, "settings")
     assert "api_key" in str(caught.value)
     assert "p4ss" not in str(caught.value)
 
 
 def test_masked_twice_is_masked_once():
-    assert masked(masked(URL)) == masked(URL)
+    assert redact_url(redact_url(URL)) == redact_url(URL)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import rayzero
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.optim.onebit import OneBitAdam
-from rayzero.engine.session import entered
+from rayzero.engine.optim.optimizers import OneBitAdam
+from rayzero.engine.session import use_session
 from tests.engine import zoo
 from tests.engine.state.blocks import Block, StateSession
 from tests.support.ranks import run_ranks as run_ranks_in_time
@@ -36,7 +36,7 @@ def train(
 ) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model = zoo.make(torch.float64 if change.pop("double", False) else torch.float32)
-    with entered(StateSession(blocks)):
+    with use_session(StateSession(blocks)):
         engine, *_ = rayzero.initialize(model=model, config=change)
     losses, data = [], list(zoo.batches(steps.stop, SAMPLES))
     for step in steps:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rayzero
-from rayzero.engine.phases import Phases
+from rayzero.engine.metrics import PhaseTimer
 
 CONFIG = {
     "train_batch_size": 4,
@@ -43,7 +43,7 @@ class SlowData:
 
 def test_every_moment_belongs_to_one_phase():
     told: list[str] = []
-    phases = Phases(told.append)
+    phases = PhaseTimer(told.append)
     phases.enter("forward")
     time.sleep(0.02)
     phases.leave()
@@ -69,7 +69,7 @@ def test_the_phases_of_a_step_add_up_to_it():
     assert found.phases["other"] >= 0.04
     assert {"backward", "reduce", "update", "publish", "data"} <= set(found.phases)
     assert found.phases["data"] == 0
-    assert found.flat()["phases/forward"] == found.phases["forward"]
+    assert found.to_flat_dict()["phases/forward"] == found.phases["forward"]
     assert found.step_samples == 4
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import rayzero
-from rayzero.engine.session import Session, Wishes, current_session, entered
+from rayzero.engine.session import HostSession, StepRequests, current_session, use_session
 from tests.engine.state.blocks import StateSession
 from tests.support.ranks import run_ranks
 
@@ -33,33 +33,33 @@ class Host(StateSession):
         self.phases: list[str] = []
         self.steps: list[dict[str, float]] = []
 
-    def engine_ready(self, engine: rayzero.Engine) -> None:
+    def on_engine_ready(self, engine: rayzero.Engine) -> None:
         self.engines.append(engine)
 
-    def phase(self, name: str) -> None:
+    def on_phase(self, name: str) -> None:
         self.phases.append(name)
 
-    def step_done(self, metrics: dict[str, float], agreed: Wishes) -> None:
+    def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         self.steps.append(metrics)
 
 
 def test_a_session_lasts_as_long_as_its_with() -> None:
-    outer: Session = Host()
-    inner: Session = Host()
+    outer: HostSession = Host()
+    inner: HostSession = Host()
     assert current_session() is None
-    with entered(outer):
-        with entered(inner):
+    with use_session(outer):
+        with use_session(inner):
             assert current_session() is inner
         assert current_session() is outer
     assert current_session() is None
-    with pytest.raises(ValueError, match="mistake"), entered(outer):
+    with pytest.raises(ValueError, match="mistake"), use_session(outer):
         raise ValueError("the user's mistake")
     assert current_session() is None
 
 
 def test_a_session_is_its_threads_own() -> None:
     seen: list[object] = []
-    with entered(Host()):
+    with use_session(Host()):
         other = threading.Thread(target=lambda: seen.append(current_session()))
         other.start()
         other.join(10)
@@ -67,14 +67,14 @@ def test_a_session_is_its_threads_own() -> None:
 
 
 def test_the_jobs_config_is_taken_when_the_user_gives_none() -> None:
-    with entered(Host(CONFIG)):
+    with use_session(Host(CONFIG)):
         engine, *_ = rayzero.initialize(model=nn.Linear(3, 1))
         assert engine.settings.batches.global_batch == 4
         engine, *_ = rayzero.initialize(
             model=nn.Linear(3, 1), config=CONFIG | {"train_batch_size": 2}
         )
         assert engine.settings.batches.global_batch == 2
-    with entered(Host(None)):
+    with use_session(Host(None)):
         engine, *_ = rayzero.initialize(
             model=nn.Linear(3, 1), optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0)
         )
@@ -83,7 +83,7 @@ def test_the_jobs_config_is_taken_when_the_user_gives_none() -> None:
 
 def test_the_host_hears_of_the_engine_its_phases_and_its_steps() -> None:
     host = Host(CONFIG)
-    with entered(host):
+    with use_session(host):
         engine, *_ = rayzero.initialize(model=nn.Linear(3, 1))
     assert host.engines == [engine]
     for _ in range(2):  # two micro-steps: one step
@@ -94,13 +94,13 @@ def test_the_host_hears_of_the_engine_its_phases_and_its_steps() -> None:
     assert host.phases == [*micro_step, *micro_step, "reduce", "update", "publish", "gather"]
     (metrics,) = host.steps
     assert (metrics["step"], metrics["samples"]) == (1, 4)
-    assert metrics == engine.metrics.flat()
+    assert metrics == engine.metrics.to_flat_dict()
     assert all(isinstance(value, int | float) for value in metrics.values())
 
 
 def test_a_skipped_step_is_told_and_updates_nothing() -> None:
     host = Host(CONFIG | {"train_batch_size": 2})
-    with entered(host):
+    with use_session(host):
         engine, *_ = rayzero.initialize(model=nn.Linear(3, 1))
     engine.backward(engine(torch.ones(2, 3)).sum() * float("nan"))
     engine.step()
@@ -112,7 +112,7 @@ def test_the_data_order_follows_from_the_jobs_seed() -> None:
     data: Any = list(range(50))
 
     def order(seed: int) -> list[int]:
-        with entered(Host(CONFIG, seed)):
+        with use_session(Host(CONFIG, seed)):
             _, _, loader, _ = rayzero.initialize(model=nn.Linear(3, 1), training_data=data)
         assert loader is not None
         return [sample for batch in loader.steps(3) for sample in batch.tolist()]
@@ -132,7 +132,7 @@ def forgets(rank: int, world: int, stages: list[int]) -> dict[int, bool]:
     for stage in stages:
         model = nn.Linear(4, 2)
         host = Host(CONFIG | {"zero_optimization": {"stage": stage}})
-        with entered(host):
+        with use_session(host):
             engine, *_ = rayzero.initialize(model=model, model_parameters=model.parameters())
             for _ in range(2 // world):
                 engine.backward(engine(torch.ones(2, 4)).sum())

@@ -8,45 +8,45 @@ from torch import nn
 
 import rayzero
 from examples.gpt.model import GPT, GPTConfig
-from rayzero.engine.work import FlopMeter, Work, peak_flops
+from rayzero.engine.accounting import FlopMeter, StepWork, peak_flops
 
 
 def one_micro_step(meter: FlopMeter) -> None:
     layer = nn.Linear(8, 16)
     x = torch.ones(4, 8, requires_grad=True)
-    with meter.forward():
+    with meter.track_forward():
         y = layer(x)
-    with meter.backward():
+    with meter.track_backward():
         y.sum().backward()
 
 
 def test_a_linear_layer_is_three_matrix_products():
     meter = FlopMeter(wanted=True)
     one_micro_step(meter)
-    assert meter.micro_step == 3 * 2 * 4 * 8 * 16
+    assert meter.micro_step_flops == 3 * 2 * 4 * 8 * 16
     one_micro_step(meter)
-    assert meter.micro_step == 3 * 2 * 4 * 8 * 16, "counted once"
+    assert meter.micro_step_flops == 3 * 2 * 4 * 8 * 16, "counted once"
 
 
 def test_an_evaluation_before_the_first_step_does_not_count():
     meter = FlopMeter(wanted=True)
-    with torch.no_grad(), meter.forward():
+    with torch.no_grad(), meter.track_forward():
         nn.Linear(8, 8)(torch.ones(1, 8))
     one_micro_step(meter)
-    assert meter.micro_step == 3 * 2 * 4 * 8 * 16
+    assert meter.micro_step_flops == 3 * 2 * 4 * 8 * 16
 
 
 def test_nothing_is_counted_that_nobody_wants():
     meter = FlopMeter(wanted=False)
     one_micro_step(meter)
-    assert meter.micro_step == 0
+    assert meter.micro_step_flops == 0
 
 
 def test_what_is_known_is_not_counted_again():
     meter = FlopMeter(wanted=True)
-    meter.micro_step = 7
+    meter.micro_step_flops = 7
     one_micro_step(meter)
-    assert meter.micro_step == 7
+    assert meter.micro_step_flops == 7
 
 
 def test_an_unknown_device_has_no_peak(monkeypatch: pytest.MonkeyPatch):
@@ -61,25 +61,25 @@ def test_an_unknown_device_has_no_peak(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_tokens_are_the_global_batchs():
-    work = Work(micro_steps=2, peak=None)
+    work = StepWork(micro_steps=2, peak=None)
     for samples in (3, 1):
-        with work.forward(([torch.ones(samples, 5, dtype=torch.long)], {})):
+        with work.track_forward(([torch.ones(samples, 5, dtype=torch.long)], {})):
             pass
-        with work.backward(weight=samples / 8):  # of 8 samples on all ranks
+        with work.track_backward(weight=samples / 8):  # of 8 samples on all ranks
             pass
-    assert work.step_done(2.0) == {"step_tokens": 8 * 5, "tokens_per_s": 8 * 5 / 2.0}
-    assert work.step_done(2.0) == {}
+    assert work.end_step(2.0) == {"step_tokens": 8 * 5, "tokens_per_s": 8 * 5 / 2.0}
+    assert work.end_step(2.0) == {}
 
 
 def test_utilisation_is_of_the_peak():
-    work = Work(micro_steps=2, peak=3072 * 10.0)
+    work = StepWork(micro_steps=2, peak=3072 * 10.0)
     layer, x = nn.Linear(8, 16), torch.ones(4, 8, requires_grad=True)
     for _ in range(2):
-        with work.forward(x):
+        with work.track_forward(x):
             y = layer(x)
-        with work.backward(0.5):
+        with work.track_backward(0.5):
             y.sum().backward()
-    assert work.step_done(0.5) == {"flops_per_s": 3072 * 4.0, "mfu": pytest.approx(0.4)}
+    assert work.end_step(0.5) == {"flops_per_s": 3072 * 4.0, "mfu": pytest.approx(0.4)}
 
 
 def test_an_engine_tells_them():

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from rayzero.engine import memory
-from rayzero.engine.config.autos import AUTOS, TOTAL_STEPS
-from rayzero.engine.config.keys.rows import REFUSED
-from rayzero.engine.config.keys.table import GROUPS
-from rayzero.engine.config.old_names import OLD_NAMES, SHORTS
+from rayzero.engine import accounting
+from rayzero.engine.config.auto import AUTO_RULES, TOTAL_STEPS_PATH
+from rayzero.engine.config.keys import KEY_GROUPS
+from rayzero.engine.config.keys.spec import REFUSED
+from rayzero.engine.config.normalize import OLD_NAMES, SHORTHANDS
 from rayzero.engine.zero.placement import STAGES
-from rayzero.orchestrator.machine import EVENTS, Answer, Row, rows
-from rayzero.orchestrator.metrics.catalog import GROUPS as SERIES
-from rayzero.orchestrator.spec import Checkpoint, Metrics, Recovery, Workers
-from rayzero.orchestrator.states import State
-from rayzero.workers.faults import KINDS, usage
+from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import EVENTS, NoTransition, Transition, all_transitions
+from rayzero.orchestrator.metrics.catalog import CATALOG_GROUPS as SERIES
+from rayzero.orchestrator.spec import CheckpointSpec, MetricsSpec, RecoverySpec, Workers
+from rayzero.workers.chaos.spec import FAULT_KINDS, fault_usage
 from tests.house.source import ROOT
 
 FOLDERS = ("*.md", "docs/*.md", "examples/**/*.md", "helm/**/*.md", "manifests/*.md")
@@ -42,20 +42,28 @@ def stage_table() -> str:
 
 
 def bytes_table() -> str:
-    """As it stands in the docstring of engine/memory.py."""
-    return "\n".join(line for line in (memory.__doc__ or "").splitlines() if line.startswith("|"))
+    """As it stands in the docstring of engine/accounting.py."""
+    return "\n".join(
+        line for line in (accounting.__doc__ or "").splitlines() if line.startswith("|")
+    )
 
 
 def state_table() -> str:
     lines = [_row("state", "event", "next state", "instructions, in order"), "|---|---|---|---|"]
     for state in State:
-        answers = [(event.__name__, answer) for at, event, answer in rows() if at is state]
+        answers = [
+            (event.__name__, answer) for at, event, answer in all_transitions() if at is state
+        ]
         for event, answer in answers:
-            if isinstance(answer, Row):
-                to = f"{answer.to}, new generation" if answer.opens else answer.to
-                orders = ", ".join(order.__name__ for order in answer.orders)
+            if isinstance(answer, Transition):
+                to = (
+                    f"{answer.next_state}, new generation"
+                    if answer.new_generation
+                    else answer.next_state
+                )
+                orders = ", ".join(order.__name__ for order in answer.instructions)
                 lines.append(_row(state, event, to, orders or "none"))
-        ignored = [event for event, answer in answers if answer is Answer.IGNORED]
+        ignored = [event for event, answer in answers if answer is NoTransition.IGNORED]
         if len(ignored) == len(EVENTS):
             ignored = ["every event"]
         if ignored:
@@ -75,20 +83,20 @@ def settings_table(section: type[BaseModel], prefix: str) -> str:
 def fault_table() -> str:
     """Every word of the fault language with its arguments and their defaults."""
     lines = [_row("fault", "what happens", "where"), "|---|---|---|"]
-    for word, kind in KINDS.items():
-        lines.append(_row(f"`{usage(word)}`", kind.does, kind.where))
+    for word, kind in FAULT_KINDS.items():
+        lines.append(_row(f"`{fault_usage(word)}`", kind.description, kind.target))
     return "\n".join(lines)
 
 
 def key_table() -> str:
     """Every key of an engine config, by group."""
     lines = [_row("key", "status", "what it asks for, and why not"), "|---|---|---|"]
-    for group, keys in GROUPS.items():
+    for group, keys in KEY_GROUPS.items():
         lines.append(_row(f"**{group}**", "", ""))
         for key in keys:
-            use = f"; use {key.use}" if key.use and key.status is REFUSED else ""
+            use = f"; use {key.alternative}" if key.alternative and key.status is REFUSED else ""
             why = f". {key.reason[:1].upper()}{key.reason[1:]}{use}" if key.reason else ""
-            lines.append(_row(f"`{key.path}`", key.status, f"{key.what}{why}"))
+            lines.append(_row(f"`{key.path}`", key.status, f"{key.description}{why}"))
     return "\n".join(lines)
 
 
@@ -105,17 +113,19 @@ def series_table() -> str:
 
 def auto_table() -> str:
     lines = [_row("key", '"auto" becomes', "why"), "|---|---|---|"]
-    for one in AUTOS:
-        value = one.rule({"optimizer": {"params": {"lr": "optimizer.params.lr"}}})
+    for one in AUTO_RULES:
+        value = one.resolve({"optimizer": {"params": {"lr": "optimizer.params.lr"}}})
         became = "left out" if value is None else f"`{json.dumps(value)}`".replace('"', "")
-        lines.append(_row(f"`{one.path}`", became, one.says.removeprefix("left out: ")))
-    lines.append(_row(f"`{TOTAL_STEPS}`", "`steps` of the job file", "refused outside a job"))
+        lines.append(_row(f"`{one.path}`", became, one.description.removeprefix("left out: ")))
+    lines.append(_row(f"`{TOTAL_STEPS_PATH}`", "`steps` of the job file", "refused outside a job"))
     return "\n".join(lines)
 
 
 def old_name_table() -> str:
     lines = [_row("old", "is now", "value"), "|---|---|---|"]
-    lines += [_row(f"`{one.old}`", f"`{one.new}`", one.says or "the same") for one in OLD_NAMES]
+    lines += [
+        _row(f"`{one.old}`", f"`{one.new}`", one.description or "the same") for one in OLD_NAMES
+    ]
     return "\n".join(lines)
 
 
@@ -123,7 +133,7 @@ def short_table() -> str:
     lines = [_row("section", "`true`", "`false`"), "|---|---|---|"]
     lines += [
         _row(f"`{one.path}`", f"`{json.dumps(one.true)}`", f"`{json.dumps(one.false)}`")
-        for one in SHORTS
+        for one in SHORTHANDS
     ]
     return "\n".join(lines)
 
@@ -140,7 +150,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     },
     ROOT / "docs/faults.md": {
         "workers": partial(settings_table, Workers, "workers"),
-        "recovery": partial(settings_table, Recovery, "recovery"),
+        "recovery": partial(settings_table, RecoverySpec, "recovery"),
         "faults": fault_table,
     },
     ROOT / "docs/config.md": {
@@ -150,11 +160,11 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "keys": key_table,
     },
     ROOT / "docs/metrics.md": {
-        "metrics": partial(settings_table, Metrics, "metrics"),
+        "metrics": partial(settings_table, MetricsSpec, "metrics"),
         "series": series_table,
     },
     ROOT / "docs/checkpoints.md": {
-        "checkpoint": partial(settings_table, Checkpoint, "checkpoint"),
+        "checkpoint": partial(settings_table, CheckpointSpec, "checkpoint"),
     },
 }
 WITH_TABLES = pytest.mark.parametrize("path", TABLES, ids=lambda path: path.name)

@@ -28,30 +28,26 @@ from tests.house.source import (
 
 # The only modules that talk to Ray; everything else can be driven in a test without it.
 RAY_MODULES = {
-    "rayzero.orchestrator.admission",
-    "rayzero.orchestrator.api",
-    "rayzero.orchestrator.cluster",
-    "rayzero.orchestrator.head.actor",
-    "rayzero.orchestrator.head.reach",
-    "rayzero.orchestrator.head.records",
-    "rayzero.orchestrator.lost",
-    "rayzero.orchestrator.manners",
-    "rayzero.orchestrator.nodes",
-    "rayzero.orchestrator.remote",
-    "rayzero.orchestrator.roster",
-    "rayzero.orchestrator.seats",
-    "rayzero.orchestrator.vault_group",
-    "rayzero.orchestrator.worker_group",
+    "rayzero.orchestrator.cluster.ray_api",
+    "rayzero.orchestrator.job.api",
+    "rayzero.orchestrator.cluster.connect",
+    "rayzero.orchestrator.job.actor",
+    "rayzero.orchestrator.job.client",
+    "rayzero.orchestrator.job.ended_jobs",
+    "rayzero.orchestrator.cli.remote",
+    "rayzero.orchestrator.cluster.actor_pool",
+    "rayzero.orchestrator.cluster.vault_group",
+    "rayzero.orchestrator.cluster.worker_group",
     "rayzero.workers.actor",
-    "rayzero.workers.notice",
-    "rayzero.workers.vault_actor",
+    "rayzero.workers.prestop",
+    "rayzero.workers.vault.actor",
 }
 # The only modules that call collectives; engine/comm/collectives.py counts what passes.
 COLLECTIVE_MODULES = {
     "rayzero.engine.comm.gloo",
-    "rayzero.engine.comm.mail",
+    "rayzero.engine.comm.gloo_p2p",
     "rayzero.engine.comm.nccl",
-    "rayzero.engine.comm.neighbours",
+    "rayzero.engine.comm.shared_memory",
 }
 COLLECTIVES = (
     *("all_gather", "all_reduce", "all_to_all", "batch_isend_irecv", "broadcast", "gather"),

@@ -19,10 +19,10 @@ from typing import Any
 import ray
 from ray.autoscaler._private import fake_multi_node
 
-from rayzero.orchestrator.clock import SystemClock
-from rayzero.orchestrator.policies.placement import Need
-from rayzero.orchestrator.vault_group import RayVaultGroup
-from rayzero.orchestrator.worker_group import RayWorkerGroup
+from rayzero.orchestrator.aio import SystemClock
+from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
+from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
+from rayzero.orchestrator.policies.placement import ResourceRequest
 from tests.integration.namespaces import command, prepare
 from tests.integration.tiny import TinyWorker, setup
 
@@ -100,7 +100,7 @@ async def grow_and_shrink(folder: Path) -> dict[str, Any]:
     vaults = RayVaultGroup("tiny")
     workers = RayWorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
     try:
-        came = list(await workers.place(Need(2, 6, 1.0, 0.0, 150.0)))
+        came = list(await workers.start_workers(ResourceRequest(2, 6, 1.0, 0.0, 150.0)))
         at_first, placed_s = len(came), time.monotonic() - began
         while len(came) < 6:
             came.append(await asyncio.wait_for(workers.next_worker(), 150))
@@ -110,7 +110,7 @@ async def grow_and_shrink(folder: Path) -> dict[str, Any]:
         workers.resize(2, 2)
         for one in came:
             if one.node_id != stay:
-                await workers.dismiss(one.index)
+                await workers.release_worker(one.index)
                 await vaults.close(one.node_id)
         until = time.monotonic() + 150
         while (left := working_nodes()) != {stay} and time.monotonic() < until:

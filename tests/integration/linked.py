@@ -18,14 +18,14 @@ from typing import Any
 import ray
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.api import JobHandle
-from rayzero.orchestrator.clock import SystemClock
-from rayzero.orchestrator.group import VaultLostError
-from rayzero.orchestrator.notices import Repaired
-from rayzero.orchestrator.policies.placement import Need
-from rayzero.orchestrator.vault_group import RayVaultGroup
-from rayzero.orchestrator.worker_group import RayWorkerGroup
-from rayzero.workers.injector import fired
+from rayzero.orchestrator.aio import SystemClock
+from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
+from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
+from rayzero.orchestrator.interfaces import VaultLostError
+from rayzero.orchestrator.job.handle import JobHandle
+from rayzero.orchestrator.job_events import Repaired
+from rayzero.orchestrator.policies.placement import ResourceRequest
+from rayzero.workers.chaos.inject import read_fired_faults
 from tests.integration.namespaces import command, prepare
 from tests.integration.test_jobs_on_nodes import running, size, step, wait
 from tests.integration.tiny import TinyWorker, lost, setup
@@ -73,13 +73,13 @@ async def cut_link(folder: Path) -> dict[str, Any]:
     vaults = RayVaultGroup("tiny")
     workers = RayWorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
     try:
-        four = await workers.place(Need(4, 4, 1.0, 0.0, 150.0))
+        four = await workers.start_workers(ResourceRequest(4, 4, 1.0, 0.0, 150.0))
         here = ray.get_runtime_context().get_node_id()
         there = [one for one in four if one.node_id != here]
         await vaults.open(sorted({one.node_id for one in four}))
         for one in four[:]:
             if one.node_id == here:
-                await workers.dismiss(one.index)  # room for those that are going to be lost
+                await workers.release_worker(one.index)  # room for those that are going to be lost
         polls: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(lost(workers, *(one.index for one in there))),
             asyncio.ensure_future(vaults.poll(there[0].node_id, 60)),
@@ -121,7 +121,7 @@ async def partition(folder: Path) -> dict[str, Any]:
         back_s = time.monotonic() - struck_s
     (repaired,) = notes.of(Repaired)
     return {
-        "fired": [one.fault.partition("(")[0] for one in fired(folder / "steady")],
+        "fired": [one.fault.partition("(")[0] for one in read_fired_faults(folder / "steady")],
         "sizes": [repaired.world_size_before, repaired.world_size],
         "back_s": back_s,
         "before": before,

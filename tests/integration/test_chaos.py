@@ -12,21 +12,24 @@ from typing import Any
 
 import pytest
 
-from rayzero.engine.checkpoint.verify import verify
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.api import Job, JobHandle, JobResult, Workers
-from rayzero.orchestrator.notices import (
+from rayzero.orchestrator.job.api import Job
+from rayzero.orchestrator.job.handle import JobHandle
+from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,
-    FaultSeen,
+    FaultDetected,
+    JobWarning,
     Repaired,
     Resized,
     Resumed,
-    Warned,
 )
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.workers.injector import fired
-from rayzero.workers.messages import FaultFired
+from rayzero.orchestrator.results import JobResult
+from rayzero.orchestrator.spec import Workers
+from rayzero.workers.chaos.inject import read_fired_faults
+from rayzero.workers.chaos.spec import FaultFired
 from tests.integration.jobs.steady import ENGINE
 from tests.integration.nodes import Nodes
 from tests.integration.test_jobs_on_nodes import running, size, step, wait
@@ -74,10 +77,10 @@ def test_the_store_fails_and_nothing_is_lost(nodes: Nodes, tmp_path: Path):
     notes = Notebook()
     assert run(tmp_path, LAST, notes).steps == LAST
     output_dir = tmp_path / "steady"
-    assert [one.fault for one in fired(output_dir)] == FAULTS
+    assert [one.fault for one in read_fired_faults(output_dir)] == FAULTS
     assert {one.fault for one in notes.of(FaultFired)} == set(FAULTS)
     assert [record.step for record in notes.of(StepRecord)] == [*range(1, LAST + 1)]
-    assert not notes.of(FaultSeen), "the workers went on"
+    assert not notes.of(FaultDetected), "the workers went on"
 
     # The disk was full once: told, tried again, whole.
     (failed,) = notes.of(CheckpointFailed)
@@ -91,14 +94,14 @@ def test_the_store_fails_and_nothing_is_lost(nodes: Nodes, tmp_path: Path):
     before = notes.notices[: notes.notices.index(slow)]
     assert sum(isinstance(one, StepRecord) for one in before) > slow.step
     # The torn file is named, and its checkpoint is not begun from; nothing breaks a second time.
-    (problem,) = verify(stored[LAST].folder)
+    (problem,) = verify_checkpoint(stored[LAST].folder)
     assert "rank-00001" in str(problem)
     later = Notebook()
     assert run(tmp_path, LAST + 20, later).steps == LAST + 20
     assert [one.step for one in later.of(Resumed)] == [LAST - EVERY]
-    assert any("is left out" in one.text for one in later.of(Warned))
+    assert any("is left out" in one.text for one in later.of(JobWarning))
     assert [record.step for record in later.of(StepRecord)] == [*range(LAST - EVERY + 1, LAST + 21)]
-    assert len(fired(output_dir)) == len(FAULTS)
+    assert len(read_fired_faults(output_dir)) == len(FAULTS)
 
 
 def test_a_lost_vault_is_opened_again_and_filled(nodes: Nodes, tmp_path: Path):
@@ -109,10 +112,10 @@ def test_a_lost_vault_is_opened_again_and_filled(nodes: Nodes, tmp_path: Path):
         wait(handle, lambda: bool(notes.of(Resized)))
         reached = step(notes)
         wait(handle, lambda: step(notes) > reached + 5)
-    assert [one.fault for one in fired(tmp_path / "steady")] == [fault]
-    assert any("the vault on node" in one.text for one in notes.of(Warned))
+    assert [one.fault for one in read_fired_faults(tmp_path / "steady")] == [fault]
+    assert any("the vault on node" in one.text for one in notes.of(JobWarning))
     assert [one.reason for one in notes.of(Resized)] == ["a vault is to be filled again"]
-    assert not notes.of(FaultSeen), "the workers went on"
+    assert not notes.of(FaultDetected), "the workers went on"
     assert [record.step for record in notes.of(StepRecord)] == [*range(1, step(notes) + 1)]
 
 
@@ -129,7 +132,7 @@ def test_a_running_job_is_struck_by_command_and_goes_on(nodes: Nodes, tmp_path: 
         told = re.fullmatch(r"steady: (kill\(rank=1, step=\d+\)) at the next chance\n", done.stdout)
         assert told, done.stdout
         wait(handle, lambda: bool(notes.of(Repaired)))
-        assert [one.fault for one in fired(tmp_path / "steady")] == [told[1]]
+        assert [one.fault for one in read_fired_faults(tmp_path / "steady")] == [told[1]]
         wait(handle, lambda: size(notes) == 2)
         # The replacement hears of what was wished for before it came.
         assert "from that step on" in handle.inject(f"kill(rank=0, step={step(notes) + 40})")

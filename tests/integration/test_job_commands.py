@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from benchmarks.token_head import TokenHead
-from rayzero.orchestrator.journal.segments import read
+from rayzero.orchestrator.journal.writer import read_journal
 from tests.integration.jobs.steady import ENGINE
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ def until(there: Callable[[], bool]) -> None:
 
 def written(folder: Path) -> int:
     """The step that the journal has. It costs nothing to ask, where a command costs seconds."""
-    past = read(str(folder))
+    past = read_journal(str(folder))
     return 0 if past is None else past.step
 
 
@@ -95,8 +95,8 @@ def stored(folder: Path) -> int:
 
 def ended(folder: Path) -> str:
     """How the run ended, by its journal; empty while it has not."""
-    past = read(str(folder))
-    return "" if past is None else past.ended
+    past = read_journal(str(folder))
+    return "" if past is None else past.end_state
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,20 @@ from ray.util import list_named_actors
 from ray.util.placement_group import placement_group_table
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.api import Job, JobHandle, Workers
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.journal.segments import read
-from rayzero.orchestrator.notices import Adopted, Checkpointed, Resumed, Warned, WorkersUp
+from rayzero.orchestrator.events import State
+from rayzero.orchestrator.job.api import Job
+from rayzero.orchestrator.job.handle import JobHandle
+from rayzero.orchestrator.job_events import (
+    Checkpointed,
+    JobWarning,
+    Resumed,
+    RunAdopted,
+    WorkersReady,
+)
+from rayzero.orchestrator.journal.writer import read_journal
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.orchestrator.states import State
+from rayzero.orchestrator.spec import Workers
 from tests.integration.conftest import CPUS, Head
 from tests.integration.jobs.steady import ENGINE
 from tests.orchestrator.support import Notebook
@@ -143,9 +151,9 @@ def test_a_job_outlives_its_driver_and_is_attached_to(head: Head, tmp_path: Path
     later.stop()
     printed = list(later.logs())
     assert printed.count("[rank 0] begun") == printed.count("[rank 1] left") == 1
-    past = read(str(tmp_path / "steady"))
+    past = read_journal(str(tmp_path / "steady"))
     assert past is not None
-    assert (past.ended, past.scaled) == ("stopped", (1, 2))
+    assert (past.end_state, past.scaled_limits) == ("stopped", (1, 2))
     with pytest.raises(ConfigError, match="no running job is called 'nobody'"):
         Job.attach("nobody")
 
@@ -161,10 +169,10 @@ def test_a_killed_controller_is_started_anew_and_adopts_its_run(head: Head, tmp_
     until(handle, lambda: is_written(str(tmp_path / "steady"), generation))
     (controller,) = head.processes("ray::JobActor")
     before = step(notes)
-    pids = [worker.pid for up in notes.of(WorkersUp) for worker in up.workers]
+    pids = [worker.pid for up in notes.of(WorkersReady) for worker in up.workers]
     controller.send_signal(signal.SIGKILL)
-    until(handle, lambda: bool(notes.of(Adopted)) and step(notes) > before)
-    (adopted,) = notes.of(Adopted)
+    until(handle, lambda: bool(notes.of(RunAdopted)) and step(notes) > before)
+    (adopted,) = notes.of(RunAdopted)
     assert adopted.generation > generation
     assert 0 < adopted.step <= before + 500, "the notes of its last steps may be lost"
     assert notes.of(Resumed)[-1].step % 20 == 0
@@ -178,10 +186,10 @@ def test_a_killed_controller_is_started_anew_and_adopts_its_run(head: Head, tmp_
 
 def is_written(folder: str, generation: int) -> bool:
     """The journal is written behind; it has the fault, the new limits and a later generation."""
-    past = read(folder)
+    past = read_journal(folder)
     if past is None or past.generation <= generation:
         return False
-    return len(past.faults) == 1 and past.scaled == (1, 2)
+    return len(past.faults) == 1 and past.scaled_limits == (1, 2)
 
 
 def is_worker(pid: int) -> bool:
@@ -208,7 +216,7 @@ def test_two_jobs_on_one_cluster_and_all_that_is_told_of_them(tmp_path: Path):
     assert next(one for one in told if isinstance(one, StepRecord)).step == 1
     ended(handles["second"])
     assert handles["second"].status().state is State.STOPPED
-    assert not [one for one in notes["second"].of(Warned) if "vault" in one.text]
+    assert not [one for one in notes["second"].of(JobWarning) if "vault" in one.text]
     log = (tmp_path / "second" / "logs" / "job.log").read_text()
     assert "state: running\n" in log
     lines = sorted((tmp_path / "second" / "journal").glob("*.jsonl"))
@@ -223,7 +231,7 @@ def test_a_head_that_is_to_end_stops_its_jobs_first(head: Head, tmp_path: Path):
         observer=notes
     )
     until(handle, lambda: step(notes) > 5)
-    command = [sys.executable, "-m", "rayzero.orchestrator.head.ending", str(LIMIT_S)]
+    command = [sys.executable, "-m", "rayzero.orchestrator.job.prestop", str(LIMIT_S)]
     own = os.environ | {"RAY_ADDRESS": head.address}
     done = subprocess.run(
         command, env=own, capture_output=True, text=True, timeout=3 * LIMIT_S, check=False

@@ -15,11 +15,12 @@ import pytest
 import ray
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.api import Job, Workers
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.notices import StateEntered, WorkersUp
+from rayzero.orchestrator.events import State
+from rayzero.orchestrator.job.api import Job
+from rayzero.orchestrator.job_events import StateEntered, WorkersReady
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.orchestrator.states import State
+from rayzero.orchestrator.spec import Workers
 from rayzero.workers.messages import LogLine
 from tests.integration.conftest import CPUS, Head
 from tests.orchestrator.support import Notebook
@@ -41,7 +42,7 @@ def notebook(connected: None) -> Iterator[Notebook]:
     """Watches a test's jobs, and sees to it that nothing of them is left behind."""
     notes = Notebook()
     yield notes
-    pids = [worker.pid for up in notes.of(WorkersUp) for worker in up.workers]
+    pids = [worker.pid for up in notes.of(WorkersReady) for worker in up.workers]
     until = time.monotonic() + 60
     while (left(pids) or ray.available_resources().get("CPU") != CPUS) and time.monotonic() < until:
         time.sleep(0.1)
@@ -164,7 +165,7 @@ def test_user_code_that_raises(notebook: Notebook, tmp_path: Path):
 def test_a_killed_worker_is_named_within_seconds(notebook: Notebook, tmp_path: Path):
     with pytest.raises(JobFailedError) as caught:
         job("killed", tmp_path, args={"at": 5}, recovery={"max_faults": 0}).run(observer=notebook)
-    (up,) = notebook.of(WorkersUp)
+    (up,) = notebook.of(WorkersReady)
     text = str(caught.value).splitlines()[0]
     victim = next(w for w in up.workers if f"(pid {w.pid})" in text)
     assert text.startswith(f"rank 1 on node {victim.node} (pid {victim.pid}) was lost in step")

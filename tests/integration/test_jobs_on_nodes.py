@@ -13,9 +13,17 @@ from typing import Any
 
 import pytest
 
-from rayzero.orchestrator.api import Job, JobHandle, Workers
-from rayzero.orchestrator.notices import FaultSeen, Repaired, Resized, Warned, WorkersUp
+from rayzero.orchestrator.job.api import Job
+from rayzero.orchestrator.job.handle import JobHandle
+from rayzero.orchestrator.job_events import (
+    FaultDetected,
+    JobWarning,
+    Repaired,
+    Resized,
+    WorkersReady,
+)
 from rayzero.orchestrator.progress import StepRecord
+from rayzero.orchestrator.spec import Workers
 from tests.integration.jobs.steady import ENGINE
 from tests.integration.namespaces import alone
 from tests.integration.nodes import Nodes
@@ -74,7 +82,7 @@ def test_job_survives_a_lost_node(nodes: Nodes, tmp_path: Path):
     first, second = nodes.add(), nodes.add()
     notes = Notebook()
     with running(tmp_path, notes, min=2, max=4) as handle:
-        up = [worker for one in notes.of(WorkersUp) for worker in one.workers]
+        up = [worker for one in notes.of(WorkersReady) for worker in one.workers]
         assert {worker.node_id for worker in up} == {first, second}
         wait(handle, lambda: size(notes) == 4 and step(notes) > 60)
         nodes.lose(second)
@@ -82,7 +90,7 @@ def test_job_survives_a_lost_node(nodes: Nodes, tmp_path: Path):
         assert size(notes) in (2, 4)
         third = nodes.add()
         wait(handle, lambda: len(notes.of(StepRecord)) > 0 and size(notes) == 4)
-        late = [worker for one in notes.of(WorkersUp)[1:] for worker in one.workers]
+        late = [worker for one in notes.of(WorkersReady)[1:] for worker in one.workers]
         assert third in {worker.node_id for worker in late}
     repaired = notes.of(Repaired)[0]
     assert (repaired.world_size_before, repaired.world_size) == (4, 2)
@@ -105,21 +113,21 @@ def test_job_grows_with_a_node_and_shrinks_when_told(nodes: Nodes, tmp_path: Pat
         assert (done.returncode, done.stdout) == (0, "steady: 2 to 2 workers; now 3\n")
         wait(handle, lambda: size(notes) == 2)
     assert [(r.world_size_before, r.world_size) for r in notes.of(Resized)][-2:] == [(4, 3), (3, 2)]
-    assert not notes.of(FaultSeen)
+    assert not notes.of(FaultDetected)
 
 
 def test_a_drained_node_costs_no_fault(nodes: Nodes, tmp_path: Path):
     first, second = nodes.add(), nodes.add()
     notes = Notebook()
     with running(tmp_path, notes, min=2, max=2) as handle:
-        (up,) = notes.of(WorkersUp)
+        (up,) = notes.of(WorkersReady)
         (old,) = {worker.node_id for worker in up.workers}
         nodes.drain(old)
-        wait(handle, lambda: any("leaving" in one.text for one in notes.of(Warned)))
+        wait(handle, lambda: any("leaving" in one.text for one in notes.of(JobWarning)))
         wait(handle, lambda: len(notes.of(Resized)) > 0)
-    late = [worker for one in notes.of(WorkersUp)[1:] for worker in one.workers]
+    late = [worker for one in notes.of(WorkersReady)[1:] for worker in one.workers]
     assert {worker.node_id for worker in late} == {first, second} - {old}
-    assert not notes.of(FaultSeen)
+    assert not notes.of(FaultDetected)
     assert not notes.of(Repaired)
 
 

@@ -14,10 +14,11 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayzero.orchestrator.api import Job, Workers
+from rayzero.orchestrator.job.api import Job
+from rayzero.orchestrator.job_events import MetricsServed, Resized
 from rayzero.orchestrator.metrics.catalog import CATALOG
-from rayzero.orchestrator.notices import Resized, Serving
 from rayzero.orchestrator.progress import StepRecord
+from rayzero.orchestrator.spec import Workers
 from tests.integration.conftest import Head
 from tests.integration.jobs import steady
 from tests.orchestrator.support import Notebook
@@ -58,7 +59,7 @@ def scrape_a_job(folder: Path) -> None:
     handle = job.submit(observer=notebook)
     try:
         wait(lambda: whole_again(notebook), handle)
-        (serving,) = notebook.of(Serving)
+        (serving,) = notebook.of(MetricsServed)
         check_series(read(serving.url + "/metrics").decode())
         check_snapshot(json.loads(read(serving.url + "/snapshot.json")))
         handle.stop()
@@ -80,7 +81,7 @@ def whole_again(notebook: Notebook) -> bool:
     """After the fault, and with a worker in the dead one's place."""
     records = notebook.of(StepRecord)
     return bool(
-        notebook.of(Serving)
+        notebook.of(MetricsServed)
         and notebook.of(Resized)
         and records[-1].step >= 40
         and records[-1].world_size == 2

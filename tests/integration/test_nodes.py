@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from rayzero.orchestrator.clock import SystemClock
-from rayzero.orchestrator.group import VaultLostError, WorkerLostError
-from rayzero.orchestrator.policies.placement import Need
-from rayzero.orchestrator.vault_group import RayVaultGroup
-from rayzero.orchestrator.worker_group import RayWorkerGroup
+from rayzero.orchestrator.aio import SystemClock
+from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
+from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
+from rayzero.orchestrator.interfaces import VaultLostError, WorkerLostError
+from rayzero.orchestrator.policies.placement import ResourceRequest
 from tests.integration.namespaces import alone
 from tests.integration.nodes import Nodes
 from tests.integration.tiny import TinyWorker, lost, setup
@@ -36,8 +36,8 @@ async def groups(folder: Path) -> AsyncIterator[tuple[RayWorkerGroup, RayVaultGr
         await vaults.release()
 
 
-def need(least: int, most: int) -> Need:
-    return Need(least, most, 1.0, 0.0, WAIT_S)
+def need(least: int, most: int) -> ResourceRequest:
+    return ResourceRequest(least, most, 1.0, 0.0, WAIT_S)
 
 
 def test_neighbours_share_a_node_and_growth_takes_the_rest(nodes: Nodes, tmp_path: Path):
@@ -45,7 +45,7 @@ def test_neighbours_share_a_node_and_growth_takes_the_rest(nodes: Nodes, tmp_pat
 
     async def run() -> None:
         async with groups(tmp_path) as (workers, vaults):
-            two = await workers.place(need(2, 2))
+            two = await workers.start_workers(need(2, 2))
             (shared,) = {one.node_id for one in two}
             workers.resize(2, 6)
             late = [await asyncio.wait_for(workers.next_worker(), WAIT_S) for _ in range(2)]
@@ -63,7 +63,7 @@ def test_a_lost_node_takes_its_workers_and_vault_and_its_seats_move(nodes: Nodes
 
     async def run() -> None:
         async with groups(tmp_path) as (workers, vaults):
-            four = await workers.place(need(2, 4))
+            four = await workers.start_workers(need(2, 4))
             assert Counter(one.node_id for one in four) == {first: 2, second: 2}
             await vaults.open([first, second])
             gone = [one for one in four if one.node_id == second]
@@ -98,7 +98,7 @@ def test_a_node_to_avoid_is_left(nodes: Nodes, tmp_path: Path):
 
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
-            (one,) = await workers.place(need(1, 1))
+            (one,) = await workers.start_workers(need(1, 1))
             await workers.kill(0)
             workers.replace(0, 0.0, [one.node_id])
             new = await asyncio.wait_for(workers.next_worker(), WAIT_S)
@@ -115,18 +115,18 @@ def test_a_draining_node_is_told_and_its_seats_asked_for_elsewhere(nodes: Nodes,
 
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
-            one, two = await workers.place(need(2, 2))
+            one, two = await workers.start_workers(need(2, 2))
             assert one.node_id == two.node_id
-            assert await workers.leaving_nodes() == frozenset()
+            assert await workers.draining_nodes() == frozenset()
             nodes.drain(one.node_id)
             until = time.monotonic() + WAIT_S
-            while await workers.leaving_nodes() != {one.node_id}:
+            while await workers.draining_nodes() != {one.node_id}:
                 assert time.monotonic() < until
                 await asyncio.sleep(0.1)
             assert await workers.open_store(0) == one.pid, "a drained node's workers go on"
             new = [await asyncio.wait_for(workers.next_worker(), WAIT_S) for _ in range(2)]
             assert {worker.node_id for worker in new} == {first, second} - {one.node_id}
-            await workers.dismiss(one.index)  # their seats went with them
+            await workers.release_worker(one.index)  # their seats went with them
             workers.replace(two.index, 0.0, [])
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(workers.next_worker(), 2)

@@ -17,16 +17,17 @@ import pytest
 import ray
 import yaml
 
-from rayzero.orchestrator.api import Job, Workers
-from rayzero.orchestrator.metrics.dashboard.grafana import expressions
-from rayzero.orchestrator.notices import Checkpointed, Repaired, Serving
-from rayzero.orchestrator.page.assembly import page
+from rayzero.orchestrator.job.api import Job
+from rayzero.orchestrator.job_events import Checkpointed, MetricsServed, Repaired
+from rayzero.orchestrator.page import render_page
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.orchestrator.top.source import served_at
+from rayzero.orchestrator.spec import Workers
+from rayzero.orchestrator.top.source import endpoint_source
 from tests.deploy.prometheus import ALERTS, Server, filled, program, scraping, wait_for
 from tests.integration.conftest import Head
 from tests.integration.jobs import steady
 from tests.orchestrator.support import Notebook
+from tools.dashboard.grafana import list_expressions
 
 pytestmark = pytest.mark.slow
 # Of a job on CPUs: nobody knows a peak.
@@ -61,10 +62,10 @@ def scrape_a_job(folder: Path, address: str) -> None:
     )
     handle = job.submit(observer=notebook)
     try:
-        wait_for(lambda: notebook.of(Serving), WAIT_S)
-        (serving,) = notebook.of(Serving)
-        assert read(serving.url) == page()
-        assert served_at(serving.url)()["job"] == "watched"
+        wait_for(lambda: notebook.of(MetricsServed), WAIT_S)
+        (serving,) = notebook.of(MetricsServed)
+        assert read(serving.url) == render_page()
+        assert endpoint_source(serving.url)()["job"] == "watched"
         command = [sys.executable, "-m", "rayzero", "top", "watched", "--once", "--json"]
         shown = subprocess.run(
             [*command, "--address", address],
@@ -98,7 +99,7 @@ def read(url: str) -> str:
 
 
 def check(server: Server, began: float) -> None:
-    panels = dict(expressions())
+    panels = dict(list_expressions())
     known = {name for name, expr in panels.items() if not any(one in expr for one in ABSENT)}
 
     def shown() -> set[str]:

@@ -12,9 +12,8 @@ import pytest
 from benchmarks.episode import Outcome, Way, plan
 from benchmarks.soak import EPISODE_FAULTS, ON_ONE_NODE, Record, line, parsed, remaining
 from benchmarks.soak_job import unfired
-from rayzero.workers.faults import parse
-from rayzero.workers.injector import FaultRecord
-from rayzero.workers.messages import FaultFired
+from rayzero.workers.chaos.inject import FaultRecord
+from rayzero.workers.chaos.spec import FaultFired, parse_fault
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +33,7 @@ def test_no_fault_is_meant_for_a_node_that_is_not_there() -> None:
     for number in range(20):
         faults = plan(1, number, 5, ["kill_vault", "drop_node"], nodes=2).faults
         assert len(faults) == 5
-        assert {parse(text).node for text in faults} <= {0, 1}
+        assert {parse_fault(text).node for text in faults} <= {0, 1}
 
 
 def test_the_episodes_of_a_soak_have_all_of_its_faults() -> None:

@@ -14,13 +14,14 @@ import psutil
 import pytest
 import ray
 
-from rayzero.orchestrator.clock import SystemClock
+from rayzero.orchestrator.aio import SystemClock
+from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
+from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.group import VaultLostError, WorkerLostError
-from rayzero.orchestrator.policies.placement import Need
-from rayzero.orchestrator.vault_group import RayVaultGroup
-from rayzero.orchestrator.worker_group import RayWorkerGroup
-from rayzero.workers.messages import ConnectionLost, Formation, Own
+from rayzero.orchestrator.interfaces import VaultLostError, WorkerLostError
+from rayzero.orchestrator.policies.placement import ResourceRequest
+from rayzero.workers.messages import GenerationSpec, RankAssignment
+from rayzero.workers.vault.records import ConnectionLost
 from tests.integration.conftest import CPUS, Head
 from tests.integration.tiny import TinyWorker, lost, setup
 
@@ -60,8 +61,8 @@ async def free(cpus: int) -> None:
     assert found == cpus
 
 
-def need(least: int, most: int, timeout_s: float = WAIT_S) -> Need:
-    return Need(least, most, 1.0, 0.0, timeout_s)
+def need(least: int, most: int, timeout_s: float = WAIT_S) -> ResourceRequest:
+    return ResourceRequest(least, most, 1.0, 0.0, timeout_s)
 
 
 async def gone(pid: int) -> None:
@@ -83,13 +84,13 @@ def test_as_many_as_fit_come_at_once_and_the_rest_when_there_is_room(tmp_path: P
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
             before = time.monotonic()
-            first = await workers.place(need(1, CPUS + 1))
+            first = await workers.start_workers(need(1, CPUS + 1))
             assert time.monotonic() - before < WAIT_S, "it did not wait for the fifth"
             assert [one.index for one in first] == list(range(CPUS))
             waiting = asyncio.ensure_future(workers.next_worker())
             await asyncio.sleep(1)
             assert not waiting.done()
-            await workers.dismiss(1)
+            await workers.release_worker(1)
             late = await asyncio.wait_for(waiting, WAIT_S)
             assert late.index == CPUS
             await gone(first[1].pid)
@@ -103,7 +104,7 @@ def test_limits_may_be_lowered_while_the_first_workers_start(tmp_path: Path):
 
     async def run() -> None:
         async with groups(tmp_path, gate=str(gate)) as (workers, _):
-            placing = asyncio.ensure_future(workers.place(need(1, 2)))
+            placing = asyncio.ensure_future(workers.start_workers(need(1, 2)))
             until = time.monotonic() + WAIT_S
             while len(list(tmp_path.glob("gate-*"))) < 2 and time.monotonic() < until:
                 await asyncio.sleep(0.05)
@@ -118,7 +119,7 @@ def test_limits_may_be_lowered_while_the_first_workers_start(tmp_path: Path):
 def test_a_dead_worker_is_noticed_and_its_seat_taken_again(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
-            first = await workers.place(need(CPUS, CPUS))
+            first = await workers.start_workers(need(CPUS, CPUS))
             death = asyncio.ensure_future(lost(workers, 2))
             await asyncio.sleep(0.2)
             os.kill(first[2].pid, signal.SIGKILL)
@@ -136,11 +137,13 @@ def test_a_dead_worker_is_noticed_and_its_seat_taken_again(tmp_path: Path):
 def test_a_stopped_worker_is_killed_at_once_and_its_vault_says_so(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, vaults):
-            first = await workers.place(need(2, 2))
+            first = await workers.start_workers(need(2, 2))
             node = first[0].node_id
             addresses = await vaults.open([node])
-            places = {one.index: Own(one.index, one.index, 2, addresses[node]) for one in first}
-            await workers.assign(Formation(1, 2, "", 0), places).all()
+            places = {
+                one.index: RankAssignment(one.index, one.index, 2, addresses[node]) for one in first
+            }
+            await workers.assign(GenerationSpec(1, 2, "", 0), places).wait_all()
             os.kill(first[1].pid, signal.SIGSTOP)
             notice = asyncio.ensure_future(vaults.poll(node, WAIT_S))
             await asyncio.sleep(0.1)
@@ -155,7 +158,7 @@ def test_a_stopped_worker_is_killed_at_once_and_its_vault_says_so(tmp_path: Path
 def test_a_worker_no_vault_knows_is_killed_all_the_same(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
-            (one,) = await workers.place(need(1, 1))
+            (one,) = await workers.start_workers(need(1, 1))
             process = psutil.Process(one.pid)
             await workers.kill(0)
             await asyncio.wait_for(lost(workers, 0), WAIT_S)  # Ray kills a little later
@@ -167,7 +170,7 @@ def test_a_worker_no_vault_knows_is_killed_all_the_same(tmp_path: Path):
 def test_resize_asks_for_more_and_takes_back_only_what_nobody_knows(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
-            await workers.place(need(1, 1))
+            await workers.start_workers(need(1, 1))
             workers.resize(1, 3)
             new = [await asyncio.wait_for(workers.next_worker(), WAIT_S) for _ in range(2)]
             came = {one.index for one in new}
@@ -177,7 +180,7 @@ def test_resize_asks_for_more_and_takes_back_only_what_nobody_knows(tmp_path: Pa
             workers.resize(1, 2)
             await asyncio.sleep(1.5)
             assert [await workers.open_store(i) > 0 for i in range(3)] == [True] * 3
-            await workers.dismiss(2)
+            await workers.release_worker(2)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(workers.next_worker(), 1.5)
             await free(CPUS - 2)
@@ -190,9 +193,9 @@ def test_a_cluster_that_cannot_grow_is_asked_for_what_could_fit(tmp_path: Path):
         async with groups(tmp_path, can_grow=False) as (workers, _):
             before = time.monotonic()
             with pytest.raises(JobFailedError, match="room for 4 of at least 5"):
-                await workers.place(need(CPUS + 1, CPUS + 2))
+                await workers.start_workers(need(CPUS + 1, CPUS + 2))
             assert time.monotonic() - before < WAIT_S, "nothing to wait for"
-            assert len(await workers.place(need(1, CPUS + 2))) == CPUS
+            assert len(await workers.start_workers(need(1, CPUS + 2))) == CPUS
 
     asyncio.run(run())
 
@@ -204,10 +207,10 @@ def test_workers_that_do_not_start(tmp_path: Path):
         async with groups(tmp_path, trouble=str(trouble)) as (workers, _):
             trouble.touch()
             with pytest.raises(JobFailedError, match="a worker could not start"):
-                await workers.place(need(1, 1))
+                await workers.start_workers(need(1, 1))
             await workers.release()
             trouble.unlink()
-            await workers.place(need(1, 1))
+            await workers.start_workers(need(1, 1))
             trouble.touch()
             workers.resize(1, 2)
             with pytest.raises(WorkerLostError, match=r"did not start, the next try is in 1 s"):
@@ -221,7 +224,7 @@ def test_workers_that_do_not_start(tmp_path: Path):
 def test_nothing_is_left_when_placing_is_broken_off(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
-            placing = asyncio.ensure_future(workers.place(need(CPUS + 1, CPUS + 1)))
+            placing = asyncio.ensure_future(workers.start_workers(need(CPUS + 1, CPUS + 1)))
             await asyncio.sleep(0.7)
             placing.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -233,7 +236,7 @@ def test_nothing_is_left_when_placing_is_broken_off(tmp_path: Path):
 def test_a_lost_vault_is_noticed_and_opened_again(head: Head, tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, vaults):
-            (one,) = await workers.place(need(1, 1))
+            (one,) = await workers.start_workers(need(1, 1))
             node = one.node_id
             first = await vaults.open([node])
             assert await vaults.open([node, node]) == first

@@ -10,8 +10,15 @@ from typing import Any
 
 import ray
 
-from rayzero.orchestrator.group import WorkerGroup
-from rayzero.workers.messages import Formation, Message, MirrorPlan, Own, Setup, WorkerInfo
+from rayzero.orchestrator.interfaces import WorkerGroup
+from rayzero.workers.messages import (
+    GenerationSpec,
+    MirrorPolicy,
+    RankAssignment,
+    WorkerInfo,
+    WorkerMessage,
+    WorkerSpec,
+)
 from rayzero.workers.vault.client import VaultClient
 
 
@@ -19,7 +26,7 @@ class TinyWorker:
     """Knows where it is. `args["trouble"]`: a file that, while it is there, keeps it from
     starting. `args["gate"]`: one that it waits for; it leaves another beside it to say so."""
 
-    def __init__(self, setup: Setup, index: int) -> None:
+    def __init__(self, setup: WorkerSpec, index: int) -> None:
         self._index = index
         self._trouble = setup.args.get("trouble", "")
         self._gate = setup.args.get("gate", "")
@@ -36,7 +43,7 @@ class TinyWorker:
         node_id = context.get_node_id()
         return WorkerInfo(self._index, node_id, socket.gethostname(), "127.0.0.1", os.getpid())
 
-    def poll(self, timeout_s: float) -> list[Message]:
+    def poll(self, timeout_s: float) -> list[WorkerMessage]:
         time.sleep(timeout_s)
         return []
 
@@ -44,12 +51,12 @@ class TinyWorker:
         """Stands for any command: the process's id comes back."""
         return os.getpid()
 
-    def assign(self, formation: Formation, own: Own) -> None:
+    def assign(self, formation: GenerationSpec, own: RankAssignment) -> None:
         """Connects to a vault, as a generation does."""
         self._vault = VaultClient(own.vault, self._index)
 
 
-def setup(folder: Path, **changes: Any) -> Setup:
+def setup(folder: Path, **changes: Any) -> WorkerSpec:
     values: dict[str, Any] = {
         "name": "tiny",
         "entrypoint": "m:f",
@@ -63,15 +70,15 @@ def setup(folder: Path, **changes: Any) -> Setup:
         "hang_timeout_s": 30.0,
         "working_dir": str(folder),
         "import_paths": (),
-        "mirror": MirrorPlan(),
+        "mirror": MirrorPolicy(),
     }
-    return Setup(**(values | changes))
+    return WorkerSpec(**(values | changes))
 
 
 async def lost(workers: WorkerGroup, *indices: int) -> dict[int, str]:
     """Listens to these until all of them are gone; why, by worker."""
     found: dict[int, str] = {}
-    workers.listen(indices)
+    workers.subscribe(indices)
     while not found.keys() >= set(indices):
-        found |= (await workers.hear()).lost
+        found |= (await workers.receive()).lost
     return found

@@ -11,17 +11,17 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rayzero.engine.validation import validated
-from rayzero.orchestrator.control.desk import Note, Ports, unwritten
-from rayzero.orchestrator.controller import Controller
-from rayzero.orchestrator.journal.past import Past
+from rayzero.engine.validation import validate_document
+from rayzero.orchestrator.control.context import Dependencies, Note, unwritten
+from rayzero.orchestrator.control.controller import Controller
+from rayzero.orchestrator.events import State
+from rayzero.orchestrator.job_events import JobEvent, JobWarning, StateEntered
+from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.metrics.telemetry import Telemetry
-from rayzero.orchestrator.notices import Notice, StateEntered, Warned
 from rayzero.orchestrator.plan import JobPlan, make_plan
-from rayzero.orchestrator.result import JobResult
+from rayzero.orchestrator.results import JobResult
 from rayzero.orchestrator.spec import JobSpec
-from rayzero.orchestrator.states import State
-from rayzero.workers.messages import Assign
+from rayzero.workers.messages import Assignment
 from tests.orchestrator.world import Group, Shelf, World
 
 N = TypeVar("N")
@@ -84,9 +84,9 @@ class Notebook:
     """Keeps what an observer was shown."""
 
     def __init__(self) -> None:
-        self.notices: list[Notice] = []
+        self.notices: list[JobEvent] = []
 
-    def see(self, notice: Notice) -> None:
+    def on_event(self, notice: JobEvent) -> None:
         self.notices.append(notice)
 
     def of(self, kind: type[N]) -> list[N]:
@@ -104,7 +104,7 @@ def plan(folder: Path, **changes: Any) -> JobPlan:
     for key, value in changes.items():
         here = document.get(key)
         document[key] = here | value if isinstance(here, dict) else value
-    return make_plan(validated(JobSpec, document, "job"), "m:f")
+    return make_plan(validate_document(JobSpec, document, "job"), "m:f")
 
 
 class Stage:
@@ -115,7 +115,7 @@ class Stage:
         folder: Path,
         world: World | None = None,
         shelf: Shelf | None = None,
-        past: Past | None = None,
+        past: RunHistory | None = None,
         note: Note = unwritten,
         **changes: Any,
     ) -> None:
@@ -128,12 +128,14 @@ class Stage:
         group: Any = Group(self.world)
         unix = self.clock.now if past is None else time.time
         self.told = Telemetry(self.plan, self.notebook, self.clock, self._warn, unix, past)
-        ports = Ports(group, self.world.vaults, self.shelf, self.told, self.clock, self.told, note)
+        ports = Dependencies(
+            group, self.world.vaults, self.shelf, self.told, self.clock, self.told, note
+        )
         self.controller = Controller(self.plan, ports, past)
         self.run = asyncio.ensure_future(self.controller.run())
 
     def _warn(self, text: str) -> None:
-        self.notebook.see(Warned(text))
+        self.notebook.on_event(JobWarning(text))
 
     async def steps(self, count: int) -> None:
         """Trains so many steps."""
@@ -162,7 +164,7 @@ class Stage:
         return [notice.state for notice in self.notebook.of(StateEntered)]
 
     @property
-    def newest(self) -> dict[int, Assign]:
+    def newest(self) -> dict[int, Assignment]:
         """The places of the newest generation, by worker."""
         generation = max(assign.generation for _, assign in self.world.assigned)
         return {w: one for w, one in self.world.assigned if one.generation == generation}

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator import admission, cluster
-from rayzero.orchestrator.admission import RefusedError, refuse_strangers
+from rayzero.orchestrator.cluster import connect, ray_api
+from rayzero.orchestrator.cluster.ray_api import AuthRefusedError, check_auth
 
 TOKEN = "a" * 64
 
@@ -43,22 +43,22 @@ def head() -> Iterator[str]:
 def with_headers(monkeypatch: pytest.MonkeyPatch, **headers: str) -> None:
     """What Ray would give; it keeps what it has found in the environment."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(admission, "get_auth_headers_if_auth_enabled", lambda _: headers)
+    monkeypatch.setattr(ray_api, "get_auth_headers_if_auth_enabled", lambda _: headers)
 
 
 def test_the_right_token_is_let_in(head: str, monkeypatch: pytest.MonkeyPatch):
     with_headers(monkeypatch, Authorization=f"Bearer {TOKEN}")
-    refuse_strangers(head)
+    check_auth(head)
 
 
 def test_a_wrong_token_and_none_are_refused_at_once(head: str, monkeypatch: pytest.MonkeyPatch):
     began_s = time.monotonic()
     with_headers(monkeypatch)
-    with pytest.raises(RefusedError, match="wants a token, and we give none"):
-        refuse_strangers(head)
+    with pytest.raises(AuthRefusedError, match="wants a token, and we give none"):
+        check_auth(head)
     with_headers(monkeypatch, Authorization="Bearer b")
-    with pytest.raises(RefusedError) as refused:
-        cluster.connect(head)
+    with pytest.raises(AuthRefusedError) as refused:
+        connect.connect(head)
     assert "refuses our token" in str(refused.value)
     assert "RAY_AUTH_TOKEN_PATH" in str(refused.value)
     assert time.monotonic() - began_s < 15, "Ray takes 20 s for each"
@@ -69,8 +69,8 @@ def test_one_that_was_only_found_is_told_if_there_is_no_other(
 ):
     with_headers(monkeypatch, Authorization="Bearer b")
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: {head, "127.0.0.1:1"})
-    with pytest.raises(RefusedError):
-        list(cluster.each(None))
+    with pytest.raises(AuthRefusedError):
+        list(connect.connect_each(None))
 
 
 def test_whoever_does_not_speak_so_is_left_to_ray():
@@ -78,7 +78,7 @@ def test_whoever_does_not_speak_so_is_left_to_ray():
         server = grpc.server(pool)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        refuse_strangers(f"127.0.0.1:{port}")
+        check_auth(f"127.0.0.1:{port}")
         server.stop(None).wait(10)
     with pytest.raises(ConfigError, match="there is no Ray cluster"):
-        cluster.reach("127.0.0.1:1")
+        connect.check_reachable("127.0.0.1:1")

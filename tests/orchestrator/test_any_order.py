@@ -15,11 +15,11 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from rayzero.orchestrator import aio
 from rayzero.orchestrator import events as ev
-from rayzero.orchestrator.control import tasks
-from rayzero.orchestrator.control.tasks import MANY
+from rayzero.orchestrator.aio import LARGE_JOB_WORKERS
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.states import State
+from rayzero.orchestrator.events import State
 from tests.orchestrator.support import Stage, settle
 from tests.orchestrator.world import World
 
@@ -37,7 +37,7 @@ class AnyOrder(RuleBasedStateMachine):
         size=st.integers(2, 4), every=st.sampled_from([0, 2, 3]), many=st.sampled_from([1, 500])
     )
     def begin(self, size: int, every: int, many: int) -> None:
-        tasks.MANY = many  # as a large job's controller does, in small ones
+        aio.LARGE_JOB_WORKERS = many  # as a large job's controller does, in small ones
 
         async def start() -> Stage:
             world = World(size, lambda index: "ab"[index % 2], checkpoint_every=every)
@@ -156,11 +156,11 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(stops=st.just(True), moments=MOMENTS)
     @precondition(lambda self: len(self.world.assigned) > 8)
     def stop(self, stops: bool, moments: int) -> None:
-        self.stage.controller.feed(ev.StopWanted())
+        self.stage.controller.post_event(ev.StopRequested())
         self.after(moments)
 
     def teardown(self) -> None:
-        tasks.MANY = MANY
+        aio.LARGE_JOB_WORKERS = LARGE_JOB_WORKERS
         try:
             if hasattr(self, "stage"):
                 self.runner.run(self.end())

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.engine.data.split import rank_samples
-from rayzero.orchestrator.policies.balance import GAIN, LEAST, MOST, balanced
+from rayzero.engine.data.sampling import samples_per_rank
+from rayzero.orchestrator.policies.stragglers import MAX_SHARE, MIN_GAIN, MIN_SHARE, balance_shares
 
 SPEEDS = st.lists(st.none() | st.floats(0.01, 1000), min_size=1, max_size=12)
 
@@ -17,45 +17,47 @@ def slowest(shares: tuple[float, ...], speeds: list[float]) -> float:
 
 
 def test_shares_follow_speed() -> None:
-    assert balanced([100, 50]) == pytest.approx((2 / 3, 1 / 3))
-    assert rank_samples(12, 2, balanced([100, 50])) == (8, 4)
+    assert balance_shares([100, 50]) == pytest.approx((2 / 3, 1 / 3))
+    assert samples_per_rank(12, 2, balance_shares([100, 50])) == (8, 4)
 
 
 def test_equal_speeds_and_unknown_ones_stay_even() -> None:
-    assert balanced([10, 10.2, 9.9]) == ()
-    assert balanced([None, None]) == ()
-    assert balanced([None, None], (0.6, 0.4)) == (0.6, 0.4)
-    assert balanced([7]) == ()
+    assert balance_shares([10, 10.2, 9.9]) == ()
+    assert balance_shares([None, None]) == ()
+    assert balance_shares([None, None], (0.6, 0.4)) == (0.6, 0.4)
+    assert balance_shares([7]) == ()
 
 
 def test_an_unknown_speed_is_the_median_of_the_known() -> None:
-    assert balanced([100, None, 100, 50]) == pytest.approx(balanced([100, 100, 100, 50]))
+    assert balance_shares([100, None, 100, 50]) == pytest.approx(
+        balance_shares([100, 100, 100, 50])
+    )
 
 
 def test_little_gain_changes_nothing() -> None:
-    now = balanced([100, 50])
-    assert balanced([100, 51], now) == now
-    assert balanced([100, 80], now) == pytest.approx((5 / 9, 4 / 9))
+    now = balance_shares([100, 50])
+    assert balance_shares([100, 51], now) == now
+    assert balance_shares([100, 80], now) == pytest.approx((5 / 9, 4 / 9))
 
 
 def test_bounds() -> None:
-    shares = balanced([1000, 1, 1, 1])
-    assert shares == pytest.approx((MOST / 4, 1 / 6, 1 / 6, 1 / 6))
-    shares = balanced([100, 100, 100, 0.1])
-    assert shares[3] == pytest.approx(LEAST / 4)
+    shares = balance_shares([1000, 1, 1, 1])
+    assert shares == pytest.approx((MAX_SHARE / 4, 1 / 6, 1 / 6, 1 / 6))
+    shares = balance_shares([100, 100, 100, 0.1])
+    assert shares[3] == pytest.approx(MIN_SHARE / 4)
 
 
 @given(SPEEDS)
 def test_shares_are_shares_within_bounds_and_worth_it(known: list[float | None]) -> None:
-    shares = balanced(known)
+    shares = balance_shares(known)
     if not shares:
         return
     assert sum(shares) == pytest.approx(1)
     even = 1 / len(known)
-    assert all(LEAST * even * 0.999 <= share <= MOST * even * 1.001 for share in shares)
+    assert all(MIN_SHARE * even * 0.999 <= share <= MAX_SHARE * even * 1.001 for share in shares)
     speeds = [speed for speed in known if speed]
     middle = sorted(speeds)[len(speeds) // 2], sorted(speeds)[(len(speeds) - 1) // 2]
     filled = [speed or sum(middle) / 2 for speed in known]
     now = slowest((even,) * len(known), filled)
-    assert slowest(shares, filled) < now * (1 - GAIN) * 1.001
-    assert balanced(known, shares) == shares  # and they stay
+    assert slowest(shares, filled) < now * (1 - MIN_GAIN) * 1.001
+    assert balance_shares(known, shares) == shares  # and they stay

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.notices import Warned
-from rayzero.orchestrator.wishes import Inject
-from rayzero.workers.faults import parse
-from rayzero.workers.injector import FaultRecord, fired
-from rayzero.workers.messages import FaultFired
+from rayzero.orchestrator.interfaces import InjectFaults
+from rayzero.orchestrator.job_events import JobWarning
+from rayzero.workers.chaos.inject import FaultRecord, read_fired_faults
+from rayzero.workers.chaos.spec import FaultFired, parse_fault
 from tests.orchestrator.support import Stage, played, settle
 from tests.orchestrator.world import Shelf, World
 
@@ -22,15 +21,15 @@ def on_two_nodes(folder: Path, *faults: str, **changes: object) -> Stage:
 
 
 def happened(folder: Path) -> list[str]:
-    return [one.fault for one in fired(folder / "job")]
+    return [one.fault for one in read_fired_faults(folder / "job")]
 
 
 def warnings(stage: Stage) -> str:
-    return "\n".join(one.text for one in stage.notebook.of(Warned))
+    return "\n".join(one.text for one in stage.notebook.of(JobWarning))
 
 
 async def injected(stage: Stage, *faults: str) -> str:
-    return await stage.controller.grant(Inject(faults))
+    return await stage.controller.execute(InjectFaults(faults))
 
 
 @played
@@ -163,7 +162,9 @@ async def test_files_are_torn_when_their_checkpoint_exists(folder: Path):
     assert path.read_bytes() == b"abc"
     await stage.steps(2)
     assert path.read_bytes() == b"a"
-    assert fired(folder / "job") == (FaultFired(1, 4, 'tear_file(step=3, rank=1, how="cut")'),)
+    assert read_fired_faults(folder / "job") == (
+        FaultFired(1, 4, 'tear_file(step=3, rank=1, how="cut")'),
+    )
     await stage.finish()
 
 
@@ -194,7 +195,7 @@ def test_what_happened_in_an_earlier_run_counts_only_if_that_is_gone_on_with(
     record = FaultRecord(tmp_path / "job")
     (tmp_path / "job").mkdir()
     record.add(FaultFired(0, 2, fault))
-    record.add(FaultFired(1, 9, str(parse("kill(rank=1, step=9)"))))
+    record.add(FaultFired(1, 9, str(parse_fault("kill(rank=1, step=9)"))))
 
     @played
     async def scene(folder: Path) -> None:

@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rayzero.orchestrator.cli.app import app
-from rayzero.workers.faults import KINDS, example, parse
+from rayzero.workers.chaos.spec import FAULT_KINDS, example_fault, parse_fault
 
 
 def chaos(*arguments: str, code: int = 0) -> str:
@@ -21,16 +21,16 @@ def chaos(*arguments: str, code: int = 0) -> str:
 
 def test_the_language_is_told_with_an_example_of_every_word():
     told = chaos("--list")
-    for name, kind in KINDS.items():
-        assert kind.does in told
-        assert str(example(name)) in told
-        assert parse(str(example(name))) == example(name)
+    for name, kind in FAULT_KINDS.items():
+        assert kind.description in told
+        assert str(example_fault(name)) in told
+        assert parse_fault(str(example_fault(name))) == example_fault(name)
     assert 'kill(rank=, step=, phase="forward")' in told
 
 
 def test_the_language_as_json():
     words = {one["word"]: one for one in json.loads(chaos("--list", "--json"))}
-    assert [*words] == [*KINDS]
+    assert [*words] == [*FAULT_KINDS]
     assert words["full_disk"]["defaults"] == {"times": 1}
     assert words["kill_vault"]["required"] == ["node", "step"]
 
@@ -39,7 +39,7 @@ def test_a_random_schedule_is_for_a_job_file_and_the_same_again():
     words = ("--random", "5", "--seed", "3", "--ranks", "3", "--steps", "100")
     told = yaml.safe_load(chaos(*words))
     assert len(told["faults"]) == 5
-    assert all(parse(text).rank < 3 for text in told["faults"])
+    assert all(parse_fault(text).rank < 3 for text in told["faults"])
     assert json.loads(chaos(*words, "--json")) == told
     assert yaml.safe_load(chaos(*words[:3], "4", *words[4:])) != told
 

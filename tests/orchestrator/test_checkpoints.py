@@ -8,10 +8,10 @@ import pytest
 
 from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.orchestrator import events as ev
-from rayzero.orchestrator.control.checkpoints import RETRY_S
+from rayzero.orchestrator.control.checkpoints import WRITE_RETRY_BACKOFF_S
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.notices import Checkpointed, CheckpointFailed
-from rayzero.orchestrator.states import State
+from rayzero.orchestrator.events import State
+from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed
 from rayzero.workers.messages import Pinned
 from tests.orchestrator.support import Stage, played, settle
 from tests.orchestrator.world import World
@@ -84,8 +84,8 @@ async def test_a_failed_write_is_told_tried_again_and_counted(folder: Path):
     await stage.steps(3)
     (told,) = stage.notebook.of(CheckpointFailed)
     assert (told.step, told.text, told.tries, told.again_in_s) == (2, "the disk is full", 1, 1.0)
-    await stage.clock.turn(RETRY_S[0])
-    await stage.clock.turn(RETRY_S[1])
+    await stage.clock.turn(WRITE_RETRY_BACKOFF_S[0])
+    await stage.clock.turn(WRITE_RETRY_BACKOFF_S[1])
     assert stage.shelf.steps == [2]
     assert (await stage.finish()).metrics["checkpoints"] == {"written": 2, "failed": 2}
 
@@ -95,11 +95,11 @@ async def test_a_checkpoint_is_given_up_after_some_tries_and_the_next_one_gets_i
     folder: Path,
 ):
     stage = often(folder)
-    stage.shelf.errors = [FULL] * (len(RETRY_S) + 1)
+    stage.shelf.errors = [FULL] * (len(WRITE_RETRY_BACKOFF_S) + 1)
     await stage.steps(3)
-    await stage.clock.turn(sum(RETRY_S))
+    await stage.clock.turn(sum(WRITE_RETRY_BACKOFF_S))
     told = stage.notebook.of(CheckpointFailed)
-    assert [one.again_in_s for one in told] == [*RETRY_S, None]
+    assert [one.again_in_s for one in told] == [*WRITE_RETRY_BACKOFF_S, None]
     assert pinned(stage) == set()
     await stage.steps(1)
     assert stage.shelf.steps == [4]
@@ -186,7 +186,7 @@ async def test_a_lost_node_costs_the_steps_since_the_last_copy(folder: Path):
 async def test_a_stop_writes_a_last_checkpoint_at_the_end_of_the_step(folder: Path):
     stage = often(folder, every=100)
     await stage.steps(6)
-    stage.controller.feed(ev.StopWanted())
+    stage.controller.post_event(ev.StopRequested())
     await settle()
     assert stage.states[-1] is State.STOPPING
     assert stage.world.step()
@@ -200,7 +200,7 @@ async def test_a_stop_writes_a_last_checkpoint_at_the_end_of_the_step(folder: Pa
 async def test_a_stop_that_cannot_wait_for_the_step_keeps_the_one_before(folder: Path):
     stage = often(folder, every=100, checkpoint={"notice_s": 10.0})
     await stage.steps(6)
-    stage.controller.feed(ev.StopWanted())
+    stage.controller.post_event(ev.StopRequested())
     await stage.clock.turn(5)
     assert stage.shelf.steps == [6]
     with pytest.raises(JobStoppedError):
@@ -211,7 +211,7 @@ async def test_a_stop_that_cannot_wait_for_the_step_keeps_the_one_before(folder:
 async def test_a_death_during_the_stop_does_not_cost_the_last_checkpoint(folder: Path):
     stage = often(folder, every=100)
     await stage.steps(6)
-    stage.controller.feed(ev.StopWanted())
+    stage.controller.post_event(ev.StopRequested())
     await settle()
     stage.world.kill(1)
     await settle()
@@ -225,7 +225,7 @@ async def test_a_stop_takes_no_longer_than_its_notice(folder: Path):
     stage = often(folder, every=100, checkpoint={"notice_s": 10.0})
     await stage.steps(6)
     stage.world.vaults.may_write.clear()
-    stage.controller.feed(ev.StopWanted())
+    stage.controller.post_event(ev.StopRequested())
     await stage.clock.turn(9.9)
     assert not stage.run.done()
     await stage.clock.turn(0.1)
@@ -239,7 +239,7 @@ async def test_a_stop_takes_no_longer_than_its_notice(folder: Path):
 async def test_a_stop_writes_nothing_that_is_stored_already(folder: Path):
     stage = often(folder, every=3)
     await stage.steps(2)
-    stage.controller.feed(ev.StopWanted())
+    stage.controller.post_event(ev.StopRequested())
     await settle()
     assert stage.world.step()
     await settle()

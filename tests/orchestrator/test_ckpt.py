@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rayzero.engine.checkpoint.reader import read_manifest
 from rayzero.orchestrator.cli.app import app
-from rayzero.orchestrator.cli.checkpoints import Milestones
+from rayzero.orchestrator.cli.ckpt import PeriodicProgress
 from tests.engine.checkpoint.saving import save, write_files
 
 
@@ -126,7 +126,9 @@ def test_export_names_the_checkpoint_and_prints_the_files(job, monkeypatch, path
 
 def test_a_long_reading_is_told_in_lines_where_there_is_no_terminal():
     now_s, lines = [0.0], []
-    tell = Milestones("exporting", 4 * 2**20, lines.append, every_s=10, clock=lambda: now_s[0])
+    tell = PeriodicProgress(
+        "exporting", 4 * 2**20, lines.append, every_s=10, clock=lambda: now_s[0]
+    )
     for now_s[0] in (0.0, 9.0, 11.0, 12.0, 21.5):
         tell(2**19)
     assert lines == [
@@ -151,7 +153,7 @@ def test_help_has_an_example_for_every_command():
 def test_listing_costs_neither_torch_nor_ray(job):
     script = (
         "import sys\n"
-        "from rayzero.orchestrator.cli.checkpoints import list_all\n"
+        "from rayzero.orchestrator.cli.ckpt import list_all\n"
         f"code = list_all({str(job)!r}, True)\n"
         "sys.exit(repr({'torch', 'ray', 'pyarrow'} & set(sys.modules)) if code == 0 else code)\n"
     )

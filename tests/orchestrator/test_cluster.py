@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator import cluster
+from rayzero.orchestrator.cluster import connect
 from rayzero.orchestrator.errors import JobFailedError
 
 
@@ -27,7 +27,7 @@ def test_a_cluster_of_our_own_that_does_not_start_is_an_error_with_a_way_out(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", failing(Exception("The current node timed out\nduring start")))
     with pytest.raises(JobFailedError) as caught:
-        cluster.connect(None)
+        connect.connect(None)
     assert "could not be started on this machine: The current node timed out" in caught.value.seen
     assert "rayzero doctor" in caught.value.fix
 
@@ -47,7 +47,7 @@ def test_a_slow_start_is_tried_again(
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", init)
-    assert cluster.connect(None).owned
+    assert connect.connect(None).owned
     assert not outcomes
     assert "is started again: The current node timed out" in caplog.text
 
@@ -57,7 +57,7 @@ def test_a_cluster_that_says_nothing_about_why_it_refuses_is_told_by_the_errors_
 ):
     monkeypatch.setattr(ray, "init", failing(ConnectionError()))
     with pytest.raises(ConfigError, match="there is no Ray cluster at 'auto': ConnectionError"):
-        cluster.connect("auto")
+        connect.connect("auto")
 
 
 def test_another_python_on_the_head_is_told_with_both_sides(monkeypatch: pytest.MonkeyPatch):
@@ -67,7 +67,7 @@ def test_another_python_on_the_head_is_told_with_both_sides(monkeypatch: pytest.
     )
     monkeypatch.setattr(ray, "init", failing(RuntimeError(said)))
     with pytest.raises(ConfigError) as caught:
-        cluster.connect("auto")
+        connect.connect("auto")
     assert caught.value.seen == (
         "the cluster at 'auto' has Ray 2.50.0 and Python 3.10.13, "
         "and this process Ray 2.60.0 and Python 3.11.7"
@@ -87,7 +87,7 @@ def test_sigterm_is_as_it_was_after_ray_took_it(
     monkeypatch.setattr(ray, "init", init)
     found = signal.signal(signal.SIGTERM, before)
     try:
-        cluster.connect("auto")
+        connect.connect("auto")
         if expected is None:
             assert signal.getsignal(signal.SIGTERM) is before
         else:
@@ -101,5 +101,5 @@ def test_a_connection_from_another_thread_touches_no_handler(monkeypatch: pytest
     monkeypatch.setattr(ray, "init", lambda **_: None)
     before = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(cluster.connect, "auto").result(30).owned
+        assert other.submit(connect.connect, "auto").result(30).owned
     assert signal.getsignal(signal.SIGTERM) is before

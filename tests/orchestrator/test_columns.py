@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.orchestrator import columns
-from rayzero.orchestrator.columns import Columns
+from rayzero.orchestrator import progress
+from rayzero.orchestrator.progress import RowAggregator
 
 ROWS = st.lists(st.dictionaries(st.sampled_from("abcd"), st.floats(-1e6, 1e6)), max_size=20)
 
 
 @given(ROWS, st.integers(1, 5))
 def test_sums_and_extremes_of_rows_of_any_shape(rows: list[dict[str, float]], fold: int):
-    with patch.object(columns, "FOLD", fold):
-        found = Columns()
+    with patch.object(progress, "FOLD_ROWS", fold):
+        found = RowAggregator()
         for row in rows:
-            found.add(row)
+            found.add_row(row)
         by_name = {name: [row[name] for row in rows if name in row] for name in "abcd"}
         by_name = {name: values for name, values in by_name.items() if values}
         assert found.maxima() == {name: max(values) for name, values in by_name.items()}
@@ -40,9 +40,9 @@ def test_the_last_row_costs_no_more_than_the_others():
             Counted.reads += 1
             return iter(super().values())
 
-    found = Columns()
+    found = RowAggregator()
     for rank in range(1000):
-        found.add(Counted(loss=float(rank)))
+        found.add_row(Counted(loss=float(rank)))
     assert Counted.reads == 1000
     assert found.maxima() == {"loss": 999.0}
     assert Counted.reads == 1000

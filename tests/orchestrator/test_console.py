@@ -9,35 +9,36 @@ import pytest
 import rich.console
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.cli.console import (
+from rayzero.orchestrator.console import (
     Console,
-    JsonLines,
-    LiveBar,
-    PlainLines,
+    JsonConsole,
+    LiveConsole,
+    PlainConsole,
     console_for,
 )
-from rayzero.orchestrator.cli.texts import notice_lines, step_text, summary_lines
-from rayzero.orchestrator.notices import (
+from rayzero.orchestrator.event_text import event_lines, format_step, summary_lines
+from rayzero.orchestrator.events import State
+from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,
-    FaultSeen,
+    FaultDetected,
+    JobWarning,
     Repaired,
     Resized,
     Resumed,
     StateEntered,
-    Warned,
-    WorkersUp,
+    WorkersReady,
 )
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.orchestrator.result import JobResult
-from rayzero.orchestrator.states import State
-from rayzero.workers.messages import FaultFired, LogLine, WorkerInfo
+from rayzero.orchestrator.results import JobResult
+from rayzero.workers.chaos.spec import FaultFired
+from rayzero.workers.messages import LogLine, WorkerInfo
 
 RESULT = JobResult("job", {"job": "job", "loss": {"first": 8.0, "last": 2.5}}, Path("s.json"))
 NOTICES = (
-    WorkersUp((WorkerInfo(0, "id", "host", "10.0.0.1", 7),)),
+    WorkersReady((WorkerInfo(0, "id", "host", "10.0.0.1", 7),)),
     StateEntered(State.RUNNING, 1, 2),
-    Warned("beware"),
+    JobWarning("beware"),
     LogLine(1, "stdout", "[bold]not markup[/bold]"),
 )
 
@@ -46,7 +47,7 @@ SECONDS = {"notice": 0.09, "fence": 0.01, "redo": 0.14}
 HAPPENINGS = {
     "resumed": (Resumed(40, "runs/job/step-40"), "resuming after step 40, from runs/job/step-40"),
     "fault": (
-        FaultSeen("lost", WorkerInfo(1, "id", "host", "10.0.0.1", 7), 1, 8, "rank 1 was lost"),
+        FaultDetected("lost", WorkerInfo(1, "id", "host", "10.0.0.1", 7), 1, 8, "rank 1 was lost"),
         "fault: rank 1 was lost",
     ),
     "injected": (
@@ -76,9 +77,9 @@ HAPPENINGS = {
 @pytest.mark.parametrize("event", list(HAPPENINGS))
 def test_what_happens_to_a_job_is_one_line_and_one_json_object(event: str):
     notice, line = HAPPENINGS[event]
-    assert list(notice_lines(notice)) == [line]
+    assert list(event_lines(notice)) == [line]
     lines: list[str] = []
-    JsonLines(lines.append).see(notice)
+    JsonConsole(lines.append).on_event(notice)
     (told,) = [json.loads(one) for one in lines]
     assert told["event"] == event
     assert set(told) >= set(vars(notice))
@@ -89,30 +90,30 @@ def record(step: int) -> StepRecord:
 
 
 def test_a_step_in_words():
-    assert step_text(record(3)) == "loss 1.5000 | 4,000 tokens/s | 0.250 s/step | 2 workers"
+    assert format_step(record(3)) == "loss 1.5000 | 4,000 tokens/s | 0.250 s/step | 2 workers"
     bare = StepRecord(1, 1, 1, loss=None, tokens=0, step_s=0.5, gauges={})
-    assert step_text(bare) == "0.500 s/step | 1 worker"
+    assert format_step(bare) == "0.500 s/step | 1 worker"
 
 
 def test_plain_lines_tell_a_step_now_and_then_and_always_the_last():
     lines: list[str] = []
     now_s = 0.0
-    console = PlainLines(lines.append, every_s=5, clock=lambda: now_s)
-    console.expect("job", 100)
+    console = PlainConsole(lines.append, every_s=5, clock=lambda: now_s)
+    console.start("job", 100)
     for step in range(1, 8):
-        console.see(record(step))
+        console.on_event(record(step))
         now_s += 1
-    console.see(StateEntered(State.SUCCEEDED, 1, 2))
+    console.on_event(StateEntered(State.SUCCEEDED, 1, 2))
     told = [line.split(" | ")[0] for line in lines]
     assert told == ["job job", "step 1/100", "step 6/100", "step 7/100"]
 
 
 def test_everything_else_is_a_line_as_it_comes():
     lines: list[str] = []
-    console = PlainLines(lines.append)
+    console = PlainConsole(lines.append)
     for notice in NOTICES:
-        console.see(notice)
-    console.succeeded(RESULT)
+        console.on_event(notice)
+    console.finish_ok(RESULT)
     assert lines == [
         "worker 0 is up on node host (pid 7)",
         "state: running",
@@ -145,11 +146,11 @@ def test_a_summary_is_read_by_a_person():
 
 def test_json_lines_are_json_and_end_with_the_summary():
     lines: list[str] = []
-    console = JsonLines(lines.append)
-    console.expect("job", None)
+    console = JsonConsole(lines.append)
+    console.start("job", None)
     for notice in (*NOTICES, record(1)):
-        console.see(notice)
-    console.succeeded(RESULT)
+        console.on_event(notice)
+    console.finish_ok(RESULT)
     events = [json.loads(line) for line in lines]
     assert [event["event"] for event in events] == [
         *("job", "workers", "state", "warning", "log", "step", "summary")
@@ -159,22 +160,22 @@ def test_json_lines_are_json_and_end_with_the_summary():
     assert events[-1]["loss"] == {"first": 8.0, "last": 2.5}
 
 
-@pytest.mark.parametrize("kind", [PlainLines, JsonLines])
+@pytest.mark.parametrize("kind", [PlainConsole, JsonConsole])
 def test_errors_go_to_stderr(
-    kind: type[PlainLines] | type[JsonLines], capsys: pytest.CaptureFixture[str]
+    kind: type[PlainConsole] | type[JsonConsole], capsys: pytest.CaptureFixture[str]
 ):
     lines: list[str] = []
-    kind(lines.append).failed(ConfigError("wrong", allowed="right", fix="key"))
+    kind(lines.append).finish_error(ConfigError("wrong", allowed="right", fix="key"))
     assert capsys.readouterr().err == "error: wrong\n  allowed: right\n  to change it: key\n"
 
 
 def test_the_bar_prints_lines_above_itself_and_shows_the_step():
     out = io.StringIO()
-    bar = LiveBar(rich.console.Console(file=out, force_terminal=True, width=140))
-    bar.expect("job", 10)
+    bar = LiveConsole(rich.console.Console(file=out, force_terminal=True, width=140))
+    bar.start("job", 10)
     for notice in (*NOTICES, record(4)):
-        bar.see(notice)
-    bar.succeeded(RESULT)
+        bar.on_event(notice)
+    bar.finish_ok(RESULT)
     shown = out.getvalue()
     assert "[rank 1] [bold]not markup[/bold]" in shown
     assert "job: running" in shown
@@ -186,7 +187,7 @@ def test_stdout_is_the_consoles_alone(capsys: pytest.CaptureFixture[str]):
     before = sys.stdout
     with console_for(as_json=True) as console:
         made: Console = console
-        made.expect("job", 1)
+        made.start("job", 1)
         print("somebody else")
     assert sys.stdout is before
     out, err = capsys.readouterr()

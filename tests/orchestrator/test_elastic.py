@@ -8,12 +8,12 @@ import pytest
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator import events as ev
-from rayzero.orchestrator.control.elastic import GATHER_S, LEAVING_S
-from rayzero.orchestrator.control.vaults import UNUSED_S
+from rayzero.orchestrator.control.elastic import DRAIN_POLL_INTERVAL_S, JOIN_BATCH_S
+from rayzero.orchestrator.control.vaults import CLOSE_UNUSED_AFTER_S
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.group import WorkerLostError
-from rayzero.orchestrator.notices import FaultSeen, Resized, Warned, WorkersUp
-from rayzero.orchestrator.states import State
+from rayzero.orchestrator.events import State
+from rayzero.orchestrator.interfaces import WorkerLostError
+from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Resized, WorkersReady
 from tests.orchestrator.support import Stage, played, settle
 from tests.orchestrator.world import World
 
@@ -23,9 +23,9 @@ async def test_newcomers_that_come_together_join_together_at_a_step_boundary(fol
     stage = Stage(folder, workers={"min": 2, "max": 4})
     await stage.steps(3)
     stage.world.arrive()
-    await stage.clock.turn(GATHER_S / 2)
+    await stage.clock.turn(JOIN_BATCH_S / 2)
     stage.world.arrive()
-    await stage.clock.turn(GATHER_S)
+    await stage.clock.turn(JOIN_BATCH_S)
     assert stage.states[-1] is State.RESIZING
     assert stage.world.can_step  # training goes on until everybody has heard
     await stage.steps(2)
@@ -44,7 +44,7 @@ async def test_newcomers_that_come_together_join_together_at_a_step_boundary(fol
 async def test_a_newcomer_beyond_max_stays_a_spare_and_takes_a_lost_ones_place(folder: Path):
     stage = Stage(folder, World(3), workers={"min": 2, "max": 2, "spares": 1})
     await stage.steps(3)
-    assert stage.plan.need.most == 3
+    assert stage.plan.resources.max_workers == 3
     assert sorted(stage.newest) == [0, 1]
     stage.world.kill(0)
     await settle()
@@ -62,7 +62,7 @@ async def test_a_spare_that_dies_is_replaced_and_costs_nothing(folder: Path):
     await settle()
     assert stage.states[-1] is State.RUNNING
     assert stage.world.replaced == [(2, 0.0, ())]
-    (fault,) = stage.notebook.of(FaultSeen)
+    (fault,) = stage.notebook.of(FaultDetected)
     assert fault.rank is None
     assert "worker 2 on node host-a" in fault.text
     await stage.finish()
@@ -85,7 +85,7 @@ async def test_scaling_down_dismisses_who_is_left_out_once_the_others_go_on(fold
     ]
     result = await stage.finish()
     assert result.metrics["faults"] == {}
-    assert stage.notebook.of(FaultSeen) == []
+    assert stage.notebook.of(FaultDetected) == []
 
 
 @played
@@ -96,7 +96,7 @@ async def test_scaling_up_waits_for_newcomers_and_goes_on_meanwhile(folder: Path
     await stage.steps(3)
     assert stage.states[-1] is State.RUNNING
     stage.world.arrive()
-    await stage.clock.turn(GATHER_S)
+    await stage.clock.turn(JOIN_BATCH_S)
     await stage.steps(1)
     assert sorted(stage.newest) == [0, 1, 2]
     await stage.finish()
@@ -119,7 +119,7 @@ async def test_the_work_moves_off_a_leaving_node_before_it_goes(folder: Path):
     stage = Stage(folder, world, workers={"min": 2, "max": 4}, recovery={"max_faults": 0})
     await stage.steps(3)
     world.leaving = frozenset({"b"})
-    await stage.clock.turn(LEAVING_S)
+    await stage.clock.turn(DRAIN_POLL_INTERVAL_S)
     assert stage.states[-1] is State.RESIZING
     await stage.steps(1)
     assert sorted(stage.newest) == [0, 1]
@@ -129,7 +129,7 @@ async def test_the_work_moves_off_a_leaving_node_before_it_goes(folder: Path):
     await stage.steps(1)
     (resized,) = stage.notebook.of(Resized)
     assert resized.reason == "a node is leaving"
-    assert any("node host-b is leaving" in one.text for one in stage.notebook.of(Warned))
+    assert any("node host-b is leaving" in one.text for one in stage.notebook.of(JobWarning))
     assert (await stage.finish()).metrics["faults"] == {}
 
 
@@ -139,7 +139,7 @@ async def test_a_worker_lost_with_a_leaving_node_costs_no_budget(folder: Path):
     stage = Stage(folder, world, workers={"min": 2, "max": 3}, recovery={"max_faults": 0})
     await stage.steps(3)
     world.leaving = frozenset({"b"})
-    await stage.clock.turn(LEAVING_S)
+    await stage.clock.turn(DRAIN_POLL_INTERVAL_S)
     world.kill(2)  # before the step at hand was over
     await settle()
     assert stage.states[-1] is State.RUNNING
@@ -152,10 +152,10 @@ async def test_where_too_few_would_stay_a_leaving_node_is_used_to_the_end(folder
     stage = Stage(folder, world)
     await stage.steps(1)
     world.leaving = frozenset({"b"})
-    await stage.clock.turn(LEAVING_S)
+    await stage.clock.turn(DRAIN_POLL_INTERVAL_S)
     assert stage.states[-1] is State.RUNNING
     world.arrive("a")
-    await stage.clock.turn(GATHER_S)
+    await stage.clock.turn(JOIN_BATCH_S)
     await stage.steps(1)
     assert sorted(stage.newest) == [0, 2]
     await stage.finish()
@@ -190,7 +190,7 @@ async def test_a_drain_that_comes_too_late_ends_with_the_job(folder: Path):
     stage = Stage(folder, workers={"min": 2, "max": 4})
     await stage.steps(1)
     stage.world.arrive()
-    await stage.clock.turn(GATHER_S)
+    await stage.clock.turn(JOIN_BATCH_S)
     assert stage.states[-1] is State.RESIZING
     assert (await stage.finish()).steps == 2
 
@@ -200,7 +200,7 @@ async def test_a_death_during_a_drain(folder: Path):
     stage = Stage(folder, World(3), workers={"min": 2, "max": 5})
     await stage.steps(3)
     stage.world.arrive()
-    await stage.clock.turn(GATHER_S)
+    await stage.clock.turn(JOIN_BATCH_S)
     assert stage.states[-1] is State.RESIZING
     stage.world.kill(1)
     await settle()
@@ -216,7 +216,7 @@ async def test_a_newcomer_that_dies_before_it_is_needed(folder: Path):
     newcomer = stage.world.arrive()
     await settle()
     stage.world.kill(newcomer)
-    await stage.clock.turn(GATHER_S)
+    await stage.clock.turn(JOIN_BATCH_S)
     assert stage.states[-1] is State.RUNNING
     await stage.finish()
 
@@ -226,7 +226,7 @@ async def test_a_newcomer_that_dies_when_it_is_to_begin(folder: Path):
     stage = Stage(folder, workers={"min": 2, "max": 3})
     await stage.steps(1)
     newcomer = stage.world.arrive()
-    await stage.clock.turn(GATHER_S)
+    await stage.clock.turn(JOIN_BATCH_S)
     stage.world.auto = False
     assert stage.world.step()
     await settle()
@@ -245,9 +245,9 @@ async def test_a_newcomer_that_does_not_start_is_told(folder: Path):
     stage.world.newcomers.put_nowait(WorkerLostError("a worker did not start: no torch"))
     stage.world.arrive()
     await settle()
-    assert any("no torch" in one.text for one in stage.notebook.of(Warned))
-    assert len(stage.notebook.of(WorkersUp)) == 2
-    stage.controller.feed(ev.StopWanted())
+    assert any("no torch" in one.text for one in stage.notebook.of(JobWarning))
+    assert len(stage.notebook.of(WorkersReady)) == 2
+    stage.controller.post_event(ev.StopRequested())
     await settle()
     with pytest.raises(JobStoppedError):
         await stage.result()
@@ -259,12 +259,12 @@ async def test_a_vault_on_a_node_without_workers_is_closed_after_a_while(folder:
     stage = Stage(folder, world, workers={"min": 2, "max": 3})
     await stage.steps(3)
     world.leaving = frozenset({"b"})
-    await stage.clock.turn(LEAVING_S)
+    await stage.clock.turn(DRAIN_POLL_INTERVAL_S)
     await stage.steps(2)
     assert sorted(stage.newest) == [0, 1]
     assert world.vaults.closed == []
-    await stage.clock.turn(UNUSED_S)
+    await stage.clock.turn(CLOSE_UNUSED_AFTER_S)
     await stage.steps(1)
     assert world.vaults.closed == ["b"]
-    assert not any("vault" in one.text for one in stage.notebook.of(Warned))
+    assert not any("vault" in one.text for one in stage.notebook.of(JobWarning))
     await stage.finish()

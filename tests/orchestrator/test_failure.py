@@ -8,20 +8,20 @@ import pytest
 
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.orchestrator.errors import JobConfigError, JobFailedError
-from rayzero.orchestrator.policies.blame import blamed, delay_s
 from rayzero.orchestrator.policies.failure import (
-    Budget,
-    Cause,
     Decision,
-    Fail,
+    FailJob,
+    FailureContext,
     Fault,
-    Job,
-    Repair,
-    Wait,
+    FaultBudget,
+    FaultCause,
+    RecoverJob,
+    WaitForDetails,
     decide,
-    describe,
+    describe_fault,
     incidents,
 )
+from rayzero.orchestrator.policies.placement import quarantined_nodes, restart_backoff_s
 from rayzero.workers.messages import WorkerInfo
 
 
@@ -29,58 +29,67 @@ def worker(index: int, node: str = "a") -> WorkerInfo:
     return WorkerInfo(index, node, f"node-{node}", "10.0.0.1", 4710 + index)
 
 
-LOST = Fault(Cause.PROCESS_LOST, worker(1, "b"), 1, 8, "it was killed", 100.0, 1)
+LOST = Fault(FaultCause.PROCESS_LOST, worker(1, "b"), 1, 8, "it was killed", 100.0, 1)
 COLLECTIVE = Fault(
-    Cause.COLLECTIVE, worker(0), 0, 8, "Connection closed", 100.0, 1, traceback="frames"
+    FaultCause.COLLECTIVE, worker(0), 0, 8, "Connection closed", 100.0, 1, traceback="frames"
 )
 USER = Fault(
-    Cause.USER_CODE, worker(2, "c"), 2, 3, "ValueError: hole", 100.0, 1, traceback="user frames"
+    FaultCause.USER_CODE,
+    worker(2, "c"),
+    2,
+    3,
+    "ValueError: hole",
+    100.0,
+    1,
+    traceback="user frames",
 )
-STATE = Fault(Cause.STATE, worker(0), 0, 0, "step-8 is damaged", 100.0, 1)
-BUDGET = Budget(max_faults=2, window_s=50.0)
+STATE = Fault(FaultCause.STATE, worker(0), 0, 0, "step-8 is damaged", 100.0, 1)
+BUDGET = FaultBudget(max_faults=2, window_s=50.0)
 
 
 def judged(
     *faults: Fault,
     earlier: tuple[Fault, ...] = (),
-    budget: Budget = BUDGET,
+    budget: FaultBudget = BUDGET,
     steps: int = 7,
     restored: bool = True,
     grace_over: bool = False,
 ) -> Decision:
-    return decide(faults, earlier, Job(budget, steps, restored), grace_over=grace_over)
+    return decide(faults, earlier, FailureContext(budget, steps, restored), grace_over=grace_over)
 
 
 def error(decision: Decision) -> RayzeroError:
-    assert isinstance(decision, Fail)
+    assert isinstance(decision, FailJob)
     return decision.error
 
 
 def test_a_lost_worker_is_repaired():
-    assert judged(LOST) == Repair(LOST)
+    assert judged(LOST) == RecoverJob(LOST)
 
 
 def test_a_fault_is_named_with_rank_node_pid_and_cause():
-    assert describe(LOST) == "rank 1 on node node-b (pid 4711) was lost in step 8: it was killed"
+    assert (
+        describe_fault(LOST) == "rank 1 on node node-b (pid 4711) was lost in step 8: it was killed"
+    )
     unknown = replace(LOST, rank=None, step=0, detail="")
-    assert describe(unknown) == (
+    assert describe_fault(unknown) == (
         "worker 1 on node node-b (pid 4711) was lost before the first step: its process is gone"
     )
 
 
 def test_a_failed_collective_waits_for_a_better_explanation():
-    assert judged(COLLECTIVE) == Wait()
-    assert judged(COLLECTIVE, LOST) == Repair(LOST)
-    assert judged(COLLECTIVE, grace_over=True) == Repair(COLLECTIVE)
+    assert judged(COLLECTIVE) == WaitForDetails()
+    assert judged(COLLECTIVE, LOST) == RecoverJob(LOST)
+    assert judged(COLLECTIVE, grace_over=True) == RecoverJob(COLLECTIVE)
 
 
 @pytest.mark.parametrize("order", list(permutations((LOST, COLLECTIVE, USER))))
 def test_the_order_of_arrival_does_not_matter(order: tuple[Fault, ...]):
-    assert judged(*order) == Repair(LOST)
+    assert judged(*order) == RecoverJob(LOST)
 
 
-@pytest.mark.parametrize("cause", [Cause.CONFIG, Cause.ENTRYPOINT])
-def test_the_users_own_mistake_stays_a_config_error_in_its_own_words(cause: Cause):
+@pytest.mark.parametrize("cause", [FaultCause.CONFIG, FaultCause.ENTRYPOINT])
+def test_the_users_own_mistake_stays_a_config_error_in_its_own_words(cause: FaultCause):
     failure = error(judged(Fault(cause, worker(0), 0, 0, "the batch sizes disagree")))
     assert isinstance(failure, ConfigError)
     assert str(failure) == "the batch sizes disagree"
@@ -96,27 +105,27 @@ def test_user_code_fails_at_once_before_any_step_is_finished():
 
 
 def test_user_code_is_repaired_once_and_fails_the_second_time_at_the_same_step():
-    assert judged(USER) == Repair(USER)
+    assert judged(USER) == RecoverJob(USER)
     again = replace(USER, detail="ValueError: another hole", rank=0)
     assert "a second time in the same way" in str(error(judged(again, earlier=(USER,))))
-    assert judged(replace(USER, step=4), earlier=(USER,)) == Repair(replace(USER, step=4))
+    assert judged(replace(USER, step=4), earlier=(USER,)) == RecoverJob(replace(USER, step=4))
     other = replace(USER, detail="KeyError: 3")
-    assert judged(other, earlier=(USER,)) == Repair(other)
+    assert judged(other, earlier=(USER,)) == RecoverJob(other)
 
 
 def test_missing_data_is_told_in_its_own_words_without_frames():
-    failure = error(judged(Fault(Cause.DATA, worker(0), 0, 0, "no such file"), steps=0))
+    failure = error(judged(Fault(FaultCause.DATA, worker(0), 0, 0, "no such file"), steps=0))
     assert isinstance(failure, JobFailedError)
     assert str(failure) == "no such file"
 
 
 def test_a_damaged_state_is_left_out_where_there_was_one():
-    assert judged(STATE) == Repair(STATE)
+    assert judged(STATE) == RecoverJob(STATE)
     assert str(error(judged(STATE, restored=False))) == "step-8 is damaged"
 
 
 def hardware(
-    count: int, at_s: float = 90.0, cause: Cause = Cause.PROCESS_LOST
+    count: int, at_s: float = 90.0, cause: FaultCause = FaultCause.PROCESS_LOST
 ) -> tuple[Fault, ...]:
     return tuple(
         Fault(cause, worker(index, f"n{index}"), index, index + 1, "gone", at_s, index)
@@ -130,22 +139,22 @@ def hardware(
         (hardware(1), True),
         (hardware(2), False),
         (hardware(2, at_s=50.0), True),  # out of the window
-        (hardware(5, cause=Cause.PREEMPTED), True),
-        (hardware(5, cause=Cause.STATE), True),
+        (hardware(5, cause=FaultCause.PREEMPTED), True),
+        (hardware(5, cause=FaultCause.STATE), True),
         ((replace(USER, step=1), replace(USER, step=2)), True),  # another budget
-        (hardware(1, cause=Cause.HANG) + hardware(2)[1:], False),
+        (hardware(1, cause=FaultCause.HANG) + hardware(2)[1:], False),
         (tuple(replace(one, rank=None) for one in hardware(5)), True),  # they were no members
         (tuple(replace(one, worker=worker(9, "x"), generation=1) for one in hardware(5)), True),
     ],
 )
 def test_the_budget_of_hardware_faults(earlier: tuple[Fault, ...], repaired: bool):
     decision = judged(replace(LOST, generation=9), earlier=earlier)
-    assert isinstance(decision, Repair if repaired else Fail)
+    assert isinstance(decision, RecoverJob if repaired else FailJob)
 
 
 def test_preemption_is_free():
-    gone = replace(LOST, cause=Cause.PREEMPTED)
-    assert judged(gone, earlier=hardware(9), budget=Budget(0, 50)) == Repair(gone)
+    gone = replace(LOST, cause=FaultCause.PREEMPTED)
+    assert judged(gone, earlier=hardware(9), budget=FaultBudget(0, 50)) == RecoverJob(gone)
 
 
 def test_a_spent_budget_lists_the_faults_and_the_settings():
@@ -157,10 +166,10 @@ def test_a_spent_budget_lists_the_faults_and_the_settings():
 
 def test_an_error_waits_for_what_the_cluster_knows():
     unknown = replace(LOST, detail="")
-    assert judged(unknown, budget=Budget(0, 50)) == Wait()
-    assert judged(unknown) == Repair(unknown)  # a repair waits for nobody
+    assert judged(unknown, budget=FaultBudget(0, 50)) == WaitForDetails()
+    assert judged(unknown) == RecoverJob(unknown)  # a repair waits for nobody
     assert "its process is gone" in str(
-        error(judged(unknown, budget=Budget(0, 50), grace_over=True))
+        error(judged(unknown, budget=FaultBudget(0, 50), grace_over=True))
     )
 
 
@@ -182,15 +191,15 @@ def on(node: str, *times_s: float) -> list[Fault]:
 )
 def test_a_replacement_waits_longer_on_a_node_that_keeps_failing(count: int, delay: float):
     faults = on("b", *range(100, 100 + count)) + on("c", 100, 101, 102)
-    assert delay_s(faults, "b", 1000.0, 200.0) == delay
-    assert delay_s(faults, "b", 50.0, 500.0) == 0
+    assert restart_backoff_s(faults, "b", 1000.0, 200.0) == delay
+    assert restart_backoff_s(faults, "b", 50.0, 500.0) == 0
 
 
 def test_a_node_with_three_faults_is_avoided_if_there_is_another():
     faults = on("b", 1, 2, 3) + on("a", 1, 2)
-    assert blamed(faults, ["a", "b"], 100.0, 10.0) == {"b"}
-    assert blamed(faults, ["b"], 100.0, 10.0) == frozenset()
-    assert blamed(faults, ["a", "b"], 5.0, 7.0) == frozenset()
+    assert quarantined_nodes(faults, ["a", "b"], 100.0, 10.0) == {"b"}
+    assert quarantined_nodes(faults, ["b"], 100.0, 10.0) == frozenset()
+    assert quarantined_nodes(faults, ["a", "b"], 5.0, 7.0) == frozenset()
 
 
 @pytest.mark.parametrize("kind", [JobFailedError, JobConfigError])

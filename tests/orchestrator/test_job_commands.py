@@ -12,9 +12,8 @@ from typer.testing import CliRunner, Result
 import rayzero
 from rayzero.orchestrator.cli import jobs
 from rayzero.orchestrator.cli.app import app
-from rayzero.orchestrator.differences import document
-from rayzero.orchestrator.journal.chronicle import Chronicle
-from rayzero.orchestrator.journal.segments import Segments
+from rayzero.orchestrator.job_file import to_document
+from rayzero.orchestrator.journal.writer import JournalSegments, JournalWriter
 from tests.orchestrator.support import plan
 
 
@@ -31,12 +30,19 @@ def command(*words: object) -> Result:
 def written(runs: Path, *notes: tuple[str, dict[str, Any]], **changes: Any) -> None:
     lines: list[str] = []
     made = plan(runs, **changes)
-    note = Chronicle(lines.append, lambda: 1000.0).note
-    note("begun", run="1", adopted=False, spec=document(made.spec), working_dir="/", by_value=False)
+    note = JournalWriter(lines.append, lambda: 1000.0).append
+    note(
+        "begun",
+        run="1",
+        adopted=False,
+        spec=to_document(made.spec),
+        working_dir="/",
+        by_value=False,
+    )
     note("moved", state="running", event="e", generation=3, world_size=2, step=40)
     for kind, fields in notes:
         note(kind, **fields)
-    Segments(made.archive).write(lines)
+    JournalSegments(made.job_folder).write(lines)
 
 
 def test_a_lost_job_is_told_as_such_listed_and_given_up(tmp_path: Path):

@@ -7,23 +7,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator import events as do
 from rayzero.orchestrator import events as ev
-from rayzero.orchestrator import instructions as do
-from rayzero.orchestrator.machine import EVENTS, Answer, IllegalEventError, Row, handle, rows
-from rayzero.orchestrator.states import FINAL, JobState, State
+from rayzero.orchestrator.events import FINAL_STATES, JobState, State
+from rayzero.orchestrator.machine import (
+    EVENTS,
+    IllegalEventError,
+    NoTransition,
+    Transition,
+    all_transitions,
+    apply_event,
+)
 
 EXAMPLES: dict[type[ev.Event], ev.Event] = {
     ev.Submitted: ev.Submitted(),
     ev.WorkersPlaced: ev.WorkersPlaced(),
     ev.GenerationFormed: ev.GenerationFormed(1, 1),
     ev.AllFinished: ev.AllFinished(1),
-    ev.FaultNoticed: ev.FaultNoticed(1, (0,)),
+    ev.FaultRecoverable: ev.FaultRecoverable(1, (0,)),
     ev.FaultFatal: ev.FaultFatal(RayzeroError("it broke")),
-    ev.ResizeWanted: ev.ResizeWanted(1, "more workers"),
+    ev.ResizeRequested: ev.ResizeRequested(1, "more workers"),
     ev.Fenced: ev.Fenced(1),
-    ev.RecoveryStepPicked: ev.RecoveryStepPicked(1, 7),
-    ev.MembershipSettled: ev.MembershipSettled(1, (0, 1)),
-    ev.StopWanted: ev.StopWanted(),
+    ev.RecoveryStepSelected: ev.RecoveryStepSelected(1, 7),
+    ev.MembersSelected: ev.MembersSelected(1, (0, 1)),
+    ev.StopRequested: ev.StopRequested(),
     ev.TrainingStopped: ev.TrainingStopped(),
     ev.StopTimedOut: ev.StopTimedOut(),
 }
@@ -40,8 +47,8 @@ SHORT = {
     "X": State.STOPPED,
 }
 WANTED = """
-     Submitted WorkersPlaced GenerationFormed AllFinished FaultNoticed FaultFatal ResizeWanted \
-     Fenced RecoveryStepPicked MembershipSettled StopWanted TrainingStopped StopTimedOut
+     Submitted WorkersPlaced GenerationFormed AllFinished FaultRecoverable FaultFatal ResizeRequested \
+     Fenced RecoveryStepSelected MembersSelected StopRequested TrainingStopped StopTimedOut
 P    ST !  !  !  !  F  !  !  !  !  X  !  !
 ST   !  ST R  !  RC F  !  !  ST ST X  !  !
 R    !  !  !  OK RC F  RS !  !  !  SP !  !
@@ -68,11 +75,11 @@ def wanted() -> dict[tuple[State, str], str]:
 
 def test_every_pair_has_the_answer_of_the_table_above():
     seen = {}
-    for state, event, answer in rows():
-        if isinstance(answer, Row):
-            mark = next(short for short, full in SHORT.items() if full is answer.to)
+    for state, event, answer in all_transitions():
+        if isinstance(answer, Transition):
+            mark = next(short for short, full in SHORT.items() if full is answer.next_state)
         else:
-            mark = "-" if answer is Answer.IGNORED else "!"
+            mark = "-" if answer is NoTransition.IGNORED else "!"
         seen[state, event.__name__] = mark
     assert seen == wanted()
 
@@ -85,21 +92,21 @@ def test_every_event_has_an_example():
 @pytest.mark.parametrize("event", EVENTS)
 def test_handle_does_what_the_table_says(state: State, event: type[ev.Event]):
     begun = state is not State.PENDING
-    job = JobState(state, generation=int(begun), passage=int(begun))
-    answer = next(a for s, e, a in rows() if (s, e) == (state, event))
-    if answer is Answer.ILLEGAL:
+    job = JobState(state, generation=int(begun), attempt=int(begun))
+    answer = next(a for s, e, a in all_transitions() if (s, e) == (state, event))
+    if answer is NoTransition.ILLEGAL:
         with pytest.raises(IllegalEventError, match=event.__name__):
-            handle(job, EXAMPLES[event])
+            apply_event(job, EXAMPLES[event])
         return
-    after, orders = handle(job, EXAMPLES[event])
-    if isinstance(answer, Row):
-        assert after.state is answer.to
-        assert after.generation == job.generation + answer.opens
-        assert after.passage == job.passage + answer.departs
-        assert [type(order) for order in orders] == list(answer.orders)
+    after, orders = apply_event(job, EXAMPLES[event])
+    if isinstance(answer, Transition):
+        assert after.state is answer.next_state
+        assert after.generation == job.generation + answer.new_generation
+        assert after.attempt == job.attempt + answer.starts_attempt
+        assert [type(order) for order in orders] == list(answer.instructions)
         for order in orders:
             assert getattr(order, "generation", after.generation) == after.generation
-            assert getattr(order, "passage", after.passage) == after.passage
+            assert getattr(order, "passage", after.attempt) == after.attempt
     else:
         assert (after, orders) == (job, ())
 
@@ -111,22 +118,22 @@ def test_handle_does_what_the_table_says(state: State, event: type[ev.Event]):
         ev.GenerationFormed(1, 5),
         ev.GenerationFormed(2, 4),
         ev.AllFinished(1),
-        ev.FaultNoticed(1, (0,)),
-        ev.ResizeWanted(1, "more workers"),
+        ev.FaultRecoverable(1, (0,)),
+        ev.ResizeRequested(1, "more workers"),
         ev.Fenced(4),
-        ev.RecoveryStepPicked(4, 7),
-        ev.MembershipSettled(4, (0,)),
+        ev.RecoveryStepSelected(4, 7),
+        ev.MembersSelected(4, (0,)),
     ],
 )
 def test_news_of_an_old_generation_or_passage_changes_nothing(state: State, event: ev.Event):
-    job = JobState(state, generation=2, passage=5)
-    assert handle(job, event) == (job, ())
+    job = JobState(state, generation=2, attempt=5)
+    assert apply_event(job, event) == (job, ())
 
 
 def play(job: JobState, *events: ev.Event) -> tuple[JobState, list[do.Instruction]]:
     orders: list[do.Instruction] = []
     for event in events:
-        job, more = handle(job, event)
+        job, more = apply_event(job, event)
         orders += more
     return job, orders
 
@@ -136,18 +143,18 @@ def test_a_job_from_submission_to_success():
         JobState(),
         ev.Submitted(),
         ev.WorkersPlaced(),
-        ev.RecoveryStepPicked(1, 0),
-        ev.MembershipSettled(1, (0, 1)),
+        ev.RecoveryStepSelected(1, 0),
+        ev.MembersSelected(1, (0, 1)),
         ev.GenerationFormed(1, 1),
         ev.AllFinished(1),
     )
     assert job == JobState(State.SUCCEEDED, 1, 1)
     assert orders == [
         do.PlaceWorkers(),
-        do.PickRecoveryStep(1),
-        do.SettleMembership(1),
+        do.SelectRecoveryStep(1),
+        do.SelectMembers(1),
         do.FormGeneration(1, 1),
-        do.TidyUp(),
+        do.ReleaseNotChosen(),
         do.ReleaseWorkers(),
         do.WriteSummary(),
     ]
@@ -156,32 +163,32 @@ def test_a_job_from_submission_to_success():
 def test_the_way_back_from_a_lost_worker_and_from_a_second_one_on_the_way():
     job, orders = play(
         JobState(State.RUNNING, 1, 1),
-        ev.FaultNoticed(1, (1,)),
+        ev.FaultRecoverable(1, (1,)),
         ev.Fenced(2),
-        ev.FaultNoticed(1, (2,)),
-        ev.RecoveryStepPicked(2, 41),  # of the way that was given up
+        ev.FaultRecoverable(1, (2,)),
+        ev.RecoveryStepSelected(2, 41),  # of the way that was given up
         ev.Fenced(3),
-        ev.RecoveryStepPicked(3, 41),
-        ev.MembershipSettled(3, (0, 3)),
+        ev.RecoveryStepSelected(3, 41),
+        ev.MembersSelected(3, (0, 3)),
         ev.GenerationFormed(1, 1),  # late news of the old one
         ev.GenerationFormed(2, 3),
     )
     assert job == JobState(State.RUNNING, 2, 3)
     assert orders == [
         do.FenceGeneration(2),
-        do.PickRecoveryStep(2),
+        do.SelectRecoveryStep(2),
         do.FenceGeneration(3),
-        do.PickRecoveryStep(3),
-        do.SettleMembership(3),
+        do.SelectRecoveryStep(3),
+        do.SelectMembers(3),
         do.FormGeneration(2, 3),
-        do.TidyUp(),
+        do.ReleaseNotChosen(),
     ]
 
 
 def test_a_generation_that_is_fenced_while_it_forms_is_not_taken_for_formed():
     job, orders = play(
         JobState(State.RECOVERING, 2, 3),
-        ev.FaultNoticed(2, (0,)),
+        ev.FaultRecoverable(2, (0,)),
         ev.GenerationFormed(2, 3),
     )
     assert job == JobState(State.RECOVERING, 2, 4)
@@ -191,19 +198,19 @@ def test_a_generation_that_is_fenced_while_it_forms_is_not_taken_for_formed():
 def test_a_resize_drains_and_forms_a_new_generation():
     job, orders = play(
         JobState(State.RUNNING, 1, 1),
-        ev.ResizeWanted(1, "more workers"),
+        ev.ResizeRequested(1, "more workers"),
         ev.Fenced(2),
-        ev.RecoveryStepPicked(2, 9),
-        ev.MembershipSettled(2, (0, 1, 2, 3)),
+        ev.RecoveryStepSelected(2, 9),
+        ev.MembersSelected(2, (0, 1, 2, 3)),
         ev.GenerationFormed(2, 2),
     )
     assert job == JobState(State.RUNNING, 2, 2)
     assert orders == [
         do.DrainGeneration(2),
-        do.PickRecoveryStep(2),
-        do.SettleMembership(2),
+        do.SelectRecoveryStep(2),
+        do.SelectMembers(2),
         do.FormGeneration(2, 2),
-        do.TidyUp(),
+        do.ReleaseNotChosen(),
     ]
 
 
@@ -213,15 +220,15 @@ def test_on_no_path_are_workers_left_behind_or_generations_reused(path: list[typ
     job, held = JobState(), False
     for event in path:
         example = EXAMPLES[event]
-        numbers = {"generation": job.generation, "passage": job.passage}
+        numbers = {"generation": job.generation, "passage": job.attempt}
         now = {name: number for name, number in numbers.items() if hasattr(example, name)}
         example = type(example)(**{**vars(example), **now})
         try:
-            after, orders = handle(job, example)
+            after, orders = apply_event(job, example)
         except IllegalEventError:
             continue
         assert after.generation - job.generation in (0, 1)
-        assert after.passage - job.passage in (0, 1)
+        assert after.attempt - job.attempt in (0, 1)
         assert (after.generation > job.generation) == any(
             isinstance(order, do.FormGeneration) for order in orders
         )
@@ -230,7 +237,7 @@ def test_on_no_path_are_workers_left_behind_or_generations_reused(path: list[typ
                 assert not held
                 held = True
             held = held and not isinstance(order, do.ReleaseWorkers)
-        if job.state in FINAL:
+        if job.state in FINAL_STATES:
             assert (after, orders) == (job, ())
         job = after
-        assert not (held and job.state in FINAL)
+        assert not (held and job.state in FINAL_STATES)

@@ -6,17 +6,17 @@ from hypothesis import strategies as st
 
 from rayzero.orchestrator.policies.placement import (
     Capacity,
-    Need,
-    could_hold,
-    first,
-    ranks,
-    too_small,
+    ResourceRequest,
+    assign_ranks,
+    cluster_too_small_error,
+    rank_zero,
+    total_fit,
 )
 from rayzero.workers.messages import WorkerInfo
 
 
-def need(least: int = 2, most: int = 4, cpus: float = 2, gpus: float = 0) -> Need:
-    return Need(least, most, cpus, gpus, timeout_s=30)
+def need(least: int = 2, most: int = 4, cpus: float = 2, gpus: float = 0) -> ResourceRequest:
+    return ResourceRequest(least, most, cpus, gpus, timeout_s=30)
 
 
 @pytest.mark.parametrize(
@@ -29,16 +29,20 @@ def need(least: int = 2, most: int = 4, cpus: float = 2, gpus: float = 0) -> Nee
         ([], need(), 0),
     ],
 )
-def test_how_many_workers_nodes_could_hold(nodes: list[Capacity], asked: Need, workers: int):
-    assert could_hold(nodes, asked) == workers
+def test_how_many_workers_nodes_could_hold(
+    nodes: list[Capacity], asked: ResourceRequest, workers: int
+):
+    assert total_fit(nodes, asked) == workers
 
 
 def test_the_error_says_what_there_is_and_what_to_change():
-    text = str(too_small([Capacity(2, 0)], Capacity(1.5, 0), need(least=3), waited_s=30))
+    text = str(
+        cluster_too_small_error([Capacity(2, 0)], Capacity(1.5, 0), need(least=3), waited_s=30)
+    )
     assert "room for 0 of at least 3 workers with 2 CPU each after 30 s" in text
     assert "it has 2 CPU and 0 GPU on 1 node, of which 1.5 CPU" in text
     assert "workers.start_timeout_s" in text
-    assert could_hold([Capacity(2, 0)], need()) == 1
+    assert total_fit([Capacity(2, 0)], need()) == 1
 
 
 def worker(index: int, node: str) -> WorkerInfo:
@@ -46,7 +50,7 @@ def worker(index: int, node: str) -> WorkerInfo:
 
 
 def test_ranks_go_node_by_node():
-    places = ranks([worker(0, "b"), worker(1, "a"), worker(2, "b"), worker(3, "a")])
+    places = assign_ranks([worker(0, "b"), worker(1, "a"), worker(2, "b"), worker(3, "a")])
     assert [(p.worker, p.rank, p.local_rank, p.local_world_size) for p in places] == [
         (0, 0, 0, 2),
         (2, 1, 1, 2),
@@ -58,8 +62,8 @@ def test_ranks_go_node_by_node():
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
 def test_ranks_are_a_permutation_and_local_ranks_count_each_node(nodes: list[str]):
     workers = [worker(index, node) for index, node in enumerate(nodes)]
-    places = ranks(workers)
-    assert places[0].worker == first(workers[::-1]).index
+    places = assign_ranks(workers)
+    assert places[0].worker == rank_zero(workers[::-1]).index
     assert [place.rank for place in places] == list(range(len(nodes)))
     assert sorted(place.worker for place in places) == list(range(len(nodes)))
     for node in set(nodes):

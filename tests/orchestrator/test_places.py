@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.validation import validated
-from rayzero.orchestrator.journal.segments import folder
-from rayzero.orchestrator.places import archive, checked_name
+from rayzero.engine.validation import validate_document
+from rayzero.orchestrator.job.lookup import check_job_name, job_folder
+from rayzero.orchestrator.journal.writer import journal_folder
 from rayzero.orchestrator.spec import JobSpec
-from rayzero.workers.vault.server import new_address
+from rayzero.workers.vault.server import make_address
 
 HOSTILE = [
     "..",
@@ -37,12 +37,12 @@ NAMES = st.text(max_size=70) | st.lists(
 
 
 def as_spec(name: str) -> str:
-    return validated(JobSpec, {"name": name, "entrypoint": "m:f"}, "job").name
+    return validate_document(JobSpec, {"name": name, "entrypoint": "m:f"}, "job").name
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_is_no_name_is_refused_everywhere(name: str):
-    for taken in (checked_name, as_spec, lambda name: archive("runs", name)):
+    for taken in (check_job_name, as_spec, lambda name: job_folder("runs", name)):
         with pytest.raises(ConfigError):
             taken(name)
 
@@ -50,24 +50,24 @@ def test_what_is_no_name_is_refused_everywhere(name: str):
 @given(NAMES)
 def test_the_job_file_and_the_commands_take_the_same_names(name: str):
     results = []
-    for taken in (checked_name, as_spec):
+    for taken in (check_job_name, as_spec):
         try:
             results.append(taken(name) == name)
         except ConfigError:
             results.append(False)
     assert results[0] == results[1]
     if results[0]:
-        path = os.path.normpath(folder(archive("/top/runs", name)))
+        path = os.path.normpath(journal_folder(job_folder("/top/runs", name)))
         assert path == f"/top/runs/{name}/journal"
         assert (
-            archive("s3://k:s@bucket/runs?region=x", name)
+            job_folder("s3://k:s@bucket/runs?region=x", name)
             == f"s3://k:s@bucket/runs/{name}?region=x"
         )
 
 
 @given(NAMES)
 def test_a_vaults_address_is_plain_whatever_the_name(name: str):
-    address = new_address(name)
+    address = make_address(name)
     assert len(address) < 100
     assert address.isascii()
     assert not {"/", "\0", "\n"} & set(address)

@@ -32,14 +32,14 @@ def test_checkpoints_do_not_go_where_ray_removes_them(copy: Path, tmp_path: Path
     assert "checkpoint.path is 'runs', which here is in Ray's copy" in str(refused.value)
     assert "--set checkpoint.path=" in str(refused.value)
     assert not (copy / "runs").exists()
-    assert not planned(path=str(tmp_path / "runs"), every_steps=10).vanishes
-    assert not planned(path="s3://bucket/runs", every_steps=10).archive.startswith(str(copy))
+    assert not planned(path=str(tmp_path / "runs"), every_steps=10).output_is_temporary
+    assert not planned(path="s3://bucket/runs", every_steps=10).job_folder.startswith(str(copy))
     # Where nothing is to be gone on with, it is only told.
-    assert planned(path="runs").vanishes
+    assert planned(path="runs").output_is_temporary
 
 
 def test_a_relative_path_elsewhere_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     made = planned(path="runs", every_steps=10)
     assert made.output_dir == tmp_path / "runs" / "job"
-    assert not made.vanishes
+    assert not made.output_is_temporary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.remote import OtherCluster, WithoutHead
+from rayzero.orchestrator.cli.remote import RemoteJobClient, StripRayPreamble
 
 
 class Client:
@@ -20,9 +20,9 @@ class Client:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> OtherCluster:
-    monkeypatch.setattr("rayzero.orchestrator.remote.JobSubmissionClient", Client)
-    return OtherCluster("http://head:8265")
+def cluster(monkeypatch: pytest.MonkeyPatch) -> RemoteJobClient:
+    monkeypatch.setattr("rayzero.orchestrator.cli.remote.JobSubmissionClient", Client)
+    return RemoteJobClient("http://head:8265")
 
 
 @pytest.mark.parametrize(
@@ -34,15 +34,15 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> OtherCluster:
         "checkpoint.path=s3://bucket/runs?secret_key=p4ss",
     ],
 )
-def test_a_secret_among_the_arguments_is_refused(cluster: OtherCluster, word: str):
+def test_a_secret_among_the_arguments_is_refused(cluster: RemoteJobClient, word: str):
     with pytest.raises(ConfigError, match="holds a secret") as caught:
-        cluster.begin(["run", "job.yaml", "--set", word], None)
+        cluster.submit(["run", "job.yaml", "--set", word], None)
     assert "p4ss" not in str(caught.value)
 
 
-def test_all_else_is_taken(cluster: OtherCluster):
+def test_all_else_is_taken(cluster: RemoteJobClient):
     words = ["run", "job.yaml", "--set", "args.pad_token=<pad>", "--set", "args.tokens=5"]
-    assert cluster.begin(words, None) == "id"
+    assert cluster.submit(words, None) == "id"
 
 
 @pytest.mark.parametrize("cut", [1, 7, 1000])
@@ -53,7 +53,7 @@ def test_what_ray_puts_before_the_output_is_left_out(cut: int, printed: str):
         "Running entrypoint for job raysubmit_UB: python3 -m rayzero ls --json\n"
     )
     told: list[str] = []
-    own = WithoutHead(told.append)
+    own = StripRayPreamble(told.append)
     for at in range(0, len(head + printed), cut):
         own.write((head + printed)[at : at + cut])
     own.flush()

@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from rayzero.orchestrator import aio
 from rayzero.orchestrator import events as ev
-from rayzero.orchestrator.control import tasks
-from rayzero.orchestrator.control.desk import COMMAND_S
-from rayzero.orchestrator.control.elastic import CALM_S
-from rayzero.orchestrator.control.faults import GRACE_S
-from rayzero.orchestrator.control.passage import FENCE_S
+from rayzero.orchestrator.control.context import COMMAND_TIMEOUT_S
+from rayzero.orchestrator.control.elastic import REPLACE_DELAY_S
+from rayzero.orchestrator.control.failures import COLLECTIVE_GRACE_S
+from rayzero.orchestrator.control.reconfigure import FENCE_TIMEOUT_S
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.notices import FaultSeen, Repaired, Warned
-from rayzero.orchestrator.states import State
+from rayzero.orchestrator.events import State
+from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Repaired
 from rayzero.workers.messages import (
     Crashed,
     Finished,
+    InProcessStateInfo,
     Joined,
-    Memory,
     Restored,
-    SlotInfo,
     Stopped,
 )
+from rayzero.workers.vault.records import SlotInfo
 from tests.orchestrator.support import Stage, played, settle
 from tests.orchestrator.world import Shelf, World
 
@@ -38,7 +38,7 @@ def three(folder: Path, **changes: object) -> Stage:
 
 
 def texts(stage: Stage) -> str:
-    return "\n".join(notice.text for notice in stage.notebook.of(Warned))
+    return "\n".join(notice.text for notice in stage.notebook.of(JobWarning))
 
 
 @played
@@ -103,12 +103,14 @@ async def test_only_those_who_must_hear_something_hear_it_and_all_at_once(folder
     assert told[2] == ("store", 1)
     assert sorted(told[3:]) == [("assign", 1), ("assign", 2)]
     assert len(told) == 5
-    stage.controller.feed(ev.StopWanted())
+    stage.controller.post_event(ev.StopRequested())
     await settle()
 
 
 def test_two_deaths_however_close_are_two_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tasks, "MANY", 1)  # as in a large job, whose generations take some turns
+    monkeypatch.setattr(
+        aio, "LARGE_JOB_WORKERS", 1
+    )  # as in a large job, whose generations take some turns
 
     async def deaths(turns: int) -> dict[str, int]:
         folder = tmp_path / str(turns)
@@ -223,7 +225,7 @@ async def test_late_news_of_the_dead_and_of_older_generations_changes_nothing(fo
     await settle()
     assert stage.states[-1] is State.RUNNING
     assert "exit code 9" in texts(stage)  # the cluster's word on it comes after the repair
-    assert len(stage.notebook.of(FaultSeen)) == 1
+    assert len(stage.notebook.of(FaultDetected)) == 1
     await stage.finish()
 
 
@@ -266,7 +268,7 @@ async def test_a_failed_collective_is_repaired_as_soon_as_a_death_explains_it(fo
     stage = three(folder)
     await stage.steps(3)
     stage.world.crash(0, "collective", "Connection closed by peer")
-    await stage.clock.turn(GRACE_S / 2)
+    await stage.clock.turn(COLLECTIVE_GRACE_S / 2)
     assert stage.states[-1] is State.RUNNING
     stage.world.kill(1)
     await settle()
@@ -275,7 +277,7 @@ async def test_a_failed_collective_is_repaired_as_soon_as_a_death_explains_it(fo
     await stage.steps(1)
     (repaired,) = stage.notebook.of(Repaired)
     assert repaired.cause == "lost"
-    assert repaired.seconds["notice"] == GRACE_S / 2
+    assert repaired.seconds["notice"] == COLLECTIVE_GRACE_S / 2
     await stage.finish()
 
 
@@ -284,7 +286,7 @@ async def test_a_failed_collective_that_nobody_explains_is_repaired_after_a_grac
     stage = three(folder)
     await stage.steps(3)
     stage.world.crash(0, "collective", "timed out")
-    await stage.clock.turn(GRACE_S)
+    await stage.clock.turn(COLLECTIVE_GRACE_S)
     assert sorted(stage.newest) == [0, 1, 2]
     await stage.steps(1)
     (repaired,) = stage.notebook.of(Repaired)
@@ -298,7 +300,7 @@ async def test_a_survivor_that_does_not_unwind_is_killed_and_left_behind(folder:
     await stage.steps(3)
     stage.world.processes[1].stuck = True
     stage.world.kill(0)
-    await stage.clock.turn(FENCE_S - 0.1)
+    await stage.clock.turn(FENCE_TIMEOUT_S - 0.1)
     assert stage.states[-1] is State.RECOVERING
     await stage.clock.turn(0.1)
     assert ("kill", 1) in stage.world.told
@@ -311,7 +313,7 @@ async def test_a_worker_that_does_not_take_its_place_counts_as_lost(folder: Path
     world = World(3)
     world.processes[1].deaf = True
     stage = Stage(folder, world, workers=TWO_OF_THREE)
-    await stage.clock.turn(COMMAND_S)
+    await stage.clock.turn(COMMAND_TIMEOUT_S)
     assert ("kill", 1) in world.told
     assert sorted(stage.newest) == [0, 2]
     await stage.finish()
@@ -428,7 +430,7 @@ async def test_replacements_wait_longer_and_longer_and_avoid_a_node_that_keeps_f
         await stage.steps(1)
         world.kill(worker)
         await settle()
-    await stage.clock.turn(CALM_S)  # no step comes, but it need not wait for ever
+    await stage.clock.turn(REPLACE_DELAY_S)  # no step comes, but it need not wait for ever
     assert [(delay, avoid) for _, delay, avoid in world.replaced] == [
         (0.0, ()),
         (1.0, ()),
@@ -436,7 +438,7 @@ async def test_replacements_wait_longer_and_longer_and_avoid_a_node_that_keeps_f
         (4.0, ("a",)),
     ]
     assert "node host-a had 3 hardware faults" in texts(stage)
-    stage.controller.feed(ev.StopWanted())
+    stage.controller.post_event(ev.StopRequested())
     await settle()
 
 
@@ -507,7 +509,7 @@ async def test_a_survivors_memory_is_used_where_vaults_have_less(folder: Path):
     world = World(3, mirrors=False)
     stage = Stage(folder, world, workers=TWO_OF_THREE)
     await stage.steps(5)
-    world._memory = lambda process: Memory(process.step, whole=True)  # type: ignore[method-assign]
+    world._memory = lambda process: InProcessStateInfo(process.step, whole=True)  # type: ignore[method-assign]
 
     async def salvage(worker: int, vault: str) -> SlotInfo:
         slot = SlotInfo(1, 1, 1, 5, 64, pinned=False)
@@ -566,7 +568,7 @@ async def test_a_hung_rank_is_named_with_its_stack_killed_and_repaired(folder: P
     assert ("stack", 1) in stage.world.told
     assert ("kill", 1) in stage.world.told
     assert "the stack" in texts(stage)
-    (fault,) = stage.notebook.of(FaultSeen)
+    (fault,) = stage.notebook.of(FaultDetected)
     assert (fault.cause, fault.rank) == ("hang", 1)
     assert sorted(stage.newest) == [0, 2]
     assert (await stage.finish()).metrics["faults"] == {"hang": 1}
@@ -596,7 +598,7 @@ async def test_a_stop_in_the_middle_of_a_repair(folder: Path):
     stage.world.processes[2].stuck = True
     stage.world.kill(1)
     await settle()
-    stage.controller.feed(ev.StopWanted())
+    stage.controller.post_event(ev.StopRequested())
     await settle()
     stage.world.processes[2].stuck = False
     stage.world._unwind(stage.world.processes[2])
@@ -613,7 +615,7 @@ async def test_nobody_begins_before_those_who_were_given_up_are_dead(folder: Pat
     stage.world.processes[1].stuck = True
     stage.world.lag["kill"] = 80
     stage.world.kill(0)
-    await stage.clock.turn(FENCE_S)
+    await stage.clock.turn(FENCE_TIMEOUT_S)
     assert sorted(stage.newest) == [2, 3]
     assert stage.states[-1] is State.RUNNING
     await stage.finish()
@@ -625,7 +627,7 @@ async def test_a_worker_that_is_still_being_told_its_place_is_fenced_behind_that
     await stage.steps(3)
     stage.world.lag["assign"] = 60
     stage.world.kill(0)
-    while stage.controller._desk.generation.number == 1:
+    while stage.controller._context.generation.number == 1:
         await asyncio.sleep(0)
     stage.world.kill(1)  # the others are about to hear of generation 2
     await settle()

@@ -5,10 +5,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.orchestrator.policies.placement import Capacity, Need
-from rayzero.orchestrator.policies.seating import targets
+from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest, preferred_nodes
 
-NEED = Need(1, 9, cpus=2.0, gpus=0.0, timeout_s=1.0)
+NEED = ResourceRequest(1, 9, cpus=2.0, gpus=0.0, timeout_s=1.0)
 
 
 def room(**cpus: float) -> dict[str, Capacity]:
@@ -16,15 +15,15 @@ def room(**cpus: float) -> dict[str, Capacity]:
 
 
 def test_nodes_are_filled_one_by_one_the_roomiest_first():
-    assert targets(4, NEED, room(a=3, b=6, c=2), ()) == ["b", "b", "b", "a"]
+    assert preferred_nodes(4, NEED, room(a=3, b=6, c=2), ()) == ["b", "b", "b", "a"]
 
 
 def test_nodes_in_use_come_first():
-    assert targets(3, NEED, room(a=2, b=6, c=2), {"c"}) == ["c", "b", "b"]
+    assert preferred_nodes(3, NEED, room(a=2, b=6, c=2), {"c"}) == ["c", "b", "b"]
 
 
 def test_what_fits_nowhere_has_no_wish():
-    assert targets(3, NEED, room(a=2, b=1), ()) == ["a", None, None]
+    assert preferred_nodes(3, NEED, room(a=2, b=1), ()) == ["a", None, None]
 
 
 @given(
@@ -36,10 +35,10 @@ def test_no_node_is_wished_for_beyond_its_room(
     count: int, cpus: dict[str, float], in_use: set[str]
 ):
     free = room(**cpus)
-    wishes = targets(count, NEED, free, in_use)
+    wishes = preferred_nodes(count, NEED, free, in_use)
     assert len(wishes) == count
     wished = Counter(wish for wish in wishes if wish is not None)
-    assert all(times <= free[node].room(NEED) for node, times in wished.items())
-    left = sum(one.room(NEED) for one in free.values()) - wished.total()
+    assert all(times <= free[node].fits(NEED) for node, times in wished.items())
+    left = sum(one.fits(NEED) for one in free.values()) - wished.total()
     assert left == 0 or None not in wishes
     assert all(wish is None for wish in wishes[wished.total() :])

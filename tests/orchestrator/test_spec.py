@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.loading import load_job
+from rayzero.orchestrator.job_file import load_job
 from rayzero.orchestrator.spec import JobSpec, Workers
 
 WHOLE = """

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.orchestrator.policies.stall import START_GRACE_S, Stall, Watched, find_stall
+from rayzero.orchestrator.policies.hang import START_GRACE_S, Hang, RankProgress, find_hang
 from rayzero.workers.messages import Heartbeat
 
 LIMIT_S = 30.0
@@ -22,29 +22,29 @@ def rank(
     waiting: bool = True,
     step: int = 7,
     **known: float,
-) -> Watched:
+) -> RankProgress:
     beat = Heartbeat(number, step, phase, silent_s, collective, waiting)
-    return Watched(f"node-{number}", 100 + number, beat, **known)
+    return RankProgress(f"node-{number}", 100 + number, beat, **known)
 
 
-def culprit(*ranks: Watched) -> int | None:
-    stall = find_stall(ranks, LIMIT_S)
+def culprit(*ranks: RankProgress) -> int | None:
+    stall = find_hang(ranks, LIMIT_S)
     assert stall is not None
     return stall.rank
 
 
 def test_no_rank_no_stall() -> None:
-    assert find_stall((), LIMIT_S) is None
+    assert find_hang((), LIMIT_S) is None
 
 
 def test_progress_is_no_stall() -> None:
-    assert find_stall([rank(0, silent_s=29), rank(1, silent_s=0.1)], LIMIT_S) is None
+    assert find_hang([rank(0, silent_s=29), rank(1, silent_s=0.1)], LIMIT_S) is None
 
 
 def test_the_rank_that_did_not_enter_is_to_blame_and_described() -> None:
     hung = rank(1, "forward", collective=11, waiting=False, silent_s=31.5)
-    stall = find_stall([rank(0), hung, rank(2)], LIMIT_S)
-    assert stall == Stall(
+    stall = find_hang([rank(0), hung, rank(2)], LIMIT_S)
+    assert stall == Hang(
         1,
         "rank 1 on node node-1 (pid 101) has been silent for 31.5 s in phase forward of step 7, "
         "after collective 11; 2 ranks wait for it, the furthest in collective 12 of step 7",
@@ -53,7 +53,7 @@ def test_the_rank_that_did_not_enter_is_to_blame_and_described() -> None:
 
 def test_a_slow_rank_that_moves_on_is_left_alone() -> None:
     slow = rank(1, "forward", collective=11, waiting=False, silent_s=10)
-    assert find_stall([rank(0, silent_s=60), slow], LIMIT_S) is None
+    assert find_hang([rank(0, silent_s=60), slow], LIMIT_S) is None
 
 
 def test_the_rank_furthest_behind_is_to_blame_even_if_it_waits() -> None:
@@ -74,38 +74,38 @@ def test_not_waiting_comes_before_waiting_and_the_longest_silence_first() -> Non
 
 
 def test_a_rank_alone() -> None:
-    stall = find_stall([rank(0, "data", waiting=False, collective=3)], LIMIT_S)
+    stall = find_hang([rank(0, "data", waiting=False, collective=3)], LIMIT_S)
     assert stall is not None
     assert stall.rank == 0
-    assert stall.why.endswith("in phase data of step 7, after collective 3")
+    assert stall.reason.endswith("in phase data of step 7, after collective 3")
 
 
 def test_when_all_wait_in_one_collective_nobody_is_to_blame() -> None:
-    stall = find_stall([rank(0), rank(1), rank(2, silent_s=35)], LIMIT_S)
+    stall = find_hang([rank(0), rank(1), rank(2, silent_s=35)], LIMIT_S)
     assert stall is not None
     assert stall.rank is None
-    assert "all 3 ranks" in stall.why
-    assert "collective 12 of step 7" in stall.why
-    assert "network" in stall.why
+    assert "all 3 ranks" in stall.reason
+    assert "collective 12 of step 7" in stall.reason
+    assert "network" in stall.reason
 
 
 def test_when_all_wait_and_an_answer_begins_to_be_late_it_is_too_early_to_say() -> None:
-    assert find_stall([rank(0), rank(1, overdue_s=0.5, age_s=3)], LIMIT_S) is None
+    assert find_hang([rank(0), rank(1, overdue_s=0.5, age_s=3)], LIMIT_S) is None
 
 
 def test_a_process_that_does_not_answer_beats_others() -> None:
     hung = rank(1, "forward", collective=11, waiting=False)
     mute = rank(2, silent_s=0.1, age_s=30, overdue_s=28)
     assert culprit(rank(0), hung, mute) == 2
-    stall = find_stall([rank(0), mute], LIMIT_S)
+    stall = find_hang([rank(0), mute], LIMIT_S)
     assert stall is not None
-    assert "rank 2 on node node-2 (pid 102) does not answer" in stall.why
-    assert "28.0 s late" in stall.why
+    assert "rank 2 on node node-2 (pid 102) does not answer" in stall.reason
+    assert "28.0 s late" in stall.reason
 
 
 def test_a_process_that_does_not_answer_is_found_though_the_others_say_nothing() -> None:
     others = rank(0, "data", silent_s=1, waiting=False)
-    assert find_stall([others, rank(1, silent_s=0, age_s=29, overdue_s=27)], LIMIT_S) is None
+    assert find_hang([others, rank(1, silent_s=0, age_s=29, overdue_s=27)], LIMIT_S) is None
     assert culprit(others, rank(1, silent_s=0, age_s=31, overdue_s=29)) == 1
 
 
@@ -117,33 +117,33 @@ def test_an_answer_that_is_a_little_late_blames_nobody() -> None:
 
 def test_the_age_of_a_heartbeat_counts_only_when_the_next_one_is_late() -> None:
     fresh = rank(0, "data", silent_s=29.5, waiting=False, age_s=1.5)
-    assert find_stall([fresh], LIMIT_S) is None
+    assert find_hang([fresh], LIMIT_S) is None
     assert culprit(replace(fresh, overdue_s=0.1)) == 0
 
 
 @pytest.mark.parametrize("phase", ["start", "join", "load"])
 def test_a_rank_that_starts_has_its_grace(phase: str) -> None:
     loading = rank(1, phase, collective=0, step=0, waiting=False, silent_s=100)
-    assert find_stall([rank(0), loading], LIMIT_S) is None
+    assert find_hang([rank(0), loading], LIMIT_S) is None
     mute = replace(loading, overdue_s=90, age_s=100)
-    assert find_stall([rank(0), mute], LIMIT_S) is None
+    assert find_hang([rank(0), mute], LIMIT_S) is None
     beat = replace(loading.heartbeat, silent_s=START_GRACE_S + 1)
     assert culprit(rank(0), replace(loading, heartbeat=beat)) == 1
 
 
 def test_a_new_process_has_its_grace_in_the_first_step() -> None:
     compiling = rank(1, "forward", collective=0, waiting=False)
-    assert find_stall([rank(0), replace(compiling, new=True)], LIMIT_S) is None
+    assert find_hang([rank(0), replace(compiling, is_new=True)], LIMIT_S) is None
     assert culprit(rank(0), compiling) == 1
 
 
 def test_the_grace_is_never_shorter_than_the_timeout() -> None:
     loading = rank(0, "load", waiting=False, silent_s=400)
-    assert find_stall([loading], hang_timeout_s=500) is None
+    assert find_hang([loading], hang_timeout_s=500) is None
 
 
 WATCHED = st.builds(
-    lambda phase, collective, step, silent_s, waiting, age_s, overdue_s, new: Watched(
+    lambda phase, collective, step, silent_s, waiting, age_s, overdue_s, new: RankProgress(
         "node", 1, Heartbeat(0, step, phase, silent_s, collective, waiting), age_s, overdue_s, new
     ),
     st.sampled_from(["forward", "reduce", "load"]),
@@ -158,14 +158,16 @@ WATCHED = st.builds(
 
 
 @given(st.lists(WATCHED, min_size=1, max_size=5))
-def test_only_a_rank_beyond_its_limit_or_one_that_is_mute_is_blamed(ranks: list[Watched]) -> None:
+def test_only_a_rank_beyond_its_limit_or_one_that_is_mute_is_blamed(
+    ranks: list[RankProgress],
+) -> None:
     ranks = [
         replace(one, heartbeat=replace(one.heartbeat, rank=number))
         for number, one in enumerate(ranks)
     ]
-    stall = find_stall(ranks, LIMIT_S)
+    stall = find_hang(ranks, LIMIT_S)
     if stall is None or stall.rank is None:
         return
     one = ranks[stall.rank]
-    limit_s = START_GRACE_S if one.starting else LIMIT_S
-    assert one.silent_s > limit_s or (one.overdue_s > LIMIT_S / 4 and not one.starting)
+    limit_s = START_GRACE_S if one.is_starting else LIMIT_S
+    assert one.silent_s > limit_s or (one.overdue_s > LIMIT_S / 4 and not one.is_starting)

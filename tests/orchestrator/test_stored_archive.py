@@ -11,12 +11,14 @@ import pytest
 
 from rayzero.engine.checkpoint.writer import write_rank_file
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.state.table import LogicalTensor, Range, Table
-from rayzero.orchestrator.policies.recovery import Stored
-from rayzero.orchestrator.stored_archive import StoredArchive
+from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
+from rayzero.orchestrator.checkpoint_store import FileCheckpointStore
+from rayzero.orchestrator.policies.recovery import CheckpointRef
 from tests.orchestrator.support import plan
 
-TABLE = Table({"weights/w": LogicalTensor("F32", (4,))}, (Range("weights/w", 0, 4, 0),), 16)
+TABLE = BlockIndex(
+    {"weights/w": LogicalTensor("F32", (4,))}, (TensorRange("weights/w", 0, 4, 0),), 16
+)
 
 
 class Box:
@@ -25,7 +27,7 @@ class Box:
     def __init__(self, folder: Path, **checkpoint: Any) -> None:
         self.told: list[str] = []
         wanted = {"path": str(folder), **checkpoint}
-        self.archive = StoredArchive(plan(folder, checkpoint=wanted), self.told.append)
+        self.archive = FileCheckpointStore(plan(folder, checkpoint=wanted), self.told.append)
 
     def save(self, *steps: int) -> None:
         for step in steps:
@@ -40,16 +42,16 @@ class Box:
             )
             asyncio.run(self.archive.commit(step, 1, [file]))
 
-    def begin(self) -> Stored | None:
-        return asyncio.run(self.archive.begin())
+    def begin(self) -> CheckpointRef | None:
+        return asyncio.run(self.archive.resolve_resume())
 
 
 def test_auto_begins_from_the_newest_there_is(tmp_path: Path):
     box = Box(tmp_path)
     assert box.begin() is None
     box.save(10, 20)
-    assert box.begin() == Stored(20, str(tmp_path / "job" / "step-20"))
-    assert asyncio.run(box.archive.newest(frozenset({20}))) == Stored(
+    assert box.begin() == CheckpointRef(20, str(tmp_path / "job" / "step-20"))
+    assert asyncio.run(box.archive.newest(frozenset({20}))) == CheckpointRef(
         10, str(tmp_path / "job" / "step-10")
     )
 
@@ -78,11 +80,13 @@ def test_never_refuses_a_folder_with_checkpoints(tmp_path: Path):
 def test_a_checkpoint_by_name(tmp_path: Path):
     Box(tmp_path).save(10, 20)
     job = tmp_path / "job"
-    assert Box(tmp_path, resume=str(job / "step-10")).begin() == Stored(10, str(job / "step-10"))
-    assert Box(tmp_path, resume=str(job)).begin() == Stored(20, str(job / "step-20"))
+    assert Box(tmp_path, resume=str(job / "step-10")).begin() == CheckpointRef(
+        10, str(job / "step-10")
+    )
+    assert Box(tmp_path, resume=str(job)).begin() == CheckpointRef(20, str(job / "step-20"))
     (tmp_path / "foreign").mkdir()
     foreign = str(tmp_path / "foreign")
-    assert Box(tmp_path, resume=foreign).begin() == Stored(0, foreign)
+    assert Box(tmp_path, resume=foreign).begin() == CheckpointRef(0, foreign)
     with pytest.raises(ConfigError, match=r"checkpoint\.resume"):
         Box(tmp_path, resume=str(tmp_path / "nowhere")).begin()
     (job / "step-10" / "manifest.json").write_text(json.dumps({}))

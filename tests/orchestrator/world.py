@@ -13,34 +13,34 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.orchestrator.answers import Answers
-from rayzero.orchestrator.clock import Clock, SystemClock
-from rayzero.orchestrator.control.tasks import within
+from rayzero.orchestrator.aio import Clock, PendingReplies, SystemClock, with_timeout
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.group import POLL_S, Heard, VaultLostError, WorkerLostError
-from rayzero.orchestrator.policies.placement import Need
-from rayzero.orchestrator.policies.recovery import Stored
+from rayzero.orchestrator.interfaces import (
+    WORKER_POLL_S,
+    VaultLostError,
+    WorkerLostError,
+    WorkerReports,
+)
+from rayzero.orchestrator.policies.placement import ResourceRequest
+from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.workers.messages import (
-    Assign,
-    ConnectionLost,
+    Assignment,
     Crashed,
     CrashKind,
     Finished,
-    Formation,
+    GenerationSpec,
     Heartbeat,
+    InProcessStateInfo,
     Joined,
-    Memory,
-    Message,
-    Own,
     Pinned,
-    RankFile,
-    Report,
+    RankAssignment,
     Restored,
-    SlotInfo,
-    SlotRef,
+    StepReport,
     Stopped,
     WorkerInfo,
+    WorkerMessage,
 )
+from rayzero.workers.vault.records import ConnectionLost, RankFile, SlotInfo, SlotRef
 
 Node = Callable[[int], str]
 
@@ -50,12 +50,12 @@ class Process:
     """One worker's process."""
 
     info: WorkerInfo
-    said: deque[list[Message] | WorkerLostError] = field(default_factory=deque)
+    said: deque[list[WorkerMessage] | WorkerLostError] = field(default_factory=deque)
     """Before anybody listens to it."""
     heard: bool = False
     """Whether somebody listens to it."""
     alive: bool = True
-    assign: Assign | None = None
+    assign: Assignment | None = None
     """While it is in the user's function."""
     ready: bool = False
     """Whether its generation was joined, and its state loaded."""
@@ -68,7 +68,7 @@ class Process:
     engine: bool = True
     slow: bool = False
     """Whether what it says is held back for a while."""
-    backlog: list[list[Message] | WorkerLostError] = field(default_factory=list)
+    backlog: list[list[WorkerMessage] | WorkerLostError] = field(default_factory=list)
 
 
 @dataclass
@@ -108,7 +108,7 @@ class World:
         self.checkpoint_every = checkpoint_every
         self.processes: dict[int, Process] = {}
         self.newcomers: asyncio.Queue[WorkerInfo | WorkerLostError] = asyncio.Queue()
-        self.assigned: list[tuple[int, Assign]] = []
+        self.assigned: list[tuple[int, Assignment]] = []
         self.told: list[tuple[str, int]] = []
         self.injected: list[tuple[int, tuple[str, ...]]] = []
         self.replaced: list[tuple[int, float, tuple[str, ...]]] = []
@@ -122,7 +122,9 @@ class World:
         """The newest step that all ranks of a generation finished."""
         self.excused = False
         """Whether copies of it were lost that nothing could have kept."""
-        self.stream: asyncio.Queue[tuple[int, list[Message] | WorkerLostError]] = asyncio.Queue()
+        self.stream: asyncio.Queue[tuple[int, list[WorkerMessage] | WorkerLostError]] = (
+            asyncio.Queue()
+        )
         """What is said, in order."""
         self.commands: set[asyncio.Task[None]] = set()
         """On their way."""
@@ -150,7 +152,7 @@ class World:
         self.newcomers.put_nowait(info)
         return info.index
 
-    def say(self, worker: int, *messages: Message) -> None:
+    def say(self, worker: int, *messages: WorkerMessage) -> None:
         self._post(self.processes[worker], list(messages))
 
     def explain(self, worker: int, cause: str) -> None:
@@ -165,7 +167,7 @@ class World:
         for said in backlog:
             self._post(process, said)
 
-    def _post(self, process: Process, said: list[Message] | WorkerLostError) -> None:
+    def _post(self, process: Process, said: list[WorkerMessage] | WorkerLostError) -> None:
         if process.slow:
             process.backlog.append(said)
         elif not process.heard:
@@ -246,10 +248,10 @@ class World:
             assign = one.assign
             assert assign is not None
             one.step = step
-            said: list[Message] = []
+            said: list[WorkerMessage] = []
             if one.engine and (self.mirrors or drain or pin):
                 kept.append(self._mirror(one, assign, step, pin))
-            said.append(Report(assign.generation, assign.rank, step, {}, {"step_s": 0.1}))
+            said.append(StepReport(assign.generation, assign.rank, step, {}, {"step_s": 0.1}))
             if pin:
                 said.append(Pinned(assign.generation, assign.rank, step, True, 0.01))
             if last:
@@ -275,7 +277,7 @@ class World:
                     return True
         return False
 
-    def _mirror(self, process: Process, assign: Assign, step: int, pin: bool) -> bool:
+    def _mirror(self, process: Process, assign: Assignment, step: int, pin: bool) -> bool:
         vault = self.vaults.of.get(process.info.node_id)
         if vault is None or vault.address != assign.vault:
             return False  # a mirror without a vault fails softly
@@ -294,8 +296,8 @@ class World:
                         del vault.slots[key]
         return True
 
-    def _memory(self, process: Process) -> Memory | None:
-        return Memory(process.step, whole=False) if process.engine else None
+    def _memory(self, process: Process) -> InProcessStateInfo | None:
+        return InProcessStateInfo(process.step, whole=False) if process.engine else None
 
     def _unwind(self, process: Process) -> None:
         assign = process.assign
@@ -336,12 +338,12 @@ class World:
             self.say(one.info.index, joined, Restored(generation, assign.rank, one.step))
 
     @staticmethod
-    def _slots(assign: Assign) -> tuple[SlotRef, ...]:
+    def _slots(assign: Assignment) -> tuple[SlotRef, ...]:
         return assign.restore.slots if assign.restore else ()
 
     # WorkerGroup.
 
-    async def place(self, need: Need) -> tuple[WorkerInfo, ...]:
+    async def start_workers(self, need: ResourceRequest) -> tuple[WorkerInfo, ...]:
         await self.may_place.wait()
         if self.refusal is not None:
             raise self.refusal
@@ -360,7 +362,7 @@ class World:
     def resize(self, least: int, most: int) -> None:
         self.resized.append((least, most))
 
-    async def dismiss(self, worker: int) -> None:
+    async def release_worker(self, worker: int) -> None:
         self.told.append(("dismiss", worker))
         self.kill(worker, "dismissed")
 
@@ -373,11 +375,13 @@ class World:
         await self._hear("store", worker)
         return 4000 + worker
 
-    def assign(self, formation: Formation, places: Mapping[int, Own]) -> Answers:
+    def assign(
+        self, formation: GenerationSpec, places: Mapping[int, RankAssignment]
+    ) -> PendingReplies:
         return self._command("assign", places, lambda w: self._assign(w, formation, places[w]))
 
-    def _assign(self, worker: int, formation: Formation, own: Own) -> None:
-        process, assign = self.processes[worker], formation.place(own)
+    def _assign(self, worker: int, formation: GenerationSpec, own: RankAssignment) -> None:
+        process, assign = self.processes[worker], formation.assignment_for(own)
         assert process.assign is None, "two generations at once"
         for other in self.processes.values():
             if other.alive and other.assign is not None:
@@ -387,62 +391,64 @@ class World:
         if self.auto:
             self._join(assign.generation)
 
-    def listen(self, workers: Iterable[int]) -> None:
+    def subscribe(self, workers: Iterable[int]) -> None:
         for process in map(self.processes.__getitem__, workers):
             process.heard = True
             while process.said:
                 self._post(process, process.said.popleft())
 
-    async def hear(self) -> Heard:
+    async def receive(self) -> WorkerReports:
         """Everybody who lives says at least that, every so often."""
         try:
             limit_s = self.pulse_s - self.clock.now()
-            first = [await within(self.clock, limit_s, self.stream.get())]
+            first = [await with_timeout(self.clock, limit_s, self.stream.get())]
         except TimeoutError:
-            self.pulse_s = self.clock.now() + POLL_S
+            self.pulse_s = self.clock.now() + WORKER_POLL_S
             there = [one for one in self.processes.values() if one.heard and one.alive]
-            return Heard([(one.info.index, []) for one in there if not one.deaf])
+            return WorkerReports([(one.info.index, []) for one in there if not one.deaf])
         while not self.stream.empty():
             first.append(self.stream.get_nowait())
         said = [(worker, one) for worker, one in first if isinstance(one, list)]
         lost = [(worker, str(one)) for worker, one in first if isinstance(one, WorkerLostError)]
-        return Heard(said, lost)
+        return WorkerReports(said, lost)
 
     def _is_in(self, worker: int, generation: int) -> bool:
         assign = self.processes[worker].assign
         return assign is not None and assign.generation == generation
 
-    def stop(self, workers: Iterable[int], generation: int) -> Answers:
+    def stop(self, workers: Iterable[int], generation: int) -> PendingReplies:
         def stops(worker: int) -> None:
             if self.auto and self._is_in(worker, generation):
                 self._unwind(self.processes[worker])
 
         return self._command("stop", workers, stops)
 
-    def drain(self, workers: Iterable[int], generation: int) -> Answers:
+    def drain(self, workers: Iterable[int], generation: int) -> PendingReplies:
         def drains(worker: int) -> None:
             if self._is_in(worker, generation):
                 self.processes[worker].drain = True
 
         return self._command("drain", workers, drains)
 
-    def fence(self, workers: Iterable[int], generation: int) -> Answers:
+    def fence(self, workers: Iterable[int], generation: int) -> PendingReplies:
         def leaves(worker: int) -> None:
             if self._is_in(worker, generation):
                 self._unwind(self.processes[worker])
 
         return self._command("fence", workers, leaves)
 
-    def _command(self, name: str, workers: Iterable[int], act: Callable[[int], None]) -> Answers:
-        answers = Answers(workers)
+    def _command(
+        self, name: str, workers: Iterable[int], act: Callable[[int], None]
+    ) -> PendingReplies:
+        answers = PendingReplies(workers)
         way = asyncio.ensure_future(self._carry(name, answers, act))
         self.commands.add(way)
         way.add_done_callback(self.commands.discard)
         return answers
 
-    async def _carry(self, name: str, answers: Answers, act: Callable[[int], None]) -> None:
+    async def _carry(self, name: str, answers: PendingReplies, act: Callable[[int], None]) -> None:
         await self.way(name)
-        for worker in sorted(answers.missing):
+        for worker in sorted(answers.pending):
             process = self.processes[worker]
             if not process.alive:
                 self.stream.put_nowait((worker, WorkerLostError("")))
@@ -451,9 +457,9 @@ class World:
             else:
                 self.told.append((name, worker))
                 act(worker)
-            answers.came([worker])
+            answers.mark_done([worker])
 
-    async def inject(self, worker: int, faults: Sequence[str]) -> None:
+    async def inject_faults(self, worker: int, faults: Sequence[str]) -> None:
         await self._hear("inject", worker)
         self.injected.append((worker, tuple(faults)))
 
@@ -472,7 +478,7 @@ class World:
         await self._hear("stack", worker)
         return "the stack"
 
-    async def leaving_nodes(self) -> frozenset[str]:
+    async def draining_nodes(self) -> frozenset[str]:
         return self.leaving
 
     async def release(self) -> None:
@@ -559,7 +565,7 @@ class Vaults:
 
     async def poll(self, node_id: str, timeout_s: float) -> list[ConnectionLost]:
         try:
-            news = await within(self._world.clock, timeout_s, self._of(node_id).news.get())
+            news = await with_timeout(self._world.clock, timeout_s, self._of(node_id).news.get())
         except TimeoutError:
             return []
         if isinstance(news, VaultLostError):
@@ -608,16 +614,16 @@ class Vaults:
     async def inspect(self, node_id: str, pid: int) -> str:
         return f"process {pid} is stopped"
 
-    async def inject(self, faults: Sequence[str]) -> None:
+    async def inject_faults(self, faults: Sequence[str]) -> None:
         await asyncio.sleep(0)
         self.injected = tuple(faults)
 
-    async def obstacle(self, node_id: str, fault: str) -> str:
+    async def why_not_injectable(self, node_id: str, fault: str) -> str:
         await asyncio.sleep(0)
         self._of(node_id)
         return self.obstacles.get(node_id, "")
 
-    async def strike(self, node_id: str, fault: str) -> None:
+    async def inject_node_fault(self, node_id: str, fault: str) -> None:
         await asyncio.sleep(0)
         self.strikes.append((node_id, fault))
         if fault.startswith("kill_vault"):
@@ -650,14 +656,14 @@ class Shelf:
     def folder(self, step: int) -> str:
         return f"/runs/job/step-{step}"
 
-    async def begin(self) -> Stored | None:
+    async def resolve_resume(self) -> CheckpointRef | None:
         if self.refusal is not None:
             raise self.refusal
         return await self.newest(frozenset())
 
-    async def newest(self, excluding: frozenset[int]) -> Stored | None:
+    async def newest(self, excluding: frozenset[int]) -> CheckpointRef | None:
         steps = [step for step in self.steps if step not in excluding]
-        return Stored(max(steps), self.folder(max(steps))) if steps else None
+        return CheckpointRef(max(steps), self.folder(max(steps))) if steps else None
 
     async def commit(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
         await asyncio.sleep(0)

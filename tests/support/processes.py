@@ -9,5 +9,5 @@ from multiprocessing import get_context
 
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(
-    ["torch._dynamo", "rayzero.workers.host", "tests.workers.repairs", "tests.support.ranks"]
+    ["torch._dynamo", "rayzero.workers.worker", "tests.workers.repairs", "tests.support.ranks"]
 )

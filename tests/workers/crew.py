@@ -16,14 +16,13 @@ from rayzero.workers.messages import (
     Crashed,
     Finished,
     LogLine,
-    Message,
-    Report,
-    Restore,
-    Setup,
-    SlotRef,
+    StepReport,
     Stopped,
+    WorkerMessage,
+    WorkerSpec,
 )
-from rayzero.workers.vault.vault import Vault
+from rayzero.workers.vault.actor import Vault
+from rayzero.workers.vault.records import Restore, SlotRef
 from tests.support.processes import PROCESSES
 from tests.workers.support import ASSIGN
 
@@ -34,11 +33,11 @@ ENDED = (Stopped, Crashed, Finished)
 class Crew:
     """Workers by index. A test drives it by hand; `close` ends everything."""
 
-    def __init__(self, setup: Setup, count: int) -> None:
+    def __init__(self, setup: WorkerSpec, count: int) -> None:
         self.vault = Vault("job", NODE, nowhere)
         self.setup = setup
         self.workers: dict[int, _Worker] = {}
-        self.seen: dict[int, list[Message]] = {}
+        self.seen: dict[int, list[WorkerMessage]] = {}
         for _ in range(count):
             self.hire()
 
@@ -78,8 +77,8 @@ class Crew:
             )
 
     def wait(
-        self, index: int, wanted: Callable[[Message], bool], timeout_s: float = 240.0
-    ) -> Message:
+        self, index: int, wanted: Callable[[WorkerMessage], bool], timeout_s: float = 240.0
+    ) -> WorkerMessage:
         """Polls one worker until such a message comes."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
@@ -90,8 +89,8 @@ class Crew:
                     return message
         raise AssertionError(f"worker {index} sent {self.texts(index)}")
 
-    def wait_end(self, index: int, generation: int) -> Message:
-        def ended(message: Message) -> bool:
+    def wait_end(self, index: int, generation: int) -> WorkerMessage:
+        def ended(message: WorkerMessage) -> bool:
             return isinstance(message, ENDED) and message.generation == generation
 
         return self.wait(index, ended)
@@ -99,8 +98,8 @@ class Crew:
     def wait_step(self, index: int, generation: int, step: int) -> None:
         """Until one has finished that step: a death may be noticed before its peers have."""
 
-        def finished(message: Message) -> bool:
-            mine = isinstance(message, Report) and message.generation == generation
+        def finished(message: WorkerMessage) -> bool:
+            mine = isinstance(message, StepReport) and message.generation == generation
             return mine and message.step >= step
 
         self.wait(index, finished, 200.0)
@@ -130,9 +129,9 @@ class Crew:
 
 
 class _Worker:
-    """One process with a WorkerHost in it; calls are answered by threads there."""
+    """One process with a WorkerProcess in it; calls are answered by threads there."""
 
-    def __init__(self, setup: Setup, index: int) -> None:
+    def __init__(self, setup: WorkerSpec, index: int) -> None:
         ours, theirs = PROCESSES.Pipe()
         self._process = PROCESSES.Process(target=_serve, args=(theirs, setup, index), daemon=True)
         self._process.start()
@@ -160,11 +159,11 @@ def nowhere(*args: Any) -> Any:
     raise AssertionError(args)
 
 
-def _serve(end: Connection, setup: Setup, index: int) -> None:
-    from rayzero.workers.host import WorkerHost
+def _serve(end: Connection, setup: WorkerSpec, index: int) -> None:
+    from rayzero.workers.worker import WorkerProcess
 
     threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
-    host = WorkerHost(setup, index)
+    host = WorkerProcess(setup, index)
     while True:
         try:
             name, args = end.recv()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.comm.neighbours import Neighbours
+from rayzero.engine.comm.shared_memory import SharedMemoryExchange
 
 SAMPLES, LENGTH = 12, 50
 
@@ -50,10 +50,10 @@ def train(ctx: Any) -> dict[str, Any]:
     return {}
 
 
-_gather = Neighbours._all_gather
+_gather = SharedMemoryExchange._all_gather
 
 
-def _late_gather(self: Neighbours, *arguments: Any) -> Iterator[None]:
+def _late_gather(self: SharedMemoryExchange, *arguments: Any) -> Iterator[None]:
     steps = _gather(self, *arguments)
     next(steps)
     time.sleep(0.1)
@@ -65,13 +65,13 @@ def train_late(ctx: Any) -> dict[str, Any]:
     """Rank 0 is slow between saying that its weights are there and listening for who has read
     them: its peers are through with the step before."""
     if ctx.rank == 0:
-        Neighbours._all_gather = _late_gather  # type: ignore[method-assign]
+        SharedMemoryExchange._all_gather = _late_gather  # type: ignore[method-assign]
     return train(ctx)
 
 
 def oracle(steps: int, dtype: torch.dtype = torch.float64, seed: int = 3) -> dict[str, Tensor]:
     """Plain torch over the same samples: the sample order is the only thing of ours."""
-    from rayzero.engine.data.order import SampleOrder
+    from rayzero.engine.data.sampling import SampleOrder
 
     model, data, order = make_model(dtype), Data(dtype), SampleOrder(LENGTH, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rayzero.workers.messages import Assign, Message, MirrorPlan, Setup
+from rayzero.workers.messages import Assignment, MirrorPolicy, WorkerMessage, WorkerSpec
 
-SETUP = Setup(
+SETUP = WorkerSpec(
     name="job",
     entrypoint="tests.workers.functions:returns",
     args={"width": 8},
@@ -21,9 +21,9 @@ SETUP = Setup(
     hang_timeout_s=20,
     working_dir=".",
     import_paths=(".",),
-    mirror=MirrorPlan(),
+    mirror=MirrorPolicy(),
 )
-ASSIGN = Assign(
+ASSIGN = Assignment(
     generation=1,
     rank=0,
     world_size=1,
@@ -34,15 +34,15 @@ ASSIGN = Assign(
 )
 
 
-def setup(**changes: Any) -> Setup:
+def setup(**changes: Any) -> WorkerSpec:
     return replace(SETUP, **changes)
 
 
 def poll_until(
-    poll: Callable[[float], list[Message]], last: type[Message], rounds: int = 60
-) -> list[Message]:
+    poll: Callable[[float], list[WorkerMessage]], last: type[WorkerMessage], rounds: int = 60
+) -> list[WorkerMessage]:
     """Polls until a message of type `last` came; all messages up to there."""
-    seen: list[Message] = []
+    seen: list[WorkerMessage] = []
     for _ in range(rounds):
         seen += poll(0.5)
         if any(isinstance(message, last) for message in seen):

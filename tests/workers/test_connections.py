@@ -16,7 +16,7 @@ RANK = textwrap.dedent(
     import sys, threading, time
     import torch, torch.distributed as dist
     from datetime import timedelta
-    from rayzero.workers.connections import Connections
+    from rayzero.workers.process_group import Connections
 
     rank = int(sys.argv[1])
     if rank == 0:

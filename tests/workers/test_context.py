@@ -5,35 +5,33 @@ from typing import Any
 import pytest
 import torch
 
-from rayzero.engine.api.entry import initialize
+from rayzero.engine.api.initialize import initialize
 from rayzero.engine.errors import ConfigError, EngineError
-from rayzero.engine.session import NO_WISHES, Wishes
-from rayzero.workers.context import Context
-from rayzero.workers.injector import FaultRecord, Injector, Schedule
-from rayzero.workers.interrupt import Interrupted
-from rayzero.workers.job_session import JobSession
-from rayzero.workers.keeper import Keeper
-from rayzero.workers.messages import Message, Report, Restored
-from rayzero.workers.wire import Wire
+from rayzero.engine.session import NO_REQUESTS, StepRequests
+from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
+from rayzero.workers.messages import Restored, StepReport, WorkerMessage
+from rayzero.workers.retained_state import RetainedState
+from rayzero.workers.session import Context, JobSession
+from rayzero.workers.training_thread import GenerationChannel, Interrupted
 from tests.workers import repairs
 from tests.workers.support import ASSIGN, setup
 
 
-def session(**changes: Any) -> tuple[JobSession, Wire, list[Message]]:
-    posted: list[Message] = []
-    wire = Wire(posted.append)
-    injector = Injector(Schedule([], FaultRecord("/nowhere"), posted.append), 0)
-    return JobSession(setup(**changes), ASSIGN, wire, Keeper(0), injector), wire, posted
+def session(**changes: Any) -> tuple[JobSession, GenerationChannel, list[WorkerMessage]]:
+    posted: list[WorkerMessage] = []
+    wire = GenerationChannel(posted.append)
+    injector = WorkerFaultInjector(FaultSchedule([], FaultRecord("/nowhere"), posted.append), 0)
+    return JobSession(setup(**changes), ASSIGN, wire, RetainedState(0), injector), wire, posted
 
 
-def context(**changes: Any) -> tuple[Context, Wire, list[Message]]:
+def context(**changes: Any) -> tuple[Context, GenerationChannel, list[WorkerMessage]]:
     made, wire, posted = session(**changes)
     return Context(setup(**changes), ASSIGN, torch.device("cpu"), made), wire, posted
 
 
-def report_of(posted: list[Message]) -> Report:
+def report_of(posted: list[WorkerMessage]) -> StepReport:
     (report,) = posted
-    assert isinstance(report, Report)
+    assert isinstance(report, StepReport)
     return report
 
 
@@ -79,21 +77,21 @@ def test_nothing_of_one_step_leaks_into_the_next():
     ctx.report(step=1, tokens=5, loss=1.0)
     ctx.report(step=2)
     second = posted[1]
-    assert isinstance(second, Report)
+    assert isinstance(second, StepReport)
     assert second.counters == {}
     assert set(second.gauges) == {"step_s"}
     ctx.report(tokens=7)
-    assert ctx._session.reports.unreported() == {"tokens": 7}
+    assert ctx._session.reporter.leftover_counters() == {"tokens": 7}
 
 
 def test_with_an_engine_the_engine_finishes_the_step():
     made, _, posted = session()
     ctx = Context(setup(), ASSIGN, torch.device("cpu"), made)
     engine, *_ = initialize(model=torch.nn.Linear(1, 1), config=repairs.engine_config(1))
-    made.engine_ready(engine)
+    made.on_engine_ready(engine)
     ctx.report(step=99, tokens=4, loss=9.0)
     assert [type(one) for one in posted] == [Restored]
-    made.step_done({"step": 1.0, "loss": 2.0, "step_s": 0.25}, NO_WISHES)
+    made.on_step_end({"step": 1.0, "loss": 2.0, "step_s": 0.25}, NO_REQUESTS)
     report = report_of(posted[1:])
     assert report.step == 1
     assert report.gauges.pop("resident_bytes") > 2**20
@@ -120,13 +118,13 @@ def test_steps_must_grow_from_one(step: int):
 def test_an_interrupt_is_raised_at_the_next_report_phase_or_step():
     made, wire, posted = session()
     ctx = Context(setup(), ASSIGN, torch.device("cpu"), made)
-    made.phase("forward")
+    made.on_phase("forward")
     wire.interrupt.request()
     for act in (
         lambda: ctx.report(loss=1.0),
-        lambda: made.phase("data"),
-        lambda: made.waiting(3, True),
-        lambda: made.step_done({"step": 1.0}, NO_WISHES),
+        lambda: made.on_phase("data"),
+        lambda: made.on_collective_wait(3, True),
+        lambda: made.on_step_end({"step": 1.0}, NO_REQUESTS),
     ):
         with pytest.raises(Interrupted):
             act()
@@ -135,9 +133,9 @@ def test_an_interrupt_is_raised_at_the_next_report_phase_or_step():
 
 def test_an_agreed_drain_ends_the_function_after_the_step():
     made, wire, posted = session()
-    assert not made.wishes().drain
+    assert not made.step_requests().drain
     wire.drain.request()
-    assert made.wishes().drain
+    assert made.step_requests().drain
     with pytest.raises(Interrupted):
-        made.step_done({"step": 1.0}, Wishes(drain=True))
-    assert isinstance(posted[-1], Report)
+        made.on_step_end({"step": 1.0}, StepRequests(drain=True))
+    assert isinstance(posted[-1], StepReport)

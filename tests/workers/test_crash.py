@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from rayzero.engine.errors import CollectiveError, ConfigError, DataError, EngineError
-from rayzero.workers.crash import crashed
+from rayzero.workers.training_thread import describe_crash
 
 GLOO = "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44712."
 
@@ -31,7 +31,7 @@ def caught(error: BaseException) -> BaseException:
     ],
 )
 def test_an_exception_says_what_it_is_about(error: Exception, kind: str, has_traceback: bool):
-    message = crashed(caught(error), generation=2, rank=1, step=7)
+    message = describe_crash(caught(error), generation=2, rank=1, step=7)
     assert (message.generation, message.rank, message.step) == (2, 1, 7)
     assert message.kind == kind
     assert bool(message.traceback) == has_traceback
@@ -42,10 +42,10 @@ def test_an_exception_says_what_it_is_about(error: Exception, kind: str, has_tra
 def test_user_code_that_wraps_a_failed_collective_does_not_hide_it():
     error = ValueError("training failed")
     error.__context__ = RuntimeError(GLOO)
-    assert crashed(caught(error), 1, 0, 1).kind == "collective"
+    assert describe_crash(caught(error), 1, 0, 1).kind == "collective"
 
 
 def test_sys_exit_is_told_in_words():
-    assert crashed(caught(SystemExit(3)), 1, 0, 1).error == (
+    assert describe_crash(caught(SystemExit(3)), 1, 0, 1).error == (
         "the training function called sys.exit(3)"
     )

@@ -6,15 +6,15 @@ from functools import partial
 import pytest
 
 from rayzero.engine.errors import ConfigError
-from rayzero.workers.crash import crashed
-from rayzero.workers.entrypoint import EntryPointError, resolve, training_function
+from rayzero.workers.entrypoint import EntryPointError, load_train_function, resolve_entrypoint
+from rayzero.workers.training_thread import describe_crash
 from tests.workers import functions
 
 
 def test_a_function_and_a_static_method_resolve():
-    assert resolve("tests.workers.functions:returns") is functions.returns
-    assert resolve("tests.workers.functions:Holder.train") is functions.Holder.train
-    assert resolve(pickle.dumps(functions.returns)) is functions.returns
+    assert resolve_entrypoint("tests.workers.functions:returns") is functions.returns
+    assert resolve_entrypoint("tests.workers.functions:Holder.train") is functions.Holder.train
+    assert resolve_entrypoint(pickle.dumps(functions.returns)) is functions.returns
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_function_and_a_static_method_resolve():
 )
 def test_what_is_wrong_is_said_with_no_traceback_of_ours(entrypoint: str | bytes, words: str):
     with pytest.raises(EntryPointError) as caught:
-        resolve(entrypoint)
+        resolve_entrypoint(entrypoint)
     assert words in str(caught.value)
     assert isinstance(caught.value, ConfigError)
 
@@ -47,8 +47,8 @@ def test_an_error_inside_the_module_is_shown_with_the_users_frames(
     module: str, first_frame: str, error: str
 ):
     with pytest.raises(EntryPointError, match="does not import") as caught:
-        resolve(f"tests.workers.{module}:train")
-    message = crashed(caught.value, generation=1, rank=0, step=0)
+        resolve_entrypoint(f"tests.workers.{module}:train")
+    message = describe_crash(caught.value, generation=1, rank=0, step=0)
     assert message.kind == "entrypoint"
     assert error in message.error
     _headline, _file, line, *_ = message.traceback.splitlines()
@@ -74,11 +74,11 @@ def one_and_more(ctx: object = None, *others: object, **named: object) -> None: 
 )
 def test_a_function_of_other_arguments_is_refused_before_it_is_called(function, words: str):
     with pytest.raises(EntryPointError) as caught:
-        training_function(pickle.dumps(function))
+        load_train_function(pickle.dumps(function))
     assert words in caught.value.seen
     assert "ctx.args" in caught.value.allowed
 
 
 @pytest.mark.parametrize("function", [one_and_more, print, partial(two_arguments, other=1)])
 def test_whatever_can_be_called_with_ctx_is_taken(function):
-    assert callable(training_function(pickle.dumps(function)))
+    assert callable(load_train_function(pickle.dumps(function)))

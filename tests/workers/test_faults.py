@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.engine.errors import ConfigError
-from rayzero.workers.faults import KINDS, PHASES, Fault, parse, random_schedule
+from rayzero.workers.chaos.spec import FAULT_KINDS, PHASES, FaultSpec, parse_fault, random_faults
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "rank": st.integers(0, 999),
@@ -27,12 +27,12 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 
 @st.composite
-def faults(draw: st.DrawFn) -> Fault:
-    name = draw(st.sampled_from([*KINDS]))
-    kind = KINDS[name]
+def faults(draw: st.DrawFn) -> FaultSpec:
+    name = draw(st.sampled_from([*FAULT_KINDS]))
+    kind = FAULT_KINDS[name]
     optional = draw(st.sets(st.sampled_from([*kind.defaults]))) if kind.defaults else set()
     given = {key: draw(VALUES[key]) for key in {*kind.required, *optional}}
-    return Fault(name, **{**kind.defaults, **given})
+    return FaultSpec(name, **{**kind.defaults, **given})
 
 
 @pytest.mark.parametrize(
@@ -40,47 +40,56 @@ def faults(draw: st.DrawFn) -> Fault:
     [
         (
             'kill(rank=1, step=7, phase="reduce")',
-            Fault("kill", rank=1, step=7, phase="reduce"),
+            FaultSpec("kill", rank=1, step=7, phase="reduce"),
         ),
-        ("stop(rank=0, step=2)", Fault("stop", rank=0, step=2, phase="forward")),
+        ("stop(rank=0, step=2)", FaultSpec("stop", rank=0, step=2, phase="forward")),
         (
             " slow(rank=1, step=5, seconds=0.2, steps=3)\n",
-            Fault("slow", rank=1, step=5, seconds=0.2, steps=3, phase="forward"),
+            FaultSpec("slow", rank=1, step=5, seconds=0.2, steps=3, phase="forward"),
         ),
-        ("hang(rank=1, step=5, phase='data')", Fault("hang", rank=1, step=5, phase="data")),
+        ("hang(rank=1, step=5, phase='data')", FaultSpec("hang", rank=1, step=5, phase="data")),
         (
             "raise_error(step=7, rank=1, phase='update', times=2)",
-            Fault("raise_error", rank=1, step=7, phase="update", times=2),
+            FaultSpec("raise_error", rank=1, step=7, phase="update", times=2),
         ),
-        ("drop_node(node=1, step=9)", Fault("drop_node", node=1, step=9)),
-        ("partition(node=1, step=9, seconds=5)", Fault("partition", node=1, step=9, seconds=5.0)),
-        ("kill_vault(node=0, step=4)", Fault("kill_vault", node=0, step=4)),
-        ('tear_file(step=50, rank=0, how="cut")', Fault("tear_file", step=50, rank=0, how="cut")),
-        ("full_disk(step=50, times=2)", Fault("full_disk", step=50, times=2)),
-        ("slow_store(seconds=3)", Fault("slow_store", seconds=3.0)),
+        ("drop_node(node=1, step=9)", FaultSpec("drop_node", node=1, step=9)),
+        (
+            "partition(node=1, step=9, seconds=5)",
+            FaultSpec("partition", node=1, step=9, seconds=5.0),
+        ),
+        ("kill_vault(node=0, step=4)", FaultSpec("kill_vault", node=0, step=4)),
+        (
+            'tear_file(step=50, rank=0, how="cut")',
+            FaultSpec("tear_file", step=50, rank=0, how="cut"),
+        ),
+        ("full_disk(step=50, times=2)", FaultSpec("full_disk", step=50, times=2)),
+        ("slow_store(seconds=3)", FaultSpec("slow_store", seconds=3.0)),
     ],
 )
-def test_what_it_reads(text: str, fault: Fault) -> None:
-    assert parse(text) == fault
+def test_what_it_reads(text: str, fault: FaultSpec) -> None:
+    assert parse_fault(text) == fault
 
 
 @given(faults())
-def test_the_canonical_text_reads_back(fault: Fault) -> None:
-    assert parse(str(fault)) == fault
+def test_the_canonical_text_reads_back(fault: FaultSpec) -> None:
+    assert parse_fault(str(fault)) == fault
 
 
 def test_the_canonical_text_leaves_defaults_out() -> None:
-    assert str(parse("kill(step=7, rank=1, phase='forward')")) == "kill(rank=1, step=7)"
-    assert str(parse("kill(step=7, rank=1, phase='data')")) == 'kill(rank=1, step=7, phase="data")'
+    assert str(parse_fault("kill(step=7, rank=1, phase='forward')")) == "kill(rank=1, step=7)"
+    assert (
+        str(parse_fault("kill(step=7, rank=1, phase='data')"))
+        == 'kill(rank=1, step=7, phase="data")'
+    )
 
 
 def test_who_makes_it_happen_and_how_often() -> None:
-    assert parse("kill(rank=1, step=7)").where == "worker"
-    assert parse("kill_vault(node=1, step=7)").where == "vault"
-    assert parse("drop_node(node=1, step=7)").where == "cluster"
-    assert parse("full_disk(step=7, times=3)").where == "store"
-    assert parse("full_disk(step=7, times=3)").firings == 3
-    assert parse("slow(rank=1, step=7, seconds=1, steps=4)").firings == 4
+    assert parse_fault("kill(rank=1, step=7)").target == "worker"
+    assert parse_fault("kill_vault(node=1, step=7)").target == "vault"
+    assert parse_fault("drop_node(node=1, step=7)").target == "cluster"
+    assert parse_fault("full_disk(step=7, times=3)").target == "store"
+    assert parse_fault("full_disk(step=7, times=3)").total_firings == 3
+    assert parse_fault("slow(rank=1, step=7, seconds=1, steps=4)").total_firings == 4
 
 
 @pytest.mark.parametrize(
@@ -122,7 +131,7 @@ def test_who_makes_it_happen_and_how_often() -> None:
 )
 def test_what_it_refuses(text: str, seen: str, allowed: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(text)
+        parse_fault(text)
     assert seen in caught.value.seen
     assert allowed in caught.value.allowed
     assert caught.value.fix
@@ -134,13 +143,13 @@ def test_what_it_refuses(text: str, seen: str, allowed: str) -> None:
 )
 def test_any_text_is_read_or_refused(text: str) -> None:
     with suppress(ConfigError):
-        parse(text)
+        parse_fault(text)
 
 
 def test_a_schedule_follows_from_its_seed() -> None:
-    first = random_schedule(3, 20, 4, 100, [*KINDS])
-    assert first == random_schedule(3, 20, 4, 100, [*KINDS])
-    assert first != random_schedule(4, 20, 4, 100, [*KINDS])
+    first = random_faults(3, 20, 4, 100, [*FAULT_KINDS])
+    assert first == random_faults(3, 20, 4, 100, [*FAULT_KINDS])
+    assert first != random_faults(4, 20, 4, 100, [*FAULT_KINDS])
 
 
 @given(
@@ -148,19 +157,19 @@ def test_a_schedule_follows_from_its_seed() -> None:
     count=st.integers(0, 60),
     ranks=st.integers(1, 9),
     steps=st.integers(2, 200),
-    kinds=st.lists(st.sampled_from([*KINDS]), min_size=1, max_size=4),
+    kinds=st.lists(st.sampled_from([*FAULT_KINDS]), min_size=1, max_size=4),
 )
 def test_a_schedule_is_valid_and_spread_over_the_steps(
     seed: int, count: int, ranks: int, steps: int, kinds: list[str]
 ) -> None:
-    schedule = random_schedule(seed, count, ranks, steps, kinds)
+    schedule = random_faults(seed, count, ranks, steps, kinds)
     assert len(schedule) == count
     for fault in schedule:
         assert fault.kind in kinds
-        assert parse(str(fault)) == fault
+        assert parse_fault(str(fault)) == fault
         assert fault.rank < ranks
         assert fault.step <= steps
-    at = [fault.step for fault in schedule if "step" in KINDS[fault.kind].required]
+    at = [fault.step for fault in schedule if "step" in FAULT_KINDS[fault.kind].required]
     assert at == sorted(at)
     assert all(step >= 2 for step in at)
     if len(at) == count and steps - 1 >= 2 * count:
@@ -170,9 +179,9 @@ def test_a_schedule_is_valid_and_spread_over_the_steps(
 
 def test_senseless_schedules_are_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'kill'"):
-        random_schedule(0, 1, 2, 10, ["killl"])
+        random_faults(0, 1, 2, 10, ["killl"])
     with pytest.raises(ConfigError, match="faults in 1 steps"):
-        random_schedule(0, 1, 2, 1)
+        random_faults(0, 1, 2, 1)
 
 
 @pytest.mark.parametrize("module", ["faults", "injector"])

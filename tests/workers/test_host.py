@@ -15,23 +15,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rayzero.workers import keeper as keeper_module
 from rayzero.workers import process_group
-from rayzero.workers.connections import Connections
-from rayzero.workers.host import WorkerHost
-from rayzero.workers.keeper import Keeper
+from rayzero.workers import retained_state as keeper_module
 from rayzero.workers.messages import (
     Crashed,
     Finished,
     Heartbeat,
     Joined,
     LogLine,
-    Report,
+    StepReport,
     Stopped,
 )
+from rayzero.workers.process_group import SocketTracker
+from rayzero.workers.retained_state import RetainedState
+from rayzero.workers.worker import WorkerProcess
 from tests.workers.support import ASSIGN, poll_until, setup
 
-MakeHost = Callable[..., WorkerHost]
+MakeHost = Callable[..., WorkerProcess]
 
 
 @pytest.fixture
@@ -40,24 +40,26 @@ def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(os.getcwd())
     environment, threads = dict(os.environ), torch.get_num_threads()
-    hosts: list[WorkerHost] = []
+    hosts: list[WorkerProcess] = []
 
-    def make(entrypoint: str, **changes: Any) -> WorkerHost:
+    def make(entrypoint: str, **changes: Any) -> WorkerProcess:
         changes = {"working_dir": os.getcwd(), "import_paths": (os.getcwd(),)} | changes
-        host = WorkerHost(setup(entrypoint=f"tests.workers.functions:{entrypoint}", **changes), 0)
+        host = WorkerProcess(
+            setup(entrypoint=f"tests.workers.functions:{entrypoint}", **changes), 0
+        )
         hosts.append(host)
         return host
 
     yield make
     for host in reversed(hosts):
         host.close()
-    process_group.abort(Connections())
+    process_group.abort_default_group(SocketTracker())
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(threads)
 
 
-def begin(host: WorkerHost, generation: int = 1) -> None:
+def begin(host: WorkerProcess, generation: int = 1) -> None:
     host.assign(replace(ASSIGN, generation=generation, store_port=host.open_store()))
 
 
@@ -69,7 +71,7 @@ def test_a_generation_from_joining_to_the_result(make_host: MakeHost):
     joined, first, report, second, finished = kept
     assert joined == Joined(1, 0)
     assert first == LogLine(0, "stdout", "line one")
-    assert isinstance(report, Report)
+    assert isinstance(report, StepReport)
     assert (report.step, report.counters, report.gauges["loss"]) == (1, {"tokens": 3}, 2.0)
     assert second == LogLine(0, "stdout", "line two")
     assert isinstance(finished, Finished)
@@ -84,15 +86,15 @@ def test_a_generation_from_joining_to_the_result(make_host: MakeHost):
 def test_the_function_is_called_again_in_the_next_generation(make_host: MakeHost):
     host = make_host("endless")
     begin(host)
-    poll_until(host.poll, Report)
+    poll_until(host.poll, StepReport)
     host.stop(1)
     assert Stopped(1, 0) in poll_until(host.poll, Stopped)
     assert not dist.is_initialized()
     begin(host, generation=2)
-    seen = poll_until(host.poll, Report)
+    seen = poll_until(host.poll, StepReport)
     assert Joined(2, 0) in seen
     host.stop(1)  # late: meant for the one before
-    poll_until(host.poll, Report)
+    poll_until(host.poll, StepReport)
     host.stop(2)
     assert Stopped(2, 0) in poll_until(host.poll, Stopped)
 
@@ -100,7 +102,7 @@ def test_the_function_is_called_again_in_the_next_generation(make_host: MakeHost
 def test_a_careless_except_does_not_swallow_the_interrupt(make_host: MakeHost):
     host = make_host("endless")
     begin(host)
-    poll_until(host.poll, Report)
+    poll_until(host.poll, StepReport)
     host.stop(1)
     seen = poll_until(host.poll, Stopped)
     assert LogLine(0, "stdout", "caught") not in seen
@@ -114,7 +116,7 @@ def test_a_crash_comes_after_everything_that_was_printed(make_host: MakeHost):
     assert line == LogLine(0, "stdout", "half a line")
     assert isinstance(crash, Crashed)
     assert (crash.kind, crash.step) == ("user", 2)
-    assert "workers/host.py" not in crash.traceback
+    assert "workers/worker.py" not in crash.traceback
     assert 'raise ValueError("boom")' in crash.traceback
 
 
@@ -164,7 +166,7 @@ def test_a_gpu_that_is_not_there_is_a_config_error(
 def test_the_stacks_show_the_training_thread(make_host: MakeHost):
     host = make_host("endless")
     begin(host)
-    poll_until(host.poll, Report)
+    poll_until(host.poll, StepReport)
     stacks = host.dump_stack()
     assert "thread rayzero-train" in stacks
     assert "in endless" in stacks
@@ -194,30 +196,30 @@ def test_the_last_engine_is_gone_before_the_next_one_is_made(
 ):
     """Two of them may not fit."""
     monkeypatch.setattr(keeper_module, "has_room", lambda processes: room)
-    keeper = Keeper(0)
+    keeper = RetainedState(0)
     seen = keep_one(keeper, device)
-    keeper.begin(ASSIGN)
+    keeper.begin_generation(ASSIGN)
     assert seen() is None
 
 
 @pytest.mark.usefixtures("uncollected")
 def test_where_two_fit_the_last_engine_goes_when_a_step_is_done(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(keeper_module, "has_room", lambda processes: True)
-    keeper = Keeper(0)
+    keeper = RetainedState(0)
     first = keep_one(keeper, "cpu")
-    keeper.begin(ASSIGN)
+    keeper.begin_generation(ASSIGN)
     assert first() is not None  # nobody waits for it
     second = keep_one(keeper, "cpu")
-    keeper.begin(ASSIGN)
+    keeper.begin_generation(ASSIGN)
     assert first() is second() is None  # no step was done: three might not fit
     third = keep_one(keeper, "cpu")
-    keeper.begin(ASSIGN)
+    keeper.begin_generation(ASSIGN)
     assert third() is not None
-    keeper.tidy()
+    keeper.collect_garbage()
     assert third() is None
 
 
-def keep_one(keeper: Keeper, device: str) -> weakref.ref[LastEngine]:
+def keep_one(keeper: RetainedState, device: str) -> weakref.ref[LastEngine]:
     engine = LastEngine(device)
-    keeper.keep(engine)  # type: ignore[arg-type]
+    keeper.retain(engine)  # type: ignore[arg-type]
     return weakref.ref(engine)

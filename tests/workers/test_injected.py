@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.workers.injector import fired
-from rayzero.workers.messages import Crashed, FaultFired, Finished, MirrorPlan, Report
+from rayzero.workers.chaos.inject import read_fired_faults
+from rayzero.workers.chaos.spec import FaultFired
+from rayzero.workers.messages import Crashed, Finished, MirrorPolicy, StepReport
 from tests.workers import repairs
 from tests.workers.crew import Crew
 from tests.workers.support import setup
@@ -28,7 +29,7 @@ def crew(tmp_path: Path) -> Iterator[Crew]:
             working_dir=os.getcwd(),
             import_paths=(os.getcwd(),),
             args={},
-            mirror=MirrorPlan(replicas=1, every_steps=1),
+            mirror=MirrorPolicy(replicas=1, every_steps=1),
             faults=("raise_error(rank=7, step=1)",),
         ),
         1,
@@ -40,7 +41,7 @@ def crew(tmp_path: Path) -> Iterator[Crew]:
 def test_a_fault_reaches_a_running_generation_and_the_next(crew: Crew, tmp_path: Path):
     worker = crew.workers[0]
     crew.form(1, [0])
-    crew.wait(0, lambda one: isinstance(one, Report) and one.step >= 3)
+    crew.wait(0, lambda one: isinstance(one, StepReport) and one.step >= 3)
     first = 'raise_error(rank=0, step=4, phase="reduce")'
     worker.call("inject", (first,))
     worker.call("inject", ())  # a list that was overtaken by the newer one
@@ -55,5 +56,5 @@ def test_a_fault_reaches_a_running_generation_and_the_next(crew: Crew, tmp_path:
     again = crew.wait_end(0, 2)
     assert isinstance(again, Crashed)
     assert again.step == crashed.step + 5
-    assert [one.fault for one in fired(tmp_path)] == [first, second]
+    assert [one.fault for one in read_fired_faults(tmp_path)] == [first, second]
     assert not any(isinstance(one, Finished) for one in crew.seen[0])

@@ -14,17 +14,16 @@ from pathlib import Path
 import pytest
 
 from rayzero.engine.errors import ConfigError
-from rayzero.workers.faults import parse
-from rayzero.workers.injector import (
+from rayzero.workers.chaos.inject import (
     FaultRecord,
+    FaultSchedule,
     InjectedError,
-    Injector,
-    Schedule,
-    StoreFaults,
-    fired,
-    tear,
+    StoreFaultInjector,
+    WorkerFaultInjector,
+    damage_file,
+    read_fired_faults,
 )
-from rayzero.workers.messages import FaultFired
+from rayzero.workers.chaos.spec import FaultFired, parse_fault
 
 
 class Worker:
@@ -32,14 +31,14 @@ class Worker:
 
     def __init__(self, folder: Path, rank: int, *texts: str) -> None:
         self.posted: list[FaultFired] = []
-        faults = [parse(text) for text in texts]
-        self.schedule = Schedule(faults, FaultRecord(folder), self.posted.append)
-        self.injector = Injector(self.schedule, rank)
+        faults = [parse_fault(text) for text in texts]
+        self.schedule = FaultSchedule(faults, FaultRecord(folder), self.posted.append)
+        self.injector = WorkerFaultInjector(self.schedule, rank)
 
     def steps(self, first: int, last: int) -> None:
         for step in range(first, last + 1):
             for phase in ("data", "forward", "backward", "forward", "backward", "reduce"):
-                self.injector.at(phase, step)
+                self.injector.on_phase(phase, step)
 
 
 ERROR = 'raise_error(rank=1, step=3, phase="backward")'
@@ -49,12 +48,12 @@ def test_it_happens_at_its_rank_step_and_phase_only(tmp_path: Path) -> None:
     Worker(tmp_path, 0, ERROR).steps(1, 9)
     worker = Worker(tmp_path, 1, ERROR)
     worker.steps(1, 2)
-    worker.injector.at("forward", 3)
-    assert fired(tmp_path) == ()
+    worker.injector.on_phase("forward", 3)
+    assert read_fired_faults(tmp_path) == ()
     with pytest.raises(InjectedError, match="injected in phase backward of step 3"):
-        worker.injector.at("backward", 3)
+        worker.injector.on_phase("backward", 3)
     assert worker.posted == [FaultFired(1, 3, ERROR)]
-    assert fired(tmp_path) == (FaultFired(1, 3, ERROR),)
+    assert read_fired_faults(tmp_path) == (FaultFired(1, 3, ERROR),)
 
 
 def test_it_happens_once_though_the_step_is_done_again(tmp_path: Path) -> None:
@@ -63,7 +62,7 @@ def test_it_happens_once_though_the_step_is_done_again(tmp_path: Path) -> None:
         worker.steps(1, 9)
     worker.steps(3, 9)
     Worker(tmp_path, 1, ERROR).steps(3, 9)  # another process, a later generation
-    assert len(fired(tmp_path)) == 1
+    assert len(read_fired_faults(tmp_path)) == 1
 
 
 def test_times_and_equal_lines_add_up(tmp_path: Path) -> None:
@@ -71,21 +70,21 @@ def test_times_and_equal_lines_add_up(tmp_path: Path) -> None:
     for count in (1, 2):
         with pytest.raises(InjectedError):
             Worker(tmp_path, 0, twice).steps(3, 3)
-        assert len(fired(tmp_path)) == count
+        assert len(read_fired_faults(tmp_path)) == count
     Worker(tmp_path, 0, twice).steps(3, 9)
     equal = ["raise_error(rank=0, step=9)"] * 2
     for _ in equal:
         with pytest.raises(InjectedError):
             Worker(tmp_path, 0, *equal).steps(9, 9)
     Worker(tmp_path, 0, *equal).steps(9, 12)
-    assert len(fired(tmp_path)) == 4
+    assert len(read_fired_faults(tmp_path)) == 4
 
 
 def test_a_phase_that_is_rare_is_waited_for(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 0, 'raise_error(rank=0, step=3, phase="mirror")')
     worker.steps(1, 9)
     with pytest.raises(InjectedError, match="phase mirror of step 10"):
-        worker.injector.at("mirror", 10)
+        worker.injector.on_phase("mirror", 10)
 
 
 def test_slow_sleeps_once_a_step(tmp_path: Path) -> None:
@@ -98,9 +97,11 @@ def test_slow_sleeps_once_a_step(tmp_path: Path) -> None:
 
 def test_a_hang_waits_for_ever_until_the_process_ends(tmp_path: Path) -> None:
     told = threading.Event()
-    faults = [parse("hang(rank=0, step=1)")]
-    injector = Injector(Schedule(faults, FaultRecord(tmp_path), lambda _: told.set()), 0)
-    thread = threading.Thread(target=injector.at, args=("forward", 1), daemon=True)
+    faults = [parse_fault("hang(rank=0, step=1)")]
+    injector = WorkerFaultInjector(
+        FaultSchedule(faults, FaultRecord(tmp_path), lambda _: told.set()), 0
+    )
+    thread = threading.Thread(target=injector.on_phase, args=("forward", 1), daemon=True)
     thread.start()
     assert told.wait(5)
     thread.join(0.2)
@@ -114,8 +115,8 @@ def child(folder: Path, text: str) -> subprocess.Popen[bytes]:
     """A process that goes through the phases of three steps as rank 0."""
     script = (
         "import sys\n"
-        "from rayzero.workers.faults import parse\n"
-        "from rayzero.workers.injector import FaultRecord, Injector, Schedule\n"
+        "from rayzero.workers.chaos.spec import parse\n"
+        "from rayzero.workers.chaos.inject import FaultRecord, Injector, Schedule\n"
         "schedule = Schedule([parse(sys.argv[2])], FaultRecord(sys.argv[1]), lambda _: None)\n"
         "injector = Injector(schedule, 0)\n"
         "for step in (1, 2, 3): injector.at('reduce', step)\n"
@@ -126,7 +127,7 @@ def child(folder: Path, text: str) -> subprocess.Popen[bytes]:
 def test_a_kill_is_recorded_before_the_process_dies(tmp_path: Path) -> None:
     text = 'kill(rank=0, step=2, phase="reduce")'
     assert child(tmp_path, text).wait(60) == -signal.SIGKILL
-    assert fired(tmp_path) == (FaultFired(0, 2, text),)
+    assert read_fired_faults(tmp_path) == (FaultFired(0, 2, text),)
     assert child(tmp_path, text).wait(60) == 0  # the replacement goes on
 
 
@@ -135,7 +136,7 @@ def test_a_stopped_process_is_recorded_and_goes_on_when_it_may(tmp_path: Path) -
     try:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
-        assert len(fired(tmp_path)) == 1
+        assert len(read_fired_faults(tmp_path)) == 1
         os.kill(process.pid, signal.SIGCONT)
         _, status = os.waitpid(process.pid, 0)
         assert os.waitstatus_to_exitcode(status) == 0
@@ -147,21 +148,23 @@ def test_faults_of_others_are_left_to_them(tmp_path: Path) -> None:
     texts = ["drop_node(node=0, step=1)", "kill_vault(node=0, step=1)", "slow_store(seconds=1)"]
     worker = Worker(tmp_path, 0, *texts)
     worker.steps(1, 3)
-    assert fired(tmp_path) == ()
+    assert read_fired_faults(tmp_path) == ()
     assert [str(fault) for fault in worker.schedule.due(1)] == texts
-    worker.schedule.fire(worker.schedule.faults[0], rank=0, step=1)  # by whoever drops nodes
-    assert [str(fault) for fault in worker.schedule.faults] == texts[1:]
+    worker.schedule.record_fired(
+        worker.schedule.remaining[0], rank=0, step=1
+    )  # by whoever drops nodes
+    assert [str(fault) for fault in worker.schedule.remaining] == texts[1:]
 
 
 def test_a_new_job_forgets_what_an_earlier_one_recorded(tmp_path: Path) -> None:
     record = FaultRecord(tmp_path)
-    record.keep_only(())
+    record.retain_only(())
     record.add(FaultFired(0, 1, ERROR))
     record.add(FaultFired(0, 2, "kill(rank=0, step=2)"))
-    record.keep_only({ERROR})
-    assert fired(tmp_path) == (FaultFired(0, 1, ERROR),)
-    record.keep_only(())
-    assert fired(tmp_path) == ()
+    record.retain_only({ERROR})
+    assert read_fired_faults(tmp_path) == (FaultFired(0, 1, ERROR),)
+    record.retain_only(())
+    assert read_fired_faults(tmp_path) == ()
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 def test_a_full_disk_happens_so_many_times(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 0, "full_disk(step=50, times=2)")
-    store = StoreFaults(worker.schedule)
+    store = StoreFaultInjector(worker.schedule)
     store.before_write(49, 0)
     for _ in range(2):
         with pytest.raises(OSError, match="No space") as caught:
@@ -182,7 +185,7 @@ def test_a_full_disk_happens_so_many_times(tmp_path: Path) -> None:
 
 
 def test_a_slow_store_can_be_closed(tmp_path: Path) -> None:
-    store = StoreFaults(Worker(tmp_path, 0, "slow_store(seconds=1000)").schedule)
+    store = StoreFaultInjector(Worker(tmp_path, 0, "slow_store(seconds=1000)").schedule)
     thread = threading.Thread(target=store.before_write, args=(50, 0), daemon=True)
     thread.start()
     thread.join(0.1)
@@ -199,7 +202,7 @@ def test_a_file_is_torn_after_the_commit(tmp_path: Path, how: str, left: bytes |
     path = tmp_path / "rank-00001"
     path.write_bytes(b"012356789")
     worker = Worker(tmp_path, 0, f'tear_file(step=50, rank=1, how="{how}")')
-    store = StoreFaults(worker.schedule)
+    store = StoreFaultInjector(worker.schedule)
     store.after_commit(40, {1: path})
     store.after_commit(50, {0: tmp_path / "rank-00000"})  # not that rank's
     assert path.read_bytes() == b"012356789"
@@ -211,23 +214,26 @@ def test_a_file_is_torn_after_the_commit(tmp_path: Path, how: str, left: bytes |
 def test_tearing_a_file_twice_undoes_a_flip(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"abc")
-    tear(path, "flip")
+    damage_file(path, "flip")
     assert path.read_bytes() == b"acc"
-    tear(path, "flip")
+    damage_file(path, "flip")
     assert path.read_bytes() == b"abc"
 
 
 def test_more_faults_may_be_wanted_while_others_are_due(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 0, "raise_error(rank=0, step=3)")
-    first, second = parse("raise_error(rank=0, step=3)"), parse("raise_error(rank=0, step=5)")
+    first, second = (
+        parse_fault("raise_error(rank=0, step=3)"),
+        parse_fault("raise_error(rank=0, step=5)"),
+    )
     with pytest.raises(InjectedError):
         worker.steps(1, 9)
-    worker.schedule.want([first, second])
-    worker.schedule.want([first])  # overtaken: it changes nothing
+    worker.schedule.set_faults([first, second])
+    worker.schedule.set_faults([first])  # overtaken: it changes nothing
     with pytest.raises(InjectedError, match="step 5"):
         worker.steps(4, 9)
-    worker.schedule.want([first, second, second])
+    worker.schedule.set_faults([first, second, second])
     with pytest.raises(InjectedError, match="step 5"):
         worker.steps(5, 9)
     worker.steps(5, 9)
-    assert len(fired(tmp_path)) == 3
+    assert len(read_fired_faults(tmp_path)) == 3

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 
-from rayzero.workers.interfaces import interface_of
+from rayzero.workers.actor import interface_for
 
 
 def test_the_loopback_and_an_address_nobody_has():
-    name = interface_of("127.0.0.1")
+    name = interface_for("127.0.0.1")
     assert name in {one for _, one in socket.if_nameindex()}
-    assert interface_of("203.0.113.7") is None
+    assert interface_for("203.0.113.7") is None

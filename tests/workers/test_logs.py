@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rayzero.workers.logs import LineTee, teed
+from rayzero.workers.output import LineTee, tee_output
 
 
 def tee() -> tuple[LineTee, io.StringIO, list[tuple[str, str]]]:
@@ -44,7 +44,7 @@ def test_the_last_line_needs_no_end():
 def test_both_streams_are_replaced_and_put_back():
     before = sys.stdout, sys.stderr
     seen: list[tuple[str, str]] = []
-    with teed(lambda *line: seen.append(line)):
+    with tee_output(lambda *line: seen.append(line)):
         print("out")
         print("err", file=sys.stderr)
     assert seen == [("stdout", "out"), ("stderr", "err")]

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from rayzero.engine.session import NO_WISHES, Wishes
-from rayzero.engine.state.table import Table
-from rayzero.workers.messages import MirrorPlan, Pinned, Restore
-from rayzero.workers.mirror import COST, Mirror, _Costs
-from rayzero.workers.vault.errors import VaultGoneError, VaultMemoryError
+from rayzero.engine.layout.state_index import BlockIndex
+from rayzero.engine.session import NO_REQUESTS, StepRequests
+from rayzero.workers.messages import MirrorPolicy, Pinned
+from rayzero.workers.mirror import MIRROR_COST_FRACTION, Mirror, _CostModel
+from rayzero.workers.vault.records import Restore, VaultGoneError, VaultMemoryError
 from tests.workers.support import ASSIGN
 
-EVERY = MirrorPlan(replicas=1, every_steps=1)
+EVERY = MirrorPolicy(replicas=1, every_steps=1)
 
 
 @dataclass
@@ -39,10 +39,10 @@ class FakeVault:
     buffers: list[Buffer] = field(default_factory=list)
     told: list[tuple[int, int]] = field(default_factory=list)
     error: Exception | None = None
-    table: Table | None = None
+    table: BlockIndex | None = None
 
     def reserve(
-        self, generation: int, rank: int, world: int, table: Table, count: int
+        self, generation: int, rank: int, world: int, table: BlockIndex, count: int
     ) -> list[Buffer]:
         if self.error:
             raise self.error
@@ -52,7 +52,7 @@ class FakeVault:
         self.buffers = [*self.buffers, *made]
         return made
 
-    def complete(self, generation: int, step: int) -> None:
+    def announce_complete(self, generation: int, step: int) -> None:
         self.told.append((generation, step))
 
     @property
@@ -62,20 +62,22 @@ class FakeVault:
 
 @dataclass
 class State:
-    made: Table = field(default_factory=Table)
+    made: BlockIndex = field(default_factory=BlockIndex)
     constants: list[bool] = field(default_factory=list)
 
-    def table(self) -> Table:
+    def block_index(self) -> BlockIndex:
         return self.made
 
-    def write(self, block: memoryview, *, constants: bool) -> None:
+    def write_block(self, block: memoryview, *, constants: bool) -> None:
         self.constants.append(constants)
 
-    def small(self) -> bytes:
+    def metadata(self) -> bytes:
         return b"{}"
 
 
-def mirror(plan: MirrorPlan, vault: FakeVault | None, last_step: int | None = None, **assign: Any):
+def mirror(
+    plan: MirrorPolicy, vault: FakeVault | None, last_step: int | None = None, **assign: Any
+):
     posted: list[Pinned] = []
     made = Mirror(plan, replace(ASSIGN, **assign), last_step, vault, posted.append)  # type: ignore
     return made, posted
@@ -83,7 +85,7 @@ def mirror(plan: MirrorPlan, vault: FakeVault | None, last_step: int | None = No
 
 def run(made: Mirror, steps: range, state: State, agree: Any = None) -> None:
     for step in steps:
-        agreed = agree(made, step) if agree else NO_WISHES
+        agreed = agree(made, step) if agree else NO_REQUESTS
         made.step_done(step, agreed, state)  # type: ignore[arg-type]
 
 
@@ -107,8 +109,8 @@ def test_older_generations_are_given_up_only_after_a_vote_behind_the_first_mirro
 
 def test_a_fixed_interval_counts_from_where_the_generation_began():
     vault, state = FakeVault(), State()
-    made, _ = mirror(MirrorPlan(replicas=1, every_steps=3), vault, restore=Restore(10))
-    pace = Wishes(pace=3.0)
+    made, _ = mirror(MirrorPolicy(replicas=1, every_steps=3), vault, restore=Restore(10))
+    pace = StepRequests(mirror_interval=3.0)
     run(made, range(11, 13), state, lambda *_: pace)
     assert vault.steps == []
     run(made, range(13, 18), state, lambda *_: pace)
@@ -117,13 +119,13 @@ def test_a_fixed_interval_counts_from_where_the_generation_began():
 
 def test_without_replicas_only_checkpoints_and_drains_are_copied():
     vault, state = FakeVault(), State()
-    made, posted = mirror(MirrorPlan(checkpoint_every_steps=4), vault)
+    made, posted = mirror(MirrorPolicy(checkpoint_every_steps=4), vault)
     run(made, range(1, 4), state, lambda m, step: replace(m.wishes(step)))
     assert vault.steps == []
     run(made, range(4, 6), state, lambda m, step: m.wishes(step))
     assert vault.steps == [4]
     assert [(one.step, one.checkpoint) for one in posted] == [(4, True)]
-    run(made, range(6, 7), state, lambda *_: Wishes(drain=True))
+    run(made, range(6, 7), state, lambda *_: StepRequests(drain=True))
     assert vault.steps == [4, 6]
 
 
@@ -191,7 +193,7 @@ def test_a_new_table_gets_new_buffers():
     made, _ = mirror(EVERY, vault)
     run(made, range(1, 3), state)
     before = vault.buffers
-    state.made = Table(nbytes=64)
+    state.made = BlockIndex(nbytes=64)
     run(made, range(3, 4), state)
     assert vault.buffers is not before
     assert vault.steps == [3]
@@ -199,23 +201,26 @@ def test_a_new_table_gets_new_buffers():
 
 @given(mirror_s=some.floats(1e-4, 10), step_s=some.floats(1e-3, 10))
 def test_the_chosen_pace_keeps_the_cost_near_its_limit(mirror_s: float, step_s: float):
-    costs = _Costs()
+    costs = _CostModel()
     costs._step_s = step_s
-    costs.mirrored(mirror_s)
-    assert mirror_s / costs.pace <= 1.25 * COST * step_s * (1 + 1e-9)
-    assert costs.pace == 1 or mirror_s / (costs.pace - 1) > COST * step_s * 0.5
+    costs.mirror_finished(mirror_s)
+    assert mirror_s / costs.interval_steps <= 1.25 * MIRROR_COST_FRACTION * step_s * (1 + 1e-9)
+    assert (
+        costs.interval_steps == 1
+        or mirror_s / (costs.interval_steps - 1) > MIRROR_COST_FRACTION * step_s * 0.5
+    )
 
 
 def test_what_was_measured_while_reserving_does_not_count():
-    costs = _Costs()
-    costs.skip()
-    costs.mirrored(99.0)
-    assert costs.pace == 1.0
+    costs = _CostModel()
+    costs.skip_next()
+    costs.mirror_finished(99.0)
+    assert costs.interval_steps == 1.0
 
 
 def test_a_pause_between_two_steps_hardly_counts_as_a_step():
-    costs = _Costs()
+    costs = _CostModel()
     costs._step_s = 0.1
-    costs._since_s -= 60.0  # an evaluation, say
-    costs.step_ended()
+    costs._last_step_at_s -= 60.0  # an evaluation, say
+    costs.step_finished()
     assert costs._step_s < 0.13

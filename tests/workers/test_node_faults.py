@@ -12,18 +12,21 @@ import psutil
 import pytest
 
 from rayzero.engine.errors import EngineError
-from rayzero.workers import node_faults
-from rayzero.workers.faults import parse
-from rayzero.workers.node_faults import network, obstacle
+from rayzero.workers.chaos import node
+from rayzero.workers.chaos.node import network_id, why_impossible
+from rayzero.workers.chaos.spec import parse_fault
 
-DROP, CUT = parse("drop_node(node=1, step=2)"), parse("partition(node=1, step=2, seconds=0.5)")
+DROP, CUT = (
+    parse_fault("drop_node(node=1, step=2)"),
+    parse_fault("partition(node=1, step=2, seconds=0.5)"),
+)
 
 
 def test_a_vault_can_always_be_killed():
-    assert obstacle(parse("kill_vault(node=0, step=1)"), True, network()) == ""
+    assert why_impossible(parse_fault("kill_vault(node=0, step=1)"), True, network_id()) == ""
     code = (
-        "from rayzero.workers.faults import parse\n"
-        "from rayzero.workers.node_faults import strike\n"
+        "from rayzero.workers.chaos.spec import parse\n"
+        "from rayzero.workers.chaos.node import strike\n"
         "strike(parse('kill_vault(node=0, step=1)'))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=300)
@@ -32,25 +35,25 @@ def test_a_vault_can_always_be_killed():
 
 def test_the_controllers_node_is_spared():
     for fault in (DROP, CUT):
-        assert "the job's controller runs on that node" in obstacle(fault, True, "")
+        assert "the job's controller runs on that node" in why_impossible(fault, True, "")
 
 
 def test_only_a_raylet_is_taken_for_a_node():
-    assert "not the node's raylet" in obstacle(DROP, False, "")
+    assert "not the node's raylet" in why_impossible(DROP, False, "")
 
 
 def test_a_network_that_the_controller_is_in_as_well_is_not_cut(monkeypatch: pytest.MonkeyPatch):
-    assert "in common with the job's controller" in obstacle(CUT, False, network())
+    assert "in common with the job's controller" in why_impossible(CUT, False, network_id())
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert "no command `ip`" in obstacle(CUT, False, "elsewhere")
+    assert "no command `ip`" in why_impossible(CUT, False, "elsewhere")
 
 
 def test_a_node_goes_with_all_its_processes():
     # A raylet, by its name, that is the parent of a vault and of a worker with a child.
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     vault = (
-        "from rayzero.workers.faults import parse\n"
-        "from rayzero.workers.node_faults import obstacle, strike\n"
+        "from rayzero.workers.chaos.spec import parse\n"
+        "from rayzero.workers.chaos.node import obstacle, strike\n"
         "fault = parse('drop_node(node=1, step=2)')\n"
         "print(repr(obstacle(fault, False, '')), flush=True)\n"
         "input()\n"
@@ -86,7 +89,7 @@ def test_a_cut_network_comes_back_with_its_routes_though_the_vault_is_gone():
     code = (
         "import subprocess, time\n"
         "from rayzero.workers import node_faults\n"
-        "from rayzero.workers.faults import parse\n"
+        "from rayzero.workers.chaos.spec import parse\n"
         "def ip(*words): return subprocess.run(['ip', *words], capture_output=True, text=True,\n"
         "                                      check=True).stdout\n"
         "ip('link', 'add', 'wire', 'type', 'veth', 'peer', 'other')\n"
@@ -116,6 +119,6 @@ def test_a_cut_network_comes_back_with_its_routes_though_the_vault_is_gone():
 
 
 def test_what_fails_is_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(node_faults, "_interfaces", lambda: iter(["no-such-link"]))
+    monkeypatch.setattr(node, "_active_interfaces", lambda: iter(["no-such-link"]))
     with pytest.raises(EngineError, match="the network could not be cut"):
-        node_faults.strike(CUT)
+        node.inject_node_fault(CUT)

@@ -3,8 +3,8 @@ from __future__ import annotations
 from threading import Thread
 from time import monotonic
 
-from rayzero.workers.messages import Joined, LogLine, Report
-from rayzero.workers.outbox import Outbox
+from rayzero.workers.messages import Joined, LogLine, StepReport
+from rayzero.workers.output import Outbox
 
 
 def line(text: str) -> LogLine:
@@ -13,17 +13,17 @@ def line(text: str) -> LogLine:
 
 def test_messages_come_out_in_order_and_once():
     outbox = Outbox(linger_s=0)
-    messages = [line("a"), Report(1, 0, 1), Joined(1, 0), line("b")]
+    messages = [line("a"), StepReport(1, 0, 1), Joined(1, 0), line("b")]
     for message in messages:
         outbox.post(message)
-    assert outbox.take(1) == messages
-    assert outbox.take(0) == []
+    assert outbox.poll(1) == messages
+    assert outbox.poll(0) == []
 
 
 def test_a_poll_waits_for_the_first_message():
     outbox = Outbox(linger_s=0)
     taken: list[object] = []
-    poll = Thread(target=lambda: taken.extend(outbox.take(10)))
+    poll = Thread(target=lambda: taken.extend(outbox.poll(10)))
     poll.start()
     outbox.post(Joined(1, 0))
     poll.join(5)
@@ -35,17 +35,17 @@ def test_an_urgent_message_ends_the_wait_for_company():
     outbox.post(Joined(1, 0))
     outbox.post(line("after it"))
     before = monotonic()
-    assert len(outbox.take(30)) == 2
+    assert len(outbox.poll(30)) == 2
     assert monotonic() - before < 5
 
 
 def test_the_oldest_lines_go_and_are_counted_but_no_message_is_lost():
     outbox = Outbox(max_lines=2, linger_s=0)
-    outbox.post(Report(1, 0, 1))
+    outbox.post(StepReport(1, 0, 1))
     for text in "abcd":
         outbox.post(line(text))
-    taken = outbox.take(0)
+    taken = outbox.poll(0)
     assert taken[0] == LogLine(0, "stderr", "(2 earlier lines were dropped)")
-    assert taken[1:] == [Report(1, 0, 1), line("c"), line("d")]
+    assert taken[1:] == [StepReport(1, 0, 1), line("c"), line("d")]
     outbox.post(line("e"))
-    assert outbox.take(0) == [line("e")]
+    assert outbox.poll(0) == [line("e")]

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from rayzero.engine.api.entry import initialize
+from rayzero.engine.api.initialize import initialize
 from rayzero.engine.engine import Engine
-from rayzero.engine.session import NO_WISHES, entered
-from rayzero.workers.job_session import JobSession
-from rayzero.workers.messages import Message, MirrorPlan, Report
+from rayzero.engine.session import NO_REQUESTS, use_session
+from rayzero.workers.messages import MirrorPolicy, StepReport, WorkerMessage
 from rayzero.workers.mirror import Mirror
-from rayzero.workers.readings import Readings, resident_bytes
+from rayzero.workers.session import JobSession
+from rayzero.workers.step_report import WorkerStats, resident_bytes
 from tests.workers import repairs
 from tests.workers.support import ASSIGN
 from tests.workers.test_context import session
@@ -25,9 +25,9 @@ COST_S = 0.001
 """Of the training thread's own time, the least of several: 0.2 ms on an idle machine."""
 
 
-def trained(model: nn.Module, steps: int) -> tuple[Engine, JobSession, list[Report]]:
+def trained(model: nn.Module, steps: int) -> tuple[Engine, JobSession, list[StepReport]]:
     made, _, posted = session(engine_config=repairs.engine_config(1))
-    with entered(made):
+    with use_session(made):
         engine, *_ = initialize(model=model)
     for _ in range(steps):
         step(engine)
@@ -39,8 +39,8 @@ def step(engine: Engine) -> None:
     engine.step()
 
 
-def reports(posted: list[Message]) -> list[Report]:
-    return [one for one in posted if isinstance(one, Report)]
+def reports(posted: list[WorkerMessage]) -> list[StepReport]:
+    return [one for one in posted if isinstance(one, StepReport)]
 
 
 def test_a_report_says_what_the_engine_knows():
@@ -56,27 +56,27 @@ def test_a_report_says_what_the_engine_knows():
 
 def test_a_skipped_step_is_counted_once():
     engine, made, _ = trained(nn.Linear(4, 4), 1)
-    readings = Readings(made._mirror)
+    readings = WorkerStats(made._mirror)
     engine.progress.skipped_steps = 3  # as it came out of a checkpoint
-    readings.begin(engine)
-    told = [readings.of({"skipped_steps": count})["skipped"] for count in (3, 4, 4)]
+    readings.start_counting(engine)
+    told = [readings.for_step({"skipped_steps": count})["skipped"] for count in (3, 4, 4)]
     assert told == [0, 1, 0]
 
 
 def test_a_mirrors_time_belongs_to_the_next_step():
-    mirror = Mirror(MirrorPlan(), ASSIGN, None, None, lambda _: None)
-    readings = Readings(mirror)
-    assert readings.of({"phases/other": 1.0})["phases/mirror"] == 0
-    mirror.checkpointed = 1
-    assert readings.mirrored(0.25, 1) == {}  # there is no vault
-    found = readings.of({"phases/other": 1.0})
+    mirror = Mirror(MirrorPolicy(), ASSIGN, None, None, lambda _: None)
+    readings = WorkerStats(mirror)
+    assert readings.for_step({"phases/other": 1.0})["phases/mirror"] == 0
+    mirror.checkpointed_step = 1
+    assert readings.mirror_finished(0.25, 1) == {}  # there is no vault
+    found = readings.for_step({"phases/other": 1.0})
     assert (found["phases/mirror"], found["phases/other"], found["checkpoint_s"]) == (
         0.25,
         0.75,
         0.25,
     )
-    readings.mirrored(0.25, 2)
-    found = readings.of({"phases/other": 0.125})
+    readings.mirror_finished(0.25, 2)
+    found = readings.for_step({"phases/other": 0.125})
     assert (found["phases/mirror"], found["phases/other"], found["checkpoint_s"]) == (0.125, 0, 0)
 
 
@@ -93,7 +93,9 @@ def test_a_report_is_cheap():
     meter, took_s = engine._meter, []
     for _ in range(20):
         before = thread_time()
-        made.step_done(meter._read(meter._settled_bytes()).flat() | {"step": 1e6}, NO_WISHES)
+        made.on_step_end(
+            meter._collect(meter._cached_bytes()).to_flat_dict() | {"step": 1e6}, NO_REQUESTS
+        )
         took_s.append(thread_time() - before)
-        made.reports._last_step = 0
+        made.reporter._last_step = 0
     assert min(took_s) < COST_S

@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from rayzero.engine.data.ledger import check
-from rayzero.engine.data.order import SampleOrder
-from rayzero.workers.injector import fired
+from rayzero.engine.data.sample_ledger import check_ledger
+from rayzero.engine.data.sampling import SampleOrder
+from rayzero.workers.chaos.inject import read_fired_faults
 from rayzero.workers.messages import (
     Crashed,
     Finished,
-    MirrorPlan,
+    MirrorPolicy,
     Pinned,
-    Report,
-    Restore,
     Restored,
+    StepReport,
     Stopped,
 )
+from rayzero.workers.vault.records import Restore
 from tests.workers import repairs
 from tests.workers.crew import NODE, Crew
 from tests.workers.support import setup
@@ -42,7 +42,7 @@ def crew_of(tmp_path) -> Iterator[Callable[..., Crew]]:
     made: list[Crew] = []
 
     def make(count: int, stage: int = 2, function: str = "train", **changes: Any) -> Crew:
-        changes = {"mirror": MirrorPlan(replicas=1, every_steps=1), "ledger": True} | changes
+        changes = {"mirror": MirrorPolicy(replicas=1, every_steps=1), "ledger": True} | changes
         made.append(
             Crew(
                 setup(
@@ -71,7 +71,7 @@ def check_results(crew: Crew, steps: int = STEPS) -> None:
     for name, right in repairs.oracle(steps).items():
         assert torch.allclose(weights[name], right, rtol=1e-9, atol=1e-12), name
     order = SampleOrder(repairs.LENGTH, crew.setup.seed)
-    assert check(f"{folder}/ledger", order, repairs.SAMPLES) == []
+    assert check_ledger(f"{folder}/ledger", order, repairs.SAMPLES) == []
 
 
 def lost(crew: Crew, timeout_s: float = 200) -> int:
@@ -91,7 +91,7 @@ def test_a_killed_worker_costs_no_step(crew_of, stage, phase):
     pids = {index: worker.pid for index, worker in crew.workers.items()}
     crew.form(1, [0, 1, 2])
     assert lost(crew) == 1
-    assert [one.step for one in fired(crew.setup.output_dir)] == [5]
+    assert [one.step for one in read_fired_faults(crew.setup.output_dir)] == [5]
     ends = {}
     for index in (0, 2):
         crew.wait_step(index, 1, 4)
@@ -100,7 +100,7 @@ def test_a_killed_worker_costs_no_step(crew_of, stage, phase):
         ends[index] = crew.wait_end(index, 1)
         assert isinstance(ends[index], Stopped | Crashed), crew.texts(index)
     restore = crew.slots(1, 3)
-    reported = [one.step for one in crew.seen[0] if isinstance(one, Report)]
+    reported = [one.step for one in crew.seen[0] if isinstance(one, StepReport)]
     assert restore.step == 4, "the last step that all finished"
     assert max(reported) <= 5
     crew.form(2, [0, 2], restore)
@@ -142,9 +142,9 @@ def test_state_in_files_comes_back_from_memory(crew_of, tmp_path, phase):
 def test_a_stopped_worker_is_fenced_off_without_waiting_for_it(crew_of):
     crew = crew_of(3, 3, faults=('stop(rank=2, step=4, phase="backward")',))
     crew.form(1, [0, 1, 2])
-    crew.wait(0, lambda one: isinstance(one, Report) and one.step == 3)
+    crew.wait(0, lambda one: isinstance(one, StepReport) and one.step == 3)
     until = time.monotonic() + 200
-    while not fired(crew.setup.output_dir):
+    while not read_fired_faults(crew.setup.output_dir):
         assert time.monotonic() < until
         time.sleep(0.05)
     time.sleep(0.5)  # the others come to wait for it
@@ -180,7 +180,7 @@ def test_growth_and_shrink_at_a_step_boundary_lose_nothing(crew_of):
     crew = crew_of(3, 3, faults=("slow(rank=0, step=2, seconds=0.2, steps=12)",))
     crew.form(1, [0, 1])
     newcomer = 2
-    crew.wait(1, lambda one: isinstance(one, Report))
+    crew.wait(1, lambda one: isinstance(one, StepReport))
     crew.workers[1].call("drain", 1)
     ends = [crew.wait_end(index, 1) for index in (0, 1)]
     assert all(isinstance(one, Stopped) for one in ends), ends
@@ -189,7 +189,7 @@ def test_growth_and_shrink_at_a_step_boundary_lose_nothing(crew_of):
     restore = crew.slots(1, 2)
     assert {restore.step} == steps
     crew.form(2, [0, 1, newcomer], restore)
-    crew.wait(newcomer, lambda one: isinstance(one, Report))
+    crew.wait(newcomer, lambda one: isinstance(one, StepReport))
     crew.workers[newcomer].call("drain", 2)
     ends = [crew.wait_end(index, 2) for index in (0, 1, 2)]
     crew.form(3, [2], crew.slots(2, 3))
@@ -223,7 +223,7 @@ def test_a_worker_that_has_finished_can_take_part_again(crew_of):
 
 
 def test_without_replicas_a_survivor_that_holds_everything_is_salvaged(crew_of):
-    crew = crew_of(3, 0, faults=('kill(rank=0, step=6, phase="backward")',), mirror=MirrorPlan())
+    crew = crew_of(3, 0, faults=('kill(rank=0, step=6, phase="backward")',), mirror=MirrorPolicy())
     crew.form(1, [0, 1, 2])
     assert lost(crew) == 0
     for index in (1, 2):
@@ -236,7 +236,7 @@ def test_without_replicas_a_survivor_that_holds_everything_is_salvaged(crew_of):
     assert crew.vault.inventory() == []
     saved = crew.workers[2].call("salvage", crew.vault.address)
     assert (saved.step, saved.world_size) == (5, 1)
-    from rayzero.workers.messages import SlotRef
+    from rayzero.workers.vault.records import SlotRef
 
     crew.form(2, [1, 2], Restore(5, (SlotRef(1, saved.rank, 5, NODE),)))
     for index in (1, 2):
@@ -257,7 +257,7 @@ def test_the_users_error_and_damage_of_the_state_are_told_apart(crew_of):
 
 
 def test_checkpoint_steps_are_pinned_on_all_ranks_alike(crew_of):
-    plan = MirrorPlan(replicas=1, every_steps=1, checkpoint_every_steps=5)
+    plan = MirrorPolicy(replicas=1, every_steps=1, checkpoint_every_steps=5)
     crew = crew_of(2, 2, mirror=plan)
     crew.form(1, [0, 1])
     for index in (0, 1):

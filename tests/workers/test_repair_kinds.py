@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.engine.session import entered
-from rayzero.workers.messages import Crashed, Finished, MirrorPlan, Restore, Stopped
-from rayzero.workers.vault.vault import Vault
+from rayzero.engine.session import use_session
+from rayzero.workers.messages import Crashed, Finished, MirrorPolicy, Stopped
+from rayzero.workers.vault.actor import Vault
+from rayzero.workers.vault.records import Restore
 from tests.engine.state.blocks import Block, StateSession
 from tests.engine.state.kinds import FOUND, KINDS, SEED, equal, go_on, make, whole
 from tests.support.ranks import run_ranks
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.slow
 def undisturbed(rank: int, world: int, name: str, folder: str) -> tuple[Block, Block]:
     """The states after `AT` and `STEPS` steps."""
     kind = KINDS[name]
-    with entered(StateSession(seed=SEED)):
+    with use_session(StateSession(seed=SEED)):
         engine, loader = make(kind, kind.config(kind.stage, folder))
         go_on(engine, loader, AT)
         first = Block.of(engine)
@@ -53,7 +54,7 @@ class Workers:
     def ready(self) -> Crew:
         """With two living workers and a fresh vault."""
         if self.crew is None:
-            plan = MirrorPlan(replicas=1, every_steps=1)
+            plan = MirrorPolicy(replicas=1, every_steps=1)
             made = setup(
                 entrypoint="tests.workers.kind_repairs:train",
                 seed=SEED,

@@ -6,11 +6,14 @@ from threading import Event, Thread
 import pytest
 
 from rayzero.engine.errors import CollectiveError, EngineError
-from rayzero.workers import runner as runners
-from rayzero.workers.interrupt import Interrupted
-from rayzero.workers.messages import Crashed, Finished, Message, Stopped
-from rayzero.workers.runner import Body, Runner
-from rayzero.workers.wire import Wire
+from rayzero.workers import training_thread as runners
+from rayzero.workers.messages import Crashed, Finished, Stopped, WorkerMessage
+from rayzero.workers.training_thread import (
+    GenerationBody,
+    GenerationChannel,
+    Interrupted,
+    TrainingThread,
+)
 from tests.workers.support import ASSIGN
 
 DONE = Finished(1, 0, None, {}, 0)
@@ -20,15 +23,15 @@ class Bench:
     """A runner with its posts and a way to count how often peers were freed."""
 
     def __init__(self) -> None:
-        self.posted: list[Message] = []
+        self.posted: list[WorkerMessage] = []
         self.freed = 0
-        self.wire = Wire(self.posted.append)
-        self.runner = Runner(self._free)
+        self.wire = GenerationChannel(self.posted.append)
+        self.runner = TrainingThread(self._free)
 
     def _free(self, drained: bool) -> None:
         self.freed += not drained
 
-    def start(self, body: Body) -> None:
+    def start(self, body: GenerationBody) -> None:
         self.runner.start(ASSIGN, body, self.wire)
 
 
@@ -48,8 +51,8 @@ def test_a_body_ends_with_its_own_message(bench: Bench):
 
 
 def test_an_exception_becomes_a_crash_with_its_step(bench: Bench):
-    def body() -> Message:
-        bench.wire.progress.working_on(3)
+    def body() -> WorkerMessage:
+        bench.wire.progress.begin_step(3)
         raise ValueError("boom")
 
     bench.start(body)
@@ -62,7 +65,7 @@ def test_an_exception_becomes_a_crash_with_its_step(bench: Bench):
 def test_stop_unwinds_at_the_next_check_and_frees_the_peers(bench: Bench):
     running = Event()
 
-    def body() -> Message:
+    def body() -> WorkerMessage:
         running.set()
         while True:
             bench.wire.interrupt.check()
@@ -76,7 +79,7 @@ def test_stop_unwinds_at_the_next_check_and_frees_the_peers(bench: Bench):
 
 
 def test_a_drain_leaves_the_peers_their_connections(bench: Bench):
-    def body() -> Message:
+    def body() -> WorkerMessage:
         raise Interrupted
 
     bench.start(body)
@@ -88,7 +91,7 @@ def test_a_drain_leaves_the_peers_their_connections(bench: Bench):
 def test_a_collective_that_fails_while_stopping_is_a_stop(bench: Bench):
     go = Event()
 
-    def body() -> Message:
+    def body() -> WorkerMessage:
         go.wait(5)
         raise CollectiveError("a peer was unwound first")
 
@@ -102,7 +105,7 @@ def test_a_collective_that_fails_while_stopping_is_a_stop(bench: Bench):
 def test_two_generations_do_not_run_at_once_but_one_after_the_other(bench: Bench):
     go = Event()
 
-    def body() -> Message:
+    def body() -> WorkerMessage:
         go.wait(5)
         return DONE
 
@@ -144,18 +147,18 @@ def test_a_thread_that_is_just_being_started_can_be_waited_for(
 
 def test_the_next_generation_waits_for_a_thread_that_has_told_its_end():
     told, go = Event(), Event()
-    posted: list[Message] = []
+    posted: list[WorkerMessage] = []
 
-    def post(message: Message) -> None:
+    def post(message: WorkerMessage) -> None:
         posted.append(message)
         if len(posted) == 1:
             told.set()
             assert go.wait(30)  # the controller hears of it, and is faster than this thread
 
-    runner = Runner(lambda: None)
-    runner.start(ASSIGN, lambda: DONE, Wire(post))
+    runner = TrainingThread(lambda: None)
+    runner.start(ASSIGN, lambda: DONE, GenerationChannel(post))
     assert told.wait(30)
-    starter = Thread(target=runner.start, args=(ASSIGN, lambda: DONE, Wire(post)))
+    starter = Thread(target=runner.start, args=(ASSIGN, lambda: DONE, GenerationChannel(post)))
     starter.start()
     go.set()
     starter.join(30)

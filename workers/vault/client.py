@@ -14,20 +14,23 @@ from time import monotonic
 from typing import Any
 
 from rayzero.engine.errors import DataError
-from rayzero.engine.state.table import Table
-from rayzero.workers.messages import Restore, SlotRef
-from rayzero.workers.vault.errors import VaultGoneError
-from rayzero.workers.vault.images import FetchedImage, Image, MappedImage
-from rayzero.workers.vault.slots import SlotBuffer, encode_table, geometry_of
-from rayzero.workers.vault.source import VaultSource
-from rayzero.workers.vault.wire import Lines, decode_error, encode, socket_name
+from rayzero.engine.layout.state_index import BlockIndex
+from rayzero.workers.vault.images import MappedSlotReader, RemoteSlotReader, SlotReader, VaultSource
+from rayzero.workers.vault.protocol import (
+    JsonLineDecoder,
+    abstract_socket_name,
+    decode_error,
+    encode_message,
+)
+from rayzero.workers.vault.records import Restore, SlotRef, VaultGoneError
+from rayzero.workers.vault.slots import SlotWriter, encode_table, slot_geometry
 
-_CALL_S = 10.0
-_RESERVE_S = 300.0
+_CALL_TIMEOUT_S = 10.0
+_RESERVE_TIMEOUT_S = 300.0
 """Memory is touched at about 1 GB/s."""
-_FETCH_S = 60.0
+_FETCH_TIMEOUT_S = 60.0
 _RECEIVE_BYTES = 64 * 1024
-_MOST_FDS = 64
+_MAX_FDS = 64
 
 
 class VaultClient:
@@ -43,31 +46,31 @@ class VaultClient:
     """
 
     def __init__(self, address: str, worker: int) -> None:
-        self._lines = Lines()
-        self._answers: deque[dict[str, Any]] = deque()
+        self._decoder = JsonLineDecoder()
+        self._replies: deque[dict[str, Any]] = deque()
         self._fds: deque[int] = deque()
-        self._numbers = count(1)
-        self._calling = Lock()  # one call at a time: what is received is its answer
-        self._sending = Lock()  # a line is not cut by another; held for moments
+        self._request_ids = count(1)
+        self._call_lock = Lock()  # one call at a time: what is received is its answer
+        self._send_lock = Lock()  # a line is not cut by another; held for moments
         self._closed = False
-        self._parted = Event()
+        self._closed_event = Event()
         # The vault watches it: it ends with the process, or after a goodbye.
-        sentry = Thread(target=self._parted.wait, name="rayzero-sentry", daemon=True)
+        sentry = Thread(target=self._closed_event.wait, name="rayzero-sentry", daemon=True)
         sentry.start()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(_CALL_S)
+        self._socket.settimeout(_CALL_TIMEOUT_S)
         try:
-            self._socket.connect(socket_name(address))
+            self._socket.connect(abstract_socket_name(address))
             answer, _ = self._call("hello", worker=worker, pid=os.getpid(), thread=sentry.native_id)
         except (OSError, VaultGoneError) as error:
-            self._parted.set()
+            self._closed_event.set()
             self._socket.close()
             raise VaultGoneError(f"no vault answers at {address}: {error}") from None
         self._node_id = str(answer["node_id"])
 
     def reserve(
-        self, generation: int, rank: int, world_size: int, table: Table, buffers: int
-    ) -> list[SlotBuffer]:
+        self, generation: int, rank: int, world_size: int, table: BlockIndex, buffers: int
+    ) -> list[SlotWriter]:
         """So many new empty buffers for a state with that table. Takes about 1 s a GB.
 
         Buffers that this worker reserved before and that hold no whole version are given up.
@@ -76,10 +79,10 @@ class VaultClient:
             VaultMemoryError: the node has too little memory.
         """
         table_json = encode_table(table)
-        geometry = geometry_of(table, table_json)
+        geometry = slot_geometry(table, table_json)
         _, fds = self._call(
             "reserve",
-            _RESERVE_S,
+            _RESERVE_TIMEOUT_S,
             generation=generation,
             rank=rank,
             world_size=world_size,
@@ -87,15 +90,15 @@ class VaultClient:
             buffers=buffers,
         )
         try:
-            return [SlotBuffer(fd, table_json) for fd in fds]
+            return [SlotWriter(fd, table_json) for fd in fds]
         finally:
-            _close_all(fds)
+            _close_fds(fds)
 
-    def complete(self, generation: int, step: int) -> None:
+    def announce_complete(self, generation: int, step: int) -> None:
         """All ranks of the generation have a version of that step. Waits for nothing."""
         self._send({"op": "complete", "generation": generation, "step": step})
 
-    def source(
+    def open_source(
         self, restore: Restore, local_node: str | None = None, verify: bool = True
     ) -> VaultSource:
         """What the slots of `restore` hold; those on other nodes come through this vault.
@@ -107,11 +110,13 @@ class VaultClient:
         Raises:
             DataError: a slot is gone or damaged.
         """
-        images: list[Image] = []
+        images: list[SlotReader] = []
         try:
             for ref in restore.slots:
                 local = ref.node_id == (local_node or self._node_id)
-                images.append(self._open(ref) if local else FetchedImage(ref, self._fetch))
+                images.append(
+                    self._open_local(ref) if local else RemoteSlotReader(ref, self._fetch_remote)
+                )
             return VaultSource(restore.step, images, verify)
         except BaseException:
             for one in images:
@@ -125,25 +130,25 @@ class VaultClient:
         self._closed = True
         with suppress(VaultGoneError):
             self._send({"op": "goodbye"})
-        self._parted.set()
+        self._closed_event.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        with self._calling:
+        with self._call_lock:
             self._socket.close()
-            _close_all(self._fds)
+            _close_fds(self._fds)
             self._fds.clear()
 
-    def _open(self, ref: SlotRef) -> MappedImage:
+    def _open_local(self, ref: SlotRef) -> MappedSlotReader:
         _, [fd] = self._call("open", generation=ref.generation, rank=ref.rank, step=ref.step)
         try:
-            return MappedImage(ref, fd)
+            return MappedSlotReader(ref, fd)
         finally:
             os.close(fd)
 
-    def _fetch(self, ref: SlotRef, offset: int, length: int) -> memoryview:
+    def _fetch_remote(self, ref: SlotRef, offset: int, length: int) -> memoryview:
         answer, [fd] = self._call(
             "fetch",
-            _FETCH_S,
+            _FETCH_TIMEOUT_S,
             node_id=ref.node_id,
             generation=ref.generation,
             rank=ref.rank,
@@ -159,50 +164,50 @@ class VaultClient:
             os.close(fd)
 
     def _call(
-        self, operation: str, timeout_s: float = _CALL_S, **arguments: Any
+        self, operation: str, timeout_s: float = _CALL_TIMEOUT_S, **arguments: Any
     ) -> tuple[dict[str, Any], list[int]]:
         """The answer, and the descriptors that came with it."""
         until = monotonic() + timeout_s
-        if not self._calling.acquire(timeout=timeout_s):
+        if not self._call_lock.acquire(timeout=timeout_s):
             raise VaultGoneError(f"the vault did not answer another call within {timeout_s:g} s")
         try:
-            number = next(self._numbers)
+            number = next(self._request_ids)
             self._send({"op": operation, "id": number} | arguments)
             answer, fds = self._receive(until)
             while answer["id"] != number:  # a call gave up before its answer came
-                _close_all(fds)
+                _close_fds(fds)
                 answer, fds = self._receive(until)
         finally:
-            self._calling.release()
+            self._call_lock.release()
         if "error" in answer:
             raise decode_error(answer["error"])
         return answer, fds
 
     def _send(self, request: dict[str, Any]) -> None:
         try:
-            with self._sending:
-                self._socket.sendall(encode(request))
+            with self._send_lock:
+                self._socket.sendall(encode_message(request))
         except OSError as error:
             raise VaultGoneError(f"the vault does not take a request: {error}") from None
 
     def _receive(self, until: float) -> tuple[dict[str, Any], list[int]]:
         """The next answer."""
-        while not self._answers:
+        while not self._replies:
             self._socket.settimeout(max(0.001, until - monotonic()))
             try:
                 received, fds, _, _ = socket.recv_fds(
-                    self._socket, _RECEIVE_BYTES, _MOST_FDS, socket.MSG_CMSG_CLOEXEC
+                    self._socket, _RECEIVE_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
                 )
                 self._fds += fds
-                self._answers += self._lines.feed(received)
+                self._replies += self._decoder.feed(received)
             except (OSError, DataError) as error:
                 raise VaultGoneError(f"the vault does not answer: {error}") from None
             if not received:
                 raise VaultGoneError("the vault closed the connection: its process is gone")
-        answer = self._answers.popleft()
+        answer = self._replies.popleft()
         return answer, [self._fds.popleft() for _ in range(answer["fds"])]
 
 
-def _close_all(fds: Iterable[int]) -> None:
+def _close_fds(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)

@@ -14,18 +14,24 @@ from typing import Any
 
 from torch import Tensor
 
-from rayzero.engine.checkpoint.imports.tensors import Piece, TensorSource, dtype_name
-from rayzero.engine.checkpoint.imports.zero_files import ZeroFiles, read_files, step_folder
-from rayzero.engine.checkpoint.imports.zero_layout import Stretch, cut, rank_stretch
+from rayzero.engine.checkpoint.imports.deepspeed_files import (
+    FlatRange,
+    ZeroFiles,
+    cut_ranges,
+    find_step_folder,
+    rank_range,
+    read_zero_files,
+)
+from rayzero.engine.checkpoint.imports.tensors import FlatTensor, TensorSource, checked_dtype_name
 from rayzero.engine.errors import DataError
-from rayzero.engine.state.table import Range
+from rayzero.engine.layout.state_index import TensorRange
 
-Shapes = dict[str, tuple[int, ...]]
+ParamShapes = dict[str, tuple[int, ...]]
 # Stages 1 and 2 pad a group to twice its ranks, for NCCL; some versions keep that padding.
-_PADDING_A_RANK = 2
+_PADDING_PER_RANK = 2
 _OPTION_TYPES = (bool, int, float, str, type(None), list, tuple)
 # What keys, types and lengths other than DeepSpeed's make of the code below.
-_UNLIKE = (LookupError, TypeError, AttributeError, ValueError)
+_FORMAT_ERRORS = (LookupError, TypeError, AttributeError, ValueError)
 
 
 def open_deepspeed(path: Path) -> TensorSource | None:
@@ -35,30 +41,32 @@ def open_deepspeed(path: Path) -> TensorSource | None:
         DataError: files are missing or damaged.
         ConfigError: a kind of checkpoint that is not supported.
     """
-    folder = step_folder(path)
+    folder = find_step_folder(path)
     if folder is None:
         return None
     try:
-        return _state(read_files(folder))
-    except _UNLIKE as error:
+        return _make_source(read_zero_files(folder))
+    except _FORMAT_ERRORS as error:
         raise DataError(
             f"{folder} does not hold what DeepSpeed is known to write: {error!r}",
             allowed="a checkpoint of DeepSpeed's ZeRO stages 1 to 3, of a version up to 0.19",
         ) from error
 
 
-def _state(files: ZeroFiles) -> TensorSource:
-    groups = _shapes(files)
-    layout = _stage_3(files, groups) if files.stage == 3 else _stages_1_2(files, groups)
+def _make_source(files: ZeroFiles) -> TensorSource:
+    groups = _param_shapes(files)
+    layout = (
+        _layout_stage_3(files, groups) if files.stage == 3 else _layout_stages_1_2(files, groups)
+    )
     shapes = {name: shape for group in groups for name, shape in group.items()}
-    pieces = list(_partitioned(files, layout, shapes))
+    pieces = list(_partitioned_tensors(files, layout, shapes))
     has_optimizer = any(name.startswith("optimizer.") for piece in pieces for name in piece.shapes)
-    pieces += _frozen(files, shapes)
-    pieces += _buffers(files.models[0])
-    return TensorSource(pieces, _small(files, layout), has_optimizer=has_optimizer)
+    pieces += _frozen_params(files, shapes)
+    pieces += _buffer_tensors(files.models[0])
+    return TensorSource(pieces, _make_metadata(files, layout), has_optimizer=has_optimizer)
 
 
-def _shapes(files: ZeroFiles) -> list[Shapes]:
+def _param_shapes(files: ZeroFiles) -> list[ParamShapes]:
     """The shapes of trained parameters, group by group, in the order of the flat tensors."""
     found = files.models[0].get("param_shapes")
     if not found:
@@ -69,38 +77,42 @@ def _shapes(files: ZeroFiles) -> list[Shapes]:
     return [{name: tuple(shape) for name, shape in group.items()} for group in found]
 
 
-def _stages_1_2(files: ZeroFiles, groups: Sequence[Shapes]) -> list[list[list[Range]]]:
+def _layout_stages_1_2(
+    files: ZeroFiles, groups: Sequence[ParamShapes]
+) -> list[list[list[TensorRange]]]:
     """For each rank, for each of its flat tensors, the ranges in it."""
     world_size, count = len(files.partitions), len(groups)
-    if any(len(one.flats) != count for one in files.partitions):
+    if any(len(one.flat_tensors) != count for one in files.partitions):
         raise DataError(f"{files.folder}: ranks do not have the same {count} groups")
-    paddings = _paddings(files, groups)
-    layout: list[list[list[Range]]] = [[] for _ in range(world_size)]
+    paddings = _param_paddings(files, groups)
+    layout: list[list[list[TensorRange]]] = [[] for _ in range(world_size)]
     for index, group in enumerate(groups):
         stretches = [
-            Stretch(name, 0, prod(shape), prod(shape) + padding)
+            FlatRange(name, 0, prod(shape), prod(shape) + padding)
             for (name, shape), padding in zip(group.items(), paddings[index], strict=True)
         ]
-        lengths = [one.flats[index].numel() for one in files.partitions]
-        cuts = cut(stretches, lengths, slack=_PADDING_A_RANK * world_size)
+        lengths = [one.flat_tensors[index].numel() for one in files.partitions]
+        cuts = cut_ranges(stretches, lengths, slack=_PADDING_PER_RANK * world_size)
         for rank, ranges in enumerate(cuts):
             layout[rank].append(ranges)
     return layout
 
 
-def _stage_3(files: ZeroFiles, groups: Sequence[Shapes]) -> list[list[list[Range]]]:
+def _layout_stage_3(
+    files: ZeroFiles, groups: Sequence[ParamShapes]
+) -> list[list[list[TensorRange]]]:
     world_size = len(files.partitions)
     numels = [(name, prod(shape)) for group in groups for name, shape in group.items()]
     return [
-        cut(
-            [rank_stretch(name, numel, rank, world_size) for name, numel in numels],
-            [flat.numel() for flat in one.flats],
+        cut_ranges(
+            [rank_range(name, numel, rank, world_size) for name, numel in numels],
+            [flat.numel() for flat in one.flat_tensors],
         )
         for rank, one in enumerate(files.partitions)
     ]
 
 
-def _paddings(files: ZeroFiles, groups: Sequence[Shapes]) -> list[list[int]]:
+def _param_paddings(files: ZeroFiles, groups: Sequence[ParamShapes]) -> list[list[int]]:
     """Padding behind each parameter (`parameter_alignment`)."""
     found = files.paddings or [[0] * len(group) for group in groups]
     if [len(one) for one in found] != [len(group) for group in groups]:
@@ -108,13 +120,13 @@ def _paddings(files: ZeroFiles, groups: Sequence[Shapes]) -> list[list[int]]:
     return [list(one) for one in found]
 
 
-def _partitioned(
-    files: ZeroFiles, layout: Sequence[Sequence[list[Range]]], shapes: Shapes
-) -> Iterator[Piece]:
+def _partitioned_tensors(
+    files: ZeroFiles, layout: Sequence[Sequence[list[TensorRange]]], shapes: ParamShapes
+) -> Iterator[FlatTensor]:
     """Main weights and their optimizer state."""
     for partition, cuts in zip(files.partitions, layout, strict=True):
-        for flat, state, ranges in zip(partition.flats, partition.states, cuts, strict=True):
-            yield _named("weights", flat, ranges, shapes)
+        for flat, state, ranges in zip(partition.flat_tensors, partition.states, cuts, strict=True):
+            yield _make_flat_tensor("weights", flat, ranges, shapes)
             for key, value in state.items():
                 if not isinstance(value, Tensor) or value.ndim == 0:
                     continue
@@ -124,70 +136,76 @@ def _partitioned(
                         f"{flat.numel()} main weights",
                         allowed="optimizer state with one element for each weight",
                     )
-                yield _named(f"optimizer.{key}", value, ranges, shapes)
+                yield _make_flat_tensor(f"optimizer.{key}", value, ranges, shapes)
 
 
-def _named(kind: str, memory: Tensor, ranges: Sequence[Range], shapes: Shapes) -> Piece:
-    renamed = [Range(f"{kind}/{one.name}", one.start, one.stop, one.offset) for one in ranges]
-    return Piece(
+def _make_flat_tensor(
+    kind: str, memory: Tensor, ranges: Sequence[TensorRange], shapes: ParamShapes
+) -> FlatTensor:
+    renamed = [TensorRange(f"{kind}/{one.name}", one.start, one.stop, one.offset) for one in ranges]
+    return FlatTensor(
         memory.detach(), renamed, {f"{kind}/{one.name}": shapes[one.name] for one in ranges}
     )
 
 
-def _frozen(files: ZeroFiles, trained: Shapes) -> Iterator[Piece]:
+def _frozen_params(files: ZeroFiles, trained: ParamShapes) -> Iterator[FlatTensor]:
     """Parameters that the optimizer does not have, in the model's dtype."""
     first = files.models[0]
     if files.stage != 3:
         others = {*trained, *(first.get("shared_params") or {}), *first["buffer_names"]}
         for name, value in first["module"].items():
             if name not in others and isinstance(value, Tensor):
-                yield Piece.whole(f"weights/{name}", value)
+                yield FlatTensor.from_tensor(f"weights/{name}", value)
         return
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         full, numel = f"weights/{name}", prod(shape)
         for rank, model in enumerate(files.models):
             fragment = model["frozen_param_fragments"][name].reshape(-1)
-            stretch = rank_stretch(full, numel, rank, len(files.models))
-            (ranges,) = cut([stretch], [fragment.numel()])
-            yield Piece(fragment, ranges, {full: tuple(shape)})
+            stretch = rank_range(full, numel, rank, len(files.models))
+            (ranges,) = cut_ranges([stretch], [fragment.numel()])
+            yield FlatTensor(fragment, ranges, {full: tuple(shape)})
 
 
-def _buffers(model: dict[str, Any]) -> Iterator[Piece]:
+def _buffer_tensors(model: dict[str, Any]) -> Iterator[FlatTensor]:
     for name in model["buffer_names"]:
         value = model["module"].get(name)
         if isinstance(value, Tensor):
-            yield Piece.whole(f"buffers/{name}", value)
+            yield FlatTensor.from_tensor(f"buffers/{name}", value)
 
 
-def _small(files: ZeroFiles, layout: Sequence[Sequence[list[Range]]]) -> dict[str, Any]:
+def _make_metadata(
+    files: ZeroFiles, layout: Sequence[Sequence[list[TensorRange]]]
+) -> dict[str, Any]:
     """The JSON part."""
     model = files.models[0]
     apart = {*model["buffer_names"], *(model.get("shared_params") or {})}
     return {
         "step": int(model["global_steps"]),
         "sample_cursor": int(model.get("global_samples") or 0),
-        "groups": _groups(files, layout),
-        "scheduler": _scheduler(model.get("lr_scheduler")),
-        "loss_scale": _loss_scale(files.loss_scaler),
+        "groups": _optimizer_groups(files, layout),
+        "scheduler": _scheduler_state(model.get("lr_scheduler")),
+        "loss_scale": _loss_scale_state(files.loss_scaler),
         "ties": dict(model.get("shared_params") or {}),
         "model_dtypes": {
-            name: dtype_name(value.dtype, name)
+            name: checked_dtype_name(value.dtype, name)
             for name, value in model["module"].items()
             if isinstance(value, Tensor) and name not in apart
         },
     }
 
 
-def _groups(files: ZeroFiles, layout: Sequence[Sequence[list[Range]]]) -> list[dict[str, Any]]:
+def _optimizer_groups(
+    files: ZeroFiles, layout: Sequence[Sequence[list[TensorRange]]]
+) -> list[dict[str, Any]]:
     """The optimizer's groups: options, numbers that are part of its state, names of parameters."""
     first, groups = files.partitions[0], []
     for given in first.options:
-        options = {key: _plain(value) for key, value in given.items()}
+        options = {key: _to_python(value) for key, value in given.items()}
         flats = options.pop("params")
         state = first.states[flats[0]] if flats else {}
-        scalars = {key: _scalar(value) for key, value in state.items() if _is_number(value)}
+        scalars = {key: _scalar_to_json(value) for key, value in state.items() if _is_number(value)}
         if "step" in options:  # fused optimizers count in the group
-            scalars.setdefault("step", _scalar(options.pop("step")))
+            scalars.setdefault("step", _scalar_to_json(options.pop("step")))
         kept = {key: value for key, value in options.items() if isinstance(value, _OPTION_TYPES)}
         ranges = (one for cuts in layout for flat in flats for one in cuts[flat])
         names = list(dict.fromkeys(one.name for one in ranges))
@@ -199,22 +217,22 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
-def _scalar(value: Any) -> dict[str, Any]:
+def _scalar_to_json(value: Any) -> dict[str, Any]:
     """A number of optimizer state, as torch's own optimizers keep it: a tensor, fp32 by default."""
-    dtype = dtype_name(value.dtype, "a number") if isinstance(value, Tensor) else "F32"
-    return {"dtype": dtype, "value": _plain(value)}
+    dtype = checked_dtype_name(value.dtype, "a number") if isinstance(value, Tensor) else "F32"
+    return {"dtype": dtype, "value": _to_python(value)}
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
-def _scheduler(state: dict[str, Any] | None) -> dict[str, Any] | None:
+def _scheduler_state(state: dict[str, Any] | None) -> dict[str, Any] | None:
     """A schedule's state has the same words there and here."""
-    return None if state is None else {key: _plain(value) for key, value in state.items()}
+    return None if state is None else {key: _to_python(value) for key, value in state.items()}
 
 
-def _loss_scale(scaler: dict[str, Any]) -> dict[str, Any] | None:
+def _loss_scale_state(scaler: dict[str, Any]) -> dict[str, Any] | None:
     """A dynamic loss scale as `rayzero.engine.precision.loss_scale` has it; None for any other."""
     if "cur_hysteresis" not in scaler:
         return None

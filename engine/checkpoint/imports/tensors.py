@@ -1,23 +1,34 @@
-"""A training state that lies in tensors, usually views of mapped files, cut in any way."""
+"""TensorSource, safetensors.
+
+A training state that lies in tensors, usually views of mapped files, cut in any way.
+
+Weights in safetensors files: one file, or a folder as transformers writes it.
+
+Such files know neither an optimizer nor which of their tensors are buffers: all are `weights/`
+here, until `naming.use_model_names` has seen the model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rayzero.engine.errors import DataError
-from rayzero.engine.state.parts import DTYPES
-from rayzero.engine.state.table import LogicalTensor, Range, Table
+from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
+from rayzero.engine.precision.dtypes import DTYPE_BY_NAME
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPE_BY_NAME.items()}
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatTensor:
     """A flat tensor and what of the state lies in it.
 
     Attributes:
@@ -27,20 +38,25 @@ class Piece:
     """
 
     memory: Tensor
-    ranges: Sequence[Range]
+    ranges: Sequence[TensorRange]
     shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def whole(cls, name: str, tensor: Tensor) -> Piece:
+    def from_tensor(cls, name: str, tensor: Tensor) -> FlatTensor:
         """One whole logical tensor."""
         shape = tuple(tensor.shape)
-        return cls(tensor.reshape(-1), (Range(name, 0, tensor.numel(), 0),), {name: shape})
+        return cls(tensor.reshape(-1), (TensorRange(name, 0, tensor.numel(), 0),), {name: shape})
 
-    def table(self) -> Table:
-        dtype, size = dtype_name(self.memory.dtype, self.ranges[0].name), self.memory.itemsize
-        return Table(
+    def block_index(self) -> BlockIndex:
+        dtype, size = (
+            checked_dtype_name(self.memory.dtype, self.ranges[0].name),
+            self.memory.itemsize,
+        )
+        return BlockIndex(
             {one.name: LogicalTensor(dtype, self.shapes[one.name]) for one in self.ranges},
-            tuple(Range(one.name, one.start, one.stop, one.offset * size) for one in self.ranges),
+            tuple(
+                TensorRange(one.name, one.start, one.stop, one.offset * size) for one in self.ranges
+            ),
             self.memory.nbytes,
         )
 
@@ -55,18 +71,18 @@ class TensorSource:
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], small: dict[str, Any], *, has_optimizer: bool
+        self, pieces: Sequence[FlatTensor], small: dict[str, Any], *, has_optimizer: bool
     ) -> None:
         held = [piece for piece in pieces if piece.ranges]
         self.step = int(small["step"])
         self.has_optimizer = has_optimizer
-        self.tables: Sequence[Table] = [piece.table() for piece in held]
-        self._small = small
+        self.block_indexes: Sequence[BlockIndex] = [piece.block_index() for piece in held]
+        self._metadata = small
         self._memory = [piece.memory for piece in held]
 
-    def small(self, rank: int) -> dict[str, Any]:
+    def metadata(self, rank: int) -> dict[str, Any]:
         """The same for every rank."""
-        return self._small
+        return self._metadata
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
         raw = self._memory[block].view(torch.uint8).numpy()
@@ -77,10 +93,10 @@ class TensorSource:
 
     def rename(self, names: Mapping[str, str | None]) -> None:
         """Gives logical tensors other names; those whose new name is None are left out."""
-        self.tables = [_renamed(table, names) for table in self.tables]
+        self.block_indexes = [_rename_index(table, names) for table in self.block_indexes]
 
 
-def _renamed(table: Table, names: Mapping[str, str | None]) -> Table:
+def _rename_index(table: BlockIndex, names: Mapping[str, str | None]) -> BlockIndex:
     new = {name: names.get(name, name) for name in table.tensors}
     return replace(
         table,
@@ -94,13 +110,78 @@ def _renamed(table: Table, names: Mapping[str, str | None]) -> Table:
     )
 
 
-def dtype_name(dtype: torch.dtype, tensor: str) -> str:
+def checked_dtype_name(dtype: torch.dtype, tensor: str) -> str:
     """The name that tables give a dtype.
 
     Raises:
         DataError: tables cannot hold it; it names the tensor.
     """
-    name = _NAMES.get(dtype)
+    name = _DTYPE_NAMES.get(dtype)
     if name is None:
-        raise DataError(f"{tensor} is of {dtype}", allowed=", ".join(str(one) for one in _NAMES))
+        raise DataError(
+            f"{tensor} is of {dtype}", allowed=", ".join(str(one) for one in _DTYPE_NAMES)
+        )
     return name
+
+
+_SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+
+
+def open_safetensors(path: Path) -> TensorSource | None:
+    """The weights in a file or folder; None if it holds no safetensors under the usual names.
+
+    Raises:
+        DataError: files or tensors are missing or damaged.
+    """
+    if path.is_file():
+        tensors = _load_file(path) if path.suffix == ".safetensors" else None
+    elif (path / _INDEX_FILE).is_file():
+        tensors = _load_indexed(path)
+    elif (path / _SINGLE_FILE).is_file():
+        tensors = _load_file(path / _SINGLE_FILE)
+    else:
+        tensors = None
+    if tensors is None:
+        return None
+    pieces = [FlatTensor.from_tensor(f"weights/{name}", tensor) for name, tensor in tensors.items()]
+    small = {"step": 0, "sample_cursor": 0, "groups": []}
+    return TensorSource(pieces, small, has_optimizer=False)
+
+
+def _load_file(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file, as views of the mapped file."""
+    return dict(_iter_tensors(path))
+
+
+def _iter_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118  it is no dictionary
+                yield name, file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path} cannot be read: {error}", allowed="a safetensors file") from error
+
+
+def _load_indexed(folder: Path) -> dict[str, Tensor]:
+    """All tensors that the index names, from the files that it names."""
+    index = folder / _INDEX_FILE
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        wanted: dict[str, list[str]] = {}
+        for name, file in places.items():
+            wanted.setdefault(str(file), []).append(name)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{index} cannot be read: {error!r}",
+            allowed='JSON with "weight_map": {tensor: file in the same folder}',
+        ) from error
+    tensors: dict[str, Tensor] = {}
+    for file, names in wanted.items():
+        if Path(file).name != file or not (folder / file).is_file():
+            raise DataError(f"{index} names {file!r}, which is no file in {folder}")
+        held = _load_file(folder / file)
+        missing = [name for name in names if name not in held]
+        if missing:
+            raise DataError(f"{folder / file} lacks {missing[0]!r}, which {index} places in it")
+        tensors |= {name: held[name] for name in names}
+    return tensors

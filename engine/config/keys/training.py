@@ -1,10 +1,15 @@
-"""Keys of the training step: batch sizes, optimizer, schedule, clipping, averaging."""
+"""Rows of batch, optimizer, schedule, precision.
+
+Keys of the training step: batch sizes, optimizer, schedule, clipping, averaging.
+
+Keys about dtypes.
+"""
 
 from __future__ import annotations
 
-from rayzero.engine.config.keys.rows import IMPLEMENTED, NO_OP, REFUSED, Key, given
+from rayzero.engine.config.keys.spec import IMPLEMENTED, NO_OP, REFUSED, Key, is_set
 
-BATCHES = (
+BATCH_KEYS = (
     Key("train_batch_size", IMPLEMENTED, "samples a step, over all ranks"),
     Key("train_micro_batch_size_per_gpu", IMPLEMENTED, "samples a micro-batch on one rank"),
     Key("gradient_accumulation_steps", IMPLEMENTED, "micro-batches a step on one rank"),
@@ -14,11 +19,11 @@ BATCHES = (
         "false: step() ends a step whenever it is called",
         "the global batch would depend on the script, and a resumed run could not know it",
         "gradient_accumulation_steps, or no_sync()",
-        asks=lambda value: value not in (None, True, "auto"),
+        is_active=lambda value: value not in (None, True, "auto"),
     ),
 )
 
-UPDATE = (
+UPDATE_KEYS = (
     Key("optimizer", IMPLEMENTED, "the optimizer, unless `initialize` is given one"),
     Key("optimizer.type", IMPLEMENTED, "its name, in any case"),
     Key("optimizer.params", IMPLEMENTED, "its arguments"),
@@ -28,7 +33,7 @@ UPDATE = (
         "gradients are clipped by the optimizer",
         "DeepSpeed does not take it either",
         "gradient_clipping",
-        asks=given,
+        is_active=is_set,
     ),
     Key(
         "optimizer.legacy_fusion",
@@ -60,7 +65,7 @@ UPDATE = (
         "whether gradients are averaged or summed over the ranks",
         "a sum would make the step depend on how many ranks there are",
         "the mean, and a larger learning rate or loss",
-        asks=lambda value: str(value).lower() not in ("none", "auto", "mean"),
+        is_active=lambda value: str(value).lower() not in ("none", "auto", "mean"),
     ),
     Key(
         "communication_data_type",
@@ -70,7 +75,7 @@ UPDATE = (
     ),
 )
 
-ACTIVATIONS = (
+ACTIVATION_KEYS = (
     Key(
         "activation_checkpointing.partition_activations",
         NO_OP,
@@ -108,7 +113,7 @@ ACTIVATIONS = (
     ),
 )
 
-OURS = (
+RAYZERO_KEYS = (
     Key(
         "rayzero.unit_classes",
         IMPLEMENTED,
@@ -136,5 +141,89 @@ OURS = (
         "rayzero.compression.error_feedback",
         IMPLEMENTED,
         "what coding loses is added to the next gradients; always with sign and lowrank",
+    ),
+)
+
+FP16_KEYS = (
+    Key("fp16.enabled", IMPLEMENTED, "float16 weights with fp32 main weights and a scaled loss"),
+    Key(
+        "fp16.auto_cast",
+        IMPLEMENTED,
+        "the model's floating-point inputs are cast to float16; without it they stay as they are",
+    ),
+    Key("fp16.loss_scale", IMPLEMENTED, "the factor of the loss; 0: found while training"),
+    Key("fp16.initial_scale_power", IMPLEMENTED, "a dynamic scale begins at 2 to this power"),
+    Key("fp16.loss_scale_window", IMPLEMENTED, "steps without overflow after which it is doubled"),
+    Key("fp16.hysteresis", IMPLEMENTED, "overflows that are borne before it is halved"),
+    Key(
+        "fp16.consecutive_hysteresis",
+        IMPLEMENTED,
+        "a step without overflow makes that count start anew",
+    ),
+    Key("fp16.min_loss_scale", IMPLEMENTED, "a dynamic scale does not go below this"),
+    Key(
+        "fp16.fp16_master_weights_and_grads",
+        REFUSED,
+        "main weights and main grads in float16 as well",
+        "an update smaller than a two-thousandth of a weight would be lost",
+        alternative="fp32 main weights, which offload_optimizer can keep in CPU memory",
+    ),
+)
+
+BF16_KEYS = (
+    Key("bf16.enabled", IMPLEMENTED, "bfloat16 weights with fp32 main weights"),
+    Key(
+        "bf16.immediate_grad_update",
+        NO_OP,
+        "a gradient is added to the main grad as soon as it is there",
+        "always so here",
+    ),
+    Key(
+        "bf16.check_grad_overflow",
+        NO_OP,
+        "a step with an inf or nan in its gradient is skipped",
+        "always so here: it travels with the gradient norm and costs nothing",
+    ),
+    Key(
+        "bf16.bf16_master_weights_and_grads",
+        REFUSED,
+        "main weights and main grads in bfloat16 as well",
+        alternative="fp32 main weights, which offload_optimizer can keep in CPU memory",
+    ),
+    Key(
+        "bf16.bf16_optimizer_states",
+        REFUSED,
+        "optimizer state in bfloat16",
+        alternative="fp32 state, which offload_optimizer can keep in CPU memory",
+    ),
+)
+
+OTHER_DTYPE_KEYS = (
+    Key("torch_autocast.enabled", IMPLEMENTED, "`torch.autocast` around the model's forward"),
+    Key("torch_autocast.dtype", IMPLEMENTED, "the dtype that autocast computes in"),
+    Key(
+        "torch_autocast.lower_precision_safe_modules",
+        NO_OP,
+        "classes of modules whose gradients and weights travel in that dtype",
+        "weights travel as they are, and all gradients in communication_data_type",
+    ),
+    Key("data_types.grad_accum_dtype", IMPLEMENTED, "the dtype that gradients are summed up in"),
+    Key(
+        "data_types.param_dtype",
+        REFUSED,
+        "the dtype of the model's weights, whatever the precision",
+        alternative="fp16 or bf16, or a model that was made in that dtype",
+    ),
+    Key(
+        "data_types.buffer_dtype",
+        REFUSED,
+        "the dtype of the model's buffers",
+        alternative="model.to, before initialize",
+    ),
+    Key(
+        "data_types.keep_in_fp32_modules",
+        REFUSED,
+        "buffers that stay fp32 in 16-bit training",
+        alternative="the default: buffers keep the dtype that the model gave them",
     ),
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from rayzero.engine.config.keys.rows import IMPLEMENTED, NO_OP, REFUSED, Key
+from rayzero.engine.config.keys.spec import IMPLEMENTED, NO_OP, REFUSED, Key
 
-_MEMORY_IS_FIXED = "units take turns in a fixed number of slots: rayzero.slots bounds what is live"
+_FIXED_MEMORY_REASON = (
+    "units take turns in a fixed number of slots: rayzero.slots bounds what is live"
+)
 
-SHARDING = (
+SHARDING_KEYS = (
     Key("zero_optimization.stage", IMPLEMENTED, "what is sharded over the ranks"),
     Key("zero_optimization.overlap_comm", IMPLEMENTED, "gradients travel while backward goes on"),
     Key(
@@ -76,7 +78,7 @@ SHARDING = (
     ),
 )
 
-STAGE_3 = (
+STAGE_3_KEYS = (
     Key(
         "zero_optimization.stage3_prefetch_bucket_size",
         NO_OP,
@@ -99,13 +101,13 @@ STAGE_3 = (
         "zero_optimization.stage3_max_live_parameters",
         NO_OP,
         "elements that may be gathered at once",
-        _MEMORY_IS_FIXED,
+        _FIXED_MEMORY_REASON,
     ),
     Key(
         "zero_optimization.stage3_max_reuse_distance",
         NO_OP,
         "what is used again so soon is kept",
-        _MEMORY_IS_FIXED,
+        _FIXED_MEMORY_REASON,
     ),
     Key(
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
@@ -153,19 +155,19 @@ STAGE_3 = (
         "zero_optimization.leaf_module.classes",
         REFUSED,
         "classes of modules that are gathered as a whole",
-        use="rayzero.unit_classes",
+        alternative="rayzero.unit_classes",
     ),
     Key(
         "zero_optimization.leaf_module.names",
         REFUSED,
         "names of modules that are gathered as a whole",
-        use="rayzero.unit_classes",
+        alternative="rayzero.unit_classes",
     ),
     Key(
         "zero_optimization.leaf_module.name_suffixes",
         REFUSED,
         "ends of such names",
-        use="rayzero.unit_classes",
+        alternative="rayzero.unit_classes",
     ),
     Key(
         "zero_optimization.zero_hpz_partition_size",
@@ -183,7 +185,7 @@ STAGE_3 = (
         "zero_optimization.zero_quantized_nontrainable_weights",
         REFUSED,
         "frozen weights rest and travel in int8 blocks",
-        use="zero_quantized_weights",
+        alternative="zero_quantized_weights",
     ),
     Key(
         "zero_optimization.zero_quantized_gradients",
@@ -192,7 +194,7 @@ STAGE_3 = (
     ),
 )
 
-REST = (
+OTHER_ZERO_KEYS = (
     Key(
         "zero_optimization.load_from_fp32_weights",
         NO_OP,

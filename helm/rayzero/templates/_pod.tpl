@@ -69,7 +69,7 @@ spec:
       lifecycle:
         preStop:
           exec:
-            command: [python, -m, rayzero.orchestrator.head.ending, {{ add $notice 5 | quote }}]
+            command: [python, -m, rayzero.orchestrator.job.prestop, {{ add $notice 5 | quote }}]
       {{- end }}
       {{- else }}
       ports:
@@ -78,7 +78,7 @@ spec:
       lifecycle:
         preStop:
           exec:
-            command: [python, -m, rayzero.workers.notice, {{ $notice | quote }}]
+            command: [python, -m, rayzero.workers.prestop, {{ $notice | quote }}]
       {{- end }}
       {{- end }}
       env:

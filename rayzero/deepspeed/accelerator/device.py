@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rayzero.deepspeed.refused import no_such
+from rayzero.deepspeed.refused import unsupported_message
 
 
 class Accelerator:
@@ -101,7 +101,9 @@ class Accelerator:
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(no_such(f"deepspeed.get_accelerator().{name}", dir(type(self))))
+        raise AttributeError(
+            unsupported_message(f"deepspeed.get_accelerator().{name}", dir(type(self)))
+        )
 
 
 @cache

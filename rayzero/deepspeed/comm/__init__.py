@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rayzero.deepspeed.refused import no_such
-from rayzero.engine.comm.group import init_distributed
+from rayzero.deepspeed.refused import unsupported_message
+from rayzero.engine.comm.process_group import init_distributed
 
 __all__ = ["get_local_rank", "get_rank", "get_world_group", "get_world_size", "init_distributed"]
 
@@ -38,5 +38,5 @@ def get_world_group() -> Any:
 
 def __getattr__(name: str) -> Any:
     if name.startswith("_") or not hasattr(dist, name):
-        raise AttributeError(no_such(f"deepspeed.comm.{name}", [*__all__, *dir(dist)]))
+        raise AttributeError(unsupported_message(f"deepspeed.comm.{name}", [*__all__, *dir(dist)]))
     return getattr(dist, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rayzero.deepspeed import comm
-from rayzero.engine.comm.group import init_distributed
+from rayzero.engine.comm.process_group import init_distributed
 
 __all__ = ["init_distributed"]
 

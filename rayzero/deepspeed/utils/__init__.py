@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayzero.deepspeed.refused import no_such
+from rayzero.deepspeed.refused import unsupported_message
 from rayzero.deepspeed.utils.logging import log_dist, logger
 from rayzero.deepspeed.utils.repeating import RepeatingLoader
-from rayzero.engine.api.fragments import (
+from rayzero.engine.api.tensor_fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -42,4 +42,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(no_such(f"deepspeed.utils.{name}", __all__))
+    raise AttributeError(unsupported_message(f"deepspeed.utils.{name}", __all__))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rayzero.deepspeed.comm import get_rank
 
 
-def print_from_info(name: str) -> logging.Logger:
+def make_stderr_logger(name: str) -> logging.Logger:
     """A logger whose messages go to stderr, unless somebody has given it a handler already."""
     found = logging.getLogger(name)
     if not found.handlers:
@@ -21,7 +21,7 @@ def print_from_info(name: str) -> logging.Logger:
     return found
 
 
-logger = print_from_info("DeepSpeed")
+logger = make_stderr_logger("DeepSpeed")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:

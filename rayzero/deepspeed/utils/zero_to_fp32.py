@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.api.found import find_checkpoint, open_found
-from rayzero.engine.checkpoint.whole import WholeTensors
-from rayzero.engine.checkpoint.whole_file import write_whole
+from rayzero.engine.checkpoint.export_model import WholeTensors, write_model_file
+from rayzero.engine.engine_checkpointing import open_checkpoint, resolve_checkpoint
 from rayzero.engine.errors import DataError
 
 __all__ = [
@@ -30,19 +29,21 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises:
         DataError: there is no checkpoint, or it is damaged.
     """
-    place = find_checkpoint(str(checkpoint_dir), tag)
+    place = resolve_checkpoint(str(checkpoint_dir), tag)
     if place is None:
         raise DataError(f"there is no checkpoint in {checkpoint_dir}", fix="checkpoint_dir, or tag")
-    source = open_found(place)
+    source = open_checkpoint(place)
     try:
-        tensors, small = WholeTensors(source), source.small(0)
+        tensors, small = WholeTensors(source), source.metadata(0)
         trained = {name for group in small.get("groups", ()) for name in group.get("params", ())}
         found = {
-            name: _fp32(tensors.read(full))
-            for name, full in tensors.of_kind("weights").items()
+            name: _to_fp32(tensors.read(full))
+            for name, full in tensors.names_of_kind("weights").items()
             if name in trained or not exclude_frozen_parameters
         }
-        found |= {name: tensors.read(full) for name, full in tensors.of_kind("buffers").items()}
+        found |= {
+            name: tensors.read(full) for name, full in tensors.names_of_kind("buffers").items()
+        }
         ties = small.get("ties", {})
         return found | {name: found[known] for name, known in ties.items() if known in found}
     finally:
@@ -64,7 +65,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """
     whole = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
-    write_whole(whole, Path(output_dir) / name)
+    write_model_file(whole, Path(output_dir) / name)
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -78,5 +79,5 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
-def _fp32(tensor: Tensor) -> Tensor:
+def _to_fp32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32) if tensor.is_floating_point() else tensor

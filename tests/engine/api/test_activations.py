@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import rayzero
-from rayzero.engine.api import activations
-from rayzero.engine.api.activations import checkpoint, configure, non_reentrant_checkpoint
+from rayzero.engine.api import activation_checkpointing
+from rayzero.engine.api.activation_checkpointing import (
+    checkpoint,
+    configure,
+    non_reentrant_checkpoint,
+)
 from rayzero.engine.errors import ConfigError
 from tests.support.ranks import run_ranks
 
@@ -23,10 +27,10 @@ Way = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     """What `configure` says is the process's."""
-    found = activations._options
-    activations._options = activations._Options()
+    found = activation_checkpointing._checkpoint_options
+    activation_checkpointing._checkpoint_options = activation_checkpointing._CheckpointOptions()
     yield
-    activations._options = found
+    activation_checkpointing._checkpoint_options = found
 
 
 class Block(nn.Module):
@@ -113,7 +117,7 @@ NO_OPS = {
 @pytest.mark.parametrize("section", [{}, *({key: one} for key, one in NO_OPS.items()), NO_OPS])
 def test_what_asks_for_nothing_changes_nothing(section: dict[str, Any]) -> None:
     right, _, kept = gradients(checkpoint)
-    assert not activations.is_configured()
+    assert not activation_checkpointing.is_configured()
     configure(deepspeed_config={"train_batch_size": 8, "activation_checkpointing": section})
     configure(
         None,
@@ -123,8 +127,8 @@ def test_what_asks_for_nothing_changes_nothing(section: dict[str, Any]) -> None:
         synchronize=True,
         profile=True,
     )
-    activations.reset()
-    assert activations.is_configured()
+    activation_checkpointing.reset()
+    assert activation_checkpointing.is_configured()
     seen, _, now = gradients(checkpoint)
     assert same(seen, right)
     assert now == kept
@@ -133,7 +137,7 @@ def test_what_asks_for_nothing_changes_nothing(section: dict[str, Any]) -> None:
 def test_model_parallelism_is_refused() -> None:
     with pytest.raises(ConfigError, match="no model parallelism"):
         configure(mpu_=object())
-    assert not activations.is_configured()
+    assert not activation_checkpointing.is_configured()
 
 
 def in_cpu(how: str) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.engine.api import fragments
-from rayzero.engine.api.gathered import GatheredParameters, Init
+from rayzero.engine.api import tensor_fragments
+from rayzero.engine.api.params import GatheredParameters, Init
 from rayzero.engine.errors import ConfigError, EngineError
 from tests.engine import zoo
 from tests.support.ranks import run_ranks
@@ -56,21 +56,21 @@ def all_of_it(rank: int, world: int, stage: int, zero: dict[str, Any]) -> None:
     oracle = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     frozen = model.blocks[0].frozen.weight
     for step, batch in enumerate(zoo.batches(3, 12)):
-        assert fragments.safe_get_full_grad(params["embed.weight"]) is None
+        assert tensor_fragments.safe_get_full_grad(params["embed.weight"]) is None
         backward(engine, batch)
         oracle.zero_grad()
         plain(batch[:, :-1], batch[:, 1:])["loss"].backward()
         for name, right in plain.named_parameters():
             if right.requires_grad:
-                close(fragments.safe_get_full_fp32_param(params[name]), right.detach())
-                close(fragments.safe_get_full_grad(params[name]), right.grad)
-                state = fragments.safe_get_full_optimizer_state(params[name], "exp_avg")
+                close(tensor_fragments.safe_get_full_fp32_param(params[name]), right.detach())
+                close(tensor_fragments.safe_get_full_grad(params[name]), right.grad)
+                state = tensor_fragments.safe_get_full_optimizer_state(params[name], "exp_avg")
                 if step:
                     close(state, oracle.state[right]["exp_avg"])
                 else:
                     assert state is None
-        assert fragments.safe_get_full_fp32_param(frozen) is None
-        assert fragments.safe_get_full_grad(frozen) is None
+        assert tensor_fragments.safe_get_full_fp32_param(frozen) is None
+        assert tensor_fragments.safe_get_full_grad(frozen) is None
         engine.step()
         oracle.step()
 
@@ -92,9 +92,9 @@ def changed(rank: int, world: int, stage: int, zero: dict[str, Any]) -> None:
         plain(batch[:, :-1], batch[:, 1:])["loss"].backward()
         if step:
             value = torch.arange(70, dtype=torch.float64).view(7, 10) / 70
-            fragments.safe_set_full_grad(weight, value)
-            fragments.safe_set_full_fp32_param(weight, value + 1)
-            fragments.safe_set_full_optimizer_state(weight, value + 2, "exp_avg_sq")
+            tensor_fragments.safe_set_full_grad(weight, value)
+            tensor_fragments.safe_set_full_fp32_param(weight, value + 1)
+            tensor_fragments.safe_set_full_optimizer_state(weight, value + 2, "exp_avg_sq")
             with torch.no_grad():
                 right.grad.copy_(value)
                 right.copy_(value + 1)
@@ -119,18 +119,18 @@ def local(rank: int, world: int) -> list[Tensor]:
     model = nn.Linear(40, 40, bias=False).double()
     engine = make_engine(3, model)
     engine.backward(engine(torch.ones(3, 40, dtype=torch.float64)).square().mean())
-    whole = fragments.safe_get_full_grad(model.weight)
-    own = fragments.safe_get_local_grad(model.weight)
-    main = fragments.safe_get_local_fp32_param(model.weight)
+    whole = tensor_fragments.safe_get_full_grad(model.weight)
+    own = tensor_fragments.safe_get_local_grad(model.weight)
+    main = tensor_fragments.safe_get_local_fp32_param(model.weight)
     assert whole is not None
     assert own is not None
     assert main is not None
     assert 0 < own.numel() < 1600
     assert whole.any()
-    fragments.safe_set_local_grad(model.weight, torch.zeros_like(own))
-    close(fragments.safe_get_full_grad(model.weight), torch.zeros_like(whole))
+    tensor_fragments.safe_set_local_grad(model.weight, torch.zeros_like(own))
+    close(tensor_fragments.safe_get_full_grad(model.weight), torch.zeros_like(whole))
     engine.step()
-    moment = fragments.safe_get_local_optimizer_state(model.weight, "exp_avg")
+    moment = tensor_fragments.safe_get_local_optimizer_state(model.weight, "exp_avg")
     assert moment is not None
     return [whole.flatten(), own, main, moment]
 
@@ -146,12 +146,12 @@ def test_misuse() -> None:
     engine = make_engine(0, zoo.make())
     weight = engine.module.embed.weight
     with pytest.raises(EngineError, match="there is no sum of it"):
-        fragments.safe_set_full_grad(weight, weight.detach())
+        tensor_fragments.safe_set_full_grad(weight, weight.detach())
     with pytest.raises(EngineError, match="the whole parameter's shape"):
-        fragments.safe_set_full_fp32_param(weight, torch.zeros(2))
+        tensor_fragments.safe_set_full_fp32_param(weight, torch.zeros(2))
     with pytest.raises(EngineError, match="not trained by any engine"):
-        fragments.safe_set_full_fp32_param(nn.Parameter(torch.zeros(2)), torch.zeros(2))
-    assert fragments.safe_get_full_fp32_param(nn.Parameter(torch.zeros(2))) is None
+        tensor_fragments.safe_set_full_fp32_param(nn.Parameter(torch.zeros(2)), torch.zeros(2))
+    assert tensor_fragments.safe_get_full_fp32_param(nn.Parameter(torch.zeros(2))) is None
 
 
 def gathered(rank: int, world: int, stage: int, low: bool) -> None:
@@ -170,14 +170,14 @@ def gathered(rank: int, world: int, stage: int, low: bool) -> None:
     engine.step()
     weight, other = model.embed.weight, model.blocks[0].up.weight
     frozen = model.blocks[1].frozen.weight
-    before = {one: fragments.safe_get_full_fp32_param(one) for one in (weight, other)}
+    before = {one: tensor_fragments.safe_get_full_fp32_param(one) for one in (weight, other)}
     with GatheredParameters([weight, other, frozen]):
         close(weight.data.float(), before[weight].to(weight.dtype).float())
     with GatheredParameters([weight, other, frozen, weight], modifier_rank=1):
         if rank == 1:
             weight.data[0] = 0.5
             frozen.data.fill_(2.0)
-    after = {one: fragments.safe_get_full_fp32_param(one) for one in (weight, other)}
+    after = {one: tensor_fragments.safe_get_full_fp32_param(one) for one in (weight, other)}
     assert (after[weight][0] == 0.5).all()
     assert torch.equal(after[weight][1:], before[weight][1:])  # to all of the main weights' digits
     assert torch.equal(after[other], before[other])

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.engine.checkpoint.check import CheckpointMismatchError
-from rayzero.engine.checkpoint.verify import verify
+from rayzero.engine.checkpoint.errors import CheckpointMismatchError
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.errors import ConfigError, DataError, EngineError
-from rayzero.engine.state.client_state import decode, encode
+from rayzero.engine.state.client_state import decode_client_state, encode_client_state
 from tests.engine import zoo
 from tests.engine.checkpoint import make_deepspeed
 from tests.support.ranks import run_ranks
@@ -75,7 +75,7 @@ def test_a_chain_of_stages_and_worlds_equals_one_run(more: dict[str, Any], tmp_p
     for number, (stage, world) in enumerate(CHAIN):
         steps = range(2 * number, 2 * number + 2)
         state = run_ranks(world, some, stage, steps, str(tmp_path), more)[0]
-        assert verify(str(tmp_path / f"global_step{steps.stop}")) == []
+        assert verify_checkpoint(str(tmp_path / f"global_step{steps.stop}")) == []
     straight = make_engine(0, **more)
     train(straight, range(2 * len(CHAIN)))
     right = straight.state_dict()
@@ -291,7 +291,7 @@ def test_client_state_comes_back_as_it_was() -> None:
         "args": Namespace(lr=1e-3, path=Path("a/b")),
         "python": random.getstate(),
     }
-    assert decode(encode(state)) == state
+    assert decode_client_state(encode_client_state(state)) == state
     numbers = np.random.default_rng(0).integers(0, 9, (2, 3))
     tensors = {
         "array": numbers,
@@ -301,7 +301,7 @@ def test_client_state_comes_back_as_it_was() -> None:
         "single": torch.tensor(2),
         "rng": torch.get_rng_state(),
     }
-    found = decode(encode(tensors))
+    found = decode_client_state(encode_client_state(tensors))
     assert np.array_equal(found["array"], numbers)
     assert found["array"].dtype == numbers.dtype
     assert (found["scalar"], found["scalar"].dtype) == (1.5, np.float32)
@@ -320,4 +320,4 @@ def test_client_state_comes_back_as_it_was() -> None:
 )
 def test_what_cannot_be_kept_is_named(value: Any, told: str) -> None:
     with pytest.raises(EngineError, match="client_state" + told if told[0] == "\\" else told):
-        encode(value)
+        encode_client_state(value)

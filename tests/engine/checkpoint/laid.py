@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.engine.checkpoint.whole import WholeTensors
-from rayzero.engine.state.parts import dtype_name
-from rayzero.engine.state.source import StateSource
-from rayzero.engine.state.table import LogicalTensor, Range, Table
+from rayzero.engine.checkpoint.export_model import WholeTensors
+from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, StateSource, TensorRange
+from rayzero.engine.precision.dtypes import dtype_name
 
 
 class LaidState:
@@ -19,16 +18,18 @@ class LaidState:
 
     def __init__(self, tensors: dict[str, Tensor], small: dict[str, Any], world: int = 3) -> None:
         self.step = int(small.get("step", 0))
-        self.tables: Sequence[Table] = [_table(tensors, rank, world) for rank in range(world)]
+        self.block_indexes: Sequence[BlockIndex] = [
+            _table(tensors, rank, world) for rank in range(world)
+        ]
         self.closed = False
         self._small = small
-        self._blocks = [bytearray(table.nbytes) for table in self.tables]
-        for table, block in zip(self.tables, self._blocks, strict=True):
+        self._blocks = [bytearray(table.nbytes) for table in self.block_indexes]
+        for table, block in zip(self.block_indexes, self._blocks, strict=True):
             for one in table.ranges:
                 raw = bytes_of(tensors[one.name].reshape(-1)[one.start : one.stop])
                 block[one.offset : one.offset + len(raw)] = raw
 
-    def small(self, rank: int) -> dict[str, Any]:
+    def metadata(self, rank: int) -> dict[str, Any]:
         return self._small
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
@@ -38,20 +39,20 @@ class LaidState:
         self.closed = True
 
 
-def _table(tensors: dict[str, Tensor], rank: int, world: int) -> Table:
+def _table(tensors: dict[str, Tensor], rank: int, world: int) -> BlockIndex:
     ranges, at = [], 0
     for name, tensor in tensors.items():
         # squares make the parts uneven, and the first of a small tensor empty
         start, stop = (tensor.numel() * edge**2 // world**2 for edge in (rank, rank + 1))
         if start < stop:
-            ranges.append(Range(name, start, stop, at))
+            ranges.append(TensorRange(name, start, stop, at))
             at += (stop - start) * tensor.itemsize + 3
     logical = {
         name: LogicalTensor(dtype_name(one.dtype), tuple(one.shape))
         for name, one in tensors.items()
         if any(part.name == name for part in ranges)
     }
-    return Table(logical, tuple(ranges), at)
+    return BlockIndex(logical, tuple(ranges), at)
 
 
 def bytes_of(tensor: Tensor) -> bytes:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rayzero.engine.checkpoint.format import WrittenFile
 from rayzero.engine.checkpoint.manifest import Manifest, make_manifest
-from rayzero.engine.checkpoint.writer import commit, write_rank_file
-from rayzero.engine.state.table import ITEM_BYTES, LogicalTensor, Range, Table
+from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
+from rayzero.engine.layout.state_index import DTYPE_BYTES, BlockIndex, LogicalTensor, TensorRange
 
 SHAPES = {"weights/a": ("F32", (50_000, 3)), "weights/b": ("BF16", (77,)), "buffers/n": ("I64", ())}
 
@@ -18,7 +18,7 @@ SHAPES = {"weights/a": ("F32", (50_000, 3)), "weights/b": ("BF16", (77,)), "buff
 class Block:
     """One rank's state."""
 
-    table: Table
+    table: BlockIndex
     data: bytes
 
 
@@ -26,7 +26,7 @@ def blocks(step: int, world: int = 2, shapes=SHAPES, gap: int = 5) -> list[Block
     """Every tensor in `world` parts, with bytes that the step alone decides."""
     made = random.Random(step)
     whole = {
-        name: made.randbytes(LogicalTensor(dtype, shape).numel * ITEM_BYTES[dtype])
+        name: made.randbytes(LogicalTensor(dtype, shape).numel * DTYPE_BYTES[dtype])
         for name, (dtype, shape) in shapes.items()
     }
     found = []
@@ -37,10 +37,10 @@ def blocks(step: int, world: int = 2, shapes=SHAPES, gap: int = 5) -> list[Block
             start, stop = (tensor.numel * edge // world for edge in (rank, rank + 1))
             if start < stop:
                 tensors[name] = tensor
-                ranges.append(Range(name, start, stop, len(data)))
+                ranges.append(TensorRange(name, start, stop, len(data)))
                 size = tensor.item_bytes
                 data += whole[name][start * size : stop * size] + b"\xee" * gap
-        found.append(Block(Table(tensors, tuple(ranges), len(data)), data))
+        found.append(Block(BlockIndex(tensors, tuple(ranges), len(data)), data))
     return found
 
 
@@ -65,5 +65,5 @@ def save(job: Path | str, step: int, world: int = 2, created_s: float | None = N
     manifest = make_manifest(
         "job", step, 1, write_files(folder, step, world), stage=2, created_s=created_s
     )
-    commit(folder, manifest)
+    commit_checkpoint(folder, manifest)
     return manifest

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
 from rayzero.engine.checkpoint import store_local
-from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_whole
+from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete
 from rayzero.engine.checkpoint.errors import CheckpointVersionError
 from rayzero.engine.checkpoint.manifest import Manifest
-from rayzero.engine.checkpoint.prune import prune
 from rayzero.engine.checkpoint.reader import read_manifest
-from rayzero.engine.checkpoint.retention import kept_steps
-from rayzero.engine.checkpoint.verify import verify
+from rayzero.engine.checkpoint.retention import prune_checkpoints, steps_to_keep
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.errors import ConfigError
 from tests.engine.checkpoint.saving import save, write_files
 
@@ -55,13 +54,13 @@ def job(tmp_path):
 
 
 def conditions(job: Path) -> dict[int, str]:
-    return {one.step: one.condition for one in list_checkpoints(str(job))}
+    return {one.step: one.status for one in list_checkpoints(str(job))}
 
 
 def test_the_list(job):
     newer(job / "step-9")
     found = list_checkpoints(str(job))
-    assert [(one.step, one.condition) for one in found] == [
+    assert [(one.step, one.status) for one in found] == [
         (9, "newer"),
         (10, "whole"),
         (100, "whole"),
@@ -76,10 +75,10 @@ def test_the_list(job):
 
 
 def test_the_newest_whole_one(job):
-    assert newest_whole(str(job)).step == 100
-    assert newest_whole(str(job), {100}).step == 10
-    assert newest_whole(str(job), {9, 10, 100}) is None
-    assert newest_whole(str(job / "nowhere")) is None
+    assert newest_complete(str(job)).step == 100
+    assert newest_complete(str(job), {100}).step == 10
+    assert newest_complete(str(job), {9, 10, 100}) is None
+    assert newest_complete(str(job / "nowhere")) is None
 
 
 DAMAGES = {
@@ -103,8 +102,8 @@ def test_what_can_be_seen_without_reading_is_skipped(job, name):
     folder = job / "step-100"
     file = read_manifest(str(folder)).files[1]
     damage(folder, file)
-    assert newest_whole(str(job)).step == 10
-    problems = [one for one in verify(str(folder)) if one.harms]
+    assert newest_complete(str(job)).step == 10
+    problems = [one for one in verify_checkpoint(str(folder)) if one.makes_unusable]
     wanted = "manifest.json" if "manifest" in name else file.name
     assert [(one.file, one.kind) for one in problems] == [(wanted, kind)]
 
@@ -127,9 +126,9 @@ def test_verify_names_every_flipped_byte(job, rank, place):
         "block 1": file.data_offset + 256 * 1024,
         "last": file.nbytes - 1,
     }[place]
-    assert verify(str(folder)) == []
+    assert verify_checkpoint(str(folder)) == []
     flip(folder / file.name, at)
-    (problem,) = verify(str(folder))
+    (problem,) = verify_checkpoint(str(folder))
     assert (problem.file, problem.kind) == (file.name, "flipped")
     if at < file.data_offset:
         assert "header" in problem.text
@@ -145,7 +144,7 @@ def test_verify_names_every_file_at_once(job):
     cut(folder / second.name, 5)
     (folder / "notes.txt").write_text("mine")
     (folder / ".rank-00000-01234567.safetensors.partial").write_text("torn")
-    found = {(one.file, one.kind, one.harms) for one in verify(str(folder))}
+    found = {(one.file, one.kind, one.makes_unusable) for one in verify_checkpoint(str(folder))}
     assert found == {
         (first.name, "flipped", True),
         (second.name, "cut", True),
@@ -156,12 +155,12 @@ def test_verify_names_every_file_at_once(job):
 
 def test_verify_counts_what_it_reads_and_refuses_what_is_newer(job):
     told: list[int] = []
-    verify(str(job / "step-100"), told.append)
+    verify_checkpoint(str(job / "step-100"), told.append)
     manifest = read_manifest(str(job / "step-100"))
-    assert sum(told) == sum(one.table.nbytes for one in manifest.files)
+    assert sum(told) == sum(one.block_index.nbytes for one in manifest.files)
     newer(job / "step-100")
     with pytest.raises(CheckpointVersionError):
-        verify(str(job / "step-100"))
+        verify_checkpoint(str(job / "step-100"))
 
 
 STEPS = st.frozensets(st.integers(0, 60), max_size=12)
@@ -169,21 +168,21 @@ STEPS = st.frozensets(st.integers(0, 60), max_size=12)
 
 @given(STEPS, st.integers(1, 5), st.one_of(st.none(), st.integers(1, 10)))
 def test_retention(steps, keep, keep_every):
-    kept = kept_steps(steps, keep, keep_every)
+    kept = steps_to_keep(steps, keep, keep_every)
     assert kept <= steps
     for step in steps:
         is_new = sum(other > step for other in steps) < keep
         divides = keep_every is not None and step % keep_every == 0
         assert (step in kept) == (is_new or divides)
-    assert kept_steps(kept, keep, keep_every) == kept
+    assert steps_to_keep(kept, keep, keep_every) == kept
 
 
 def test_prune_keeps_what_the_rule_keeps(job):
     for step in (20, 30, 40):
         save(job, step)
-    dry = prune(str(job), keep=2, keep_every=20, dry_run=True)
+    dry = prune_checkpoints(str(job), keep=2, keep_every=20, dry_run=True)
     assert sorted(conditions(job)) == [9, 10, 20, 30, 40, 100, 110]
-    pruned = prune(str(job), keep=2, keep_every=20)
+    pruned = prune_checkpoints(str(job), keep=2, keep_every=20)
     assert pruned == dry
     assert pruned.kept == (20, 40, 100)
     assert pruned.removed == (9, 10, 30)
@@ -199,10 +198,10 @@ def test_prune_counts_whole_ones_only(job):
         save(job, step)
         cut(job / f"step-{step}" / "manifest.json", 50)
     newer(job / "step-9")
-    assert prune(str(job), keep=2).removed == ()
+    assert prune_checkpoints(str(job), keep=2).removed == ()
     save(job, 400)
     save(job, 500)
-    assert prune(str(job), keep=2).removed == (10, 100, 200, 300)
+    assert prune_checkpoints(str(job), keep=2).removed == (10, 100, 200, 300)
     assert conditions(job) == {9: "newer", 400: "whole", 500: "whole"}
 
 
@@ -214,23 +213,23 @@ def age(folder: Path, by_s: float = 1000) -> None:
 
 def test_leftovers_are_swept_but_not_a_save_under_way(job):
     write_files(str(job / "step-50"), 50)  # beside the newest, and younger: it is being written
-    assert prune(str(job), keep=9).swept == ()
+    assert prune_checkpoints(str(job), keep=9).swept == ()
     age(job / "step-50")
     age(job / "step-110")  # older, but it is to be newer than the newest
     orphans = write_files(str(job / "step-10"), 10)
     (job / "step-10" / "notes.txt").write_text("mine")
     age(job / "step-10")
-    pruned = prune(str(job), keep=9)
+    pruned = prune_checkpoints(str(job), keep=9)
     assert pruned.swept == (10, 50)
     assert not (job / "step-50").exists()
     assert conditions(job) == {9: "whole", 10: "whole", 100: "whole", 110: "unfinished"}
-    assert verify(str(job / "step-10"))[0].file == "notes.txt"
+    assert verify_checkpoint(str(job / "step-10"))[0].file == "notes.txt"
     assert not any((job / "step-10" / one.name).exists() for one in orphans)
 
 
 def test_files_of_others_are_never_removed(job):
     (job / "step-9" / "notes.txt").write_text("mine")
-    assert 9 in prune(str(job), keep=1).removed
+    assert 9 in prune_checkpoints(str(job), keep=1).removed
     assert [path.name for path in (job / "step-9").iterdir()] == ["notes.txt"]
 
 
@@ -238,24 +237,24 @@ def test_a_half_removed_checkpoint_does_not_exist(job, monkeypatch):
     """The manifest goes first."""
     removed: list[str] = []
     monkeypatch.setattr(store_local.os, "unlink", lambda path: removed.append(Path(path).name))
-    prune(str(job), keep=2)
+    prune_checkpoints(str(job), keep=2)
     assert removed[0] == "manifest.json"
     assert len(removed) == 3
 
 
 def test_prune_wants_a_jobs_folder(job):
     with pytest.raises(ConfigError, match="is one checkpoint"):
-        prune(str(job / "step-10"), keep=1)
-    assert prune(str(job / "nowhere"), keep=1).kept == ()
+        prune_checkpoints(str(job / "step-10"), keep=1)
+    assert prune_checkpoints(str(job / "nowhere"), keep=1).kept == ()
 
 
 def test_a_step_that_is_saved_again_is_the_old_one_until_it_is_the_new_one(tmp_path):
     old = save(tmp_path, 5, created_s=1.0)
     folder = str(tmp_path / "step-5")
     write_files(folder, 5)
-    assert verify(folder)[0].kind == "foreign"
+    assert verify_checkpoint(folder)[0].kind == "foreign"
     assert read_manifest(folder) == old
     new = save(tmp_path, 5, created_s=2.0)
     assert isinstance(new, Manifest)
     assert read_manifest(folder) == new
-    assert [one for one in verify(folder) if one.harms] == []
+    assert [one for one in verify_checkpoint(folder) if one.makes_unusable] == []

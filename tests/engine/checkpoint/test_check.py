@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from rayzero.engine.checkpoint.check import CheckpointMismatchError, check_fits
-from rayzero.engine.state.table import LogicalTensor
+from rayzero.engine.checkpoint.errors import CheckpointMismatchError, check_state_fits_model
+from rayzero.engine.layout.state_index import LogicalTensor
 
 MODEL = {f"weights/{name}": LogicalTensor("F32", (2, 3)) for name in "abcdef"}
 
 
 def test_another_dtype_fits():
-    check_fits(MODEL, {name: LogicalTensor("BF16", (2, 3)) for name in MODEL})
+    check_state_fits_model(MODEL, {name: LogicalTensor("BF16", (2, 3)) for name in MODEL})
 
 
 def test_every_difference_is_told_with_its_count():
@@ -19,7 +19,7 @@ def test_every_difference_is_told_with_its_count():
         "weights/b": LogicalTensor("F32", (2, 3)),
     }
     with pytest.raises(CheckpointMismatchError) as caught:
-        check_fits(MODEL, held)
+        check_state_fits_model(MODEL, held)
     text = str(caught.value)
     assert "4 tensors of the model are not in it: weights/c, weights/d, weights/e, ..." in text
     assert "1 of its tensors are not in the model: weights/x" in text

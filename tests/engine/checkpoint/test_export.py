@@ -14,16 +14,16 @@ from safetensors.torch import load_file, load_model, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from rayzero.engine.api.entry import initialize
+from rayzero.engine.api.initialize import initialize
 from rayzero.engine.checkpoint import export as module
-from rayzero.engine.checkpoint.export import export, export_state, write_safetensors
-from rayzero.engine.checkpoint.exportable import Exportable
+from rayzero.engine.checkpoint.export import export_checkpoint, export_state, write_safetensors
+from rayzero.engine.checkpoint.export_model import ExportedModel
 from rayzero.engine.checkpoint.manifest import make_manifest
 from rayzero.engine.checkpoint.reader import read_manifest
-from rayzero.engine.checkpoint.writer import commit, write_rank_file
+from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.layout.reshard import MissingRangesError
-from rayzero.engine.state.parts import dtype_name
+from rayzero.engine.precision.dtypes import dtype_name
 from tests.engine.checkpoint.laid import LaidState, bytes_of, same
 from tests.engine.zoo import Odd, batches, make, two_groups
 
@@ -92,7 +92,7 @@ def test_safetensors_are_read_by_the_library_into_the_model(tmp_path: Path) -> N
 
 def test_large_models_are_sharded_with_an_index(tmp_path: Path) -> None:
     model = make()
-    write_safetensors(Exportable(laid(model)), tmp_path, shard_bytes=1000)
+    write_safetensors(ExportedModel(laid(model)), tmp_path, shard_bytes=1000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
@@ -110,7 +110,7 @@ def test_large_models_are_sharded_with_an_index(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(one.nbytes for one in found.values())
 
 
-class Counting(Exportable):
+class Counting(ExportedModel):
     """Counts the bytes that are alive of what it has read."""
 
     alive = highest = 0
@@ -203,8 +203,8 @@ def test_a_single_group_needs_no_names(tmp_path: Path) -> None:
     model(torch.ones(3)).sum().backward()
     optimizer.step()
     source = laid(model, optimizer)
-    del source.small(0)["groups"][0]["params"]
-    found = Exportable(source).optimizer()["optimizer"]
+    del source.metadata(0)["groups"][0]["params"]
+    found = ExportedModel(source).optimizer()["optimizer"]
     assert found["param_groups"][0]["params"] == ["weight", "bias"]
     moment = optimizer.state[model.weight]["exp_avg"]
     assert bytes_of(found["state"]["weight"]["exp_avg"]) == bytes_of(moment)
@@ -213,7 +213,7 @@ def test_a_single_group_needs_no_names(tmp_path: Path) -> None:
 def test_several_groups_without_names_are_refused_by_dcp_only(tmp_path: Path) -> None:
     model = make()
     source = laid(model, trained(model))
-    for group in source.small(0)["groups"]:
+    for group in source.metadata(0)["groups"]:
         del group["params"]
     with pytest.raises(ConfigError, match="does not say which parameters are in which"):
         export_state(source, str(tmp_path / "out"), "dcp")
@@ -276,15 +276,15 @@ def test_a_checkpoint_of_an_engine_is_exported(kind: str, tmp_path: Path) -> Non
         engine.backward(engine(batch[:, :-1], batch[:, 1:])["loss"])
         engine.step()
     folder, target = tmp_path / "step-2", tmp_path / "out"
-    table, small = engine.state.table(), json.loads(engine.state.small())
+    table, small = engine.state.block_index(), json.loads(engine.state.metadata())
     block = memoryview(bytearray(table.nbytes))
-    engine.state.write(block, constants=True)
+    engine.state.write_block(block, constants=True)
     written = write_rank_file(str(folder), 0, table, small, block, generation=1, world_size=1)
-    commit(str(folder), make_manifest("job", 2, 1, [written]))
+    commit_checkpoint(str(folder), make_manifest("job", 2, 1, [written]))
 
     right = engine.state_dict()
     told: list[int] = []
-    export(str(folder), str(target), kind, progress=told.append)
+    export_checkpoint(str(folder), str(target), kind, progress=told.append)
     tensors = read_manifest(str(folder)).tensors
     read = [name for name in tensors if kind == "dcp" or name.startswith(("weights/", "buffers/"))]
     assert sum(told) == sum(tensors[name].numel * tensors[name].item_bytes for name in read)
@@ -301,9 +301,9 @@ def test_a_checkpoint_of_an_engine_is_exported(kind: str, tmp_path: Path) -> Non
 
 def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is nothing at"):
-        export(str(tmp_path / "absent"), str(tmp_path / "out"), "torch")
+        export_checkpoint(str(tmp_path / "absent"), str(tmp_path / "out"), "torch")
     with pytest.raises(DataError, match="there is no checkpoint at"):
-        export(str(tmp_path), str(tmp_path / "out"), "torch")
+        export_checkpoint(str(tmp_path), str(tmp_path / "out"), "torch")
 
 
 def test_unknown_words_are_refused(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_unknown_words_are_refused(tmp_path: Path) -> None:
 
 def test_an_incomplete_state_is_refused(tmp_path: Path) -> None:
     source = laid(nn.Linear(9, 9))
-    source.tables = source.tables[:-1]
+    source.block_indexes = source.block_indexes[:-1]
     with pytest.raises(MissingRangesError, match=r"weights/weight\["):
         export_state(source, str(tmp_path / "out"), "torch")
 

@@ -18,16 +18,16 @@ from rayzero.engine.checkpoint.format import (
     FORMAT_VERSION,
     WrittenFile,
     file_header,
-    is_ours,
+    is_checkpoint_file,
     new_file_name,
-    step_folder,
-    step_of,
+    parse_step,
+    step_folder_name,
 )
 from rayzero.engine.checkpoint.manifest import Manifest, make_manifest
 from rayzero.engine.checkpoint.writer import write_rank_file
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.reshard import MissingRangesError
-from rayzero.engine.state.table import ITEM_BYTES, LogicalTensor, Range, Table
+from rayzero.engine.layout.state_index import DTYPE_BYTES, BlockIndex, LogicalTensor, TensorRange
 from tests.engine.checkpoint.saving import blocks, save, write_files
 
 # Names that JSON and other people's parsers find hard.
@@ -35,20 +35,20 @@ NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).map("weig
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> Table:
+def tables(draw: st.DrawFn) -> BlockIndex:
     """Ranges of any dtype in any order, with any gaps between them; some are empty."""
     tensors, ranges, at = {}, [], 0
     for name in draw(st.lists(NAMES, max_size=6, unique=True)):
-        dtype = draw(st.sampled_from(sorted(ITEM_BYTES)))
+        dtype = draw(st.sampled_from(sorted(DTYPE_BYTES)))
         shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
         tensor = tensors[name] = LogicalTensor(dtype, shape)
         cuts = sorted(draw(st.lists(st.integers(0, tensor.numel), min_size=2, max_size=5)))
         for start, stop in pairwise(cuts):
             at += draw(st.integers(0, 9))
-            ranges.append(Range(name, start, stop, at))
+            ranges.append(TensorRange(name, start, stop, at))
             at += (stop - start) * tensor.item_bytes
     order = draw(st.permutations(ranges))
-    return Table(tensors, tuple(order), at + draw(st.integers(0, 9)), draw(st.integers(0, at)))
+    return BlockIndex(tensors, tuple(order), at + draw(st.integers(0, 9)), draw(st.integers(0, at)))
 
 
 def as_library_reads(path: str) -> dict[str, torch.Tensor]:
@@ -98,7 +98,7 @@ def test_data_of_another_length_is_refused_before_anything_is_written(tmp_path):
         write_rank_file(
             str(tmp_path / "new"),
             0,
-            Table(nbytes=10),
+            BlockIndex(nbytes=10),
             {},
             memoryview(b"abc"),
             generation=1,
@@ -108,17 +108,19 @@ def test_data_of_another_length_is_refused_before_anything_is_written(tmp_path):
 
 
 def test_names():
-    assert step_of(step_folder(0)) == 0
-    assert step_of("step-120") == 120
-    assert [step_of(name) for name in ("step-", "step-01", "step--1", "step-1x", "x")] == [None] * 5
+    assert parse_step(step_folder_name(0)) == 0
+    assert parse_step("step-120") == 120
+    assert [parse_step(name) for name in ("step-", "step-01", "step--1", "step-1x", "x")] == [
+        None
+    ] * 5
     name = new_file_name(3)
     assert name.startswith("rank-00003-")
     assert name != new_file_name(3)
-    assert is_ours(name)
-    assert is_ours(f".{name}.partial")
-    assert is_ours("manifest.json")
-    assert not is_ours("notes.txt")
-    assert not is_ours("model.safetensors")
+    assert is_checkpoint_file(name)
+    assert is_checkpoint_file(f".{name}.partial")
+    assert is_checkpoint_file("manifest.json")
+    assert not is_checkpoint_file("notes.txt")
+    assert not is_checkpoint_file("model.safetensors")
 
 
 @st.composite
@@ -142,9 +144,9 @@ def written(draw: st.DrawFn) -> WrittenFile:
 
 def whole_ranges(file: WrittenFile) -> WrittenFile:
     """The file with ranges that make it a whole checkpoint by itself."""
-    table = Table.from_json(file.table)
+    table = BlockIndex.from_json(file.table)
     extra = [
-        Range(name, 0, one.numel, 0)
+        TensorRange(name, 0, one.numel, 0)
         for name, one in table.tensors.items()
         if one.numel * one.item_bytes <= table.nbytes
     ]
@@ -157,7 +159,7 @@ def test_a_manifest_survives_its_way(file, step, stage):
     made = make_manifest("gpt", step, 4, [whole_ranges(file)], stage=stage)
     found = Manifest.from_bytes(made.to_bytes(), "m")
     assert found == made
-    assert found.files[0].small == file.small
+    assert found.files[0].metadata == file.small
     assert json.loads(made.to_bytes())["checkpoint"]["step"] == step
 
 
@@ -229,9 +231,10 @@ def test_a_manifest_grows_by_little_for_each_range():
     names = [f"optimizer.exp_avg/model.layers.{i}.self_attn.q_proj.weight" for i in range(100)]
     tensors = {name: LogicalTensor("F32", (count,)) for name in names}
     ranges = [
-        Range(names[i % 100], i // 100 * 100, i // 100 * 100 + 100, 400 * i) for i in range(count)
+        TensorRange(names[i % 100], i // 100 * 100, i // 100 * 100 + 100, 400 * i)
+        for i in range(count)
     ]
-    table = Table(tensors, tuple(ranges), 400 * count)
+    table = BlockIndex(tensors, tuple(ranges), 400 * count)
     number = -(-table.nbytes // (256 * 1024))
     file = WrittenFile(
         new_file_name(0), 0, table.nbytes, 1, (1,) * number, table.to_json(), {}, 0.0

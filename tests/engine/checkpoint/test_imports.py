@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
-from rayzero.engine.api.entry import initialize
-from rayzero.engine.checkpoint.imports.foreign import open_foreign
-from rayzero.engine.checkpoint.imports.naming import use_model_names
-from rayzero.engine.checkpoint.imports.plain_pickle import Inert, load_plain
+from rayzero.engine.api.initialize import initialize
+from rayzero.engine.checkpoint.imports import open_foreign
+from rayzero.engine.checkpoint.imports.deepspeed_files import FlatRange, cut_ranges, rank_range
 from rayzero.engine.checkpoint.imports.tensors import TensorSource
-from rayzero.engine.checkpoint.imports.zero_layout import Stretch, cut, rank_stretch
+from rayzero.engine.checkpoint.imports.weights_only import InertObject, load_weights_only
 from rayzero.engine.errors import ConfigError, DataError
+from rayzero.engine.state.load import rename_to_model
 from tests.engine.checkpoint import make_deepspeed
 from tests.engine.checkpoint.laid import same, whole_of
 from tests.engine.zoo import make
@@ -57,7 +57,7 @@ def opened(path: Path) -> TensorSource:
 def check_deepspeed(folder: Path, name: str) -> None:
     source = opened(folder)
     seen, right = whole_of(source), load_file(folder / "oracle.safetensors")
-    model_dtypes = source.small(0)["model_dtypes"]
+    model_dtypes = source.metadata(0)["model_dtypes"]
     low = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}.get(name.split("-")[1], "F32")
     assert model_dtypes == dict.fromkeys([*MATRICES, *sorted(VECTORS)], low) | {
         "frozen.weight": low,
@@ -88,7 +88,7 @@ def test_deepspeed_as_it_is_installed_writes_the_same_format(name: str, tmp_path
 
 @pytest.mark.parametrize("name", NAMES)
 def test_deepspeed_steps_groups_schedule_and_ties_come_along(name: str, unpacked: Path) -> None:
-    small = opened(unpacked / name).small(0)
+    small = opened(unpacked / name).metadata(0)
     world = make_deepspeed.CASES[name].world
     assert small["step"] == make_deepspeed.STEPS
     assert small["sample_cursor"] == make_deepspeed.STEPS * world * make_deepspeed.MICRO_BATCH
@@ -140,9 +140,9 @@ def test_an_engine_trains_on_from_deepspeeds_state(name: str, unpacked: Path) ->
 def test_deepspeeds_dynamic_loss_scale_goes_on(unpacked: Path) -> None:
     """It begins at 2 to the 4th, and nothing overflowed: every step was good."""
     steps = make_deepspeed.STEPS
-    small = opened(unpacked / "stage2-fp16").small(0)
+    small = opened(unpacked / "stage2-fp16").metadata(0)
     assert small["loss_scale"] == {"value": 16.0, "hysteresis": 2, "good_steps": steps}
-    assert opened(unpacked / "stage2-bf16-3-ranks").small(0)["loss_scale"] is None
+    assert opened(unpacked / "stage2-bf16-3-ranks").metadata(0)["loss_scale"] is None
 
 
 def test_the_folder_of_a_step_is_as_good_as_its_parent(unpacked: Path) -> None:
@@ -155,14 +155,14 @@ def test_the_folder_of_a_step_is_as_good_as_its_parent(unpacked: Path) -> None:
 def test_fused_optimizers_that_count_in_the_group_are_read(copied: Any) -> None:
     folder = copied("stage1-fp32")
     for path in folder.rglob("*optim_states.pt"):
-        content = load_plain(path)
+        content = load_weights_only(path)
         inner = content["optimizer_state_dict"]["base_optimizer_state"]
         for group in inner["param_groups"]:
             group["step"] = 7
         for state in inner["state"].values():
             del state["step"]
         _rewrite(path, content)
-    group = opened(folder).small(0)["groups"][0]
+    group = opened(folder).metadata(0)["groups"][0]
     assert group["scalars"] == {"step": {"dtype": "F32", "value": 7}}
     assert "step" not in group["options"]
 
@@ -171,7 +171,7 @@ def test_padding_that_a_version_keeps_at_the_end_is_left_out(copied: Any) -> Non
     folder = copied("stage1-fp32")
     right = whole_of(opened(folder))
     path = next(folder.rglob("zero_pp_rank_1_*optim_states.pt"))
-    content = load_plain(path)
+    content = load_weights_only(path)
     flats = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
     flats[0] = torch.cat([flats[0], torch.zeros(2)])
     _rewrite(path, content)
@@ -222,7 +222,7 @@ def test_latest_that_names_nothing_is_an_error(copied: Any) -> None:
 def test_partitions_of_another_length_are_refused(copied: Any) -> None:
     folder = copied("stage2-fp16")
     path = next(folder.rglob("zero_pp_rank_0_*optim_states.pt"))
-    content = load_plain(path)
+    content = load_weights_only(path)
     flats = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
     flats[0] = flats[0][:-9]
     _rewrite(path, content)
@@ -234,7 +234,7 @@ def test_partitions_of_another_length_are_refused(copied: Any) -> None:
 def test_an_unknown_layout_is_an_error_and_no_traceback(key: str, copied: Any) -> None:
     folder = copied("stage1-fp32")
     path = next(folder.rglob("*model_states.pt"))
-    content = load_plain(path)
+    content = load_weights_only(path)
     del content[key]
     _rewrite(path, content)
     with pytest.raises(DataError, match=key):
@@ -252,7 +252,7 @@ def test_an_unknown_layout_is_an_error_and_no_traceback(key: str, copied: Any) -
 def test_other_parallelism_is_refused(change: dict[str, Any], said: str, copied: Any) -> None:
     folder = copied("stage1-fp32")
     path = next(folder.rglob("*model_states.pt"))
-    _rewrite(path, load_plain(path) | change)
+    _rewrite(path, load_weights_only(path) | change)
     with pytest.raises(ConfigError, match=said):
         open_foreign(str(folder))
 
@@ -278,7 +278,7 @@ class Evil:
 def test_nothing_is_unpickled(copied: Any, tmp_path: Path) -> None:
     folder, witness = copied("stage1-fp32"), tmp_path / "witness"
     path = next(folder.rglob("*model_states.pt"))
-    _rewrite(path, load_plain(path) | {"client": Evil(witness)})
+    _rewrite(path, load_weights_only(path) | {"client": Evil(witness)})
     with pytest.raises(ConfigError, match=r"posix\.system, and nothing is unpickled"):
         open_foreign(str(folder))
     path.write_bytes(pickle.dumps(Evil(witness)))
@@ -289,9 +289,9 @@ def test_nothing_is_unpickled(copied: Any, tmp_path: Path) -> None:
 
 def test_deepspeeds_own_objects_become_inert(unpacked: Path) -> None:
     path = next((unpacked / "stage2-fp16").rglob("zero_pp_rank_0_*optim_states.pt"))
-    state = load_plain(path)["optimizer_state_dict"]
+    state = load_weights_only(path)["optimizer_state_dict"]
     scaler = state["loss_scaler"]
-    assert type(scaler) is Inert
+    assert type(scaler) is InertObject
     assert (scaler.fields["cur_scale"], scaler.fields["dynamic"]) == (16, True)
     assert state["zero_stage"] == 2
     assert type(state["zero_stage"]) is int
@@ -350,7 +350,7 @@ def test_the_model_says_what_is_tied_and_what_is_a_buffer(tmp_path: Path) -> Non
     model = make()
     save_model(model, str(tmp_path / "model.safetensors"))
     source = opened(tmp_path)
-    use_model_names(source, model)
+    rename_to_model(source, model)
     right = {f"weights/{name}": one.detach() for name, one in model.named_parameters()}
     right |= {f"buffers/{name}": one for name, one in model.named_buffers()}
     same(whole_of(source), right)
@@ -363,7 +363,7 @@ def test_an_engine_begins_with_the_weights_and_a_fresh_optimizer(tmp_path: Path)
     model = make(seed=4)
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW}
     engine, *_ = initialize(model=model, config=config)
-    use_model_names(source, model)
+    rename_to_model(source, model)
     engine.state.load(source)
     same(engine.state_dict(), right.state_dict())
     assert engine.progress.step == 0
@@ -378,7 +378,7 @@ def test_a_tied_parameter_may_go_by_any_or_all_of_its_names(tmp_path: Path) -> N
         tensors = {name: value.clone() for name in names} | {"passing": torch.ones(2)}
         save_file(tensors, tmp_path / "model.safetensors")
         source = opened(tmp_path)
-        use_model_names(source, model)
+        rename_to_model(source, model)
         same(whole_of(source), {"weights/0.weight": value})
 
 
@@ -388,10 +388,12 @@ def test_a_tied_parameter_may_go_by_any_or_all_of_its_names(tmp_path: Path) -> N
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 5), st.integers(0, 9))
 def test_stages_1_and_2_hold_every_element_once(numels: list[int], world: int, slack: int) -> None:
     flat = torch.arange(sum(numels) + slack)
-    stretches = [Stretch(str(index), 0, numel, numel) for index, numel in enumerate(numels)]
+    stretches = [FlatRange(str(index), 0, numel, numel) for index, numel in enumerate(numels)]
     parts = flat.tensor_split(world)
     found: dict[str, list[int]] = {one.name: [] for one in stretches}
-    for part, ranges in zip(parts, cut(stretches, [len(p) for p in parts], slack), strict=True):
+    for part, ranges in zip(
+        parts, cut_ranges(stretches, [len(p) for p in parts], slack), strict=True
+    ):
         for one in ranges:
             assert len(found[one.name]) == one.start
             found[one.name] += part[one.offset : one.offset + one.stop - one.start].tolist()
@@ -404,10 +406,10 @@ def test_stage_3_holds_every_element_once(numels: list[int], world: int) -> None
     covered = [0] * len(numels)
     for rank in range(world):
         stretches = [
-            rank_stretch(str(index), numel, rank, world) for index, numel in enumerate(numels)
+            rank_range(str(index), numel, rank, world) for index, numel in enumerate(numels)
         ]
         lengths = [one.length for one in stretches]
-        for index, ranges in enumerate(cut(stretches, [sum(lengths[:2]), *lengths[2:]])):
+        for index, ranges in enumerate(cut_ranges(stretches, [sum(lengths[:2]), *lengths[2:]])):
             for one in ranges:
                 assert one.start == covered[int(one.name)]
                 covered[int(one.name)] = one.stop

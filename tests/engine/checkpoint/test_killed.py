@@ -12,10 +12,10 @@ import torch
 from safetensors import safe_open
 
 from rayzero.engine.checkpoint import store_local
-from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_whole
-from rayzero.engine.checkpoint.prune import prune
+from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete
 from rayzero.engine.checkpoint.reader import CheckpointSource
-from rayzero.engine.checkpoint.verify import verify
+from rayzero.engine.checkpoint.retention import prune_checkpoints
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from tests.engine.checkpoint import killed
 from tests.engine.checkpoint.saving import blocks, save
 
@@ -53,7 +53,7 @@ def calls(job: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def check_whole(folder: str, step: int) -> None:
     """By our reader, and by the safetensors library, which knows nothing of us."""
-    assert [one for one in verify(folder) if one.harms] == []
+    assert [one for one in verify_checkpoint(folder) if one.makes_unusable] == []
     source = CheckpointSource(folder)
     for number, block in enumerate(blocks(step)):
         into = bytearray(len(block.data))
@@ -83,13 +83,13 @@ def test_killed_at_any_call_of_the_system(folder, monkeypatch, where, again):
         job = folder / f"killed-{count}"
         shutil.copytree(base, job)
         assert run(job, step, count, where) == -9, f"it outlived call {count}, {made[count]}"
-        newest = newest_whole(str(job))
+        newest = newest_complete(str(job))
         check_whole(newest.folder, newest.step)
-        assert all(one.condition in ("whole", "unfinished") for one in list_checkpoints(str(job)))
+        assert all(one.status in ("whole", "unfinished") for one in list_checkpoints(str(job)))
         committed.append(newest.manifest != first)
         # the next save, and the sweep after it, are none the worse for what was left
         save(job, 3)
-        assert newest_whole(str(job)).step == 3
+        assert newest_complete(str(job)).step == 3
         shutil.rmtree(job)
     assert sorted(committed) == committed, "once it is there, it stays"
     last_rename = len(made) - 1 - made[::-1].index("rename")
@@ -105,7 +105,7 @@ def test_what_was_left_is_swept(tmp_path, monkeypatch):
     (left,) = (base / "step-2").iterdir()
     assert left.name.endswith(".partial")
     save(base, 3)
-    assert prune(str(base), keep=5).swept == (2,)
+    assert prune_checkpoints(str(base), keep=5).swept == (2,)
     assert sorted(path.name for path in base.iterdir()) == ["step-1", "step-3"]
 
 

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.engine.api.found import find_checkpoint
-from rayzero.engine.api.saving import _checked
 from rayzero.engine.checkpoint import manifest
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError, StoreError
-from rayzero.engine.checkpoint.imports.zero_files import step_folder
+from rayzero.engine.checkpoint.format import is_safe_name
+from rayzero.engine.checkpoint.imports.deepspeed_files import find_step_folder
 from rayzero.engine.checkpoint.manifest import Manifest
-from rayzero.engine.checkpoint.names import stays_below
 from rayzero.engine.checkpoint.store_local import LocalStore
+from rayzero.engine.engine_checkpointing import _checked_tag, resolve_checkpoint
 from rayzero.engine.errors import ConfigError, DataError
 
 HOSTILE = ["..", ".", "", "/", "/etc", "../x", "a/../../x", "a//b", "a/", " ", "a\0b", "a\nb"]
@@ -27,23 +26,23 @@ NAMES = st.lists(PARTS | st.text(max_size=3), max_size=6).map("/".join) | st.tex
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_leads_elsewhere_is_refused(name: str, tmp_path: Path):
-    assert not stays_below(name)
+    assert not is_safe_name(name)
     with pytest.raises(ConfigError, match="is not a folder's name"):
-        _checked(name)
+        _checked_tag(name)
     (tmp_path / "job").mkdir()
     with pytest.raises(DataError, match="there is no checkpoint"):
-        find_checkpoint(str(tmp_path / "job"), name)
+        resolve_checkpoint(str(tmp_path / "job"), name)
 
 
 @pytest.mark.parametrize("name", ["global_step100", "a/b", "v1.2", "é", "..a", "a..", "with space"])
 def test_what_is_a_folder_below_is_taken(name: str):
-    assert stays_below(name)
-    assert _checked(name) == name
+    assert is_safe_name(name)
+    assert _checked_tag(name) == name
 
 
 @given(NAMES)
 def test_whatever_is_taken_lies_below(name: str):
-    if stays_below(name):
+    if is_safe_name(name):
         top = "/top/folder"
         assert os.path.normpath(os.path.join(top, name)).startswith(top + "/")
         assert "\0" not in name
@@ -58,9 +57,9 @@ def test_a_file_called_latest_leads_nowhere_else(latest: str, tmp_path: Path):
     (other / "mp_rank_00_model_states.pt").touch()
     (job / "latest").write_text(latest)
     with pytest.raises(DataError, match="there is no checkpoint"):
-        find_checkpoint(str(job), None)
+        resolve_checkpoint(str(job), None)
     with pytest.raises(DataError, match="which is not a folder in"):
-        step_folder(job)
+        find_step_folder(job)
 
 
 def test_a_link_in_a_files_place_is_not_written_through(tmp_path: Path):
@@ -76,6 +75,6 @@ def test_a_link_in_a_files_place_is_not_written_through(tmp_path: Path):
 
 def test_a_manifest_without_end_is_damaged():
     text = b"[" * 200_000
-    raw = manifest._HEAD % manifest.xxh3_64_hexdigest(text).encode() + text + manifest._TAIL
+    raw = manifest._PREFIX % manifest.xxh3_64_hexdigest(text).encode() + text + manifest._SUFFIX
     with pytest.raises(CheckpointDamagedError, match="not a manifest"):
         Manifest.from_bytes(raw, "there")

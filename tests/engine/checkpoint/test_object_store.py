@@ -10,17 +10,18 @@ import socket
 import pytest
 from pyarrow import fs
 
-from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_whole
+from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.format import BLOCK_BYTES
 from rayzero.engine.checkpoint.manifest import make_manifest
-from rayzero.engine.checkpoint.prune import prune
+from rayzero.engine.checkpoint.open_store import open_store
 from rayzero.engine.checkpoint.reader import CheckpointSource, read_manifest
-from rayzero.engine.checkpoint.store import join, open_store
+from rayzero.engine.checkpoint.retention import prune_checkpoints
+from rayzero.engine.checkpoint.store import join_url
 from rayzero.engine.checkpoint.store_remote import RemoteStore
-from rayzero.engine.checkpoint.verify import verify
-from rayzero.engine.checkpoint.writer import commit
-from rayzero.orchestrator.doctor.storage import look
+from rayzero.engine.checkpoint.verify import verify_checkpoint
+from rayzero.engine.checkpoint.writer import commit_checkpoint
+from rayzero.orchestrator.doctor.storage_probe import check_storage
 from tests.engine.checkpoint.saving import blocks, save, write_files
 from tests.support.bucket import bucket_url
 
@@ -36,12 +37,12 @@ def bucket():
 
 @pytest.fixture
 def job(bucket, request):
-    return join(bucket, request.node.name.partition("[")[0])
+    return join_url(bucket, request.node.name.partition("[")[0])
 
 
 def saved(job: str, step: int) -> str:
-    folder = join(job, f"step-{step}")
-    commit(folder, make_manifest("job", step, 1, write_files(folder, step)))
+    folder = join_url(job, f"step-{step}")
+    commit_checkpoint(folder, make_manifest("job", step, 1, write_files(folder, step)))
     return folder
 
 
@@ -49,14 +50,14 @@ def test_save_list_load_verify_prune(job):
     assert list_checkpoints(job) == []
     for step in (1, 2, 3):
         saved(job, step)
-    write_files(join(job, "step-4"), 4)
+    write_files(join_url(job, "step-4"), 4)
     found = list_checkpoints(job)
-    assert [(one.step, one.condition) for one in found] == [
+    assert [(one.step, one.status) for one in found] == [
         *((step, "whole") for step in (1, 2, 3)),
         (4, "unfinished"),
     ]
-    newest = newest_whole(job)
-    assert newest.folder == join(job, "step-3")
+    newest = newest_complete(job)
+    assert newest.folder == join_url(job, "step-3")
     source = CheckpointSource(newest.folder)
     for number, block in enumerate(blocks(3)):
         into = bytearray(len(block.data))
@@ -64,8 +65,8 @@ def test_save_list_load_verify_prune(job):
         source.read(number, 0, memoryview(into)[:10])
         assert into == block.data
     source.close()
-    assert verify(newest.folder) == []
-    assert prune(job, keep=1).removed == (1, 2)
+    assert verify_checkpoint(newest.folder) == []
+    assert prune_checkpoints(job, keep=1).removed == (1, 2)
     assert [one.step for one in list_checkpoints(job)] == [3, 4]
 
 
@@ -81,7 +82,7 @@ def test_each_read_is_one_request(job, monkeypatch):
         "read",
         lambda offset, parts: sizes.append(sum(map(len, parts))) or real(offset, parts),
     )
-    nbytes = source.tables[0].nbytes
+    nbytes = source.block_indexes[0].nbytes
     source.read(0, BLOCK_BYTES, memoryview(bytearray(nbytes - BLOCK_BYTES - 3)))
     assert sizes == [nbytes - BLOCK_BYTES]
 
@@ -94,9 +95,9 @@ def test_damage_is_named(job):
     raw[-1] ^= 1
     store.replace(first.name, bytes(raw))
     store.remove(second.name)
-    problems = {(one.file, one.kind) for one in verify(folder)}
+    problems = {(one.file, one.kind) for one in verify_checkpoint(folder)}
     assert problems == {(first.name, "flipped"), (second.name, "missing")}
-    assert newest_whole(job) is None
+    assert newest_complete(job) is None
 
 
 def test_an_upload_that_breaks_off_leaves_nothing(job):
@@ -109,7 +110,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(job):
 
     with pytest.raises(KeyError):
         broken()
-    assert store.entries() == []
+    assert store.list_folder() == []
 
 
 class Tampering:
@@ -134,11 +135,11 @@ def test_a_store_that_changes_bytes_is_found_out(job):
         sink.write(memoryview(bytes(100)))
     with pytest.raises(StoreError, match="gives back other bytes"):
         store.replace("manifest.json", b"{}")
-    assert [one.name for one in store.entries()] == ["manifest.json"]
+    assert [one.name for one in store.list_folder()] == ["manifest.json"]
 
 
 def test_a_bucket_that_is_gone(bucket):
-    folder = join(bucket.replace("s3://bucket", "s3://other"), "job", "step-1")
+    folder = join_url(bucket.replace("s3://bucket", "s3://other"), "job", "step-1")
     with pytest.raises(StoreError) as caught:
         write_files(folder, 1)
     assert caught.value.kind == "gone"
@@ -151,18 +152,18 @@ def test_a_server_that_is_not_there(monkeypatch):
         port = one.getsockname()[1]
     url = f"s3://bucket/job?endpoint_override=127.0.0.1:{port}&scheme=http&region=x"
     with pytest.raises(StoreError) as caught:
-        open_store(url).entries()
+        open_store(url).list_folder()
     assert caught.value.kind == "slow"
 
 
 def test_paths_and_urls_hold_the_same(job, tmp_path):
     saved(job, 1)
     save(tmp_path, 1)
-    local, remote = read_manifest(str(tmp_path / "step-1")), read_manifest(join(job, "step-1"))
+    local, remote = read_manifest(str(tmp_path / "step-1")), read_manifest(join_url(job, "step-1"))
     assert [one.blocks for one in local.files] == [one.blocks for one in remote.files]
 
 
 def test_the_doctor_finds_it_well(bucket: str):
-    told = look(join(bucket, "doctor"))
+    told = check_storage(join_url(bucket, "doctor"))
     assert told["nbytes"] > 0
-    assert open_store(join(bucket, "doctor")).entries() == []
+    assert open_store(join_url(bucket, "doctor")).list_folder() == []

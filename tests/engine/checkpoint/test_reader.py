@@ -12,10 +12,10 @@ from rayzero.engine.checkpoint.errors import CheckpointDamagedError
 from rayzero.engine.checkpoint.format import BLOCK_BYTES
 from rayzero.engine.checkpoint.manifest import make_manifest
 from rayzero.engine.checkpoint.reader import CheckpointSource, read_manifest
-from rayzero.engine.checkpoint.writer import commit, write_rank_file
+from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.errors import DataError, EngineError
 from rayzero.engine.layout.reshard import plan_copies
-from rayzero.engine.state.table import LogicalTensor, Range, Table
+from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
 from tests.engine.checkpoint.saving import blocks, save
 
 LONG = 5 * BLOCK_BYTES + 1234
@@ -26,12 +26,14 @@ def long_one(tmp_path_factory):
     """A checkpoint of one rank with several blocks of data: (folder, data)."""
     folder = str(tmp_path_factory.mktemp("long") / "step-1")
     data = random.Random(0).randbytes(LONG)
-    table = Table({"weights/w": LogicalTensor("U8", (LONG,))}, (Range("weights/w", 0, LONG, 0),))
-    table = Table(table.tensors, table.ranges, LONG)
+    table = BlockIndex(
+        {"weights/w": LogicalTensor("U8", (LONG,))}, (TensorRange("weights/w", 0, LONG, 0),)
+    )
+    table = BlockIndex(table.tensors, table.ranges, LONG)
     file = write_rank_file(
         folder, 0, table, {"step": 1}, memoryview(data), generation=1, world_size=1
     )
-    commit(folder, make_manifest("job", 1, 1, [file]))
+    commit_checkpoint(folder, make_manifest("job", 1, 1, [file]))
     return folder, data
 
 
@@ -96,15 +98,15 @@ def test_a_state_of_two_ranks_is_read_by_three(tmp_path):
     save(tmp_path, 5, world=2)
     source = CheckpointSource(str(tmp_path / "step-5"))
     assert source.step == 5
-    assert [source.small(rank)["rank"] for rank in range(4)] == [0, 1, 0, 1]
+    assert [source.metadata(rank)["rank"] for rank in range(4)] == [0, 1, 0, 1]
     for block in blocks(5, world=3):
         into = bytearray(len(block.data))
-        held = [table.ranges for table in source.tables]
+        held = [table.ranges for table in source.block_indexes]
         for copy in plan_copies(block.table.ranges, held):
             size = block.table.tensors[copy.wanted.name].item_bytes
             at = copy.wanted.offset + (copy.start - copy.wanted.start) * size
             place = copy.held.offset + (copy.start - copy.held.start) * size
-            source.read(copy.source, place, memoryview(into)[at : at + copy.count * size])
+            source.read(copy.source, place, memoryview(into)[at : at + copy.numel * size])
         for one in block.table.ranges:
             nbytes = (one.stop - one.start) * block.table.tensors[one.name].item_bytes
             there = slice(one.offset, one.offset + nbytes)
@@ -144,7 +146,7 @@ def test_cut_and_missing_files_are_named(tmp_path):
         file.truncate(manifest.files[0].data_offset + BLOCK_BYTES)
     second.unlink()
     with pytest.raises(CheckpointDamagedError, match=f"{first.name} ends in block 1"):
-        source.read(0, 0, memoryview(bytearray(manifest.files[0].table.nbytes)))
+        source.read(0, 0, memoryview(bytearray(manifest.files[0].block_index.nbytes)))
     with pytest.raises(CheckpointDamagedError, match=f"{second.name} is missing"):
         source.read(1, 0, memoryview(bytearray(1)))
 

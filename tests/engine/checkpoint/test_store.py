@@ -12,23 +12,24 @@ from contextlib import suppress
 import pytest
 
 from rayzero.engine.checkpoint import store_local
-from rayzero.engine.checkpoint.catalogue import newest_whole
+from rayzero.engine.checkpoint.catalogue import newest_complete
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.manifest import make_manifest
-from rayzero.engine.checkpoint.store import is_remote, join, open_store, split
-from rayzero.engine.checkpoint.verify import verify
-from rayzero.engine.checkpoint.writer import commit
+from rayzero.engine.checkpoint.open_store import open_store
+from rayzero.engine.checkpoint.store import is_remote, join_url, split_url
+from rayzero.engine.checkpoint.verify import verify_checkpoint
+from rayzero.engine.checkpoint.writer import commit_checkpoint
 from rayzero.engine.errors import ConfigError
 from tests.engine.checkpoint.saving import save, write_files
 
 
 def test_a_local_folder(tmp_path):
     store = open_store(str(tmp_path / "a" / "b"))
-    assert store.entries() == []
+    assert store.list_folder() == []
     store.replace("c/x", b"one")
     store.replace("c/x", b"two!")
     assert store.read("c/x") == b"two!"
-    ((entry,), (folder,)) = store.entries("c"), store.entries()
+    ((entry,), (folder,)) = store.list_folder("c"), store.list_folder()
     assert (entry.name, entry.is_folder, entry.nbytes) == ("x", False, 4)
     assert abs(entry.modified_s - os.stat(tmp_path / "a/b/c/x").st_mtime) < 1e-6
     assert (folder.name, folder.is_folder, folder.nbytes) == ("c", True, 0)
@@ -39,11 +40,11 @@ def test_a_local_folder(tmp_path):
     opened.close()
     opened.close()
     store.remove_folder("c")
-    assert store.entries("c")
+    assert store.list_folder("c")
     store.remove("c/x")
     store.remove("c/x")
     store.remove_folder("c")
-    assert store.entries() == []
+    assert store.list_folder() == []
 
 
 def test_a_read_that_comes_in_pieces_is_put_together(tmp_path, monkeypatch):
@@ -64,7 +65,7 @@ def test_a_write_that_comes_in_pieces_is_put_together(tmp_path, monkeypatch):
     real = os.write
     monkeypatch.setattr(store_local.os, "write", lambda fd, data: real(fd, data[:5000]))
     save(tmp_path, 1)
-    assert verify(str(tmp_path / "step-1")) == []
+    assert verify_checkpoint(str(tmp_path / "step-1")) == []
 
 
 def test_an_exception_leaves_nothing(tmp_path):
@@ -74,7 +75,7 @@ def test_an_exception_leaves_nothing(tmp_path):
         sink.write(memoryview(b"new"))
         raise KeyError
     assert store.read("x") == b"old"
-    assert [one.name for one in store.entries()] == ["x"]
+    assert [one.name for one in store.list_folder()] == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_trouble_has_a_kind_a_place_and_a_way_out(tmp_path, monkeypatch, number,
     assert os.strerror(number) in error.seen
     assert "checkpoint.path" in error.fix
     assert list((tmp_path / "step-2").iterdir()) == []
-    assert newest_whole(str(tmp_path)).step == 1
+    assert newest_complete(str(tmp_path)).step == 1
     again = pickle.loads(pickle.dumps(error))
     assert (again.kind, again.url, str(again)) == (error.kind, error.url, str(error))
 
@@ -122,9 +123,9 @@ def test_files_that_other_nodes_wrote_elsewhere_are_not_committed(tmp_path):
     files = write_files(str(tmp_path / "step-1"), 1)
     (tmp_path / "step-1" / files[1].name).unlink()
     with pytest.raises(StoreError, match=r"1 of 2 files.*all nodes must share") as caught:
-        commit(str(tmp_path / "step-1"), make_manifest("job", 1, 1, files))
+        commit_checkpoint(str(tmp_path / "step-1"), make_manifest("job", 1, 1, files))
     assert caught.value.kind == "gone"
-    assert newest_whole(str(tmp_path)) is None
+    assert newest_complete(str(tmp_path)) is None
 
 
 @pytest.fixture
@@ -148,21 +149,21 @@ def test_a_full_disk_leaves_the_previous_checkpoint(small_disk):
         save(small_disk, 3)
     assert caught.value.kind == "full"
     assert "free space" in caught.value.fix
-    assert newest_whole(str(small_disk)).step == 2
-    assert verify(str(small_disk / "step-2")) == []
+    assert newest_complete(str(small_disk)).step == 2
+    assert verify_checkpoint(str(small_disk / "step-2")) == []
     assert all(path.read_bytes() == raw for path, raw in before.items())
     assert not list(small_disk.rglob("*.partial"))
 
 
 def test_urls():
-    assert join("runs", "gpt", "step-1") == "runs/gpt/step-1"
-    assert join("runs/", "gpt") == "runs/gpt"
-    assert join("/", "gpt") == "/gpt"
-    assert join("s3://b/runs?region=x", "gpt") == "s3://b/runs/gpt?region=x"
-    assert split("runs/gpt/step-1/") == ("runs/gpt", "step-1")
-    assert split("step-1") == (".", "step-1")
-    assert split("/step-1") == ("/", "step-1")
-    assert split("s3://b/gpt/step-1?region=x") == ("s3://b/gpt?region=x", "step-1")
+    assert join_url("runs", "gpt", "step-1") == "runs/gpt/step-1"
+    assert join_url("runs/", "gpt") == "runs/gpt"
+    assert join_url("/", "gpt") == "/gpt"
+    assert join_url("s3://b/runs?region=x", "gpt") == "s3://b/runs/gpt?region=x"
+    assert split_url("runs/gpt/step-1/") == ("runs/gpt", "step-1")
+    assert split_url("step-1") == (".", "step-1")
+    assert split_url("/step-1") == ("/", "step-1")
+    assert split_url("s3://b/gpt/step-1?region=x") == ("s3://b/gpt?region=x", "step-1")
     assert [is_remote(url) for url in ("a", "file:///a", "s3://b")] == [False, False, True]
 
 
@@ -185,7 +186,7 @@ def test_writing_to_a_disk_imports_neither_torch_nor_pyarrow():
     script = (
         "import sys\n"
         "import rayzero.engine.checkpoint.writer, rayzero.engine.checkpoint.catalogue\n"
-        "import rayzero.engine.checkpoint.prune, rayzero.engine.checkpoint.verify\n"
+        "import rayzero.engine.checkpoint.retention, rayzero.engine.checkpoint.verify\n"
         "sys.exit(repr({'torch', 'pyarrow', 'ray', 'numpy'} & set(sys.modules) or ''))\n"
     )
     done = subprocess.run(

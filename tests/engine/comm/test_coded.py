@@ -8,15 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.code_buffers import CodeBuffers
-from rayzero.engine.comm.codecs.cast import CastCodec
-from rayzero.engine.comm.codecs.codec import Codec
-from rayzero.engine.comm.codecs.int8 import Int8Codec
-from rayzero.engine.comm.codecs.sign import SignCodec
-from rayzero.engine.comm.coded import CodedSums, Coding
-from rayzero.engine.comm.collectives import Collectives, part_of
-from rayzero.engine.comm.feedback import Feedback
-from rayzero.engine.comm.turns import MOST_AT_ONCE, Turns
+from rayzero.engine.comm.backend import rank_chunk
+from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.compression.codecs import CastCodec, Codec, Int8Codec, SignCodec
+from rayzero.engine.compression.quantized import (
+    MAX_IN_FLIGHT,
+    CodecContext,
+    CollectiveSequencer,
+    PayloadBuffers,
+    QuantizedReduce,
+)
+from rayzero.engine.zero.reducer import ErrorFeedback
 from tests.engine.comm.test_collectives import CPU, open_way, shared_or_not
 from tests.support.ranks import run_ranks
 
@@ -38,7 +40,7 @@ def term(rank: int, world: int, seed: int) -> Tensor:
 
 
 def coded(codec: Codec, values: Tensor) -> Tensor:
-    codes, out = torch.empty(codec.coded_bytes(values.numel()), dtype=torch.uint8), values.clone()
+    codes, out = torch.empty(codec.payload_bytes(values.numel()), dtype=torch.uint8), values.clone()
     codec.encode(values, codes)
     codec.decode(codes, out, add=False)
     return out
@@ -59,9 +61,9 @@ def right_sum(codec: Codec, world: int, seed: int) -> Tensor:
     return cleared(codec, sum(by_parts(codec, term(r, world, seed), world) for r in range(world)))
 
 
-def make(ours: Collectives, name: str, feedback: Feedback | None = None) -> CodedSums:
-    coding = Coding(CODECS[name], ours, CodeBuffers(ours, CPU), Turns())
-    return CodedSums(coding, GAPS, feedback)
+def make(ours: Collectives, name: str, feedback: ErrorFeedback | None = None) -> QuantizedReduce:
+    coding = CodecContext(CODECS[name], ours, PayloadBuffers(ours, CPU), CollectiveSequencer())
+    return QuantizedReduce(coding, GAPS, feedback)
 
 
 def both_sums(rank: int, world: int, name: str, share: bool) -> list[Tensor]:
@@ -70,18 +72,18 @@ def both_sums(rank: int, world: int, name: str, share: bool) -> list[Tensor]:
     full, out = term(rank, world, 0), torch.full((PART,), 7.0)
     expected = right_sum(codec, world, 0)
     sums.reduce_scatter(full, out).wait()
-    torch.testing.assert_close(out, part_of(expected, rank, world))
+    torch.testing.assert_close(out, rank_chunk(expected, rank, world))
     sums.reduce_scatter(term(rank, world, 0), out, accumulate=True).wait()
-    torch.testing.assert_close(out, 2 * part_of(expected, rank, world))
+    torch.testing.assert_close(out, 2 * rank_chunk(expected, rank, world))
     full = term(rank, world, 0)
-    sums.reduce_scatter(full, part_of(full, rank, world)).wait()
-    torch.testing.assert_close(part_of(full, rank, world), part_of(expected, rank, world))
+    sums.reduce_scatter(full, rank_chunk(full, rank, world)).wait()
+    torch.testing.assert_close(rank_chunk(full, rank, world), rank_chunk(expected, rank, world))
 
     full = term(rank, world, 0)
     sums.all_reduce(full).wait()
     torch.testing.assert_close(full, cleared(codec, by_parts(codec, expected, world)))
     moved = {key: one.bytes for key, one in ours.counters.by_name.items()}
-    once = world * codec.coded_bytes(PART)
+    once = world * codec.payload_bytes(PART)
     assert moved == {"all_to_all": 4 * once, "all_gather": once}
     return [full]
 
@@ -99,8 +101,8 @@ def in_any_order(rank: int, world: int, name: str, share: bool) -> tuple[list[Te
     ours = open_way(share)
     shuffled = random.Random(rank)
     results = []
-    coding = Coding(CODECS[name], ours, CodeBuffers(ours, CPU), Turns())
-    sums = CodedSums(coding, GAPS, None)
+    coding = CodecContext(CODECS[name], ours, PayloadBuffers(ours, CPU), CollectiveSequencer())
+    sums = QuantizedReduce(coding, GAPS, None)
     for _ in range(3):
         jobs = []
         for seed in range(9):
@@ -108,7 +110,7 @@ def in_any_order(rank: int, world: int, name: str, share: bool) -> tuple[list[Te
             if seed % 3:
                 jobs.append((sums.all_reduce(full), full))
             else:
-                jobs.append((sums.reduce_scatter(full, part_of(full, rank, world)), None))
+                jobs.append((sums.reduce_scatter(full, rank_chunk(full, rank, world)), None))
             if shuffled.random() < 0.3:
                 jobs[shuffled.randrange(len(jobs))][0].wait()
         order = list(range(len(jobs)))
@@ -117,7 +119,7 @@ def in_any_order(rank: int, world: int, name: str, share: bool) -> tuple[list[Te
             jobs[number][0].wait()
             jobs[number][0].release()
         results += [full for _, full in jobs if full is not None]
-        ours.vote(torch.zeros(1))
+        ours.all_reduce_scalars(torch.zeros(1))
     return results, coding.buffers.total_bytes
 
 
@@ -127,14 +129,14 @@ def test_ranks_may_wait_in_any_order(world: int, share: bool) -> None:
     results = run_ranks(world, in_any_order, "int8", share)
     for full, held in results:
         assert all(torch.equal(a, b) for a, b in zip(full, results[0][0], strict=True))
-        assert held <= 2 * (MOST_AT_ONCE + 1) * world * CODECS["int8"].coded_bytes(PART)
+        assert held <= 2 * (MAX_IN_FLIGHT + 1) * world * CODECS["int8"].payload_bytes(PART)
 
 
 def with_feedback(rank: int, world: int, name: str, whole: bool) -> tuple[Tensor, Tensor]:
     """(all that arrived, all that is kept back), in the unit's layout."""
     ours = open_way(True)
     of_sum = torch.zeros(PART) if whole else None
-    feedback = Feedback(torch.zeros(world * PART), of_sum)
+    feedback = ErrorFeedback(torch.zeros(world * PART), of_sum)
     sums = make(ours, name, feedback)
     arrived = torch.zeros(world * PART)
     for seed in range(6):
@@ -143,10 +145,10 @@ def with_feedback(rank: int, world: int, name: str, whole: bool) -> tuple[Tensor
             sums.all_reduce(full).wait()
             arrived += full
         else:
-            sums.reduce_scatter(full, part_of(arrived, rank, world), accumulate=True).wait()
-    kept = feedback.of_terms.clone()
+            sums.reduce_scatter(full, rank_chunk(arrived, rank, world), accumulate=True).wait()
+    kept = feedback.local.clone()
     if of_sum is not None:
-        part_of(kept, rank, world).add_(of_sum)
+        rank_chunk(kept, rank, world).add_(of_sum)
     return arrived, kept
 
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayzero.engine.comm import connect as connecting
-from rayzero.engine.comm.collectives import Collectives, part_of
-from rayzero.engine.comm.connect import connect
+from rayzero.engine.comm import process_group as connecting
+from rayzero.engine.comm.backend import rank_chunk
+from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.gloo import GlooBackend, StagingPool
-from rayzero.engine.comm.local import LocalBackend
+from rayzero.engine.comm.process_group import SingleRankBackend, connect_collectives
 from rayzero.engine.errors import CollectiveError, ConfigError
 from tests.support.ranks import RankError, run_ranks
 
@@ -34,7 +34,7 @@ def open_way(share: bool) -> Collectives:
     group = dist.group.WORLD
     assert group is not None
     backend = GlooBackend(group, share_memory=share)
-    assert (backend._neighbours is not None) == share
+    assert (backend._shared_memory is not None) == share
     return Collectives(backend)
 
 
@@ -57,7 +57,7 @@ def every_collective(rank: int, world: int, share: bool) -> dict[str, dict[str, 
     assert (ours.rank, ours.world_size) == (rank, world)
     for dtype in DTYPES:
         summed = total(world, dtype)
-        mine = part_of(summed, rank, world)
+        mine = rank_chunk(summed, rank, world)
 
         full = buffer(ours, values(rank, world, dtype))
         ours.all_reduce(full).wait()
@@ -68,16 +68,16 @@ def every_collective(rank: int, world: int, share: bool) -> dict[str, dict[str, 
         assert torch.equal(out, mine)
 
         full = buffer(ours, values(rank, world, dtype))
-        ours.reduce_scatter(full, part_of(full, rank, world)).wait()
-        assert torch.equal(part_of(full, rank, world), mine)
+        ours.reduce_scatter(full, rank_chunk(full, rank, world)).wait()
+        assert torch.equal(rank_chunk(full, rank, world), mine)
 
         full, out = buffer(ours, values(rank, world, dtype)), torch.full((PART,), 7, dtype=dtype)
         ours.reduce_scatter(full, out, accumulate=True).wait()
         assert torch.equal(out, mine + 7)
 
         full = buffer(ours, torch.full((world * PART,), -1, dtype=dtype))
-        part_of(full, rank, world).copy_(mine)
-        ours.all_gather(full, part_of(full, rank, world)).wait()
+        rank_chunk(full, rank, world).copy_(mine)
+        ours.all_gather(full, rank_chunk(full, rank, world)).wait()
         assert torch.equal(full, summed)
 
         full = torch.full((world * PART,), -1, dtype=dtype)  # a slot: only what is read is shared
@@ -95,7 +95,7 @@ def every_collective(rank: int, world: int, share: bool) -> dict[str, dict[str, 
         assert torch.equal(full, values(source, world, dtype))
 
     scalars = torch.tensor([rank, 1.0], dtype=torch.float64)
-    ours.vote(scalars)
+    ours.all_reduce_scalars(scalars)
     assert scalars.tolist() == [world * (world - 1) / 2, world]
     assert ours.counters.exposed_s > 0
     assert ours.counters.sequence == len(DTYPES) * (7 + world) + 1
@@ -131,11 +131,11 @@ def many_in_flight(rank: int, world: int, share: bool) -> int:
             )
             if seed % 3 == 0:
                 jobs.append((ours.reduce_scatter(full, part), part))
-                right.append(part_of(total(world, torch.float64, seed), rank, world))
+                right.append(rank_chunk(total(world, torch.float64, seed), rank, world))
             elif seed % 3 == 1:
-                jobs.append((ours.all_gather(full, part_of(full, rank, world)), full))
+                jobs.append((ours.all_gather(full, rank_chunk(full, rank, world)), full))
                 terms = [values(one, world, torch.float64, seed) for one in range(world)]
-                right.append(torch.cat([part_of(t, r, world) for r, t in enumerate(terms)]))
+                right.append(torch.cat([rank_chunk(t, r, world) for r, t in enumerate(terms)]))
             else:
                 jobs.append((ours.all_reduce(full), full))
                 right.append(total(world, torch.float64, seed))
@@ -146,7 +146,7 @@ def many_in_flight(rank: int, world: int, share: bool) -> int:
             jobs[number][0].wait()  # a second wait changes nothing
         for (_, seen), expected in zip(jobs, right, strict=True):
             assert torch.equal(seen, expected)
-        ours.vote(torch.zeros(1))  # after it a gathered part may go
+        ours.all_reduce_scalars(torch.zeros(1))  # after it a gathered part may go
     return ours.staging_bytes
 
 
@@ -171,8 +171,8 @@ def repeated(rank: int, world: int) -> list[Tensor]:
                 time.sleep(0.05)
             out = torch.empty(PART)
             ours.reduce_scatter(full, out).wait()
-            ours.reduce_scatter(kept, part_of(kept, rank, world)).wait()
-            results += [out, part_of(kept, rank, world).clone()]
+            ours.reduce_scatter(kept, rank_chunk(kept, rank, world)).wait()
+            results += [out, rank_chunk(kept, rank, world).clone()]
     return results
 
 
@@ -181,7 +181,7 @@ def test_a_sum_is_bitwise_the_same_whoever_is_late_and_whichever_way_it_goes() -
         assert all(torch.equal(one, results[0]) for one in results)
 
 
-class Broken(LocalBackend):
+class Broken(SingleRankBackend):
     """Two ranks, as far as it says; nothing works."""
 
     world_size = 2
@@ -210,12 +210,12 @@ def test_an_error_names_the_collective_that_failed_not_the_latest() -> None:
 
 
 def test_alone_every_collective_is_done_and_counted() -> None:
-    ours = Collectives(LocalBackend())
+    ours = Collectives(SingleRankBackend())
     full = torch.arange(4.0)
     ours.all_reduce(full).wait()
     ours.all_gather(full, full).wait()
     ours.broadcast(full)
-    ours.vote(full)
+    ours.all_reduce_scalars(full)
     assert full.tolist() == [0, 1, 2, 3]
     out = torch.ones(4)
     ours.reduce_scatter(full, out, accumulate=True).wait()
@@ -236,15 +236,15 @@ def test_alone_every_collective_is_done_and_counted() -> None:
 
 def test_staging_buffers_are_used_again() -> None:
     pool = StagingPool()
-    first = pool.take(torch.float32, 10)
-    second = pool.take(torch.float32, 10)
+    first = pool.acquire(torch.float32, 10)
+    second = pool.acquire(torch.float32, 10)
     assert first.data_ptr() != second.data_ptr()
     assert pool.total_bytes == 80
-    pool.give_back(first)
-    assert pool.take(torch.float32, 8) is first  # longer ones will do
-    pool.give_back(first)
-    assert pool.take(torch.float64, 8).dtype is torch.float64  # but not of another dtype
-    assert pool.take(torch.float32, 11).numel() == 11
+    pool.release(first)
+    assert pool.acquire(torch.float32, 8) is first  # longer ones will do
+    pool.release(first)
+    assert pool.acquire(torch.float64, 8).dtype is torch.float64  # but not of another dtype
+    assert pool.acquire(torch.float32, 11).numel() == 11
     assert pool.total_bytes == 80 + 64 + 44
 
 
@@ -267,8 +267,8 @@ class TestConnect:
     def test_without_a_group_this_process_is_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
             monkeypatch.delenv(name, raising=False)
-        ours, device = connect()
-        assert isinstance(ours._backend, LocalBackend)
+        ours, device = connect_collectives()
+        assert isinstance(ours._backend, SingleRankBackend)
         assert device == torch.device("cuda" if torch.cuda.is_available() else "cpu", device.index)
         assert not dist.is_initialized()
 
@@ -278,26 +278,26 @@ class TestConnect:
         monkeypatch.delenv("MASTER_ADDR", raising=False)
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
-        assert connect()[0].world_size == 1
+        assert connect_collectives()[0].world_size == 1
 
     def test_under_torchrun_the_group_is_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made: list[str] = []
         monkeypatch.setattr(connecting.dist, "init_process_group", made.append)
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
             monkeypatch.setenv(name, value)
-        connect()
+        connect_collectives()
         assert made == ["nccl" if torch.cuda.is_available() else "gloo"]
 
     @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", None])
     def test_a_group_of_one_rank_needs_no_backend(self, backend: str | None) -> None:
         with group(backend):
-            ours, device = connect()
-            assert isinstance(ours._backend, LocalBackend)
+            ours, device = connect_collectives()
+            assert isinstance(ours._backend, SingleRankBackend)
             assert torch.cuda.is_available() or device.type == "cpu"
 
     def test_another_backend_is_refused(self) -> None:
         with group("fake"), pytest.raises(ConfigError, match=r"(?s)'.*fake.*'.*nccl, gloo"):
-            connect()
+            connect_collectives()
 
 
 def unnamed_backend(rank: int, world: int) -> bool:
@@ -307,7 +307,7 @@ def unnamed_backend(rank: int, world: int) -> bool:
     dist.destroy_process_group()
     again = dist.PrefixStore("again", store)
     dist.init_process_group(store=again, rank=rank, world_size=world)
-    ours, _ = connect()
+    ours, _ = connect_collectives()
     full = ours.zeros(world * 4, torch.float32, CPU).fill_(1)
     ours.all_reduce(full).wait()
     return isinstance(ours._backend, GlooBackend) and full.tolist() == [world] * (4 * world)
@@ -326,10 +326,10 @@ def lose_a_peer(rank: int, world: int, share: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     start, told = time.monotonic(), []
     for call in (
-        lambda: ours.all_gather(full, part_of(full, rank, world)).wait(),
+        lambda: ours.all_gather(full, rank_chunk(full, rank, world)).wait(),
         lambda: ours.reduce_scatter(full, out).wait(),
         lambda: ours.all_reduce(full).wait(),
-        lambda: ours.vote(torch.zeros(1)),
+        lambda: ours.all_reduce_scalars(torch.zeros(1)),
         lambda: ours.broadcast(full, source=1),
     ):
         with pytest.raises(CollectiveError) as caught:

@@ -27,7 +27,7 @@ def tell():
 atexit.register(tell)  # registered first: called last
 
 import rayzero, torch
-from rayzero.engine.comm.group import init_distributed
+from rayzero.engine.comm.process_group import init_distributed
 import torch.distributed as dist
 
 if sys.argv[1] == "ours":

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import rayzero
-from rayzero.engine.comm.collectives import part_of
+from rayzero.engine.comm.backend import rank_chunk
 from rayzero.engine.comm.gloo import GlooBackend
-from rayzero.engine.comm.mail import mail_of
+from rayzero.engine.comm.gloo_p2p import p2p_channel
 from tests.support.ranks import run_ranks
 
 LIMIT_S = 60.0
@@ -42,7 +42,7 @@ def one_is_dropped(rank: int, world: int, share: bool) -> tuple[float, int]:
     """Rank 1 drops its backend before rank 0's messages to it are sent."""
     made = [GlooBackend(the_group(), share_memory=share)]
     full = made[0].zeros(4 * world, torch.float32, torch.device("cpu"))
-    launched = [made[0].all_gather(full, part_of(full, rank, world))] if rank == 1 else []
+    launched = [made[0].all_gather(full, rank_chunk(full, rank, world))] if rank == 1 else []
 
     def first() -> None:
         launched.clear()
@@ -50,21 +50,21 @@ def one_is_dropped(rank: int, world: int, share: bool) -> tuple[float, int]:
         gc.collect()
 
     def then() -> None:
-        other = made[0].all_gather(full, part_of(full, rank, world))
+        other = made[0].all_gather(full, rank_chunk(full, rank, world))
         if not share:  # where memory is shared, a peer that is gone cannot be read
             other.wait()
 
     in_turn(rank, first=first, then=then)
-    mail = mail_of(the_group())
-    left = len(mail.under_way)
+    mail = p2p_channel(the_group())
+    left = len(mail.in_flight)
     value = torch.tensor(float(rank))
     dist.all_reduce(value)
     again = GlooBackend(the_group(), share_memory=share)
     # Where memory is shared, rank 1 has never said that it has read rank 0's part.
-    assert len(mail.under_way) == (left if share else 0)
+    assert len(mail.in_flight) == (left if share else 0)
     full = again.zeros(4 * world, torch.float32, torch.device("cpu"))
-    part_of(full, rank, world).fill_(rank + 1)
-    again.all_gather(full, part_of(full, rank, world)).wait()
+    rank_chunk(full, rank, world).fill_(rank + 1)
+    again.all_gather(full, rank_chunk(full, rank, world)).wait()
     return value.item() + full.sum().item(), left
 
 
@@ -91,7 +91,7 @@ def trained(rank: int, world: int, stage: int) -> list[int]:
         engine.step()
         del engine, model
         gc.collect()
-        left.append(len(mail_of(the_group()).under_way))
+        left.append(len(p2p_channel(the_group()).in_flight))
     return left
 
 
@@ -106,13 +106,13 @@ def both(rank: int, world: int) -> float:
     """An engine is made while another's exchanges are done but not yet known to be read by all."""
     ways = [GlooBackend(the_group())]
     full = ways[0].zeros(4 * world, torch.float32, torch.device("cpu"))
-    part_of(full, rank, world).fill_(rank + 1)
-    first = ways[0].all_gather(full, part_of(full, rank, world))
+    rank_chunk(full, rank, world).fill_(rank + 1)
+    first = ways[0].all_gather(full, rank_chunk(full, rank, world))
     first.wait()
     ways.append(GlooBackend(the_group()))
-    assert not mail_of(the_group()).under_way
+    assert not p2p_channel(the_group()).in_flight
     first.release()  # waits for nothing twice
-    ways[0].all_gather(full, part_of(full, rank, world)).release()
+    ways[0].all_gather(full, rank_chunk(full, rank, world)).release()
     return full.sum().item()
 
 
@@ -123,7 +123,7 @@ def test_two_engines_of_one_group_at_once() -> None:
 def numbered(rank: int, world: int) -> tuple[int, int]:
     first = GlooBackend(the_group(), share_memory=False)
     second = GlooBackend(the_group(), share_memory=False)
-    return first.tag(), second.tag()
+    return first.next_tag(), second.next_tag()
 
 
 def test_two_engines_of_one_group_number_their_collectives_together() -> None:

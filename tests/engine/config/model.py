@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rayzero.engine.config.document import EngineConfig
-from rayzero.engine.config.sift import FREE
+from rayzero.engine.config.checks import FREE_FORM_SECTIONS
+from rayzero.engine.config.model import EngineConfig
 
 
 def leaves(
@@ -18,7 +18,7 @@ def leaves(
     """(path, field) of every key that is not a section."""
     for name, field in model.model_fields.items():
         inner = section(field.annotation)
-        if inner is None or prefix + name in FREE:
+        if inner is None or prefix + name in FREE_FORM_SECTIONS:
             yield prefix + name, field
         else:
             yield from leaves(inner, f"{prefix}{name}.")

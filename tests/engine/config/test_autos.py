@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from rayzero.engine.config import EngineConfig, parse_config
-from rayzero.engine.config.autos import AUTOS, with_steps
-from rayzero.engine.config.keys.table import KEYS
-from rayzero.engine.config.parse import parse
-from rayzero.engine.config.sift import FREE
+from rayzero.engine.config.auto import AUTO_RULES, fill_total_steps
+from rayzero.engine.config.checks import FREE_FORM_SECTIONS
+from rayzero.engine.config.keys import KEYS
+from rayzero.engine.config.parse import parse_with_provenance
 from rayzero.engine.errors import ConfigError
 from tests.engine.config.model import leaves
 
@@ -18,7 +18,7 @@ AUTO = "auto"
 
 
 def test_the_usual_autos() -> None:
-    parsed = parse(
+    parsed = parse_with_provenance(
         {
             "train_batch_size": AUTO,
             "train_micro_batch_size_per_gpu": AUTO,
@@ -58,9 +58,9 @@ def test_the_usual_autos() -> None:
         "warmup_num_steps": 0,
     }
     assert config.zero_optimization.reduce_bucket_size is None
-    assert len(parsed.told) == 12
-    assert parsed.told["scheduler.params.warmup_max_lr"] == "auto: optimizer.params.lr"
-    assert parsed.told["zero_optimization.reduce_bucket_size"].startswith("auto: left out")
+    assert len(parsed.provenance) == 12
+    assert parsed.provenance["scheduler.params.warmup_max_lr"] == "auto: optimizer.params.lr"
+    assert parsed.provenance["zero_optimization.reduce_bucket_size"].startswith("auto: left out")
 
 
 def test_a_warm_up_goes_to_the_rate_that_is_given() -> None:
@@ -74,7 +74,7 @@ def test_a_warm_up_goes_to_the_rate_that_is_given() -> None:
     assert config.scheduler.params == {"warmup_max_lr": 0.5}
 
 
-@pytest.mark.parametrize("path", [path for path, _ in leaves() if path not in FREE])
+@pytest.mark.parametrize("path", [path for path, _ in leaves() if path not in FREE_FORM_SECTIONS])
 def test_every_key_may_be_auto(path: str) -> None:
     """It is then as it is by default, but where the table says otherwise."""
     document: Any = AUTO
@@ -87,20 +87,20 @@ def test_every_key_may_be_auto(path: str) -> None:
             parse_config(document)
         return
     config = parse_config(document)
-    if not any(one.path == path for one in AUTOS) and "." in path and "optimizer" not in path:
+    if not any(one.path == path for one in AUTO_RULES) and "." in path and "optimizer" not in path:
         assert config == EngineConfig()
 
 
 def test_the_rows_are_keys() -> None:
-    for one in AUTOS:
-        assert one.path in KEYS or one.path.rpartition(".")[0] in FREE
+    for one in AUTO_RULES:
+        assert one.path in KEYS or one.path.rpartition(".")[0] in FREE_FORM_SECTIONS
 
 
 def test_the_number_of_steps_is_the_jobs() -> None:
     document = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": AUTO}}}
     with pytest.raises(ConfigError, match=r"total_num_steps: auto is the number of steps of a job"):
         parse_config(document)
-    config = parse(document, steps=70).config
+    config = parse_with_provenance(document, steps=70).config
     assert config.scheduler is not None
     assert config.scheduler.params == {"total_num_steps": 70}
-    assert with_steps({"scheduler": AUTO}, 70) == {"scheduler": AUTO}
+    assert fill_total_steps({"scheduler": AUTO}, 70) == {"scheduler": AUTO}

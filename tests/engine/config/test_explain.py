@@ -10,13 +10,18 @@ from typing import Any
 import jsonschema
 import pytest
 
-from rayzero.engine.config.explain import Fact, _once, facts, given, tell
-from rayzero.engine.config.keys.rows import IMPLEMENTED, NO_OP, REFUSED
-from rayzero.engine.config.keys.table import KEYS
-from rayzero.engine.config.old_names import OLD_NAMES
-from rayzero.engine.config.parse import parse
-from rayzero.engine.config.paths import find
-from rayzero.engine.config.schema import schema
+from rayzero.engine.config.explain import (
+    KeyInfo,
+    _log_once,
+    is_set_or_active,
+    json_schema,
+    key_infos,
+    log_explanation,
+)
+from rayzero.engine.config.keys import KEYS
+from rayzero.engine.config.keys.spec import IMPLEMENTED, NO_OP, REFUSED
+from rayzero.engine.config.normalize import OLD_NAMES, get_path
+from rayzero.engine.config.parse import parse_with_provenance
 from tests.engine.config.model import leaves
 
 FILES = sorted((Path(__file__).parent / "files").iterdir())
@@ -30,8 +35,8 @@ DOCUMENT = {
 }
 
 
-def by_key(document: dict[str, Any] | None) -> dict[str, Fact]:
-    found = list(facts(parse(document)))
+def by_key(document: dict[str, Any] | None) -> dict[str, KeyInfo]:
+    found = list(key_infos(parse_with_provenance(document)))
     assert len({fact.key for fact in found}) == len(found)
     return {fact.key: fact for fact in found}
 
@@ -61,7 +66,7 @@ def test_what_is_in_force_is_what_has_an_effect() -> None:
     assert found["zero_optimization.reduce_scatter"].reason
     assert not found["amp"].in_force
     assert found["amp"].status is REFUSED
-    shown = {key for key, fact in found.items() if given(fact)}
+    shown = {key for key, fact in found.items() if is_set_or_active(fact)}
     assert {"amp", "zero_optimization.reduce_scatter", "zero_optimization.overlap_comm"} <= shown
     assert "zero_optimization.round_robin_gradients" not in shown
     assert all(found[key].status is IMPLEMENTED for key in shown if found[key].source == "default")
@@ -75,19 +80,19 @@ def test_every_row_has_a_fact() -> None:
 
 def test_what_its_text_does_not_say_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    _once.cache_clear()
-    parsed = parse(DOCUMENT)
+    _log_once.cache_clear()
+    parsed = parse_with_provenance(DOCUMENT)
     for _ in range(2):
-        tell(parsed)
+        log_explanation(parsed)
     lines = [record.message for record in caplog.records]
-    assert len(lines) == len(set(lines)) == len(parsed.told) + 1
+    assert len(lines) == len(set(lines)) == len(parsed.provenance) + 1
     assert "config: bf16.enabled is True (old name bfloat16)" in lines
     # reduce_scatter was written as it is not here; contiguous_gradients as it is.
     assert lines[-1].startswith("config: no effect here: zero_optimization.reduce_scatter (")
 
 
 def test_the_schema_takes_what_the_parser_takes() -> None:
-    made = schema()
+    made = json_schema()
     jsonschema.Draft202012Validator.check_schema(made)
     validator = jsonschema.Draft202012Validator(made)
     validator.validate(DOCUMENT)
@@ -107,7 +112,7 @@ def test_the_schema_takes_what_the_parser_takes() -> None:
 
 
 def test_the_schema_describes_every_key() -> None:
-    made = schema()
+    made = json_schema()
     for path in [*KEYS, *(one.old for one in OLD_NAMES)]:
         here = made
         for part in path.split("."):
@@ -120,4 +125,4 @@ def test_the_schema_describes_every_key() -> None:
     for path, field in leaves():
         if field.default is None or "." in path:
             continue
-        assert find(made, f"properties.{path}.default") == field.default
+        assert get_path(made, f"properties.{path}.default") == field.default

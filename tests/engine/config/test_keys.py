@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from rayzero.engine.config import EngineConfig, OptimizerConfig, parse_config
-from rayzero.engine.config.keys.rows import IMPLEMENTED, NO_OP, REFUSED, enabled, given
-from rayzero.engine.config.keys.table import GROUPS, KEYS
-from rayzero.engine.config.old_names import OLD_NAMES
-from rayzero.engine.config.sift import FREE, field
+from rayzero.engine.config.checks import FREE_FORM_SECTIONS, get_field
+from rayzero.engine.config.keys import KEY_GROUPS, KEYS
+from rayzero.engine.config.keys.spec import IMPLEMENTED, NO_OP, REFUSED, is_enabled, is_set
+from rayzero.engine.config.normalize import OLD_NAMES
 from rayzero.engine.errors import ConfigError
 from tests.engine.config.model import leaves
 
@@ -28,7 +28,7 @@ FIELDS = dict(leaves())
 OLD = {one.old for one in OLD_NAMES}
 # Ours, sections, and what DeepSpeed had in older versions.
 NOT_DEEPSPEEDS = {"optimizer", "scheduler", "aio.thread_count"}
-NAMED = {*FREE, "optimizer.type", "scheduler.type"}
+NAMED = {*FREE_FORM_SECTIONS, "optimizer.type", "scheduler.type"}
 # What is worked out from the model here, and what may differ without changing a result.
 OTHER_DEFAULTS = {
     "seq_parallel_communication_data_type",
@@ -50,7 +50,9 @@ def row_of(path: str) -> str | None:
     """The row that says what becomes of a key: its own, or that of a section around it."""
     parts = path.split(".")
     around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-    return next((one for one in around if one in KEYS and (one == path or KEYS[one].asks)), None)
+    return next(
+        (one for one in around if one in KEYS and (one == path or KEYS[one].is_active)), None
+    )
 
 
 def test_every_key_of_deepspeed_is_known() -> None:
@@ -73,20 +75,20 @@ def test_every_row_is_a_key_of_deepspeed_or_ours() -> None:
 
 
 def test_rows_without_a_rule_of_their_own_are_the_fields_of_the_model() -> None:
-    plain = {path for path, key in KEYS.items() if key.asks is None}
+    plain = {path for path, key in KEYS.items() if key.is_active is None}
     assert plain - {"optimizer", "scheduler"} == set(FIELDS)
-    assert not {path for path, key in KEYS.items() if key.asks} & set(FIELDS)
+    assert not {path for path, key in KEYS.items() if key.is_active} & set(FIELDS)
 
 
 def test_no_row_stands_twice() -> None:
-    assert len(KEYS) == sum(len(rows) for rows in GROUPS.values())
+    assert len(KEYS) == sum(len(rows) for rows in KEY_GROUPS.values())
 
 
 def test_every_row_says_what_it_is() -> None:
     for key in KEYS.values():
         assert key.status in (IMPLEMENTED, NO_OP, REFUSED)
-        assert key.what
-        assert not key.what.endswith("."), key
+        assert key.description
+        assert not key.description.endswith("."), key
         assert (key.reason == "") == (key.status is IMPLEMENTED), key
         if key.status is NO_OP:
             assert key.why, f"{key.path} does nothing, and does not say why"
@@ -95,7 +97,7 @@ def test_every_row_says_what_it_is() -> None:
 def test_defaults_are_deepspeeds() -> None:
     config = EngineConfig(optimizer=OptimizerConfig(type="SGD"))
     for path in sorted(set(FIELDS) & set(DEEPSPEED) - OTHER_DEFAULTS - NAMED):
-        ours = field(config, path)
+        ours = get_field(config, path)
         assert (list(ours) if isinstance(ours, tuple) else ours) == DEEPSPEED[path], path
 
 
@@ -103,21 +105,21 @@ def test_every_default_that_differs_is_listed_for_a_reason() -> None:
     same = [
         path
         for path in OTHER_DEFAULTS & set(FIELDS)
-        if field(EngineConfig(), path) == DEEPSPEED[path]
+        if get_field(EngineConfig(), path) == DEEPSPEED[path]
     ]
     assert same == []
 
 
 @pytest.mark.parametrize(
-    "path", sorted(path for path, key in KEYS.items() if key.status is REFUSED and key.asks)
+    "path", sorted(path for path, key in KEYS.items() if key.status is REFUSED and key.is_active)
 )
 def test_a_refused_section_may_be_there_when_it_asks_for_nothing(path: str) -> None:
     for value in (None, "auto", DEEPSPEED.get(path)):
         parse_config(_at(path, value))
-    if KEYS[path].asks in (enabled, given):
+    if KEYS[path].is_active in (is_enabled, is_set):
         with pytest.raises(ConfigError, match=rf"{re.escape(path)}: refused: "):
             parse_config(_at(path, True))
-    if KEYS[path].asks is enabled:
+    if KEYS[path].is_active is is_enabled:
         parse_config(_at(path, {"enabled": False, "whatever": {"it": "was"}}))
 
 

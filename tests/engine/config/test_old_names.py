@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rayzero.engine.config import parse_config
-from rayzero.engine.config.keys.table import KEYS
-from rayzero.engine.config.old_names import OLD_NAMES, SHORTS, lengthen, rename
-from rayzero.engine.config.parse import parse
+from rayzero.engine.config.keys import KEYS
+from rayzero.engine.config.normalize import OLD_NAMES, SHORTHANDS, expand_shorthand, rename_old_keys
+from rayzero.engine.config.parse import parse_with_provenance
 from rayzero.engine.errors import ConfigError
 
 ZERO = "zero_optimization"
@@ -17,8 +17,8 @@ ZERO = "zero_optimization"
 
 def modern(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     mistakes: list[str] = []
-    told = lengthen(document)
-    rename(document, told, mistakes)
+    told = expand_shorthand(document)
+    rename_old_keys(document, told, mistakes)
     return document, told, mistakes
 
 
@@ -72,7 +72,7 @@ def test_old_names_are_no_rows_and_new_ones_are() -> None:
     for one in OLD_NAMES:
         assert one.old not in KEYS
         assert one.new in KEYS or any(path.startswith(f"{one.new}.") for path in KEYS)
-    for short in SHORTS:
+    for short in SHORTHANDS:
         meant = [f"{short.path}.{key}" for key in (*short.true, *short.false)]
         assert short.path == "bfloat16" or set(meant) <= set(KEYS)
 
@@ -91,11 +91,13 @@ def test_an_old_and_a_new_name_that_disagree_are_told() -> None:
 
 
 def test_where_a_value_came_from_is_told() -> None:
-    told = parse({"bfloat16": True, ZERO: {"prefetch_bucket_size": 5}}).told
+    told = parse_with_provenance({"bfloat16": True, ZERO: {"prefetch_bucket_size": 5}}).provenance
     assert told == {
         "bf16.enabled": "old name bfloat16",
         "zero_optimization.stage3_prefetch_bucket_size": (
             "old name zero_optimization.prefetch_bucket_size"
         ),
     }
-    assert parse({ZERO: True}).told == {"zero_optimization.stage": "zero_optimization: true"}
+    assert parse_with_provenance({ZERO: True}).provenance == {
+        "zero_optimization.stage": "zero_optimization: true"
+    }

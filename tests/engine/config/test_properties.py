@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.engine.config import parse_config, read_config
-from rayzero.engine.config.fields import DTYPES
-from rayzero.engine.config.keys.rows import REFUSED
-from rayzero.engine.config.keys.table import KEYS
-from rayzero.engine.config.optim import OPTIMIZERS, SCHEDULES
-from rayzero.engine.config.sift import FREE
+from rayzero.engine.config.checks import FREE_FORM_SECTIONS
+from rayzero.engine.config.fields import DTYPE_ALIASES
+from rayzero.engine.config.keys import KEYS
+from rayzero.engine.config.keys.spec import REFUSED
+from rayzero.engine.config.optimizers import OPTIMIZERS
+from rayzero.engine.config.schedules import SCHEDULES
 from rayzero.engine.errors import ConfigError
 from tests.engine.config.model import leaves
 
@@ -51,7 +52,7 @@ PARAMS = {
 
 def values(path: str, annotation: Any) -> st.SearchStrategy[Any]:
     """Values that the field takes, in the ways they may be written."""
-    if path in FREE:
+    if path in FREE_FORM_SECTIONS:
         return PARAMS[path]
     if path in SPECIAL:
         return SPECIAL[path]
@@ -67,7 +68,7 @@ def values(path: str, annotation: Any) -> st.SearchStrategy[Any]:
     if float in kinds:
         return st.floats(1e-9, 1e9) | st.integers(1, 9)
     if "dtype" in path or path.endswith("data_type"):
-        return st.sampled_from(list(DTYPES))
+        return st.sampled_from(list(DTYPE_ALIASES))
     return st.text().filter(lambda text: text != "auto")
 
 
@@ -210,7 +211,7 @@ def test_a_misspelt_key_names_the_one_that_is_meant(path: str) -> None:
     document: Any = {last[:-2] + last[-1]: 1}
     for part in reversed(outer):
         document = {part: document}
-    if ".".join(outer) in FREE:
+    if ".".join(outer) in FREE_FORM_SECTIONS:
         return
     with pytest.raises(ConfigError, match=rf"unknown key \(did you mean '{last}'\?\)"):
         parse_config(document)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from rayzero.engine.config import EngineConfig, parse_config
-from rayzero.engine.config.keys.table import KEYS
-from rayzero.engine.config.parse import parse
-from rayzero.engine.config.precision import Bf16Config, Fp16Config
-from rayzero.engine.config.together import CLASHES
+from rayzero.engine.config.checks import CONFLICTS
+from rayzero.engine.config.keys import KEYS
+from rayzero.engine.config.model import Bf16Config, Fp16Config
+from rayzero.engine.config.parse import parse_with_provenance
 from rayzero.engine.errors import ConfigError
 
 ZERO = "zero_optimization"
@@ -52,10 +52,10 @@ def test_what_fits_is_taken(document: dict[str, Any]) -> None:
 def test_a_config_that_was_not_read_is_held_against_them_too() -> None:
     made = EngineConfig(fp16=Fp16Config(enabled=True), bf16=Bf16Config(enabled=True))
     with pytest.raises(ConfigError, match="fp16 and bf16: both are enabled"):
-        parse(made)
+        parse_with_provenance(made)
 
 
 def test_a_clash_names_keys_that_are_there() -> None:
-    for one in CLASHES:
+    for one in CONFLICTS:
         for path in one.path.split(" and "):
             assert path in KEYS or f"{path}.enabled" in KEYS

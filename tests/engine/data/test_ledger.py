@@ -13,9 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayzero.engine.data.ledger import Ledger, Problem, check, read
-from rayzero.engine.data.order import SampleOrder
-from rayzero.engine.data.split import split_step
+from rayzero.engine.data.sample_ledger import (
+    LedgerMismatch,
+    SampleLedger,
+    check_ledger,
+    read_ledger,
+)
+from rayzero.engine.data.sampling import SampleOrder, assign_step
 from rayzero.engine.errors import DataError
 
 ORDER = SampleOrder(20, 3)
@@ -24,21 +28,21 @@ ORDER = SampleOrder(20, 3)
 def write(folder: Path, generation: int, world_size: int, steps: range, batch: int = 6) -> None:
     """What the ranks of a generation write in these steps."""
     for rank in range(world_size):
-        ledger = Ledger(folder, generation, rank, world_size)
+        ledger = SampleLedger(folder, generation, rank, world_size)
         for step in steps:
-            for part in split_step(batch, world_size, rank, 2):
+            for part in assign_step(batch, world_size, rank, 2):
                 start = (step - 1) * batch + part.start
-                ledger.consumed(ORDER.indices(start, part.count).tolist())
-            ledger.write(step)
+                ledger.add_samples(ORDER.indices(start, part.count).tolist())
+            ledger.write_step(step)
 
 
 def test_a_whole_history_has_no_problem(tmp_path: Path) -> None:
     write(tmp_path, 1, 3, range(1, 5))
     write(tmp_path, 2, 2, range(5, 8))
-    found = read(tmp_path)
+    found = read_ledger(tmp_path)
     assert list(found) == [1, 2, 3, 4, 5, 6, 7]
     assert found[2] == ORDER.indices(6, 6).tolist()  # rank by rank is in order here
-    assert check(tmp_path, ORDER, 6) == []
+    assert check_ledger(tmp_path, ORDER, 6) == []
 
 
 @settings(max_examples=25, deadline=None)
@@ -54,15 +58,15 @@ def test_steps_done_again_count_once(
         first = max(1, done + 1 - back)
         write(folder, number, world_size, range(first, first + steps))
         done = first + steps - 1
-    assert check(folder, ORDER, 6, steps=done) == []
+    assert check_ledger(folder, ORDER, 6, steps=done) == []
 
 
 def test_a_part_of_an_older_generation_does_not_count(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, range(1, 4))
     (tmp_path / "generation-00001-rank-00001.jsonl").unlink()  # died before it wrote
-    assert [problem.step for problem in check(tmp_path, ORDER, 6)] == [1, 2, 3]
+    assert [problem.step for problem in check_ledger(tmp_path, ORDER, 6)] == [1, 2, 3]
     write(tmp_path, 2, 3, range(1, 4))
-    assert check(tmp_path, ORDER, 6) == []
+    assert check_ledger(tmp_path, ORDER, 6) == []
 
 
 def test_a_later_run_outranks_an_earlier_one(tmp_path: Path) -> None:
@@ -70,38 +74,38 @@ def test_a_later_run_outranks_an_earlier_one(tmp_path: Path) -> None:
     write(tmp_path / "run-1", 7, 2, range(4, 6))
     (tmp_path / "run-1" / "generation-00007-rank-00001.jsonl").unlink()
     write(tmp_path / "run-2", 1, 3, range(4, 6))
-    assert check(tmp_path, ORDER, 6) == []
+    assert check_ledger(tmp_path, ORDER, 6) == []
 
 
 def test_problems_name_what_is_missing_and_what_is_extra(tmp_path: Path) -> None:
     first, second = ORDER.indices(0, 4).tolist(), ORDER.indices(4, 4).tolist()
-    ledger = Ledger(tmp_path, 1, 0, 1)
-    ledger.consumed(first[:3])
-    ledger.consumed(first[:1])
-    ledger.write(1)
-    ledger.consumed(second)
-    ledger.write(3)
-    assert check(tmp_path, ORDER, 4, steps=2) == [
-        Problem(1, (first[3],), (first[0],)),
-        Problem(2, tuple(sorted(second)), ()),
+    ledger = SampleLedger(tmp_path, 1, 0, 1)
+    ledger.add_samples(first[:3])
+    ledger.add_samples(first[:1])
+    ledger.write_step(1)
+    ledger.add_samples(second)
+    ledger.write_step(3)
+    assert check_ledger(tmp_path, ORDER, 4, steps=2) == [
+        LedgerMismatch(1, (first[3],), (first[0],)),
+        LedgerMismatch(2, tuple(sorted(second)), ()),
     ]
-    texts = [str(problem) for problem in check(tmp_path, ORDER, 4)]
+    texts = [str(problem) for problem in check_ledger(tmp_path, ORDER, 4)]
     assert texts[0] == f"step 1: 1 missing ({first[3]}) and 1 extra ({first[0]})"
     assert texts[1].startswith("step 2: 4 missing (")
     assert len(texts) == 3
 
 
 def test_a_batch_larger_than_the_data_holds_samples_twice(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, 1, 0, 1)
-    ledger.consumed(ORDER.indices(0, 50).tolist())
-    ledger.write(1)
-    assert check(tmp_path, ORDER, 50) == []
+    ledger = SampleLedger(tmp_path, 1, 0, 1)
+    ledger.add_samples(ORDER.indices(0, 50).tolist())
+    ledger.write_step(1)
+    assert check_ledger(tmp_path, ORDER, 50) == []
 
 
 def test_lines_outlive_a_killed_process(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
-        "from rayzero.engine.data.ledger import Ledger\n"
+        "from rayzero.engine.data.sample_ledger import Ledger\n"
         "ledger = Ledger(sys.argv[1], 1, 0, 1)\n"
         "ledger.consumed(range(100_000))\n"
         "ledger.write(1)\n"
@@ -110,14 +114,14 @@ def test_lines_outlive_a_killed_process(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script, tmp_path], check=False, timeout=300)
     assert done.returncode == -signal.SIGKILL
-    assert read(tmp_path) == {1: list(range(100_000))}
+    assert read_ledger(tmp_path) == {1: list(range(100_000))}
 
 
 def test_a_line_cut_short_was_not_written(tmp_path: Path) -> None:
     write(tmp_path, 1, 1, range(1, 3))
     (path,) = tmp_path.iterdir()
     os.truncate(path, path.stat().st_size - 5)
-    assert list(read(tmp_path)) == [1]
+    assert list(read_ledger(tmp_path)) == [1]
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"step": 1}', '{"step": 1, "samples": ["x"]}', ""])
@@ -126,7 +130,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     (path,) = tmp_path.iterdir()
     path.write_text(f"{path.read_text()}{line}\n")
     with pytest.raises(DataError, match=f"line 3 of {path}"):
-        read(tmp_path)
+        read_ledger(tmp_path)
 
 
 def test_the_line_says_who_wrote_it(tmp_path: Path) -> None:
@@ -140,19 +144,19 @@ def test_the_line_says_who_wrote_it(tmp_path: Path) -> None:
 
 def test_no_ledger_another_runs_ledger_and_no_room(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no ledger in"):
-        read(tmp_path)
-    Ledger(tmp_path, 1, 0, 1)
+        read_ledger(tmp_path)
+    SampleLedger(tmp_path, 1, 0, 1)
     with pytest.raises(DataError, match="File exists") as caught:
-        Ledger(tmp_path, 1, 0, 1)
+        SampleLedger(tmp_path, 1, 0, 1)
     assert "new folder" in caught.value.allowed
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="cannot be written"):
-        Ledger(tmp_path / "file", 1, 0, 1)
+        SampleLedger(tmp_path / "file", 1, 0, 1)
 
 
 def test_a_failing_write_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = Ledger(tmp_path, 1, 0, 1)
+    ledger = SampleLedger(tmp_path, 1, 0, 1)
     real = os.write
     monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:10]))
     with pytest.raises(DataError, match="only a part was written"):
-        ledger.write(1)
+        ledger.write_step(1)

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from rayzero.engine.data.loader import LoaderPlan, StepLoader, dataset_length
-from rayzero.engine.data.order import SampleOrder
-from rayzero.engine.data.progress import Progress
-from rayzero.engine.data.transfer import pinned, to_device
+from rayzero.engine.data.prefetch import batch_to_device, pin_batch
+from rayzero.engine.data.sampling import SampleOrder, TrainingProgress
 from rayzero.engine.errors import DataError, EngineError
-from rayzero.engine.session import entered
+from rayzero.engine.session import use_session
 
 
 def threads() -> list[threading.Thread]:
@@ -38,12 +37,12 @@ def loader(
     global_batch: int = 4,
     micro_batch: int = 2,
     world: tuple[int, int] = (1, 0),
-    progress: Progress | None = None,
+    progress: TrainingProgress | None = None,
     shares: tuple[float, ...] = (),
 ) -> StepLoader:
     """Over the samples 0, 1, ..., so that a batch shows which samples it holds."""
     plan = LoaderPlan(global_batch, micro_batch, *world, shares)
-    progress = progress or Progress(global_batch=global_batch)
+    progress = progress or TrainingProgress(global_batch=global_batch)
     return StepLoader(list(range(length)), SampleOrder(length, 1), plan, progress)
 
 
@@ -52,7 +51,7 @@ def consume(one: StepLoader, batches: Iterator) -> list[tuple[list[int], float]]
     seen = []
     for batch in batches:
         progress = one.progress
-        seen.append((batch.tolist(), progress.weight))
+        seen.append((batch.tolist(), progress.micro_batch_weight))
         progress.micro_step += 1
         if progress.micro_step == one.micro_steps:
             progress.micro_step = 0
@@ -103,7 +102,7 @@ def test_every_sample_once_at_any_membership_history(
                 global_batch,
                 micro_batch,
                 (world_size, rank),
-                Progress(sample_cursor=cursor, global_batch=global_batch),
+                TrainingProgress(sample_cursor=cursor, global_batch=global_batch),
             )
             seen = consume(one, one.steps(steps))
             turns = one.micro_steps
@@ -118,7 +117,9 @@ def test_every_sample_once_at_any_membership_history(
 
 @given(length=st.integers(1, 50), global_batch=st.integers(1, 60), steps=st.integers(0, 50))
 def test_len_is_what_an_epoch_hands_out(length: int, global_batch: int, steps: int) -> None:
-    one = loader(length, global_batch, 3, progress=Progress(sample_cursor=steps * global_batch))
+    one = loader(
+        length, global_batch, 3, progress=TrainingProgress(sample_cursor=steps * global_batch)
+    )
     epoch = steps * global_batch // length
     starts = [
         s * global_batch
@@ -159,7 +160,7 @@ def test_until_hands_out_what_is_left() -> None:
     assert one.progress.step == 2
     assert consume(one, one.until(2)) == []
     assert consume(one, one.until(1)) == []
-    again = loader(progress=Progress(step=2, sample_cursor=8))  # called again after a fault
+    again = loader(progress=TrainingProgress(step=2, sample_cursor=8))  # called again after a fault
     rest = consume(again, again.until(5))
     assert again.progress.step == 5
     assert owned(first + rest) == SampleOrder(10, 1).indices(0, 20).tolist()
@@ -195,7 +196,7 @@ def test_epochs_are_those_that_are_left(
     length: int, global_batch: int, count: int, done: int
 ) -> None:
     """From any step on: every step whose first sample is in one of the epochs, in order."""
-    progress = Progress(step=done, sample_cursor=done * global_batch)
+    progress = TrainingProgress(step=done, sample_cursor=done * global_batch)
     one = loader(length, global_batch, 3, progress=progress)
     seen, steps = [], []
     for epoch in one.epochs(count):
@@ -231,17 +232,17 @@ class Consumed:
     def __init__(self) -> None:
         self.samples: list[list[int]] = []
 
-    def phase(self, name: str) -> None:
+    def on_phase(self, name: str) -> None:
         assert name == "data"
 
-    def consumed(self, samples: Sequence[int]) -> None:
+    def on_samples_consumed(self, samples: Sequence[int]) -> None:
         self.samples.append(list(samples))
 
 
 def test_the_session_is_told_of_a_ranks_own_samples_as_they_are_handed_out() -> None:
     session, order = Consumed(), SampleOrder(10, 1)
     one = loader(length=10, global_batch=5, micro_batch=2, world=(2, 1))
-    with entered(session):
+    with use_session(session):
         batches = one.steps(2)
         next(batches)
         assert session.samples == [order.indices(3, 1).tolist()]  # one of two, and none ahead
@@ -253,7 +254,7 @@ def test_the_session_is_told_of_a_ranks_own_samples_as_they_are_handed_out() -> 
 def test_the_session_is_told_of_each_micro_batch_once() -> None:
     session, order = Consumed(), SampleOrder(10, 1)
     one = loader(length=10, global_batch=4, micro_batch=2)
-    with entered(session):
+    with use_session(session):
         next(iter(one))  # handed out and thrown away: the step is gone on with from there
         consume(one, one.steps(2))
     told = [sample for samples in session.samples for sample in samples]
@@ -263,7 +264,7 @@ def test_the_session_is_told_of_each_micro_batch_once() -> None:
 def test_the_session_is_not_told_of_borrowed_samples() -> None:
     session = Consumed()
     one = loader(length=10, global_batch=2, micro_batch=1, world=(3, 2))
-    with entered(session):
+    with use_session(session):
         consume(one, one.steps(1))
     assert session.samples == [[]]
 
@@ -324,7 +325,7 @@ def test_it_reads_ahead_but_not_far() -> None:
             return super().__getitem__(index)
 
     data = Counting(range(100))
-    one = StepLoader(data, SampleOrder(100, 0), LoaderPlan(1, 1, 1, 0), Progress())
+    one = StepLoader(data, SampleOrder(100, 0), LoaderPlan(1, 1, 1, 0), TrainingProgress())
     batches = one.steps(100)
     next(batches)
     for _ in range(4):  # one handed out, two in the queue, one in the thread's hands
@@ -344,7 +345,9 @@ class Broken(list):
 
 
 def test_an_error_of_the_dataset_names_the_sample() -> None:
-    one = StepLoader(Broken(range(10)), SampleOrder(10, 0), LoaderPlan(2, 2, 1, 0), Progress())
+    one = StepLoader(
+        Broken(range(10)), SampleOrder(10, 0), LoaderPlan(2, 2, 1, 0), TrainingProgress()
+    )
     with pytest.raises(DataError, match=r"sample 7 .* OSError: disk on fire") as caught:
         consume(one, iter(one))
     assert isinstance(caught.value.__cause__, OSError)
@@ -353,7 +356,7 @@ def test_an_error_of_the_dataset_names_the_sample() -> None:
 def test_batches_before_the_error_are_handed_out() -> None:
     order = SampleOrder(10, 0)
     bad = order.indices(0, 10).tolist().index(7)
-    one = StepLoader(Broken(range(10)), order, LoaderPlan(1, 1, 1, 0), Progress())
+    one = StepLoader(Broken(range(10)), order, LoaderPlan(1, 1, 1, 0), TrainingProgress())
     batches = iter(one)
     for position in range(bad):
         assert next(batches).tolist() == [order.index(position)]
@@ -365,10 +368,13 @@ def test_batches_before_the_error_are_handed_out() -> None:
 
 def test_samples_that_make_no_batch_are_named() -> None:
     ragged = [torch.zeros(i) for i in range(4)]
-    one = StepLoader(ragged, SampleOrder(4, 0), LoaderPlan(2, 2, 1, 0), Progress())
+    one = StepLoader(ragged, SampleOrder(4, 0), LoaderPlan(2, 2, 1, 0), TrainingProgress())
     with pytest.raises(DataError, match=r"samples \[\d, \d\] do not make a batch"):
         next(iter(one))
-    assert len(next(iter(StepLoader(ragged, SampleOrder(4, 0), one.plan, Progress(), list)))) == 2
+    assert (
+        len(next(iter(StepLoader(ragged, SampleOrder(4, 0), one.plan, TrainingProgress(), list))))
+        == 2
+    )
 
 
 def test_getitems_is_used_when_offered() -> None:
@@ -377,7 +383,9 @@ def test_getitems_is_used_when_offered() -> None:
             assert type(indices) is list
             return [super(Many, self).__getitem__(i) * 10 for i in indices]
 
-    one = StepLoader(Many(range(10)), SampleOrder(10, 1), LoaderPlan(4, 4, 1, 0), Progress())
+    one = StepLoader(
+        Many(range(10)), SampleOrder(10, 1), LoaderPlan(4, 4, 1, 0), TrainingProgress()
+    )
     assert next(iter(one)).tolist() == [i * 10 for i in SampleOrder(10, 1).indices(0, 4).tolist()]
 
 
@@ -389,7 +397,7 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize("data", [Stream(), iter([1, 2]), {1, 2}, object()])
 def test_what_is_not_map_style_is_refused(data: object) -> None:
     with pytest.raises(DataError, match="can only be iterated") as caught:
-        StepLoader(data, SampleOrder(3, 0), LoaderPlan(1, 1, 1, 0), Progress())
+        StepLoader(data, SampleOrder(3, 0), LoaderPlan(1, 1, 1, 0), TrainingProgress())
     assert caught.value.fix
 
 
@@ -397,7 +405,7 @@ def test_empty_or_changed_data_is_refused() -> None:
     with pytest.raises(DataError, match="is empty"):
         dataset_length([])
     with pytest.raises(DataError, match="3 samples and the order is over 4"):
-        StepLoader([1, 2, 3], SampleOrder(4, 0), LoaderPlan(1, 1, 1, 0), Progress())
+        StepLoader([1, 2, 3], SampleOrder(4, 0), LoaderPlan(1, 1, 1, 0), TrainingProgress())
 
 
 Pair = namedtuple("Pair", "x y")
@@ -406,8 +414,8 @@ Pair = namedtuple("Pair", "x y")
 def test_nests_of_containers_are_moved() -> None:
     meta = torch.device("meta")
     batch = {"a": torch.ones(2), "b": [Pair(torch.ones(1), "text"), (torch.ones(3),)]}
-    assert to_device(batch, torch.device("cpu")) is batch
-    moved = to_device(batch, meta)
+    assert batch_to_device(batch, torch.device("cpu")) is batch
+    moved = batch_to_device(batch, meta)
     assert moved["a"].device == moved["b"][1][0].device == meta
     pair = moved["b"][0]
     assert type(pair) is Pair
@@ -419,8 +427,8 @@ def test_batches_arrive_on_the_gpu_through_pinned_memory() -> None:
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     data = torch.arange(64 * 1024).view(64, 1024)
     order = SampleOrder(64, 0)
-    one = StepLoader(data, order, LoaderPlan(8, 4, 1, 0), Progress(), device=device)
-    assert pinned(data).is_pinned()
+    one = StepLoader(data, order, LoaderPlan(8, 4, 1, 0), TrainingProgress(), device=device)
+    assert pin_batch(data).is_pinned()
     seen = torch.cat(list(one))
     assert seen.device == device
     assert torch.equal(seen.cpu(), data[order.indices(0, 64)])

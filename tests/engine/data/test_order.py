@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.engine.data.order import SampleOrder
+from rayzero.engine.data.sampling import SampleOrder
 from rayzero.engine.errors import DataError
 
 LENGTHS = st.integers(1, 3000)

@@ -91,7 +91,7 @@ def test_who_waits_for_an_item_is_told_of_the_end():
 
     def close() -> None:
         assert asked.wait(LIMIT_S)
-        feed._belt.close()
+        feed._queue.close()
 
     consumer = threading.Thread(target=consume, daemon=True)
     consumer.start()
@@ -115,8 +115,8 @@ def test_the_garbage_collector_may_close_it_in_the_middle_of_a_hand_over():
     feed = Prefetch(count())
 
     def collected_inside() -> None:
-        with feed._belt._changed:
-            feed._belt.close()
+        with feed._queue._changed:
+            feed._queue.close()
 
     assert done_in_time(collected_inside)
     feed.close()

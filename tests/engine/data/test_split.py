@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.engine.data.split import MicroBatch, micro_steps, rank_samples, split_step
+from rayzero.engine.data.sampling import (
+    MicroBatch,
+    assign_step,
+    count_micro_steps,
+    samples_per_rank,
+)
 from rayzero.engine.errors import ConfigError
 
 SIZES = {
@@ -20,7 +25,7 @@ SIZES = {
 def test_every_sample_once_and_weights_add_up(
     global_batch: int, world_size: int, micro_batch: int
 ) -> None:
-    plans = [split_step(global_batch, world_size, r, micro_batch) for r in range(world_size)]
+    plans = [assign_step(global_batch, world_size, r, micro_batch) for r in range(world_size)]
     owned = [m.start + k for plan in plans for m in plan for k in range(m.count)]
     assert owned == list(range(global_batch))  # contiguous runs, in the order of the ranks
     exact = sum(Fraction(m.count, global_batch) for plan in plans for m in plan)
@@ -33,10 +38,10 @@ def test_every_sample_once_and_weights_add_up(
 def test_every_rank_runs_the_same_number_of_even_micro_steps(
     global_batch: int, world_size: int, micro_batch: int
 ) -> None:
-    turns = micro_steps(global_batch, world_size, micro_batch)
+    turns = count_micro_steps(global_batch, world_size, micro_batch)
     shares = []
     for rank in range(world_size):
-        plan = split_step(global_batch, world_size, rank, micro_batch)
+        plan = assign_step(global_batch, world_size, rank, micro_batch)
         assert len(plan) == turns
         counts = [m.count for m in plan]
         assert max(counts) <= micro_batch
@@ -52,19 +57,19 @@ def test_borrowed_samples_are_real_and_weigh_nothing(
     global_batch: int, world_size: int, micro_batch: int
 ) -> None:
     for rank in range(world_size):
-        for m in split_step(global_batch, world_size, rank, micro_batch):
-            assert m.borrowed == (m.count == 0) == (m.weight == 0.0)
-            assert m.reads == (m.count or 1)
-            assert 0 <= m.start <= m.start + m.reads <= global_batch
+        for m in assign_step(global_batch, world_size, rank, micro_batch):
+            assert m.is_filler == (m.count == 0) == (m.weight == 0.0)
+            assert m.read_count == (m.count or 1)
+            assert 0 <= m.start <= m.start + m.read_count <= global_batch
 
 
 def test_examples() -> None:
-    assert split_step(8, 2, 1, 4) == (MicroBatch(4, 4, 0.5),)
-    assert split_step(8, 3, 0, 2) == (MicroBatch(0, 2, 0.25), MicroBatch(2, 1, 0.125))
-    assert split_step(8, 3, 2, 2) == (MicroBatch(6, 1, 0.125), MicroBatch(7, 1, 0.125))
-    assert split_step(2, 3, 2, 4) == (MicroBatch(0, 0, 0.0),)
+    assert assign_step(8, 2, 1, 4) == (MicroBatch(4, 4, 0.5),)
+    assert assign_step(8, 3, 0, 2) == (MicroBatch(0, 2, 0.25), MicroBatch(2, 1, 0.125))
+    assert assign_step(8, 3, 2, 2) == (MicroBatch(6, 1, 0.125), MicroBatch(7, 1, 0.125))
+    assert assign_step(2, 3, 2, 4) == (MicroBatch(0, 0, 0.0),)
     # The largest share takes two turns, so a rank with one sample borrows for the second.
-    assert [m.borrowed for m in split_step(4, 3, 1, 1)] == [False, True]
+    assert [m.is_filler for m in assign_step(4, 3, 1, 1)] == [False, True]
 
 
 @st.composite
@@ -78,11 +83,11 @@ def test_uneven_shares_keep_every_promise(
     global_batch: int, shares: tuple[float, ...], micro_batch: int
 ) -> None:
     ranks = len(shares)
-    plans = [split_step(global_batch, ranks, r, micro_batch, shares) for r in range(ranks)]
+    plans = [assign_step(global_batch, ranks, r, micro_batch, shares) for r in range(ranks)]
     owned = [m.start + k for plan in plans for m in plan for k in range(m.count)]
     assert owned == list(range(global_batch))
     assert sum(Fraction(m.count, global_batch) for plan in plans for m in plan) == 1
-    turns = micro_steps(global_batch, ranks, micro_batch, shares)
+    turns = count_micro_steps(global_batch, ranks, micro_batch, shares)
     assert {len(plan) for plan in plans} == {turns}
     counts = [sum(m.count for m in plan) for plan in plans]
     assert turns == 1 or max(counts) > (turns - 1) * micro_batch  # no fewer would do
@@ -90,7 +95,7 @@ def test_uneven_shares_keep_every_promise(
         assert abs(count - share * global_batch) < 1 + 1e-9
         assert max(m.count for m in plan) <= micro_batch
         assert max(m.count for m in plan) - min(m.count for m in plan) <= 1
-        assert all(m.start + m.reads <= global_batch for m in plan)
+        assert all(m.start + m.read_count <= global_batch for m in plan)
 
 
 @given(**SIZES)
@@ -98,23 +103,25 @@ def test_even_shares_are_what_no_shares_are(
     global_batch: int, world_size: int, micro_batch: int
 ) -> None:
     even = (1 / world_size,) * world_size
-    assert rank_samples(global_batch, world_size, even) == rank_samples(global_batch, world_size)
+    assert samples_per_rank(global_batch, world_size, even) == samples_per_rank(
+        global_batch, world_size
+    )
     for rank in range(world_size):
-        split = split_step(global_batch, world_size, rank, micro_batch, even)
-        assert split == split_step(global_batch, world_size, rank, micro_batch)
+        split = assign_step(global_batch, world_size, rank, micro_batch, even)
+        assert split == assign_step(global_batch, world_size, rank, micro_batch)
 
 
 def test_the_largest_remainders_get_what_is_left() -> None:
-    assert rank_samples(10, 3, (0.5, 0.25, 0.25)) == (5, 3, 2)  # of equal ones the first
-    assert rank_samples(10, 3, (0.44, 0.28, 0.28)) == (4, 3, 3)
-    assert rank_samples(10, 2, (1.0, 0.0)) == (10, 0)
-    assert [m.borrowed for m in split_step(10, 2, 1, 5, (1.0, 0.0))] == [True, True]
+    assert samples_per_rank(10, 3, (0.5, 0.25, 0.25)) == (5, 3, 2)  # of equal ones the first
+    assert samples_per_rank(10, 3, (0.44, 0.28, 0.28)) == (4, 3, 3)
+    assert samples_per_rank(10, 2, (1.0, 0.0)) == (10, 0)
+    assert [m.is_filler for m in assign_step(10, 2, 1, 5, (1.0, 0.0))] == [True, True]
 
 
 @pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.4), (1.5, -0.5), (0.5, float("nan"))])
 def test_senseless_shares_are_refused(shares: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError, match=r"the shares .* of 2 ranks"):
-        rank_samples(8, 2, shares)
+        samples_per_rank(8, 2, shares)
 
 
 @pytest.mark.parametrize(
@@ -128,4 +135,4 @@ def test_senseless_shares_are_refused(shares: tuple[float, ...]) -> None:
 )
 def test_senseless_sizes_are_refused(sizes: tuple[int, int, int, int], seen: str) -> None:
     with pytest.raises(ConfigError, match=seen):
-        split_step(*sizes)
+        assign_step(*sizes)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.engine.precision.loss_scale import DynamicRules, DynamicScale
+from rayzero.engine.precision.loss_scale import DynamicScaler, DynamicScaleRules
 from tests.engine import zoo
 from tests.engine.gpu.training import (
     DEVICE,
@@ -138,7 +138,7 @@ def test_no_stream_runs_ahead_of_another(stage: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_overflow_halves_the_scale_and_changes_nothing_else(stage: int, tmp_path: Path) -> None:
-    rules = DynamicScale(DynamicRules(2.0**8, window=2, hysteresis=1))
+    rules = DynamicScaler(DynamicScaleRules(2.0**8, window=2, hysteresis=1))
     document = config(stage, "fp16")
     document["fp16"]["loss_scale_window"] = 2
     with alone_on_nccl(tmp_path / "store"):
@@ -149,7 +149,7 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else(stage: int, tmp_p
             loss = engine(given[:, :-1], targets=given[:, 1:])["loss"]
             engine.backward(loss * float("inf") if overflow == "x" else loss)
             engine.step()
-            rules.after(overflow=overflow == "x")
+            rules.update(overflow=overflow == "x")
             assert engine.loss_scale == rules.value
             same = all(torch.equal(one, before[name]) for name, one in engine.state_dict().items())
             assert same is (overflow == "x")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.engine.layout.partition import ALIGN, ParamSpec, UnitLayout, lay_out
+from rayzero.engine.layout.flat_layout import ALIGN_NUMEL, ParamSpec, UnitLayout, make_layout
 
 SHAPES = st.one_of(
     st.just(()),  # a scalar
@@ -19,7 +19,7 @@ WORLDS = st.integers(1, 9)
 
 def make(params: list[tuple[tuple[int, ...], int]], world: int) -> UnitLayout:
     specs = [ParamSpec(f"p{i}", shape, group) for i, (shape, group) in enumerate(params)]
-    return lay_out("unit", specs, world)
+    return make_layout("unit", specs, world)
 
 
 @st.composite
@@ -46,20 +46,20 @@ def test_shards_are_equal_disjoint_and_cover_the_buffer(layout: UnitLayout) -> N
 
 @given(layouts())
 def test_extents_and_gaps_cover_the_buffer(layout: UnitLayout) -> None:
-    extents = [layout.extent(index) for index in range(len(layout.params))]
+    extents = [layout.param_range(index) for index in range(len(layout.params))]
     filled = [extent for extent in extents if extent.start < extent.stop]
-    assert covered([*filled, *layout.gaps], layout.numel)
-    assert all(gap.start < gap.stop for gap in layout.gaps)
+    assert covered([*filled, *layout.padding], layout.numel)
+    assert all(gap.start < gap.stop for gap in layout.padding)
     assert [extent.stop - extent.start for extent in extents] == [p.numel for p in layout.params]
-    padding = sum(gap.stop - gap.start for gap in layout.gaps)
+    padding = sum(gap.stop - gap.start for gap in layout.padding)
     assert padding == layout.numel - layout.logical_numel
 
 
 @given(layouts())
 def test_everything_is_aligned_and_padding_is_bounded(layout: UnitLayout) -> None:
-    assert all(offset % ALIGN == 0 for offset in layout.offsets)
-    assert layout.shard_numel % ALIGN == 0
-    limit = ALIGN * (len(layout.params) + layout.world_size)
+    assert all(offset % ALIGN_NUMEL == 0 for offset in layout.offsets)
+    assert layout.shard_numel % ALIGN_NUMEL == 0
+    limit = ALIGN_NUMEL * (len(layout.params) + layout.world_size)
     assert layout.numel - layout.logical_numel <= limit
 
 
@@ -67,11 +67,11 @@ def test_everything_is_aligned_and_padding_is_bounded(layout: UnitLayout) -> Non
 def test_the_ranks_pieces_are_every_element_once(layout: UnitLayout) -> None:
     found: dict[int, list[slice]] = {index: [] for index in range(len(layout.params))}
     for rank in range(layout.world_size):
-        for piece in layout.pieces(rank):
+        for piece in layout.ranges_in_shard(rank):
             found[piece.param].append(slice(piece.param_start, piece.param_stop))
             # Where the piece says it lies is where its parameter lies.
             start = layout.shard(rank).start + piece.shard_start
-            assert start == layout.extent(piece.param).start + piece.param_start
+            assert start == layout.param_range(piece.param).start + piece.param_start
             assert 0 < piece.numel <= layout.shard_numel - piece.shard_start
     for index, parts in found.items():
         assert covered(parts, layout.params[index].numel)
@@ -83,13 +83,13 @@ def test_runs_cover_any_range_and_hold_their_groups_elements(
 ) -> None:
     edges = st.integers(0, layout.numel)
     start, stop = sorted((data.draw(edges), data.draw(edges)))
-    runs = list(layout.runs(slice(start, stop)))
+    runs = list(layout.group_ranges(slice(start, stop)))
     assert covered([part for _, part in runs], stop - start)
     assert len({group for group, _ in runs}) == len(runs)
     for group, part in runs:
         inside = range(start + part.start, start + part.stop)
         for index, spec in enumerate(layout.params):
-            extent = layout.extent(index)
+            extent = layout.param_range(index)
             common = range(max(inside.start, extent.start), min(inside.stop, extent.stop))
             assert not len(common) or spec.group == group
 
@@ -101,7 +101,11 @@ def test_a_layout_is_a_pure_function_of_its_input(
     one, other = make(params, world), make(params, world)
     assert one == other
     assert hash(one) == hash(other)
-    assert (one.offsets, one.gaps, one.shard_numel) == (other.offsets, other.gaps, one.shard_numel)
+    assert (one.offsets, one.padding, one.shard_numel) == (
+        other.offsets,
+        other.padding,
+        one.shard_numel,
+    )
 
 
 @given(PARAMS, WORLDS)
@@ -126,10 +130,12 @@ def test_by_hand() -> None:
     ]
     assert layout.offsets == (0, 32, 32, 96)
     assert (layout.shard_numel, layout.numel, layout.logical_numel) == (64, 128, 56)
-    assert layout.gaps == (slice(1, 32), slice(72, 96), slice(111, 128))
-    assert list(layout.runs(slice(0, 128))) == [(0, slice(0, 96)), (1, slice(96, 128))]
-    assert list(layout.runs(layout.shard(1))) == [(0, slice(0, 32)), (1, slice(32, 64))]
-    assert [(p.param, p.param_start, p.param_stop, p.shard_start) for p in layout.pieces(1)] == [
+    assert layout.padding == (slice(1, 32), slice(72, 96), slice(111, 128))
+    assert list(layout.group_ranges(slice(0, 128))) == [(0, slice(0, 96)), (1, slice(96, 128))]
+    assert list(layout.group_ranges(layout.shard(1))) == [(0, slice(0, 32)), (1, slice(32, 64))]
+    assert [
+        (p.param, p.param_start, p.param_stop, p.shard_start) for p in layout.ranges_in_shard(1)
+    ] == [
         (2, 32, 40, 0),
         (3, 0, 15, 32),
     ]
@@ -138,5 +144,5 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("world", [1, 2, 9])
 def test_a_unit_without_elements_has_an_empty_layout(world: int) -> None:
     layout = make([((0,), 0)], world)
-    assert (layout.numel, layout.gaps, list(layout.pieces(0))) == (0, (), [])
-    assert list(layout.runs(slice(0, 0))) == []
+    assert (layout.numel, layout.padding, list(layout.ranges_in_shard(0))) == (0, (), [])
+    assert list(layout.group_ranges(slice(0, 0))) == []

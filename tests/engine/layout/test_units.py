@@ -26,7 +26,7 @@ def blocks(model: nn.Module, *classes: str) -> dict[str, list[str]]:
     names = dict(model.named_modules(remove_duplicate=False))
     for plan in plans:
         path = plan.layout.name.removesuffix(" (frozen)")
-        assert plan.block is (model if path == "root" else names[path])
+        assert plan.module is (model if path == "root" else names[path])
     return contents(plans)
 
 
@@ -81,7 +81,7 @@ class TestBuckets:
         names = [spec.name for spec in plan.layout.params]
         assert names == ["1.weight", "0.weight", "1.bias", "0.bias"]
         assert all(a is by_name[name] for a, name in zip(plan.params, names, strict=True))
-        assert plan.block is None
+        assert plan.module is None
         assert plan.trainable
 
 
@@ -176,7 +176,7 @@ class TestBlocks:
         model.layers[0].own.requires_grad_(False)
         model.layers[0].third = nn.Linear(2, 2, bias=False).double()
         plans = plan_blocks(model, name_params(model, groups_of(model)), (), 2)
-        assert {plan.block for plan in plans} == {model.layers[0]}
+        assert {plan.module for plan in plans} == {model.layers[0]}
         found = {(plan.trainable, plan.params[0].dtype): plan.layout.name for plan in plans}
         assert found == {
             (False, torch.float32): "layers.0 (torch.float32) (frozen)",

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from rayzero.engine.errors import ConfigError, EngineError
-from rayzero.engine.offload import volume as volume_module
-from rayzero.engine.offload.volume import Volume
+from rayzero.engine.offload import mapped_file as volume_module
+from rayzero.engine.offload.mapped_file import MappedFile
 from tests.engine.offload.training import config, make_engine, run_steps
 
 
@@ -26,12 +26,12 @@ def nvme(folder: Path, **more: Any) -> dict[str, Any]:
 
 class TestVolume:
     def test_what_is_written_is_what_is_mapped(self, tmp_path: Path) -> None:
-        volume = Volume(tmp_path / "made")
-        first, second = volume.tensor(5, torch.bfloat16), volume.tensor(3000, torch.float32)
+        volume = MappedFile(tmp_path / "made")
+        first, second = volume.new_tensor(5, torch.bfloat16), volume.new_tensor(3000, torch.float32)
         assert not first.any()
         assert not second.any()
         values = torch.randn(3000)
-        place = volume.locate(second[7:])
+        place = volume.offset_of(second[7:])
         assert place is not None
         volume.write(place, values[7:])
         assert torch.equal(second[7:], values[7:])
@@ -39,16 +39,16 @@ class TestVolume:
         assert not first.any()
         second[:7] = 1.0
         back = torch.empty(10)
-        start = volume.locate(second)
+        start = volume.offset_of(second)
         assert start is not None
         volume.read(start, back)
         assert torch.equal(back, torch.cat((torch.ones(7), values[7:10])))
-        assert volume.locate(values) is None
+        assert volume.offset_of(values) is None
         assert not list((tmp_path / "made").iterdir())
 
     def test_tensors_outlive_it(self, tmp_path: Path) -> None:
-        volume = Volume(tmp_path)
-        kept = volume.tensor(4, torch.float32)
+        volume = MappedFile(tmp_path)
+        kept = volume.new_tensor(4, torch.float32)
         volume.close()
         volume.close()
         kept += 1
@@ -61,11 +61,11 @@ class TestVolume:
         if not folder.exists():
             folder = Path("/proc/nowhere")
         with pytest.raises(ConfigError, match=r"(?s)offload to .*nvme_path"):
-            Volume(folder)
+            MappedFile(folder)
 
     def test_a_file_that_ends_early(self, tmp_path: Path) -> None:
-        volume = Volume(tmp_path)
-        tensor = volume.tensor(4, torch.float32)
+        volume = MappedFile(tmp_path)
+        tensor = volume.new_tensor(4, torch.float32)
         os.ftruncate(volume._file.fileno(), 0)
         with pytest.raises(EngineError, match="the file ends at 0"):
             volume.read(0, torch.empty_like(tensor))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import rayzero
-from rayzero.engine.session import entered
+from rayzero.engine.session import use_session
 from tests.engine import zoo
 from tests.engine.offload.training import CLIP, SAMPLES, config, memory_apart, run_steps
 from tests.engine.state.blocks import Block, StateSession
@@ -47,7 +47,7 @@ def some_steps(
     blocks: list[Block] | None,
 ) -> tuple[Block, dict[str, Tensor], list[float], dict[str, int]]:
     model = zoo.make(dtype, seed=rank + steps.start)
-    with entered(StateSession(blocks)), memory_apart() if apart else nullcontext():
+    with use_session(StateSession(blocks)), memory_apart() if apart else nullcontext():
         engine, *_ = rayzero.initialize(
             model=model,
             model_parameters=zoo.two_groups(model),
@@ -85,7 +85,7 @@ def bits(
 ) -> tuple[bytes, bytes]:
     """A state before and after it was loaded into an engine that offloads."""
     first = some_steps(rank, world, stage, torch.float32, {}, False, range(2), None)[0]
-    with entered(StateSession([first])), memory_apart() if apart else nullcontext():
+    with use_session(StateSession([first])), memory_apart() if apart else nullcontext():
         model = zoo.make(seed=9)
         engine, *_ = rayzero.initialize(
             model=model,

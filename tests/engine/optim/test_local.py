@@ -10,35 +10,40 @@ from torch import Tensor, nn
 
 from rayzero.engine.config import OptimizerConfig, parse_config
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.layout.partition import ParamSpec, lay_out
-from rayzero.engine.offload.home import DeviceHome
-from rayzero.engine.offload.link import SharedLink
-from rayzero.engine.offload.place import Place
-from rayzero.engine.optim.build import maker
-from rayzero.engine.optim.groups import find_groups
-from rayzero.engine.optim.local import LocalOptimizer, Run, group_runs, runs_of, take_over
-from rayzero.engine.precision.policy import Native
-from rayzero.engine.zero.grads import PartialGrads
+from rayzero.engine.layout.flat_layout import ParamSpec, make_layout
+from rayzero.engine.offload.stores import DeviceStore
+from rayzero.engine.offload.transfer import MemoryKind, NoTransfer
+from rayzero.engine.optim.build import optimizer_factory
+from rayzero.engine.optim.param_groups import find_param_groups
+from rayzero.engine.optim.sharded_optimizer import (
+    OptimizerShard,
+    ShardedOptimizer,
+    group_shards,
+    optimizer_shards,
+    rebind_params,
+)
+from rayzero.engine.precision.policy import NativePrecision
+from rayzero.engine.zero.gradients import PartialGrads
+from rayzero.engine.zero.parameters import ReplicatedWeights
 from rayzero.engine.zero.placement import Collective
 from rayzero.engine.zero.unit import Unit
-from rayzero.engine.zero.weights import ResidentWeights
 
-HOME = DeviceHome(Native(), SharedLink(), torch.device("cpu"), Place.DEVICE)
+HOME = DeviceStore(NativePrecision(), NoTransfer(), torch.device("cpu"), MemoryKind.DEVICE)
 
 
-def make_runs(*groups: int, dtype: torch.dtype = torch.float32) -> list[Run]:
+def make_runs(*groups: int, dtype: torch.dtype = torch.float32) -> list[OptimizerShard]:
     torch.manual_seed(0)
     flat, grads = torch.randn(8 * len(groups), dtype=dtype), torch.randn(8 * len(groups))
-    layout = lay_out("unit", [ParamSpec("one", (8 * len(groups),))], 1)
+    layout = make_layout("unit", [ParamSpec("one", (8 * len(groups),))], 1)
     whole = slice(0, len(flat))
     params = (nn.Parameter(flat.clone()),)
-    weights = ResidentWeights(layout, params, flat)
+    weights = ReplicatedWeights(layout, params, flat)
     unit = Unit(layout, params, weights, flat, None, whole, whole, None, HOME)
     runs = []
     for number, group in enumerate(groups):
         part = slice(8 * number, 8 * number + 8)
         weight, grad = nn.Parameter(flat[part].clone()), grads[part].to(dtype)
-        runs.append(Run(group, unit, part, weight, grad))
+        runs.append(OptimizerShard(group, unit, part, weight, grad))
     return runs
 
 
@@ -50,7 +55,9 @@ def trained(
     optimizer: OptimizerConfig, factor: float, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
     runs = make_runs(0, 1, dtype=dtype)
-    local = LocalOptimizer(maker(optimizer)(group_runs(runs, [{}, {"weight_decay": 0.3}])), runs)
+    local = ShardedOptimizer(
+        optimizer_factory(optimizer)(group_shards(runs, [{}, {"weight_decay": 0.3}])), runs
+    )
     for step in range(3):
         for run in runs:
             run.grad.add_(0.1 * step)
@@ -139,8 +146,11 @@ def test_steps_like_torch_on_multiplied_gradients(
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
 def test_the_fused_kernel_is_the_default(kind: Any) -> None:
     runs = make_runs(0)
-    assert maker(config(kind))(group_runs(runs, [{}])).defaults["fused"] is True
-    assert maker(config(kind, fused=False))(group_runs(runs, [{}])).defaults["fused"] is False
+    assert optimizer_factory(config(kind))(group_shards(runs, [{}])).defaults["fused"] is True
+    assert (
+        optimizer_factory(config(kind, fused=False))(group_shards(runs, [{}])).defaults["fused"]
+        is False
+    )
 
 
 def test_a_factor_costs_no_pass_where_the_kernel_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +166,9 @@ def test_a_factor_costs_no_pass_where_the_kernel_takes_it(monkeypatch: pytest.Mo
 
 def test_a_factor_is_forgotten_after_its_step() -> None:
     runs = make_runs(0)
-    local = LocalOptimizer(maker(config("SGD", lr=1.0))(group_runs(runs, [{}])), runs)
+    local = ShardedOptimizer(
+        optimizer_factory(config("SGD", lr=1.0))(group_shards(runs, [{}])), runs
+    )
     runs[0].weight.data.zero_()
     runs[0].grad.fill_(1.0)
     local.step(0.5)
@@ -167,8 +179,8 @@ def test_a_factor_is_forgotten_after_its_step() -> None:
 
 def test_lr_is_the_first_groups() -> None:
     runs = make_runs(0, 1)
-    made = maker(config("AdamW", lr=0.1))(group_runs(runs, [{"lr": 0.7}, {}]))
-    local = LocalOptimizer(made, runs)
+    made = optimizer_factory(config("AdamW", lr=0.1))(group_shards(runs, [{"lr": 0.7}, {}]))
+    local = ShardedOptimizer(made, runs)
     assert local.lr == 0.7
 
 
@@ -201,7 +213,7 @@ def test_wrong_parameters_are_config_errors(
     kind: str, params: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        maker(config(kind, **params))(group_runs(make_runs(0), [{}]))
+        optimizer_factory(config(kind, **params))(group_shards(make_runs(0), [{}]))
 
 
 class Normed(torch.optim.SGD):
@@ -240,10 +252,10 @@ def test_all_mistakes_in_params_are_told_at_once_and_without_torch() -> None:
 
 def make_unit(groups: list[int], owned: slice | None = None, frozen: bool = False) -> Unit:
     specs = [ParamSpec(f"p{i}", (40,), group) for i, group in enumerate(groups)]
-    layout = lay_out("unit", specs, 2)
+    layout = make_layout("unit", specs, 2)
     flat = torch.arange(layout.numel, dtype=torch.float32)
     params = tuple(nn.Parameter(torch.zeros(40)) for _ in specs)
-    weights = ResidentWeights(layout, params, flat)
+    weights = ReplicatedWeights(layout, params, flat)
     part = owned or slice(0, layout.numel)
     grads = PartialGrads(layout, -flat, part, Collective.REDUCE_SCATTER)
     return Unit(
@@ -262,13 +274,13 @@ def make_unit(groups: list[int], owned: slice | None = None, frozen: bool = Fals
 def test_runs_are_the_groups_parts_of_what_this_rank_owns() -> None:
     whole = make_unit([0, 1, 0])  # group 0 from 0 to 128, group 1 from 128 on
     second = make_unit([0, 1], slice(64, 128))  # all of it group 1's
-    runs = runs_of([whole, make_unit([0], frozen=True), second])
+    runs = optimizer_shards([whole, make_unit([0], frozen=True), second])
     found = [(run.group, int(run.weight[0]), run.weight.numel()) for run in runs]
     assert found == [(0, 0, 128), (1, 128, 64), (1, 64, 64)]
-    assert whole.main is not None
-    assert runs[0].weight.data_ptr() == whole.main.data_ptr()  # a view, not a copy
+    assert whole.main_weights is not None
+    assert runs[0].weight.data_ptr() == whole.main_weights.data_ptr()  # a view, not a copy
     assert all(torch.equal(run.grad, -run.weight.detach()) for run in runs)
-    groups = group_runs(runs, [{"lr": 1.0}, {"lr": 2.0}])
+    groups = group_shards(runs, [{"lr": 1.0}, {"lr": 2.0}])
     assert [(group["lr"], len(group["params"])) for group in groups] == [(1.0, 1), (2.0, 2)]
 
 
@@ -278,7 +290,7 @@ class TestTakeOver:
         groups = [{"params": [model.weight], "lr": 3.0}, {"params": [model.bias]}]
         given = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
         runs = make_runs(1, 0, 1)
-        taken = take_over(given, runs)
+        taken = rebind_params(given, runs)
         assert taken is given
         assert [group["lr"] for group in given.param_groups] == [3.0, 1.0]
         assert given.param_groups[0]["params"] == [runs[1].weight]
@@ -288,13 +300,13 @@ class TestTakeOver:
         model = nn.Linear(2, 2)
         given = torch.optim.Adagrad(model.parameters(), lr=1.0, initial_accumulator_value=0.5)
         runs = make_runs(0)
-        take_over(given, runs)
+        rebind_params(given, runs)
         assert set(given.state) == {runs[0].weight}
         assert given.state[runs[0].weight]["sum"].tolist() == [0.5] * 8
         runs[0].weight.grad = runs[0].grad
         given.step()
         with pytest.raises(ConfigError, match="Adagrad passed to initialize has taken steps"):
-            take_over(given, runs)
+            rebind_params(given, runs)
 
     def test_refuses_one_that_has_taken_steps(self) -> None:
         param = nn.Parameter(torch.zeros(1))
@@ -302,15 +314,15 @@ class TestTakeOver:
         param.grad = torch.ones(1)
         given.step()
         with pytest.raises(ConfigError, match="SGD passed to initialize has taken steps"):
-            take_over(given, [])
+            rebind_params(given, [])
 
 
 class TestGroups:
     def test_one_group_of_all_that_require_gradients(self) -> None:
         model = nn.Linear(2, 2)
         model.bias.requires_grad_(False)
-        groups = find_groups(model, None, None)
-        assert groups.of == {model.weight: 0}
+        groups = find_param_groups(model, None, None)
+        assert groups.group_of == {model.weight: 0}
         assert groups.options == [{}]
 
     def test_given_groups_and_a_lone_parameter(self) -> None:
@@ -319,18 +331,18 @@ class TestGroups:
             {"params": model.bias, "lr": 1.0},
             {"params": iter([model.weight])},
         ]
-        groups = find_groups(model, given, None)
-        assert groups.of == {model.bias: 0, model.weight: 1}
+        groups = find_param_groups(model, given, None)
+        assert groups.group_of == {model.bias: 0, model.weight: 1}
         assert groups.options == [{"lr": 1.0}, {}]
 
     def test_the_optimizers_groups_come_first(self) -> None:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=1.0)
-        groups = find_groups(model, model.parameters(), optimizer)
-        assert groups.of == {model.weight: 0, model.bias: 1}
+        groups = find_param_groups(model, model.parameters(), optimizer)
+        assert groups.group_of == {model.weight: 0, model.bias: 1}
 
     def test_a_parameter_in_two_groups_is_named(self) -> None:
         model = nn.Linear(2, 2)
         given = [{"params": [model.weight]}, {"params": [model.weight]}]
         with pytest.raises(ConfigError, match="weight is in parameter groups 0 and 1"):
-            find_groups(model, given, None)
+            find_param_groups(model, given, None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import rayzero
-from rayzero.engine.session import entered
+from rayzero.engine.session import use_session
 from tests.engine import zoo
 from tests.engine.optim.references import PAIRS
 from tests.engine.state.blocks import Block, StateSession
@@ -26,7 +26,7 @@ def train(
     rank: int, world: int, name: str, stage: int, steps: range, blocks: list[Block] | None = None
 ) -> tuple[list[float], dict[str, Tensor], Block]:
     model = zoo.make(torch.float64, seed=rank + steps.start)
-    with entered(StateSession(blocks)):
+    with use_session(StateSession(blocks)):
         engine, *_ = rayzero.initialize(
             model=model,
             model_parameters=zoo.two_groups(model),

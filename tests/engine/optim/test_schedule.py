@@ -17,7 +17,7 @@ from torch import nn
 import rayzero
 from rayzero.engine.config import SchedulerConfig, parse_config
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.optim.curves import CURVES, Curve
+from rayzero.engine.optim.lr_curves import LR_CURVES, LRCurve
 from rayzero.engine.optim.schedule import StepSchedule, check_schedule, make_schedule
 from tests.engine.optim.make_deepspeed_schedules import FILE, LRS
 
@@ -26,7 +26,7 @@ TOP = 0.4  # the optimizer's configured lr
 
 def rates(kind: Any, steps: int, **params: Any) -> list[float]:
     """The lr each of the first steps is trained with."""
-    curve = CURVES[kind](**params)
+    curve = LR_CURVES[kind](**params)
     return [curve.lr(step - 2, 0, TOP) for step in range(1, steps + 1)]
 
 
@@ -133,7 +133,7 @@ def optimizer(*lrs: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=1.0)
 
 
-class Line(Curve):
+class Line(LRCurve):
     """The lr plus the iteration."""
 
     def lr(self, iteration: int, group: int, configured: float) -> float:
@@ -206,8 +206,8 @@ def test_an_optimizer_without_betas_cycles_its_rate_only() -> None:
 
 
 def test_numbers_as_files_write_them() -> None:
-    assert CURVES["WarmupLR"](warmup_num_steps="1e1").model_dump()["warmup_num_steps"] == 10
-    assert CURVES["WarmupLR"](warmup_min_lr="1e-3").model_dump()["warmup_min_lr"] == 1e-3
+    assert LR_CURVES["WarmupLR"](warmup_num_steps="1e1").model_dump()["warmup_num_steps"] == 10
+    assert LR_CURVES["WarmupLR"](warmup_min_lr="1e-3").model_dump()["warmup_min_lr"] == 1e-3
 
 
 def test_a_list_has_a_value_for_each_group() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 import rayzero
-from rayzero.engine.session import entered
+from rayzero.engine.session import use_session
 from tests.engine.state.blocks import Block, StateSession
 
 CYCLE = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3}
@@ -35,7 +35,7 @@ def rates(name: str, steps: int, block: Block | None = None) -> tuple[list[Any],
     config: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
     if name in BY_CONFIG:
         config["scheduler"] = {"type": name, "params": BY_CONFIG[name]}
-    with entered(StateSession(None if block is None else [block])):
+    with use_session(StateSession(None if block is None else [block])):
         engine, optimizer, *_ = rayzero.initialize(
             model=nn.Linear(2, 1), config=config, lr_scheduler=BY_FUNCTION.get(name)
         )

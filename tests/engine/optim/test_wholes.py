@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.engine.comm.connect import connect
+from rayzero.engine.comm.process_group import connect_collectives
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.optim.lamb import Lamb
-from rayzero.engine.optim.lion import Lion
 from rayzero.engine.optim.muon import Muon
-from rayzero.engine.optim.sharded import choose_owners
-from rayzero.engine.optim.whole import WholeParam
+from rayzero.engine.optim.optimizers import Lamb, Lion
+from rayzero.engine.optim.whole_param_exchange import choose_owners
+from rayzero.engine.optim.whole_params import WholeParam
 from tests.engine import zoo
 from tests.engine.optim import references
 from tests.support.ranks import run_ranks
@@ -36,12 +35,12 @@ def test_owners_share_the_work_evenly(shapes: list[tuple[int, int]], world: int)
 
 def exchange(rank: int, world: int) -> None:
     """Rank s sends rank r what says so, 3 s + r of it; nothing to some."""
-    ours, _ = connect()
+    ours, _ = connect_collectives()
     length = [[(3 * s + r) % 5 for r in range(world)] for s in range(world)]
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         sent = [torch.full((length[rank][r],), 10.0 * rank + r, dtype=dtype) for r in range(world)]
         received = [torch.zeros(length[s][rank], dtype=dtype) for s in range(world)]
-        pending = ours.exchange(received, sent)
+        pending = ours.all_to_all_v(received, sent)
         pending.wait()
         pending.release()
         for s in range(world):

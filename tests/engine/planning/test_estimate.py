@@ -16,8 +16,7 @@ import rayzero
 from examples.gpt.model import GPT, GPTConfig
 from rayzero.engine.config import parse_config
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.planning.choose import choices, first_fit
-from rayzero.engine.planning.estimate import Planner
+from rayzero.engine.planning.search import MemoryPlanner, evaluate_settings, first_fit
 from tests.engine.offload.training import memory_apart
 from tests.support.ranks import run_ranks
 
@@ -55,7 +54,7 @@ def held(rank: int, world: int, document: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_class_is_what_an_engine_holds(world: int, stage: int, more: dict[str, Any]):
     document = config(stage, **more)
-    planned = Planner(small).estimate(parse_config(document), world).device_bytes
+    planned = MemoryPlanner(small).estimate(parse_config(document), world).device_bytes
     for found in run_ranks(world, held, document):
         for name, size in planned.items():
             if name == "slots":
@@ -116,7 +115,7 @@ def test_what_travels_and_what_rests_elsewhere_is_counted(name: str, tmp_path: P
     document = config(0) | more
     if name == "in files":
         document["zero_optimization"]["offload_optimizer"] = file_of(str(tmp_path))
-    estimate = Planner(small).estimate(parse_config(document), world)
+    estimate = MemoryPlanner(small).estimate(parse_config(document), world)
     planned = estimate.device_bytes | {
         f"{place}_{one}": size
         for place, sizes in (("host", estimate.host_bytes), ("disk", estimate.disk_bytes))
@@ -133,8 +132,10 @@ def test_what_travels_and_what_rests_elsewhere_is_counted(name: str, tmp_path: P
 
 def test_settings_that_a_config_cannot_be_had_with_are_left_out() -> None:
     document = config(0, optimizer=ONE_BIT, gradient_clipping=0)
-    assert [one.setting.name for one in choices(Planner(small), document, 2)] == ["stage 0"]
-    found = choices(Planner(small), config(3, **others(3, **INT8)), 2)
+    assert [one.setting.name for one in evaluate_settings(MemoryPlanner(small), document, 2)] == [
+        "stage 0"
+    ]
+    found = evaluate_settings(MemoryPlanner(small), config(3, **others(3, **INT8)), 2)
     staged = [one.setting.stage for one in found if one.estimate.device_bytes.get("staging")]
     assert staged == [3, 3, 3]
 
@@ -180,7 +181,7 @@ PEAKS: dict[str, dict[str, Any]] = {
 def test_a_process_peaks_where_the_plan_says(precision: str):
     document = config(0, train_micro_batch_size_per_gpu=4)
     document |= PEAKS[precision]
-    planner = Planner(lambda: GPT(LARGE), lambda samples: batch(samples, LARGE))
+    planner = MemoryPlanner(lambda: GPT(LARGE), lambda samples: batch(samples, LARGE))
     planned = planner.estimate(parse_config(document), 1).device_total_bytes
     # Every block of memory goes back to the system when it is freed.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
@@ -196,7 +197,7 @@ def test_a_process_peaks_where_the_plan_says(precision: str):
 
 
 def test_activation_checkpointing_costs_flops_and_saves_bytes():
-    planner = Planner(lambda: GPT(LARGE), lambda samples: batch(samples, LARGE))
+    planner = MemoryPlanner(lambda: GPT(LARGE), lambda samples: batch(samples, LARGE))
     parsed = parse_config(config(0, train_micro_batch_size_per_gpu=4))
     kept = planner.estimate(parsed, 1)
     again = planner.estimate(parsed, 1, recomputed=True)
@@ -205,18 +206,18 @@ def test_activation_checkpointing_costs_flops_and_saves_bytes():
 
 
 def test_the_first_setting_that_fits_is_chosen():
-    planner = Planner(small, batch)
-    everything = choices(planner, config(0), 2, gpu_bytes=2**40)
+    planner = MemoryPlanner(small, batch)
+    everything = evaluate_settings(planner, config(0), 2, gpu_bytes=2**40)
     taken = first_fit(everything)
     assert taken is not None
     assert taken.setting.name == "stage 0"
     needs = [one.estimate.device_total_bytes for one in everything]
-    third = choices(planner, config(0), 2, gpu_bytes=int(needs[2] / 0.9) + 8)
+    third = evaluate_settings(planner, config(0), 2, gpu_bytes=int(needs[2] / 0.9) + 8)
     taken = first_fit(third)
     assert taken is not None
     assert taken.estimate.device_total_bytes <= needs[2]
     assert not third[0].fits
-    assert first_fit(choices(planner, config(0), 2, gpu_bytes=10)) is None
+    assert first_fit(evaluate_settings(planner, config(0), 2, gpu_bytes=10)) is None
 
 
 class Peeks(nn.Module):
@@ -230,7 +231,7 @@ class Peeks(nn.Module):
 
 
 def test_a_model_that_looks_at_values_is_named():
-    planner = Planner(Peeks, lambda samples: torch.ones(samples, 4))
+    planner = MemoryPlanner(Peeks, lambda samples: torch.ones(samples, 4))
     with pytest.raises(ConfigError, match="cannot be traced without data"):
         planner.estimate(parse_config(config(0)), 1)
 
@@ -238,7 +239,7 @@ def test_a_model_that_looks_at_values_is_named():
 def test_what_is_offloaded_is_counted_where_it_lies():
     def needs(**zero: Any) -> tuple[dict[str, int], dict[str, int]]:
         document = config(3, bf16={"enabled": True}, zero_optimization={"stage": 3} | zero)
-        found = Planner(small).estimate(parse_config(document), 2)
+        found = MemoryPlanner(small).estimate(parse_config(document), 2)
         return found.device_bytes, found.host_bytes
 
     before, nothing = needs()

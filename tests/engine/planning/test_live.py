@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rayzero.engine.planning.live import LiveBytes
+from rayzero.engine.planning.activations import LiveBytes
 
 
 def test_what_was_let_go_no_longer_counts_and_views_never_do():

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 import rayzero
 from examples.gpt.model import GPT, GPTConfig
 from rayzero.engine.errors import ConfigError, EngineError
-from rayzero.engine.precision.loss_scale import DynamicRules, DynamicScale
-from rayzero.engine.session import entered
+from rayzero.engine.precision.loss_scale import DynamicScaler, DynamicScaleRules
+from rayzero.engine.session import use_session
 from tests.engine import zoo
 from tests.engine.state.blocks import Block, StateSession
 from tests.support.ranks import run_ranks
 
-RULES = DynamicRules(2.0**8, window=2, hysteresis=2)
+RULES = DynamicScaleRules(2.0**8, window=2, hysteresis=2)
 FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 50}}
 
 
 def make(stage: int, blocks: list[Block] | None = None, **more: Any) -> rayzero.Engine:
-    with entered(StateSession(blocks)):
+    with use_session(StateSession(blocks)):
         return rayzero.initialize(
             model=zoo.make(),
             config={
@@ -71,10 +71,10 @@ STEPS = "..x.xx....x."
 def test_one_ranks_overflow_skips_the_step_everywhere_and_lowers_the_scale(world, stage):
     results = run_ranks(world, through, stage, 0, STEPS, None)
     assert all(told == results[0][0] for told, _, _ in results)
-    scaler, good = DynamicScale(RULES), STEPS.replace("x", "")
+    scaler, good = DynamicScaler(RULES), STEPS.replace("x", "")
     clean = run_ranks(world, lone_schedule, len(good))[0]
     for number, (scale, skipped, lr) in enumerate(results[0][0]):
-        scaler.after(overflow=STEPS[number] == "x")
+        scaler.update(overflow=STEPS[number] == "x")
         assert scale == scaler.value
         assert skipped == STEPS[: number + 1].count("x")
         assert lr == clean[number - STEPS[:number].count("x")]  # the schedule waited
@@ -120,15 +120,15 @@ def lone_schedule(rank: int, world: int, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("moves", [[(2, 2), (3, 3), (0, 0), (1, 2)]])
 def test_the_scale_goes_along_to_other_stages_and_worlds(moves):
-    blocks, scaler, at = None, DynamicScale(RULES), 0
+    blocks, scaler, at = None, DynamicScaler(RULES), 0
     for stage, world in moves:
         results = run_ranks(world, through, stage, at, "x..", blocks)
         for step, (scale, skipped, _) in zip("x..", results[0][0], strict=True):
-            scaler.after(overflow=step == "x")
+            scaler.update(overflow=step == "x")
             at += 1
             assert (scale, skipped) == (scaler.value, -(-at // 3))
         blocks = [block for _, _, block in results]
-        assert all(json.loads(one.small)["loss_scale"] == scaler.state() for one in blocks)
+        assert all(json.loads(one.small)["loss_scale"] == scaler.state_dict() for one in blocks)
 
 
 def test_it_goes_on_bit_by_bit():

@@ -9,35 +9,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.engine.precision.loss_scale import DynamicRules, DynamicScale, FixedScale, LossScale
+from rayzero.engine.precision.loss_scale import (
+    DynamicScaler,
+    DynamicScaleRules,
+    FixedScaler,
+    LossScaleState,
+)
 
 # A row: rules, then what each step was ("." good, "x" overflow), and the scale after each.
 TABLE = [
     # The first rise takes window + 1 good steps, the following ones window each.
-    (DynamicRules(16, 2, 1), ".....", [16, 16, 32, 32, 64]),
-    (DynamicRules(16, 1, 1), "....", [16, 32, 64, 128]),
+    (DynamicScaleRules(16, 2, 1), ".....", [16, 16, 32, 32, 64]),
+    (DynamicScaleRules(16, 1, 1), "....", [16, 32, 64, 128]),
     # An overflow begins the count anew; without hysteresis it lowers at once.
-    (DynamicRules(16, 2, 1), "..x...x", [16, 16, 8, 8, 8, 16, 8]),
+    (DynamicScaleRules(16, 2, 1), "..x...x", [16, 16, 8, 8, 8, 16, 8]),
     # Hysteresis 2: the first overflow is free, the second lowers, and so does every one after it,
     # good steps between them or not, until the scale has risen.
-    (DynamicRules(16, 2, 2), "x.x.x", [16, 16, 8, 8, 4]),
-    (DynamicRules(16, 2, 2), "xx...xx", [16, 8, 8, 8, 16, 16, 8]),
+    (DynamicScaleRules(16, 2, 2), "x.x.x", [16, 16, 8, 8, 4]),
+    (DynamicScaleRules(16, 2, 2), "xx...xx", [16, 8, 8, 8, 16, 16, 8]),
     # A rise that comes due without an overflow before it leaves the hysteresis full.
-    (DynamicRules(16, 2, 3), "...xxx", [16, 16, 32, 32, 32, 16]),
+    (DynamicScaleRules(16, 2, 3), "...xxx", [16, 16, 32, 32, 32, 16]),
     # Consecutive: any good step gives the hysteresis back.
-    (DynamicRules(16, 2, 2, consecutive=True), "x.x.xx", [16, 16, 16, 16, 16, 8]),
-    (DynamicRules(16, 9, 2, consecutive=True), "xx.x", [16, 8, 8, 8]),
+    (DynamicScaleRules(16, 2, 2, consecutive=True), "x.x.xx", [16, 16, 16, 16, 16, 8]),
+    (DynamicScaleRules(16, 9, 2, consecutive=True), "xx.x", [16, 8, 8, 8]),
     # The minimum holds, also where the start was below it.
-    (DynamicRules(4, 5, 1, minimum=3), "x", [3]),
-    (DynamicRules(2, 5, 1, minimum=8), "x.", [8, 8]),
+    (DynamicScaleRules(4, 5, 1, minimum=3), "x", [3]),
+    (DynamicScaleRules(2, 5, 1, minimum=8), "x.", [8, 8]),
 ]
 
 
 @pytest.mark.parametrize(("rules", "steps", "scales"), TABLE)
-def test_the_table(rules: DynamicRules, steps: str, scales: list[float]) -> None:
-    scaler, seen = DynamicScale(rules), []
+def test_the_table(rules: DynamicScaleRules, steps: str, scales: list[float]) -> None:
+    scaler, seen = DynamicScaler(rules), []
     for step in steps:
-        scaler.after(overflow=step == "x")
+        scaler.update(overflow=step == "x")
         seen.append(scaler.value)
     assert seen == scales
 
@@ -46,7 +51,7 @@ def test_the_table(rules: DynamicRules, steps: str, scales: list[float]) -> None
 class Counted:
     """The same rules as DeepSpeed keeps them: by the numbers of steps, not by a count."""
 
-    rules: DynamicRules
+    rules: DynamicScaleRules
 
     def __post_init__(self) -> None:
         self.step, self.last, self.left = 0, -1, self.rules.hysteresis
@@ -71,7 +76,7 @@ class Counted:
 
 
 RULES = st.builds(
-    DynamicRules,
+    DynamicScaleRules,
     initial=st.integers(0, 30).map(lambda power: 2.0**power),
     window=st.integers(1, 6),
     hysteresis=st.integers(1, 4),
@@ -81,22 +86,22 @@ RULES = st.builds(
 
 
 @given(RULES, st.lists(st.booleans(), max_size=60))
-def test_equals_a_record_of_step_numbers(rules: DynamicRules, steps: list[bool]) -> None:
-    ours, right = DynamicScale(rules), Counted(rules)
+def test_equals_a_record_of_step_numbers(rules: DynamicScaleRules, steps: list[bool]) -> None:
+    ours, right = DynamicScaler(rules), Counted(rules)
     for overflow in steps:
-        assert ours.exhausted == (
+        assert ours.cannot_decrease == (
             right.scale == rules.minimum and 1 in (rules.hysteresis, right.left)
         )
-        ours.after(overflow=overflow)
+        ours.update(overflow=overflow)
         right.after(overflow)
-        assert (ours.value, ours.now.hysteresis) == (right.scale, right.left)
+        assert (ours.value, ours.current.hysteresis) == (right.scale, right.left)
 
 
 @given(RULES, st.lists(st.booleans(), max_size=60))
-def test_invariants(rules: DynamicRules, steps: list[bool]) -> None:
-    now = rules.start()
+def test_invariants(rules: DynamicScaleRules, steps: list[bool]) -> None:
+    now = rules.initial_state()
     for overflow in steps:
-        then = rules.after(now, overflow=overflow)
+        then = rules.next_state(now, overflow=overflow)
         assert 1 <= then.hysteresis <= rules.hysteresis
         assert then.value >= min(rules.minimum, rules.initial)
         assert then.good_steps == (0 if overflow else now.good_steps + 1)
@@ -108,29 +113,31 @@ def test_invariants(rules: DynamicRules, steps: list[bool]) -> None:
 
 
 @given(RULES, st.lists(st.booleans(), max_size=20), st.lists(st.booleans(), max_size=20))
-def test_goes_on_from_its_json(rules: DynamicRules, before: list[bool], after: list[bool]) -> None:
-    first, second = DynamicScale(rules), DynamicScale(rules)
+def test_goes_on_from_its_json(
+    rules: DynamicScaleRules, before: list[bool], after: list[bool]
+) -> None:
+    first, second = DynamicScaler(rules), DynamicScaler(rules)
     for overflow in before:
-        first.after(overflow=overflow)
-    second.load(json.loads(json.dumps(first.state())))
+        first.update(overflow=overflow)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for overflow in after:
-        first.after(overflow=overflow)
-        second.after(overflow=overflow)
+        first.update(overflow=overflow)
+        second.update(overflow=overflow)
     if first.value >= rules.minimum:  # a start below the minimum is lifted by a load
-        assert first.now == second.now
+        assert first.current == second.current
 
 
 def test_a_state_of_other_rules_is_fitted() -> None:
-    scaler = DynamicScale(DynamicRules(16, 2, hysteresis=1, minimum=4))
-    scaler.load({"value": 1.0, "hysteresis": 3, "good_steps": 7})
-    assert scaler.now == LossScale(4.0, 1, 7)
-    scaler.load(None)  # of a run without a scale
-    assert scaler.now == LossScale(4.0, 1, 7)
+    scaler = DynamicScaler(DynamicScaleRules(16, 2, hysteresis=1, minimum=4))
+    scaler.load_state_dict({"value": 1.0, "hysteresis": 3, "good_steps": 7})
+    assert scaler.current == LossScaleState(4.0, 1, 7)
+    scaler.load_state_dict(None)  # of a run without a scale
+    assert scaler.current == LossScaleState(4.0, 1, 7)
 
 
 def test_a_fixed_scale_never_moves() -> None:
-    scaler = FixedScale(128.0)
-    scaler.load({"value": 2.0, "hysteresis": 1, "good_steps": 0})
+    scaler = FixedScaler(128.0)
+    scaler.load_state_dict({"value": 2.0, "hysteresis": 1, "good_steps": 0})
     for overflow in (True, False):
-        scaler.after(overflow=overflow)
-    assert (scaler.value, scaler.exhausted, scaler.state()) == (128.0, False, None)
+        scaler.update(overflow=overflow)
+    assert (scaler.value, scaler.cannot_decrease, scaler.state_dict()) == (128.0, False, None)

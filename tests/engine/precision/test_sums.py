@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import rayzero
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.precision.averaging import factor_after
+from rayzero.engine.precision.policy import post_reduce_scale
 from tests.engine import zoo
 from tests.engine.matrix.cells import CLIP, Cell, oracle_of, train
 from tests.support.ranks import run_ranks
@@ -160,7 +160,7 @@ def test_it_matters_in_fp16(more):
     plain = gradient(1, terms, fp16)
     assert plain == pytest.approx(6e-8, rel=0.01)
     divided = gradient(1, terms, fp16 | more)
-    if factor_after(1, 2, average_first=False, **_arguments(more)) > 0.5:
+    if post_reduce_scale(1, 2, average_first=False, **_arguments(more)) > 0.5:
         assert divided == 0
     else:
         assert divided == plain
@@ -181,7 +181,7 @@ def _arguments(more: dict[str, Any]) -> dict[str, Any]:
     st.floats(0.1, 100),
 )
 def test_before_and_after_make_the_average(micro_steps, ranks, first, prescale, predivide):
-    after = factor_after(
+    after = post_reduce_scale(
         micro_steps, ranks, average_first=first, prescale=prescale, predivide=predivide
     )
     share = 1 / (micro_steps * ranks)

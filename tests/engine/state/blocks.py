@@ -9,24 +9,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayzero.engine.engine import Engine
-from rayzero.engine.session import Wishes
-from rayzero.engine.state.table import Table
+from rayzero.engine.layout.state_index import BlockIndex
+from rayzero.engine.session import StepRequests
 
 
 @dataclass
 class Block:
     """One rank's share of a state."""
 
-    table: Table
+    table: BlockIndex
     data: bytearray
     small: bytes
 
     @classmethod
     def of(cls, engine: Engine) -> Block:
-        table = engine.state.table()
+        table = engine.state.block_index()
         data = bytearray(table.nbytes)
-        engine.state.write(memoryview(data), constants=True)
-        return cls(table, data, engine.state.small())
+        engine.state.write_block(memoryview(data), constants=True)
+        return cls(table, data, engine.state.metadata())
 
 
 class BlocksSource:
@@ -34,11 +34,11 @@ class BlocksSource:
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks
-        self.tables = [block.table for block in blocks]
+        self.block_indexes = [block.table for block in blocks]
         self.step = json.loads(blocks[0].small)["step"]
         self.bytes_read = 0
 
-    def small(self, rank: int) -> dict[str, Any]:
+    def metadata(self, rank: int) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self._blocks[rank % len(self._blocks)].small)
         return found
 
@@ -58,8 +58,8 @@ class StateSession:
     engine_config: dict[str, Any] | None = None
     seed: int = 0
     shares: Sequence[float] = ()
-    wish: Wishes = field(default_factory=Wishes)
-    agreed: list[Wishes] = field(default_factory=list)
+    wish: StepRequests = field(default_factory=StepRequests)
+    agreed: list[StepRequests] = field(default_factory=list)
     source: BlocksSource | None = None
 
     @contextmanager
@@ -67,20 +67,20 @@ class StateSession:
         self.source = BlocksSource(self.blocks) if self.blocks else None
         yield self.source
 
-    def engine_ready(self, engine: Engine) -> None:
+    def on_engine_ready(self, engine: Engine) -> None:
         return
 
-    def phase(self, name: str) -> None:
+    def on_phase(self, name: str) -> None:
         return
 
-    def waiting(self, collective: int, entered: bool) -> None:
+    def on_collective_wait(self, collective: int, entered: bool) -> None:
         return
 
-    def consumed(self, samples: Sequence[int]) -> None:
+    def on_samples_consumed(self, samples: Sequence[int]) -> None:
         return
 
-    def wishes(self) -> Wishes:
+    def step_requests(self) -> StepRequests:
         return self.wish
 
-    def step_done(self, metrics: dict[str, float], agreed: Wishes) -> None:
+    def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         self.agreed.append(agreed)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import rayzero
 from rayzero.engine.offload import plan
-from rayzero.engine.offload.link import PlainLink
-from rayzero.engine.state.parts import DTYPES
+from rayzero.engine.offload.transfer import CopyingTransfer
+from rayzero.engine.precision.dtypes import DTYPE_BY_NAME
 from tests.engine.state.blocks import Block
 
 SAMPLES, LENGTH, SEED = 12, 50, 3
@@ -143,7 +143,7 @@ def memory(kind: Kind) -> Iterator[None]:
     """Host memory as the row wants it."""
     found = plan.link_for
     if kind.apart:
-        plan.link_for = lambda device: PlainLink()
+        plan.link_for = lambda device: CopyingTransfer()
     try:
         yield
     finally:
@@ -199,7 +199,7 @@ def whole(blocks: Sequence[Block]) -> Whole:
             logical = block.table.tensors[one.name]
             kept = one.name.startswith("residual.")
             name = f"kept/{one.name.partition('/')[2]}" if kept else one.name
-            count, dtype = one.stop - one.start, DTYPES[logical.dtype]
+            count, dtype = one.stop - one.start, DTYPE_BY_NAME[logical.dtype]
             values = torch.frombuffer(block.data, dtype=dtype, count=count, offset=one.offset)
             target = tensors.setdefault(name, torch.zeros(logical.numel, dtype=dtype))
             target[one.start : one.stop] += factor * values if kept else values

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.engine.session import entered
+from rayzero.engine.session import use_session
 from tests.engine import zoo
 from tests.engine.state.blocks import Block, StateSession
 from tests.engine.state.kinds import FOUND, KINDS, SEED, equal, go_on, make, whole
@@ -23,7 +23,7 @@ def undisturbed(
 ) -> tuple[Block, Block, dict[str, int]]:
     """The states at `AT`, which is also saved, and at `END`; bytes by class."""
     kind = KINDS[name]
-    with entered(StateSession(seed=SEED)):
+    with use_session(StateSession(seed=SEED)):
         engine, loader = make(kind, kind.config(kind.stage, folder))
         go_on(engine, loader, AT)
         first = Block.of(engine)
@@ -39,7 +39,7 @@ def resharded(
 ) -> tuple[Block, Block]:
     """The state as another world has it, and after its next steps."""
     kind = KINDS[name]
-    with entered(StateSession(blocks, seed=SEED)):
+    with use_session(StateSession(blocks, seed=SEED)):
         engine, loader = make(kind, kind.config(kind.then, folder))
         first = Block.of(engine)
         go_on(engine, loader, END)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.engine.checkpoint.check import CheckpointMismatchError
+from rayzero.engine.checkpoint.errors import CheckpointMismatchError
 from rayzero.engine.layout.reshard import MissingRangesError
-from rayzero.engine.session import Wishes, entered
+from rayzero.engine.session import StepRequests, use_session
 from tests.engine import zoo
 from tests.engine.state.blocks import Block, StateSession
 from tests.support.ranks import RankError, run_ranks
@@ -34,7 +34,7 @@ def some_steps(
 ) -> tuple[Block, dict[str, Tensor], list[float]]:
     session = StateSession(blocks)
     model = zoo.make(DTYPES[precision], seed=rank + steps.start)
-    with entered(session):
+    with use_session(session):
         engine, *_ = rayzero.initialize(
             model=model,
             model_parameters=zoo.two_groups(model),
@@ -111,7 +111,7 @@ def test_every_byte_is_held_once_over_the_ranks():
 def test_the_state_of_another_model_is_refused():
     blocks = [b for b, _, _ in run_ranks(0, some_steps, 0, "fp32", "sgd", range(1), None)]
     other = nn.Linear(3, 2)
-    with entered(StateSession(blocks)), pytest.raises(CheckpointMismatchError) as told:
+    with use_session(StateSession(blocks)), pytest.raises(CheckpointMismatchError) as told:
         rayzero.initialize(model=other, config=config())
     assert "2 tensors of the model are not in it: weights/bias, weights/weight" in str(told.value)
 
@@ -147,7 +147,7 @@ def noisy_steps(
     rank: int, world: int, stage: int, steps: range, blocks: list[Block] | None
 ) -> tuple[Block, dict[str, Tensor], list[float]]:
     torch.manual_seed(1 if blocks is None else 99)
-    with entered(StateSession(blocks)):
+    with use_session(StateSession(blocks)):
         model = Noisy()
         schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 9}}
         engine, *_ = rayzero.initialize(
@@ -177,7 +177,7 @@ def test_frozen_weights_buffers_schedule_and_random_states_come_back(stage, worl
 
 def test_a_torch_scheduler_goes_on():
     def make(blocks: list[Block] | None) -> Any:
-        with entered(StateSession(blocks)):
+        with use_session(StateSession(blocks)):
             return rayzero.initialize(
                 model=nn.Linear(2, 1),
                 config=config(),
@@ -201,7 +201,7 @@ def test_a_torch_scheduler_goes_on():
 def batch_sizes(
     rank: int, world: int, sizes: dict[str, Any], blocks: list[Block] | None
 ) -> tuple[Block, tuple[int, int, int]]:
-    with entered(StateSession(blocks)):
+    with use_session(StateSession(blocks)):
         engine, *_ = rayzero.initialize(model=nn.Linear(2, 1), config=sizes)
     batches = engine.settings.batches
     return Block.of(engine), (batches.global_batch, batches.micro_batch, batches.micro_steps)
@@ -248,17 +248,17 @@ def test_the_small_part_is_json_that_names_step_and_cursor():
     assert len(block.small) < 32_000
 
 
-def vote_twice(rank: int, world: int) -> list[Wishes]:
-    session = StateSession(wish=Wishes(drain=rank == 1, pin=True, pace=1.0 + rank))
-    with entered(session):
+def vote_twice(rank: int, world: int) -> list[StepRequests]:
+    session = StateSession(wish=StepRequests(drain=rank == 1, pin=True, mirror_interval=1.0 + rank))
+    with use_session(session):
         engine, *_ = rayzero.initialize(model=nn.Linear(2, 1), config=config())
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 2)).sum())
         engine.step()
-        session.wish = Wishes(pin=rank == 0)
+        session.wish = StepRequests(pin=rank == 0)
     return session.agreed
 
 
 def test_ranks_agree_on_wishes_in_the_vote():
     for agreed in run_ranks(2, vote_twice):
-        assert agreed == [Wishes(True, True, 1.5), Wishes(False, False, 1.0)]
+        assert agreed == [StepRequests(True, True, 1.5), StepRequests(False, False, 1.0)]

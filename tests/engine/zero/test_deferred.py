@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import rayzero
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.zero import deferred
-from rayzero.engine.zero.deferred import Materializer, zero_init
+from rayzero.engine.zero import deferred_init
+from rayzero.engine.zero.deferred_init import Materializer, zero_init
 from tests.engine import zoo
 from tests.support.ranks import run_ranks
 
@@ -82,9 +82,9 @@ def test_values_are_those_of_an_ordinary_construction(make: Callable[[], nn.Modu
     for name, right in reversed(ordinary.state_dict().items()):
         if isinstance(tensors[name], nn.Parameter):
             assert tensors[name].is_meta
-        assert torch.equal(values.value(tensors[name]), right), name
-    values.forget()
-    assert not deferred._tapes
+        assert torch.equal(values.initial_value(tensors[name]), right), name
+    values.clear()
+    assert not deferred_init._recorders
 
 
 def build(rank: int, world: int, how: str, stage: int) -> tuple[dict[str, Tensor], list[float]]:

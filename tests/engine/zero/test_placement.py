@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from rayzero.engine.zero.placement import STAGES, Collective, Placement, Stage, collective
+from rayzero.engine.zero.placement import STAGES, Collective, Placement, Stage, collective_for
 
 R, P, S = Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED
 
@@ -37,17 +37,17 @@ def test_every_pair_of_placements(source: Placement, target: Placement) -> None:
         (S, R): Collective.ALL_GATHER,
     }
     if source is target:
-        assert collective(source, target) is Collective.NONE
+        assert collective_for(source, target) is Collective.NONE
     elif (source, target) in known:
-        assert collective(source, target) is known[source, target]
+        assert collective_for(source, target) is known[source, target]
     else:
         with pytest.raises(ValueError, match=f"{source.value} into {target.value}"):
-            collective(source, target)
+            collective_for(source, target)
 
 
 @pytest.mark.parametrize("row", STAGES, ids=lambda row: str(row.number))
 def test_on_one_rank_nothing_is_sharded(row: Stage) -> None:
-    alone = row.on(1)
+    alone = row.for_world_size(1)
     assert alone == Stage(row.number, R, P, R)
     assert alone.weight_collective is Collective.NONE
-    assert row.on(2) is row
+    assert row.for_world_size(2) is row

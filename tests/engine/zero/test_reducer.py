@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rayzero.engine.errors import EngineError
-from rayzero.engine.layout.partition import ParamSpec, lay_out
-from rayzero.engine.zero.grads import GradSlots, PartialGrads, ShardedGrads
+from rayzero.engine.layout.flat_layout import ParamSpec, make_layout
+from rayzero.engine.zero.gradients import GradBufferPool, PartialGrads, ShardedGrads
 from rayzero.engine.zero.placement import Collective
 from rayzero.engine.zero.reducer import Reducer
 
@@ -42,24 +42,24 @@ class Sum:
 class Store:
     """One unit's gradients: says what is done to it; takes slots as the real one does."""
 
-    def __init__(self, name: str, log: Log, slots: GradSlots | None) -> None:
+    def __init__(self, name: str, log: Log, slots: GradBufferPool | None) -> None:
         self.name, self._log, self._slots = name, log, slots
         self._slot: Tensor | None = None
         self._leaving: list[Tensor] = []
 
     @property
-    def needs_slot(self) -> bool:
+    def needs_buffer(self) -> bool:
         return self._slots is not None and self._slot is None
 
     def _sit(self) -> None:
         if self._slots is not None and self._slot is None:
-            self._slot = self._slots.take()
+            self._slot = self._slots.acquire()
 
-    def take(self, index: int, grad: Tensor, *, add: bool) -> None:
+    def accumulate(self, index: int, grad: Tensor, *, add: bool) -> None:
         self._sit()
         self._log.events.append(f"{'add' if add else 'put'} {self.name}.{index}")
 
-    def take_nothing(self, index: int) -> None:
+    def accumulate_zero(self, index: int) -> None:
         self._sit()
         self._log.events.append(f"zero {self.name}.{index}")
 
@@ -72,18 +72,18 @@ class Store:
         self._log.events.append(f"launch {self.name}{'' if first else '+'}")
         return Sum(self.name, self._log)
 
-    def reduced(self, summed: Sum) -> None:
+    def on_reduced(self, summed: Sum) -> None:
         if self._slots is not None:
-            self._slots.give_back(self._leaving.pop(0), summed)
+            self._slots.release(self._leaving.pop(0), summed)
         self._log.events.append(f"done {self.name}")
 
 
 def make(
     counts: Sequence[int], *, slots: int | None = None, overlap: bool = True
-) -> tuple[Reducer, Log, GradSlots | None]:
+) -> tuple[Reducer, Log, GradBufferPool | None]:
     """A reducer over units named a, b, c... of so many parameters."""
     log = Log()
-    pool = None if slots is None else GradSlots(lambda: torch.zeros(1), slots)
+    pool = None if slots is None else GradBufferPool(lambda: torch.zeros(1), slots)
     sums: Any = log
     units: list[Any] = [(Store("abcdef"[i], log, pool), n, sums) for i, n in enumerate(counts)]
     return Reducer(units, pool, overlap=overlap), log, pool
@@ -94,7 +94,7 @@ def arrive(reducer: Reducer, *which: str) -> None:
     for one in which:
         param = nn.Parameter(torch.zeros(1))
         param.grad = torch.ones(1)
-        reducer.take("abcdef".index(one[0]), int(one[1]), param)
+        reducer.on_gradient("abcdef".index(one[0]), int(one[1]), param)
         assert param.grad is None  # let go: nothing keeps it alive
 
 
@@ -104,9 +104,9 @@ def test_launch_order_is_plan_order_whatever_arrives_first(
 ) -> None:
     reducer, log, pool = make([2, 1, 3], slots=slots)
     for _ in range(2):
-        reducer.begin(first=True, last=True)
+        reducer.begin_backward(first=True, last=True)
         arrive(reducer, *order)
-        reducer.finish()
+        reducer.finish_backward()
         reducer.wait()
     assert log.of("launch") == ["launch a", "launch b", "launch c"] * 2
     assert log.of("wait") == ["wait a", "wait b", "wait c"] * 2
@@ -116,7 +116,7 @@ def test_launch_order_is_plan_order_whatever_arrives_first(
 
 def test_a_unit_is_launched_as_soon_as_it_and_all_before_it_are_complete() -> None:
     reducer, log, _ = make([1, 2])
-    reducer.begin(first=True, last=True)
+    reducer.begin_backward(first=True, last=True)
     arrive(reducer, "b0", "b1")
     assert log.of("launch") == []
     arrive(reducer, "a0")
@@ -125,7 +125,7 @@ def test_a_unit_is_launched_as_soon_as_it_and_all_before_it_are_complete() -> No
 
 def test_without_overlap_each_sum_is_waited_for_at_once() -> None:
     reducer, log, _ = make([1, 1], overlap=False)
-    reducer.begin(first=True, last=True)
+    reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "b0")
     assert log.of("launch", "wait", "done", "put") == [
         *("put a.0", "launch a", "wait a", "done a"),
@@ -135,7 +135,7 @@ def test_without_overlap_each_sum_is_waited_for_at_once() -> None:
 
 def test_when_all_slots_are_taken_the_oldest_sum_is_waited_for() -> None:
     reducer, log, pool = make([1, 1, 1, 1], slots=2)
-    reducer.begin(first=True, last=True)
+    reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "b0")
     assert log.of("wait") == []
     arrive(reducer, "c0")
@@ -148,7 +148,7 @@ def test_when_all_slots_are_taken_the_oldest_sum_is_waited_for() -> None:
 
 def test_a_slot_is_filled_again_only_when_no_rank_reads_it() -> None:
     reducer, log, _ = make([1, 1, 1, 1], slots=2)
-    reducer.begin(first=True, last=True)
+    reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "b0", "c0", "d0")
     assert log.of("wait", "release", "put") == [
         *("put a.0", "put b.0"),
@@ -158,13 +158,13 @@ def test_a_slot_is_filled_again_only_when_no_rank_reads_it() -> None:
 
 def test_gradients_out_of_order_make_more_slots_instead_of_waiting_for_ever() -> None:
     reducer, log, pool = make([1, 1, 1, 1], slots=2)
-    reducer.begin(first=True, last=True)
+    reducer.begin_backward(first=True, last=True)
     arrive(reducer, "d0", "c0", "b0")  # none of them may be launched before a
     assert pool is not None
     assert len(pool.buffers) == 3
     assert log.of("launch", "wait") == []
     arrive(reducer, "a0")
-    reducer.finish()
+    reducer.finish_backward()
     reducer.wait()
     assert log.of("launch") == ["launch a", "launch b", "launch c", "launch d"]
     assert len(pool._free) == len(pool.buffers) == 4
@@ -172,22 +172,22 @@ def test_gradients_out_of_order_make_more_slots_instead_of_waiting_for_ever() ->
 
 def test_whole_gradients_are_summed_once_a_step() -> None:
     reducer, log, _ = make([1, 1])
-    reducer.begin(first=True, last=False)
+    reducer.begin_backward(first=True, last=False)
     arrive(reducer, "a0", "b0")
-    reducer.finish()
+    reducer.finish_backward()
     assert log.of("launch") == []
-    reducer.begin(first=False, last=True)
+    reducer.begin_backward(first=False, last=True)
     arrive(reducer, "a0", "b0")
-    reducer.finish()
+    reducer.finish_backward()
     assert log.events == ["put a.0", "put b.0", "add a.0", "launch a+", "add b.0", "launch b+"]
 
 
 def test_gradients_that_rest_sharded_are_summed_every_micro_step() -> None:
     reducer, log, _ = make([1], slots=1)
     for micro_step in range(3):
-        reducer.begin(first=micro_step == 0, last=micro_step == 2)
+        reducer.begin_backward(first=micro_step == 0, last=micro_step == 2)
         arrive(reducer, "a0")
-        reducer.finish()
+        reducer.finish_backward()
     # A slot holds one micro-step: it is put there, never added to what another unit left.
     assert log.of("put", "add", "launch") == [
         *("put a.0", "launch a", "put a.0", "launch a+", "put a.0", "launch a+"),
@@ -196,40 +196,40 @@ def test_gradients_that_rest_sharded_are_summed_every_micro_step() -> None:
 
 def test_a_parameter_used_twice_adds_to_its_first_gradient() -> None:
     reducer, log, _ = make([2])
-    reducer.begin(first=True, last=True)
+    reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "a0", "a1")
     assert log.events == ["put a.0", "add a.0", "put a.1", "launch a"]
 
 
 def test_gradients_that_do_not_arrive_are_zero_and_nothing_waits_for_them() -> None:
     reducer, log, _ = make([2, 1])
-    reducer.begin(first=True, last=True)
+    reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a1")
-    reducer.finish()
+    reducer.finish_backward()
     assert log.events == ["put a.1", "zero a.0", "launch a", "zero b.0", "launch b"]
 
 
 def test_an_absent_gradient_does_not_undo_an_earlier_micro_steps() -> None:
     reducer, log, _ = make([1])
-    reducer.begin(first=True, last=False)
+    reducer.begin_backward(first=True, last=False)
     arrive(reducer, "a0")
-    reducer.finish()
-    reducer.begin(first=False, last=True)
-    reducer.finish()
+    reducer.finish_backward()
+    reducer.begin_backward(first=False, last=True)
+    reducer.finish_backward()
     assert log.events == ["put a.0", "launch a+"]
 
 
 def test_a_hook_without_a_gradient_is_nothing() -> None:
     reducer, log, _ = make([1])
-    reducer.begin(first=True, last=True)
-    reducer.take(0, 0, nn.Parameter(torch.zeros(1)))
+    reducer.begin_backward(first=True, last=True)
+    reducer.on_gradient(0, 0, nn.Parameter(torch.zeros(1)))
     assert log.events == []
 
 
 @pytest.mark.parametrize("slots", [None, 2])
 def test_a_second_gradient_after_the_launch_is_an_error(slots: int | None) -> None:
     reducer, _, _ = make([1, 1], slots=slots)
-    reducer.begin(first=True, last=True)
+    reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0")
     with pytest.raises(EngineError, match=r"second gradient(?s:.*)use_reentrant=False"):
         arrive(reducer, "a0")
@@ -237,15 +237,15 @@ def test_a_second_gradient_after_the_launch_is_an_error(slots: int | None) -> No
 
 def test_a_backward_that_broke_off_leaves_nothing_behind() -> None:
     reducer, log, _ = make([2], slots=2)
-    reducer.begin(first=True, last=True)
+    reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0")  # and an exception
-    reducer.begin(first=True, last=True)
+    reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a1", "a0")
-    reducer.finish()
+    reducer.finish_backward()
     assert log.events == ["put a.0", "put a.1", "put a.0", "launch a"]
 
 
-LAYOUT = lay_out("unit", [ParamSpec("a", (3,)), ParamSpec("b", (2, 2))], 2)
+LAYOUT = make_layout("unit", [ParamSpec("a", (3,)), ParamSpec("b", (2, 2))], 2)
 
 
 class Recorded:
@@ -265,10 +265,10 @@ class Recorded:
 def test_whole_gradients_are_reduced_in_place(how: Collective) -> None:
     flat = torch.zeros(LAYOUT.numel)
     store = PartialGrads(LAYOUT, flat, LAYOUT.shard(1), how)
-    store.take(0, torch.ones(3), add=False)
-    store.take(0, torch.ones(3), add=True)
-    store.take(1, torch.ones(2, 2), add=False)
-    store.take_nothing(1)
+    store.accumulate(0, torch.ones(3), add=False)
+    store.accumulate(0, torch.ones(3), add=True)
+    store.accumulate(1, torch.ones(2, 2), add=False)
+    store.accumulate_zero(1)
     assert flat[:3].tolist() == [2, 2, 2]
     assert flat.sum() == 6
     collectives: Any = Recorded()
@@ -277,19 +277,19 @@ def test_whole_gradients_are_reduced_in_place(how: Collective) -> None:
     assert name == how.value
     assert tensors[0] is flat
     assert store.owned().data_ptr() == flat[LAYOUT.shard(1)].data_ptr()
-    assert torch.equal(store.counted(LAYOUT.shard(0)), flat[LAYOUT.shard(0)])
+    assert torch.equal(store.norm_part(LAYOUT.shard(0)), flat[LAYOUT.shard(0)])
 
 
 def test_sharded_gradients_pass_through_a_slot_whose_padding_is_clean() -> None:
-    slots = GradSlots(lambda: torch.zeros(2 * LAYOUT.numel), 1)
+    slots = GradBufferPool(lambda: torch.zeros(2 * LAYOUT.numel), 1)
     summed = Sum("earlier", Log())
-    slots.give_back(slots.take().fill_(7), summed)  # what a longer unit left
+    slots.release(slots.acquire().fill_(7), summed)  # what a longer unit left
     shard = torch.zeros(LAYOUT.shard_numel)
     store = ShardedGrads(LAYOUT, shard, slots)
-    assert store.needs_slot
-    store.take(0, torch.ones(3), add=False)
-    assert not store.needs_slot
-    store.take_nothing(1)
+    assert store.needs_buffer
+    store.accumulate(0, torch.ones(3), add=False)
+    assert not store.needs_buffer
+    store.accumulate_zero(1)
     collectives: Any = Recorded()
     store.reduce(collectives, first=False)
     ((name, (full, out), accumulate),) = collectives.calls
@@ -298,5 +298,5 @@ def test_sharded_gradients_pass_through_a_slot_whose_padding_is_clean() -> None:
     assert full.numel() == LAYOUT.numel
     assert out is shard is store.owned()
     assert slots.exhausted
-    store.reduced(summed)
+    store.on_reduced(summed)
     assert not slots.exhausted

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from rayzero.engine.layout.partition import ParamSpec, lay_out
-from rayzero.engine.zero.slots import Block, WeightSlots, plan_turns
-from rayzero.engine.zero.weights import ShardedWeights
+from rayzero.engine.layout.flat_layout import ParamSpec, make_layout
+from rayzero.engine.zero.gather_buffers import Block, GatherBuffers, assign_buffers
+from rayzero.engine.zero.parameters import ShardedWeights
 
 ORDERS = st.lists(st.integers(0, 12), max_size=30)
 
@@ -19,7 +19,7 @@ ORDERS = st.lists(st.integers(0, 12), max_size=30)
 def test_blocks_take_turns_in_the_order_of_first_use(
     order: list[int], alone: set[int], count: int
 ) -> None:
-    turns = plan_turns(order, alone, count)
+    turns = assign_buffers(order, alone, count)
     first_uses = list(dict.fromkeys(order))
     assert list(turns) == first_uses
     assert {block for block, turn in turns.items() if turn is None} == alone & set(order)
@@ -32,81 +32,81 @@ def test_blocks_take_turns_in_the_order_of_first_use(
 def make_block(name: str, *sizes: int, dtype: torch.dtype = torch.float32) -> Block:
     units = []
     for size in sizes:
-        layout = lay_out(name, [ParamSpec("w", (size,))], 2)
+        layout = make_layout(name, [ParamSpec("w", (size,))], 2)
         param = nn.Parameter(torch.zeros(size, dtype=dtype))
         units.append(ShardedWeights(layout, (param,), torch.zeros(layout.shard_numel, dtype=dtype)))
     return Block(name, nn.Linear(1, 1), tuple(units))
 
 
-def make(*blocks: Block, turns: list[int | None], count: int = 2) -> WeightSlots:
-    slots = WeightSlots(blocks, count)
-    slots.set_turns(dict(enumerate(turns)))
+def make(*blocks: Block, turns: list[int | None], count: int = 2) -> GatherBuffers:
+    slots = GatherBuffers(blocks, count)
+    slots.set_assignment(dict(enumerate(turns)))
     return slots
 
 
 def test_blocks_of_one_turn_share_a_buffer_as_long_as_the_longest() -> None:
     a, b, c = make_block("a", 64), make_block("b", 320), make_block("c", 128)
     slots = make(a, b, c, turns=[0, 1, 0])
-    (for_a,), (for_b,) = slots.occupy(a), slots.occupy(b)
+    (for_a,), (for_b,) = slots.acquire(a), slots.acquire(b)
     assert for_a.numel() == 128
     assert for_b.numel() == 320
-    assert slots.occupant(c) is a
-    assert slots.occupant(a) is None
-    assert slots.occupy(c)[0] is for_a
-    assert slots.occupant(a) is c
+    assert slots.current_block(c) is a
+    assert slots.current_block(a) is None
+    assert slots.acquire(c)[0] is for_a
+    assert slots.current_block(a) is c
     assert slots.total_bytes == 4 * (128 + 320)
 
 
 def test_each_place_in_a_block_has_a_buffer_of_its_own() -> None:
     both, one = make_block("both", 64, 128), make_block("one", 192)
     slots = make(both, one, turns=[0, 0])
-    first, second = slots.occupy(both)
+    first, second = slots.acquire(both)
     assert (first.numel(), second.numel()) == (192, 128)
     assert first.data_ptr() != second.data_ptr()
-    assert len(slots.occupy(one)) == 1
+    assert len(slots.acquire(one)) == 1
 
 
 def test_other_dtypes_do_not_share() -> None:
     a, b = make_block("a", 64), make_block("b", 64, dtype=torch.bfloat16)
     slots = make(a, b, turns=[0, 0])
-    assert slots.occupy(a)[0].dtype is torch.float32
-    assert slots.occupy(b)[0].dtype is torch.bfloat16
+    assert slots.acquire(a)[0].dtype is torch.float32
+    assert slots.acquire(b)[0].dtype is torch.bfloat16
 
 
 def test_a_block_alone_has_a_slot_of_its_own_for_good() -> None:
     a, b, c = make_block("a", 64), make_block("b", 320), make_block("c", 64)
     slots = make(a, b, c, turns=[None, None, 0])
-    (for_a,) = slots.occupy(a)
+    (for_a,) = slots.acquire(a)
     assert for_a.numel() == 64
-    assert slots.occupant(a) is slots.occupant(b) is None
-    assert slots.occupy(b)[0] is not for_a
-    assert slots.occupy(a)[0] is for_a
+    assert slots.current_block(a) is slots.current_block(b) is None
+    assert slots.acquire(b)[0] is not for_a
+    assert slots.acquire(a)[0] is for_a
 
 
 def test_moving_out_leaves_the_slot_to_others() -> None:
     a, b = make_block("a", 64), make_block("b", 64)
     slots = make(a, b, turns=[0, 0])
-    (shared,) = slots.occupy(a)
-    slots.move_out(a)
-    assert slots.occupant(b) is None
-    assert slots.occupy(a)[0] is not shared
-    assert slots.occupy(b)[0] is shared
-    slots.move_out(a)  # a second time changes nothing
-    assert slots.occupant(b) is None
+    (shared,) = slots.acquire(a)
+    slots.give_own_buffer(a)
+    assert slots.current_block(b) is None
+    assert slots.acquire(a)[0] is not shared
+    assert slots.acquire(b)[0] is shared
+    slots.give_own_buffer(a)  # a second time changes nothing
+    assert slots.current_block(b) is None
 
 
 def test_a_new_plan_starts_afresh() -> None:
     a, b = make_block("a", 64), make_block("b", 64)
     slots = make(a, b, turns=[0, 0])
-    slots.occupy(a)
-    slots.set_turns({0: 1, 1: 0})
+    slots.acquire(a)
+    slots.set_assignment({0: 1, 1: 0})
     assert slots.total_bytes == 0
-    assert slots.occupant(b) is None
-    assert (a.turn, b.turn) == (1, 0)
-    slots.occupy(a)
-    slots.vacate()
-    b.turn = 1
-    assert slots.occupant(b) is None
+    assert slots.current_block(b) is None
+    assert (a.buffer_index, b.buffer_index) == (1, 0)
+    slots.acquire(a)
+    slots.clear()
+    b.buffer_index = 1
+    assert slots.current_block(b) is None
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -114,5 +114,5 @@ def test_buffers_can_be_trained_with_whatever_mode_made_them(inference: bool) ->
     block = make_block("a", 64)
     slots = make(block, turns=[0])
     with torch.inference_mode(inference):
-        (buffer,) = slots.occupy(block)
+        (buffer,) = slots.acquire(block)
     assert not buffer.is_inference()

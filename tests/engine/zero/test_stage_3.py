@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rayzero
-from rayzero.engine.comm.neighbours import MOST_UNREAD
+from rayzero.engine.comm.shared_memory import MAX_UNREAD
 from rayzero.engine.errors import ConfigError, EngineError
-from rayzero.engine.zero.slots import BlockState
+from rayzero.engine.zero.gather_buffers import BlockState
 from tests.engine import zoo
 from tests.support.ranks import run_ranks
 
@@ -342,7 +342,7 @@ def overlap(rank: int, world: int) -> list[str]:
     model = make(Base)
     engine = start(model)
     seen: list[str] = []
-    gatherer = engine._runtime.gatherer
+    gatherer = engine._runtime.unshard_scheduler
     blocks = {block.name: block for block in gatherer._blocks}
     data = batches(3)
     for batch in data[:2]:
@@ -378,6 +378,6 @@ def evaluate(rank: int, world: int) -> list[int]:
 def test_a_long_evaluation_remembers_a_bounded_number_of_exchanges() -> None:
     for remembered in run_ranks(2, evaluate):
         *during, after = remembered
-        assert during[-1] >= MOST_UNREAD  # it did gather again and again
-        assert max(during) <= MOST_UNREAD + 2
+        assert during[-1] >= MAX_UNREAD  # it did gather again and again
+        assert max(during) <= MAX_UNREAD + 2
         assert after == 0

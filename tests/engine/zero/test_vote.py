@@ -9,19 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.engine.comm.collectives import Collectives
-from rayzero.engine.comm.connect import connect
-from rayzero.engine.comm.local import LocalBackend
-from rayzero.engine.zero.vote import Verdict, take_vote
+from rayzero.engine.comm.process_group import SingleRankBackend, connect_collectives
+from rayzero.engine.zero.step_vote import StepVote, vote_on_step
 from tests.support.ranks import run_ranks
 
 
-def alone(parts: list[Tensor], loss: float = 0.0, factor: float = 1.0) -> Verdict:
-    return take_vote(parts, torch.tensor(loss), factor, Collectives(LocalBackend()))
+def alone(parts: list[Tensor], loss: float = 0.0, factor: float = 1.0) -> StepVote:
+    return vote_on_step(parts, torch.tensor(loss), factor, Collectives(SingleRankBackend()))
 
 
 def test_the_norm_is_over_all_parts_and_scaled() -> None:
     verdict = alone([torch.tensor([3.0]), torch.tensor([0.0, 4.0])], 1.5, factor=0.5)
-    assert verdict == Verdict(grad_norm=2.5, loss=1.5)
+    assert verdict == StepVote(grad_norm=2.5, loss=1.5)
     assert verdict.finite
 
 
@@ -37,7 +36,7 @@ def test_the_norm_of_fp16_parts_may_be_beyond_fp16() -> None:
 
 
 def test_no_parts_at_all() -> None:
-    assert alone([]) == Verdict(0.0, 0.0)
+    assert alone([]) == StepVote(0.0, 0.0)
 
 
 @pytest.mark.parametrize("bad", [inf, -inf, nan])
@@ -63,14 +62,14 @@ def test_clipping_is_torchs(max_norm: float) -> None:
 
 
 def test_no_clipping() -> None:
-    assert Verdict(grad_norm=1e9, loss=0.0).clip_factor(0.0) == 1.0
+    assert StepVote(grad_norm=1e9, loss=0.0).clip_factor(0.0) == 1.0
 
 
-def ballots(rank: int, world: int) -> tuple[list[Verdict], dict[str, int]]:
-    ours, _ = connect()
-    good = take_vote([torch.full((4,), rank + 1.0)], torch.tensor(0.5), 1.0, ours)
+def ballots(rank: int, world: int) -> tuple[list[StepVote], dict[str, int]]:
+    ours, _ = connect_collectives()
+    good = vote_on_step([torch.full((4,), rank + 1.0)], torch.tensor(0.5), 1.0, ours)
     # One rank's gradient alone overflows.
-    bad = take_vote([torch.tensor([inf if rank == 1 else 1.0])], torch.tensor(0.5), 1.0, ours)
+    bad = vote_on_step([torch.tensor([inf if rank == 1 else 1.0])], torch.tensor(0.5), 1.0, ours)
     return [good, bad], vars(ours.counters.by_name["vote"])
 
 
@@ -78,7 +77,7 @@ def test_all_ranks_come_to_the_same_verdict_in_one_collective() -> None:
     results = run_ranks(3, ballots)
     assert all(result == results[0] for result in results)
     (good, bad), counted = results[0]
-    assert good == Verdict(grad_norm=pytest.approx((4 * (1 + 4 + 9)) ** 0.5), loss=1.5)
+    assert good == StepVote(grad_norm=pytest.approx((4 * (1 + 4 + 9)) ** 0.5), loss=1.5)
     assert bad.loss == 1.5
     assert not bad.finite
     assert counted == {"calls": 2, "bytes": 2 * 40}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rayzero.workers.context import Context
+from rayzero.workers.session import Context
 
 
 def train(ctx: Context) -> dict[str, Any]:

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.engine.masking import masked
-from rayzero.orchestrator.doctor.facts import Probe
-from rayzero.orchestrator.doctor.gather import ask, this_machine
-from rayzero.orchestrator.doctor.storage import look
+from rayzero.engine.redact import redact_url
+from rayzero.orchestrator.doctor.collect import ProbeResult, inspect_machine, run_probe
+from rayzero.orchestrator.doctor.storage_probe import check_storage
 from tests.house.source import ROOT
 
 
@@ -42,8 +41,8 @@ print("a library says hello")
 print(json.dumps({"a": 1, "b": sys.argv[1]}))
 print(json.dumps({"a": 2}))
 """
-    probe = ask(write(modules, "talks", text), ("x",), 30)
-    assert (probe.told, probe.trouble) == ({"a": 2, "b": "x"}, "")
+    probe = run_probe(write(modules, "talks", text), ("x",), 30)
+    assert (probe.facts, probe.error) == ({"a": 2, "b": "x"}, "")
 
 
 @pytest.mark.parametrize(
@@ -59,9 +58,9 @@ print(json.dumps({"a": 2}))
 def test_what_was_told_before_the_end_counts(modules: Path, end: str, words: str) -> None:
     name = write(modules, "ends", f"print('{{\"a\": 1}}', flush=True)\n{end}\n")
     begun = time.monotonic()
-    probe = ask(name, (), 5 if "600" in end else 120)
-    assert probe.told == {"a": 1}
-    assert words in probe.trouble
+    probe = run_probe(name, (), 5 if "600" in end else 120)
+    assert probe.facts == {"a": 1}
+    assert words in probe.error
     assert time.monotonic() - begun < 120
 
 
@@ -76,30 +75,30 @@ print('{"half":', end="")
 """
     name, pid = write(modules, "leaves", text), modules / "pid"
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(ask, name, (str(pid),), 240)
+        asked = threads.submit(run_probe, name, (str(pid),), 240)
         try:
-            assert asked.result(120) == Probe({"a": 1}, "")
+            assert asked.result(120) == ProbeResult({"a": 1}, "")
         finally:  # ends the wait, if there is one
             os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 def test_a_torch_that_cannot_be_imported(modules: Path) -> None:
     write(modules, "torch", "raise ImportError('libcudart.so.13: cannot open shared object file')")
-    probe = ask("rayzero.engine.probe", ("0", str(modules)), 60)
-    assert probe.told == {}
-    assert "libcudart.so.13" in probe.trouble
+    probe = run_probe("rayzero.engine.torch_probe", ("0", str(modules)), 60)
+    assert probe.facts == {}
+    assert "libcudart.so.13" in probe.error
 
 
 def test_a_cluster_that_is_not_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    probe = ask("rayzero.orchestrator.doctor.cluster", (f"127.0.0.1:{port}",), 60)
-    assert f"127.0.0.1:{port}" in probe.trouble
-    assert "refused" in probe.trouble.lower()
+    probe = run_probe("rayzero.orchestrator.doctor.cluster_probe", (f"127.0.0.1:{port}",), 60)
+    assert f"127.0.0.1:{port}" in probe.error
+    assert "refused" in probe.error.lower()
 
 
 def test_a_place_for_checkpoints(tmp_path: Path) -> None:
-    told = look(str(tmp_path / "not" / "yet"))
+    told = check_storage(str(tmp_path / "not" / "yet"))
     assert told["nbytes"] == 4 * 2**20
     assert told["free_bytes"] > 0
     assert list(tmp_path.iterdir()) == []
@@ -108,31 +107,33 @@ def test_a_place_for_checkpoints(tmp_path: Path) -> None:
 def test_a_place_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     with pytest.raises(RayzeroError, match="Not a directory"):
-        look(str(tmp_path / "runs" / "gpt"))
-    probe = ask("rayzero.orchestrator.doctor.storage", (), 60, str(tmp_path / "runs"))
-    assert "Not a directory" in probe.trouble
-    assert probe.told["fix"]
+        check_storage(str(tmp_path / "runs" / "gpt"))
+    probe = run_probe("rayzero.orchestrator.doctor.storage_probe", (), 60, str(tmp_path / "runs"))
+    assert "Not a directory" in probe.error
+    assert probe.facts["fix"]
 
 
 def test_credentials_in_a_url_are_not_shown() -> None:
     url = "s3://AKIA:p4ss@bucket/runs?region=x"
-    assert masked(f"{url}: no") == "s3://***@bucket/runs?region=x: no"
-    probe = ask("rayzero.orchestrator.doctor.storage", (), 60, url.replace("s3:", "ftp:"))
-    assert "***" in probe.trouble
-    assert "p4ss" not in json.dumps([probe.told, probe.trouble])
+    assert redact_url(f"{url}: no") == "s3://***@bucket/runs?region=x: no"
+    probe = run_probe(
+        "rayzero.orchestrator.doctor.storage_probe", (), 60, url.replace("s3:", "ftp:")
+    )
+    assert "***" in probe.error
+    assert "p4ss" not in json.dumps([probe.facts, probe.error])
 
 
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = this_machine({})
+    found = inspect_machine({})
     assert found.python == sys.version_info[:3]
     assert found.ray
-    assert found.memfd_trouble == ""
+    assert found.memfd_error == ""
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert not this_machine({}).stray_token
+    assert not inspect_machine({}).stray_token
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("token")
-    assert this_machine({}).stray_token
-    assert not this_machine({"RAY_AUTH_MODE": "disabled"}).stray_token
+    assert inspect_machine({}).stray_token
+    assert not inspect_machine({"RAY_AUTH_MODE": "disabled"}).stray_token
 
 
 @pytest.mark.slow

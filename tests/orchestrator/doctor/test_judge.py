@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from rayzero.orchestrator.cli import doctor as command
-from rayzero.orchestrator.cli.doctor import report
-from rayzero.orchestrator.doctor.facts import Facts, Level, Machine, Probe
-from rayzero.orchestrator.doctor.judge import judge, worst
+from rayzero.orchestrator.cli import running_job as command
+from rayzero.orchestrator.cli.running_job import report_lines
+from rayzero.orchestrator.doctor.collect import MachineFacts, ProbeResult, Severity, SystemFacts
+from rayzero.orchestrator.doctor.diagnose import diagnose, worst_severity
 
-MACHINE = Machine(
+MACHINE = MachineFacts(
     python=(3, 11, 7),
     ray="2.60.0",
     shm_bytes=8 * 2**30,
-    memfd_trouble="",
+    memfd_error="",
     open_files=(65536, 65536),
     stray_token=False,
 )
@@ -33,93 +33,107 @@ TORCH = {
 CPU = {"torch": "2.13.0+cpu", "built_for_cuda": None, "devices": [], "gloo": True, "gloo_s": 0.2}
 CLUSTER = {"nodes": 3, "cpus": 8.0, "gpus": 2.0, "free_cpus": 8.0, "free_gpus": 2.0, "leaving": 0}
 STORAGE = {"write_s": 0.1, "nbytes": 4 * 2**20, "free_bytes": 2**40}
-HEALTHY = Facts(MACHINE, Probe(TORCH), Probe(CLUSTER), Probe(STORAGE), "head:6379", "runs")
+HEALTHY = SystemFacts(
+    MACHINE, ProbeResult(TORCH), ProbeResult(CLUSTER), ProbeResult(STORAGE), "head:6379", "runs"
+)
 
 
-def machine(**changed: Any) -> Facts:
+def machine(**changed: Any) -> SystemFacts:
     return replace(HEALTHY, machine=replace(MACHINE, **changed))
 
 
-def torch(trouble: str = "", **changed: Any) -> Facts:
-    return replace(HEALTHY, torch=Probe(TORCH | changed, trouble))
+def torch(trouble: str = "", **changed: Any) -> SystemFacts:
+    return replace(HEALTHY, torch=ProbeResult(TORCH | changed, trouble))
 
 
-def without(*keys: str, trouble: str = "") -> Facts:
+def without(*keys: str, trouble: str = "") -> SystemFacts:
     told = {key: value for key, value in TORCH.items() if key not in keys}
-    return replace(HEALTHY, torch=Probe(told, trouble))
+    return replace(HEALTHY, torch=ProbeResult(told, trouble))
 
 
-def cluster(trouble: str = "", **changed: Any) -> Facts:
-    return replace(HEALTHY, cluster=Probe(CLUSTER | changed if not trouble else {}, trouble))
+def cluster(trouble: str = "", **changed: Any) -> SystemFacts:
+    return replace(HEALTHY, cluster=ProbeResult(CLUSTER | changed if not trouble else {}, trouble))
 
 
-def storage(trouble: str = "", **changed: Any) -> Facts:
-    return replace(HEALTHY, storage=Probe(STORAGE | changed, trouble))
+def storage(trouble: str = "", **changed: Any) -> SystemFacts:
+    return replace(HEALTHY, storage=ProbeResult(STORAGE | changed, trouble))
 
 
 # The facts, the one finding that is not ok, and words of what it says or advises.
-BROKEN: dict[str, tuple[Facts, str, Level, str]] = {
-    "old Python": (machine(python=(3, 10, 2)), "python", Level.FAIL, "3.11"),
+BROKEN: dict[str, tuple[SystemFacts, str, Severity, str]] = {
+    "old Python": (machine(python=(3, 10, 2)), "python", Severity.FAIL, "3.11"),
     "no torch": (
-        replace(HEALTHY, torch=Probe({}, "ModuleNotFoundError: No module named 'torch'")),
+        replace(HEALTHY, torch=ProbeResult({}, "ModuleNotFoundError: No module named 'torch'")),
         "torch",
-        Level.FAIL,
+        Severity.FAIL,
         "No module named 'torch'",
     ),
     "torch crashes": (
-        replace(HEALTHY, torch=Probe({}, "the process that asked ended with signal 11")),
+        replace(HEALTHY, torch=ProbeResult({}, "the process that asked ended with signal 11")),
         "torch",
-        Level.FAIL,
+        Severity.FAIL,
         "signal 11",
     ),
-    "old torch": (torch(torch="2.4.1"), "torch", Level.FAIL, "2.11"),
+    "old torch": (torch(torch="2.4.1"), "torch", Severity.FAIL, "2.11"),
     "no driver": (
-        replace(HEALTHY, torch=Probe(CPU | {"built_for_cuda": "13.0"})),
+        replace(HEALTHY, torch=ProbeResult(CPU | {"built_for_cuda": "13.0"})),
         "devices",
-        Level.WARN,
+        Severity.WARN,
         "driver",
     ),
-    "no NCCL": (torch(nccl=None), "nccl library", Level.FAIL, "with NCCL"),
+    "no NCCL": (torch(nccl=None), "nccl library", Severity.FAIL, "with NCCL"),
     "NCCL fails": (
-        replace(HEALTHY, torch=Probe(without("nccl_s").torch.told | {"nccl_trouble": "x"})),
+        replace(HEALTHY, torch=ProbeResult(without("nccl_s").torch.facts | {"nccl_trouble": "x"})),
         "nccl",
-        Level.FAIL,
+        Severity.FAIL,
         "NCCL_DEBUG",
     ),
-    "NCCL hangs": (without("nccl_s", trouble="no answer within 90 s"), "nccl", Level.FAIL, "90 s"),
-    "no Ray": (machine(ray=""), "ray", Level.FAIL, "pip install"),
-    "old Ray": (machine(ray="2.9.3"), "ray", Level.FAIL, "2.50"),
-    "stray token": (machine(stray_token=True), "ray token", Level.WARN, "RAY_AUTH_MODE"),
-    "no cluster": (cluster("there is no Ray cluster"), "cluster", Level.FAIL, "--address"),
-    "empty cluster": (cluster(cpus=0.0), "cluster resources", Level.WARN, "autoscaler"),
-    "leaving nodes": (cluster(leaving=1), "cluster resources", Level.WARN, "1 of the nodes"),
-    "no memfd": (machine(memfd_trouble="memfd_create: no"), "shared memory", Level.FAIL, "seccomp"),
-    "no shm": (machine(shm_bytes=None), "shared memory", Level.WARN, "shmSize"),
-    "small shm": (machine(shm_bytes=64 * 2**20), "shared memory", Level.WARN, "64 MiB"),
-    "few files": (machine(open_files=(1024, 1024)), "open files", Level.WARN, "ulimit"),
-    "no place": (storage("Permission denied"), "checkpoints", Level.FAIL, "checkpoint.path"),
-    "slow disk": (storage(write_s=3.0), "checkpoints", Level.WARN, "3.0 s"),
-    "full disk": (storage(free_bytes=2**20), "disk space", Level.WARN, "0.0 GiB"),
+    "NCCL hangs": (
+        without("nccl_s", trouble="no answer within 90 s"),
+        "nccl",
+        Severity.FAIL,
+        "90 s",
+    ),
+    "no Ray": (machine(ray=""), "ray", Severity.FAIL, "pip install"),
+    "old Ray": (machine(ray="2.9.3"), "ray", Severity.FAIL, "2.50"),
+    "stray token": (machine(stray_token=True), "ray token", Severity.WARN, "RAY_AUTH_MODE"),
+    "no cluster": (cluster("there is no Ray cluster"), "cluster", Severity.FAIL, "--address"),
+    "empty cluster": (cluster(cpus=0.0), "cluster resources", Severity.WARN, "autoscaler"),
+    "leaving nodes": (cluster(leaving=1), "cluster resources", Severity.WARN, "1 of the nodes"),
+    "no memfd": (
+        machine(memfd_trouble="memfd_create: no"),
+        "shared memory",
+        Severity.FAIL,
+        "seccomp",
+    ),
+    "no shm": (machine(shm_bytes=None), "shared memory", Severity.WARN, "shmSize"),
+    "small shm": (machine(shm_bytes=64 * 2**20), "shared memory", Severity.WARN, "64 MiB"),
+    "few files": (machine(open_files=(1024, 1024)), "open files", Severity.WARN, "ulimit"),
+    "no place": (storage("Permission denied"), "checkpoints", Severity.FAIL, "checkpoint.path"),
+    "slow disk": (storage(write_s=3.0), "checkpoints", Severity.WARN, "3.0 s"),
+    "full disk": (storage(free_bytes=2**20), "disk space", Severity.WARN, "0.0 GiB"),
 }
 
 
 def test_a_healthy_machine() -> None:
-    for facts in (HEALTHY, replace(HEALTHY, torch=Probe(CPU), cluster=None, address="")):
-        findings = judge(facts)
-        assert worst(findings) is Level.OK
+    for facts in (HEALTHY, replace(HEALTHY, torch=ProbeResult(CPU), cluster=None, address="")):
+        findings = diagnose(facts)
+        assert worst_severity(findings) is Severity.OK
         assert not any(finding.fix for finding in findings)
         assert len(findings) >= 9
 
 
 @pytest.mark.parametrize(("facts", "name", "level", "words"), BROKEN.values(), ids=BROKEN)
-def test_what_is_broken_is_said_once(facts: Facts, name: str, level: Level, words: str) -> None:
-    findings = judge(facts)
-    (bad,) = [finding for finding in findings if finding.level is not Level.OK]
+def test_what_is_broken_is_said_once(
+    facts: SystemFacts, name: str, level: Severity, words: str
+) -> None:
+    findings = diagnose(facts)
+    (bad,) = [finding for finding in findings if finding.level is not Severity.OK]
     assert (bad.name, bad.level) == (name, level)
     assert words in bad.seen + bad.fix
     assert bad.fix
-    assert worst(findings) is level
-    assert len([line for line in report(findings) if "to change it:" in line]) == 1
+    assert worst_severity(findings) is level
+    assert len([line for line in report_lines(findings) if "to change it:" in line]) == 1
 
 
 @pytest.mark.parametrize(
@@ -132,28 +146,28 @@ def test_what_is_broken_is_said_once(facts: Facts, name: str, level: Level, word
 )
 def test_gloo_that_does_not_work(told: dict[str, Any], words: str) -> None:
     cpu = {key: value for key, value in CPU.items() if key != "gloo_s"}
-    findings = judge(replace(HEALTHY, torch=Probe(cpu | told, "no answer within 90 s")))
-    (bad,) = [finding for finding in findings if finding.level is Level.FAIL]
+    findings = diagnose(replace(HEALTHY, torch=ProbeResult(cpu | told, "no answer within 90 s")))
+    (bad,) = [finding for finding in findings if finding.level is Severity.FAIL]
     assert bad.name == "gloo"
     assert words in bad.seen
 
 
 def test_a_failure_outweighs_warnings() -> None:
-    findings = judge(machine(shm_bytes=None, ray=""))
-    assert {one.level for one in findings} == set(Level)
-    assert worst(findings) is Level.FAIL
+    findings = diagnose(machine(shm_bytes=None, ray=""))
+    assert {one.level for one in findings} == set(Severity)
+    assert worst_severity(findings) is Severity.FAIL
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit codes: 0 with warnings, 1 with a failure, 2 for an address of another kind."""
     for facts, code in ((HEALTHY, 0), (machine(shm_bytes=None), 0), (machine(ray=""), 1)):
         monkeypatch.setattr(command, "gather", lambda place, address, facts=facts: facts)
-        assert command.examine("runs", None, as_json=True) == code
+        assert command.run_doctor("runs", None, as_json=True) == code
         told = json.loads(capsys.readouterr().out)
-        assert told["level"] == worst(judge(facts))
-        assert command.examine("runs", None, as_json=False) == code
+        assert told["level"] == worst_severity(diagnose(facts))
+        assert command.run_doctor("runs", None, as_json=False) == code
         assert len(capsys.readouterr().out.splitlines()) == len(told["findings"]) + (
             told["level"] != "ok"
         )
-    assert command.examine("runs", "ray://head:10001", as_json=False) == 2
+    assert command.run_doctor("runs", "ray://head:10001", as_json=False) == 2
     assert "ray job submit" in capsys.readouterr().err

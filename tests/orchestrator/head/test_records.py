@@ -8,19 +8,26 @@ import pytest
 
 from rayzero.engine.errors import ConfigError, DataError, RayzeroError
 from rayzero.orchestrator.errors import JobConfigError, JobFailedError, JobStoppedError
-from rayzero.orchestrator.head import records
-from rayzero.orchestrator.head.outcome import Ended, JobStatus
-from rayzero.orchestrator.head.records import KEPT, MAX_BYTES, Record, parse, to_bytes
-from rayzero.orchestrator.result import JobResult
-from rayzero.orchestrator.states import State
+from rayzero.orchestrator.events import State
+from rayzero.orchestrator.job import ended_jobs
+from rayzero.orchestrator.job.ended_jobs import (
+    MAX_RECORD_BYTES,
+    MAX_RECORDS,
+    EndedJobRecord,
+    decode_record,
+    encode_record,
+)
+from rayzero.orchestrator.results import JobEnd, JobResult, JobStatus
 
 
-def record(ended: Ended, name: str = "job", at_s: float = 10.0) -> Record:
-    return Record(JobStatus(name, State.SUCCEEDED, step=7, at_s=at_s, faults={"lost": 1}), ended)
+def record(ended: JobEnd, name: str = "job", at_s: float = 10.0) -> EndedJobRecord:
+    return EndedJobRecord(
+        JobStatus(name, State.SUCCEEDED, step=7, at_s=at_s, faults={"lost": 1}), ended
+    )
 
 
-def read(kept: Record) -> Record:
-    found = parse(to_bytes(kept))
+def read(kept: EndedJobRecord) -> EndedJobRecord:
+    found = decode_record(encode_record(kept))
     assert found is not None
     return found
 
@@ -35,52 +42,52 @@ def read(kept: Record) -> Record:
     ],
 )
 def test_an_error_is_the_same_to_whoever_asks_later(error: RayzeroError):
-    found = read(record(Ended(error=error)))
+    found = read(record(JobEnd(error=error)))
     assert (type(found.ended.error), str(found.ended.error)) == (type(error), str(error))
 
 
 def test_an_error_of_another_kind_is_a_failed_job():
-    found = read(record(Ended(error=DataError("a hole"))))
+    found = read(record(JobEnd(error=DataError("a hole"))))
     with pytest.raises(JobFailedError, match="a hole"):
-        found.ended.outcome()
+        found.ended.unwrap()
 
 
 def test_a_result_and_how_the_job_stood():
-    kept = record(Ended(JobResult("job", {"steps": 7, "loss": {"last": 0.5}}, Path("/x/s.json"))))
+    kept = record(JobEnd(JobResult("job", {"steps": 7, "loss": {"last": 0.5}}, Path("/x/s.json"))))
     assert read(kept) == kept
 
 
 def test_what_is_too_much_is_left_out_and_the_rest_kept():
-    result = JobResult("job", {"steps": 7, "all": "x" * MAX_BYTES}, Path("/x"))
-    content = to_bytes(record(Ended(result)))
-    assert len(content) < MAX_BYTES
-    found = parse(content)
+    result = JobResult("job", {"steps": 7, "all": "x" * MAX_RECORD_BYTES}, Path("/x"))
+    content = encode_record(record(JobEnd(result)))
+    assert len(content) < MAX_RECORD_BYTES
+    found = decode_record(content)
     assert found is not None
-    assert found.ended.outcome().steps == 7
+    assert found.ended.unwrap().steps == 7
 
 
 def test_no_secret_is_kept():
     result = JobResult("job", {"steps": 1, "hf_token": "abc", "at": "s3://me:pass@b/"}, Path("/x"))
-    content = to_bytes(record(Ended(result)))
+    content = encode_record(record(JobEnd(result)))
     assert b"abc" not in content
     assert b"pass@" not in content
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"status": {"state": "odd"}}', b"\xff"])
 def test_what_another_version_wrote_is_passed_over(content: bytes):
-    assert parse(content) is None
+    assert decode_record(content) is None
 
 
 def test_their_number_and_age_are_bounded(monkeypatch: pytest.MonkeyPatch):
     kept: dict[bytes, bytes] = {}
-    monkeypatch.setattr(records, "_internal_kv_put", lambda k, v, *_, **__: kept.update({k: v}))
-    monkeypatch.setattr(records, "_internal_kv_get", lambda k, **_: kept.get(k))
-    monkeypatch.setattr(records, "_internal_kv_list", lambda *_, **__: list(kept))
-    monkeypatch.setattr(records, "_internal_kv_del", lambda k, **_: kept.pop(k, None))
+    monkeypatch.setattr(ended_jobs, "_internal_kv_put", lambda k, v, *_, **__: kept.update({k: v}))
+    monkeypatch.setattr(ended_jobs, "_internal_kv_get", lambda k, **_: kept.get(k))
+    monkeypatch.setattr(ended_jobs, "_internal_kv_list", lambda *_, **__: list(kept))
+    monkeypatch.setattr(ended_jobs, "_internal_kv_del", lambda k, **_: kept.pop(k, None))
     monkeypatch.setattr("time.time", lambda: 10_000_000.0)
-    records.remember(record(Ended(), "old", at_s=1.0))
+    ended_jobs.store_ended(record(JobEnd(), "old", at_s=1.0))
     assert kept == {}
-    for number in range(KEPT + 3):
-        records.remember(record(Ended(), f"job-{number}", at_s=9_999_000.0 + number))
-    names = {one.status.name for one in records.recorded()}
-    assert names == {f"job-{number}" for number in range(3, KEPT + 3)}
+    for number in range(MAX_RECORDS + 3):
+        ended_jobs.store_ended(record(JobEnd(), f"job-{number}", at_s=9_999_000.0 + number))
+    names = {one.status.name for one in ended_jobs.list_ended()}
+    assert names == {f"job-{number}" for number in range(3, MAX_RECORDS + 3)}

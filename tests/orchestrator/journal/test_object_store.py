@@ -13,17 +13,21 @@ from typing import Any
 
 import pytest
 
-from rayzero.engine.checkpoint.store import join, open_store
+from rayzero.engine.checkpoint.open_store import open_store
+from rayzero.engine.checkpoint.store import join_url
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.differences import document
-from rayzero.orchestrator.head.feed import Feed
-from rayzero.orchestrator.head.papers import Papers
-from rayzero.orchestrator.journal.past import Past
-from rayzero.orchestrator.journal.segments import FULL_BYTES, Segments, folder, read
-from rayzero.orchestrator.lease.claim import Claim, here
-from rayzero.orchestrator.lease.folder import Claims
-from rayzero.orchestrator.lease.holding import take
-from rayzero.orchestrator.notices import Checkpointed, Repaired
+from rayzero.orchestrator.job.lease import Claim, this_process
+from rayzero.orchestrator.job.lease_holder import ClaimStore, acquire_lease
+from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
+from rayzero.orchestrator.job_events import Checkpointed, Repaired
+from rayzero.orchestrator.job_file import to_document
+from rayzero.orchestrator.journal.run_history import RunHistory
+from rayzero.orchestrator.journal.writer import (
+    MAX_SEGMENT_BYTES,
+    JournalSegments,
+    journal_folder,
+    read_journal,
+)
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.spec import JobSpec
 from tests.support.bucket import bucket_url
@@ -40,13 +44,13 @@ def bucket() -> Iterator[str]:
 @pytest.fixture
 def planned(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> JobPlan:
     monkeypatch.chdir(tmp_path)
-    path = join(bucket, request.node.name)
+    path = join_url(bucket, request.node.name)
     spec = JobSpec(name="job", entrypoint="m:f", checkpoint={"path": path})  # type: ignore[arg-type]
     return make_plan(spec, "m:f")
 
 
-def known(archive: str) -> Past:
-    past = read(archive)
+def known(archive: str) -> RunHistory:
+    past = read_journal(archive)
     assert past is not None
     return past
 
@@ -56,45 +60,52 @@ def line(kind: str, **fields: Any) -> str:
 
 
 def begun(planned: JobPlan, *, adopted: bool = False) -> str:
-    spec = document(planned.spec)
+    spec = to_document(planned.spec)
     return line("begun", run="1", adopted=adopted, spec=spec, working_dir="/w", by_value=False)
 
 
 def test_every_transition_is_there_at_the_end(planned: JobPlan):
     """Written as a job's process does: behind it, by its own thread."""
-    papers = Papers(planned, Feed(), lambda text: pytest.fail(text))
-    spec = document(planned.spec)
-    papers.note("begun", run="1", adopted=False, spec=spec, working_dir="/w", by_value=False)
+    papers = JobRecorder(planned, EventBuffer(), lambda text: pytest.fail(text))
+    spec = to_document(planned.spec)
+    papers.append_journal(
+        "begun", run="1", adopted=False, spec=spec, working_dir="/w", by_value=False
+    )
     states = ["starting", "running", "recovering", "running", "succeeded"]
     for number, state in enumerate(states):
-        papers.note(
+        papers.append_journal(
             "moved", state=state, event="e", generation=number, world_size=2, step=10 * number
         )
-    papers.see(Repaired("lost", ("rank 1",), 20, 3, 2, 2, {"load": 1.0}))
-    papers.see(Checkpointed(40, "f", 1, 0.1, 0.0))
-    papers.note("ended", state="succeeded", error="")
+    papers.on_event(Repaired("lost", ("rank 1",), 20, 3, 2, 2, {"load": 1.0}))
+    papers.on_event(Checkpointed(40, "f", 1, 0.1, 0.0))
+    papers.append_journal("ended", state="succeeded", error="")
     assert papers.close(60)
-    (file,) = open_store(folder(planned.archive)).entries()
-    content = open_store(folder(planned.archive)).read(file.name).decode()
+    (file,) = open_store(journal_folder(planned.job_folder)).list_folder()
+    content = open_store(journal_folder(planned.job_folder)).read(file.name).decode()
     told = [json.loads(one) for one in content.splitlines()]
     assert [one["state"] for one in told if one["kind"] == "moved"] == states
-    past = known(planned.archive)
-    assert (past.ended, past.generation, past.step, past.repairs) == ("succeeded", 4, 40, 1)
+    past = known(planned.job_folder)
+    assert (past.end_state, past.generation, past.step, past.total_repairs) == (
+        "succeeded",
+        4,
+        40,
+        1,
+    )
     assert past.checkpoint_step == 40
 
 
 def test_a_lost_run_is_gone_on_with_whatever_is_torn_or_missing(planned: JobPlan):
-    archive = planned.archive
-    first = Segments(archive)
+    archive = planned.job_folder
+    first = JournalSegments(archive)
     first.write([begun(planned)])
-    filler = [line("noted", text="x" * 200) for _ in range(FULL_BYTES // 100)]
+    filler = [line("noted", text="x" * 200) for _ in range(MAX_SEGMENT_BYTES // 100)]
     first.write(filler)
     moved = {"state": "running", "generation": 3, "world_size": 2, "step": 70}
     first.write([line("moved", **moved), *filler[:1]])
-    second = Segments(archive)  # the process that adopted it
+    second = JournalSegments(archive)  # the process that adopted it
     second.write([begun(planned, adopted=True), line("step", step=75)])
-    store = open_store(folder(archive))
-    names = sorted(one.name for one in store.entries())
+    store = open_store(journal_folder(archive))
+    names = sorted(one.name for one in store.list_folder())
     assert len(names) >= 3
     store.replace("000009-zz.tmp", b"\x00")  # nothing of ours
     store.replace(names[1], store.read(names[1])[:-150])  # torn
@@ -103,31 +114,31 @@ def test_a_lost_run_is_gone_on_with_whatever_is_torn_or_missing(planned: JobPlan
     store.remove(names[1])
     past = known(archive)
     assert (past.step, past.adoptions) == (75, 1)
-    assert not past.ended
+    assert not past.end_state
 
 
 def test_a_long_run_is_a_few_objects(planned: JobPlan):
-    segments = Segments(planned.archive)
+    segments = JournalSegments(planned.job_folder)
     segments.write([begun(planned)])
     counted = {"seconds": {f"cause-{n}": 1.5 for n in range(15)}}
     for step in range(40):
         segments.write([line("step", step=step, counted=counted)])
-    (file,) = open_store(folder(planned.archive)).entries()
+    (file,) = open_store(journal_folder(planned.job_folder)).list_folder()
     assert file.nbytes < 4096
-    assert known(planned.archive).step == 39
+    assert known(planned.job_folder).step == 39
 
 
 def test_one_cluster_at_a_time(planned: JobPlan):
-    archive = planned.archive
-    lease = take(archive, "job", 60.0, print)
+    archive = planned.job_folder
+    lease = acquire_lease(archive, "job", 60.0, print)
     with pytest.raises(ConfigError, match="is in use") as refused:
-        take(archive, "job", 60.0, print)
+        acquire_lease(archive, "job", 60.0, print)
     assert f"the process {os.getpid()} on {socket.gethostname()}" in str(refused.value)
     lease.check()
     lease.release()
-    assert open_store(join(archive, "lease")).entries() == []
-    elsewhere = replace(here(), host="other", boot="another boot")
-    Claims(archive).put(Claim("0" * 16, "job", elsewhere, 1.0, holds=True, epoch=7))
-    again = take(archive, "job", 60.0, print)  # waits for that lease to be over
+    assert open_store(join_url(archive, "lease")).list_folder() == []
+    elsewhere = replace(this_process(), host="other", boot="another boot")
+    ClaimStore(archive).write(Claim("0" * 16, "job", elsewhere, 1.0, holds=True, epoch=7))
+    again = acquire_lease(archive, "job", 60.0, print)  # waits for that lease to be over
     again.check()
     again.release()

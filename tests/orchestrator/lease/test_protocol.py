@@ -8,10 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayzero.orchestrator.lease.claim import Claim, Process, Rival, Verdict, judge
-from rayzero.orchestrator.lease.protocol import Asking, Drop, Look, Operation, Pause, Put, asking
+from rayzero.orchestrator.job.lease import (
+    AcquireProtocol,
+    Claim,
+    ClaimState,
+    DeleteClaim,
+    LeaseOperation,
+    ListClaims,
+    OtherClaim,
+    ProcessIdentity,
+    Sleep,
+    WriteClaim,
+    acquire,
+    classify_claim,
+)
 
-PROCESS = Process("host", "boot", "space", 1, 1)
+PROCESS = ProcessIdentity("host", "boot", "space", 1, 1)
 
 
 def claim(id_: str, **changes: object) -> Claim:
@@ -21,8 +33,8 @@ def claim(id_: str, **changes: object) -> Claim:
 @dataclass
 class Asker:
     id: str
-    way: Asking
-    next: Operation | None
+    way: AcquireProtocol
+    next: LeaseOperation | None
     dead: bool = False
     outcome: Claim | None = None
 
@@ -36,19 +48,19 @@ class Place:
 
     def __init__(self, ids: list[str]) -> None:
         self.claims: dict[str, Claim] = {}
-        ways = {one: asking(claim(one)) for one in ids}
+        ways = {one: acquire(claim(one)) for one in ids}
         self.askers = {one: Asker(one, way, next(way)) for one, way in ways.items()}
 
     def step(self, asker: Asker) -> None:
-        rivals: tuple[Rival, ...] = ()
+        rivals: tuple[OtherClaim, ...] = ()
         match asker.next:
-            case Put(made):
+            case WriteClaim(made):
                 self.claims[asker.id] = made
-            case Drop(id_):
+            case DeleteClaim(id_):
                 self.claims.pop(id_, None)
-            case Look():
+            case ListClaims():
                 rivals = tuple(
-                    Rival(one, self.askers[one.id].dead, False, 0.0, 0.0)
+                    OtherClaim(one, self.askers[one.id].dead, False, 0.0, 0.0)
                     for one in self.claims.values()
                     if one.id != asker.id
                 )
@@ -100,11 +112,11 @@ def test_a_later_holder_has_the_greater_epoch():
 
 
 def test_nobody_waits_where_nobody_is():
-    way = asking(claim("1"))
-    assert isinstance(next(way), Put)
-    assert isinstance(way.send(()), Look)
+    way = acquire(claim("1"))
+    assert isinstance(next(way), WriteClaim)
+    assert isinstance(way.send(()), ListClaims)
     made = way.send(())
-    assert isinstance(made, Put)
+    assert isinstance(made, WriteClaim)
     assert made.claim.holds
     with pytest.raises(StopIteration):
         way.send(())
@@ -116,24 +128,27 @@ HOLDER = claim("2", holds=True, epoch=1)
 @pytest.mark.parametrize(
     ("rival", "verdict"),
     [
-        (Rival(HOLDER, True, False, 0.0, 0.0), Verdict.LOST),
-        (Rival(HOLDER, False, False, 99.0, 99.0), Verdict.HELD),  # stopped, and there
-        (Rival(HOLDER, None, False, 1.0, 1.0), Verdict.WAIT),
-        (Rival(HOLDER, None, True, 1.0, 1.0), Verdict.HELD),
-        (Rival(HOLDER, None, False, 10.1, 10.1), Verdict.LOST),
-        (Rival(HOLDER, None, False, 0.0, 13.1), Verdict.LOST),  # for long before it was seen
-        (Rival(claim("0"), None, False, 0.0, 0.0), Verdict.YIELD),
-        (Rival(claim("2"), None, False, 0.0, 0.0), Verdict.WAIT),
-        (Rival(claim("0"), None, False, 10.1, 10.1), Verdict.LOST),
+        (OtherClaim(HOLDER, True, False, 0.0, 0.0), ClaimState.LOST),
+        (OtherClaim(HOLDER, False, False, 99.0, 99.0), ClaimState.HELD),  # stopped, and there
+        (OtherClaim(HOLDER, None, False, 1.0, 1.0), ClaimState.UNDECIDED),
+        (OtherClaim(HOLDER, None, True, 1.0, 1.0), ClaimState.HELD),
+        (OtherClaim(HOLDER, None, False, 10.1, 10.1), ClaimState.LOST),
+        (
+            OtherClaim(HOLDER, None, False, 0.0, 13.1),
+            ClaimState.LOST,
+        ),  # for long before it was seen
+        (OtherClaim(claim("0"), None, False, 0.0, 0.0), ClaimState.BACK_OFF),
+        (OtherClaim(claim("2"), None, False, 0.0, 0.0), ClaimState.UNDECIDED),
+        (OtherClaim(claim("0"), None, False, 10.1, 10.1), ClaimState.LOST),
     ],
 )
-def test_what_is_thought_of_a_rival(rival: Rival, verdict: Verdict):
-    assert judge(rival, claim("1")) is verdict
+def test_what_is_thought_of_a_rival(rival: OtherClaim, verdict: ClaimState):
+    assert classify_claim(rival, claim("1")) is verdict
 
 
 def test_a_pause_names_whom_it_is_for():
-    way = asking(claim("1"))
+    way = acquire(claim("1"))
     next(way)
     way.send(())
-    pause = way.send((Rival(HOLDER, None, False, 1.0, 1.0),))
-    assert pause == Pause(HOLDER)
+    pause = way.send((OtherClaim(HOLDER, None, False, 1.0, 1.0),))
+    assert pause == Sleep(HOLDER)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from rayzero.orchestrator.metrics.tally import Facts, Now, Tally
-from rayzero.orchestrator.notices import (
+from rayzero.orchestrator.events import State
+from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,
-    FaultSeen,
-    Notice,
+    FaultDetected,
+    JobEvent,
     Repaired,
     Resized,
     StateEntered,
 )
-from rayzero.orchestrator.policies.failure import Budget, Cause, Fault
+from rayzero.orchestrator.metrics.job_metrics import JobInfo, JobMetrics, Timestamps
+from rayzero.orchestrator.policies.failure import Fault, FaultBudget, FaultCause
 from rayzero.orchestrator.progress import JobProgress, StepRecord
-from rayzero.orchestrator.states import State
-from rayzero.workers.messages import Heartbeat, Report, WorkerInfo
+from rayzero.workers.messages import Heartbeat, StepReport, WorkerInfo
 
-FACTS = Facts("gpt", 100, 2, 1, 4, 30.0, Budget(20, 3600.0), checkpoints=True)
+FACTS = JobInfo("gpt", 100, 2, 1, 4, 30.0, FaultBudget(20, 3600.0), has_checkpoints=True)
 UNIX = 1_700_000_000.0
 WORKER = WorkerInfo(1, "a", "host-a", "10.0.0.1", 77)
 GAUGES = {
@@ -50,22 +50,22 @@ class Life:
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.tally = Tally(FACTS, self.now)
+        self.tally = JobMetrics(FACTS, self.now)
         self.progress = JobProgress()
 
     @property
-    def now(self) -> Now:
-        return Now(self.now_s, UNIX + self.now_s)
+    def now(self) -> Timestamps:
+        return Timestamps(self.now_s, UNIX + self.now_s)
 
-    def see(self, notice: Notice) -> None:
-        self.tally.see(notice, self.now)
+    def see(self, notice: JobEvent) -> None:
+        self.tally.on_event(notice, self.now)
 
     def enter(self, state: State, generation: int = 1, world_size: int = 2) -> None:
         self.see(StateEntered(state, generation, world_size))
 
     def form(self, generation: int, world_size: int, step: int) -> None:
         self.enter(State.RUNNING, generation, world_size)
-        self.progress.begin(generation, world_size, step)
+        self.progress.start_generation(generation, world_size, step)
 
     def step(self, step: int, generation: int, world_size: int, **gauges: float) -> StepRecord:
         record = None
@@ -75,10 +75,10 @@ class Life:
                 "collectives/all_gather/bytes": 100.0 * step,
             }
             told = {**GAUGES, "replica_step": float(step), **traffic, **gauges}
-            report = Report(generation, rank, step, {}, told, UNIX + self.now_s)
+            report = StepReport(generation, rank, step, {}, told, UNIX + self.now_s)
             self.tally.reported(report)
             self.tally.beat(Heartbeat(rank, step + 1, "forward", 0.25), "host-a")
-            record = self.progress.add(report)
+            record = self.progress.add_report(report)
         assert record is not None
         self.see(record)
         self.tally.sends(world_size > 1, self.now)
@@ -96,8 +96,8 @@ def lived() -> Life:
         life.step(step, 1, 2)
     life.tally.copied(2, 4096, life.now)
     life.now_s += 1
-    life.tally.judged(Fault(Cause.PROCESS_LOST, WORKER, 1, 3, "killed", life.now_s, 1))
-    life.see(FaultSeen("lost", WORKER, 1, 3, "rank 1 was lost"))
+    life.tally.judged(Fault(FaultCause.PROCESS_LOST, WORKER, 1, 3, "killed", life.now_s, 1))
+    life.see(FaultDetected("lost", WORKER, 1, 3, "rank 1 was lost"))
     life.enter(State.RECOVERING, 1, 2)
     life.form(2, 1, 1)
     life.now_s += 2

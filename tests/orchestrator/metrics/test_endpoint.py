@@ -18,8 +18,7 @@ from prometheus_client import Gauge
 from prometheus_client.registry import CollectorRegistry
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.metrics.endpoint import Endpoint, json_page
-from rayzero.orchestrator.metrics.readers import MOST_S
+from rayzero.orchestrator.metrics.endpoint import MAX_END_WAIT_S, Endpoint, make_json_page
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def endpoint() -> Iterator[Endpoint]:
 def opened(host: str = "127.0.0.1", port: int = 0, ports: int = 1) -> Endpoint:
     registry = CollectorRegistry()
     Gauge("rayzero_step", "Steps.", registry=registry).set(7)
-    pages = {"/snapshot.json": json_page(lambda: {"step": 7})}
+    pages = {"/snapshot.json": make_json_page(lambda: {"step": 7})}
     return Endpoint(host, range(port, port + ports), registry, pages)
 
 
@@ -113,13 +112,13 @@ def test_the_end_waits_for_who_reads_regularly(endpoint: Endpoint):
     reader.start()
     assert seconds(endpoint) > 0.2
     reader.join()
-    assert 0.4 < seconds(endpoint) < MOST_S + 20  # it would come again, and does not
+    assert 0.4 < seconds(endpoint) < MAX_END_WAIT_S + 20  # it would come again, and does not
 
 
 def seconds(endpoint: Endpoint) -> float:
     """How long the end waits."""
     began = time.monotonic()
-    asyncio.run(endpoint.heard())
+    asyncio.run(endpoint.await_final_scrape())
     return time.monotonic() - began
 
 

@@ -13,14 +13,14 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from rayzero.orchestrator.events import State
+from rayzero.orchestrator.job_events import Checkpointed
 from rayzero.orchestrator.metrics.catalog import CATALOG
 from rayzero.orchestrator.metrics.exporter import job_families, rank_families
-from rayzero.orchestrator.metrics.goodput import WAYS, Why
-from rayzero.orchestrator.metrics.own import MOST
-from rayzero.orchestrator.metrics.steps import PHASES
-from rayzero.orchestrator.notices import Checkpointed
-from rayzero.orchestrator.policies.failure import Cause
-from rayzero.orchestrator.states import State
+from rayzero.orchestrator.metrics.goodput import PHASE_CATEGORY, TimeCategory
+from rayzero.orchestrator.metrics.job_metrics import STEP_PHASES
+from rayzero.orchestrator.metrics.primitives import MAX_USER_METRICS
+from rayzero.orchestrator.policies.failure import FaultCause
 from tests.orchestrator.metrics.jobs import UNIX, Life, lived
 
 Labels = tuple[tuple[str, str], ...]
@@ -33,7 +33,7 @@ class Collected(Collector):
     def collect(self) -> Iterator[Metric]:
         tally = self._life.tally
         yield from job_families(tally, self._life.now)
-        yield from rank_families(tally.facts.name, tally.ranks.copied())
+        yield from rank_families(tally.info.name, tally.ranks.copied())
 
 
 def text_of(life: Life) -> str:
@@ -111,7 +111,7 @@ def test_the_causes_of_time_and_what_is_pending_are_the_wall_time():
     found = samples(life)
     causes = [v for (name, _), v in found.items() if name == "rayzero_time_seconds_total"]
     pending = found["rayzero_time_pending_seconds", ()]
-    assert len(causes) == len(Why)
+    assert len(causes) == len(TimeCategory)
     assert sum(causes) + pending == pytest.approx(life.now_s - 100)
     assert pending == 0.5
     productive = one(life, "rayzero_time_seconds_total", cause="productive")
@@ -150,11 +150,11 @@ def test_what_counts_by_a_fixed_label_begins_at_zero():
     """Or the first of each would be missing from every rate and increase."""
     found = samples(Life())
     fixed = {
-        "rayzero_faults_total": ("cause", {str(one) for one in Cause}),
-        "rayzero_repairs_total": ("cause", {str(one) for one in Cause}),
-        "rayzero_time_seconds_total": ("cause", {str(one) for one in Why}),
-        "rayzero_recovery_phase_seconds_count": ("phase", set(WAYS)),
-        "rayzero_step_phase_seconds_count": ("phase", set(PHASES)),
+        "rayzero_faults_total": ("cause", {str(one) for one in FaultCause}),
+        "rayzero_repairs_total": ("cause", {str(one) for one in FaultCause}),
+        "rayzero_time_seconds_total": ("cause", {str(one) for one in TimeCategory}),
+        "rayzero_recovery_phase_seconds_count": ("phase", set(PHASE_CATEGORY)),
+        "rayzero_step_phase_seconds_count": ("phase", set(STEP_PHASES)),
     }
     for name, (label, values) in fixed.items():
         told = {dict(labels)[label]: value for (one, labels), value in found.items() if one == name}
@@ -193,17 +193,17 @@ def test_a_checkpoint_is_owed_from_the_first_step_on():
     assert one(life, owed) == UNIX + 110
     life.see(Checkpointed(2, "runs/gpt/step-2", 3000, 0.75, 0.01))
     assert one(life, owed) == UNIX + 120
-    life.tally.checkpoints.wanted = False
+    life.tally.checkpoints.enabled = False
     assert (owed, ()) not in samples(life)
 
 
 def test_a_users_gauges_are_bounded_in_number():
     life = Life()
     life.form(1, 1, 0)
-    life.step(1, 1, 1, **{f"of_step_{number}": 1.0 for number in range(MOST + 5)})
+    life.step(1, 1, 1, **{f"of_step_{number}": 1.0 for number in range(MAX_USER_METRICS + 5)})
     life.step(2, 1, 1, of_step_1=2.0)
     told = [labels for name, labels in samples(life) if name == "rayzero_user_value"]
-    assert len(told) == MOST
+    assert len(told) == MAX_USER_METRICS
     assert one(life, "rayzero_user_value", name="of_step_1") == 2.0
     assert one(life, "rayzero_user_value", name="of_step_2") == 1.0  # as it was last reported
     assert one(life, "rayzero_user_values_left_out_total") == 6

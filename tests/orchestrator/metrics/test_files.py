@@ -10,9 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.orchestrator.metrics.event_file import record as framed
-from rayzero.orchestrator.metrics.files import JSON_LINES, TENSORBOARD, JsonLines, TensorBoard
-from rayzero.orchestrator.metrics.step_writer import StepWriter
+from rayzero.orchestrator.metrics.step_files import (
+    JSON_LINES_FILE,
+    TENSORBOARD_FOLDER,
+    JsonLinesWriter,
+    StepWriter,
+    TensorBoardWriter,
+)
+from rayzero.orchestrator.metrics.step_files import frame_record as framed
 from rayzero.orchestrator.progress import StepRecord
 
 NAN = float("nan")
@@ -47,11 +52,11 @@ class Held:
 
 def test_a_line_a_step_over_several_runs(tmp_path: Path):
     for steps in ((1, 2), (2, 3)):
-        lines = JsonLines(tmp_path)
+        lines = JsonLinesWriter(tmp_path)
         for number in steps:
             lines.write(step(number, loss=NAN if number == 3 else 1.5, accuracy=0.75))
         lines.close()
-    found = [json.loads(line) for line in (tmp_path / JSON_LINES).read_text().splitlines()]
+    found = [json.loads(line) for line in (tmp_path / JSON_LINES_FILE).read_text().splitlines()]
     assert [one["step"] for one in found] == [1, 2, 2, 3]
     assert [one["loss"] for one in found] == [1.5, 1.5, 1.5, None]
     assert found[0] == {
@@ -72,7 +77,7 @@ def events(folder: Path) -> list:
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 
-    (path,) = (folder / TENSORBOARD).glob("events.out.tfevents.*")
+    (path,) = (folder / TENSORBOARD_FOLDER).glob("events.out.tfevents.*")
     data, found = path.read_bytes(), []
     while data:
         length = int.from_bytes(data[:8], "little")
@@ -86,7 +91,7 @@ def events(folder: Path) -> list:
 
 
 def test_event_files_as_tensorboard_reads_them(tmp_path: Path):
-    board = TensorBoard(tmp_path, now_s=1e9)
+    board = TensorBoardWriter(tmp_path, now_s=1e9)
     gauges = {"phases/data": 0.125, "bytes/slots": 1e39, "accuracy": 0.75, "samples": 3.0}
     for number in (1, 300, 2):
         board.write(step(number, **gauges))
@@ -121,11 +126,11 @@ def test_records_of_any_length(length: int):
 def test_a_slow_disk_makes_nobody_wait_and_what_was_dropped_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("rayzero.orchestrator.metrics.step_writer._WAITING", 4)
+    monkeypatch.setattr("rayzero.orchestrator.metrics.step_files._MAX_QUEUED_STEPS", 4)
     slow, told = Held(), []
     behind = StepWriter([slow], told.append)
     for number in range(1, 11):
-        behind.put(step(number))  # would hang here
+        behind.enqueue(step(number))  # would hang here
     slow.go.set()
     behind.close()
     assert slow.written[:4] == [1, 2, 3, 4]
@@ -140,7 +145,7 @@ def test_steps_are_in_the_files_though_the_next_ones_never_stop_coming():
     behind = StepWriter([sink], print)
     until_s, number = time.monotonic() + 5, 0
     while not sink.flushed and time.monotonic() < until_s:
-        behind.put(step(number := number + 1))
+        behind.enqueue(step(number := number + 1))
         time.sleep(0.02)
     flushed = sink.flushed
     behind.close()
@@ -156,7 +161,7 @@ def test_a_file_that_fails_is_told_once_and_the_others_go_on(what: Exception):
     good.go.set()
     behind = StepWriter([full, good], told.append)
     for number in (1, 2, 3):
-        behind.put(step(number))
+        behind.enqueue(step(number))
     behind.close()
     assert good.written == [1, 2, 3]
     assert len(told) == 1

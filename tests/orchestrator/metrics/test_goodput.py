@@ -6,34 +6,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.orchestrator.metrics.goodput import Account, Why
-from rayzero.orchestrator.states import State
+from rayzero.orchestrator.events import State
+from rayzero.orchestrator.metrics.goodput import TimeAccounting, TimeCategory
 
 PARTS = ("notice", "drain", "fence", "pick", "settle", "form", "load", "redo")
 
 
-def running(at_s: float = 5.0) -> Account:
+def running(at_s: float = 5.0) -> TimeAccounting:
     """A job whose first step ended 2 s after its state RUNNING, and took 1 s."""
-    account = Account(100.0)
-    account.entered(State.STARTING, 100.0)
-    account.entered(State.RUNNING, 100.0 + at_s)
-    account.stepped(1, 1.0, {}, 100.0 + at_s + 2)
+    account = TimeAccounting(100.0)
+    account.on_state(State.STARTING, 100.0)
+    account.on_state(State.RUNNING, 100.0 + at_s)
+    account.on_step(1, 1.0, {}, 100.0 + at_s + 2)
     return account
 
 
-def spent(account: Account, now_s: float) -> dict[str, float]:
-    return {str(why): round(s, 9) for why, s in account.at(now_s).seconds.items() if s}
+def spent(account: TimeAccounting, now_s: float) -> dict[str, float]:
+    return {str(why): round(s, 9) for why, s in account.breakdown_at(now_s).seconds.items() if s}
 
 
 def test_everything_before_the_first_step_is_starting():
     account = running()
     assert spent(account, 107) == {"starting": 6.0, "productive": 1.0}
-    assert account.at(107).goodput == 1 / 7
+    assert account.breakdown_at(107).goodput == 1 / 7
 
 
 def test_a_step_has_all_the_time_since_the_one_before_but_its_waits():
     account = running()
-    account.stepped(2, 1.5, {Why.DATA: 0.5, Why.MIRROR: 0.25, Why.CHECKPOINT: 0.25}, 109)
+    account.on_step(
+        2,
+        1.5,
+        {TimeCategory.DATA: 0.5, TimeCategory.MIRROR: 0.25, TimeCategory.CHECKPOINT: 0.25},
+        109,
+    )
     assert spent(account, 109) == {
         "starting": 6.0,
         "productive": 2.0,
@@ -45,20 +50,20 @@ def test_a_step_has_all_the_time_since_the_one_before_but_its_waits():
 
 def test_waits_of_steps_that_come_in_one_bunch_are_booked_when_there_is_time():
     account = running()
-    account.stepped(2, 1.0, {Why.DATA: 0.5}, 109)
-    account.stepped(3, 1.0, {Why.DATA: 0.5}, 109)  # nothing is left of the 2 s
+    account.on_step(2, 1.0, {TimeCategory.DATA: 0.5}, 109)
+    account.on_step(3, 1.0, {TimeCategory.DATA: 0.5}, 109)  # nothing is left of the 2 s
     assert spent(account, 109)["data"] == 0.5
-    account.stepped(4, 1.0, {}, 110)
+    account.on_step(4, 1.0, {}, 110)
     assert spent(account, 110)["data"] == 1.0
 
 
 def test_a_repair_by_its_parts_and_the_step_that_it_broke_off():
     account = running()
-    account.entered(State.RECOVERING, 108.0)  # 0.9 s into the step, 0.1 s after its first sign
-    account.entered(State.RUNNING, 108.5)
-    account.stepped(2, 1.0, {}, 110.0)
+    account.on_state(State.RECOVERING, 108.0)  # 0.9 s into the step, 0.1 s after its first sign
+    account.on_state(State.RUNNING, 108.5)
+    account.on_step(2, 1.0, {}, 110.0)
     parts = {"notice": 0.1, "fence": 0.1, "pick": 0.1, "settle": 0.2, "form": 0.1, "load": 0.3}
-    account.passed({**parts, "redo": 0.2}, 110.0)
+    account.recovery_finished({**parts, "redo": 0.2}, 110.0)
     assert spent(account, 110) == {
         "starting": 6.0,
         "productive": 2.0,
@@ -75,10 +80,10 @@ def test_a_repair_by_its_parts_and_the_step_that_it_broke_off():
 
 def test_a_step_whose_reports_were_lost_with_a_rank_counts():
     account = running()
-    account.entered(State.RECOVERING, 108.5)  # step 2 is finished, and nobody said so
-    account.entered(State.RUNNING, 109)
-    account.stepped(3, 1.0, {}, 110)
-    account.passed({"notice": 0.5, "load": 0.5}, 110)
+    account.on_state(State.RECOVERING, 108.5)  # step 2 is finished, and nobody said so
+    account.on_state(State.RUNNING, 109)
+    account.on_step(3, 1.0, {}, 110)
+    account.recovery_finished({"notice": 0.5, "load": 0.5}, 110)
     assert spent(account, 110) == {
         "starting": 6.0,
         "productive": 3.0,
@@ -89,24 +94,24 @@ def test_a_step_whose_reports_were_lost_with_a_rank_counts():
 
 def test_steps_that_are_done_again_are_not_productive():
     account = running()
-    account.stepped(2, 1.0, {}, 108)
-    account.entered(State.RECOVERING, 108)
-    account.entered(State.RUNNING, 109)
+    account.on_step(2, 1.0, {}, 108)
+    account.on_state(State.RECOVERING, 108)
+    account.on_state(State.RUNNING, 109)
     for step in (1, 2, 3):
-        account.stepped(step, 1.0, {}, 109.0 + step)
+        account.on_step(step, 1.0, {}, 109.0 + step)
         if step == 1:
-            account.passed({"load": 1.0}, 110)
+            account.recovery_finished({"load": 1.0}, 110)
     found = spent(account, 112)
     assert (found["redone"], found["productive"]) == (2.0, 3.0)
 
 
 def test_a_resize_and_the_step_it_drains():
     account = running()
-    account.entered(State.RESIZING, 107.5)
-    account.stepped(2, 1.0, {}, 108)  # the step at hand is finished on the way
-    account.entered(State.RUNNING, 109)
-    account.stepped(3, 1.0, {}, 111)
-    account.passed({"drain": 0.6, "settle": 0.5, "form": 0.5, "load": 0.9}, 111)
+    account.on_state(State.RESIZING, 107.5)
+    account.on_step(2, 1.0, {}, 108)  # the step at hand is finished on the way
+    account.on_state(State.RUNNING, 109)
+    account.on_step(3, 1.0, {}, 111)
+    account.recovery_finished({"drain": 0.6, "settle": 0.5, "form": 0.5, "load": 0.9}, 111)
     assert spent(account, 111) == {
         "starting": 6.0,
         "productive": 3.0,
@@ -117,11 +122,11 @@ def test_a_resize_and_the_step_it_drains():
 
 def test_a_fault_on_a_resizes_way_makes_a_repair_of_it():
     account = running()
-    account.entered(State.RESIZING, 107)
-    account.entered(State.RECOVERING, 108)
-    account.entered(State.RUNNING, 109)
-    account.stepped(2, 1.0, {}, 111)
-    account.passed({"drain": 1.0, "notice": 0.5, "load": 1.5}, 111)
+    account.on_state(State.RESIZING, 107)
+    account.on_state(State.RECOVERING, 108)
+    account.on_state(State.RUNNING, 109)
+    account.on_step(2, 1.0, {}, 111)
+    account.recovery_finished({"drain": 1.0, "notice": 0.5, "load": 1.5}, 111)
     found = spent(account, 111)
     assert (found["resizing"], found["recovery_load"]) == (1.0, 1.5)
 
@@ -140,7 +145,7 @@ def test_a_fault_on_a_resizes_way_makes_a_repair_of_it():
 def test_how_a_job_ends(states: tuple[State, ...], why: str):
     account = running()
     for number, state in enumerate(states, start=1):
-        account.entered(state, 107.0 + number)
+        account.on_state(state, 107.0 + number)
     assert spent(account, 107.0 + len(states)) == {
         "starting": 6.0,
         "productive": 1.0,
@@ -149,39 +154,39 @@ def test_how_a_job_ends(states: tuple[State, ...], why: str):
 
 
 def test_a_job_that_never_started():
-    account = Account(0.0)
-    account.entered(State.STARTING, 0.0)
-    account.entered(State.FAILED, 3.0)
+    account = TimeAccounting(0.0)
+    account.on_state(State.STARTING, 0.0)
+    account.on_state(State.FAILED, 3.0)
     assert spent(account, 3.0) == {"starting": 3.0}
 
 
 def test_the_account_is_closed_with_the_job():
     account = running()
-    account.entered(State.SUCCEEDED, 110.0)
-    times = account.at(1000.0)
-    assert (times.wall_s, times.pending_s, times.goodput) == (10.0, 0.0, 0.1)
+    account.on_state(State.SUCCEEDED, 110.0)
+    times = account.breakdown_at(1000.0)
+    assert (times.wall_s, times.unattributed_s, times.goodput) == (10.0, 0.0, 0.1)
 
 
 def test_what_is_under_way_is_pending_and_lowers_the_goodput():
     account = running()
-    times = account.at(114.0)
-    assert (times.pending_s, times.wall_s, times.goodput) == (7.0, 14.0, 1 / 14)
+    times = account.breakdown_at(114.0)
+    assert (times.unattributed_s, times.wall_s, times.goodput) == (7.0, 14.0, 1 / 14)
 
 
 def test_an_adopted_run_goes_on_with_its_account():
-    account = Account(1000.0)
-    account.go_on({"starting": 6.0, "productive": 80.0, "redone": 1.0}, best_step=40, ago_s=120.0)
-    account.entered(State.STARTING, 1000.0)
-    account.entered(State.RUNNING, 1003.0)
-    account.stepped(40, 1.0, {}, 1005.0)  # was finished, and lost with its checkpoint
-    account.stepped(41, 1.0, {}, 1006.0)
+    account = TimeAccounting(1000.0)
+    account.restore({"starting": 6.0, "productive": 80.0, "redone": 1.0}, best_step=40, ago_s=120.0)
+    account.on_state(State.STARTING, 1000.0)
+    account.on_state(State.RUNNING, 1003.0)
+    account.on_step(40, 1.0, {}, 1005.0)  # was finished, and lost with its checkpoint
+    account.on_step(41, 1.0, {}, 1006.0)
     assert spent(account, 1006) == {
         "starting": 10.0,
         "productive": 81.0,
         "redone": 2.0,
         "adoption": 33.0,
     }
-    assert account.at(1006).wall_s == 126.0
+    assert account.breakdown_at(1006).wall_s == 126.0
 
 
 moments = st.floats(min_value=0, max_value=1e4, allow_nan=False)
@@ -192,24 +197,29 @@ happenings = st.one_of(
         st.just("stepped"),
         st.integers(1, 9),
         lengths,
-        st.dictionaries(st.sampled_from([Why.DATA, Why.MIRROR, Why.CHECKPOINT]), lengths),
+        st.dictionaries(
+            st.sampled_from([TimeCategory.DATA, TimeCategory.MIRROR, TimeCategory.CHECKPOINT]),
+            lengths,
+        ),
     ),
     st.tuples(st.just("passed"), st.dictionaries(st.sampled_from([*PARTS, "unheard-of"]), lengths)),
 )
 
 
 pasts = st.none() | st.tuples(
-    st.dictionaries(st.sampled_from([*Why, "unheard-of"]), lengths), st.integers(0, 9), lengths
+    st.dictionaries(st.sampled_from([*TimeCategory, "unheard-of"]), lengths),
+    st.integers(0, 9),
+    lengths,
 )
 
 
 @given(moments, pasts, st.lists(st.tuples(lengths, happenings)))
 def test_any_history_sums_to_the_wall_time(begun_s: float, past: tuple | None, history: list):
     """Also one that a controller would never tell, with a clock that goes back."""
-    account, now_s, latest_s = Account(begun_s), begun_s, begun_s
+    account, now_s, latest_s = TimeAccounting(begun_s), begun_s, begun_s
     if past is not None:
-        account.go_on(*past)
-    before, _, before_ns = account.nanoseconds()
+        account.restore(*past)
+    before, _, before_ns = account.totals_ns()
     assert before_ns == sum(before.values())
     assert before_ns >= round(past[2] * 1e9 if past else 0)
     ended = False
@@ -218,12 +228,12 @@ def test_any_history_sums_to_the_wall_time(begun_s: float, past: tuple | None, h
         latest_s = latest_s if ended else max(latest_s, now_s)
         ended = ended or (what == "entered" and args[0].is_final)
         getattr(account, what)(*args, now_s)
-        booked, pool, wall = account.nanoseconds()
+        booked, pool, wall = account.totals_ns()
         assert sum(booked.values()) + pool == wall
         assert wall == round(latest_s * 1e9) - round(begun_s * 1e9) + before_ns
         assert pool >= 0
-        assert all(booked[why] >= before[why] for why in Why)  # counters only grow
+        assert all(booked[why] >= before[why] for why in TimeCategory)  # counters only grow
         before = booked
-        times = account.at(now_s)
+        times = account.breakdown_at(now_s)
         assert 0 <= times.goodput <= 1
-        assert times.goodput * times.wall_s == pytest.approx(times.seconds[Why.PRODUCTIVE])
+        assert times.goodput * times.wall_s == pytest.approx(times.seconds[TimeCategory.PRODUCTIVE])

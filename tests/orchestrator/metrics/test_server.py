@@ -12,9 +12,14 @@ from contextlib import ExitStack, suppress
 import pytest
 from prometheus_client.registry import CollectorRegistry
 
-from rayzero.orchestrator.metrics import server
-from rayzero.orchestrator.metrics.doors import LIFE_S, MOST, Doors, Effort
+from rayzero.orchestrator.metrics import http_server
 from rayzero.orchestrator.metrics.endpoint import Endpoint
+from rayzero.orchestrator.metrics.http_server import (
+    CONNECTION_LIFETIME_S,
+    MAX_CONNECTIONS,
+    ConnectionLimiter,
+    CpuBudget,
+)
 
 LIMIT_S = 60.0
 
@@ -91,12 +96,12 @@ def test_a_long_request_is_not_read_to_its_end(endpoint: Endpoint, request_: byt
 def test_who_waits_longest_gives_way(endpoint: Endpoint):
     """Many that ask for nothing: one that asks is served all the same, and threads are bounded."""
     with ExitStack() as stack:
-        idle = [stack.enter_context(connect(endpoint)) for _ in range(MOST * 3)]
+        idle = [stack.enter_context(connect(endpoint)) for _ in range(MAX_CONNECTIONS * 3)]
         for one in idle:
             with suppress(OSError):
                 one.sendall(b"GET / HT")
         assert is_served(endpoint)
-        assert readers() <= 2 * MOST
+        assert readers() <= 2 * MAX_CONNECTIONS
         assert idle[0].recv(1) == b""  # it has been closed
 
 
@@ -106,7 +111,7 @@ def test_hundreds_leave_nothing(endpoint: Endpoint):
         with suppress(OSError):
             one.sendall(b"GET / HTTP/1.0\r\n")
         one.close()
-        assert readers() <= 2 * MOST
+        assert readers() <= 2 * MAX_CONNECTIONS
     assert is_served(endpoint)
     until_s = time.monotonic() + LIMIT_S
     while readers() and time.monotonic() < until_s:
@@ -121,7 +126,9 @@ def test_one_that_drips_is_cut_off(endpoint: Endpoint, monkeypatch: pytest.Monke
         while not readers():  # it has come in, by the real clock
             assert time.monotonic() < until_s
             time.sleep(0.01)
-        monkeypatch.setattr(server, "monotonic", lambda: time.monotonic() + LIFE_S + 1)
+        monkeypatch.setattr(
+            http_server, "monotonic", lambda: time.monotonic() + CONNECTION_LIFETIME_S + 1
+        )
         slow.settimeout(0.2)
         while time.monotonic() < until_s:
             try:
@@ -143,49 +150,49 @@ def test_a_reader_for_whom_there_is_no_thread_takes_no_place(
             raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(server, "Thread", NoThread)
-        for _ in range(2 * MOST):  # as many as there may be at a time
+        patch.setattr(http_server, "Thread", NoThread)
+        for _ in range(2 * MAX_CONNECTIONS):  # as many as there may be at a time
             assert said(endpoint, b"GET / HTTP/1.0\r\n\r\n") == b""
-    assert len(endpoint._server._doors) == 0
+    assert len(endpoint._server._connection_limiter) == 0
     assert is_served(endpoint)
 
 
 def test_doors_close_behind_those_that_stay():
-    doors = Doors(most=2, life_s=5)
+    doors = ConnectionLimiter(most=2, life_s=5)
     with ExitStack() as stack:
         pairs = [socket.socketpair() for _ in range(5)]
         for pair in pairs:
             for end in pair:
                 stack.enter_context(end)
                 end.settimeout(LIMIT_S)
-        assert [doors.come(ours, at) for at, (ours, _) in enumerate(pairs)] == [*[True] * 4, False]
+        assert [doors.admit(ours, at) for at, (ours, _) in enumerate(pairs)] == [*[True] * 4, False]
         assert [theirs.recv(1) for _, theirs in pairs[:2]] == [b"", b""]  # 2 and 3 are in
-        doors.go(pairs[0][0])
-        doors.go(pairs[0][0])
+        doors.release(pairs[0][0])
+        doors.release(pairs[0][0])
         assert len(doors) == 3
         theirs = pairs[3][1]
         theirs.settimeout(0)
-        doors.sweep(7.9)
+        doors.expire(7.9)
         with pytest.raises(BlockingIOError):
             theirs.recv(1)
-        doors.sweep(8.0)
+        doors.expire(8.0)
         assert theirs.recv(1) == b""
 
 
 def test_effort_is_a_share_of_a_core():
-    effort = Effort(share=0.25, burst_s=2.0)
+    effort = CpuBudget(share=0.25, burst_s=2.0)
     effort.spend(2.0, 10.0)
-    assert effort.wait_s(10.0) == 0
+    assert effort.throttle_s(10.0) == 0
     effort.spend(1.0, 10.0)
-    assert effort.wait_s(10.0) == pytest.approx(4.0)
-    assert effort.wait_s(12.0) == pytest.approx(2.0)
-    assert effort.wait_s(14.0) == 0
-    assert effort.wait_s(13.0) == 0  # a clock that another thread read a little earlier
+    assert effort.throttle_s(10.0) == pytest.approx(4.0)
+    assert effort.throttle_s(12.0) == pytest.approx(2.0)
+    assert effort.throttle_s(14.0) == 0
+    assert effort.throttle_s(13.0) == 0  # a clock that another thread read a little earlier
 
 
 def test_those_that_take_much_are_let_in_more_slowly(endpoint: Endpoint):
     made = endpoint._server
-    made._effort.spend(1000.0, time.monotonic())
+    made._cpu_budget.spend(1000.0, time.monotonic())
     began_s = time.monotonic()
     assert is_served(endpoint)
     assert is_served(endpoint)

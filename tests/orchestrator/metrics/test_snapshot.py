@@ -8,16 +8,16 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.orchestrator.metrics.history import TURNS, Curve
-from rayzero.orchestrator.metrics.snapshot import rank_rows, snapshot
-from rayzero.orchestrator.notices import FaultSeen
-from rayzero.orchestrator.states import State
+from rayzero.orchestrator.events import State
+from rayzero.orchestrator.job_events import FaultDetected
+from rayzero.orchestrator.metrics.primitives import MAX_HISTORY_ENTRIES, BoundedCurve
+from rayzero.orchestrator.metrics.snapshot import make_snapshot, snapshot_ranks
 from tests.orchestrator.metrics.jobs import UNIX, WORKER, Life, lived
 
 
 def test_it_is_json_and_tells_the_jobs_life():
     life = lived()
-    value = {**snapshot(life.tally, life.now), "ranks": rank_rows(life.tally.ranks)}
+    value = {**make_snapshot(life.tally, life.now), "ranks": snapshot_ranks(life.tally.ranks)}
     told = json.loads(json.dumps(value, allow_nan=False))
     assert (told["job"], told["state"], told["generation"]) == ("gpt", "running", 3)
     assert told["workers"] == {"min": 1, "max": 4}
@@ -38,9 +38,9 @@ def test_it_is_json_and_tells_the_jobs_life():
 
 def test_before_anything_happened():
     life = Life()
-    told = snapshot(life.tally, life.now)
+    told = make_snapshot(life.tally, life.now)
     assert (told["state"], told["loss"]) == ("pending", [])
-    assert rank_rows(life.tally.ranks) == []
+    assert snapshot_ranks(life.tally.ranks) == []
     assert told["progress"]["remaining_s"] is None
     json.dumps(told, allow_nan=False)
 
@@ -51,10 +51,10 @@ def test_a_job_with_many_faults_and_steps_stays_small():
     for step in range(1, 3000):
         life.now_s += 1
         life.step(step, 1, 1)
-        life.see(FaultSeen("lost", WORKER, 1, step, "again"))
+        life.see(FaultDetected("lost", WORKER, 1, step, "again"))
         life.enter(State.RUNNING, 1, 1)
-    told = snapshot(life.tally, life.now)
-    assert len(told["faults"]) == len(told["generations"]) == TURNS
+    told = make_snapshot(life.tally, life.now)
+    assert len(told["faults"]) == len(told["generations"]) == MAX_HISTORY_ENTRIES
     assert told["faults"][-1]["step"] == 2999
     assert len(told["loss"]) <= 514
     assert told["loss"][0][0] == 1
@@ -63,7 +63,7 @@ def test_a_job_with_many_faults_and_steps_stays_small():
 
 @given(st.integers(1, 400), st.integers(1, 20))
 def test_a_curve_keeps_its_ends_its_order_and_its_bound(count: int, most: int):
-    curve = Curve(most)
+    curve = BoundedCurve(most)
     for x in range(count):
         curve.add(x, float(x))
     points = curve.points()
@@ -75,7 +75,7 @@ def test_a_curve_keeps_its_ends_its_order_and_its_bound(count: int, most: int):
 
 
 def test_what_is_done_again_replaces_what_was():
-    curve = Curve()
+    curve = BoundedCurve()
     for x in (1, 2, 3, 4):
         curve.add(x, 1.0)
     curve.rewind(3)

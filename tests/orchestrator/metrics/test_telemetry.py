@@ -11,10 +11,9 @@ import pytest
 from prometheus_client.core import Metric
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.events import StopWanted
+from rayzero.orchestrator.events import State, StopRequested
+from rayzero.orchestrator.job_events import MetricsServed
 from rayzero.orchestrator.metrics.telemetry import Telemetry
-from rayzero.orchestrator.notices import Serving
-from rayzero.orchestrator.states import State
 from rayzero.workers.messages import Pinned
 from tests.orchestrator.support import Notebook, Stage, VirtualClock, plan, played, settle
 from tests.orchestrator.world import World
@@ -60,7 +59,7 @@ async def test_the_limits_and_the_faults_on_record_are_told(tmp_path: Path):
     limits = {one.labels["limit"]: one.value for one in values["rayzero_workers"].samples}
     assert limits == {"min": 1, "max": 3}
     assert counted(values["rayzero_faults"]) == {"lost": 1}
-    stage.controller.feed(StopWanted())
+    stage.controller.post_event(StopRequested())
     await stage.clock.turn(10.0)
     assert stage.states[-1] is State.STOPPED
     await settle()
@@ -123,7 +122,7 @@ def test_files_and_the_endpoint_live_as_long_as_it(tmp_path: Path):
     metrics = {"port": 0, "jsonl": True, "tensorboard": True}
     wanted = plan(tmp_path, metrics=metrics)
     with Telemetry(wanted, notebook, VirtualClock(), [].append) as told:
-        (serving,) = notebook.of(Serving)
+        (serving,) = notebook.of(MetricsServed)
         assert serving.url == told.url
         assert serving.url.startswith("http://127.0.0.1:")
         port = int(serving.url.rsplit(":", 1)[1])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rayzero.orchestrator.page.assembly import page, served
+from rayzero.orchestrator.page import page_response, render_page
 from tests.orchestrator.page.browser import Browser, browser
 from tests.orchestrator.page.sample import empty, sample
 
@@ -38,7 +38,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._told.paths.append(self.path)
         if self.path == "/":
-            self._answer(*served())
+            self._answer(*page_response())
         elif self.path == "/snapshot.json" and self._told.value is not None:
             self._answer("application/json", json.dumps(self._told.value).encode())
         else:
@@ -243,7 +243,7 @@ def test_readers_of_screens_get_names(tab: Browser, shows: Callable[[str], None]
 
 
 def test_it_is_one_small_file_that_asks_for_nothing_else() -> None:
-    text = page()
+    text = render_page()
     assert len(text.encode()) < 40_000
     assert "@@" not in text
     assert not re.search(r"(src|href)=[\"'](?!snapshot\.json|metrics|#|data:,)", text)

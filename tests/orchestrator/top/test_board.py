@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import rich.console
 
-from rayzero.orchestrator.top.board import board, line
+from rayzero.orchestrator.top.board import render_board, snapshot_line
 from tests.orchestrator.page.sample import empty, sample
 
 
 def drawn(now: dict[str, Any], width: int = 110, trouble: str | None = None) -> str:
     out = StringIO()
     console = rich.console.Console(file=out, width=width, force_terminal=True, color_system=None)
-    console.print(board(now, trouble))
+    console.print(render_board(now, trouble))
     return out.getvalue()
 
 
@@ -70,12 +70,12 @@ def test_nothing_in_a_snapshot_is_obeyed() -> None:
     text = drawn(now)
     assert "\x1b]" not in text
     assert "[bold]x[/bold][/]" in text
-    assert "\x1b" not in line(now)
+    assert "\x1b" not in snapshot_line(now)
 
 
 def test_a_line_has_the_main_things() -> None:
-    assert line(sample()) == (
+    assert snapshot_line(sample()) == (
         "gpt-stdlib: running, step 12,345/20,000, loss 2.3457, 81,920 tokens/s, 4 ranks, "
         "goodput 90.2%, 1 faults, 41 min 21 s left"
     )
-    assert line(empty()) == "gpt-stdlib: pending, step 0, 0 ranks, goodput 0.0%"
+    assert snapshot_line(empty()) == "gpt-stdlib: pending, step 0, 0 ranks, goodput 0.0%"

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.orchestrator.top.figures import BLOCKS, clean, duration, shares, size, spark
+from rayzero.orchestrator.top.format import (
+    BLOCKS,
+    format_duration,
+    format_size,
+    printable_text,
+    sparkline,
+    split_width,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,37 +32,37 @@ from rayzero.orchestrator.top.figures import BLOCKS, clean, duration, shares, si
     ],
 )
 def test_a_duration_has_its_two_largest_units(seconds: float | None, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("nbytes", "text"), [(None, "-"), (0, "0 B"), (1023, "1023 B"), (2**30 * 1.5, "1.5 GiB")]
 )
 def test_a_size_has_a_binary_unit(nbytes: float | None, text: str) -> None:
-    assert size(nbytes) == text
+    assert format_size(nbytes) == text
 
 
 def test_what_a_terminal_would_obey_is_taken_out() -> None:
-    assert clean("a\x1b[2Jb\nc\x9bd") == "a [2Jb c d"
+    assert printable_text("a\x1b[2Jb\nc\x9bd") == "a [2Jb c d"
 
 
 def test_a_curve_goes_from_its_lowest_to_its_highest() -> None:
-    assert spark([0.0, 1.0, 2.0, 3.5, 7.0], 5) == "▁▂▃▅█"
-    assert spark([5.0, 5.0], 10) == "▁▁"
-    assert spark([1.0, None, 2.0], 3) == "▁ █"
-    assert spark([], 5) == spark([None], 5) == ""
+    assert sparkline([0.0, 1.0, 2.0, 3.5, 7.0], 5) == "▁▂▃▅█"
+    assert sparkline([5.0, 5.0], 10) == "▁▁"
+    assert sparkline([1.0, None, 2.0], 3) == "▁ █"
+    assert sparkline([], 5) == sparkline([None], 5) == ""
 
 
 @given(st.lists(st.none() | st.floats(-1e9, 1e9), max_size=300), st.integers(1, 80))
 def test_a_curve_fits(values: list[float | None], width: int) -> None:
-    drawn = spark(values, width)
+    drawn = sparkline(values, width)
     assert len(drawn) in (0, min(width, len(values)))
     assert set(drawn) <= {*BLOCKS, " "}
 
 
 @given(st.lists(st.floats(0, 1e9), max_size=20), st.integers(1, 200))
 def test_shares_fill_the_width_and_are_fair(values: list[float], width: int) -> None:
-    given_ = shares(values, width)
+    given_ = split_width(values, width)
     assert sum(given_) == (width if sum(values) > 0 else 0)
     for value, columns in zip(values, given_, strict=True):
         if sum(values) > 0:

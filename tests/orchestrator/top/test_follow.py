@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.top import follow
-from rayzero.orchestrator.top.source import NoContactError, served_at
+from rayzero.orchestrator.top.source import SnapshotUnavailableError, endpoint_source
 from tests.orchestrator.page.sample import sample
 
 
@@ -43,13 +43,13 @@ class Clock:
         self.s += seconds
 
 
-GONE = NoContactError("nothing answers")
+GONE = SnapshotUnavailableError("nothing answers")
 
 
 def lines(told: Told, clock: Clock) -> list[str]:
     out = StringIO()
     try:
-        follow._lines(told, lambda now: str(now["state"]), out, clock.now, clock.wait)
+        follow._follow_lines(told, lambda now: str(now["state"]), out, clock.now, clock.wait)
     finally:
         clock.shown = out.getvalue().split()  # type: ignore[attr-defined]
     return out.getvalue().split()
@@ -62,14 +62,14 @@ def test_lines_end_with_the_job() -> None:
 
 def test_lines_end_when_a_job_is_silent_for_long() -> None:
     clock = Clock()
-    with pytest.raises(NoContactError):
+    with pytest.raises(SnapshotUnavailableError):
         lines(Told(sample(), GONE), clock)
-    assert follow.LOST_S < clock.s <= follow.LOST_S + 2 * follow.LINE_EVERY_S
+    assert follow.LOST_CONTACT_S < clock.s <= follow.LOST_CONTACT_S + 2 * follow.LINE_INTERVAL_S
 
 
 def test_a_job_that_never_answered_is_told_at_once() -> None:
     clock = Clock()
-    with pytest.raises(NoContactError):
+    with pytest.raises(SnapshotUnavailableError):
         lines(Told(GONE), clock)
     assert clock.s == 0
 
@@ -100,7 +100,7 @@ def url() -> Iterator[str]:
 
 @pytest.mark.parametrize("path", ["", "/", "/metrics", "/snapshot.json?x=1"])
 def test_a_job_is_found_by_any_address_of_its(url: str, path: str) -> None:
-    assert served_at(url + path)()["job"] == "gpt-stdlib"
+    assert endpoint_source(url + path)()["job"] == "gpt-stdlib"
 
 
 def test_the_command_shows_a_job(url: str) -> None:
@@ -115,7 +115,7 @@ def test_the_command_shows_a_job(url: str) -> None:
 def test_what_is_no_snapshot_is_refused(url: str, body: bytes) -> None:
     Handler.bodies = {"/snapshot.json": body}
     with pytest.raises(ConfigError, match=r"no job's snapshot|in format 99"):
-        served_at(url)()
+        endpoint_source(url)()
     assert CliRunner().invoke(app, ["top", url, "--once"]).exit_code == 2
 
 

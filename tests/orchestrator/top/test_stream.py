@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator import remote
+from rayzero.orchestrator.cli import remote
 from rayzero.orchestrator.cli.app import app
-from rayzero.orchestrator.top.stream import Snapshots
+from rayzero.orchestrator.top.follow import SnapshotParser
 from tests.orchestrator.page.sample import sample
 
 OURS = "2026-01-01 INFO job_manager.py -- Runtime env is set up\n"
@@ -22,17 +22,17 @@ def test_snapshots_come_in_any_pieces_among_other_lines() -> None:
     text = OURS + json.dumps(sample()) + "\n" + json.dumps(sample(state="failed")) + "\nerror: x\n"
     for size in (1, 7, 1000, len(text)):
         seen: list[str] = []
-        told = Snapshots(lambda now, seen=seen: seen.append(now["state"]), "job 'gpt'")  # type: ignore[misc]
+        told = SnapshotParser(lambda now, seen=seen: seen.append(now["state"]), "job 'gpt'")  # type: ignore[misc]
         for at in range(0, len(text), size):
-            told.take(text[at : at + size])
+            told.feed(text[at : at + size])
         assert seen == ["running", "failed"]
-        assert told.rest == [OURS.strip(), "error: x"]
+        assert told.other_lines == [OURS.strip(), "error: x"]
 
 
 def test_a_snapshot_of_another_version_is_refused() -> None:
-    told = Snapshots(lambda _: None, "job 'gpt'")
+    told = SnapshotParser(lambda _: None, "job 'gpt'")
     with pytest.raises(ConfigError, match="format 99"):
-        told.take(json.dumps({**sample(), "format": 99}) + "\n")
+        told.feed(json.dumps({**sample(), "format": 99}) + "\n")
 
 
 class Elsewhere:
@@ -63,7 +63,7 @@ class Elsewhere:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> type[Elsewhere]:
     made = type("Made", (Elsewhere,), {})
-    monkeypatch.setattr(remote, "OtherCluster", made)
+    monkeypatch.setattr(remote, "RemoteJobClient", made)
     Elsewhere.began, Elsewhere.ended = (), ""
     return made
 

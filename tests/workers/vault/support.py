@@ -16,29 +16,28 @@ from typing import Any, Self
 
 from xxhash import xxh3_64_intdigest
 
-from rayzero.engine.state.table import LogicalTensor, Range, Table
-from rayzero.workers.messages import SlotRef
+from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
+from rayzero.workers.vault.actor import Vault
 from rayzero.workers.vault.client import VaultClient
-from rayzero.workers.vault.errors import VaultGoneError
-from rayzero.workers.vault.shelf import Shelf
-from rayzero.workers.vault.slots import SlotBuffer
-from rayzero.workers.vault.vault import Vault
+from rayzero.workers.vault.records import SlotRef, VaultGoneError
+from rayzero.workers.vault.registry import SlotRegistry
+from rayzero.workers.vault.slots import SlotWriter
 
 ROOT = Path(__file__).resolve().parents[3]
 PLENTY = 2**40
 
 
-def table(rank: int = 0, nbytes: int = 64) -> Table:
+def table(rank: int = 0, nbytes: int = 64) -> BlockIndex:
     """A rank's bytes of one tensor."""
-    mine = Range("weights/w", rank * nbytes, (rank + 1) * nbytes, 0)
-    return Table({"weights/w": LogicalTensor("U8", (nbytes * 8,))}, (mine,), nbytes)
+    mine = TensorRange("weights/w", rank * nbytes, (rank + 1) * nbytes, 0)
+    return BlockIndex({"weights/w": LogicalTensor("U8", (nbytes * 8,))}, (mine,), nbytes)
 
 
 def content(rank: int, step: int, nbytes: int = 64) -> bytes:
     return bytes((rank * 31 + step * 7 + i) % 251 for i in range(nbytes))
 
 
-def write(buffer: SlotBuffer, rank: int, step: int, pin: bool = False, check: bool = True) -> None:
+def write(buffer: SlotWriter, rank: int, step: int, pin: bool = False, check: bool = True) -> None:
     """One mirror of a step, as a worker makes it."""
     buffer.begin()
     data = content(rank, step, len(buffer.data))
@@ -47,16 +46,16 @@ def write(buffer: SlotBuffer, rank: int, step: int, pin: bool = False, check: bo
     buffer.commit(step, json.dumps({"step": step, "rank": rank}).encode(), pin, checksum)
 
 
-def keep_only(shelf: Shelf, *kept: tuple[int, int, int]) -> None:
+def keep_only(shelf: SlotRegistry, *kept: tuple[int, int, int]) -> None:
     """The other whole versions are gone, as when their generation is over.
 
     Args:
         kept: (generation, rank, step).
     """
     with shelf._lock:
-        shelf._drop(
+        shelf._drop_entries(
             place
-            for place, version in shelf._versions()
+            for place, version in shelf._complete_versions()
             if (version.generation, version.rank, version.step) not in kept
         )
 

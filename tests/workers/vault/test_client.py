@@ -10,11 +10,16 @@ from contextlib import contextmanager
 import pytest
 
 from rayzero.engine.errors import DataError
-from rayzero.workers.messages import Restore
 from rayzero.workers.vault import client as client_module
 from rayzero.workers.vault.client import VaultClient
-from rayzero.workers.vault.errors import VaultGoneError, VaultMemoryError
-from rayzero.workers.vault.wire import Lines, decode_error, encode, encode_error, socket_name
+from rayzero.workers.vault.protocol import (
+    JsonLineDecoder,
+    abstract_socket_name,
+    decode_error,
+    encode_error,
+    encode_message,
+)
+from rayzero.workers.vault.records import Restore, VaultGoneError, VaultMemoryError
 from tests.workers.vault.support import Town, open_fds, refs, steps_of, table, wait_for_fds, write
 
 
@@ -43,7 +48,7 @@ def test_complete_waits_for_nothing_and_ends_older_generations(town: Town):
     [new] = client.reserve(2, 0, 1, table(), 1)
     write(new, 0, 5)
     assert steps_of(vault) == [(0, 4), (0, 5)]
-    client.complete(2, 5)
+    client.announce_complete(2, 5)
     client.reserve(2, 0, 1, table(), 1)  # answered after what was said before
     assert steps_of(vault) == [(0, 5)]
 
@@ -55,7 +60,7 @@ def test_a_vault_that_is_gone_is_an_error_that_can_be_survived(town: Town):
     with pytest.raises(VaultGoneError):
         client.reserve(1, 0, 1, table(), 1)
     with pytest.raises(VaultGoneError):
-        client.complete(1, 1)
+        client.announce_complete(1, 1)
     write(buffer, 0, 1)  # the memory is still there
     assert buffer.step == 1
     client.close()
@@ -68,7 +73,7 @@ def test_a_vault_that_is_gone_is_an_error_that_can_be_survived(town: Town):
 def silent_vault(answers: int) -> Iterator[str]:
     """Answers so many requests, and then no more."""
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(socket_name("@rayzero-silent"))
+        listener.bind(abstract_socket_name("@rayzero-silent"))
         listener.listen()
 
         def serve() -> None:
@@ -76,7 +81,7 @@ def silent_vault(answers: int) -> Iterator[str]:
             kept.append(connection)
             for number in range(1, answers + 1):
                 connection.recv(4096)
-                connection.sendall(encode({"id": number, "fds": 0, "node_id": "a"}))
+                connection.sendall(encode_message({"id": number, "fds": 0, "node_id": "a"}))
 
         kept: list[socket.socket] = []
         thread = threading.Thread(target=serve)
@@ -88,7 +93,7 @@ def silent_vault(answers: int) -> Iterator[str]:
 
 
 def test_every_call_has_a_limit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(client_module, "_RESERVE_S", 0.1)
+    monkeypatch.setattr(client_module, "_RESERVE_TIMEOUT_S", 0.1)
     with silent_vault(answers=1) as address:
         client = VaultClient(address, 0)
         with pytest.raises(VaultGoneError, match="timed out"):
@@ -103,7 +108,7 @@ def test_close_frees_a_call_that_waits():
         time.sleep(0.05)
         client.close()
         with pytest.raises(VaultGoneError):
-            call.result(client_module._RESERVE_S / 2)
+            call.result(client_module._RESERVE_TIMEOUT_S / 2)
 
 
 def test_an_answer_that_comes_too_late_is_not_taken_for_another(town: Town):
@@ -111,7 +116,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another(town: Town):
     client = town.client()
     before = open_fds()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client_module, "_RESERVE_S", 0.0)
+        patch.setattr(client_module, "_RESERVE_TIMEOUT_S", 0.0)
         with pytest.raises(VaultGoneError):
             client.reserve(1, 0, 1, table(nbytes=10), 3)
     [buffer] = client.reserve(1, 0, 1, table(nbytes=20), 1)
@@ -129,10 +134,10 @@ def test_calls_of_several_threads_do_not_mix(town: Town):
         write(buffer, 0, step)
 
     def size(step: int) -> int:
-        client.complete(0, 0)
-        source = client.source(Restore(step, tuple(refs((1, 0, step)))))
+        client.announce_complete(0, 0)
+        source = client.open_source(Restore(step, tuple(refs((1, 0, step)))))
         source.close()
-        return source.tables[0].nbytes
+        return source.block_indexes[0].nbytes
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(size, steps)) == list(steps)
@@ -152,7 +157,7 @@ def test_nothing_is_left_open(town: Town):
 
 
 def test_messages_are_cut_where_they_end():
-    lines = Lines()
+    lines = JsonLineDecoder()
     assert lines.feed(b'{"a": 1}\n{"b"') == [{"a": 1}]
     assert lines.feed(b": 2}") == []
     assert lines.feed(b"\n") == [{"b": 2}]

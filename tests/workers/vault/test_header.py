@@ -8,19 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from rayzero.workers.vault.errors import SlotDamagedError
-from rayzero.workers.vault.header import HEADER_BYTES, PAGE_BYTES, PIN_AT, Geometry, Header, Status
+from rayzero.workers.vault.records import SlotDamagedError
+from rayzero.workers.vault.slots import (
+    HEADER_BYTES,
+    PAGE_BYTES,
+    PIN_OFFSET,
+    SlotGeometry,
+    SlotHeader,
+    SlotStatus,
+)
 
 SIZES = st.integers(0, 2**48)
 WORDS = st.integers(0, 2**64 - 1)
 RANKS = st.integers(0, 2**32 - 1)
 HEADERS = st.builds(
-    Header,
+    SlotHeader,
     generation=st.integers(0, 2**62),
     rank=RANKS,
     world_size=RANKS,
-    geometry=st.builds(Geometry, SIZES, SIZES, SIZES),
-    status=st.sampled_from(Status),
+    geometry=st.builds(SlotGeometry, SIZES, SIZES, SIZES),
+    status=st.sampled_from(SlotStatus),
     step=st.integers(-1, 2**62),
     table_checksum=WORDS,
     small_bytes=SIZES,
@@ -30,42 +37,49 @@ HEADERS = st.builds(
 
 
 @given(HEADERS)
-def test_a_header_comes_back_as_it_was(header: Header):
+def test_a_header_comes_back_as_it_was(header: SlotHeader):
     raw = header.encode()
-    assert len(raw) == HEADER_BYTES <= PIN_AT
-    assert Header.decode(raw) == header
-    assert Header.decode(raw + b"rest of the page") == header
+    assert len(raw) == HEADER_BYTES <= PIN_OFFSET
+    assert SlotHeader.decode(raw) == header
+    assert SlotHeader.decode(raw + b"rest of the page") == header
 
 
 @given(HEADERS, HEADERS, st.integers(0, HEADER_BYTES))
-def test_half_a_header_over_another_is_neither_or_one_of_them(old: Header, new: Header, cut: int):
+def test_half_a_header_over_another_is_neither_or_one_of_them(
+    old: SlotHeader, new: SlotHeader, cut: int
+):
     torn = new.encode()[:cut] + old.encode()[cut:]
-    assert Header.decode(torn) in (None, old, new)
+    assert SlotHeader.decode(torn) in (None, old, new)
 
 
 @given(HEADERS, st.integers(0, HEADER_BYTES * 8 - 1))
-def test_a_flipped_bit_makes_it_no_header(header: Header, bit: int):
+def test_a_flipped_bit_makes_it_no_header(header: SlotHeader, bit: int):
     raw = bytearray(header.encode())
     raw[bit // 8] ^= 1 << bit % 8
-    assert Header.decode(bytes(raw)) is None
+    assert SlotHeader.decode(bytes(raw)) is None
 
 
 @pytest.mark.parametrize("raw", [b"", b"\0" * PAGE_BYTES, b"x" * 20])
 def test_other_bytes_are_no_header(raw: bytes):
-    assert Header.decode(raw) is None
+    assert SlotHeader.decode(raw) is None
 
 
 def test_another_format_is_an_error_that_says_so():
-    raw = bytearray(Header(1, 0, 1, Geometry(1, 1, 1)).encode())
+    raw = bytearray(SlotHeader(1, 0, 1, SlotGeometry(1, 1, 1)).encode())
     pack_into("<I", raw, 8, 9)
     pack_into("<Q", raw, HEADER_BYTES - 8, xxh3_64_intdigest(bytes(raw[:-8])))
     with pytest.raises(SlotDamagedError, match="format 9"):
-        Header.decode(bytes(raw))
+        SlotHeader.decode(bytes(raw))
 
 
-@given(st.builds(Geometry, SIZES, SIZES, SIZES))
-def test_parts_lie_on_pages_of_their_own_and_hold_what_they_must(geometry: Geometry):
-    starts = [geometry.table_at, geometry.small_at, geometry.data_at, geometry.nbytes]
+@given(st.builds(SlotGeometry, SIZES, SIZES, SIZES))
+def test_parts_lie_on_pages_of_their_own_and_hold_what_they_must(geometry: SlotGeometry):
+    starts = [
+        geometry.table_offset,
+        geometry.metadata_offset,
+        geometry.data_offset,
+        geometry.nbytes,
+    ]
     sizes = [geometry.table_bytes, geometry.room_bytes, geometry.data_bytes]
     assert starts[0] == PAGE_BYTES
     assert all(start % PAGE_BYTES == 0 for start in starts)
@@ -74,6 +88,6 @@ def test_parts_lie_on_pages_of_their_own_and_hold_what_they_must(geometry: Geome
 
 
 def test_a_checksum_of_zero_is_not_one_that_was_not_taken():
-    header = Header(1, 0, 1, Geometry(1, 1, 1), data_checksum=0)
-    assert Header.decode(header.encode()) == header
+    header = SlotHeader(1, 0, 1, SlotGeometry(1, 1, 1), data_checksum=0)
+    assert SlotHeader.decode(header.encode()) == header
     assert header.encode() != replace(header, data_checksum=None).encode()

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.workers.vault.errors import VaultMemoryError
-from rayzero.workers.vault.memory import available_bytes, has_room
-from rayzero.workers.vault.pool import Pool
+from rayzero.workers.vault.buffers import BufferPool, available_bytes, fits_twice
+from rayzero.workers.vault.records import VaultMemoryError
 
 MIB = 2**20
 V2 = "0::/pod/box\n"
@@ -33,10 +32,10 @@ def machine(root: Path, cgroup: str, files: Mapping[str, str]) -> Path:
 def test_room_for_processes_is_what_they_may_take_again(tmp_path: Path):
     root = machine(tmp_path, V2, {})  # 1,024,000 bytes
     (root / "proc/self/statm").write_text(f"999 {300_000 // os.sysconf('SC_PAGESIZE')} 9 9 0 9 0")
-    assert has_room(2, root)
-    assert not has_room(3, root)
+    assert fits_twice(2, root)
+    assert not fits_twice(3, root)
     (root / "proc/self/statm").unlink()
-    assert not has_room(1, root)  # nobody can tell
+    assert not fits_twice(1, root)  # nobody can tell
 
 
 @pytest.mark.parametrize(
@@ -94,9 +93,9 @@ def fds() -> int:
 
 def test_too_little_memory_says_how_much_and_what_to_change():
     before = fds()
-    pool = Pool(lambda: 5 * MIB)
+    pool = BufferPool(lambda: 5 * MIB)
     with pytest.raises(VaultMemoryError) as caught:
-        pool.take(2 * MIB, 3)
+        pool.acquire(2 * MIB, 3)
     error = pickle.loads(pickle.dumps(caught.value))
     assert (error.needed_bytes, error.available_bytes) == (6 * MIB, 5 * MIB)
     assert "6 MiB" in str(error)
@@ -104,9 +103,9 @@ def test_too_little_memory_says_how_much_and_what_to_change():
     for setting in ("recovery.replicas", "checkpoint.every_steps", "memory limit"):
         assert setting in str(error)
     assert fds() == before
-    held = pool.take(2 * MIB, 2)
+    held = pool.acquire(2 * MIB, 2)
     assert all(os.fstat(one.fd).st_blocks * 512 >= 2 * MIB for one in held)  # touched already
-    pool.give(held)
+    pool.release(held)
     pool.trim()
     assert fds() == before
 
@@ -116,44 +115,44 @@ def test_a_limit_that_only_shows_when_memory_is_taken(monkeypatch: pytest.Monkey
         raise OSError(errno.ENOSPC, "no space")
 
     before = fds()
-    pool = Pool(lambda: 100 * MIB)
+    pool = BufferPool(lambda: 100 * MIB)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(VaultMemoryError):
-        pool.take(MIB, 2)
+        pool.acquire(MIB, 2)
     assert (fds(), pool.nbytes) == (before, 0)
 
 
 def test_spare_buffers_are_used_first_and_only_growth_counts():
     available = 100 * MIB
-    pool = Pool(lambda: available)
-    small, large = pool.take(MIB, 1) + pool.take(4 * MIB, 1)
-    pool.give([small, large])
+    pool = BufferPool(lambda: available)
+    small, large = pool.acquire(MIB, 1) + pool.acquire(4 * MIB, 1)
+    pool.release([small, large])
     assert pool.nbytes == 5 * MIB
     available = 2 * MIB
-    [first] = pool.take(2 * MIB, 1)
+    [first] = pool.acquire(2 * MIB, 1)
     assert first is large  # it need not grow
-    [second] = pool.take(3 * MIB, 1)
+    [second] = pool.acquire(3 * MIB, 1)
     assert second is small
     assert second.capacity_bytes == os.fstat(second.fd).st_size == 3 * MIB
-    pool.give([first, second])
+    pool.release([first, second])
     pool.trim()
 
 
 def test_spares_of_no_use_go_before_memory_is_refused():
     left = [3 * MIB, 8 * MIB]  # what is there before and after the spares went
-    pool = Pool(lambda: left[0] if pool.nbytes else left[1])
+    pool = BufferPool(lambda: left[0] if pool.nbytes else left[1])
     left[0], left[1] = 8 * MIB, 8 * MIB
-    pool.give(pool.take(MIB, 5))
+    pool.release(pool.acquire(MIB, 5))
     left[0] = 3 * MIB
-    held = pool.take(8 * MIB, 1)
+    held = pool.acquire(8 * MIB, 1)
     assert (len(held), pool.nbytes) == (1, 0)
-    pool.give(held)
+    pool.release(held)
     pool.trim()
 
 
 def test_nobody_can_cut_a_buffer_under_the_mappings_of_others():
-    pool = Pool(lambda: MIB)
-    [one] = pool.take(8192, 1)
+    pool = BufferPool(lambda: MIB)
+    [one] = pool.acquire(8192, 1)
     with pytest.raises(PermissionError):
         os.ftruncate(one.fd, 0)
     one.close()

@@ -8,10 +8,16 @@ from threading import Event
 
 import pytest
 
-from rayzero.workers.messages import Restore, SlotInfo, SlotRef
-from rayzero.workers.vault import replicas
-from rayzero.workers.vault.errors import SlotDamagedError, SlotGoneError, VaultGoneError
-from rayzero.workers.vault_actor import COMMAND_THREADS
+from rayzero.workers.vault import background
+from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS
+from rayzero.workers.vault.records import (
+    Restore,
+    SlotDamagedError,
+    SlotGoneError,
+    SlotInfo,
+    SlotRef,
+    VaultGoneError,
+)
 from tests.workers.vault.support import Town, content, keep_only, refs, steps_of, table, write
 from tests.workers.vault.test_source import damage
 
@@ -30,8 +36,8 @@ def test_a_copy_that_hangs_holds_up_nobody_but_those_who_asked_first(town: Town)
     answers = Event()
     town.on_fetch = lambda ref, offset: answers.wait(LIMIT_S)
     slots, vault = pinned(town, 4), town.vault("b")
-    with ThreadPoolExecutor(COMMAND_THREADS) as threads:
-        tries = [threads.submit(vault.replicate, slots) for _ in range(COMMAND_THREADS)]
+    with ThreadPoolExecutor(VAULT_COMMAND_THREADS) as threads:
+        tries = [threads.submit(vault.replicate, slots) for _ in range(VAULT_COMMAND_THREADS)]
         try:
             assert threads.submit(vault.poll, 0.0).result(LIMIT_S) == []
         finally:
@@ -53,11 +59,11 @@ def test_a_replica_is_the_version_byte_for_byte(town: Town):
     assert vault.usage()["replicas"] > 0
     town.vaults["a"].close()
     there = Restore(4, tuple(refs((1, 0, 4), (1, 1, 4), node="b")))
-    source = town.client("b").source(there)
+    source = town.client("b").open_source(there)
     found = bytearray(64)
     source.read(1, 0, memoryview(found))
-    assert (bytes(found), source.small(1)) == (content(1, 4), {"step": 4, "rank": 1})
-    assert source.tables[1] == table(1)
+    assert (bytes(found), source.metadata(1)) == (content(1, 4), {"step": 4, "rank": 1})
+    assert source.block_indexes[1] == table(1)
     source.close()
 
 
@@ -78,7 +84,7 @@ def test_a_replica_of_a_replica(town: Town):
 def test_the_older_replica_stays_until_the_new_one_is_whole(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(replicas, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(background, "CHUNK_BYTES", 10_000)
     vault = town.vault("b")
     vault.replicate(pinned(town, 4, nbytes=50_000))
     vault.unpin(1, 4)
@@ -109,7 +115,8 @@ def test_damage_on_the_way_in_is_not_kept(town: Town):
     newer = pinned(town, 8)
     # After its own vault compared it, which is when the first byte is read.
     town.on_fetch = lambda ref, offset: (
-        offset and damage(town.vaults["a"], newer[0], lambda image: image.header.geometry.data_at)
+        offset
+        and damage(town.vaults["a"], newer[0], lambda image: image.header.geometry.data_offset)
     )
     with pytest.raises(SlotDamagedError, match="rank 0, step 8 on node a is damaged: its data"):
         vault.replicate(newer)
@@ -118,7 +125,7 @@ def test_damage_on_the_way_in_is_not_kept(town: Town):
 
 def test_damage_at_the_source_is_found_there(town: Town):
     slots = pinned(town, 4)
-    damage(town.vaults["a"], slots[0], lambda image: image.header.geometry.data_at)
+    damage(town.vaults["a"], slots[0], lambda image: image.header.geometry.data_offset)
     with pytest.raises(SlotDamagedError):
         town.vault("b").replicate(slots)
     assert len(town.fetched) == 1
@@ -127,14 +134,14 @@ def test_damage_at_the_source_is_found_there(town: Town):
 def test_a_version_that_goes_meanwhile_leaves_what_was_there(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(replicas, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(background, "CHUNK_BYTES", 10_000)
     vault = town.vault("b")
     vault.replicate(pinned(town, 4, nbytes=50_000))
     newer = pinned(town, 8, nbytes=50_000)
 
     def lose(ref: SlotRef, offset: int) -> None:
         if offset > 20_000:
-            keep_only(town.vaults["a"]._shelf)
+            keep_only(town.vaults["a"]._registry)
 
     town.on_fetch = lose
     with pytest.raises(SlotGoneError, match="step 8"):
@@ -143,7 +150,7 @@ def test_a_version_that_goes_meanwhile_leaves_what_was_there(
 
 
 def test_closing_the_vault_ends_a_copy(town: Town, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(replicas, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(background, "CHUNK_BYTES", 10_000)
     slots = pinned(town, 4, nbytes=100_000)
     vault, closing = town.vault("b"), threading.Event()
 

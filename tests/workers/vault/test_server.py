@@ -10,12 +10,11 @@ from contextlib import suppress
 
 import pytest
 
-from rayzero.workers.messages import ConnectionLost, Restore, SlotRef
 from rayzero.workers.vault import peers
-from rayzero.workers.vault.errors import VaultGoneError
-from rayzero.workers.vault.images import MappedImage
-from rayzero.workers.vault.server import new_address
-from rayzero.workers.vault.wire import socket_name
+from rayzero.workers.vault.images import MappedSlotReader
+from rayzero.workers.vault.protocol import abstract_socket_name
+from rayzero.workers.vault.records import ConnectionLost, Restore, SlotRef, VaultGoneError
+from rayzero.workers.vault.server import make_address
 from tests.workers.vault.support import Town, WorkerProcess, content, refs, steps_of, table, write
 
 NOTICE_S = 0.1
@@ -42,7 +41,7 @@ def test_a_death_is_noticed_before_the_socket_is_closed(town: Town):
     if not _kernel_watches_threads():
         pytest.skip("this kernel has no pidfds of threads (Linux 6.9)")
     vault, client = town.vault(), town.client(worker=5)
-    client._parted.set()  # what the process's death does to that thread
+    client._closed_event.set()  # what the process's death does to that thread
     assert vault.poll(10.0) == [ConnectionLost(5, os.getpid())]
     assert vault.poll(0.0) == []
 
@@ -103,10 +102,10 @@ def test_what_a_killed_writer_leaves_is_its_whole_versions(town: Town):
         vault.poll(10.0)
         assert steps_of(vault) == [(0, 2)]
         there = Restore(2, tuple(refs((1, 0, 2))))
-        for source in [town.client(worker=one).source(there) for one in (1, 2)]:
+        for source in [town.client(worker=one).open_source(there) for one in (1, 2)]:
             found = bytearray(64)
             source.read(0, 0, memoryview(found))
-            assert (found, source.small(0)) == (content(0, 2), {"step": 2, "rank": 0})
+            assert (found, source.metadata(0)) == (content(0, 2), {"step": 2, "rank": 0})
             source.close()
         # What it had begun goes to the next one who needs a buffer.
         [new] = town.client(worker=1).reserve(2, 0, 1, table(), 1)
@@ -129,7 +128,7 @@ def test_only_workers_that_are_connected_are_killed(town: Town):
 def test_without_pidfds_deaths_are_seen_and_nobody_is_killed(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(peers, "_pidfd", lambda *_: -1)
+    monkeypatch.setattr(peers, "_open_pidfd", lambda *_: -1)
     vault = town.vault()
     with WorkerProcess("connect", vault.address) as worker:
         assert not vault.kill(worker.pid)
@@ -162,7 +161,7 @@ def test_nonsense_harms_nobody_else(town: Town, line: bytes):
     vault, client = town.vault(), town.client()
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(5.0)
-        stranger.connect(socket_name(vault.address))
+        stranger.connect(abstract_socket_name(vault.address))
         with suppress(BrokenPipeError, ConnectionResetError):
             stranger.sendall(line)
     assert vault.poll(0.05) == []
@@ -181,7 +180,7 @@ def test_nonsense_harms_nobody_else(town: Town, line: bytes):
 def test_requests_that_make_no_sense_are_answered(town: Town, line: bytes, answer: bytes):
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(5.0)
-        stranger.connect(socket_name(town.vault().address))
+        stranger.connect(abstract_socket_name(town.vault().address))
         stranger.sendall(line + b"\n")
         assert answer in stranger.recv(4096)
 
@@ -200,7 +199,7 @@ def test_a_slow_fetch_holds_up_neither_notices_nor_other_requests(town: Town):
     client = town.client(worker=1)
     opened: list[object] = []
     there = Restore(4, tuple(refs((1, 0, 4), node="b")))
-    thread = threading.Thread(target=lambda: opened.append(client.source(there)))
+    thread = threading.Thread(target=lambda: opened.append(client.open_source(there)))
     thread.start()
     assert asked.wait(5.0)
     with WorkerProcess("connect", vault.address, worker=7) as worker:
@@ -215,8 +214,8 @@ def test_a_slow_fetch_holds_up_neither_notices_nor_other_requests(town: Town):
 
 
 def test_an_address_is_short_plain_and_new():
-    first, second = new_address("a/job näme\0" * 50), new_address("x")
-    assert first != new_address("a/job näme\0" * 50)
+    first, second = make_address("a/job näme\0" * 50), make_address("x")
+    assert first != make_address("a/job näme\0" * 50)
     assert first.startswith("@rayzero-ajobnme")
     assert len(first) < 100
     assert second.isascii()
@@ -227,8 +226,8 @@ def test_a_version_of_a_dropped_buffer_stays_with_who_opened_it(town: Town):
     [buffer] = town.client().reserve(1, 0, 1, table(), 1)
     write(buffer, 0, 4)
     [ref] = refs((1, 0, 4))
-    fd = vault._shelf.open(ref)
-    image = MappedImage(ref, fd)
+    fd = vault._registry.open_version(ref)
+    image = MappedSlotReader(ref, fd)
     os.close(fd)
     vault.close()
     image.verify()

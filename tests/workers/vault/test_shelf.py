@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from rayzero.workers.messages import SlotInfo
-from rayzero.workers.vault.errors import SlotGoneError
-from rayzero.workers.vault.images import MappedImage
-from rayzero.workers.vault.pool import Pool
-from rayzero.workers.vault.shelf import Shelf
-from rayzero.workers.vault.slots import SlotBuffer, encode_table, geometry_of, read_header
+from rayzero.workers.vault.buffers import BufferPool
+from rayzero.workers.vault.images import MappedSlotReader
+from rayzero.workers.vault.records import SlotGoneError, SlotInfo
+from rayzero.workers.vault.registry import SlotRegistry
+from rayzero.workers.vault.slots import SlotWriter, encode_table, read_header, slot_geometry
 from tests.workers.vault.support import PLENTY, keep_only, open_fds, refs, table, write
 
 KEY = tuple[int, int, int]
@@ -22,18 +21,18 @@ class Desk:
     """A shelf, and its users."""
 
     def __init__(self) -> None:
-        self.pool = Pool(lambda: PLENTY)
-        self.shelf = Shelf(self.pool)
+        self.pool = BufferPool(lambda: PLENTY)
+        self.shelf = SlotRegistry(self.pool)
 
     def reserve(
         self, generation: int, rank: int, count: int = 2, owner: int | None = None, nbytes: int = 64
-    ) -> list[SlotBuffer]:
+    ) -> list[SlotWriter]:
         what = table(rank, nbytes)
         text = encode_table(what)
         fds = self.shelf.reserve(
-            rank if owner is None else owner, generation, rank, 2, geometry_of(what, text), count
+            rank if owner is None else owner, generation, rank, 2, slot_geometry(what, text), count
         )
-        buffers = [SlotBuffer(fd, text) for fd in fds]
+        buffers = [SlotWriter(fd, text) for fd in fds]
         for fd in fds:
             os.close(fd)
         return buffers
@@ -43,10 +42,10 @@ class Desk:
         other = Desk()
         [buffer] = other.reserve(generation, rank, 1)
         write(buffer, rank, step, pin=True)
-        [source] = other.shelf._places
+        [source] = other.shelf._entries
         header = read_header(source.buffer.fd)
         assert header is not None
-        with self.shelf.incoming(header):
+        with self.shelf.receive_replica(header):
             pass
         other.shelf.close()
 
@@ -83,9 +82,9 @@ def test_a_complete_generation_ends_those_before_but_for_their_pins(desk: Desk):
         write(second, rank, 5)
     new = desk.reserve(2, 0)
     write(new[0], 0, 6)
-    desk.shelf.complete(1)
+    desk.shelf.generation_complete(1)
     assert len(desk.keys()) == 5
-    desk.shelf.complete(2)
+    desk.shelf.generation_complete(2)
     assert desk.keys() == [(1, 0, 4), (2, 0, 6)]
     assert desk.shelf.usage()["spare"] == 0
     desk.shelf.unpin(1, 4)
@@ -124,9 +123,9 @@ def test_what_an_owner_left_unfinished_is_spare_and_what_is_whole_stays(desk: De
     first, second = desk.reserve(1, 0, owner=7)
     write(first, 0, 4)
     second.begin()
-    desk.shelf.abandon(8)
+    desk.shelf.discard_unfinished(8)
     assert desk.shelf.usage()["spare"] == 0
-    desk.shelf.abandon(7)
+    desk.shelf.discard_unfinished(7)
     assert desk.shelf.usage()["spare"] > 0
     assert desk.keys() == [(1, 0, 4)]
 
@@ -137,7 +136,7 @@ def test_the_last_copy_of_a_version_is_the_one_that_is_found(desk: Desk):
     write(part, 0, 4)
     [everything] = desk.reserve(1, 0, 1, nbytes=512)
     write(everything, 0, 4)
-    with desk.shelf.reading(refs((1, 0, 4))[0]) as fd:
+    with desk.shelf.open_pinned(refs((1, 0, 4))[0]) as fd:
         header = read_header(fd)
     assert header is not None
     assert header.geometry.data_bytes == 512
@@ -147,20 +146,20 @@ def test_a_version_stays_as_it_is_while_it_is_read(desk: Desk):
     [buffer] = desk.reserve(1, 0, 1)
     write(buffer, 0, 4)
     [ref] = refs((1, 0, 4))
-    with desk.shelf.reading(ref) as fd:
+    with desk.shelf.open_pinned(ref) as fd:
         keep_only(desk.shelf)
         assert desk.keys() == []
         assert desk.shelf.usage()["spare"] == 0  # nobody else gets the buffer yet
-        MappedImage(ref, fd).verify()
+        MappedSlotReader(ref, fd).verify()
     assert desk.shelf.usage()["spare"] > 0
     with pytest.raises(SlotGoneError, match="generation 1, rank 0, step 4 on node a is gone"):
-        desk.shelf.open(ref)
+        desk.shelf.open_version(ref)
 
 
 def test_a_version_that_was_overwritten_while_it_was_read_is_an_error(desk: Desk):
     [buffer] = desk.reserve(1, 0, 1)
     write(buffer, 0, 4)
-    with pytest.raises(SlotGoneError), desk.shelf.reading(refs((1, 0, 4))[0]):
+    with pytest.raises(SlotGoneError), desk.shelf.open_pinned(refs((1, 0, 4))[0]):
         write(buffer, 0, 5)
 
 
@@ -185,9 +184,9 @@ def test_replicas_take_two_buffers_a_rank_at_most(desk: Desk):
 
 def test_a_replica_that_fails_leaves_the_older_one(desk: Desk):
     desk.replica(1, 0, 4)
-    header = read_header(desk.shelf._places[0].buffer.fd)
+    header = read_header(desk.shelf._entries[0].buffer.fd)
     assert header is not None
-    with pytest.raises(RuntimeError), desk.shelf.incoming(header):
+    with pytest.raises(RuntimeError), desk.shelf.receive_replica(header):
         raise RuntimeError
     assert desk.keys() == [(1, 0, 4)]
     assert desk.shelf.usage()["spare"] > 0
@@ -197,7 +196,7 @@ def test_replicas_of_older_generations_go_when_they_are_unpinned(desk: Desk):
     desk.replica(1, 1, 4)
     [mine] = desk.reserve(2, 0, 1)
     write(mine, 0, 6)
-    desk.shelf.complete(2)
+    desk.shelf.generation_complete(2)
     assert desk.keys() == [(1, 1, 4), (2, 0, 6)]  # the newest that another node has of rank 1
     desk.shelf.unpin(1, 4)
     assert desk.keys() == [(2, 0, 6)]

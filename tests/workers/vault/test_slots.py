@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 
 from rayzero.engine.errors import EngineError
-from rayzero.workers.messages import SlotRef
 from rayzero.workers.vault import slots
-from rayzero.workers.vault.errors import SlotGoneError, SlotRoomError
-from rayzero.workers.vault.header import Header
-from rayzero.workers.vault.images import MappedImage, read_small, read_table
-from rayzero.workers.vault.pool import Pool
+from rayzero.workers.vault.buffers import BufferPool
+from rayzero.workers.vault.images import MappedSlotReader, read_metadata, read_table
+from rayzero.workers.vault.records import SlotGoneError, SlotRef, SlotRoomError
 from rayzero.workers.vault.slots import (
-    SMALL_BYTES,
-    SlotBuffer,
+    METADATA_ROOM_BYTES,
+    SlotHeader,
+    SlotWriter,
     encode_table,
-    geometry_of,
     read_pin,
+    slot_geometry,
     write_header,
     write_pin,
 )
@@ -35,29 +34,29 @@ TABLE_JSON = encode_table(table())
 @pytest.fixture
 def fds() -> Iterator[list[int]]:
     """Two buffers as a vault reserves them."""
-    pool = Pool()
-    geometry = geometry_of(table(), TABLE_JSON)
-    buffers = pool.take(geometry.nbytes, 2)
+    pool = BufferPool()
+    geometry = slot_geometry(table(), TABLE_JSON)
+    buffers = pool.acquire(geometry.nbytes, 2)
     for one in buffers:
-        write_header(one.fd, Header(1, 0, 1, geometry))
+        write_header(one.fd, SlotHeader(1, 0, 1, geometry))
     yield [one.fd for one in buffers]
-    pool.give(buffers)
+    pool.release(buffers)
     pool.trim()
 
 
 def read(fd: int, step: int) -> tuple[bytes, dict[str, Any]]:
     """A whole version's data and JSON part, checked."""
-    image = MappedImage(SlotRef(1, 0, step, "a"), fd)
+    image = MappedSlotReader(SlotRef(1, 0, step, "a"), fd)
     try:
         image.verify()
         assert read_table(image) == table()
-        return bytes(image.data), read_small(image)
+        return bytes(image.data), read_metadata(image)
     finally:
         image.close()
 
 
 def test_a_version_is_there_from_commit_to_begin(fds: list[int]):
-    buffer = SlotBuffer(fds[0], TABLE_JSON)
+    buffer = SlotWriter(fds[0], TABLE_JSON)
     assert (buffer.step, buffer.pinned) == (-1, False)
     write(buffer, 0, 5)
     assert (buffer.step, buffer.pinned) == (5, False)
@@ -69,7 +68,7 @@ def test_a_version_is_there_from_commit_to_begin(fds: list[int]):
 
 
 def test_a_pinned_version_cannot_be_overwritten(fds: list[int]):
-    buffer = SlotBuffer(fds[0], TABLE_JSON)
+    buffer = SlotWriter(fds[0], TABLE_JSON)
     write(buffer, 0, 5, pin=True)
     assert buffer.pinned
     with pytest.raises(EngineError, match="step 5 is pinned"):
@@ -85,12 +84,12 @@ def test_a_pinned_version_cannot_be_overwritten(fds: list[int]):
 
 
 def test_what_cannot_be_committed(fds: list[int]):
-    buffer = SlotBuffer(fds[0], TABLE_JSON)
+    buffer = SlotWriter(fds[0], TABLE_JSON)
     with pytest.raises(EngineError, match="begun"):
         buffer.commit(1, b"{}", False, None)
     buffer.begin()
     with pytest.raises(SlotRoomError, match="262,145 bytes"):
-        buffer.commit(1, b"x" * (SMALL_BYTES + 1), False, None)
+        buffer.commit(1, b"x" * (METADATA_ROOM_BYTES + 1), False, None)
     assert buffer.step == -1
     buffer.commit(1, b"{}", False, None)
     with pytest.raises(EngineError, match="begun"):
@@ -98,7 +97,7 @@ def test_what_cannot_be_committed(fds: list[int]):
 
 
 def test_memory_lives_as_long_as_a_view_of_it(fds: list[int]):
-    buffer = SlotBuffer(fds[0], TABLE_JSON)
+    buffer = SlotWriter(fds[0], TABLE_JSON)
     before = len(os.listdir("/proc/self/fd"))
     data = buffer.data
     del buffer
@@ -108,7 +107,7 @@ def test_memory_lives_as_long_as_a_view_of_it(fds: list[int]):
     assert len(os.listdir("/proc/self/fd")) == before - 1
 
 
-def killed_at_line(number: int, buffer: SlotBuffer) -> bool:
+def killed_at_line(number: int, buffer: SlotWriter) -> bool:
     """Writes step 3 in a child process that kills itself before its n-th line in `slots`.
 
     True when it was killed, False when it had written all before.
@@ -136,7 +135,7 @@ def killed_at_line(number: int, buffer: SlotBuffer) -> bool:
 
 
 def test_a_writer_killed_anywhere_leaves_a_whole_version_and_none_that_is_torn(fds: list[int]):
-    old, new = (SlotBuffer(fd, TABLE_JSON) for fd in fds)
+    old, new = (SlotWriter(fd, TABLE_JSON) for fd in fds)
     outcomes = []
     for number in range(1, 100):
         write_pin(fds[1], False)

@@ -8,11 +8,16 @@ from collections.abc import Callable
 import pytest
 
 from rayzero.engine.errors import DataError
-from rayzero.engine.state.source import StateSource
-from rayzero.workers.messages import Restore, SlotRef
+from rayzero.engine.layout.state_index import StateSource
 from rayzero.workers.vault import images
-from rayzero.workers.vault.errors import SlotDamagedError, SlotGoneError, VaultGoneError
-from rayzero.workers.vault.vault import Vault
+from rayzero.workers.vault.actor import Vault
+from rayzero.workers.vault.records import (
+    Restore,
+    SlotDamagedError,
+    SlotGoneError,
+    SlotRef,
+    VaultGoneError,
+)
 from tests.workers.vault.support import (
     Town,
     content,
@@ -41,10 +46,10 @@ def read(source: StateSource, block: int, offset: int = 0, length: int = 64) -> 
     return bytes(found)
 
 
-def damage(vault: Vault, ref: SlotRef, where: Callable[[images.Image], int]) -> None:
+def damage(vault: Vault, ref: SlotRef, where: Callable[[images.SlotReader], int]) -> None:
     """Flips a byte of a version."""
-    fd = vault._shelf.open(ref)
-    image = images.MappedImage(ref, fd)
+    fd = vault._registry.open_version(ref)
+    image = images.MappedSlotReader(ref, fd)
     at = where(image)
     image.close()
     old = os.pread(fd, 1, at)
@@ -54,11 +59,11 @@ def damage(vault: Vault, ref: SlotRef, where: Callable[[images.Image], int]) -> 
 
 @NODES
 def test_a_state_comes_back_in_any_cut(town: Town, node: str):
-    source = town.client(worker=9).source(store(town, node))
+    source = town.client(worker=9).open_source(store(town, node))
     assert source.step == 4
-    assert list(source.tables) == [table(0), table(1)]
-    assert source.small(1) == {"step": 4, "rank": 1}
-    assert source.small(5) == {"step": 4, "rank": 0}  # there was no such rank
+    assert list(source.block_indexes) == [table(0), table(1)]
+    assert source.metadata(1) == {"step": 4, "rank": 1}
+    assert source.metadata(5) == {"step": 4, "rank": 0}  # there was no such rank
     for block in (0, 1):
         for offset, length in ((0, 64), (63, 1), (10, 20), (64, 0)):
             expected = content(block, 4)[offset : offset + length]
@@ -69,7 +74,7 @@ def test_a_state_comes_back_in_any_cut(town: Town, node: str):
 
 @NODES
 def test_reading_beyond_the_end_is_an_error(town: Town, node: str):
-    source = town.client(worker=9).source(store(town, node))
+    source = town.client(worker=9).open_source(store(town, node))
     for offset, length in ((60, 5), (-1, 2)):
         with pytest.raises(DataError, match="0 to 64"):
             read(source, 0, offset, length)
@@ -79,14 +84,14 @@ def test_reading_beyond_the_end_is_an_error(town: Town, node: str):
 @NODES
 def test_damaged_data_is_found_and_named(town: Town, node: str):
     restore = store(town, node)
-    damage(town.vault(node), restore.slots[1], lambda image: image.header.geometry.data_at + 9)
+    damage(town.vault(node), restore.slots[1], lambda image: image.header.geometry.data_offset + 9)
     client = town.client(worker=9)
     name = f"generation 1, rank 1, step 4 on node {node} is damaged: its data"
     if node == "b":  # its vault gives nothing of it away
         with pytest.raises(SlotDamagedError, match=name):
-            client.source(restore)
+            client.open_source(restore)
         return
-    source = client.source(restore)
+    source = client.open_source(restore)
     assert read(source, 0) == content(0, 4)
     with pytest.raises(SlotDamagedError, match=name):
         read(source, 1)
@@ -99,9 +104,9 @@ def test_data_is_compared_once_and_only_where_it_is_read(
     restore = store(town, "a")
     compared = []
     monkeypatch.setattr(
-        images.MappedImage, "verify", lambda self: compared.append(self.ref.rank), raising=True
+        images.MappedSlotReader, "verify", lambda self: compared.append(self.ref.rank), raising=True
     )
-    source = town.client(worker=9).source(restore)
+    source = town.client(worker=9).open_source(restore)
     assert compared == []
     for _ in range(3):
         read(source, 1)
@@ -112,9 +117,9 @@ def test_data_is_compared_once_and_only_where_it_is_read(
 def test_without_checksums_and_without_wish_data_is_read_as_it_is(town: Town):
     bare, checked = store(town, "a", check=False), store(town, "b")
     for vault, restore in ((town.vault("a"), bare), (town.vault("b"), checked)):
-        damage(vault, restore.slots[0], lambda image: image.header.geometry.data_at)
-    assert read(town.client("a").source(bare), 0) != content(0, 4)
-    assert read(town.client("b").source(checked, verify=False), 0) != content(0, 4)
+        damage(vault, restore.slots[0], lambda image: image.header.geometry.data_offset)
+    assert read(town.client("a").open_source(bare), 0) != content(0, 4)
+    assert read(town.client("b").open_source(checked, verify=False), 0) != content(0, 4)
 
 
 @NODES
@@ -122,15 +127,15 @@ def test_without_checksums_and_without_wish_data_is_read_as_it_is(town: Town):
 def test_what_describes_the_data_is_always_compared(town: Town, node: str, part: str):
     restore = store(town, node, check=False)
 
-    def where(image: images.Image) -> int:
+    def where(image: images.SlotReader) -> int:
         geometry = image.header.geometry
-        return geometry.table_at if part == "its table" else geometry.small_at
+        return geometry.table_offset if part == "its table" else geometry.metadata_offset
 
     damage(town.vault(node), restore.slots[0], where)
     client = town.client(worker=9)
     before = open_fds()
     with pytest.raises(SlotDamagedError, match=part):
-        client.source(restore, verify=False)
+        client.open_source(restore, verify=False)
     wait_for_fds(before)
 
 
@@ -138,9 +143,9 @@ def test_what_describes_the_data_is_always_compared(town: Town, node: str, part:
 def test_a_version_that_is_gone_is_named(town: Town, node: str):
     restore = store(town, node)
     kept = restore.slots[0]
-    keep_only(town.vault(node)._shelf, (kept.generation, kept.rank, kept.step))
+    keep_only(town.vault(node)._registry, (kept.generation, kept.rank, kept.step))
     with pytest.raises(SlotGoneError, match=f"rank 1, step 4 on node {node} is gone"):
-        town.client(worker=9).source(restore)
+        town.client(worker=9).open_source(restore)
 
 
 def test_a_node_without_a_vault_is_named(town: Town):
@@ -149,20 +154,20 @@ def test_a_node_without_a_vault_is_named(town: Town):
         VaultGoneError(f"no vault is known on node {ref.node_id}")
     )
     with pytest.raises(VaultGoneError, match="node c"):
-        town.client().source(restore)
+        town.client().open_source(restore)
 
 
 def test_a_restore_without_slots_is_an_error(town: Town):
     with pytest.raises(DataError, match="no slot"):
-        town.client().source(Restore(4))
+        town.client().open_source(Restore(4))
 
 
 def test_another_node_is_read_in_chunks_and_each_once(town: Town, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(images, "CHUNK_BYTES", 300_000)
+    monkeypatch.setattr(images, "FETCH_CHUNK_BYTES", 300_000)
     nbytes = 1_000_000
     [buffer] = town.client("b").reserve(1, 0, 1, table(nbytes=nbytes), 1)
     write(buffer, 0, 4)
-    source = town.client().source(Restore(4, tuple(refs((1, 0, 4), node="b"))))
+    source = town.client().open_source(Restore(4, tuple(refs((1, 0, 4), node="b"))))
     start = len(town.fetched)
     found = b"".join(read(source, 0, at, 1000) for at in range(0, nbytes, 1000))
     assert found == content(0, 4, nbytes)

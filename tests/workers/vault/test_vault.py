@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.state.table import Table
-from rayzero.workers.messages import RankFile
-from rayzero.workers.vault import files, processes
-from rayzero.workers.vault.errors import SlotDamagedError, SlotGoneError
-from rayzero.workers.vault_actor import COMMAND_THREADS
+from rayzero.engine.layout.state_index import BlockIndex
+from rayzero.workers.vault import background, peers
+from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS
+from rayzero.workers.vault.records import RankFile, SlotDamagedError, SlotGoneError
 from tests.workers.vault.support import (
     ROOT,
     Town,
@@ -48,7 +47,7 @@ class Disk:
         self,
         folder: str,
         rank: int,
-        table: Table,
+        table: BlockIndex,
         small: dict[str, Any],
         data: memoryview,
         *,
@@ -67,9 +66,9 @@ def test_files_hold_the_pinned_versions(town: Town):
         [buffer] = town.client(worker=rank).reserve(3, rank, 2, table(rank), 1)
         write(buffer, rank, 50, pin=True)
     # What is dropped meanwhile is still written.
-    disk.while_writing = lambda: keep_only(vault._shelf, (3, 1, 50))
-    files = vault.write("s3://bucket/step-50", refs((3, 0, 50), (3, 1, 50)))
-    assert [one.rank for one in files] == [0, 1]
+    disk.while_writing = lambda: keep_only(vault._registry, (3, 1, 50))
+    background = vault.write("s3://bucket/step-50", refs((3, 0, 50), (3, 1, 50)))
+    assert [one.rank for one in background] == [0, 1]
     assert disk.files == [
         (
             "s3://bucket/step-50",
@@ -102,7 +101,7 @@ def test_what_is_damaged_or_overwritten_does_not_become_a_checkpoint(town: Town)
     with pytest.raises(SlotGoneError):
         vault.write("folder", refs((1, 0, 4)))
     disk.files.clear()
-    damage(vault, refs((1, 0, 5))[0], lambda image: image.header.geometry.data_at)
+    damage(vault, refs((1, 0, 5))[0], lambda image: image.header.geometry.data_offset)
     with pytest.raises(SlotDamagedError):
         vault.write("folder", refs((1, 0, 5)))
     assert disk.files == []
@@ -125,15 +124,16 @@ def test_a_store_that_hangs_holds_up_nobody_but_its_writer(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ):
     """As many writes as a vault's process has threads: it still answers polls."""
-    monkeypatch.setattr(files, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(background, "STORE_WAIT_S", 0.01)
     disk, answers = Disk(), Event()
     disk.while_writing = answers.wait
     vault = town.vault(write_file=disk.write)
     [buffer] = town.client().reserve(1, 0, 1, table(), 1)
     write(buffer, 0, 4, pin=True)
-    with ThreadPoolExecutor(COMMAND_THREADS) as threads:
+    with ThreadPoolExecutor(VAULT_COMMAND_THREADS) as threads:
         tries = [
-            threads.submit(vault.write, "folder", refs((1, 0, 4))) for _ in range(COMMAND_THREADS)
+            threads.submit(vault.write, "folder", refs((1, 0, 4)))
+            for _ in range(VAULT_COMMAND_THREADS)
         ]
         try:
             assert threads.submit(vault.poll, 0.0).result(LIMIT_S) == []
@@ -151,7 +151,7 @@ def test_usage_counts_every_buffer(town: Town):
     [buffer] = town.client().reserve(1, 0, 1, table(nbytes=2**20), 1)
     write(buffer, 0, 4)
     assert 2**20 < vault.usage()["slots"] < 2**20 + 2**19
-    keep_only(vault._shelf)
+    keep_only(vault._registry)
     assert 2**20 < vault.usage()["spare"] < 2**20 + 2**19
 
 
@@ -184,16 +184,16 @@ def test_stacks_come_from_py_spy_in_limited_time(
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(processes, "_STACK_S", 0.3 if "sleep" in script else 60.0)
+    monkeypatch.setattr(peers, "_STACK_TIMEOUT_S", 0.3 if "sleep" in script else 60.0)
     started = time.monotonic()
-    assert answer in processes.inspect(os.getpid())
+    assert answer in peers.inspect_process(os.getpid())
     assert time.monotonic() - started < 60.0
 
 
 def test_without_py_spy_the_rest_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    text = processes.inspect(os.getpid())
+    text = peers.inspect_process(os.getpid())
     assert "(running)" in text or "(sleeping)" in text
     assert "py-spy is not installed" in text
 
@@ -213,6 +213,6 @@ def test_a_vault_starts_without_torch_ray_and_pyarrow():
 
 
 def test_the_shell_brings_no_torch():
-    script = "import sys, rayzero.workers.vault_actor\nsys.exit('torch' in sys.modules)\n"
+    script = "import sys, rayzero.workers.vault.actor\nsys.exit('torch' in sys.modules)\n"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=300)
     assert done.returncode == 0

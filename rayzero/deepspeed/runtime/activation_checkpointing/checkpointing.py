@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayzero.engine.api.activations import (
+from rayzero.engine.api.activation_checkpointing import (
     checkpoint,
     configure,
     is_configured,

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from rayzero.deepspeed.zero import GatheredParameters, Init
+from rayzero.engine.api.params import GatheredParameters, Init
 
 __all__ = ["GatheredParameters", "Init"]

@@ -8,10 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rayzero.engine.comm.codecs.cast import CastCodec
-from rayzero.engine.comm.codecs.codec import Codec
-from rayzero.engine.comm.codecs.int8 import Int8Codec
-from rayzero.engine.comm.codecs.sign import SignCodec
+from rayzero.engine.compression.codecs import CastCodec, Codec, Int8Codec, SignCodec
 
 CODECS: list[Codec] = [
     CastCodec("bf16", torch.bfloat16),
@@ -24,7 +21,7 @@ LENGTHS = (32, 96, 64 * 7, 300_000)
 
 
 def there_and_back(codec: Codec, values: Tensor, out: Tensor | None = None) -> Tensor:
-    codes = torch.full((codec.coded_bytes(values.numel()),), 99, dtype=torch.uint8)
+    codes = torch.full((codec.payload_bytes(values.numel()),), 99, dtype=torch.uint8)
     kept = values.clone()
     codec.encode(values, codes)
     assert torch.equal(values.nan_to_num(), kept.nan_to_num())
@@ -65,8 +62,8 @@ def test_signs_stand_for_the_mean_magnitude_of_their_block(numel: int) -> None:
 @every_codec
 def test_lengths_in_bytes(codec: Codec) -> None:
     bits = {"bf16": 16, "fp16": 16, "int8": 8 + 32 / 64, "sign": 1 + 32 / 64}[codec.name]
-    assert codec.coded_bytes(64 * 10) == 64 * 10 * bits / 8
-    assert codec.coded_bytes(32) % 4 == 0
+    assert codec.payload_bytes(64 * 10) == 64 * 10 * bits / 8
+    assert codec.payload_bytes(32) % 4 == 0
 
 
 @every_codec

@@ -1,0 +1,92 @@
+"""Activation checkpointing by DeepSpeed's names, over `torch.utils.checkpoint`.
+
+Always torch's non-reentrant kind: it keeps autograd's graph, so gradients arrive as without it, and
+stage 3 sees each block's second forward. Method: Chen et al., "Training Deep Nets with Sublinear
+Memory Cost", 2016.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from rayzero.engine.config import parse_config
+from rayzero.engine.errors import ConfigError
+
+
+@dataclass
+class _CheckpointOptions:
+    """What `configure` was told. `in_cpu`: what is kept for backward is kept in host memory."""
+
+    configured: bool = False
+    in_cpu: bool = False
+
+
+_checkpoint_options = _CheckpointOptions()
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: str | Path | dict[str, Any] | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Says how `checkpoint` is to work, for the process.
+
+    Args:
+        mpu_: refused.
+        deepspeed_config: a config, for its section `activation_checkpointing`.
+        partition_activations: nothing: they would be partitioned over model parallel ranks.
+        contiguous_checkpointing, num_checkpoints: nothing: torch's allocator packs them.
+        checkpoint_in_cpu: keep what is kept for backward in host memory.
+        synchronize, profile: nothing: torch.profiler sees checkpoints as they are.
+    """
+    if mpu_ is not None:
+        raise ConfigError(
+            "checkpointing.configure(mpu_=...) was given",
+            allowed="None: there is no model parallelism",
+        )
+    section = parse_config(deepspeed_config).activation_checkpointing
+    _checkpoint_options.in_cpu = (
+        section.cpu_checkpointing if checkpoint_in_cpu is None else checkpoint_in_cpu
+    )
+    _checkpoint_options.configured = True
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called; `checkpoint` works without it."""
+    return _checkpoint_options.configured
+
+
+def reset() -> None:
+    """Forgets what is kept between two steps, which is nothing."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args)`, computed again in backward instead of keeping what it computed.
+
+    Random numbers are the same the second time.
+    """
+    on_gpu = torch.cuda.is_available()
+    keep = (
+        torch.autograd.graph.save_on_cpu(pin_memory=on_gpu)
+        if _checkpoint_options.in_cpu
+        else nullcontext()
+    )
+    with keep:
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """The same: `checkpoint` is never the reentrant kind."""
+    return checkpoint(function, *args)

@@ -1,0 +1,216 @@
+"""What is exported, whole tensors, one-file save.
+
+What an export takes out of a training state: the model as it was trained, and its optimizer.
+
+Whole tensors out of a state source, one at a time.
+
+A whole model as one file, durable before it has its name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rayzero.engine.errors import ConfigError, DataError, did_you_mean
+from rayzero.engine.layout.reshard import RangeCopy, plan_copies
+from rayzero.engine.layout.state_index import LogicalTensor, StateSource, TensorRange
+from rayzero.engine.precision.dtypes import DTYPE_BY_NAME
+
+
+class WholeTensors:
+    """Puts logical tensors together from the ranges that a source holds.
+
+    Attributes:
+        tensors: what there is, by name.
+    """
+
+    def __init__(self, source: StateSource) -> None:
+        """
+        Raises:
+            MissingRangesError: the source is incomplete.
+        """
+        self._source = source
+        self._block_indexes = source.block_indexes
+        self.tensors: dict[str, LogicalTensor] = {}
+        for table in self._block_indexes:
+            self.tensors |= table.tensors
+        wanted = [TensorRange(name, 0, one.numel, 0) for name, one in self.tensors.items()]
+        self._copies: defaultdict[str, list[RangeCopy]] = defaultdict(list)
+        for copy in plan_copies(wanted, [table.ranges for table in self._block_indexes]):
+            self._copies[copy.wanted.name].append(copy)
+
+    def names_of_kind(self, kind: str) -> dict[str, str]:
+        """Plain names -> logical names of a kind: `weights`, `buffers`, `optimizer.<key>`."""
+        start = f"{kind}/"
+        return {name.removeprefix(start): name for name in self.tensors if name.startswith(start)}
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, in new memory, in the dtype that the state has.
+
+        Raises:
+            DataError: its bytes are damaged or gone.
+        """
+        one = self.tensors[name]
+        flat = torch.empty(one.numel, dtype=DTYPE_BY_NAME[one.dtype])
+        raw = flat.view(torch.uint8).numpy().data
+        for copy in self._copies[name]:
+            table = self._block_indexes[copy.source]
+            size = table.tensors[name].item_bytes
+            at = copy.held.offset + (copy.start - copy.held.start) * size
+            self._source.read(copy.source, at, raw[copy.start * size : copy.stop * size])
+        return flat.view(one.shape)
+
+
+_EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ExportedModel:
+    """A state's model and optimizer under plain names, whole.
+
+    Attributes:
+        ties: other names of parameters -> the name that they are stored under.
+    """
+
+    def __init__(self, source: StateSource, dtype: str = "") -> None:
+        """
+        Raises:
+            ConfigError: there is no such dtype.
+            MissingRangesError: the source is incomplete.
+        """
+        if dtype and dtype not in _EXPORT_DTYPES:
+            raise ConfigError(
+                f"cannot export as {dtype!r}{did_you_mean(dtype, list(_EXPORT_DTYPES))}",
+                allowed=", ".join(_EXPORT_DTYPES),
+            )
+        self._tensors = WholeTensors(source)
+        self._metadata = source.metadata(0)
+        self._dtype_override = _EXPORT_DTYPES.get(dtype)
+        self._weights = self._tensors.names_of_kind("weights")
+        self._buffers = self._tensors.names_of_kind("buffers")
+        self.ties: dict[str, str] = self._metadata.get("ties") or {}
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each parameter and buffer as it is exported."""
+        return {
+            name: prod(self._tensors.tensors[full].shape) * self._export_dtype(name).itemsize
+            for name, full in (self._weights | self._buffers).items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """A parameter or buffer.
+
+        Raises:
+            DataError: its bytes are damaged or gone.
+        """
+        full = self._weights.get(name) or self._buffers[name]
+        return self._tensors.read(full).to(self._export_dtype(name))
+
+    def optimizer(self) -> dict[str, Any]:
+        """`optimizer`, as `torch.distributed.checkpoint.state_dict` names it: state and options
+        by parameter name. Nothing for a state that has weights only.
+
+        Raises:
+            ConfigError: the state does not say which parameters are in which group.
+        """
+        kinds = {name.partition("/")[0] for name in self._tensors.tensors}
+        moments = {
+            kind.removeprefix("optimizer."): self._tensors.names_of_kind(kind)
+            for kind in sorted(kinds)
+            if kind.startswith("optimizer.")
+        }
+        groups: list[dict[str, Any]] = self._metadata.get("groups") or []
+        if not groups:
+            return {}
+        state: dict[str, dict[str, Any]] = {}
+        options = []
+        for group in groups:
+            names = self._group_params(group, len(groups), moments)
+            numbers = group.get("scalars", {})
+            for name in names:
+                state[name] = {key: _decode_scalar(value) for key, value in numbers.items()}
+                state[name] |= {
+                    key: self._tensors.read(found[name])
+                    for key, found in moments.items()
+                    if name in found
+                }
+            plain = {key: _decode_option(value) for key, value in group["options"].items()}
+            options.append(plain | {"params": names})
+        return {"optimizer": {"state": state, "param_groups": options}}
+
+    def _group_params(
+        self, group: dict[str, Any], count: int, moments: dict[str, dict[str, str]]
+    ) -> list[str]:
+        """The parameters of a group; of the only group, all that have optimizer state."""
+        if "params" in group:
+            return list(group["params"])
+        if count > 1:
+            raise ConfigError(
+                f"the state has {count} parameter groups, and does not say which parameters are "
+                "in which",
+                allowed="the optimizer's state for an export as dcp",
+                fix="export as safetensors or torch, which need the weights only",
+            )
+        return [name for name in self._weights if any(name in found for found in moments.values())]
+
+    def _export_dtype(self, name: str) -> torch.dtype:
+        """A parameter's dtype in the export; buffers keep theirs."""
+        stored = DTYPE_BY_NAME[
+            self._tensors.tensors[self._weights.get(name) or self._buffers[name]].dtype
+        ]
+        if name not in self._weights or not stored.is_floating_point:
+            return stored
+        in_model = (self._metadata.get("model_dtypes") or {}).get(name)
+        return self._dtype_override or (DTYPE_BY_NAME[in_model] if in_model else stored)
+
+
+def _decode_scalar(value: Any) -> Any:
+    """A number of optimizer state as the optimizer keeps it."""
+    if isinstance(value, dict):
+        return torch.tensor(value["value"], dtype=DTYPE_BY_NAME[value["dtype"]])
+    return value
+
+
+def _decode_option(value: Any) -> Any:
+    """JSON has no tuples, optimizers (betas) do."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def save_safetensors(
+    tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """As the library, but with the permissions of any new file: its own are the owner's alone."""
+    path.touch()
+    mode = path.stat().st_mode & 0o777
+    save_file(dict(tensors), path, metadata)
+    path.chmod(mode)
+
+
+def write_model_file(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Writes a state dict: as safetensors if the file's name says so, else for `torch.load`.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".safetensors":
+            # Tied entries are one tensor, which that format refuses.
+            save_safetensors({name: one.clone() for name, one in tensors.items()}, partial)
+        else:
+            torch.save(dict(tensors), partial)
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except (OSError, RuntimeError) as error:
+        partial.unlink(missing_ok=True)
+        raise DataError(f"{path} cannot be written: {error}", fix="save_dir") from error

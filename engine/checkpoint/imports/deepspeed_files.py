@@ -1,0 +1,289 @@
+"""Files and flat layout of a ZeRO checkpoint.
+
+The files of a DeepSpeed ZeRO checkpoint: which there must be, and what each rank's hold.
+
+Where DeepSpeed's flat partitions hold which part of which parameter. Pure integers.
+
+Stages 1 and 2: a group's parameters stand behind one another in one flat tensor, which is cut into
+as many partitions as there are ranks. Stage 3: every parameter is cut into equal parts, the last
+one padded, and a rank's parts of all parameters stand behind one another. Either way a sequence of
+stretches lies in a sequence of flat tensors whose boundaries need not be the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rayzero.engine.checkpoint.format import is_safe_name
+from rayzero.engine.checkpoint.imports.weights_only import InertObject, load_weights_only
+from rayzero.engine.errors import ConfigError, DataError
+from rayzero.engine.layout.state_index import TensorRange
+
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+
+
+_SUPPORTED = "a checkpoint of DeepSpeed's ZeRO stages 1 to 3, data parallel only"
+
+
+# Keys of what is not data parallel only, in the files of rank 0.
+_PARALLELISM_KEYS = ("mp_world_size", "ds_autoep_layers", "autoep_layers")
+
+
+@dataclass(frozen=True)
+class RankPartition:
+    """A rank's share of main weights and optimizer state.
+
+    Attributes:
+        flats: fp32 main weights, 1-D; one a group (stages 1, 2) or a sub-group (stage 3).
+        states: each flat tensor's optimizer state: tensors of its length or more, numbers.
+        options: the optimizer's parameter groups; `params` are indices of flats.
+    """
+
+    flat_tensors: Sequence[Tensor]
+    states: Sequence[dict[str, Any]]
+    options: Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ZeroFiles:
+    """What was read.
+
+    Attributes:
+        models: the model file of every rank at stage 3, else of rank 0.
+        paddings: elements of padding behind each parameter of each group, where there is any.
+        loss_scaler: its fields; empty where there was none.
+    """
+
+    folder: Path
+    stage: int
+    models: Sequence[dict[str, Any]]
+    partitions: Sequence[RankPartition]
+    paddings: Sequence[Sequence[int]] | None
+    loss_scaler: dict[str, Any]
+
+
+def find_step_folder(path: Path) -> Path | None:
+    """The folder with the files, given it or its parent with DeepSpeed's `latest`; else None.
+
+    Raises:
+        DataError: `latest` names a folder that is not there, or holds no such files.
+    """
+    if not path.is_dir():
+        return None
+    if _matching_files(path, _MODEL_FILE) or _matching_files(path, _OPTIMIZER_FILE):
+        return path
+    latest = path / "latest"
+    if not latest.is_file():
+        return None
+    tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+    folder = path / tag
+    if not is_safe_name(tag) or not folder.is_dir():
+        raise DataError(
+            f"{latest} names {tag!r}, which is not a folder in {path}",
+            fix="the path: give the folder of a step itself",
+        )
+    if not _matching_files(folder, _MODEL_FILE) and not _matching_files(folder, _OPTIMIZER_FILE):
+        raise DataError(f"{folder} holds no *_model_states.pt", allowed=_SUPPORTED)
+    return folder
+
+
+def read_zero_files(folder: Path) -> ZeroFiles:
+    """Maps all files and checks that they belong together.
+
+    Raises:
+        DataError: files or keys are missing or damaged.
+        ConfigError: a kind of checkpoint that is not supported.
+    """
+    states = {
+        rank: _require_key(load_weights_only(path), "optimizer_state_dict", path)
+        for rank, path in _files_by_rank(folder, _OPTIMIZER_FILE).items()
+    }
+    if not states:
+        raise ConfigError(
+            f"{folder} holds no *_optim_states.pt: it was saved without ZeRO", allowed=_SUPPORTED
+        )
+    first = states[min(states)]
+    world_size = _saved_world_size(first, folder)
+    _check_ranks(folder, states, world_size, "*_optim_states.pt")
+    models = {
+        rank: load_weights_only(path) for rank, path in _files_by_rank(folder, _MODEL_FILE).items()
+    }
+    stage = _saved_stage(first, folder)
+    _check_ranks(folder, models, world_size if stage == 3 else 1, "*_model_states.pt")
+    _check_data_parallel_only(models[0], folder)
+    partitions = [_read_partition(states[rank], stage, folder) for rank in range(world_size)]
+    ordered = [models[rank] for rank in sorted(models)]
+    paddings, scaler = first.get("param_alignment_paddings"), first.get("loss_scaler")
+    fields = scaler.fields if isinstance(scaler, InertObject) else {}
+    return ZeroFiles(folder, stage, ordered, partitions, paddings, fields)
+
+
+def _matching_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
+
+
+def _files_by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    found: dict[int, Path] = {}
+    for path in _matching_files(folder, pattern):
+        match = pattern.fullmatch(path.name)
+        rank, model_rank = (int(part or 0) for part in match.groups()) if match else (0, 0)
+        if model_rank:
+            raise ConfigError(f"{path} is of a model-parallel run", allowed=_SUPPORTED)
+        if rank in found:
+            raise DataError(
+                f"{found[rank].name} and {path.name} in {folder} are both of rank {rank}",
+                fix="remove the one that an older save left behind",
+            )
+        found[rank] = path
+    return found
+
+
+def _check_ranks(folder: Path, found: dict[int, Any], world_size: int, kind: str) -> None:
+    missing = sorted(set(range(world_size)) - found.keys())
+    extra = sorted(found.keys() - set(range(world_size)))
+    if missing:
+        raise DataError(
+            f"{folder} lacks the {kind} of ranks {missing}, of {world_size} that wrote it",
+            allowed="the files of all ranks: copy them from every node",
+        )
+    if extra:
+        raise DataError(
+            f"{folder} holds {kind} of ranks {extra}, but {world_size} ranks wrote it",
+            fix="remove those that an older save left behind",
+        )
+
+
+def _require_key(content: dict[str, Any], key: str, place: Path) -> Any:
+    if content.get(key) is None:
+        raise DataError(f"{place} has no {key!r}", allowed=_SUPPORTED)
+    return content[key]
+
+
+def _saved_world_size(state: dict[str, Any], folder: Path) -> int:
+    count = _require_key(state, "partition_count", folder)
+    counts = set(count) if isinstance(count, list) else {count}
+    if len(counts) != 1:
+        raise ConfigError(
+            f"{folder}: groups are cut over {sorted(counts)} ranks (mixture of experts)",
+            allowed=_SUPPORTED,
+        )
+    return int(counts.pop())
+
+
+def _saved_stage(state: dict[str, Any], folder: Path) -> int:
+    """Its bf16 optimizer names no stage; it keeps its state as stage 1 does."""
+    stage = int(state.get("zero_stage", 1))
+    if stage not in (1, 2, 3):
+        raise ConfigError(f"{folder} is of stage {stage}", allowed=_SUPPORTED)
+    return stage
+
+
+def _check_data_parallel_only(model: dict[str, Any], folder: Path) -> None:
+    if not isinstance(model.get("module"), dict):
+        raise ConfigError(f"{folder} is of a pipeline-parallel run", allowed=_SUPPORTED)
+    seen = [key for key in _PARALLELISM_KEYS if model.get(key) not in (None, 1, [])]
+    seen += [path.name for path in sorted(folder.glob("*expert_*"))]
+    if seen:
+        raise ConfigError(
+            f"{folder} is of a model-parallel or expert-parallel run: it has {', '.join(seen)}",
+            allowed=_SUPPORTED,
+        )
+
+
+def _read_partition(state: dict[str, Any], stage: int, folder: Path) -> RankPartition:
+    flats = _require_key(
+        state, "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups", folder
+    )
+    inner = _require_key(
+        state, "optimizer_state_dict" if stage == 3 else "base_optimizer_state", folder
+    )
+    if isinstance(inner, list):  # elastic_checkpoint: a state for each group, and no options
+        options: list[dict[str, Any]] = [{"params": [index]} for index in range(len(inner))]
+        states = inner
+    else:
+        options = _require_key(inner, "param_groups", folder)
+        order = [index for group in options for index in group["params"]]
+        # torch numbers parameters group by group, which is the order of the flat tensors
+        options = _renumber_groups(options)
+        states = [inner["state"].get(index, {}) for index in order]
+    if len(states) != len(flats):
+        raise DataError(
+            f"{folder}: optimizer state of {len(states)} tensors for {len(flats)} of main weights",
+            allowed=_SUPPORTED,
+        )
+    return RankPartition([flat.detach().reshape(-1) for flat in flats], states, options)
+
+
+def _renumber_groups(options: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    groups, at = [], 0
+    for group in options:
+        count = len(group["params"])
+        groups.append({**group, "params": list(range(at, at + count))})
+        at += count
+    return groups
+
+
+@dataclass(frozen=True)
+class FlatRange:
+    """Elements `start` to `stop` of a parameter, and padding up to `length` elements."""
+
+    name: str
+    start: int
+    stop: int
+    length: int
+
+    def param_elements(self, start: int, stop: int) -> tuple[int, int]:
+        """The parameter's elements in places `start` to `stop` of the stretch."""
+        return min(self.start + start, self.stop), min(self.start + stop, self.stop)
+
+
+def rank_range(name: str, numel: int, rank: int, world_size: int) -> FlatRange:
+    """A rank's part of a parameter at stage 3."""
+    length = -(-numel // world_size)
+    start, stop = (min(edge * length, numel) for edge in (rank, rank + 1))
+    return FlatRange(name, start, stop, length)
+
+
+def cut_ranges(
+    stretches: Sequence[FlatRange], lengths: Sequence[int], slack: int = 0
+) -> list[list[TensorRange]]:
+    """What lies in each of the flat tensors; offsets are counted in elements.
+
+    Args:
+        lengths: elements of each flat tensor, in order.
+        slack: so many elements may be left over at the end.
+
+    Raises:
+        DataError: the stretches do not fill the flat tensors, so this is not how they were cut.
+    """
+    wanted, held = sum(one.length for one in stretches), sum(lengths)
+    if not wanted <= held <= wanted + slack:
+        raise DataError(
+            f"the partitions hold {held} elements, the parameters need {wanted}",
+            allowed="a checkpoint that all of its ranks wrote, of a version that is known here",
+        )
+    ranges: list[list[TensorRange]] = [[] for _ in lengths]
+    ends = list(accumulate(lengths))
+    flat = at = 0
+    for one in stretches:
+        done = 0
+        while done < one.length:
+            take = min(one.length - done, ends[flat] - at)
+            start, stop = one.param_elements(done, done + take)
+            if start < stop:
+                offset = at - (ends[flat] - lengths[flat])
+                ranges[flat].append(TensorRange(one.name, start, stop, offset))
+            done, at = done + take, at + take
+            if at == ends[flat]:
+                flat += 1
+    return ranges

@@ -1,0 +1,174 @@
+"""Connect(), init_distributed, single-rank backend.
+
+Finds the process group there is, and the backend and device that go with it.
+
+Makes the default process group where a script asks for it, as DeepSpeed's scripts do.
+
+The backend of one rank: there is nobody to exchange with.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rayzero.engine.comm.backend import Backend, CompletedWork, Work
+from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.comm.gloo import GlooBackend
+from rayzero.engine.comm.gloo_p2p import destroy_at_exit
+from rayzero.engine.comm.nccl import NcclBackend
+from rayzero.engine.errors import ConfigError
+
+
+class SingleRankBackend:
+    """One rank, no process group: every collective is already done."""
+
+    rank = 0
+    world_size = 1
+    staging_bytes = 0
+
+    def all_reduce(self, full: Tensor) -> Work:
+        return CompletedWork()
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Work:
+        if accumulate:
+            out.add_(full)
+        elif out.data_ptr() != full.data_ptr():
+            out.copy_(full)
+        return CompletedWork()
+
+    def all_gather(self, full: Tensor, part: Tensor) -> Work:
+        if full.data_ptr() != part.data_ptr():
+            full.copy_(part)
+        return CompletedWork()
+
+    def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> Work:
+        return self.all_gather(full, part)
+
+    def all_to_all(self, full: Tensor, received: Tensor) -> Work:
+        received.copy_(full)
+        return CompletedWork()
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def progress_pending(self) -> None:
+        return
+
+    def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
+        full.copy_(part)
+        return CompletedWork()
+
+    def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
+        received[0].copy_(sent[0])
+        return CompletedWork()
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        return
+
+
+def connect_collectives() -> tuple[Collectives, torch.device]:
+    """The way to the other ranks, and the device this rank computes on.
+
+    The default process group is used if there is one (a rayzero worker and Ray Train make it);
+    under torchrun it is made here; without either this process is alone. CPU ranks on one host
+    exchange through shared memory unless the environment says RAYZERO_SHARED_MEMORY=0.
+
+    Raises:
+        ConfigError: the group's backend is neither nccl nor gloo.
+    """
+    if not dist.is_available():
+        return Collectives(SingleRankBackend()), _select_device(prefer_cuda=True)
+    if not dist.is_initialized() and {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        destroy_at_exit()
+    if not dist.is_initialized():
+        return Collectives(SingleRankBackend()), _select_device(prefer_cuda=True)
+    group = dist.group.WORLD
+    name = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl", also when none was asked for
+    cuda = "nccl" in name
+    if not cuda and "gloo" not in name:
+        raise ConfigError(f"the process group's backend is {name!r}", allowed="nccl, gloo")
+    device = _select_device(prefer_cuda=cuda)
+    if group is None or dist.get_world_size() == 1:
+        return Collectives(SingleRankBackend()), device
+    share = os.environ.get("RAYZERO_SHARED_MEMORY", "1") != "0"
+    backend: Backend = NcclBackend(group) if cuda else GlooBackend(group, share_memory=share)
+    return Collectives(backend), device
+
+
+def _select_device(*, prefer_cuda: bool) -> torch.device:
+    """This rank's GPU: the one torchrun or the host numbered it for, or the current one."""
+    if not (prefer_cuda and torch.cuda.is_available()):
+        return torch.device("cpu")
+    number = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+    device = torch.device("cuda", number % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+log = logging.getLogger("rayzero.engine")
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+_RENDEZVOUS_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """The default process group, unless there is one: of torchrun's ranks, or of this one alone.
+
+    Args:
+        dist_backend: nccl or gloo; by default nccl where there are GPUs.
+        auto_mpi_discovery, config: of no use: ranks come from the environment (torchrun, a
+            rayzero job), or from `init_method`, `rank` and `world_size`.
+        distributed_port: where ranks meet, if the environment does not say.
+        verbose: log it on rank 0.
+        timeout: of collectives.
+        init_method, rank, world_size: as torch's; -1: from the environment.
+        dist_init_required: False: there must be a group already.
+
+    Raises:
+        ConfigError: the backend is another one; there is no group, and none is to be made.
+    """
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise ConfigError(
+            "dist_init_required=False was given, and there is no process group",
+            fix="leave it out, or call torch.distributed.init_process_group before",
+        )
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if backend not in ("nccl", "gloo"):
+        raise ConfigError(f"the backend {backend!r}", allowed="nccl, gloo", fix="dist_backend")
+    if init_method is not None:
+        dist.init_process_group(
+            backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
+        )
+    elif os.environ.keys() >= _RENDEZVOUS_VARIABLES:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        alone = torch._C._distributed_c10d.HashStore()
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+    destroy_at_exit()
+    if verbose and dist.get_rank() == 0:
+        log.info("process group: %s, %d ranks", backend, dist.get_world_size())

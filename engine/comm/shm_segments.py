@@ -1,0 +1,129 @@
+"""Memory that the other ranks of one host can read, without a name that could be left behind.
+
+A segment is an anonymous file (memfd_create(2)); a peer opens it as /proc/<pid>/fd/<fd>, which
+needs one user and one process namespace. It is gone when the last process that maps it is.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rayzero.engine.errors import EngineError
+
+SEGMENT_BYTES = 8 << 20  # small buffers share a segment, or descriptors would run out
+
+
+ALIGN_BYTES = 128
+
+
+class ShmSegments:
+    """This rank's segments, and the peers' that it has opened.
+
+    Segments live as long as this object: they are the buffers of one engine.
+
+    Args:
+        pids: every rank's process id, by rank.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._locations: dict[int, tuple[int, int]] = {}  # (descriptor, offset) by address
+        self._peer_maps: dict[tuple[int, int], mmap.mmap] = {}  # by rank and its descriptor
+        self._segments: list[tuple[int, mmap.mmap]] = []  # the last one is being filled
+        self._used_bytes = 0
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of zeros that peers can read.
+
+        Raises:
+            EngineError: the system has not so much memory to share.
+        """
+        size = max(1, numel * dtype.itemsize)
+        if not self._segments or self._used_bytes + size > len(self._segments[-1][1]):
+            self._segments.append(_make_segment(max(size, SEGMENT_BYTES)))
+            self._used_bytes = 0
+        descriptor, memory = self._segments[-1]
+        tensor = torch.frombuffer(memory, dtype=dtype, count=numel, offset=self._used_bytes)
+        self._locations[tensor.untyped_storage().data_ptr()] = descriptor, self._used_bytes
+        self._used_bytes += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        return tensor
+
+    def locate(self, tensor: Tensor) -> tuple[int, int] | None:
+        """(file descriptor, offset in bytes) of a tensor of ours; None if it is not shared."""
+        place = self._locations.get(tensor.untyped_storage().data_ptr())
+        if place is None:
+            return None
+        return place[0], place[1] + int(tensor.storage_offset()) * tensor.element_size()
+
+    def view(self, rank: int, place: tuple[int, int], like: Tensor) -> Tensor:
+        """What lies at a place of another rank's, as long as `like` and of its dtype."""
+        descriptor, offset = place
+        key = rank, descriptor
+        if key not in self._peer_maps:
+            self._peer_maps[key] = _map_segment(self._pids[rank], descriptor)
+        return torch.frombuffer(
+            self._peer_maps[key], dtype=like.dtype, count=like.numel(), offset=offset
+        )
+
+    def close(self) -> None:
+        """Gives up the descriptors. Memory goes when no tensor uses it any more."""
+        for descriptor, _ in self._segments:
+            os.close(descriptor)
+        self._segments.clear()
+        self._locations.clear()
+        self._peer_maps.clear()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class ReadabilityProbe:
+    """A segment with a secret in it: who reads the secret shares memory with this rank."""
+
+    def __init__(self) -> None:
+        self.secret = secrets.randbits(62)
+        self.pid = os.getpid()
+        self.descriptor = os.memfd_create("rayzero-probe")
+        os.write(self.descriptor, self.secret.to_bytes(8, sys.byteorder))
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+    @staticmethod
+    def is_readable(pid: int, descriptor: int, secret: int) -> bool:
+        """Whether another rank's probe is what it says it is, seen from here."""
+        try:
+            with _map_segment(pid, descriptor) as memory:
+                return int.from_bytes(memory[:8], sys.byteorder) == secret
+        except (OSError, ValueError):
+            return False
+
+
+def _make_segment(size: int) -> tuple[int, mmap.mmap]:
+    descriptor = os.memfd_create("rayzero")
+    try:
+        os.posix_fallocate(descriptor, 0, size)  # here, not by SIGBUS at the first touch
+        return descriptor, mmap.mmap(descriptor, size)
+    except OSError as error:
+        os.close(descriptor)
+        raise EngineError(
+            f"{size} bytes of shared memory could not be had: {error.strerror}",
+            fix="the memory limit of this machine or container, or RAYZERO_SHARED_MEMORY=0 to "
+            "exchange over TCP",
+        ) from None
+
+
+def _map_segment(pid: int, descriptor: int) -> mmap.mmap:
+    # Opened for writing as well only because torch warns of tensors over read-only memory.
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(opened, 0)
+    finally:
+        os.close(opened)

@@ -1,0 +1,1 @@
+"""Compressed collectives: codecs, quantized and low-rank reductions, and what selects them."""

@@ -1,0 +1,139 @@
+"""The wire of 1-bit Adam (Tang et al. 2021): gradients in the warm-up, then momenta as signs.
+
+All ranks have the same momentum m of the step before. Each makes its own next one from its own
+gradient, and these travel as signs with error feedback, as gradients do with the sign codec. What
+arrives is the next momentum of all; the optimizer is handed the gradient that leads there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rayzero.engine.comm.backend import ChainedWork, ReduceOp, Work
+from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.compression.codecs import Codec
+from rayzero.engine.compression.gradients import QuantizedReduction
+from rayzero.engine.compression.quantized import QuantizedReduce
+from rayzero.engine.optim.optimizers import OneBitAdam
+from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
+from rayzero.engine.zero.reducer import UnitResiduals
+from rayzero.engine.zero.unit import Unit
+
+
+@dataclass
+class OptimizerMomenta:
+    """The optimizer's momenta, known once it has been made.
+
+    Attributes:
+        factor: what summed gradients are multiplied by on their way into momenta; it goes with the
+            loss scale, which momenta do not have.
+    """
+
+    factor: float
+    optimizer: OneBitAdam | None = None
+    shards_by_unit: dict[str, list[OptimizerShard]] = field(
+        default_factory=dict
+    )  # by the unit's name
+
+    def frozen_momenta(self, unit: Unit) -> list[tuple[slice, Tensor, float]]:
+        """(extent, momentum, beta) of every run of a unit that is past its warm-up; none before."""
+        if self.optimizer is None:
+            return []
+        betas = [group["betas"][0] for group in self.optimizer.param_groups]
+        return [
+            (run.layout_range, self.optimizer.state[run.weight]["exp_avg"], betas[run.group])
+            for run in self.shards_by_unit.get(unit.name, ())
+            if self.optimizer.is_variance_frozen(run.weight)
+        ]
+
+
+class OneBitAdamReduce:
+    """One unit's gradients, or momenta. See `ReduceOp`; for stage 0, which all-reduces.
+
+    Args:
+        coded: sums as signs.
+    """
+
+    def __init__(
+        self,
+        coded: QuantizedReduce,
+        collectives: Collectives,
+        unit: Unit,
+        momenta: OptimizerMomenta,
+    ) -> None:
+        self.rank = collectives.rank
+        self.world_size = collectives.world_size
+        self._quantized = coded
+        self._collectives = collectives
+        self._unit = unit
+        self._momenta = momenta
+
+    def all_reduce(self, full: Tensor) -> Work:
+        momenta = self._momenta.frozen_momenta(self._unit)
+        if not momenta:
+            return self._collectives.all_reduce(full)
+        factor = self._momenta.factor
+        for extent, average, beta in momenta:
+            # The ranks' terms add up to the next momentum, before it is multiplied by the factor.
+            part = full[extent].mul_(1.0 - beta)
+            part.add_(average.to(part.device), alpha=beta / (factor * self.world_size))
+
+        def as_gradient() -> None:
+            for extent, average, beta in momenta:
+                part = full[extent].sub_(average.to(full.device), alpha=beta / factor)
+                part.div_(1.0 - beta)
+
+        return ChainedWork(self._quantized.all_reduce(full), as_gradient)
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool = False) -> Work:
+        return self._quantized.reduce_scatter(full, out, accumulate=accumulate)
+
+
+class OneBitAdamReduction:
+    """Gradients travel as they are, and once variances are frozen, momenta as signs."""
+
+    def __init__(
+        self, codec: Codec, collectives: Collectives, device: torch.device, *, factor: float
+    ) -> None:
+        self._collectives = collectives
+        self._momenta = OptimizerMomenta(factor)
+        self._quantized = QuantizedReduction(
+            codec, collectives, device, feedback=True, factor=factor
+        )
+
+    @property
+    def residual_factor(self) -> float:
+        return self._quantized.residual_factor
+
+    @property
+    def residuals(self) -> list[UnitResiduals]:
+        return self._quantized.residuals
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._quantized.buffer_bytes
+
+    def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ()
+
+    def reduce_op(self, unit: Unit) -> ReduceOp:
+        coded = self._quantized.quantized_reduce(unit)
+        return OneBitAdamReduce(coded, self._collectives, unit, self._momenta)
+
+    def track_optimizer(self, optimizer: ShardedOptimizer) -> None:
+        """The optimizer whose momenta travel."""
+        if isinstance(optimizer.torch_optimizer, OneBitAdam):
+            self._momenta.optimizer = optimizer.torch_optimizer
+            for run in optimizer.shards:
+                self._momenta.shards_by_unit.setdefault(run.unit.name, []).append(run)
+
+    def discard_residuals(self) -> None:
+        self._quantized.discard_residuals()
+
+    def rescale(self, ratio: float) -> None:
+        self._quantized.rescale(ratio)
+        self._momenta.factor = self._quantized.residual_factor

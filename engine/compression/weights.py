@@ -1,0 +1,143 @@
+"""How sharded weights are gathered: plain, as codes, or from a second, nearer set of shards.
+
+One `WeightGather` a run, chosen in `factory`; it makes every unit's `GatherOp`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rayzero.engine.comm.backend import ChainedWork, GatherOp, Work, rank_chunk
+from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.compression.codecs import Codec
+from rayzero.engine.compression.quantized import PayloadBuffers
+from rayzero.engine.zero.parameters import ShardedWeights, WeightGather
+
+
+class PlainGather:
+    """Weights travel as they are."""
+
+    secondary_bytes = 0
+    buffer_bytes = 0
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def gather_op(self, unit: ShardedWeights) -> GatherOp:
+        return self._collectives
+
+    def invalidate(self) -> None:
+        return
+
+
+class QuantizedGather:
+    """Weights travel as codes (Wang et al. 2023, "ZeRO++"). Every rank decodes all of them, its own
+    too, so that all compute with the same weights; shards stay exact.
+    """
+
+    secondary_bytes = 0
+
+    def __init__(self, codec: Codec, collectives: Collectives, device: torch.device) -> None:
+        self.rank = collectives.rank
+        self.world_size = collectives.world_size
+        self._codec = codec
+        self._collectives = collectives
+        self._buffers = PayloadBuffers(collectives, device)
+
+    def gather_op(self, unit: ShardedWeights) -> GatherOp:
+        return self if unit.shard.is_floating_point() else self._collectives
+
+    def invalidate(self) -> None:
+        return
+
+    def all_gather(self, full: Tensor, part: Tensor) -> Work:
+        nbytes = self.world_size * self._codec.payload_bytes(part.numel())
+        base = self._buffers.acquire(nbytes)
+        codes = base[:nbytes]
+        own = rank_chunk(codes, self.rank, self.world_size)
+        self._codec.encode(part, own)
+        pending = self._collectives.all_gather(codes, own)
+
+        def decode() -> None:
+            for rank in range(self.world_size):
+                values = rank_chunk(full, rank, self.world_size)
+                self._codec.decode(rank_chunk(codes, rank, self.world_size), values, add=False)
+            self._buffers.release(base, pending)
+
+        return ChainedWork(pending, decode)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._buffers.total_bytes
+
+
+class HpzGather:
+    """A second set of shards within every group of consecutive ranks: after an update a unit is
+    gathered from all ranks once, and then from the group only ("ZeRO++", hierarchical partition).
+
+    Args:
+        inner: how units are gathered from all ranks.
+        size: ranks in a group; it divides the world size.
+    """
+
+    def __init__(
+        self, inner: WeightGather, collectives: Collectives, size: int, device: torch.device
+    ) -> None:
+        self._inner = inner
+        self._collectives = collectives
+        self._device = device
+        first = collectives.rank // size * size
+        self._group_ranks = range(first, first + size)
+        self._secondary_shards: dict[int, _SecondaryShard] = {}
+
+    def gather_op(self, unit: ShardedWeights) -> GatherOp:
+        known = self._secondary_shards.get(id(unit))
+        if known is None:
+            numel = unit.layout.numel // len(self._group_ranks)
+            second = self._collectives.zeros(numel, unit.shard.dtype, self._device)
+            gathers = self._inner.gather_op(unit)
+            known = _SecondaryShard(gathers, self._collectives, self._group_ranks, second)
+            self._secondary_shards[id(unit)] = known
+        return known
+
+    def invalidate(self) -> None:
+        self._inner.invalidate()
+        for unit in self._secondary_shards.values():
+            unit.is_current = False
+
+    @property
+    def secondary_bytes(self) -> int:
+        return sum(unit.shard.nbytes for unit in self._secondary_shards.values())
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._inner.buffer_bytes
+
+
+class _SecondaryShard:
+    """One unit's second shard. Written when the unit was gathered from all ranks, after the vote
+    that followed all reads of it, so no other rank reads it then.
+    """
+
+    def __init__(
+        self, inner: GatherOp, collectives: Collectives, members: range, second: Tensor
+    ) -> None:
+        self.rank = collectives.rank
+        self.world_size = collectives.world_size
+        self.shard = second
+        self.is_current = False
+        self._inner = inner
+        self._collectives = collectives
+        self._group_ranks = members
+
+    def all_gather(self, full: Tensor, part: Tensor) -> Work:
+        if self.is_current:
+            return self._collectives.all_gather_in_group(full, self.shard, self._group_ranks)
+
+        def keep() -> None:
+            place = self.rank - self._group_ranks.start
+            self.shard.copy_(rank_chunk(full, place, len(self._group_ranks)))
+            self.is_current = True
+
+        return ChainedWork(self._inner.all_gather(full, part), keep)

@@ -1,0 +1,79 @@
+"""The batch triangle: samples a step, samples a micro-batch, micro-batches a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from rayzero.engine.config.model import EngineConfig
+from rayzero.engine.data.sampling import count_micro_steps, samples_per_rank
+from rayzero.engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The batch triangle, solved. All counts are samples but `micro_steps`.
+
+    `shares` are each rank's share of a step's samples; empty for even shares.
+    """
+
+    global_batch: int
+    micro_batch: int
+    micro_steps: int
+    shares: tuple[float, ...] = ()
+
+
+def resolve_batch_sizes(
+    config: EngineConfig, world_size: int, shares: Sequence[float] = ()
+) -> BatchSizes:
+    """Solves the batch triangle for one world size.
+
+    With a global and a micro batch given, any world size will do: the step's samples are split as
+    evenly as possible and every rank runs the same number of micro-steps. When all three are
+    given they must multiply, as in DeepSpeed.
+
+    Args:
+        shares: each rank's share of a step's samples; empty for even shares. The config is judged
+            by even shares. Uneven ones keep a given micro-batch, which is a limit of memory, and
+            take more micro-steps; without one they keep the micro-steps.
+
+    Raises:
+        ConfigError: the three numbers disagree, or there are fewer samples than ranks.
+    """
+    total = config.train_batch_size
+    micro = config.train_micro_batch_size_per_gpu
+    steps = config.gradient_accumulation_steps
+    if total is None:
+        micro, steps = micro or 1, steps or 1
+        return _make_sizes(micro * steps * world_size, micro, world_size, shares)
+    if micro is not None and steps is not None and micro * steps * world_size != total:
+        raise ConfigError(
+            f"the batch sizes disagree: train_batch_size is {total}, but "
+            f"train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps} x "
+            f"world size {world_size} is {micro * steps * world_size}",
+            fix="leave one of the three out and it is worked out",
+        )
+    if total < world_size:
+        raise ConfigError(
+            f"train_batch_size {total} is less than the world size {world_size}",
+            allowed="at least one sample a rank",
+            fix="train_batch_size, or workers.max in the job file",
+        )
+    per_rank = ceil(total / world_size)
+    even = ceil(per_rank / (steps or 1)) if micro is None else micro
+    if steps is not None and ceil(per_rank / even) != steps:
+        raise ConfigError(
+            f"train_batch_size {total} on {world_size} ranks is {per_rank} samples a rank, which "
+            f"does not make gradient_accumulation_steps {steps} micro-batches of equal size",
+            fix="train_batch_size, or leave gradient_accumulation_steps out",
+        )
+    if micro is None:
+        micro = ceil(max(samples_per_rank(total, world_size, shares)) / (steps or 1))
+    return _make_sizes(total, micro, world_size, shares)
+
+
+def _make_sizes(total: int, micro: int, world_size: int, shares: Sequence[float]) -> BatchSizes:
+    return BatchSizes(
+        total, micro, count_micro_steps(total, world_size, micro, shares), tuple(shares)
+    )

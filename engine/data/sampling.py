@@ -1,0 +1,246 @@
+"""Global order, split over ranks, progress cursor.
+
+The global order of samples: a pure function of (seed, epoch, sample cursor), in O(1) memory.
+
+An epoch is a keyed bijection of [0, n), computed sample by sample instead of shuffled in memory:
+a balanced Feistel network (Luby and Rackoff 1988) over the smallest domain of an even number of
+bits that holds n, with cycle walking (Black and Rogaway 2002, "Ciphers with Arbitrary Finite
+Domains") to stay inside [0, n): what lands outside is enciphered again, which takes four turns on
+average at the very worst. Keys and rounds are mixed by the finaliser of splitmix64 (Steele, Lea
+and Flood 2014). That makes a good shuffle, not cryptography.
+
+Which samples of a step a rank computes, in which micro-steps, and with what weight. Pure.
+
+The global batch is constant whatever the world size is. A step's samples are split over the ranks
+in contiguous runs, as evenly as possible or by given shares, and a rank's run as evenly as possible
+over its micro-steps. Every rank runs the same number of micro-steps, because collectives need every
+rank; a micro-step that has no sample of its own runs on a borrowed one with weight zero. Gradients
+are averaged by sample count, so nothing need divide anything.
+
+Where the job stands. The engine owns it; the loader reads it, and writes `weight` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import isclose
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayzero.engine.errors import ConfigError, DataError
+
+_FEISTEL_ROUNDS = (
+    8  # four make a pseudorandom permutation of a large domain; small ones need a few more
+)
+
+
+_SPLITMIX_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+
+
+_MASK_64 = (1 << 64) - 1
+
+
+class SampleOrder:
+    """The order in which the samples of a dataset are consumed, epoch after epoch.
+
+    A *position* is a sample cursor: the ever-growing count of samples consumed before this one.
+    Its epoch is `position // length`, and every epoch holds every sample exactly once.
+
+    Args:
+        length: samples in the dataset, 1 or more.
+        seed: any integer; its low 64 bits count.
+
+    Raises:
+        DataError: the dataset is empty.
+    """
+
+    def __init__(self, length: int, seed: int) -> None:
+        if length < 1:
+            raise DataError(
+                f"the training data holds {length} samples",
+                "at least one sample",
+                "the dataset given as training_data",
+            )
+        self.length = length
+        self.seed = seed
+        self._half_bits = np.uint64(max(1, ((length - 1).bit_length() + 1) // 2))
+        self._half_mask = np.uint64((1 << int(self._half_bits)) - 1)
+
+    def index(self, position: int) -> int:
+        """The dataset index of the sample at `position` (0 or more)."""
+        return int(self.indices(position, 1)[0])
+
+    def indices(self, start: int, count: int) -> NDArray[np.int64]:
+        """The dataset indices at positions `start` to `start + count - 1`, across epochs.
+
+        Returns:
+            int64, shape (count,), each in [0, length).
+        """
+        positions = np.arange(start, start + count, dtype=np.uint64)
+        epochs, values = np.divmod(positions, np.uint64(self.length))
+        seeds = np.full(1, self.seed & _MASK_64, dtype=np.uint64)
+        keys = _splitmix64(_splitmix64(seeds) ^ epochs)
+        values = self._feistel(values, keys)
+        while (outside := np.flatnonzero(values >= np.uint64(self.length))).size:
+            values[outside] = self._feistel(values[outside], keys[outside])
+        return values.astype(np.int64)
+
+    def _feistel(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """One pass of the Feistel network: a bijection of the whole domain for every key."""
+        left, right = values >> self._half_bits, values & self._half_mask
+        for _ in range(_FEISTEL_ROUNDS):
+            keys = keys + _SPLITMIX_INCREMENT
+            left, right = right, left ^ (_splitmix64(keys ^ right) & self._half_mask)
+        return (left << self._half_bits) | right
+
+
+def _splitmix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finaliser: a bijection of 64-bit words in which every bit moves every other."""
+    words = words + _SPLITMIX_INCREMENT  # arrays of uint64 wrap around, which is what is wanted
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One rank's part of one micro-step.
+
+    Attributes:
+        start: its first sample, counted from the first sample of the step.
+        count: its own samples, `start` to `start + count - 1`; 0 when it has none.
+        weight: its share of the step's gradient, `count / global_batch`.
+    """
+
+    start: int
+    count: int
+    weight: float
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether it has no sample of its own and runs on sample `start`, which another owns."""
+        return self.count == 0
+
+    @property
+    def read_count(self) -> int:
+        """The samples to read, from `start` on: its own, or the borrowed one."""
+        return 1 if self.is_filler else self.count
+
+
+def samples_per_rank(
+    global_batch: int, world_size: int, shares: Sequence[float] = ()
+) -> tuple[int, ...]:
+    """How many samples of a step each rank computes; they add up to `global_batch`.
+
+    Args:
+        shares: each rank's share, adding up to 1; empty for even shares. What does not come out
+            whole goes to the largest remainders, and among equal ones to the first ranks.
+
+    Raises:
+        ConfigError: a size is smaller than 1, or the shares are not those of `world_size` ranks.
+    """
+    _check_positive("the global batch", global_batch)
+    _check_positive("the world size", world_size)
+    if not shares:
+        return tuple(_even_slice(global_batch, world_size, rank)[1] for rank in range(world_size))
+    if len(shares) != world_size or min(shares) < 0 or not isclose(sum(shares), 1, rel_tol=1e-6):
+        raise ConfigError(
+            f"the shares {tuple(shares)} of {world_size} ranks",
+            "one share a rank, none negative, together 1",
+        )
+    # Fractions, because every rank must come to the same counts and these to the same sum.
+    total = sum(map(Fraction, shares))
+    quotas = [Fraction(share) * global_batch / total for share in shares]
+    counts = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(world_size), key=lambda rank: counts[rank] - quotas[rank])
+    for rank in by_remainder[: global_batch - sum(counts)]:
+        counts[rank] += 1
+    return tuple(counts)
+
+
+def count_micro_steps(
+    global_batch: int, world_size: int, micro_batch: int, shares: Sequence[float] = ()
+) -> int:
+    """The micro-steps that every rank runs in a step: enough for the rank with the most samples.
+
+    Args:
+        micro_batch: the most samples that a rank takes at once.
+        shares: as in `rank_samples`.
+
+    Raises:
+        ConfigError: a size is smaller than 1, or the shares are not those of `world_size` ranks.
+    """
+    _check_positive("the micro-batch", micro_batch)
+    return -(-max(samples_per_rank(global_batch, world_size, shares)) // micro_batch)
+
+
+def assign_step(
+    global_batch: int,
+    world_size: int,
+    rank: int,
+    micro_batch: int,
+    shares: Sequence[float] = (),
+) -> tuple[MicroBatch, ...]:
+    """The micro-batches that `rank` computes in a step, in order: `micro_steps(...)` of them.
+
+    Raises:
+        ConfigError: as `micro_steps`, or `rank` is outside [0, world_size).
+    """
+    turns = count_micro_steps(global_batch, world_size, micro_batch, shares)
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} of {world_size}", f"0 to {world_size - 1}", "the rank")
+    counts = samples_per_rank(global_batch, world_size, shares)
+    first, mine = sum(counts[:rank]), counts[rank]
+    plan = []
+    for turn in range(turns):
+        offset, count = _even_slice(mine, turns, turn)
+        start = first + offset if count else 0
+        plan.append(MicroBatch(start, count, count / global_batch))
+    return tuple(plan)
+
+
+def _even_slice(total: int, parts: int, part: int) -> tuple[int, int]:
+    """(start, count) of one of `parts` contiguous runs of `total` things; the first are larger."""
+    each, more = divmod(total, parts)
+    return part * each + min(part, more), each + (part < more)
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(
+            f"{name} is {value}",
+            "1 or more",
+            "train_batch_size, train_micro_batch_size_per_gpu or the number of workers",
+        )
+
+
+@dataclass
+class TrainingProgress:
+    """The engine's position in the job.
+
+    Attributes:
+        step: finished optimizer steps.
+        micro_step: finished micro-steps of the step at hand.
+        sample_cursor: samples consumed by finished steps, over all ranks and epochs. The engine
+            moves it by `global_batch` with every finished step; a loader reads it when an
+            iteration begins.
+        weight: the gradient weight of the micro-batch at hand. The loader sets it as it hands a
+            micro-batch out; the engine multiplies by it in backward, so that the weighted
+            gradients of all ranks and micro-steps add up to the mean over the global batch.
+        global_batch: samples of a step, over all ranks.
+        micro_batch: the most samples that a rank takes at once.
+        data_wait_s: seconds that a loader kept its consumer waiting, so far; the loader adds to it.
+        skipped_steps: finished steps whose gradient was not finite, and which changed nothing.
+    """
+
+    step: int = 0
+    micro_step: int = 0
+    sample_cursor: int = 0
+    micro_batch_weight: float = 1.0
+    global_batch: int = 1
+    micro_batch: int = 1
+    skipped_steps: int = 0
+    data_wait_s: float = 0.0

@@ -1,0 +1,136 @@
+"""A unit's layout: its parameters behind one another in one flat buffer, cut into equal shards.
+
+Everything is counted in elements, never bytes, so that a unit's model weights, main weights,
+gradients and optimizer state share one layout whatever their dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+# Every parameter and every shard starts at a multiple of this many elements: 64 bytes in bf16,
+# 128 in fp32, which is what vectorised kernels and NCCL like best.
+ALIGN_NUMEL = 32
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter as the layout sees it. `group` is its optimizer parameter group."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int = 0
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ParamRange:
+    """A run of one parameter's elements inside one rank's shard."""
+
+    param: int
+    param_start: int
+    param_stop: int
+    shard_start: int
+
+    @property
+    def numel(self) -> int:
+        return self.param_stop - self.param_start
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """The layout of one unit for one world size: a pure function of its fields.
+
+    `params` stand in buffer order: sorted by optimizer group, so that a group is one run.
+    """
+
+    name: str
+    params: tuple[ParamSpec, ...]
+    world_size: int
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter starts in the flat buffer."""
+        starts, at = [], 0
+        for spec in self.params:
+            starts.append(at)
+            at += _round_up(spec.numel)
+        return tuple(starts)
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """The length of one rank's shard; the same on every rank, padding included."""
+        used = sum(_round_up(spec.numel) for spec in self.params)
+        return _round_up(-(-used // self.world_size))
+
+    @property
+    def numel(self) -> int:
+        """The length of the flat buffer."""
+        return self.shard_numel * self.world_size
+
+    @property
+    def logical_numel(self) -> int:
+        """The elements that are parameters, without padding."""
+        return sum(spec.numel for spec in self.params)
+
+    def shard(self, rank: int) -> slice:
+        """One rank's contiguous part of the flat buffer."""
+        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def param_range(self, index: int) -> slice:
+        """One parameter's part of the flat buffer."""
+        start = self.offsets[index]
+        return slice(start, start + self.params[index].numel)
+
+    @cached_property
+    def padding(self) -> tuple[slice, ...]:
+        """The padding: parts of the flat buffer that belong to no parameter."""
+        edges = [self.param_range(index) for index in range(len(self.params))]
+        starts = [0] + [edge.stop for edge in edges]
+        stops = [edge.start for edge in edges] + [self.numel]
+        return tuple(
+            slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop
+        )
+
+    def ranges_in_shard(self, rank: int) -> Iterator[ParamRange]:
+        """What of which parameters lies in one rank's shard, in buffer order."""
+        shard = self.shard(rank)
+        for index, start, stop in self.overlaps(shard):
+            yield ParamRange(index, start, stop, self.offsets[index] + start - shard.start)
+
+    def overlaps(self, within: slice) -> Iterator[tuple[int, int, int]]:
+        """(parameter, start, stop) of what lies in a part of the flat buffer, in buffer order."""
+        for index in range(len(self.params)):
+            extent = self.param_range(index)
+            start, stop = max(extent.start, within.start), min(extent.stop, within.stop)
+            if start < stop:
+                yield index, start - extent.start, stop - extent.start
+
+    def group_ranges(self, within: slice) -> Iterator[tuple[int, slice]]:
+        """(optimizer group, part of `within` counted from its start), one for each group there.
+
+        The parts are disjoint and cover `within`: padding goes with the group before it.
+        """
+        first: dict[int, int] = {}
+        for spec, offset in zip(self.params, self.offsets, strict=True):
+            first.setdefault(spec.group, offset)
+        starts = list(first.values())
+        for group, start, stop in zip(first, starts, [*starts[1:], self.numel], strict=True):
+            start, stop = max(start, within.start), min(stop, within.stop)
+            if start < stop:
+                yield group, slice(start - within.start, stop - within.start)
+
+
+def _round_up(numel: int) -> int:
+    return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL
+
+
+def make_layout(name: str, params: Sequence[ParamSpec], world_size: int) -> UnitLayout:
+    """The layout of a unit whose parameters were registered in this order."""
+    return UnitLayout(name, tuple(sorted(params, key=lambda spec: spec.group)), world_size)

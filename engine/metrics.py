@@ -1,0 +1,233 @@
+"""StepMetrics, StepMeter, PhaseTimer.
+
+What the engine tells of itself: where the time and the bytes went.
+
+How a step's time divides into phases: one clock that is always running for exactly one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+from rayzero.engine.accounting import StepWork, bytes_by_class
+from rayzero.engine.data.sampling import TrainingProgress
+from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
+from rayzero.engine.session import NO_REQUESTS, HostSession, StepRequests
+from rayzero.engine.zero.runtime import ZeroRuntime
+from rayzero.engine.zero.step_vote import StepVote
+
+OTHER_PHASE = "other"
+"""Between phases: the user's own code, the host's work around a step, evaluation without us."""
+
+
+class PhaseTimer:
+    """Used by the training thread. Seconds are that thread's: on CUDA it enqueues and goes on.
+
+    Args:
+        tell: is told every phase that is entered, but `OTHER`.
+    """
+
+    def __init__(self, tell: Callable[[str], None] | None) -> None:
+        self._on_phase = tell
+        self._phase_s: defaultdict[str, float] = defaultdict(float)
+        self._phase = OTHER_PHASE
+        self._since_s = perf_counter()
+
+    def enter(self, phase: str) -> None:
+        """A phase begins, and the one before ends. The host may raise here, to end the step."""
+        self._switch_to(phase)
+        if self._on_phase is not None:
+            self._on_phase(phase)
+
+    def leave(self) -> None:
+        """The phase is over, and nothing of ours begins."""
+        self._switch_to(OTHER_PHASE)
+
+    def end_step(self, data_wait_s: float) -> dict[str, float]:
+        """Seconds by phase since the last call, and a fresh beginning.
+
+        Args:
+            data_wait_s: spent waiting for the loader meanwhile, outside of all phases.
+        """
+        self._switch_to(OTHER_PHASE)
+        spent, self._phase_s = dict(self._phase_s), defaultdict(float)
+        data_s = min(data_wait_s, spent[OTHER_PHASE])
+        return {"data": data_s, **spent, OTHER_PHASE: spent[OTHER_PHASE] - data_s}
+
+    def _switch_to(self, phase: str) -> None:
+        now = perf_counter()
+        self._phase_s[self._phase] += now - self._since_s
+        self._phase, self._since_s = phase, now
+
+
+log = logging.getLogger("rayzero.engine")
+
+_WARMUP_STEPS = 3
+
+
+_RECOUNT_STEPS = 50
+"""Resting bytes change in a run's first steps and hardly ever later: then a host is told what they
+were at the last multiple of this, because counting them takes longer than the rest of a report."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """A reading after a step. Seconds, bytes and counts.
+
+    Attributes:
+        step: finished steps, skipped ones included.
+        samples: samples consumed so far, over all ranks.
+        loss: mean over the global batch of the last step; None before the first.
+        grad_norm: L2 norm of the last step's gradient, before clipping.
+        lr: the first group's learning rate in the last step.
+        step_s: wall time from the end of the step before to the end of the last one.
+        exposed_comm_s: of that, how long the training thread stood waiting for other ranks. On
+            CUDA the host's wait only: it enqueues and goes on.
+        phases: of it, seconds by phase: data (waiting for the loader), forward (until backward),
+            backward, reduce, update, publish, other. Together they are step_s.
+        skipped_steps: steps whose gradient was not finite, and which changed nothing.
+        step_samples: samples of a step, over all ranks.
+        step_tokens: tokens of the last step, over all ranks; None when the model's inputs are no
+            tokens.
+        tokens_per_s: that over the step's wall time.
+        flops_per_s: this rank's forward and backward, as `rayzero.engine.accounting` counts them; None
+            where the device's peak is not known.
+        mfu: model flops utilisation: of what this rank's device could do at its peak.
+        loss_scale: what the next step's loss is multiplied by: fp16's; 1 elsewhere.
+        bytes: resting memory of this rank, by class (see `rayzero.engine.accounting`).
+        collectives: calls and bytes by collective, since the engine was made.
+    """
+
+    step: int = 0
+    samples: int = 0
+    loss: float | None = None
+    grad_norm: float | None = None
+    lr: float = 0.0
+    step_s: float = 0.0
+    exposed_comm_s: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    step_samples: int = 0
+    step_tokens: float | None = None
+    tokens_per_s: float | None = None
+    flops_per_s: float | None = None
+    mfu: float | None = None
+    skipped_steps: int = 0
+    loss_scale: float = 1.0
+    bytes: dict[str, int] = field(default_factory=dict)
+    collectives: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def to_flat_dict(self) -> dict[str, float]:
+        """Numbers under one name each: `bytes/optimizer_state`, `collectives/vote/calls`."""
+        found: dict[str, float] = {}
+        _flatten_into("", asdict(self), found)
+        return found
+
+
+def _flatten_into(prefix: str, value: Any, found: dict[str, float]) -> None:
+    if isinstance(value, dict):
+        for key, one in value.items():
+            _flatten_into(f"{prefix}/{key}" if prefix else key, one, found)
+    elif value is not None:
+        found[prefix] = value
+
+
+class StepMeter:
+    """Takes readings, and passes phases and steps on to the host's session, if there is one.
+
+    Attributes:
+        last: loss, grad_norm, lr and times of the last finished step; empty before the first.
+        work: what the step at hand is made of.
+        phases: where its time goes.
+    """
+
+    def __init__(
+        self,
+        runtime: ZeroRuntime,
+        optimizer: ShardedOptimizer,
+        progress: TrainingProgress,
+        session: HostSession | None,
+        log_every_steps: int | None,
+        work: StepWork,
+    ) -> None:
+        self.step_work = work
+        self.phases = PhaseTimer(session.on_phase if session else None)
+        self.enter_phase = self.phases.enter
+        self.step_requests: Callable[[], StepRequests] = (
+            session.step_requests if session else _no_requests
+        )
+        self._runtime = runtime
+        self._optimizer = optimizer
+        self._progress = progress
+        self._session = session
+        self._log_every_steps = log_every_steps
+        self._step_end_s = perf_counter()
+        self._exposed_comm_s = 0.0
+        self._data_wait_s = progress.data_wait_s
+        self._bytes_by_class: dict[str, int] = {}
+        self._applied_steps = 0
+        self.last_step: dict[str, Any] = {}
+
+    def end_step(self, verdict: StepVote, lr: float) -> None:
+        """A step was finished, or skipped if its gradient was not finite."""
+        now, exposed_s = perf_counter(), self._runtime.collectives.counters.exposed_s
+        data_wait_s = self._progress.data_wait_s
+        self.last_step = {
+            "loss": verdict.loss,
+            "grad_norm": verdict.grad_norm,
+            "lr": lr,
+            "step_s": now - self._step_end_s,
+            "exposed_comm_s": exposed_s - self._exposed_comm_s,
+            "phases": self.phases.end_step(data_wait_s - self._data_wait_s),
+        } | self.step_work.end_step(now - self._step_end_s)
+        self._step_end_s, self._exposed_comm_s, self._data_wait_s = now, exposed_s, data_wait_s
+        if self._session is not None:
+            self._applied_steps += verdict.finite
+            self._session.on_step_end(
+                self._collect(self._cached_bytes()).to_flat_dict(), verdict.agreed
+            )
+        self._log_step(verdict)
+
+    @property
+    def metrics(self) -> StepMetrics:
+        return self._collect(bytes_by_class(self._runtime, self._optimizer))
+
+    def _cached_bytes(self) -> dict[str, int]:
+        if self._applied_steps <= _WARMUP_STEPS or self._applied_steps % _RECOUNT_STEPS == 0:
+            self._bytes_by_class = bytes_by_class(self._runtime, self._optimizer)
+        return self._bytes_by_class
+
+    def _collect(self, held: dict[str, int]) -> StepMetrics:
+        counters = self._runtime.collectives.counters
+        return StepMetrics(
+            step=self._progress.step,
+            samples=self._progress.sample_cursor,
+            skipped_steps=self._progress.skipped_steps,
+            loss_scale=self._runtime.precision.scaler.value,
+            step_samples=self._progress.global_batch,
+            bytes=held,
+            collectives={name: asdict(traffic) for name, traffic in counters.by_name.items()},
+            **self.last_step,
+        )
+
+    def _log_step(self, verdict: StepVote) -> None:
+        if self._runtime.collectives.rank:
+            return
+        step = self._progress.step
+        if not verdict.finite:
+            log.warning(
+                "step %d skipped on every rank: the gradient norm is %s; the loss scale is now %g",
+                step,
+                verdict.grad_norm,
+                self._runtime.precision.scaler.value,
+            )
+        elif self._log_every_steps and step % self._log_every_steps == 0:
+            log.info("step %d: loss %.4f, lr %.3g", step, verdict.loss, self.last_step["lr"])
+
+
+def _no_requests() -> StepRequests:
+    return NO_REQUESTS

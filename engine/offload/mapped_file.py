@@ -1,0 +1,121 @@
+"""A file of tensors without a name: it is gone with its process, however that ends.
+
+Tensors at rest are mapped, so that whatever reads or loads state finds them as ordinary memory, in
+pages that the kernel may take back at any time. Updates read and write with pread(2) and
+pwrite(2), because a failure of those is an error, where a failure of mapped memory is a signal.
+Both see the same pages.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rayzero.engine.errors import ConfigError, EngineError
+
+
+class MappedFile:
+    """Owns one file in a folder. The file lives as long as this object, or a tensor in it.
+
+    Args:
+        folder: made if it is missing.
+
+    Raises:
+        ConfigError: no file can be made there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  closed in `close`
+        except OSError as error:
+            raise ConfigError(
+                f"offload to {str(folder)!r}: {error.strerror}",
+                allowed="a folder on a local disk that every worker may write to",
+                fix="zero_optimization.offload_optimizer.nvme_path",
+            ) from None
+        self._size_bytes = 0
+        self._offsets: dict[int, int] = {}  # in bytes, by the address of the storage
+
+    @property
+    def total_bytes(self) -> int:
+        return self._size_bytes
+
+    def new_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of zeros, mapped. Its place on the disk is taken at once.
+
+        Raises:
+            EngineError: the disk has no room for it.
+        """
+        size = -(-max(1, numel * dtype.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:  # all of it: a page that finds no room when it is written back would kill the process
+            os.posix_fallocate(self._file.fileno(), self._size_bytes, size)
+            memory = mmap.mmap(self._file.fileno(), size, offset=self._size_bytes)
+        except OSError as error:
+            raise self._io_error(
+                f"{size} bytes after {self._size_bytes} could not be had", error
+            ) from None
+        made = torch.frombuffer(memory, dtype=dtype, count=numel)
+        self._offsets[made.untyped_storage().data_ptr()] = self._size_bytes
+        self._size_bytes += size
+        return made
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Where a tensor of ours begins, in bytes; None if it is not in the file."""
+        start = self._offsets.get(tensor.untyped_storage().data_ptr())
+        if start is None:
+            return None
+        return start + int(tensor.storage_offset()) * tensor.element_size()
+
+    def read(self, offset: int, into: Tensor) -> None:
+        """Fills a contiguous tensor in host memory.
+
+        Raises:
+            EngineError: the disk failed.
+        """
+        left = _as_bytes(into)
+        while left.nbytes:
+            try:
+                count = os.preadv(self._file.fileno(), [left], offset)
+            except OSError as error:
+                raise self._io_error("a read failed", error) from None
+            if not count:
+                raise self._io_error(f"the file ends at {offset} of {self._size_bytes} bytes", None)
+            left, offset = left[count:], offset + count
+
+    def write(self, offset: int, source: Tensor) -> None:
+        """Writes a contiguous tensor in host memory.
+
+        Raises:
+            EngineError: the disk is full, or failed.
+        """
+        left = _as_bytes(source)
+        while left.nbytes:
+            try:
+                count = os.pwritev(self._file.fileno(), [left], offset)
+            except OSError as error:
+                raise self._io_error("a write failed", error) from None
+            left, offset = left[count:], offset + count
+
+    def close(self) -> None:
+        """Gives the descriptor up. The place on the disk goes with the last tensor in it."""
+        self._file.close()
+
+    def _io_error(self, what: str, error: OSError | None) -> EngineError:
+        reason = f": {error.strerror}" if error is not None else ""
+        return EngineError(
+            f"optimizer state in {str(self._folder)!r}: {what}{reason}",
+            fix="zero_optimization.offload_optimizer.nvme_path: a disk that is well and has room "
+            "(the files have no name: df shows them, ls does not), or offload_optimizer.device",
+        )
+
+
+def _as_bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().view(torch.uint8)
+    return flat.numpy().data.cast("B") if flat.numel() else memoryview(b"")

@@ -1,0 +1,171 @@
+"""Learning rates as pure functions of the iteration, under DeepSpeed's names.
+
+The iteration is DeepSpeed's count: the first step of a run is trained at -1, the second at 0. So a
+warm-up begins with two steps at its lowest rate.
+
+Sources: warm-up and decay, Goyal et al. 2017 and Vaswani et al. 2017; half a cosine, Loshchilov and
+Hutter 2017; one cycle and the range test, Smith 2018.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rayzero.engine.config.schedules import (
+    LRRangeTestParams,
+    OneCycleParams,
+    ScheduleParams,
+    WarmupCosineParams,
+    WarmupDecayParams,
+    WarmupParams,
+)
+
+BetaPair = tuple[float, float]
+
+
+def value_for_group(value: float | tuple[float, ...], group: int) -> float:
+    """A parameter group's number."""
+    return value[group] if isinstance(value, tuple) else value
+
+
+class LRCurve(ScheduleParams):
+    """A schedule's parameters, and the rates that follow from them."""
+
+    def lr(self, iteration: int, group: int, configured: float) -> float:
+        """A parameter group's learning rate.
+
+        Args:
+            iteration: -1 in the first step.
+            group: the group's number.
+            configured: the lr that the optimizer was made with.
+        """
+        raise NotImplementedError
+
+    def betas(self, iteration: int, group: int) -> BetaPair | None:
+        """A parameter group's Adam betas; None when they stay as they are."""
+        return None
+
+
+def warmup_fraction(kind: str, num_steps: int, iteration: int) -> float:
+    """From 0 to 1 over the warm-up, which takes two steps at least; 1 after it."""
+    length, iteration = max(2, num_steps), max(iteration, 0)
+    if iteration >= length:
+        return 1.0
+    if kind == "linear":
+        return iteration / length
+    return math.log(iteration + 1) / math.log(length)
+
+
+class WarmupLR(WarmupParams, LRCurve):
+    """Up to the top over the warm-up, then constant. The top is the configured lr by default."""
+
+    def lr(self, iteration: int, group: int, configured: float) -> float:
+        share = warmup_fraction(self.warmup_type, self.warmup_num_steps, iteration)
+        return interpolate_lr(self, share, group, configured)
+
+
+def interpolate_lr(params: WarmupParams, share: float, group: int, configured: float) -> float:
+    """The rate a share of the way up from the lowest to the top."""
+    low = value_for_group(params.warmup_min_lr, group)
+    top = params.warmup_max_lr
+    return low + ((configured if top is None else value_for_group(top, group)) - low) * share
+
+
+class WarmupDecayLR(WarmupDecayParams, LRCurve):
+    """Up to the top over the warm-up, then down to the lowest rate in a line."""
+
+    def lr(self, iteration: int, group: int, configured: float) -> float:
+        length = max(2, self.warmup_num_steps)
+        share = warmup_fraction(self.warmup_type, length, iteration)
+        if iteration >= length:
+            left = self.total_num_steps - iteration
+            share = max(0.0, left / max(1, self.total_num_steps - length))
+        return interpolate_lr(self, share, group, configured)
+
+
+class WarmupCosineLR(WarmupCosineParams, LRCurve):
+    """Up to the configured lr over the warm-up, then down along half a cosine."""
+
+    def lr(self, iteration: int, group: int, configured: float) -> float:
+        return configured * self._lr_ratio(iteration)
+
+    def _lr_ratio(self, iteration: int) -> float:
+        if iteration < 0:
+            return 0.0
+        length = max(2, self.warmup_num_steps)
+        if iteration < length:
+            share = warmup_fraction(self.warmup_type, length, iteration)
+            return self.warmup_min_ratio + share * (1 - self.warmup_min_ratio)
+        decay = max(1, self.total_num_steps - length)
+        wave = (1 + math.cos(math.pi * min(1.0, (iteration - length + 1) / decay))) / 2
+        return self.cos_min_ratio + (1 - self.cos_min_ratio) * wave
+
+
+class OneCycle(OneCycleParams, LRCurve):
+    """Up and down once between two rates while the first beta goes the other way; then decay."""
+
+    def lr(self, iteration: int, group: int, configured: float) -> float:
+        low, high = (
+            value_for_group(self.cycle_min_lr, group),
+            value_for_group(self.cycle_max_lr, group),
+        )
+        if iteration < self._cycle_size:
+            return low + (high - low) * self._cycle_fraction(iteration + 1)
+        return low / (1 + self.decay_lr_rate * self._decay_intervals(iteration))
+
+    def betas(self, iteration: int, group: int) -> BetaPair | None:
+        """The second is DeepSpeed's constant; so is the first step's first, the lowest."""
+        if not self.cycle_momentum:
+            return None
+        low, high = (
+            value_for_group(self.cycle_min_mom, group),
+            value_for_group(self.cycle_max_mom, group),
+        )
+        if iteration < 0:
+            return low, 0.99
+        if iteration < self._cycle_size:
+            return high - (high - low) * self._cycle_fraction(iteration + 1), 0.99
+        return high * (1 + self.decay_mom_rate * self._decay_intervals(iteration)), 0.99
+
+    @property
+    def _second_step_size(self) -> float:
+        given = self.cycle_second_step_size
+        return self.cycle_first_step_size if given is None else given
+
+    @property
+    def _cycle_size(self) -> float:
+        return self.cycle_first_step_size + self._second_step_size
+
+    def _cycle_fraction(self, at: int) -> float:
+        """From 0 to 1 over the first part of the cycle, back to 0 over the second."""
+        at_in_cycle = at % self._cycle_size
+        stairs = self.cycle_first_stair_count
+        if at_in_cycle <= self.cycle_first_step_size:
+            height, length = at_in_cycle, self.cycle_first_step_size
+        else:
+            height, length = self._cycle_size - at_in_cycle, self._second_step_size
+            if self.cycle_second_stair_count is not None:
+                stairs = self.cycle_second_stair_count
+        return math.floor(height * stairs / length) / stairs if stairs else height / length
+
+    def _decay_intervals(self, iteration: int) -> float:
+        """How many decay intervals have passed since the cycle's end."""
+        if math.isclose(self.decay_step_size, 0):
+            return 0.0
+        return (iteration - self._cycle_size + 1) / self.decay_step_size
+
+
+class LRRangeTest(LRRangeTestParams, LRCurve):
+    """Up from the lowest rate without end, in a line or in stairs, to see which rates train."""
+
+    def lr(self, iteration: int, group: int, configured: float) -> float:
+        intervals = (iteration + 1) / self.lr_range_test_step_size
+        if self.lr_range_test_staircase:
+            intervals = math.floor(intervals)
+        low = value_for_group(self.lr_range_test_min_lr, group)
+        return low * (1 + self.lr_range_test_step_rate * intervals)
+
+
+LR_CURVES: dict[str, type[LRCurve]] = {
+    one.__name__: one for one in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+}

@@ -1,0 +1,245 @@
+"""Settings worth trying, estimate, first that fits.
+
+The settings worth trying, and the first of them that fits.
+
+What a run would need on each rank, and which setting fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rayzero.engine.builder import NUM_GRAD_BUFFERS, plan_units
+from rayzero.engine.compression.select import resolve_compression
+from rayzero.engine.config import EngineConfig, parse_config, resolve_batch_sizes
+from rayzero.engine.config.zero import ZeroConfig
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.layout.units import name_params, plan_blocks
+from rayzero.engine.optim.build import regroup_for_optimizer
+from rayzero.engine.optim.param_groups import find_param_groups, freeze_all_params
+from rayzero.engine.planning.activations import (
+    MakeBatch,
+    MicroStepTrace,
+    fake_tensors,
+    trace_micro_step,
+)
+from rayzero.engine.planning.communication import communication_bytes
+from rayzero.engine.planning.persistent import MemoryInputs, persistent_bytes, state_itemsizes
+from rayzero.engine.precision.policy import Precision, choose_precision
+from rayzero.engine.zero.placement import STAGES
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank.
+
+    Attributes:
+        device_bytes: by class, on the accelerator, or in the process's memory without one.
+        host_bytes: by class, of what is offloaded.
+        disk_bytes: by class, of what rests in files.
+        flops: of a micro-step on one rank; 0 without a batch.
+    """
+
+    config: EngineConfig
+    recomputed: bool
+    device_bytes: dict[str, int]
+    host_bytes: dict[str, int] = field(default_factory=dict)
+    disk_bytes: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+
+    @property
+    def device_total_bytes(self) -> int:
+        """The most at once: activations and the optimizer's copies of gradients never meet."""
+        found = self.device_bytes
+        passing = [found.get(name, 0) for name in ("activations", "grad_copies")]
+        return sum(found.values()) - min(passing)
+
+    @property
+    def host_total_bytes(self) -> int:
+        return sum(self.host_bytes.values())
+
+
+class MemoryPlanner:
+    """Works out what one model needs under different settings.
+
+    Args:
+        make_model: builds the model; it is called on fake tensors, so nothing is allocated.
+        make_batch: makes a micro-batch of so many samples; None leaves activations out.
+    """
+
+    def __init__(
+        self, make_model: Callable[[], nn.Module], make_batch: MakeBatch | None = None
+    ) -> None:
+        self._make_model = make_model
+        self._make_batch = make_batch
+        self._traces: dict[tuple[torch.dtype, int, bool], MicroStepTrace] = {}
+
+    def estimate(
+        self, config: EngineConfig, world_size: int, *, recomputed: bool = False
+    ) -> MemoryEstimate:
+        """One setting.
+
+        Args:
+            recomputed: activation checkpointing of every block (what stage 3 gathers as one).
+
+        Raises:
+            ConfigError: the config does not fit the world, or the model cannot be traced.
+        """
+        zero = config.zero_optimization
+        stage = STAGES[zero.stage].for_world_size(world_size, moves=_is_offloaded(zero))
+        precision = choose_precision(config, torch.device("cpu"))
+        with fake_tensors():
+            model = self._make_model()
+            trains = any(one.requires_grad for one in model.parameters())
+            found = find_param_groups(model, None, None) if trains else freeze_all_params(model)
+            groups = regroup_for_optimizer(config.optimizer, model, found)
+            params = name_params(model, groups.group_of)
+            plans = plan_units(model, params, config, stage, world_size)
+        itemsizes = state_itemsizes(config.optimizer, groups.options)
+        shape = MemoryInputs(
+            stage, precision, itemsizes, NUM_GRAD_BUFFERS, config.rayzero.slots, zero
+        )
+        resting = persistent_bytes(plans, shape)
+        device, host, disk = dict(resting.device), dict(resting.host), dict(resting.disk)
+        device |= communication_bytes(plans, config, stage, precision, world_size, NUM_GRAD_BUFFERS)
+        planned = {param for plan in plans for param in plan.params}
+        device["model_weights"] = device.get("model_weights", 0) + sum(
+            one.param.numel() * precision.model_dtype(one.param.dtype).itemsize
+            for one in params
+            if one.param not in planned
+        )
+        if self._make_batch is None:
+            return MemoryEstimate(config, recomputed, device, host, disk)
+        micro_batch = resolve_batch_sizes(config, world_size).micro_batch
+        key = precision.model_dtype(torch.float32), micro_batch, recomputed
+        if key not in self._traces:
+            self._traces[key] = self._trace_setting(precision, micro_batch, recomputed)
+        traced = self._traces[key]
+        device["activations"] = traced.activation_bytes
+        return MemoryEstimate(config, recomputed, device, host, disk, traced.flops)
+
+    def _trace_setting(
+        self, precision: Precision, micro_batch: int, recomputed: bool
+    ) -> MicroStepTrace:
+        if self._make_batch is None:
+            raise RuntimeError("there is no batch to trace with")
+        with fake_tensors():
+            model = self._make_model()
+            blocks = _innermost_blocks(model) if recomputed else []
+            return trace_micro_step(model, precision, self._make_batch(micro_batch), blocks)
+
+
+def _is_offloaded(zero: ZeroConfig) -> bool:
+    """Whether shards rest in other memory than the device's."""
+    return zero.offload_optimizer.device != "none" or zero.offload_param.device != "none"
+
+
+def _innermost_blocks(model: nn.Module) -> list[nn.Module]:
+    """What is gathered as one at stage 3, but for what lies around others."""
+    params = name_params(model, {})
+    found = {plan.module for plan in plan_blocks(model, params, (), 1) if plan.module is not None}
+    return [
+        one for one in found if not any(sub in found for sub in one.modules() if sub is not one)
+    ]
+
+
+RESERVED_FRACTION = 0.1
+"""The share of a GPU's memory that is left for its context, NCCL, and an allocator's gaps."""
+
+
+@dataclass(frozen=True)
+class PlanSetting:
+    """One way to run: a stage, what is offloaded, and whether blocks are computed again."""
+
+    stage: int
+    recomputed: bool = False
+    offload_optimizer: bool = False
+    offload_param: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [f"stage {self.stage}"]
+        parts += ["activation checkpointing"] * self.recomputed
+        parts += ["optimizer on the CPU"] * self.offload_optimizer
+        parts += ["parameters on the CPU"] * self.offload_param
+        return ", ".join(parts)
+
+    def apply_to(self, document: dict[str, Any]) -> EngineConfig:
+        """A config with this setting in the place of its own."""
+        zero = document.get("zero_optimization")
+        zero = dict(zero) if isinstance(zero, dict) else {}
+        zero["stage"] = self.stage
+        for key, wanted in (
+            ("offload_optimizer", self.offload_optimizer),
+            ("offload_param", self.offload_param),
+        ):
+            zero.pop(key, None)
+            if wanted:
+                zero[key] = {"device": "cpu"}
+        if self.stage < 3 or self.offload_param:  # ways to gather weights on the device
+            for key in ("zero_hpz_partition_size", "zero_quantized_weights"):
+                zero.pop(key, None)
+        config = parse_config({**document, "zero_optimization": zero})
+        resolve_compression(config)
+        return config
+
+
+CANDIDATE_SETTINGS = (
+    PlanSetting(0),
+    PlanSetting(1),
+    PlanSetting(2),
+    PlanSetting(3),
+    PlanSetting(2, recomputed=True),
+    PlanSetting(3, recomputed=True),
+    PlanSetting(2, recomputed=True, offload_optimizer=True),
+    PlanSetting(3, recomputed=True, offload_optimizer=True),
+    PlanSetting(3, recomputed=True, offload_optimizer=True, offload_param=True),
+)
+"""In the order of what they cost a step: the first that fits is the one to take."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A setting, what it needs, and whether that fits; `fits` is None when no limit was given."""
+
+    setting: PlanSetting
+    estimate: MemoryEstimate
+    fits: bool | None
+
+
+def evaluate_settings(
+    planner: MemoryPlanner, document: dict[str, Any], world_size: int, gpu_bytes: int | None = None
+) -> list[SearchResult]:
+    """Every setting that the config can be had with, cheapest step first.
+
+    Args:
+        document: an engine config; its stage and offload are replaced.
+        gpu_bytes: the memory of one GPU; of which `RESERVED` is kept free.
+
+    Raises:
+        ConfigError: the config is wrong, does not fit the world, or the model cannot be traced.
+    """
+    found: list[SearchResult] = []
+    for setting in CANDIDATE_SETTINGS:
+        try:
+            config = setting.apply_to(document)
+        except ConfigError:
+            if setting is CANDIDATE_SETTINGS[-1] and not found:
+                raise
+            continue  # 1-bit Adam, for one, is of stage 0
+        estimate = planner.estimate(config, world_size, recomputed=setting.recomputed)
+        fits = None
+        if gpu_bytes is not None:
+            fits = estimate.device_total_bytes <= (1 - RESERVED_FRACTION) * gpu_bytes
+        found.append(SearchResult(setting, estimate, fits))
+    return found
+
+
+def first_fit(found: list[SearchResult]) -> SearchResult | None:
+    """The one to take; None when nothing fits, or no limit was given."""
+    return next((one for one in found if one.fits), None)

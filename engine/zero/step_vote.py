@@ -1,0 +1,119 @@
+"""Norm / finiteness / loss / requests all-reduce; which parameter overflowed.
+
+The one small all-reduce of a step: gradient norm, finiteness, loss and wishes share it.
+
+Which parameter's gradient is not finite: asked only when a run cannot go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.errors import EngineError
+from rayzero.engine.session import NO_REQUESTS, StepRequests
+from rayzero.engine.zero.unit import Unit
+
+
+@dataclass(frozen=True)
+class StepVote:
+    """What the ranks found together; equal on all of them.
+
+    Attributes:
+        grad_norm: the L2 norm of the summed gradient, before clipping.
+        loss: the mean loss over the global batch.
+        agreed: the ranks' wishes, counted.
+    """
+
+    grad_norm: float
+    loss: float
+    agreed: StepRequests = NO_REQUESTS
+
+    @property
+    def finite(self) -> bool:
+        return isfinite(self.grad_norm)
+
+    def clip_factor(self, max_norm: float) -> float:
+        """What gradients are multiplied by, as in `torch.nn.utils.clip_grad_norm_`."""
+        return min(1.0, max_norm / (self.grad_norm + 1e-6)) if max_norm else 1.0
+
+
+def vote_on_step(
+    parts: Iterable[Tensor],
+    loss: Tensor,
+    factor: float,
+    collectives: Collectives,
+    wishes: StepRequests = NO_REQUESTS,
+) -> StepVote:
+    """Agrees on a step.
+
+    Args:
+        parts: this rank's parts of the summed gradients; over all ranks, each element once.
+        loss: this rank's weighted loss, a scalar; the ranks' add up to the mean.
+        factor: what the gradients are still to be multiplied by.
+        wishes: this rank's.
+    """
+    norm = _l2_norm(list(parts)).to(loss.device)  # gradients may rest in host memory
+    found = torch.stack((norm.double().square(), loss.detach().double()))
+    ballot = torch.cat((found, found.new_tensor(wishes.to_scalars())))
+    collectives.all_reduce_scalars(ballot)
+    square, mean, *sums = ballot.tolist()
+    agreed = StepRequests.from_sums(sums, collectives.world_size)
+    return StepVote(grad_norm=factor * square**0.5, loss=mean, agreed=agreed)
+
+
+def _l2_norm(parts: list[Tensor]) -> Tensor:
+    """The L2 norm of all parts; of 16-bit ones in float32, because in fp16 it would overflow."""
+    narrow = [part for part in parts if part.dtype.itemsize < 4]
+    if not narrow:
+        return get_total_norm(parts)
+    wide = [part for part in parts if part.dtype.itemsize >= 4]
+    return get_total_norm([*wide, *torch._foreach_norm(narrow, 2.0, torch.float32)])
+
+
+def nonfinite_error(units: Sequence[Unit], collectives: Collectives, scale: float) -> EngineError:
+    """The error of an overflow at the lowest loss scale; the same on every rank. Collective."""
+    found = _first_nonfinite_param(units, collectives)
+    if found is None:
+        where = "the norm of the gradients is not finite, though every element is"
+    else:
+        unit, param = found
+        where = f"the gradient of {param!r}, in the unit {unit!r}, has inf or nan"
+    return EngineError(
+        f"an overflow at the lowest loss scale, {scale:g}: {where}",
+        allowed="gradients that are finite at fp16.min_loss_scale. A lower scale cannot help "
+        "when the loss itself is inf or nan, or an activation exceeds 65504",
+        fix='"bf16": {"enabled": true} instead of fp16, where the hardware has it; a lower '
+        "learning rate or gradient_clipping; or a look at the batch and the loss of this step",
+    )
+
+
+def _first_nonfinite_param(
+    units: Sequence[Unit], collectives: Collectives
+) -> tuple[str, str] | None:
+    """The unit and the parameter that backward reached first, out of those that are not finite.
+
+    Units are in the order of backward; inside one, its last parameter comes first.
+    """
+    rank, named, counts = collectives.rank, [], list[Tensor]()
+    for unit in units:
+        if unit.grads is None:
+            continue
+        own = unit.grads.norm_part(unit.shard)
+        bad = torch.zeros(len(unit.layout.params), dtype=torch.float64, device=own.device)
+        for piece in unit.layout.ranges_in_shard(rank):
+            part = own[piece.shard_start : piece.shard_start + piece.numel]
+            bad[piece.param] = (~part.isfinite()).sum()
+        counts.append(bad.flip(0))
+        named += [(unit.name, spec.name) for spec in reversed(unit.layout.params)]
+    if not counts:
+        return None
+    totals = torch.cat(counts)
+    collectives.all_reduce_scalars(totals)
+    return next((name for name, total in zip(named, totals.tolist(), strict=True) if total), None)

@@ -1,0 +1,234 @@
+"""Live bar, plain lines, JSON lines.
+
+What the user sees of a job: a live bar on a terminal, plain lines or JSON lines elsewhere.
+
+Lines for a file or a pipe, of which a person can follow a job.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
+from functools import partial
+from time import monotonic
+from typing import Any, Protocol, TextIO, TypeAlias
+
+import rich.console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.event_text import event_lines, format_step, print_error, summary_lines
+from rayzero.orchestrator.job_events import (
+    Checkpointed,
+    CheckpointFailed,
+    FaultDetected,
+    JobEvent,
+    JobWarning,
+    MetricsServed,
+    Repaired,
+    Resized,
+    Resumed,
+    RunAdopted,
+    StateEntered,
+    WorkersReady,
+)
+from rayzero.orchestrator.progress import StepRecord
+from rayzero.orchestrator.results import JobResult
+from rayzero.workers.chaos.spec import FaultFired
+from rayzero.workers.messages import LogLine
+
+WriteLine: TypeAlias = Callable[[str], None]
+
+
+class PlainConsole:
+    """Lines for a file or a pipe: a step now and then, everything else as it comes."""
+
+    def __init__(
+        self,
+        write: WriteLine,
+        every_s: float = 5.0,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._write = write
+        self._step_interval_s = every_s
+        self._clock = clock
+        self._steps: int | None = None
+        self._next_print_s = 0.0
+        self._unprinted_step: StepRecord | None = None
+
+    def start(self, name: str, steps: int | None) -> None:
+        self._steps = steps
+        self._write(f"job {name}")
+
+    def on_event(self, notice: JobEvent) -> None:
+        if isinstance(notice, StepRecord):
+            self._unprinted_step = notice
+            if self._clock() >= self._next_print_s:
+                self._next_print_s = self._clock() + self._step_interval_s
+                self._print_step()
+        else:
+            if isinstance(notice, StateEntered):
+                self._print_step()
+            for line in event_lines(notice):
+                self._write(line)
+
+    def finish_ok(self, result: JobResult) -> None:
+        for line in summary_lines(result):
+            self._write(line)
+
+    def finish_error(self, error: RayzeroError) -> None:
+        self._print_step()
+        print_error(error)
+
+    def _print_step(self) -> None:
+        if self._unprinted_step is not None:
+            total = f"/{self._steps}" if self._steps else ""
+            self._write(
+                f"step {self._unprinted_step.step}{total} | {format_step(self._unprinted_step)}"
+            )
+            self._unprinted_step = None
+
+
+class Console(Protocol):
+    """An observer that also tells how the job ended. `see` is called in another thread."""
+
+    def start(self, name: str, steps: int | None) -> None:
+        """A job of that name begins; None: nobody knows of how many steps."""
+
+    def on_event(self, notice: JobEvent) -> None:
+        """As `JobObserver.see`."""
+
+    def finish_ok(self, result: JobResult) -> None:
+        """The job's end, well."""
+
+    def finish_error(self, error: RayzeroError) -> None:
+        """The job's end, badly."""
+
+
+@contextmanager
+def console_for(as_json: bool) -> Iterator[Console]:
+    """The console of a process whose stdout is the job's: what others print goes to stderr."""
+    stdout = sys.stdout
+    with redirect_stdout(sys.stderr):
+        if as_json:
+            yield JsonConsole(_line_writer(stdout))
+        else:
+            with open_console(stdout) as console:
+                yield console
+
+
+@contextmanager
+def open_console(out: TextIO) -> Iterator[Console]:
+    """A live bar on a terminal, taken down at the end of the `with`; plain lines elsewhere."""
+    if out.isatty():
+        bar = LiveConsole(rich.console.Console(file=out))
+        try:
+            yield bar
+        finally:
+            bar.stop()
+    else:
+        yield PlainConsole(_line_writer(out))
+
+
+def _line_writer(out: TextIO) -> WriteLine:
+    return partial(print, file=out, flush=True)
+
+
+class LiveConsole:
+    """A progress bar that stays at the bottom; lines are printed above it."""
+
+    def __init__(self, terminal: rich.console.Console) -> None:
+        self._terminal = terminal
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(compact=True),
+            console=terminal,
+            refresh_per_second=4,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._task = self._bar.add_task("", total=None, text="")
+        self._name = ""
+
+    def start(self, name: str, steps: int | None) -> None:
+        self._name = name
+        self._bar.update(self._task, total=steps, description=f"{name}: pending")
+        self._bar.start()
+
+    def on_event(self, notice: JobEvent) -> None:
+        if isinstance(notice, StepRecord):
+            self._bar.update(self._task, completed=notice.step, text=format_step(notice))
+            return
+        if isinstance(notice, StateEntered):
+            self._bar.update(self._task, description=f"{self._name}: {notice.state}")
+            return
+        for line in event_lines(notice):
+            self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def finish_ok(self, result: JobResult) -> None:
+        self.stop()
+        for line in summary_lines(result):
+            self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def finish_error(self, error: RayzeroError) -> None:
+        self.stop()
+        print_error(error)
+
+    def stop(self) -> None:
+        self._bar.stop()
+
+
+class JsonConsole:
+    """One JSON object a line on stdout; the last is the summary or the error."""
+
+    def __init__(self, write: WriteLine) -> None:
+        self._write = write
+
+    def start(self, name: str, steps: int | None) -> None:
+        self._emit("job", {"name": name, "steps": steps})
+
+    def on_event(self, notice: JobEvent) -> None:
+        match notice:
+            case StepRecord():
+                self._emit("step", asdict(notice) | {"tokens_per_s": notice.tokens_per_s})
+            case StateEntered():
+                self._emit("state", asdict(notice))
+            case WorkersReady():
+                self._emit("workers", asdict(notice))
+            case LogLine():
+                self._emit("log", asdict(notice))
+            case JobWarning():
+                self._emit("warning", asdict(notice))
+            case Repaired() | Resized():
+                self._emit(_EVENT_NAMES[type(notice)], asdict(notice) | {"total_s": notice.total_s})
+            case _:
+                self._emit(_EVENT_NAMES[type(notice)], asdict(notice))
+
+    def finish_ok(self, result: JobResult) -> None:
+        self._emit("summary", result.metrics)
+
+    def finish_error(self, error: RayzeroError) -> None:
+        self._emit("error", {"kind": type(error).__name__, "text": str(error)})
+        print_error(error)
+
+    def _emit(self, event: str, fields: dict[str, Any]) -> None:
+        self._write(json.dumps({"event": event, **fields}))
+
+
+_EVENT_NAMES: dict[type[JobEvent], str] = {
+    Resumed: "resumed",
+    MetricsServed: "serving",
+    RunAdopted: "adopted",
+    FaultDetected: "fault",
+    FaultFired: "injected",
+    Repaired: "repaired",
+    Resized: "resized",
+    Checkpointed: "checkpoint",
+    CheckpointFailed: "checkpoint_failed",
+}

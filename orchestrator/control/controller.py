@@ -1,0 +1,278 @@
+"""The shell around the pure machine: feeds it events, and has its instructions carried out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rayzero.engine.config import parse_config
+from rayzero.engine.errors import RayzeroError, first_line
+from rayzero.orchestrator import events as do
+from rayzero.orchestrator import events as ev
+from rayzero.orchestrator.control.chaos import ClusterFaultInjector
+from rayzero.orchestrator.control.checkpoints import CheckpointWriter
+from rayzero.orchestrator.control.context import Dependencies, JobContext, WorkerUnavailableError
+from rayzero.orchestrator.control.elastic import ElasticScaler
+from rayzero.orchestrator.control.failures import FailureHandler, StragglerMonitor
+from rayzero.orchestrator.control.generation import RecoveryTimer
+from rayzero.orchestrator.control.hang_detector import HangDetector
+from rayzero.orchestrator.control.inbox import MessageDispatcher, WorkerInbox
+from rayzero.orchestrator.control.lifecycle import JobShutdown, adopt_run
+from rayzero.orchestrator.control.reconfigure import Reconfiguration
+from rayzero.orchestrator.control.replication import Replication
+from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
+from rayzero.orchestrator.events import State
+from rayzero.orchestrator.interfaces import InjectFaults, JobCommand, ScaleWorkers
+from rayzero.orchestrator.job_events import StateEntered, WorkersReady
+from rayzero.orchestrator.job_file import check_batch_sizes
+from rayzero.orchestrator.journal.run_history import RunHistory
+from rayzero.orchestrator.machine import apply_event
+from rayzero.orchestrator.plan import JobPlan
+from rayzero.orchestrator.results import (
+    JobResult,
+    JobStatus,
+    JobTotals,
+    remove_summary,
+    summarize,
+    summary_path,
+    write_summary,
+)
+from rayzero.workers.messages import WorkerInfo
+
+
+class Controller:
+    """Runs one job, once, from one event loop.
+
+    The rooms do the work, in background tasks: `run` does not return before all of them are
+    cancelled, and the workers and vaults released.
+    """
+
+    def __init__(self, plan: JobPlan, ports: Dependencies, past: RunHistory | None = None) -> None:
+        """
+        Args:
+            past: of a lost run that is to be gone on with.
+        """
+        desk = self._context = JobContext(plan, ports, self._on_task_error)
+        repairs = self._recovery_timer = RecoveryTimer()
+        self._failures = FailureHandler(desk, repairs)
+        self._vaults = VaultManager(desk, self._on_process_died)
+        self._checkpoints = CheckpointWriter(desk)
+        keeping = Replication(desk, self._checkpoints)
+        self._reconfiguration = Reconfiguration(
+            desk, self._failures, self._vaults, repairs, self._checkpoints.newest
+        )
+        speeds = self._stragglers = StragglerMonitor(desk)
+        self._fault_injector = ClusterFaultInjector(desk)
+        self._checkpoints.on_committed = self._fault_injector.on_checkpoint_committed
+        vaults, chaos = self._vaults, self._fault_injector
+        hearing = MessageDispatcher(desk, self._failures, keeping, speeds, repairs, vaults, chaos)
+        self._inbox = WorkerInbox(desk, hearing.dispatch, self._failures.on_worker_lost)
+        self._reconfiguration.before_form = self._before_form
+        self._hang_detector = HangDetector(desk, self._inbox, self._failures)
+        self._scaler = ElasticScaler(
+            desk, self._failures, self._vaults, self._reconfiguration, self._inbox
+        )
+        self._shutdown = JobShutdown(desk, self._reconfiguration, self._vaults, self._checkpoints)
+        self._error: RayzeroError | None = None
+        self._summary: dict[str, Any] = {}
+        self._started_at_s = desk.now_s()
+        if past is not None:
+            self._started_at_s = adopt_run(desk, past, self._failures, repairs, self._checkpoints)
+
+    async def run(self) -> JobResult:
+        """Runs the job to its end.
+
+        Raises:
+            JobFailedError, ConfigError: the job failed.
+            JobStoppedError: it was stopped.
+        """
+        desk = self._context
+        remove_summary(desk.plan.output_dir)
+        self.post_event(ev.Submitted())
+        try:
+            while not desk.job.state.is_final:
+                await self._handle_event(await desk.events.get())
+        finally:
+            await self._release()
+        return self._result()
+
+    def post_event(self, event: ev.Event) -> None:
+        """Hands the machine an event. From another thread: `loop.call_soon_threadsafe(feed, e)`."""
+        self._context.post_event(event)
+
+    async def execute(self, wish: JobCommand) -> str:
+        """Does what somebody wants of the running job; what comes of it, in words.
+
+        Raises:
+            ConfigError: it cannot be.
+        """
+        match wish:
+            case ScaleWorkers(least, most):
+                return self.scale(least, most)
+            case InjectFaults(faults):
+                return await self._fault_injector.inject(faults)
+
+    def scale(self, least: int, most: int) -> str:
+        """Other limits for the number of workers; what comes of it, in words.
+
+        Raises:
+            ConfigError: the engine config has no room for one of these numbers.
+        """
+        desk = self._context
+        if isinstance(engine := desk.plan.spec.engine, dict):
+            check_batch_sizes(parse_config(engine), least, most)
+        self._scaler.set_limits(least, most)
+        desk.deps.note("scaled", least=least, most=most)
+        name, now = desk.plan.spec.name, self._world_size
+        return f"{name}: {least} to {most} workers; now {now}"
+
+    def status(self) -> JobStatus:
+        """How the job stands."""
+        desk = self._context
+        spec, now_s = desk.plan.spec, time.time()
+        return JobStatus(
+            name=spec.name,
+            state=desk.job.state,
+            step=desk.progress.steps,
+            steps=spec.steps,
+            generation=desk.job.generation,
+            world_size=self._world_size,
+            workers_min=desk.registry.limits.min,
+            workers_max=desk.registry.limits.max,
+            loss=desk.progress.last_loss,
+            began_at_s=now_s - (desk.now_s() - self._started_at_s),
+            at_s=now_s,
+            faults=self._failures.counts_by_cause(),
+            repairs=self._recovery_timer.repairs,
+            checkpoint_step=self._checkpoints.newest_step,
+            error="" if self._error is None else first_line(self._error),
+        )
+
+    @property
+    def _world_size(self) -> int:
+        return self._context.generation.world_size
+
+    def _before_form(self, workers: Sequence[WorkerInfo]) -> tuple[float, ...]:
+        """A generation of these workers, by rank, is about to begin; its shares of a step."""
+        self._inbox.start_generation()
+        return self._stragglers.start_generation(workers)
+
+    async def _handle_event(self, event: ev.Event) -> None:
+        desk = self._context
+        before = desk.job.state
+        desk.job, orders = apply_event(desk.job, event)
+        if isinstance(event, ev.FaultFatal) and desk.job.state is State.FAILED:
+            self._error = self._error or event.error
+        if isinstance(event, ev.ResizeRequested) and desk.job.state is State.RESIZING:
+            self._recovery_timer.resize_requested(event.reason, self._world_size, desk.now_s())
+        if desk.job.state is not before:
+            desk.emit(StateEntered(desk.job.state, desk.job.generation, self._world_size))
+            self._journal_transition(event)
+            desk.changed.notify()
+        for order in orders:
+            await self._execute_instruction(order)
+
+    def _journal_transition(self, event: ev.Event) -> None:
+        job = self._context.job
+        self._context.deps.note(
+            "moved",
+            state=job.state,
+            event=type(event).__name__,
+            generation=job.generation,
+            world_size=self._world_size,
+            step=self._context.progress.steps,
+        )
+
+    async def _execute_instruction(self, order: do.Instruction) -> None:
+        match order:
+            case do.PlaceWorkers():
+                self._context.tasks.spawn(self._place_workers())
+            case do.FenceGeneration(passage):
+                self._reconfiguration.fence(passage)
+            case do.DrainGeneration(passage):
+                self._reconfiguration.drain(passage)
+            case do.SelectRecoveryStep(passage):
+                self._reconfiguration.select_step(passage)
+            case do.SelectMembers(passage):
+                self._reconfiguration.select_members(passage)
+            case do.FormGeneration(generation, passage):
+                self._reconfiguration.rendezvous(generation, passage)
+            case do.ReleaseNotChosen():
+                self._scaler.release_not_chosen()
+            case do.StopTraining():
+                self._shutdown.start()
+            case do.ReleaseWorkers():
+                await self._release()
+            case do.WriteSummary():
+                self._write_summary()
+
+    async def _place_workers(self) -> None:
+        desk = self._context
+        # First: what cannot be begun needs no workers, and they look the record of faults up.
+        self._fault_injector.start(resumed=await self._checkpoints.resolve_resume())
+        workers = await desk.deps.workers.start_workers(desk.plan.resources)
+        await self._vaults.ensure_open(worker.node_id for worker in workers)
+        desk.registry.add(workers)
+        desk.emit(WorkersReady(workers))
+        self._inbox.start(worker.index for worker in workers)
+        self._scaler.start()
+        desk.tasks.spawn(self._hang_detector.run())
+        self.post_event(ev.WorkersPlaced())
+
+    async def _release(self) -> None:
+        """In this order, so that nothing is done any more with what goes."""
+        await self._context.tasks.cancel_all()
+        await self._context.deps.workers.release()
+        await self._context.deps.vaults.release()
+
+    def _on_process_died(self, worker: int) -> None:
+        """A vault saw a worker's process end; what it said before counts."""
+        self._inbox.deliver(worker)
+        self._failures.on_worker_lost(worker, "")
+
+    def _on_task_error(self, error: Exception) -> None:
+        """Whatever goes wrong in a background task becomes an event, never silence."""
+        if isinstance(error, WorkerUnavailableError):
+            self._failures.on_worker_lost(error.worker, error.cause)
+        elif isinstance(error, RayzeroError):
+            self.post_event(ev.FaultFatal(error))
+        else:
+            self.post_event(ev.FaultFatal(_internal_error(error)))
+
+    def _write_summary(self) -> None:
+        desk = self._context
+        totals = JobTotals(
+            name=desk.plan.spec.name,
+            world_size=self._world_size,
+            stage=desk.plan.stage,
+            seconds=desk.now_s() - self._started_at_s,
+            return_value=desk.generation.return_value,
+            history={
+                "faults": self._failures.counts_by_cause(),
+                "repairs": self._recovery_timer.repairs,
+                "steps_redone": self._recovery_timer.steps_redone,
+                "checkpoints": {
+                    "written": self._checkpoints.written,
+                    "failed": self._checkpoints.failed,
+                },
+            },
+        )
+        self._summary = summarize(totals, desk.progress)
+        write_summary(desk.plan.output_dir, self._summary)
+
+    def _result(self) -> JobResult:
+        desk = self._context
+        name = desk.plan.spec.name
+        if desk.job.state is State.SUCCEEDED:
+            return JobResult(name, self._summary, summary_path(desk.plan.output_dir))
+        if self._error is not None:
+            raise self._error
+        raise JobStoppedError(f"job {name!r} was stopped after step {desk.progress.steps}")
+
+
+def _internal_error(error: Exception) -> JobFailedError:
+    return JobFailedError(
+        f"rayzero itself failed: {type(error).__name__}: {error}", fix="please report this"
+    )

@@ -1,0 +1,110 @@
+"""Stop with a last checkpoint; adopt a lost run.
+
+The way to an end by wish: unwind, keep what was trained, be gone in time.
+
+Goes on with a run that lost its controller, with its numbers, budgets and history.
+"""
+
+from __future__ import annotations
+
+import time
+
+from rayzero.orchestrator import events as ev
+from rayzero.orchestrator.control.checkpoints import CheckpointWriter
+from rayzero.orchestrator.control.context import JobContext
+from rayzero.orchestrator.control.failures import FailureHandler
+from rayzero.orchestrator.control.generation import RecoveryTimer
+from rayzero.orchestrator.control.reconfigure import Reconfiguration
+from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.events import JobState
+from rayzero.orchestrator.job_events import RunAdopted
+from rayzero.orchestrator.journal.run_history import RunHistory, faults_on_clock
+from rayzero.orchestrator.policies.membership import WorkerLimits
+from rayzero.orchestrator.policies.recovery import newest_complete_in_vaults
+
+UNWIND_TIMEOUT_S = 4.0
+"""How long the training functions may take to unwind before their processes are killed."""
+
+
+class JobShutdown:
+    """With checkpoints on, a stop ends with one more, within `checkpoint.notice_s` in all."""
+
+    def __init__(
+        self,
+        desk: JobContext,
+        passage: Reconfiguration,
+        vaults: VaultManager,
+        checkpoints: CheckpointWriter,
+    ) -> None:
+        self._context = desk
+        self._reconfiguration = passage
+        self._vaults = vaults
+        self._checkpoints = checkpoints
+
+    def start(self) -> None:
+        self._reconfiguration.cancel()
+        keeps = self._context.plan.worker_spec.mirror.checkpoint_every_steps is not None
+        self._context.tasks.spawn(self._stop_with_checkpoint() if keeps else self._stop())
+
+    async def _stop(self) -> None:
+        self._unwind(softly=not self._context.generation.fenced)
+        await self._wait_unwound(UNWIND_TIMEOUT_S)
+        self._post_outcome()
+
+    async def _stop_with_checkpoint(self) -> None:
+        desk, generation = self._context, self._context.generation
+        notice_s = desk.plan.spec.checkpoint.notice_s
+        until_s = desk.now_s() + notice_s
+        if generation.all_restored and not generation.fenced:
+            drained = desk.deps.workers.drain(generation.active, generation.number)
+            desk.tasks.spawn(desk.await_replies(drained))
+            # Half of the time for the step at hand; none of it when a rank is lost on the way,
+            # because its peers would only wait for it.
+            await desk.wait_for(
+                notice_s / 2, lambda: generation.all_left or bool(generation.pending_faults)
+            )
+        self._unwind(softly=False)
+        await self._wait_unwound(min(UNWIND_TIMEOUT_S, until_s - desk.now_s()))
+        newest = newest_complete_in_vaults(await self._vaults.inventory())
+        if newest is not None and not self._checkpoints.covers(newest.step):
+            await self._checkpoints.write_final(newest.slots, until_s - desk.now_s())
+        self._post_outcome()
+
+    def _unwind(self, *, softly: bool) -> None:
+        """Has everyone leave who has not left yet."""
+        generation = self._context.generation
+        generation.fenced = True
+        self._reconfiguration.interrupt_members(generation.active, softly=softly)
+
+    async def _wait_unwound(self, limit_s: float) -> bool:
+        generation = self._context.generation
+        return await self._context.wait_for(limit_s, lambda: generation.all_left)
+
+    def _post_outcome(self) -> None:
+        if not self._context.generation.all_left:
+            self._context.post_event(ev.StopTimedOut())
+        else:
+            self._context.post_event(ev.TrainingStopped())
+
+
+def adopt_run(
+    desk: JobContext,
+    past: RunHistory,
+    faults: FailureHandler,
+    repairs: RecoveryTimer,
+    checkpoints: CheckpointWriter,
+) -> float:
+    """Before anything else is done; when the run began, by the controller's clock."""
+    now_s, unix_s = desk.now_s(), time.time()
+    desk.job = JobState(generation=past.generation)
+    desk.progress.steps = past.step  # what is behind the checkpoint will count as done again
+    checkpoints.written += past.checkpoints_written
+    checkpoints.failed += past.checkpoints_failed
+    repairs.resizes += past.resizes
+    faults.history += faults_on_clock(past, now_s, unix_s)
+    repairs.repairs += past.total_repairs
+    repairs.steps_redone += past.steps_redone
+    if past.scaled_limits is not None:
+        desk.registry.limits = WorkerLimits(*past.scaled_limits, desk.registry.limits.spares)
+    desk.emit(RunAdopted(past.step, past.generation, unix_s - past.last_at_s))
+    return now_s - (unix_s - past.began_at_s)

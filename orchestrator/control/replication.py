@@ -1,0 +1,117 @@
+"""What becomes of pinned steps: a checkpoint, copies in other nodes' vaults, and an end."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from itertools import count
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.aio import with_timeout
+from rayzero.orchestrator.control.checkpoints import CheckpointWriter, PinnedStep, PinnedSteps
+from rayzero.orchestrator.control.context import COMMAND_TIMEOUT_S, JobContext
+from rayzero.orchestrator.interfaces import VaultLostError
+from rayzero.orchestrator.job_events import JobWarning
+from rayzero.orchestrator.policies.recovery import replica_targets
+from rayzero.workers.messages import Pinned
+from rayzero.workers.vault.records import SlotRef
+
+COPY_TIMEOUT_S = 600.0
+"""How long a vault may take to copy what it is to hold for another node."""
+
+
+RETRY_BACKOFF_S = (1.0, 4.0, 16.0, 60.0)
+"""How long to wait before each further try to copy to another node; the last from then on."""
+
+
+class Replication:
+    """Owns the work on pinned steps. It goes on through repairs: a pinned step stays as it is."""
+
+    def __init__(self, desk: JobContext, checkpoints: CheckpointWriter) -> None:
+        self._context = desk
+        self._checkpoints = checkpoints
+        self._pins = PinnedSteps()
+        self._in_progress = 0
+
+    def on_pinned(self, worker: int, message: Pinned) -> None:
+        """A rank pinned a step."""
+        desk = self._context
+        generation = desk.generation
+        if message.generation != generation.number or not desk.registry.is_alive(worker):
+            return  # of a generation that is over: freed with all of its pins
+        node_id = desk.registry.info(worker).node_id
+        pin = self._pins.add_rank(message, node_id, generation.world_size)
+        if pin is not None:
+            self._in_progress += 1
+            desk.tasks.spawn(self._process(pin))
+
+    def on_step_finished(self, generation: int) -> None:
+        """A step was finished by all ranks of a generation."""
+        remote = self._context.replicates
+        self._context.deps.probe.sends(remote)
+        self._pins.generation_started(generation, remote=remote)
+        self._release()
+
+    async def wait_idle(self) -> None:
+        """Returns once nothing is in work."""
+        await self._context.changed.wait_until(lambda: self._in_progress == 0)
+
+    async def _process(self, pin: PinnedStep) -> None:
+        remote = self._context.replicates
+        copying = [self._replicate(pin)] if remote else []
+        storing = [self._checkpoints.write_pinned(pin)] if pin.checkpoint else []
+        copied, *_ = await asyncio.gather(*copying, *storing) if copying or storing else (True,)
+        self._in_progress -= 1
+        if remote and not copied:
+            self._pins.copy_failed(pin)
+        else:
+            self._pins.complete(pin, hold=remote)
+        self._release()
+        self._context.changed.notify()
+
+    async def _replicate(self, pin: PinnedStep) -> bool:
+        """Sends each node's slots to the next ones in the ring, for as long as its generation
+        lasts; whether all are there."""
+        desk = self._context
+        wanted = replica_targets(pin.slots, desk.plan.spec.recovery.replicas)
+        nbytes = 0
+        for tries in count():
+            done = await asyncio.gather(
+                *(self._replicate_to(node, s) for node, s in wanted.items())
+            )
+            failed = [one for one in done if isinstance(one, str)]
+            nbytes += sum(one for one in done if isinstance(one, int))
+            if not failed:
+                desk.deps.probe.copied(pin.step, nbytes)
+                return True
+            if pin.generation != desk.generation.number or desk.generation.fenced:
+                break
+            desk.emit(JobWarning(f"step {pin.step} is not on other nodes yet: {failed[0]}"))
+            await desk.deps.clock.sleep(RETRY_BACKOFF_S[min(tries, len(RETRY_BACKOFF_S) - 1)])
+        return False
+
+    async def _replicate_to(self, node: str, slots: list[SlotRef]) -> int | str:
+        """The bytes that were copied; else why it did not work."""
+        desk = self._context
+        try:
+            return await with_timeout(
+                desk.deps.clock, COPY_TIMEOUT_S, desk.deps.vaults.replicate(node, slots)
+            )
+        except TimeoutError:
+            return f"they took longer than {COPY_TIMEOUT_S:g} s"
+        except VaultLostError as lost:
+            return str(lost) or "a vault is gone"
+        except RayzeroError as error:
+            return error.seen
+
+    def _release(self) -> None:
+        for generation, step in self._pins.releasable():
+            for node in self._context.vault_addresses:
+                self._context.tasks.spawn(self._unpin(node, generation, step))
+
+    async def _unpin(self, node: str, generation: int, step: int) -> None:
+        desk = self._context
+        with suppress(VaultLostError, TimeoutError):  # then there is nothing left to free
+            await with_timeout(
+                desk.deps.clock, COMMAND_TIMEOUT_S, desk.deps.vaults.unpin(node, generation, step)
+            )

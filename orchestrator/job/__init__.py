@@ -1,0 +1,1 @@
+"""A job's life in a cluster: its actor, its clients and what is kept of it."""

@@ -1,0 +1,1 @@
+"""Injected faults: their language, and where they strike."""

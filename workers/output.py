@@ -1,0 +1,130 @@
+"""Stdout/stderr tee, outbox.
+
+The messages of one worker on their way to the controller, in order.
+
+A line tee: what the process prints reaches the controller, and its own file as before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import TextIOBase
+from threading import Condition, Lock
+from time import monotonic
+from typing import TextIO
+
+from rayzero.workers.messages import LogLine, StepReport, WorkerMessage
+
+
+class Outbox:
+    """A queue that any thread may fill and that a long poll empties.
+
+    It is bounded in log lines only: when nobody polls, the oldest lines go and are counted.
+    A poll waits a moment after an unhurried message, so that quick steps share a round trip.
+    """
+
+    def __init__(self, max_lines: int = 10_000, linger_s: float = 0.05) -> None:
+        self._messages: deque[WorkerMessage] = deque()
+        self._ready = Condition()
+        self._max_lines = max_lines
+        self._linger_s = linger_s
+        self._line_count = 0
+        self._dropped_lines = 0
+        self._urgent = False
+
+    def post(self, message: WorkerMessage) -> None:
+        with self._ready:
+            if isinstance(message, LogLine):
+                if self._line_count >= self._max_lines:
+                    self._drop_oldest_line()
+                self._line_count += 1
+            self._urgent = self._urgent or not isinstance(message, LogLine | StepReport)
+            self._messages.append(message)
+            self._ready.notify_all()
+
+    def poll(self, timeout_s: float) -> list[WorkerMessage]:
+        """Everything posted so far; waits up to `timeout_s` for the first message."""
+        with self._ready:
+            self._ready.wait_for(lambda: bool(self._messages), timeout_s)
+            until = monotonic() + min(self._linger_s, timeout_s)
+            while self._messages and not self._urgent:
+                if not self._ready.wait(max(0.0, until - monotonic())):
+                    break
+            taken = list(self._messages)
+            self._messages.clear()
+            self._line_count, self._urgent = 0, False
+            dropped, self._dropped_lines = self._dropped_lines, 0
+        if dropped:
+            rank = next(m.rank for m in taken if isinstance(m, LogLine))
+            taken.insert(0, LogLine(rank, "stderr", f"({dropped} earlier lines were dropped)"))
+        return taken
+
+    def _drop_oldest_line(self) -> None:
+        place = next(i for i, m in enumerate(self._messages) if isinstance(m, LogLine))
+        del self._messages[place]
+        self._line_count -= 1
+        self._dropped_lines += 1
+
+
+LineSink = Callable[[str, str], None]  # (stream's name, one line without its end)
+
+
+class LineTee(TextIOBase):
+    """A text stream that writes through to `target` and hands each finished line to `sink`.
+
+    Of a line that was redrawn with carriage returns, as progress bars do, the last state counts.
+    """
+
+    def __init__(self, target: TextIO, name: str, sink: LineSink) -> None:
+        super().__init__()
+        self._target = target
+        self._name = name
+        self._sink = sink
+        self._partial = ""
+        self._lock = Lock()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # a plain attribute in TextIOBase
+        return self._target.encoding
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return self._target.fileno()
+
+    def write(self, text: str) -> int:
+        self._target.write(text)
+        with self._lock:
+            *lines, self._partial = (self._partial + text).split("\n")
+        for line in lines:
+            self._sink(self._name, line.rstrip("\r").rpartition("\r")[2])
+        return len(text)
+
+    def flush(self) -> None:
+        self._target.flush()
+
+    def finish_line(self) -> None:
+        """Hands over what was printed without a line's end."""
+        with self._lock:
+            line, self._partial = self._partial, ""
+        if line:
+            self._sink(self._name, line)
+
+
+@contextmanager
+def tee_output(sink: LineSink) -> Iterator[tuple[LineTee, LineTee]]:
+    """Replaces sys.stdout and sys.stderr by tees for the length of a `with`."""
+    before = sys.stdout, sys.stderr
+    tees = LineTee(before[0], "stdout", sink), LineTee(before[1], "stderr", sink)
+    sys.stdout, sys.stderr = tees
+    try:
+        yield tees
+    finally:
+        sys.stdout, sys.stderr = before
