@@ -1,4 +1,4 @@
-"""Our own source, parsed: what the tests of the house look at."""
+"""The project's own source, parsed, for the tests of the code rules."""
 
 from __future__ import annotations
 
@@ -10,19 +10,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("engine", "workers", "orchestrator")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class Module:
-    """One source file: its dotted name, its lines and its tree."""
+    """One source file: its dotted name, its text and its tree."""
 
     name: str
-    lines: int
+    text: str
     tree: ast.Module
+    is_package: bool = False
+
+    @property
+    def lines(self) -> int:
+        return self.text.count("\n")
+
+    @property
+    def folder(self) -> str:
+        return self.name if self.is_package else self.name.rpartition(".")[0]
 
 
-def parse(name: str, text: str) -> Module:
-    return Module(name, text.count("\n"), ast.parse(text))
+def parse(name: str, text: str, *, is_package: bool = False) -> Module:
+    return Module(name, text, ast.parse(text), is_package)
 
 
 @cache
@@ -54,7 +64,8 @@ def _read(base: Path, named: list[tuple[str, Path]]) -> list[Module]:
     for prefix, path in named:
         parts = [prefix, *path.relative_to(base).with_suffix("").parts]
         name = ".".join(parts).removesuffix(".__init__")
-        found.append(parse(name, path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        found.append(parse(name, text, is_package=path.name == "__init__.py"))
     return found
 
 

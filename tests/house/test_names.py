@@ -1,0 +1,244 @@
+"""Names, file sizes and language: the code reads as plain technical English, one subject a file."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import statistics
+import tokenize
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from tests.house.source import Function, Module, packages, parse
+
+# Most of each that the packages may have.
+LIMITS = {
+    "small files with one importer": 6,
+    "folders that import each other": 0,
+    "import cycles, type-only imports included": 0,
+    "class names used twice": 0,
+    "module names used three times": 3,
+    "retired module names": 0,
+    "phrases": 60,
+    "functions with over 8 arguments": 4,
+    "classes over 40 public names, bases included": 1,
+    "records over 16 fields": 2,
+}
+SMALL_FILE_LINES = 60
+LEAST_MEDIAN_FILE_LINES = 140
+MOST_LINES = 43_000
+
+# Module names that mean nothing to a reader who has not met them.
+_RETIRED = """
+    admission answers asking behind bell blame bounds carrying chronicle codes columns coming
+    crew desk doors elsewhere ending feed found halves hearing judge keeper keeping lasting
+    leaving lines lost mail manners masking neighbours nothing outcome own owners papers passage
+    past pending pins places put randomness reach readings rest resting ring roster seating
+    seats shelf sift small speeds stopping table tally texts together travelling trees trial
+    troubles turns vigil volume vote warmth watch ways whole wholes wire wishes
+"""
+RETIRED = frozenset(_RETIRED.split())
+PHRASES = re.compile(
+    r"\b(told|tells of|at hand|under way|by wish|of our own|of ours|lets? go of|gone on|"
+    r"goes on with|stands? at|whoever|to whom|those who|nobody who|borne with|by chance|is had|"
+    r"can be had|cannot be had|in words|in its words|sets? out|be gone|is there$|breath|"
+    r"whom it concerns)\b",
+    re.IGNORECASE,
+)
+
+Graph = dict[str, set[str]]
+
+
+def import_graph(modules: Sequence[Module]) -> Graph:
+    """What each module imports of the others, inside functions and for type checkers too."""
+    names = {module.name for module in modules}
+    graph: Graph = {}
+    for module in modules:
+        targets = set()
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                submodules = {f"{node.module}.{alias.name}" for alias in node.names} & names
+                targets |= submodules or {node.module or ""}
+        graph[module.name] = (targets & names) - {module.name}
+    return graph
+
+
+def small_files_with_one_importer(modules: Sequence[Module]) -> list[str]:
+    importers = defaultdict(set)
+    for name, targets in import_graph(modules).items():
+        for target in targets:
+            importers[target].add(name)
+    return [
+        f"{module.name}: only {next(iter(importers[module.name]))}"
+        for module in modules
+        if module.lines < SMALL_FILE_LINES
+        and len(importers[module.name]) == 1
+        and not module.is_package
+        and ".deepspeed" not in module.name
+    ]
+
+
+def folders_that_import_each_other(modules: Sequence[Module]) -> list[str]:
+    folders = {module.name: module.folder for module in modules}
+    graph = import_graph(modules)
+    pairs = {
+        (folders[name], folders[other]) for name, targets in graph.items() for other in targets
+    }
+    return sorted(
+        f"{one} <-> {other}"
+        for one, other in pairs
+        if one < other and (other, one) in pairs and not other.startswith(f"{one}.")
+    )
+
+
+def import_cycles(modules: Sequence[Module]) -> list[str]:
+    try:
+        TopologicalSorter(import_graph(modules)).prepare()
+    except CycleError as error:
+        return [" -> ".join(error.args[1])]
+    return []
+
+
+def class_names_used_twice(modules: Sequence[Module]) -> list[str]:
+    homes = defaultdict(list)
+    for module in modules:
+        for node in module.tree.body:
+            public = isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+            if public and ".deepspeed" not in module.name:
+                homes[node.name].append(module.name)
+    return [f"{name}: {', '.join(found)}" for name, found in homes.items() if len(found) > 1]
+
+
+def module_names_used_three_times(modules: Sequence[Module]) -> list[str]:
+    homes = defaultdict(list)
+    for module in modules:
+        if not module.is_package:
+            homes[module.name.rpartition(".")[2]].append(module.name)
+    return [f"{name}: {', '.join(found)}" for name, found in homes.items() if len(found) > 2]
+
+
+def retired_module_names(modules: Sequence[Module]) -> list[str]:
+    return [m.name for m in modules if m.name.rpartition(".")[2] in RETIRED and not m.is_package]
+
+
+def phrases(modules: Sequence[Module]) -> list[str]:
+    """Idiom that is not technical English, in comments and strings."""
+    found = []
+    for module in modules:
+        for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
+            if token.type in (tokenize.COMMENT, tokenize.STRING):
+                hits = PHRASES.findall(token.string)
+                found += [f"{module.name}:{token.start[0]} {hit}" for hit in hits]
+    return found
+
+
+def functions_with_over_8_arguments(modules: Sequence[Module]) -> list[str]:
+    found = []
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, Function):
+                spec = node.args
+                names = [arg.arg for arg in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
+                if len([name for name in names if name not in ("self", "cls")]) > 8:
+                    found.append(f"{module.name}.{node.name}")
+    return found
+
+
+def classes_over_40_public_names(modules: Sequence[Module]) -> list[str]:
+    index = {
+        node.name: node
+        for module in modules
+        for node in module.tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def public(node: ast.ClassDef, seen: frozenset[str]) -> set[str]:
+        names = {part.name for part in node.body if isinstance(part, Function)}
+        for part in ast.walk(node):
+            if isinstance(part, ast.Assign) and part in node.body:
+                names |= {target.id for target in part.targets if isinstance(target, ast.Name)}
+            stored = isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
+            if stored and isinstance(part.value, ast.Name) and part.value.id == "self":
+                names.add(part.attr)
+        for base in node.bases:
+            if isinstance(base, ast.Name) and base.id in index and base.id not in seen:
+                names |= public(index[base.id], seen | {base.id})
+        return {name for name in names if not name.startswith("_")}
+
+    return [name for name, node in index.items() if len(public(node, frozenset({name}))) > 40]
+
+
+def records_over_16_fields(modules: Sequence[Module]) -> list[str]:
+    return [
+        f"{module.name}.{node.name}"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+        and any("dataclass" in ast.dump(decorator) for decorator in node.decorator_list)
+        and sum(isinstance(part, ast.AnnAssign) for part in node.body) > 16
+    ]
+
+
+RULES: dict[str, Callable[[Sequence[Module]], list[str]]] = {
+    "small files with one importer": small_files_with_one_importer,
+    "folders that import each other": folders_that_import_each_other,
+    "import cycles, type-only imports included": import_cycles,
+    "class names used twice": class_names_used_twice,
+    "module names used three times": module_names_used_three_times,
+    "retired module names": retired_module_names,
+    "phrases": phrases,
+    "functions with over 8 arguments": functions_with_over_8_arguments,
+    "classes over 40 public names, bases included": classes_over_40_public_names,
+    "records over 16 fields": records_over_16_fields,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_is_kept(rule: str) -> None:
+    breaches = RULES[rule](packages())
+    assert len(breaches) <= LIMITS[rule], "\n".join(breaches)
+
+
+def test_files_are_neither_too_fine_nor_too_many() -> None:
+    lines = [module.lines for module in packages() if not module.is_package]
+    assert statistics.median(lines) >= LEAST_MEDIAN_FILE_LINES
+    assert sum(lines) <= MOST_LINES
+
+
+@pytest.mark.parametrize(
+    ("rule", "sources"),
+    [
+        ("small files with one importer", {"p.a": "import p.b", "p.b": ""}),
+        (
+            "folders that import each other",
+            {"p.q.a": "import p.r.b", "p.r.b": "import p.q.c", "p.q.c": ""},
+        ),
+        (
+            "import cycles, type-only imports included",
+            {"p.a": "import p.b", "p.b": "def f():\n from p import a"},
+        ),
+        ("class names used twice", {"p.a": "class C: ...", "p.b": "class C: ..."}),
+        ("module names used three times", {"p.m": "", "q.m": "", "r.m": ""}),
+        ("retired module names", {"p.desk": ""}),
+        ("phrases", {"p.a": "# what it was told"}),
+        ("functions with over 8 arguments", {"p.a": "def f(a, b, c, d, e, f, g, h, i): ..."}),
+        (
+            "classes over 40 public names, bases included",
+            {
+                "p.a": "class A:\n" + "".join(f" def a{i}(self): ...\n" for i in range(20)),
+                "p.b": "class B(A):\n" + "".join(f" def b{i}(self): ...\n" for i in range(21)),
+            },
+        ),
+        ("records over 16 fields", {"p.a": "@dataclass\nclass C:\n" + " a: int\n" * 17}),
+    ],
+)
+def test_a_breach_is_seen(rule: str, sources: dict[str, str]) -> None:
+    modules = [parse(name, text) for name, text in sources.items()]
+    found = {name for name, check in RULES.items() if check(modules)}
+    assert rule in found
