@@ -142,9 +142,10 @@ class EventSubscriber:
         while True:
             try:
                 wait_s = LONG_POLL_S + ANSWER_MARGIN_S
-                return reach.call(
+                page: EventPage = reach.call(
                     self._actor, "fetch_events", run, since, LONG_POLL_S, timeout_s=wait_s
-                )  # type: ignore[no-any-return]
+                )
+                return page
             except reach.JobUnavailableError as away:
                 if time.monotonic() > until_s:
                     raise JobFailedError(away.seen) from None
