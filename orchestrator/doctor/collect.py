@@ -69,7 +69,7 @@ class MachineFacts:
         python: of this interpreter, as (3, 11, 7).
         ray: its version; empty if it is not installed.
         shm_bytes: size of /dev/shm; None if there is none.
-        memfd_trouble: why shared memory without a name cannot be made; empty if it can.
+        memfd_error: why shared memory without a name cannot be made; empty if it can.
         open_files: how many this process may have open, and how many it may allow itself.
         stray_token: a Ray token in the home folder turns authentication on, unasked.
     """

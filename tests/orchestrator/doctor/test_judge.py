@@ -101,7 +101,7 @@ BROKEN: dict[str, tuple[SystemFacts, str, Severity, str]] = {
     "empty cluster": (cluster(cpus=0.0), "cluster resources", Severity.WARN, "autoscaler"),
     "leaving nodes": (cluster(leaving=1), "cluster resources", Severity.WARN, "1 of the nodes"),
     "no memfd": (
-        machine(memfd_trouble="memfd_create: no"),
+        machine(memfd_error="memfd_create: no"),
         "shared memory",
         Severity.FAIL,
         "seccomp",
