@@ -141,7 +141,7 @@ def trace_micro_step(
     finally:
         for handle in handles:
             handle.remove()
-    return MicroStepTrace(live.peak, flops.get_total_flops())
+    return MicroStepTrace(live.peak_bytes, flops.get_total_flops())
 
 
 def _cast_model(model: nn.Module, precision: Precision) -> None:

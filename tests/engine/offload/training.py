@@ -21,12 +21,12 @@ Outcome = tuple[list[float], dict[str, Tensor]]
 @contextmanager
 def memory_apart() -> Iterator[None]:
     """A CPU device whose memory is copied from and to, as a GPU's is."""
-    found = plan.link_for
-    plan.link_for = lambda device: CopyingTransfer()
+    original = plan.make_transfer
+    plan.make_transfer = lambda device: CopyingTransfer()
     try:
         yield
     finally:
-        plan.link_for = found
+        plan.make_transfer = original
 
 
 def config(

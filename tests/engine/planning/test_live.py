@@ -12,14 +12,14 @@ def test_what_was_let_go_no_longer_counts_and_views_never_do():
     with LiveBytes([]) as live:
         a = torch.zeros(256)  # 1024 bytes
         b = a.view(16, 16)[1:]
-        assert (live.now, live.peak) == (1024, 1024)
+        assert (live.live_bytes, live.peak_bytes) == (1024, 1024)
         c = a + 1
         del c
-        assert (live.now, live.peak) == (1024, 2048)
+        assert (live.live_bytes, live.peak_bytes) == (1024, 2048)
         del a
-        assert live.now == 1024, "a view keeps its storage"
+        assert live.live_bytes == 1024, "a view keeps its storage"
         del b
-        assert live.now == 0
+        assert live.live_bytes == 0
 
 
 def test_known_tensors_and_in_place_operations_are_free():
@@ -27,7 +27,7 @@ def test_known_tensors_and_in_place_operations_are_free():
     with LiveBytes([known]) as live:
         known.add_(1)
         known.view(2, 128).mul_(2)
-    assert live.peak == 0
+    assert live.peak_bytes == 0
 
 
 def test_what_autograd_saves_counts_until_backward_has_used_it():
@@ -35,11 +35,11 @@ def test_what_autograd_saves_counts_until_backward_has_used_it():
     x = torch.ones(4, 256)
     with LiveBytes([layer.weight, x]) as live:
         y = layer(x).relu()
-        assert live.now == 4 * 256 * 4  # the output of relu, which is what it saves
+        assert live.live_bytes == 4 * 256 * 4  # the output of relu, which is what it saves
         loss = y.sum()
         del y
         loss.backward()
         layer.weight.grad = None
         del loss
-        assert live.now == 0
-        assert live.peak >= 256 * 256 * 4, "the weight's gradient was there"
+        assert live.live_bytes == 0
+        assert live.peak_bytes >= 256 * 256 * 4, "the weight's gradient was there"
