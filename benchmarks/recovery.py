@@ -31,7 +31,16 @@ from benchmarks.strikes import SIGNALS, Strike
 from examples.gpt.prepare import prepare
 from rayzero.engine.errors import RayzeroError
 
-PARTS = ("sign", "notice", "fence", "pick", "settle", "form", "load", "redo")
+PARTS = (
+    "sign",
+    "detect",
+    "fence",
+    "select_step",
+    "select_members",
+    "rendezvous",
+    "load",
+    "recompute",
+)
 """`sign` is the time from the fault to the controller's first sign of it; the others are those of
 `rayzero.orchestrator.job_events.Repaired`."""
 

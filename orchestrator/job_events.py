@@ -93,8 +93,9 @@ class Repaired:
         step: the step that was gone back to.
         steps_redone: finished steps that had to be done again.
         world_size_before, world_size: ranks before and after.
-        seconds: how long each part took: `notice` (from the first sign to the judgement), `fence`,
-            `pick`, `settle`, `form`, `load`, `redo` (to the next finished step, less that step).
+        seconds: how long each part took: `detect` (from the first sign to the judgement), `fence`,
+            `select_step`, `select_members`, `rendezvous`, `load`, `recompute` (to the next finished step,
+            less that step).
     """
 
     cause: str

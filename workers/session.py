@@ -231,7 +231,7 @@ class Context:
         engine its own count stands, and `step` is left out of the report.
 
         Gauges are in /metrics as `rayzero_user_value{name=...}`, the mean over ranks, up to 100 of
-        them; in metrics.jsonl; and in TensorBoardWriter under user/.
+        them; in metrics.jsonl; and in TensorBoard under user/.
 
         Raises:
             EngineError: a value is not a number, a name is empty, longer than 128 characters or the

@@ -235,10 +235,10 @@ class RecoveryTimer:
         """A fault was judged to be repaired; its first sign came at `since_s`."""
         way = self._current
         if way is None:
-            way = self._current = _Timeline("", cause, world_size, since_s, "notice")
+            way = self._current = _Timeline("", cause, world_size, since_s, "detect")
         way.cause = way.cause or cause
         way.lost += lost
-        self.enter_phase("notice", now_s)
+        self.enter_phase("detect", now_s)
 
     def resize_requested(self, reason: str, world_size: int, now_s: float) -> None:
         """A resize begins."""
@@ -262,7 +262,7 @@ class RecoveryTimer:
     def completed(self, step_s: float, world_size: int, now_s: float) -> CompletedRecovery | None:
         """A step was finished that took `step_s`: what is now passed, if something was open."""
         way = self._current
-        if way is None or way.phase not in ("load", "redo"):
+        if way is None or way.phase not in ("load", "recompute"):
             return None  # a step of the generation that is being left
         self._current = None
         way.seconds[way.phase] += max(0.0, now_s - way.phase_began_s - step_s)

@@ -253,7 +253,7 @@ class MessageDispatcher:
 
     def _on_restored(self, worker: int, message: Restored) -> None:
         if self._context.generation.on_restored(worker, message):
-            self._recovery_timer.enter_phase("redo", self._context.now_s())
+            self._recovery_timer.enter_phase("recompute", self._context.now_s())
             self._context.changed.notify()
 
     def _on_left(self, worker: int, message: Finished | Stopped | Crashed) -> None:

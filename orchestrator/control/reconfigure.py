@@ -85,13 +85,13 @@ class Reconfiguration:
     def select_step(self, passage: int) -> None:
         if self._attempt.task is None:  # the first generation of all: nobody had to be unwound
             self._attempt = _Attempt()
-        self._next_phase("pick", self._select_step(passage))
+        self._next_phase("select_step", self._select_step(passage))
 
     def select_members(self, passage: int) -> None:
-        self._next_phase("settle", self._select_members(passage))
+        self._next_phase("select_members", self._select_members(passage))
 
     def rendezvous(self, generation: int, passage: int) -> None:
-        self._next_phase("form", self._rendezvous(generation, passage))
+        self._next_phase("rendezvous", self._rendezvous(generation, passage))
 
     def cancel(self) -> None:
         """Gives the way up: the job is being stopped."""

@@ -31,12 +31,12 @@ class TimeCategory(StrEnum):
     """Copying the state into the vaults."""
     CHECKPOINT = "checkpoint"
     """The same for a checkpoint."""
-    DETECT = "recovery_notice"
+    DETECT = "recovery_detect"
     FENCE = "recovery_fence"
-    SELECT_STEP = "recovery_pick"
-    RENDEZVOUS = "recovery_form"
+    SELECT_STEP = "recovery_select_step"
+    RENDEZVOUS = "recovery_rendezvous"
     LOAD = "recovery_load"
-    RECOMPUTE = "recovery_redo"
+    RECOMPUTE = "recovery_recompute"
     """Getting from the loaded state to the next finished step, without that step."""
     WAITING = "waiting"
     """Waiting for workers, in a repair or a resize."""
@@ -51,14 +51,14 @@ class TimeCategory(StrEnum):
 
 
 PHASE_CATEGORY = {
-    "notice": TimeCategory.DETECT,
+    "detect": TimeCategory.DETECT,
     "drain": TimeCategory.RESIZING,
     "fence": TimeCategory.FENCE,
-    "pick": TimeCategory.SELECT_STEP,
-    "settle": TimeCategory.WAITING,
-    "form": TimeCategory.RENDEZVOUS,
+    "select_step": TimeCategory.SELECT_STEP,
+    "select_members": TimeCategory.WAITING,
+    "rendezvous": TimeCategory.RENDEZVOUS,
     "load": TimeCategory.LOAD,
-    "redo": TimeCategory.RECOMPUTE,
+    "recompute": TimeCategory.RECOMPUTE,
 }
 """The parts of a `Repaired`, as causes."""
 

@@ -46,7 +46,7 @@ def _time(productive: int, lost: int) -> Samples:
         **RUNNING,
         "rayzero_start_timestamp_seconds": "0x600",
         'rayzero_time_seconds_total{cause="productive"}': f"0+{productive}x600",
-        'rayzero_time_seconds_total{cause="recovery_form"}': f"0+{lost}x600",
+        'rayzero_time_seconds_total{cause="recovery_rendezvous"}': f"0+{lost}x600",
     }
 
 

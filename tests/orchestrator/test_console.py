@@ -43,7 +43,7 @@ NOTICES = (
 )
 
 
-SECONDS = {"notice": 0.09, "fence": 0.01, "redo": 0.14}
+SECONDS = {"detect": 0.09, "fence": 0.01, "recompute": 0.14}
 HAPPENINGS = {
     "resumed": (Resumed(40, "runs/job/step-40"), "resuming after step 40, from runs/job/step-40"),
     "fault": (
@@ -57,7 +57,7 @@ HAPPENINGS = {
     "repaired": (
         Repaired("lost", ("rank 1",), 41, 0, 3, 2, SECONDS),
         "repaired in 0.24 s: 3 -> 2 workers after step 41, no step done again "
-        "(notice 0.09, fence 0.01, redo 0.14)",
+        "(detect 0.09, fence 0.01, recompute 0.14)",
     ),
     "resized": (
         Resized("a node is leaving", 41, 3, 2, {"drain": 0.5}),

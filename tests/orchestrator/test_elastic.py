@@ -33,7 +33,7 @@ async def test_newcomers_that_come_together_join_together_at_a_step_boundary(fol
     (resized,) = stage.notebook.of(Resized)
     assert (resized.reason, resized.step) == ("from 2 to 4 workers", 4)
     assert list(resized.seconds) == [
-        *("drain", "pick", "settle", "form", "load", "redo"),
+        *("drain", "select_step", "select_members", "rendezvous", "load", "recompute"),
     ]
     result = await stage.finish()
     assert (result.steps, result.metrics["steps_redone"]) == (6, 0)

@@ -79,7 +79,7 @@ async def test_the_survivors_of_a_death_go_on_at_the_last_step_without_any_time_
     assert (repaired.world_size_before, repaired.world_size) == (3, 2)
     assert repaired.lost == ("rank 1 on node host-a (pid 101)",)
     assert list(repaired.seconds) == [
-        *("notice", "fence", "pick", "settle", "form", "load", "redo"),
+        *("detect", "fence", "select_step", "select_members", "rendezvous", "load", "recompute"),
     ]
     assert repaired.total_s == 0
     (line,) = (stage.plan.output_dir / "repairs.jsonl").read_text().splitlines()
@@ -277,7 +277,7 @@ async def test_a_failed_collective_is_repaired_as_soon_as_a_death_explains_it(fo
     await stage.steps(1)
     (repaired,) = stage.notebook.of(Repaired)
     assert repaired.cause == "lost"
-    assert repaired.seconds["notice"] == COLLECTIVE_GRACE_S / 2
+    assert repaired.seconds["detect"] == COLLECTIVE_GRACE_S / 2
     await stage.finish()
 
 

@@ -10,7 +10,7 @@ from rayzero.orchestrator.job_events import Repaired, Resized
 def test_a_repair_is_timed_part_by_part(tmp_path: Path):
     repairs = RecoveryTimer()
     repairs.fault_detected("lost", ["rank 1"], 3, since_s=10.0, now_s=10.5)
-    for part, at_s in (("fence", 10.5), ("pick", 11.0), ("load", 13.0), ("redo", 17.0)):
+    for part, at_s in (("fence", 10.5), ("select_step", 11.0), ("load", 13.0), ("recompute", 17.0)):
         repairs.enter_phase(part, at_s)
     repairs.step_selected(41, 2)
     passed = repairs.completed(0.25, 2, now_s=17.5)
@@ -21,7 +21,7 @@ def test_a_repair_is_timed_part_by_part(tmp_path: Path):
         2,
         3,
         2,
-        {"notice": 0.5, "fence": 0.5, "pick": 2.0, "load": 4.0, "redo": 0.25},
+        {"detect": 0.5, "fence": 0.5, "select_step": 2.0, "load": 4.0, "recompute": 0.25},
     )
     assert passed.total_s == 7.25
     assert (repairs.repairs, repairs.resizes, repairs.steps_redone) == (1, 0, 2)

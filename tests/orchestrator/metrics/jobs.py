@@ -102,7 +102,7 @@ def lived() -> Life:
     life.form(2, 1, 1)
     life.now_s += 2
     life.step(2, 2, 1)
-    life.see(Repaired("lost", ("rank 1",), 1, 1, 2, 1, {"notice": 0.5, "load": 1.0}))
+    life.see(Repaired("lost", ("rank 1",), 1, 1, 2, 1, {"detect": 0.5, "load": 1.0}))
     life.see(Checkpointed(2, "runs/gpt/step-2", 3000, 0.75, 0.01))
     life.see(CheckpointFailed(3, "no room", 1, None))
     life.enter(State.RESIZING, 2, 1)

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from rayzero.orchestrator.events import State
 from rayzero.orchestrator.metrics.goodput import TimeAccounting, TimeCategory
 
-PARTS = ("notice", "drain", "fence", "pick", "settle", "form", "load", "redo")
+PARTS = (
+    "detect",
+    "drain",
+    "fence",
+    "select_step",
+    "select_members",
+    "rendezvous",
+    "load",
+    "recompute",
+)
 
 
 def running(at_s: float = 5.0) -> TimeAccounting:
@@ -62,19 +71,26 @@ def test_a_repair_by_its_parts_and_the_step_that_it_broke_off():
     account.on_state(State.RECOVERING, 108.0)  # 0.9 s into the step, 0.1 s after its first sign
     account.on_state(State.RUNNING, 108.5)
     account.on_step(2, 1.0, {}, 110.0)
-    parts = {"notice": 0.1, "fence": 0.1, "pick": 0.1, "settle": 0.2, "form": 0.1, "load": 0.3}
-    account.recovery_finished({**parts, "redo": 0.2}, 110.0)
+    parts = {
+        "detect": 0.1,
+        "fence": 0.1,
+        "select_step": 0.1,
+        "select_members": 0.2,
+        "rendezvous": 0.1,
+        "load": 0.3,
+    }
+    account.recovery_finished({**parts, "recompute": 0.2}, 110.0)
     assert spent(account, 110) == {
         "starting": 6.0,
         "productive": 2.0,
         "interrupted": 0.9,
-        "recovery_notice": 0.1,
+        "recovery_detect": 0.1,
         "recovery_fence": 0.1,
-        "recovery_pick": 0.1,
+        "recovery_select_step": 0.1,
         "waiting": 0.2,
-        "recovery_form": 0.1,
+        "recovery_rendezvous": 0.1,
         "recovery_load": 0.3,
-        "recovery_redo": 0.2,
+        "recovery_recompute": 0.2,
     }
 
 
@@ -83,11 +99,11 @@ def test_a_step_whose_reports_were_lost_with_a_rank_counts():
     account.on_state(State.RECOVERING, 108.5)  # step 2 is finished, and nobody said so
     account.on_state(State.RUNNING, 109)
     account.on_step(3, 1.0, {}, 110)
-    account.recovery_finished({"notice": 0.5, "load": 0.5}, 110)
+    account.recovery_finished({"detect": 0.5, "load": 0.5}, 110)
     assert spent(account, 110) == {
         "starting": 6.0,
         "productive": 3.0,
-        "recovery_notice": 0.5,
+        "recovery_detect": 0.5,
         "recovery_load": 0.5,
     }
 
@@ -111,7 +127,9 @@ def test_a_resize_and_the_step_it_drains():
     account.on_step(2, 1.0, {}, 108)  # the step at hand is finished on the way
     account.on_state(State.RUNNING, 109)
     account.on_step(3, 1.0, {}, 111)
-    account.recovery_finished({"drain": 0.6, "settle": 0.5, "form": 0.5, "load": 0.9}, 111)
+    account.recovery_finished(
+        {"drain": 0.6, "select_members": 0.5, "rendezvous": 0.5, "load": 0.9}, 111
+    )
     assert spent(account, 111) == {
         "starting": 6.0,
         "productive": 3.0,
@@ -126,7 +144,7 @@ def test_a_fault_on_a_resizes_way_makes_a_repair_of_it():
     account.on_state(State.RECOVERING, 108)
     account.on_state(State.RUNNING, 109)
     account.on_step(2, 1.0, {}, 111)
-    account.recovery_finished({"drain": 1.0, "notice": 0.5, "load": 1.5}, 111)
+    account.recovery_finished({"drain": 1.0, "detect": 0.5, "load": 1.5}, 111)
     found = spent(account, 111)
     assert (found["resizing"], found["recovery_load"]) == (1.0, 1.5)
 
@@ -192,9 +210,9 @@ def test_an_adopted_run_goes_on_with_its_account():
 moments = st.floats(min_value=0, max_value=1e4, allow_nan=False)
 lengths = st.floats(min_value=-1, max_value=1e4, allow_nan=False)
 happenings = st.one_of(
-    st.tuples(st.just("entered"), st.sampled_from(State)),
+    st.tuples(st.just("on_state"), st.sampled_from(State)),
     st.tuples(
-        st.just("stepped"),
+        st.just("on_step"),
         st.integers(1, 9),
         lengths,
         st.dictionaries(
@@ -202,7 +220,10 @@ happenings = st.one_of(
             lengths,
         ),
     ),
-    st.tuples(st.just("passed"), st.dictionaries(st.sampled_from([*PARTS, "unheard-of"]), lengths)),
+    st.tuples(
+        st.just("recovery_finished"),
+        st.dictionaries(st.sampled_from([*PARTS, "unheard-of"]), lengths),
+    ),
 )
 
 
@@ -226,7 +247,7 @@ def test_any_history_sums_to_the_wall_time(begun_s: float, past: tuple | None, h
     for passed_s, (what, *args) in history:
         now_s += passed_s
         latest_s = latest_s if ended else max(latest_s, now_s)
-        ended = ended or (what == "entered" and args[0].is_final)
+        ended = ended or (what == "on_state" and args[0].is_final)
         getattr(account, what)(*args, now_s)
         booked, pool, wall = account.totals_ns()
         assert sum(booked.values()) + pool == wall

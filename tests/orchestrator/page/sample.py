@@ -15,7 +15,7 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
     seconds = {
         "productive": 3610.0,
         "recovery_load": 12.5,
-        "recovery_notice": 3.1,
+        "recovery_detect": 3.1,
         "starting": 31.0,
     }
     seconds |= {"redone": 41.0, "data": 88.0, "waiting": 150.0, "checkpoint": 4.2}
@@ -85,7 +85,7 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
                 "world_size_before": ranks,
                 "world_size": ranks - 1,
                 "total_s": 0.31,
-                "seconds": {"notice": 0.09, "load": 0.22},
+                "seconds": {"detect": 0.09, "load": 0.22},
             },
             {
                 "at_s": BEGAN_S + 2101,

@@ -46,7 +46,7 @@ class Elsewhere:
     def __init__(self, address: str) -> None:
         assert address == "http://head:8265"
 
-    def begin(self, arguments: Sequence[str], folder: Path | None) -> str:
+    def submit(self, arguments: Sequence[str], folder: Path | None) -> str:
         Elsewhere.began = list(arguments)
         return "raysubmit_1"
 
@@ -56,7 +56,7 @@ class Elsewhere:
             raise self.error
         return self.code
 
-    def end(self, job: str) -> None:
+    def stop(self, job: str) -> None:
         Elsewhere.ended = job
 
 
