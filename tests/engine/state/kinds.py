@@ -141,13 +141,13 @@ KINDS = {
 @contextmanager
 def memory(kind: Kind) -> Iterator[None]:
     """Host memory as the row wants it."""
-    found = plan.link_for
+    found = plan.make_transfer
     if kind.apart:
-        plan.link_for = lambda device: CopyingTransfer()
+        plan.make_transfer = lambda device: CopyingTransfer()
     try:
         yield
     finally:
-        plan.link_for = found
+        plan.make_transfer = found
 
 
 class Data:

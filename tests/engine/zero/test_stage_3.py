@@ -364,15 +364,15 @@ def test_the_next_block_is_gathered_while_this_one_computes() -> None:
 def evaluate(rank: int, world: int) -> list[int]:
     """The exchanges still remembered after each of many forwards with no step between."""
     engine = start(make(Base))
-    neighbours = engine._runtime.collectives._backend._neighbours
+    exchange = engine._runtime.collectives._backend._shared_memory
     remembered = []
     with torch.no_grad():
         for batch in batches(60):
             engine(batch.chunk(world)[rank])
-            remembered.append(len(neighbours._unread))
+            remembered.append(len(exchange._not_yet_read))
     engine.backward(engine(batches(1)[0].chunk(world)[rank]))
     engine.step()
-    return [*remembered, len(neighbours._unread)]
+    return [*remembered, len(exchange._not_yet_read)]
 
 
 def test_a_long_evaluation_remembers_a_bounded_number_of_exchanges() -> None:
