@@ -27,11 +27,11 @@ VAULT_REPLY_TIMEOUT_S = 5.0
 class ClusterFaultInjector:
     """Owns the record of the faults that happened, from `begin` on. Does nothing without faults."""
 
-    def __init__(self, desk: JobContext) -> None:
-        self._context = desk
-        self._faults = [parse_fault(text) for text in desk.plan.worker_spec.faults]
-        self._record = FaultRecord(desk.plan.output_dir)
-        self._schedule = FaultSchedule(self._faults, self._record, desk.emit)
+    def __init__(self, ctx: JobContext) -> None:
+        self._context = ctx
+        self._faults = [parse_fault(text) for text in ctx.plan.worker_spec.faults]
+        self._record = FaultRecord(ctx.plan.output_dir)
+        self._schedule = FaultSchedule(self._faults, self._record, ctx.emit)
         self._store = StoreFaultInjector(self._schedule)
         self._in_progress: set[FaultSpec] = set()
         self._skipped: set[FaultSpec] = set()
@@ -51,28 +51,26 @@ class ClusterFaultInjector:
         Raises:
             ConfigError: one is no fault, or can never happen in this job. Then none is taken.
         """
-        desk = self._context
-        here = desk.progress.steps + 1
+        ctx = self._context
+        here = ctx.progress.steps + 1
         faults = [parse_fault(text, here) for text in texts]
         for fault in faults:
             if why := await self._why_impossible(fault):
                 raise ConfigError(f"fault {str(fault)!r} cannot happen: {why}")
-        desk.injected_faults += tuple(map(str, faults))
-        self._schedule.set_faults([*self._faults, *map(parse_fault, desk.injected_faults)])
+        ctx.injected_faults += tuple(map(str, faults))
+        self._schedule.set_faults([*self._faults, *map(parse_fault, ctx.injected_faults)])
         with suppress(TimeoutError):  # a vault that does not answer is taken for lost elsewhere
             await with_timeout(
-                desk.deps.clock,
+                ctx.deps.clock,
                 VAULT_REPLY_TIMEOUT_S,
-                desk.deps.vaults.inject_faults(desk.injected_faults),
+                ctx.deps.vaults.inject_faults(ctx.injected_faults),
             )
-        for worker in desk.generation.active:  # the next generation's members are told with it
-            desk.tasks.spawn(
-                desk.call_worker(
-                    worker, desk.deps.workers.inject_faults(worker, desk.injected_faults)
-                )
+        for worker in ctx.generation.active:  # the next generation's members are told with it
+            ctx.tasks.spawn(
+                ctx.call_worker(worker, ctx.deps.workers.inject_faults(worker, ctx.injected_faults))
             )
         when = {fault: "" if fault.step <= here else " from that step on" for fault in faults}
-        name = desk.plan.spec.name
+        name = ctx.plan.spec.name
         return "\n".join(f"{name}: {one} at the next chance{when[one]}" for one in faults)
 
     def on_step_finished(self, step: int) -> None:
@@ -96,7 +94,7 @@ class ClusterFaultInjector:
             self._store.after_commit(step, {one.rank: Path(path, one.name) for one in files})
 
     async def _inject_node_fault(self, fault: FaultSpec, step: int) -> None:
-        desk = self._context
+        ctx = self._context
         try:
             nodes = self._nodes_by_rank()
             if fault.node >= len(nodes):
@@ -105,13 +103,13 @@ class ClusterFaultInjector:
                 self._skip(fault, why)
                 return
             node = nodes[fault.node]
-            members = desk.generation.workers
+            members = ctx.generation.workers
             rank = next(rank for rank, one in enumerate(members) if one.node_id == node)
             self._schedule.record_fired(fault, rank, step)
             await with_timeout(
-                desk.deps.clock,
+                ctx.deps.clock,
                 COMMAND_TIMEOUT_S,
-                desk.deps.vaults.inject_node_fault(node, str(fault)),
+                ctx.deps.vaults.inject_node_fault(node, str(fault)),
             )
         except (VaultLostError, TimeoutError):
             pass  # it is gone, or was gone before: then the next step's end is another chance
@@ -125,8 +123,8 @@ class ClusterFaultInjector:
 
     async def _why_impossible(self, fault: FaultSpec) -> str:
         """Why a fault cannot happen in this job as it stands; empty when it can."""
-        desk = self._context
-        most, nodes = desk.registry.limits.max, len(self._nodes_by_rank())
+        ctx = self._context
+        most, nodes = ctx.registry.limits.max, len(self._nodes_by_rank())
         if fault.target == "worker":
             return f"the job has at most {most} workers" if fault.rank >= most else ""
         if fault.target in ("vault", "cluster"):
@@ -136,16 +134,16 @@ class ClusterFaultInjector:
                 return await self._why_not_injectable(fault)
             except (VaultLostError, TimeoutError):
                 return "that node's vault does not answer"
-        if desk.plan.worker_spec.mirror.checkpoint_every_steps is None:
+        if ctx.plan.worker_spec.mirror.checkpoint_every_steps is None:
             return "the job writes no checkpoints (checkpoint.every_steps)"
-        if fault.kind == "tear_file" and is_remote(desk.plan.job_folder):
-            return f"{desk.plan.job_folder} is not on a disk"
+        if fault.kind == "tear_file" and is_remote(ctx.plan.job_folder):
+            return f"{ctx.plan.job_folder} is not on a disk"
         return ""
 
     async def _why_not_injectable(self, fault: FaultSpec) -> str:
-        desk = self._context
-        command = desk.deps.vaults.why_not_injectable(self._nodes_by_rank()[fault.node], str(fault))
-        return await with_timeout(desk.deps.clock, VAULT_REPLY_TIMEOUT_S, command)
+        ctx = self._context
+        command = ctx.deps.vaults.why_not_injectable(self._nodes_by_rank()[fault.node], str(fault))
+        return await with_timeout(ctx.deps.clock, VAULT_REPLY_TIMEOUT_S, command)
 
     def _nodes_by_rank(self) -> list[str]:
         """The nodes in the order of their first ranks."""

@@ -127,12 +127,12 @@ WRITE_TIMEOUT_S = 600.0
 class CheckpointWriter:
     """Writes one checkpoint at a time, in order. A store that fails never stops training."""
 
-    def __init__(self, desk: JobContext) -> None:
+    def __init__(self, ctx: JobContext) -> None:
         self.written = 0
         self.failed = 0
         self.on_committed: Callable[[int, str, Sequence[RankFile]], None] = lambda *_: None
         """Told the step, folder and files of every checkpoint as soon as it exists."""
-        self._context = desk
+        self._context = ctx
         self._newest: CheckpointRef | None = None
         self._write_lock = asyncio.Lock()
 
@@ -153,20 +153,20 @@ class CheckpointWriter:
         Raises:
             JobFailedError: it is the one that the job was told to begin from.
         """
-        desk, broken = self._context, self._newest
+        ctx, broken = self._context, self._newest
         if broken is None or broken.step not in damaged:
             return broken
-        if desk.progress.steps_executed == 0 and desk.plan.spec.checkpoint.resume != "auto":
+        if ctx.progress.steps_executed == 0 and ctx.plan.spec.checkpoint.resume != "auto":
             raise JobFailedError(
                 f"the checkpoint {broken.folder} cannot be read",
                 fix="checkpoint.resume in the job file; `rayzero ckpt verify` says what is wrong",
             )
-        desk.emit(JobWarning(f"the checkpoint {broken.folder} cannot be read: it is left out"))
+        ctx.emit(JobWarning(f"the checkpoint {broken.folder} cannot be read: it is left out"))
         try:
-            self._newest = await desk.deps.checkpoint_store.newest(damaged)
+            self._newest = await ctx.deps.checkpoint_store.newest(damaged)
         except RayzeroError as error:
             self._newest = None
-            desk.emit(JobWarning(f"checkpoints cannot be listed: {error.seen}"))
+            ctx.emit(JobWarning(f"checkpoints cannot be listed: {error.seen}"))
         return self._newest
 
     @property
@@ -211,9 +211,9 @@ class CheckpointWriter:
                 await self._write(pin)
 
     async def _write(self, pin: PinnedStep) -> None:
-        desk = self._context
-        archive = desk.deps.checkpoint_store
-        begun_s = desk.now_s()
+        ctx = self._context
+        archive = ctx.deps.checkpoint_store
+        begun_s = ctx.now_s()
         folder = archive.folder(pin.step)
         by_node: defaultdict[str, list[SlotRef]] = defaultdict(list)
         for slot in pin.slots:
@@ -233,19 +233,19 @@ class CheckpointWriter:
         self._newest = CheckpointRef(pin.step, folder)
         self.written += 1
         nbytes = sum(file.nbytes for file in files)
-        seconds = desk.now_s() - begun_s
-        desk.emit(Checkpointed(pin.step, folder, nbytes, seconds, pin.stopped_s))
+        seconds = ctx.now_s() - begun_s
+        ctx.emit(Checkpointed(pin.step, folder, nbytes, seconds, pin.stopped_s))
         try:
             await archive.prune()
         except RayzeroError as error:
-            desk.emit(JobWarning(f"old checkpoints cannot be removed: {error.seen}"))
+            ctx.emit(JobWarning(f"old checkpoints cannot be removed: {error.seen}"))
 
     async def _write_on_node(
         self, node: str, folder: str, slots: Sequence[SlotRef]
     ) -> list[RankFile]:
-        desk = self._context
-        command = desk.deps.vaults.write(node, folder, slots)
-        return await with_timeout(desk.deps.clock, WRITE_TIMEOUT_S, command)
+        ctx = self._context
+        command = ctx.deps.vaults.write(node, folder, slots)
+        return await with_timeout(ctx.deps.clock, WRITE_TIMEOUT_S, command)
 
     def _report_failure(
         self, step: int, error: Exception, tries: int, again_in_s: float | None

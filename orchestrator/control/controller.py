@@ -54,32 +54,32 @@ class Controller:
         Args:
             past: of a lost run that is to be gone on with.
         """
-        desk = self._context = JobContext(plan, ports, self._on_task_error)
+        ctx = self._context = JobContext(plan, ports, self._on_task_error)
         repairs = self._recovery_timer = RecoveryTimer()
-        self._failures = FailureHandler(desk, repairs)
-        self._vaults = VaultManager(desk, self._on_process_died)
-        self._checkpoints = CheckpointWriter(desk)
-        keeping = Replication(desk, self._checkpoints)
+        self._failures = FailureHandler(ctx, repairs)
+        self._vaults = VaultManager(ctx, self._on_process_died)
+        self._checkpoints = CheckpointWriter(ctx)
+        keeping = Replication(ctx, self._checkpoints)
         self._reconfiguration = Reconfiguration(
-            desk, self._failures, self._vaults, repairs, self._checkpoints.newest
+            ctx, self._failures, self._vaults, repairs, self._checkpoints.newest
         )
-        speeds = self._stragglers = StragglerMonitor(desk)
-        self._fault_injector = ClusterFaultInjector(desk)
+        speeds = self._stragglers = StragglerMonitor(ctx)
+        self._fault_injector = ClusterFaultInjector(ctx)
         self._checkpoints.on_committed = self._fault_injector.on_checkpoint_committed
         vaults, chaos = self._vaults, self._fault_injector
-        hearing = MessageDispatcher(desk, self._failures, keeping, speeds, repairs, vaults, chaos)
-        self._inbox = WorkerInbox(desk, hearing.dispatch, self._failures.on_worker_lost)
+        hearing = MessageDispatcher(ctx, self._failures, keeping, speeds, repairs, vaults, chaos)
+        self._inbox = WorkerInbox(ctx, hearing.dispatch, self._failures.on_worker_lost)
         self._reconfiguration.before_form = self._before_form
-        self._hang_detector = HangDetector(desk, self._inbox, self._failures)
+        self._hang_detector = HangDetector(ctx, self._inbox, self._failures)
         self._scaler = ElasticScaler(
-            desk, self._failures, self._vaults, self._reconfiguration, self._inbox
+            ctx, self._failures, self._vaults, self._reconfiguration, self._inbox
         )
-        self._shutdown = JobShutdown(desk, self._reconfiguration, self._vaults, self._checkpoints)
+        self._shutdown = JobShutdown(ctx, self._reconfiguration, self._vaults, self._checkpoints)
         self._error: RayzeroError | None = None
         self._summary: dict[str, Any] = {}
-        self._started_at_s = desk.now_s()
+        self._started_at_s = ctx.now_s()
         if past is not None:
-            self._started_at_s = adopt_run(desk, past, self._failures, repairs, self._checkpoints)
+            self._started_at_s = adopt_run(ctx, past, self._failures, repairs, self._checkpoints)
 
     async def run(self) -> JobResult:
         """Runs the job to its end.
@@ -88,12 +88,12 @@ class Controller:
             JobFailedError, ConfigError: the job failed.
             JobStoppedError: it was stopped.
         """
-        desk = self._context
-        remove_summary(desk.plan.output_dir)
+        ctx = self._context
+        remove_summary(ctx.plan.output_dir)
         self.post_event(ev.Submitted())
         try:
-            while not desk.job.state.is_final:
-                await self._handle_event(await desk.events.get())
+            while not ctx.job.state.is_final:
+                await self._handle_event(await ctx.events.get())
         finally:
             await self._release()
         return self._result()
@@ -120,29 +120,29 @@ class Controller:
         Raises:
             ConfigError: the engine config has no room for one of these numbers.
         """
-        desk = self._context
-        if isinstance(engine := desk.plan.spec.engine, dict):
+        ctx = self._context
+        if isinstance(engine := ctx.plan.spec.engine, dict):
             check_batch_sizes(parse_config(engine), least, most)
         self._scaler.set_limits(least, most)
-        desk.deps.note("scaled", least=least, most=most)
-        name, now = desk.plan.spec.name, self._world_size
+        ctx.deps.note("scaled", least=least, most=most)
+        name, now = ctx.plan.spec.name, self._world_size
         return f"{name}: {least} to {most} workers; now {now}"
 
     def status(self) -> JobStatus:
         """How the job stands."""
-        desk = self._context
-        spec, now_s = desk.plan.spec, time.time()
+        ctx = self._context
+        spec, now_s = ctx.plan.spec, time.time()
         return JobStatus(
             name=spec.name,
-            state=desk.job.state,
-            step=desk.progress.steps,
+            state=ctx.job.state,
+            step=ctx.progress.steps,
             steps=spec.steps,
-            generation=desk.job.generation,
+            generation=ctx.job.generation,
             world_size=self._world_size,
-            workers_min=desk.registry.limits.min,
-            workers_max=desk.registry.limits.max,
-            loss=desk.progress.last_loss,
-            began_at_s=now_s - (desk.now_s() - self._started_at_s),
+            workers_min=ctx.registry.limits.min,
+            workers_max=ctx.registry.limits.max,
+            loss=ctx.progress.last_loss,
+            began_at_s=now_s - (ctx.now_s() - self._started_at_s),
             at_s=now_s,
             faults=self._failures.counts_by_cause(),
             repairs=self._recovery_timer.repairs,
@@ -160,17 +160,17 @@ class Controller:
         return self._stragglers.start_generation(workers)
 
     async def _handle_event(self, event: ev.Event) -> None:
-        desk = self._context
-        before = desk.job.state
-        desk.job, orders = apply_event(desk.job, event)
-        if isinstance(event, ev.FaultFatal) and desk.job.state is State.FAILED:
+        ctx = self._context
+        before = ctx.job.state
+        ctx.job, orders = apply_event(ctx.job, event)
+        if isinstance(event, ev.FaultFatal) and ctx.job.state is State.FAILED:
             self._error = self._error or event.error
-        if isinstance(event, ev.ResizeRequested) and desk.job.state is State.RESIZING:
-            self._recovery_timer.resize_requested(event.reason, self._world_size, desk.now_s())
-        if desk.job.state is not before:
-            desk.emit(StateEntered(desk.job.state, desk.job.generation, self._world_size))
+        if isinstance(event, ev.ResizeRequested) and ctx.job.state is State.RESIZING:
+            self._recovery_timer.resize_requested(event.reason, self._world_size, ctx.now_s())
+        if ctx.job.state is not before:
+            ctx.emit(StateEntered(ctx.job.state, ctx.job.generation, self._world_size))
             self._journal_transition(event)
-            desk.changed.notify()
+            ctx.changed.notify()
         for order in orders:
             await self._execute_instruction(order)
 
@@ -209,16 +209,16 @@ class Controller:
                 self._write_summary()
 
     async def _place_workers(self) -> None:
-        desk = self._context
+        ctx = self._context
         # First: what cannot be begun needs no workers, and they look the record of faults up.
         self._fault_injector.start(resumed=await self._checkpoints.resolve_resume())
-        workers = await desk.deps.workers.start_workers(desk.plan.resources)
+        workers = await ctx.deps.workers.start_workers(ctx.plan.resources)
         await self._vaults.ensure_open(worker.node_id for worker in workers)
-        desk.registry.add(workers)
-        desk.emit(WorkersReady(workers))
+        ctx.registry.add(workers)
+        ctx.emit(WorkersReady(workers))
         self._inbox.start(worker.index for worker in workers)
         self._scaler.start()
-        desk.tasks.spawn(self._hang_detector.run())
+        ctx.tasks.spawn(self._hang_detector.run())
         self.post_event(ev.WorkersPlaced())
 
     async def _release(self) -> None:
@@ -242,13 +242,13 @@ class Controller:
             self.post_event(ev.FaultFatal(_internal_error(error)))
 
     def _write_summary(self) -> None:
-        desk = self._context
+        ctx = self._context
         totals = JobTotals(
-            name=desk.plan.spec.name,
+            name=ctx.plan.spec.name,
             world_size=self._world_size,
-            stage=desk.plan.stage,
-            seconds=desk.now_s() - self._started_at_s,
-            return_value=desk.generation.return_value,
+            stage=ctx.plan.stage,
+            seconds=ctx.now_s() - self._started_at_s,
+            return_value=ctx.generation.return_value,
             history={
                 "faults": self._failures.counts_by_cause(),
                 "repairs": self._recovery_timer.repairs,
@@ -259,17 +259,17 @@ class Controller:
                 },
             },
         )
-        self._summary = summarize(totals, desk.progress)
-        write_summary(desk.plan.output_dir, self._summary)
+        self._summary = summarize(totals, ctx.progress)
+        write_summary(ctx.plan.output_dir, self._summary)
 
     def _result(self) -> JobResult:
-        desk = self._context
-        name = desk.plan.spec.name
-        if desk.job.state is State.SUCCEEDED:
-            return JobResult(name, self._summary, summary_path(desk.plan.output_dir))
+        ctx = self._context
+        name = ctx.plan.spec.name
+        if ctx.job.state is State.SUCCEEDED:
+            return JobResult(name, self._summary, summary_path(ctx.plan.output_dir))
         if self._error is not None:
             raise self._error
-        raise JobStoppedError(f"job {name!r} was stopped after step {desk.progress.steps}")
+        raise JobStoppedError(f"job {name!r} was stopped after step {ctx.progress.steps}")
 
 
 def _internal_error(error: Exception) -> JobFailedError:

@@ -39,18 +39,18 @@ _LOSS_CAUSES = HARDWARE_CAUSES - {FaultCause.COLLECTIVE}
 class FailureHandler:
     """Keeps the job's record of faults, and tells the machine what they mean."""
 
-    def __init__(self, desk: JobContext, repairs: RecoveryTimer) -> None:
+    def __init__(self, ctx: JobContext, timer: RecoveryTimer) -> None:
         self.history: list[Fault] = []
         """Every fault that was repaired, and every worker lost that was no member."""
         self.excluded = Excluded()
-        self._context = desk
-        self._recovery_timer = repairs
+        self._context = ctx
+        self._recovery_timer = timer
         self._hung: dict[int, str] = {}
         self._recorded_dead: set[int] = set()
         """Who is in the record as gone: one may be lost to two generations while they change."""
         self._fatal_reported = False
         self._pending_kills: set[asyncio.Task[None]] = set()
-        spec = desk.plan.spec.recovery
+        spec = ctx.plan.spec.recovery
         self._budget = failure.FaultBudget(spec.max_faults, spec.fault_window_s)
 
     def counts_by_cause(self) -> dict[str, int]:
@@ -75,51 +75,51 @@ class FailureHandler:
         Args:
             detail: what is known about the cause; empty when that may still come.
         """
-        desk = self._context
-        if not desk.registry.is_alive(worker):
+        ctx = self._context
+        if not ctx.registry.is_alive(worker):
             self._add_detail(worker, detail)
             return
-        desk.registry.mark_lost(worker)
+        ctx.registry.mark_lost(worker)
         self._kill(worker)  # what no longer answers, or seems dead, must not come back
         cause = self._loss_cause(worker)
         text = self._hung.get(worker) or detail
-        fault = desk.generation.on_lost(worker, cause, text, desk.now_s())
+        fault = ctx.generation.on_lost(worker, cause, text, ctx.now_s())
         if fault is not None:
             self._announce(fault)
             self.evaluate()
-        elif not desk.generation.any_finished and desk.job.state is not State.STOPPING:
-            info = desk.registry.info(worker)
-            self._record(Fault(cause, info, None, 0, text, desk.now_s()))
+        elif not ctx.generation.any_finished and ctx.job.state is not State.STOPPING:
+            info = ctx.registry.info(worker)
+            self._record(Fault(cause, info, None, 0, text, ctx.now_s()))
             self._announce(self.history[-1])
-        desk.changed.notify()
+        ctx.changed.notify()
 
     def on_member_missing(self, worker: int) -> None:
         """A worker that was lost between its choice as a member and now."""
-        desk = self._context
-        desk.generation.on_lost(worker, self._loss_cause(worker), "", desk.now_s())
+        ctx = self._context
+        ctx.generation.on_lost(worker, self._loss_cause(worker), "", ctx.now_s())
         self.evaluate()
 
     def expel(self, worker: int, why: str) -> None:
         """Gives a member up that does not leave a fenced generation; part of the fault at hand."""
-        desk = self._context
-        desk.registry.mark_lost(worker)
-        fault = desk.generation.on_lost(worker, FaultCause.HANG, why, desk.now_s())
+        ctx = self._context
+        ctx.registry.mark_lost(worker)
+        fault = ctx.generation.on_lost(worker, FaultCause.HANG, why, ctx.now_s())
         if fault is not None:
-            desk.generation.pending_faults.remove(fault)
+            ctx.generation.pending_faults.remove(fault)
             self._announce(fault)
         self._kill(worker)
 
     def evaluate(self, *, grace_over: bool = False) -> None:
         """Decides about the faults of the generation that are not decided yet."""
-        desk, generation = self._context, self._context.generation
+        ctx, generation = self._context, self._context.generation
         if (
             not generation.pending_faults
-            or desk.job.state is State.STOPPING
-            or desk.job.state.is_final
+            or ctx.job.state is State.STOPPING
+            or ctx.job.state.is_final
         ):
             return
         about = failure.FailureContext(
-            self._budget, desk.progress.steps_executed, generation.restore is not None
+            self._budget, ctx.progress.steps_executed, generation.restore is not None
         )
         decision = failure.decide(
             generation.pending_faults, self.history, about, grace_over=grace_over
@@ -129,13 +129,13 @@ class FailureHandler:
                 if (
                     not self._fatal_reported
                 ):  # it may be judged again before the machine has heard of it
-                    desk.deps.probe.judged(failure.root_cause(generation.pending_faults))
+                    ctx.deps.probe.judged(failure.root_cause(generation.pending_faults))
                 self._fatal_reported = True
-                desk.post_event(ev.FaultFatal(error))
+                ctx.post_event(ev.FaultFatal(error))
             case failure.RecoverJob(root):
                 self._start_recovery(generation, root)
             case failure.WaitForDetails() if not grace_over:
-                desk.tasks.spawn(self._evaluate_after_grace(generation))
+                ctx.tasks.spawn(self._evaluate_after_grace(generation))
 
     def on_crash(self) -> None:
         """A member's crash was noted in the generation."""
@@ -143,7 +143,7 @@ class FailureHandler:
         self.evaluate()
 
     def _start_recovery(self, generation: GenerationState, root: Fault) -> None:
-        desk = self._context
+        ctx = self._context
         generation.fenced = True  # what its members say from now on is only their way out
         faults, generation.pending_faults = generation.pending_faults, []
         counted = [one for one in faults if one.cause in _LOSS_CAUSES]
@@ -151,16 +151,16 @@ class FailureHandler:
             self._record(one)
         if root.cause is FaultCause.STATE and generation.restore is not None:
             self._exclude_restore_point(generation.restore)
-        gone = [one for one in faults if not desk.registry.is_alive(one.worker.index)]
+        gone = [one for one in faults if not ctx.registry.is_alive(one.worker.index)]
         self._recovery_timer.fault_detected(
             root.cause,
             [_format_member(one) for one in gone],
             generation.world_size,
             min(one.at_s for one in faults),
-            desk.now_s(),
+            ctx.now_s(),
         )
         ranks = tuple(one.rank for one in gone if one.rank is not None)
-        desk.post_event(ev.FaultRecoverable(generation.number, ranks))
+        ctx.post_event(ev.FaultRecoverable(generation.number, ranks))
 
     def _exclude_restore_point(self, restore: Restore) -> None:
         """Its state could not be loaded: nobody begins from it again."""
@@ -182,13 +182,13 @@ class FailureHandler:
         self.evaluate()
 
     def _loss_cause(self, worker: int) -> FaultCause:
-        desk = self._context
-        node_id = desk.registry.info(worker).node_id
+        ctx = self._context
+        node_id = ctx.registry.info(worker).node_id
         if worker in self._hung:
             return FaultCause.HANG
-        if node_id in desk.registry.draining_nodes:
+        if node_id in ctx.registry.draining_nodes:
             return FaultCause.PREEMPTED
-        return FaultCause.PROCESS_LOST if node_id in desk.vault_addresses else FaultCause.NODE_LOST
+        return FaultCause.PROCESS_LOST if node_id in ctx.vault_addresses else FaultCause.NODE_LOST
 
     async def _evaluate_after_grace(self, generation: GenerationState) -> None:
         await self._context.deps.clock.sleep(COLLECTIVE_GRACE_S)
@@ -234,8 +234,8 @@ def _format_member(fault: Fault) -> str:
 class StragglerMonitor:
     """With `recovery.balance: auto` the next generation's samples follow the measured speed."""
 
-    def __init__(self, desk: JobContext) -> None:
-        self._context = desk
+    def __init__(self, ctx: JobContext) -> None:
+        self._context = ctx
         self._tracker = SpeedTracker()
         self._members: tuple[int, ...] = ()
         self._shares: tuple[float, ...] = ()

@@ -26,10 +26,10 @@ INSPECT_TIMEOUT_S = 6.0
 class HangDetector:
     """Looks at the newest generation for as long as the job runs."""
 
-    def __init__(self, desk: JobContext, watch: WorkerInbox, faults: FailureHandler) -> None:
-        self._context = desk
-        self._inbox = watch
-        self._failures = faults
+    def __init__(self, ctx: JobContext, inbox: WorkerInbox, failures: FailureHandler) -> None:
+        self._context = ctx
+        self._inbox = inbox
+        self._failures = failures
         self._warned_generation = 0
         """The generation of which it was said that nobody is to blame."""
 
@@ -79,16 +79,16 @@ class HangDetector:
 
     async def _dump_stacks(self, worker: int) -> str:
         """What its threads do; if it does not say, what the system knows about its process."""
-        desk = self._context
+        ctx = self._context
         try:
-            return await desk.call_worker(
-                worker, desk.deps.workers.dump_stack(worker), STACK_TIMEOUT_S
+            return await ctx.call_worker(
+                worker, ctx.deps.workers.dump_stack(worker), STACK_TIMEOUT_S
             )
         except WorkerUnavailableError:
             pass
-        info = desk.registry.info(worker)
+        info = ctx.registry.info(worker)
         try:
-            inspected = desk.deps.vaults.inspect(info.node_id, info.pid)
-            return await with_timeout(desk.deps.clock, INSPECT_TIMEOUT_S, inspected)
+            inspected = ctx.deps.vaults.inspect(info.node_id, info.pid)
+            return await with_timeout(ctx.deps.clock, INSPECT_TIMEOUT_S, inspected)
         except (VaultLostError, TimeoutError):
             return "(its process could not be inspected)"

@@ -58,8 +58,8 @@ class WorkerInbox:
     its death.
     """
 
-    def __init__(self, desk: JobContext, receive: MessageHandler, on_lost: LossHandler) -> None:
-        self._context = desk
+    def __init__(self, ctx: JobContext, receive: MessageHandler, on_lost: LossHandler) -> None:
+        self._context = ctx
         self._dispatch = receive
         self._on_lost = on_lost
         self._last_heard_s: dict[int, float] = {}
@@ -179,20 +179,20 @@ class MessageDispatcher:
 
     def __init__(
         self,
-        desk: JobContext,
-        faults: FailureHandler,
+        ctx: JobContext,
+        failures: FailureHandler,
         keeping: Replication,
         speeds: StragglerMonitor,
-        repairs: RecoveryTimer,
+        timer: RecoveryTimer,
         vaults: VaultManager,
         chaos: ClusterFaultInjector,
     ) -> None:
-        self._context = desk
+        self._context = ctx
         self._fault_injector = chaos
-        self._failures = faults
+        self._failures = failures
         self._replication = keeping
         self._stragglers = speeds
-        self._recovery_timer = repairs
+        self._recovery_timer = timer
         self._vaults = vaults
         # A table, not a chain of tests: a large job says thousands of these a second.
         self._handlers: dict[type[WorkerMessage], Callable[[int, Any], None]] = {
@@ -216,40 +216,40 @@ class MessageDispatcher:
         self._context.emit(message)
 
     def _on_report(self, worker: int, report: StepReport) -> None:
-        desk = self._context
-        if report.generation == desk.generation.number:
-            desk.generation.advance_to(report.step + 1)
-            desk.deps.probe.reported(report)
+        ctx = self._context
+        if report.generation == ctx.generation.number:
+            ctx.generation.advance_to(report.step + 1)
+            ctx.deps.probe.reported(report)
             self._stragglers.add_report(worker, report)
-        record = desk.progress.add_report(report)
+        record = ctx.progress.add_report(report)
         if record is not None:
-            desk.emit(record)
+            ctx.emit(record)
             self._on_step_finished(record)
 
     def _on_step_finished(self, record: StepRecord) -> None:
-        desk = self._context
-        desk.changed.notify()
-        passed = self._recovery_timer.completed(record.step_s, record.world_size, desk.now_s())
+        ctx = self._context
+        ctx.changed.notify()
+        passed = self._recovery_timer.completed(record.step_s, record.world_size, ctx.now_s())
         if passed is not None:
             try:
-                append_recovery_record(desk.plan.output_dir, passed)
+                append_recovery_record(ctx.plan.output_dir, passed)
             except OSError as error:  # a full disk is no reason to end a job that was just repaired
-                desk.emit(JobWarning(f"repairs.jsonl cannot be written: {error.strerror or error}"))
-            desk.emit(passed)
+                ctx.emit(JobWarning(f"repairs.jsonl cannot be written: {error.strerror or error}"))
+            ctx.emit(passed)
         self._replication.on_step_finished(record.generation)
         self._vaults.on_step_finished()
         self._fault_injector.on_step_finished(record.step)
 
     def _on_heartbeat(self, worker: int, beat: Heartbeat) -> None:
-        desk = self._context
-        if desk.generation.on_heartbeat(worker, beat):
-            desk.deps.probe.beat(beat, desk.registry.info(worker).node)
+        ctx = self._context
+        if ctx.generation.on_heartbeat(worker, beat):
+            ctx.deps.probe.beat(beat, ctx.registry.info(worker).node)
 
     def _on_joined(self, worker: int, message: Joined) -> None:
-        desk = self._context
-        if formed := desk.generation.on_joined(worker, message):
-            desk.post_event(formed)
-            self._recovery_timer.enter_phase("load", desk.now_s())
+        ctx = self._context
+        if formed := ctx.generation.on_joined(worker, message):
+            ctx.post_event(formed)
+            self._recovery_timer.enter_phase("load", ctx.now_s())
 
     def _on_restored(self, worker: int, message: Restored) -> None:
         if self._context.generation.on_restored(worker, message):
@@ -257,19 +257,19 @@ class MessageDispatcher:
             self._context.changed.notify()
 
     def _on_left(self, worker: int, message: Finished | Stopped | Crashed) -> None:
-        desk, generation = self._context, self._context.generation
+        ctx, generation = self._context, self._context.generation
         known = len(generation.pending_faults)
-        if not generation.on_left(worker, message, desk.now_s()):
+        if not generation.on_left(worker, message, ctx.now_s()):
             return
         if generation.all_left or not isinstance(message, Stopped):
-            desk.changed.notify()
+            ctx.changed.notify()
         if len(generation.pending_faults) > known:
             self._failures.on_crash()
         if isinstance(message, Finished):
-            desk.progress.add_counters(message.counters)
-            desk.progress.update_peaks({"process": message.peak_rss_bytes})
+            ctx.progress.add_counters(message.counters)
+            ctx.progress.update_peaks({"process": message.peak_rss_bytes})
             if generation.all_finished:
-                desk.tasks.spawn(self._complete_job())
+                ctx.tasks.spawn(self._complete_job())
 
     async def _complete_job(self) -> None:
         """The job has succeeded once what was pinned on the way is stored."""

@@ -31,12 +31,12 @@ class JobShutdown:
 
     def __init__(
         self,
-        desk: JobContext,
+        ctx: JobContext,
         passage: Reconfiguration,
         vaults: VaultManager,
         checkpoints: CheckpointWriter,
     ) -> None:
-        self._context = desk
+        self._context = ctx
         self._reconfiguration = passage
         self._vaults = vaults
         self._checkpoints = checkpoints
@@ -52,22 +52,22 @@ class JobShutdown:
         self._post_outcome()
 
     async def _stop_with_checkpoint(self) -> None:
-        desk, generation = self._context, self._context.generation
-        notice_s = desk.plan.spec.checkpoint.notice_s
-        until_s = desk.now_s() + notice_s
+        ctx, generation = self._context, self._context.generation
+        notice_s = ctx.plan.spec.checkpoint.notice_s
+        until_s = ctx.now_s() + notice_s
         if generation.all_restored and not generation.fenced:
-            drained = desk.deps.workers.drain(generation.active, generation.number)
-            desk.tasks.spawn(desk.await_replies(drained))
+            drained = ctx.deps.workers.drain(generation.active, generation.number)
+            ctx.tasks.spawn(ctx.await_replies(drained))
             # Half of the time for the step at hand; none of it when a rank is lost on the way,
             # because its peers would only wait for it.
-            await desk.wait_for(
+            await ctx.wait_for(
                 notice_s / 2, lambda: generation.all_left or bool(generation.pending_faults)
             )
         self._unwind(softly=False)
-        await self._wait_unwound(min(UNWIND_TIMEOUT_S, until_s - desk.now_s()))
+        await self._wait_unwound(min(UNWIND_TIMEOUT_S, until_s - ctx.now_s()))
         newest = newest_complete_in_vaults(await self._vaults.inventory())
         if newest is not None and not self._checkpoints.covers(newest.step):
-            await self._checkpoints.write_final(newest.slots, until_s - desk.now_s())
+            await self._checkpoints.write_final(newest.slots, until_s - ctx.now_s())
         self._post_outcome()
 
     def _unwind(self, *, softly: bool) -> None:
@@ -88,23 +88,23 @@ class JobShutdown:
 
 
 def adopt_run(
-    desk: JobContext,
+    ctx: JobContext,
     past: RunHistory,
-    faults: FailureHandler,
-    repairs: RecoveryTimer,
+    failures: FailureHandler,
+    timer: RecoveryTimer,
     checkpoints: CheckpointWriter,
 ) -> float:
     """Before anything else is done; when the run began, by the controller's clock."""
-    now_s, unix_s = desk.now_s(), time.time()
-    desk.job = JobState(generation=past.generation)
-    desk.progress.steps = past.step  # what is behind the checkpoint will count as done again
+    now_s, unix_s = ctx.now_s(), time.time()
+    ctx.job = JobState(generation=past.generation)
+    ctx.progress.steps = past.step  # what is behind the checkpoint will count as done again
     checkpoints.written += past.checkpoints_written
     checkpoints.failed += past.checkpoints_failed
-    repairs.resizes += past.resizes
-    faults.history += faults_on_clock(past, now_s, unix_s)
-    repairs.repairs += past.total_repairs
-    repairs.steps_redone += past.steps_redone
+    timer.resizes += past.resizes
+    failures.history += faults_on_clock(past, now_s, unix_s)
+    timer.repairs += past.total_repairs
+    timer.steps_redone += past.steps_redone
     if past.scaled_limits is not None:
-        desk.registry.limits = WorkerLimits(*past.scaled_limits, desk.registry.limits.spares)
-    desk.emit(RunAdopted(past.step, past.generation, unix_s - past.last_at_s))
+        ctx.registry.limits = WorkerLimits(*past.scaled_limits, ctx.registry.limits.spares)
+    ctx.emit(RunAdopted(past.step, past.generation, unix_s - past.last_at_s))
     return now_s - (unix_s - past.began_at_s)

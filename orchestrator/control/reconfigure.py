@@ -52,20 +52,20 @@ class Reconfiguration:
 
     def __init__(
         self,
-        desk: JobContext,
-        faults: FailureHandler,
+        ctx: JobContext,
+        failures: FailureHandler,
         vaults: VaultManager,
-        repairs: RecoveryTimer,
+        timer: RecoveryTimer,
         newest: NewestCheckpoint,
     ) -> None:
         self.not_chosen = Selected(())
         """Of the newest generation: who was left out, to be let go once it is formed."""
         self.before_form: Callable[[Sequence[WorkerInfo]], tuple[float, ...]] = lambda _: ()
         """Told the members, by rank, when a generation is about to begin; gives their shares."""
-        self._context = desk
-        self._failures = faults
+        self._context = ctx
+        self._failures = failures
         self._vaults = vaults
-        self._recovery_timer = repairs
+        self._recovery_timer = timer
         self._newest_checkpoint = newest
         self._attempt = _Attempt()
         self._assignments = PendingReplies()
@@ -133,24 +133,24 @@ class Reconfiguration:
         self._attempt.task = self._context.tasks.spawn(work)
 
     async def _fence(self, passage: int) -> None:
-        desk, generation = self._context, self._context.generation
-        if not await desk.wait_for(FENCE_TIMEOUT_S, lambda: generation.all_left):
+        ctx, generation = self._context, self._context.generation
+        if not await ctx.wait_for(FENCE_TIMEOUT_S, lambda: generation.all_left):
             for worker in generation.active:
                 self._failures.expel(worker, f"it did not unwind within {FENCE_TIMEOUT_S:g} s")
         await self._failures.wait_killed()
-        desk.post_event(ev.Fenced(passage))
+        ctx.post_event(ev.Fenced(passage))
 
     async def _drain(self, passage: int) -> None:
         """Has no limit of its own: a step takes what it takes, and a hang is found elsewhere."""
-        desk, generation = self._context, self._context.generation
-        drained = desk.deps.workers.drain(generation.active, generation.number)
-        desk.tasks.spawn(desk.await_replies(drained))
-        await desk.changed.wait_until(lambda: generation.all_left)
+        ctx, generation = self._context, self._context.generation
+        drained = ctx.deps.workers.drain(generation.active, generation.number)
+        ctx.tasks.spawn(ctx.await_replies(drained))
+        await ctx.changed.wait_until(lambda: generation.all_left)
         if not generation.all_finished:  # then the job is done, and that is told elsewhere
-            desk.post_event(ev.Fenced(passage))
+            ctx.post_event(ev.Fenced(passage))
 
     async def _select_step(self, passage: int) -> None:
-        desk, way = self._context, self._attempt
+        ctx, way = self._context, self._attempt
         held, _ = await asyncio.gather(self._vaults.inventory(), self._open_store_early(way))
         stored = await self._newest_checkpoint(self._failures.excluded.checkpoints)
         damaged = self._failures.excluded
@@ -168,53 +168,49 @@ class Reconfiguration:
                 way.restore = Restore(step, slots)
             case recovery.FromCheckpoint(step, folder):
                 way.restore = Restore(step, checkpoint=folder)
-        redone = desk.progress.rewind(picked.step)
-        desk.deps.note("picked", step=picked.step, steps_redone=redone)
+        redone = ctx.progress.rewind(picked.step)
+        ctx.deps.note("picked", step=picked.step, steps_redone=redone)
         if isinstance(picked, recovery.FromCheckpoint | recovery.FreshStart):
             self._warn_lost_steps(picked, redone)
         way.step = picked.step
         self._recovery_timer.step_selected(picked.step, redone)
-        desk.post_event(ev.RecoveryStepSelected(passage, picked.step))
+        ctx.post_event(ev.RecoveryStepSelected(passage, picked.step))
 
     async def _select_members(self, passage: int) -> None:
-        desk = self._context
-        limit_s = desk.plan.resources.timeout_s
-        choice = desk.registry.select_members()
+        ctx = self._context
+        limit_s = ctx.plan.resources.timeout_s
+        choice = ctx.registry.select_members()
         if isinstance(choice, NotEnough):
-            least = desk.registry.limits.min
+            least = ctx.registry.limits.min
             text = f"{choice.available} of at least {least} workers are left: waiting for more"
-            desk.emit(JobWarning(f"{text}, at most {limit_s:g} s (workers.start_timeout_s)"))
-            await desk.wait_for(
-                limit_s, lambda: isinstance(desk.registry.select_members(), Selected)
-            )
-            choice = desk.registry.select_members()
+            ctx.emit(JobWarning(f"{text}, at most {limit_s:g} s (workers.start_timeout_s)"))
+            await ctx.wait_for(limit_s, lambda: isinstance(ctx.registry.select_members(), Selected))
+            choice = ctx.registry.select_members()
         if isinstance(choice, NotEnough):
-            raise membership.not_enough_error(choice, desk.registry.limits, limit_s)
+            raise membership.not_enough_error(choice, ctx.registry.limits, limit_s)
         self._attempt.selection = choice
         chosen = tuple(worker.index for worker in choice.members)
-        desk.post_event(ev.MembersSelected(passage, chosen))
+        ctx.post_event(ev.MembersSelected(passage, chosen))
 
     async def _rendezvous(self, number: int, passage: int) -> None:
         """Gives every member its place. The store is opened by any live worker."""
-        desk, way = self._context, self._attempt
+        ctx, way = self._context, self._attempt
         members = way.selection.members
         places = placement.assign_ranks(members)
         await yield_if_large(len(members))
-        generation = desk.generation = GenerationState(
-            number, passage, places, members, way.restore
-        )
-        desk.registry.members = generation.members
-        for record in desk.progress.start_generation(number, len(places), way.step):
-            desk.emit(record)
+        generation = ctx.generation = GenerationState(number, passage, places, members, way.restore)
+        ctx.registry.members = generation.members
+        for record in ctx.progress.start_generation(number, len(places), way.step):
+            ctx.emit(record)
         self.not_chosen = way.selection
-        if missing := [one.index for one in members if not desk.registry.is_alive(one.index)]:
+        if missing := [one.index for one in members if not ctx.registry.is_alive(one.index)]:
             for worker in missing:
                 self._failures.on_member_missing(worker)
             return
         shares = self.before_form(generation.workers)
         if way.store is None or way.store[0] not in generation.members:
             way.store = await self._open_store_on(places[0].worker)
-        host, port = desk.registry.info(way.store[0]), way.store[1]
+        host, port = ctx.registry.info(way.store[0]), way.store[1]
         self._vaults.generation_uses(worker.node_id for worker in members)
         formation = GenerationSpec(
             generation=number,
@@ -223,14 +219,12 @@ class Reconfiguration:
             store_port=port,
             restore=way.restore,
             shares=shares,
-            remote=desk.replicates,
-            faults=desk.injected_faults,
+            remote=ctx.replicates,
+            faults=ctx.injected_faults,
         )
         generation.mark_assigned()
-        self._assignments = desk.deps.workers.assign(
-            formation, self._member_assignments(generation)
-        )
-        desk.tasks.spawn(desk.await_replies(self._assignments))
+        self._assignments = ctx.deps.workers.assign(formation, self._member_assignments(generation))
+        ctx.tasks.spawn(ctx.await_replies(self._assignments))
 
     def _member_assignments(self, generation: GenerationState) -> dict[int, RankAssignment]:
         """What each member's place has of its own, by worker."""
@@ -261,18 +255,18 @@ class Reconfiguration:
         """Copies memories into vaults. None, if that fails, or if they turn out not to be one
         state: a generation that was fenced before it had a state still holds parts cut for an
         older one."""
-        desk = self._context
-        nodes = [desk.registry.info(worker).node_id for worker in picked.workers]
+        ctx = self._context
+        nodes = [ctx.registry.info(worker).node_id for worker in picked.workers]
         asked = [
-            desk.call_worker(
-                worker, desk.deps.workers.salvage(worker, desk.vault_addresses.get(node, ""))
+            ctx.call_worker(
+                worker, ctx.deps.workers.salvage(worker, ctx.vault_addresses.get(node, ""))
             )
             for worker, node in zip(picked.workers, nodes, strict=True)
         ]
         try:
             made = await asyncio.gather(*asked)
         except RayzeroError as error:
-            desk.emit(JobWarning(f"a worker's memory could not be copied: {error.seen}"))
+            ctx.emit(JobWarning(f"a worker's memory could not be copied: {error.seen}"))
             return ()
         held = [recovery.StoredSlot(slot, node) for slot, node in zip(made, nodes, strict=True)]
         if len(held) == 1:
@@ -282,13 +276,13 @@ class Reconfiguration:
 
     def _in_process_states(self) -> recovery.InProcessStates:
         """What can still be copied into a vault."""
-        desk = self._context
-        there = desk.generation.in_process_states()
+        ctx = self._context
+        there = ctx.generation.in_process_states()
         by_rank = {
             rank: (worker, memory)
             for rank, (worker, memory) in (there.by_rank or {}).items()
-            if desk.registry.is_alive(worker)
-            and desk.registry.info(worker).node_id in desk.vault_addresses
+            if ctx.registry.is_alive(worker)
+            and ctx.registry.info(worker).node_id in ctx.vault_addresses
         }
         return recovery.InProcessStates(there.world_size, by_rank)
 

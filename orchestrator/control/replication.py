@@ -27,23 +27,23 @@ RETRY_BACKOFF_S = (1.0, 4.0, 16.0, 60.0)
 class Replication:
     """Owns the work on pinned steps. It goes on through repairs: a pinned step stays as it is."""
 
-    def __init__(self, desk: JobContext, checkpoints: CheckpointWriter) -> None:
-        self._context = desk
+    def __init__(self, ctx: JobContext, checkpoints: CheckpointWriter) -> None:
+        self._context = ctx
         self._checkpoints = checkpoints
         self._pins = PinnedSteps()
         self._in_progress = 0
 
     def on_pinned(self, worker: int, message: Pinned) -> None:
         """A rank pinned a step."""
-        desk = self._context
-        generation = desk.generation
-        if message.generation != generation.number or not desk.registry.is_alive(worker):
+        ctx = self._context
+        generation = ctx.generation
+        if message.generation != generation.number or not ctx.registry.is_alive(worker):
             return  # of a generation that is over: freed with all of its pins
-        node_id = desk.registry.info(worker).node_id
+        node_id = ctx.registry.info(worker).node_id
         pin = self._pins.add_rank(message, node_id, generation.world_size)
         if pin is not None:
             self._in_progress += 1
-            desk.tasks.spawn(self._process(pin))
+            ctx.tasks.spawn(self._process(pin))
 
     def on_step_finished(self, generation: int) -> None:
         """A step was finished by all ranks of a generation."""
@@ -72,8 +72,8 @@ class Replication:
     async def _replicate(self, pin: PinnedStep) -> bool:
         """Sends each node's slots to the next ones in the ring, for as long as its generation
         lasts; whether all are there."""
-        desk = self._context
-        wanted = replica_targets(pin.slots, desk.plan.spec.recovery.replicas)
+        ctx = self._context
+        wanted = replica_targets(pin.slots, ctx.plan.spec.recovery.replicas)
         nbytes = 0
         for tries in count():
             done = await asyncio.gather(
@@ -82,20 +82,20 @@ class Replication:
             failed = [one for one in done if isinstance(one, str)]
             nbytes += sum(one for one in done if isinstance(one, int))
             if not failed:
-                desk.deps.probe.copied(pin.step, nbytes)
+                ctx.deps.probe.copied(pin.step, nbytes)
                 return True
-            if pin.generation != desk.generation.number or desk.generation.fenced:
+            if pin.generation != ctx.generation.number or ctx.generation.fenced:
                 break
-            desk.emit(JobWarning(f"step {pin.step} is not on other nodes yet: {failed[0]}"))
-            await desk.deps.clock.sleep(RETRY_BACKOFF_S[min(tries, len(RETRY_BACKOFF_S) - 1)])
+            ctx.emit(JobWarning(f"step {pin.step} is not on other nodes yet: {failed[0]}"))
+            await ctx.deps.clock.sleep(RETRY_BACKOFF_S[min(tries, len(RETRY_BACKOFF_S) - 1)])
         return False
 
     async def _replicate_to(self, node: str, slots: list[SlotRef]) -> int | str:
         """The bytes that were copied; else why it did not work."""
-        desk = self._context
+        ctx = self._context
         try:
             return await with_timeout(
-                desk.deps.clock, COPY_TIMEOUT_S, desk.deps.vaults.replicate(node, slots)
+                ctx.deps.clock, COPY_TIMEOUT_S, ctx.deps.vaults.replicate(node, slots)
             )
         except TimeoutError:
             return f"they took longer than {COPY_TIMEOUT_S:g} s"
@@ -110,8 +110,8 @@ class Replication:
                 self._context.tasks.spawn(self._unpin(node, generation, step))
 
     async def _unpin(self, node: str, generation: int, step: int) -> None:
-        desk = self._context
+        ctx = self._context
         with suppress(VaultLostError, TimeoutError):  # then there is nothing left to free
             await with_timeout(
-                desk.deps.clock, COMMAND_TIMEOUT_S, desk.deps.vaults.unpin(node, generation, step)
+                ctx.deps.clock, COMMAND_TIMEOUT_S, ctx.deps.vaults.unpin(node, generation, step)
             )

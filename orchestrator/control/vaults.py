@@ -28,8 +28,8 @@ REOPEN_BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 class VaultManager:
     """Owns one poll a vault. Where a vault is gone, mirrors fail softly until it is back."""
 
-    def __init__(self, desk: JobContext, on_lost: Callable[[int], None]) -> None:
-        self._context = desk
+    def __init__(self, ctx: JobContext, on_lost: Callable[[int], None]) -> None:
+        self._context = ctx
         self._on_lost = on_lost
         self.address_changed = False
         """Whether the generation's members know an address that is no longer right, and the right
@@ -43,45 +43,45 @@ class VaultManager:
         Raises:
             JobFailedError: one did not start, or died at once.
         """
-        desk = self._context
-        missing = [node for node in dict.fromkeys(nodes) if node not in desk.vault_addresses]
+        ctx = self._context
+        missing = [node for node in dict.fromkeys(nodes) if node not in ctx.vault_addresses]
         if not missing:
             return
         try:
-            opened = await desk.deps.vaults.open(missing)
+            opened = await ctx.deps.vaults.open(missing)
         except VaultLostError as lost:
             raise JobFailedError(f"a vault did not start: {lost}") from None
         for node in missing:
-            if node not in desk.vault_addresses:  # somebody else may have waited for the same
-                desk.vault_addresses[node] = opened[node]
+            if node not in ctx.vault_addresses:  # somebody else may have waited for the same
+                ctx.vault_addresses[node] = opened[node]
                 self._refresh_changed()
-                desk.tasks.spawn(self._poll_loop(node))
+                ctx.tasks.spawn(self._poll_loop(node))
 
     async def open_with_retries(self, node: str, needed: Callable[[], bool]) -> bool:
         """Tries until that node has a vault; False once nobody needs it any more."""
-        desk = self._context
+        ctx = self._context
         for tries in count():
             if not needed():
                 break
             try:
                 await self.ensure_open([node])
             except JobFailedError as error:
-                desk.emit(JobWarning(f"no vault on node {self._node_name(node)}: {error.seen}"))
-                await desk.deps.clock.sleep(REOPEN_BACKOFF_S[min(tries, len(REOPEN_BACKOFF_S) - 1)])
+                ctx.emit(JobWarning(f"no vault on node {self._node_name(node)}: {error.seen}"))
+                await ctx.deps.clock.sleep(REOPEN_BACKOFF_S[min(tries, len(REOPEN_BACKOFF_S) - 1)])
             else:
                 return True
         return False
 
     async def inventory(self) -> list[StoredSlot]:
         """What all vaults hold; one that is gone, or does not say, holds nothing."""
-        desk = self._context
+        ctx = self._context
         asked = {
-            node: asyncio.ensure_future(desk.deps.vaults.inventory(node))
-            for node in desk.vault_addresses
+            node: asyncio.ensure_future(ctx.deps.vaults.inventory(node))
+            for node in ctx.vault_addresses
         }
         with suppress(TimeoutError):
             answers = asyncio.gather(*asked.values(), return_exceptions=True)
-            await with_timeout(desk.deps.clock, COMMAND_TIMEOUT_S, answers)
+            await with_timeout(ctx.deps.clock, COMMAND_TIMEOUT_S, answers)
         held: list[StoredSlot] = []
         for node, asking in asked.items():
             with suppress(VaultLostError, asyncio.CancelledError):  # gone, or not in time
@@ -98,14 +98,14 @@ class VaultManager:
     def on_step_finished(self) -> None:
         """The newest generation goes on: nothing is needed any more of nodes without workers, and
         the cluster can let them go once their vaults are closed."""
-        desk, now_s = self._context, self._context.now_s()
-        unused = desk.vault_addresses.keys() - set(desk.registry.nodes)
+        ctx, now_s = self._context, self._context.now_s()
+        unused = ctx.vault_addresses.keys() - set(ctx.registry.nodes)
         self._unused_since_s = {node: self._unused_since_s.get(node, now_s) for node in unused}
         for node, since_s in self._unused_since_s.items():
             if now_s - since_s >= CLOSE_UNUSED_AFTER_S:
-                del desk.vault_addresses[node]
+                del ctx.vault_addresses[node]
                 self._refresh_changed()
-                desk.tasks.spawn(desk.deps.vaults.close(node))
+                ctx.tasks.spawn(ctx.deps.vaults.close(node))
 
     def _refresh_changed(self) -> None:
         """After every change of an address: it is asked for far more often than it changes."""
@@ -115,26 +115,24 @@ class VaultManager:
         )
 
     async def _poll_loop(self, node: str) -> None:
-        desk = self._context
+        ctx = self._context
         while True:
             try:
-                command = desk.deps.vaults.poll(node, VAULT_POLL_S)
-                news = await with_timeout(desk.deps.clock, VAULT_POLL_S + POLL_GRACE_S, command)
+                command = ctx.deps.vaults.poll(node, VAULT_POLL_S)
+                news = await with_timeout(ctx.deps.clock, VAULT_POLL_S + POLL_GRACE_S, command)
             except (VaultLostError, TimeoutError) as lost:
-                if desk.vault_addresses.pop(node, None) is None:
+                if ctx.vault_addresses.pop(node, None) is None:
                     return  # it was closed, by wish
                 self._refresh_changed()
-                desk.changed.notify()
+                ctx.changed.notify()
                 cause = str(lost) or "it does not answer"
-                desk.emit(
-                    JobWarning(f"the vault on node {self._node_name(node)} was lost: {cause}")
-                )
+                ctx.emit(JobWarning(f"the vault on node {self._node_name(node)} was lost: {cause}"))
                 await self._reopen(node)
                 return
             for one in news:
                 if isinstance(one, FaultFired):
-                    desk.emit(one)
-                elif desk.registry.owns_process(one.worker, one.pid):
+                    ctx.emit(one)
+                elif ctx.registry.owns_process(one.worker, one.pid):
                     self._on_lost(one.worker)
 
     async def _reopen(self, node: str) -> None:

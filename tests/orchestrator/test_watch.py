@@ -93,7 +93,7 @@ def test_what_one_worker_says_comes_in_order(tmp_path: Path):
         room.stream.put_nowait(WorkerReports([(49, [StepReport(1, 0, 1)]), (49, [BEAT])]))
         await settle()
         of_it = [one for one in room.came if one.startswith("49")]
-        assert of_it == ["49 Heartbeat", "49 Report", "49 Heartbeat"]
+        assert of_it == ["49 Heartbeat", "49 StepReport", "49 Heartbeat"]
         assert not room.watch.never_reported(49)
         assert room.watch.never_reported(48)
         await room.desk.tasks.cancel_all()
