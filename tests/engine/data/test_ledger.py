@@ -105,11 +105,11 @@ def test_a_batch_larger_than_the_data_holds_samples_twice(tmp_path: Path) -> Non
 def test_lines_outlive_a_killed_process(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
-        "from rayzero.engine.data.sample_ledger import Ledger\n"
-        "ledger = Ledger(sys.argv[1], 1, 0, 1)\n"
-        "ledger.consumed(range(100_000))\n"
-        "ledger.write(1)\n"
-        "ledger.consumed([1])\n"
+        "from rayzero.engine.data.sample_ledger import SampleLedger\n"
+        "ledger = SampleLedger(sys.argv[1], 1, 0, 1)\n"
+        "ledger.add_samples(range(100_000))\n"
+        "ledger.write_step(1)\n"
+        "ledger.add_samples([1])\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, tmp_path], check=False, timeout=300)
