@@ -1,13 +1,15 @@
-"""The params of each optimizer, as data, with DeepSpeed's names and defaults.
+"""Optimizers that `optimizer.type` may name: one row each, with DeepSpeed's params and defaults.
 
-What is built of them is in `engine/optim`. A param that asks for nothing here is taken and told as
-such; one that cannot be had is refused with what to use instead.
+To add an optimizer: its class in `engine/optim`, a row here, a line in `docs/optimizers.md`. A row
+names the class or function that is called as `implementation(groups, **params.arguments())`. A
+param marked `NO_EFFECT` is accepted and not passed on; an unsupported one is refused, and the
+message names the alternative.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -28,8 +30,11 @@ Beta: TypeAlias = Annotated[
 Betas: TypeAlias = tuple[Beta, Beta]
 
 
+NO_EFFECT = "accepted for compatibility and not passed to the implementation"
+
+
 def _require_value(allowed: Any, reason: str) -> AfterValidator:
-    """Takes one value and refuses any other."""
+    """Accept one value and refuse any other."""
 
     def check(value: Any) -> Any:
         if value != allowed:
@@ -40,7 +45,7 @@ def _require_value(allowed: Any, reason: str) -> AfterValidator:
 
 
 def _refuse_if_set(reason: str) -> Callable[[Any], Any]:
-    """Takes what asks for nothing (null, false, 0) and refuses the rest."""
+    """Accept a value that turns the param off (null, false, 0) and refuse any other."""
 
     def check(value: Any) -> Any:
         if value:
@@ -62,27 +67,51 @@ StateInMainDtype: TypeAlias = Annotated[
 
 
 class OptimizerParams(ConfigSection):
-    """What each of them may be given."""
+    """Params of every optimizer.
+
+    Attributes:
+        implementation: dotted name of the class, or of a function that makes an instance.
+        group_splitter: dotted name of a function `(model, groups, params) -> ParamGroups` for an
+            optimizer that treats some parameters differently; empty for none.
+    """
+
+    implementation: ClassVar[str]
+    group_splitter: ClassVar[str] = ""
 
     max_grad_norm: MustBeUnset = None
-    set_grad_none: bool = True  # no-op: gradients lie in buffers of the engine
-    fp32_optimizer_states: StateInMainDtype = True  # no-op: so it is
+    # Gradients live in buffers of the engine.
+    set_grad_none: Annotated[bool, NO_EFFECT] = True
+    fp32_optimizer_states: Annotated[StateInMainDtype, NO_EFFECT] = True
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for the implementation: every param that is set and has an effect."""
+        fields = type(self).model_fields.items()
+        values = {
+            key: getattr(self, key) for key, field in fields if NO_EFFECT not in field.metadata
+        }
+        return {key: value for key, value in values.items() if value is not None}
 
 
 class TorchParams(OptimizerParams):
-    """Of those that torch has: how it runs them. By default by its fused kernel."""
+    """Params of torch's own optimizers, which run their fused kernel by default."""
 
     lr: NonNegativeFloat = 1e-3
     fused: bool | None = None
     foreach: bool | None = None
     maximize: bool = False
 
+    def arguments(self) -> dict[str, Any]:
+        fused = not self.foreach if self.fused is None else self.fused
+        return super().arguments() | {"fused": fused}
+
 
 class AdamParams(TorchParams):
-    """Adam's and AdamW's. Adam is AdamW unless `adam_w_mode` is false, as in DeepSpeed.
+    """Adam, which is AdamW unless `adam_w_mode` is false, as in DeepSpeed.
 
-    `torch_adam` takes torch's default weight decay, 0.01 for AdamW, in place of DeepSpeed's 0.
+    `torch_adam` selects torch's default weight decay, 0.01 for AdamW, in place of DeepSpeed's 0.
     """
+
+    implementation = "rayzero.engine.optim.optimizers.make_adam"
 
     weight_decay: NonNegativeFloat | None = None
     betas: Betas = (0.9, 0.999)
@@ -93,7 +122,16 @@ class AdamParams(TorchParams):
     amsgrad: bool = False
 
 
+class AdamWParams(AdamParams):
+    """AdamW, whatever `adam_w_mode` says."""
+
+    def arguments(self) -> dict[str, Any]:
+        return super().arguments() | {"adam_w_mode": True}
+
+
 class SGDParams(TorchParams):
+    implementation = "torch.optim.SGD"
+
     weight_decay: NonNegativeFloat = 0.0
     momentum: NonNegativeFloat = 0.0
     dampening: NonNegativeFloat = 0.0
@@ -101,6 +139,8 @@ class SGDParams(TorchParams):
 
 
 class AdagradParams(TorchParams):
+    implementation = "torch.optim.Adagrad"
+
     lr: NonNegativeFloat = 1e-2
     weight_decay: NonNegativeFloat = 0.0
     lr_decay: NonNegativeFloat = 0.0
@@ -109,6 +149,8 @@ class AdagradParams(TorchParams):
 
 
 class LionParams(OptimizerParams):
+    implementation = "rayzero.engine.optim.optimizers.Lion"
+
     lr: NonNegativeFloat = 1e-3
     weight_decay: NonNegativeFloat = 0.0
     betas: Betas = (0.9, 0.999)
@@ -116,6 +158,8 @@ class LionParams(OptimizerParams):
 
 class LambParams(OptimizerParams):
     """`max_coeff` and `min_coeff` bound the trust ratio of each parameter."""
+
+    implementation = "rayzero.engine.optim.optimizers.Lamb"
 
     lr: NonNegativeFloat = 1e-3
     weight_decay: NonNegativeFloat = 0.0
@@ -131,11 +175,14 @@ class LambParams(OptimizerParams):
 
 
 class MuonParams(OptimizerParams):
-    """Matrices are Muon's; embeddings, the head and vectors are Adam's (`betas`, `eps`).
+    """Muon for matrices; Adam (`betas`, `eps`) for embeddings, the head and vectors.
 
-    `muon_lr` and `adam_lr` default to `lr`, and that to each half's usual rate. `nesterov`,
-    `ns_steps` and `adjust_lr_fn` are torch.optim.Muon's.
+    `muon_lr` and `adam_lr` default to `lr`, which defaults to the usual rate of each algorithm.
+    `nesterov`, `ns_steps` and `adjust_lr_fn` are torch.optim.Muon's.
     """
+
+    implementation = "rayzero.engine.optim.muon.Muon"
+    group_splitter = "rayzero.engine.optim.param_groups.split_muon_groups"
 
     lr: NonNegativeFloat | None = None
     muon_lr: NonNegativeFloat | None = None
@@ -149,7 +196,7 @@ class MuonParams(OptimizerParams):
     betas: Betas = (0.9, 0.95)
     eps: NonNegativeFloat = 1e-10
     adam_w_mode: bool = True
-    torch_adam: bool = False  # no-op: Adam's half is torch's fused kernel
+    torch_adam: bool = False  # no effect: Adam is torch's fused kernel
     per_head_muon: Annotated[
         None,
         BeforeValidator(
@@ -157,21 +204,28 @@ class MuonParams(OptimizerParams):
         ),
     ] = None
 
+    def arguments(self) -> dict[str, Any]:
+        """`split_muon_groups` puts all other params into the groups' options."""
+        return {"decoupled": self.adam_w_mode}
+
 
 class OneBitAdamParams(OptimizerParams):
-    """1-bit Adam's; stage 0. Weight decay is decoupled, and there is no bias correction.
+    """1-bit Adam, stage 0 only. Weight decay is decoupled, and there is no bias correction.
 
-    `freeze_step` steps learn variances; they should outlast the schedule's warm-up.
+    Variances are learned for `freeze_step` steps, which should outlast the schedule's warm-up.
     """
+
+    implementation = "rayzero.engine.optim.optimizers.OneBitAdam"
 
     lr: NonNegativeFloat = 1e-3
     weight_decay: NonNegativeFloat = 0.0
     betas: Betas = (0.9, 0.999)
     eps: NonNegativeFloat = 1e-8
     freeze_step: PositiveInt = 100_000
-    bias_correction: bool = True  # no-op: the paper's update has none
-    cuda_aware: bool = False  # no-op: the backend is that of all collectives
-    comm_backend_name: str = "nccl"  # no-op
+    bias_correction: Annotated[bool, NO_EFFECT] = True  # the paper's update has none
+    # The backend is that of all collectives.
+    cuda_aware: Annotated[bool, NO_EFFECT] = False
+    comm_backend_name: Annotated[str, NO_EFFECT] = "nccl"
     amsgrad: Annotated[
         None, BeforeValidator(_refuse_if_set("variances are frozen here: use AdamW with amsgrad"))
     ] = None
@@ -179,7 +233,7 @@ class OneBitAdamParams(OptimizerParams):
 
 OPTIMIZER_PARAMS: dict[str, type[OptimizerParams]] = {
     "Adam": AdamParams,
-    "AdamW": AdamParams,
+    "AdamW": AdamWParams,
     "SGD": SGDParams,
     "Adagrad": AdagradParams,
     "Lion": LionParams,
@@ -188,10 +242,10 @@ OPTIMIZER_PARAMS: dict[str, type[OptimizerParams]] = {
     "OneBitAdam": OneBitAdamParams,
 }
 TORCH_OPTIMIZERS = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
-"""Those of torch.optim that work element by element; torch checks their arguments."""
+"""Elementwise optimizers of torch.optim, whose arguments torch checks."""
 
 OPTIMIZERS = (*OPTIMIZER_PARAMS, *TORCH_OPTIMIZERS)
-"""All that `optimizer.type` may name, in any case. A dotted name is a class to be imported."""
+"""Values of `optimizer.type`, in any case; it may also be the dotted name of a class."""
 
 REFUSED_OPTIMIZERS = {
     "ZeroOneAdam": "it is not in this version: use OneBitAdam",

@@ -9,7 +9,7 @@ The optimizer of an engine that only evaluates: it has no parameters and takes n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, cast
 
@@ -18,22 +18,9 @@ from torch import Tensor, nn
 
 from rayzero.engine.config import OptimizerConfig
 from rayzero.engine.config.model import coerce_numbers, parse_params
-from rayzero.engine.config.optimizers import (
-    OPTIMIZER_PARAMS,
-    AdagradParams,
-    AdamParams,
-    LambParams,
-    LionParams,
-    MuonParams,
-    OneBitAdamParams,
-    OptimizerParams,
-    SGDParams,
-    TorchParams,
-)
+from rayzero.engine.config.optimizers import OPTIMIZER_PARAMS
 from rayzero.engine.errors import ConfigError, EngineError
-from rayzero.engine.optim.muon import Muon
-from rayzero.engine.optim.optimizers import AdamWithoutBiasCorrection, Lamb, Lion, OneBitAdam
-from rayzero.engine.optim.param_groups import ParamGroups, split_muon_groups
+from rayzero.engine.optim.param_groups import ParamGroups
 from rayzero.engine.optim.sharded_optimizer import (
     OptimizerFactory,
     OptimizerShard,
@@ -115,15 +102,16 @@ OptimizerGroups = list[dict[str, Any]]
 OptimizerLike = torch.optim.Optimizer | OptimizerFactory
 
 
-_GROUP_SPLITTERS = {"Muon": split_muon_groups}  # optimizers that treat parameters differently
-
-
 def regroup_for_optimizer(
     config: OptimizerConfig | None, model: nn.Module, groups: ParamGroups
 ) -> ParamGroups:
-    """The parameter groups as the optimizer of a config needs them."""
-    regroup = _GROUP_SPLITTERS.get(config.type) if config is not None else None
-    return groups if regroup is None or config is None else regroup(model, groups, config)
+    """Split parameter groups where the config's optimizer treats parameters differently."""
+    row = OPTIMIZER_PARAMS.get(config.type) if config is not None else None
+    if config is None or row is None or not row.group_splitter:
+        return groups
+    params = parse_params("optimizer", row, config.params)
+    split = _import_name(row.group_splitter)
+    return cast(ParamGroups, split(model, groups, params))
 
 
 def make_optimizer(
@@ -170,108 +158,48 @@ def _check_not_chunked(optimizer: torch.optim.Optimizer, runs: Sequence[Optimize
 
 
 def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
-    """The constructor that a config's `optimizer` section asks for.
+    """The constructor that a config's `optimizer` section selects.
 
     Raises:
-        ConfigError: a parameter is unknown to the optimizer, or has a wrong value.
+        ConfigError: a param is unknown to the optimizer, or has a wrong value.
     """
-    model = OPTIMIZER_PARAMS.get(config.type)
-    if model is None:
+    row = OPTIMIZER_PARAMS.get(config.type)
+    if row is None:
         return _class_factory(config)
-    params = parse_params("optimizer", model, config.params)
-    build = _BUILDERS[config.type]
-    return _wrap_errors(config, lambda groups: build(params, groups))
-
-
-def _adam(params: AdamParams, groups: OptimizerGroups, *, decoupled: bool) -> torch.optim.Optimizer:
-    decay = params.weight_decay
-    if decay is None:
-        decay = 0.01 if params.torch_adam and decoupled else 0.0
-    options = _user_options(params, "lr", "betas", "eps", "amsgrad") | {"weight_decay": decay}
-    cls = torch.optim.Adam if params.bias_correction else AdamWithoutBiasCorrection
-    if decoupled and params.bias_correction:
-        return torch.optim.AdamW(groups, **options, **_kernel_options(params))
-    return cls(groups, decoupled_weight_decay=decoupled, **options, **_kernel_options(params))
-
-
-def _sgd(params: SGDParams, groups: OptimizerGroups) -> torch.optim.Optimizer:
-    options = _user_options(params, "lr", "weight_decay", "momentum", "dampening", "nesterov")
-    return torch.optim.SGD(groups, **options, **_kernel_options(params))
-
-
-def _adagrad(params: AdagradParams, groups: OptimizerGroups) -> torch.optim.Optimizer:
-    options = _user_options(
-        params, "lr", "weight_decay", "lr_decay", "initial_accumulator_value", "eps"
-    )
-    return torch.optim.Adagrad(groups, **options, **_kernel_options(params))
-
-
-def _lion(params: LionParams, groups: OptimizerGroups) -> torch.optim.Optimizer:
-    return Lion(groups, **_user_options(params, "lr", "betas", "weight_decay"))
-
-
-def _lamb(params: LambParams, groups: OptimizerGroups) -> torch.optim.Optimizer:
-    options = _user_options(params, "lr", "betas", "eps", "weight_decay", "bias_correction")
-    bounds = _user_options(params, "eps_inside_sqrt", "min_coeff", "max_coeff")
-    return Lamb(groups, **options, **bounds)
-
-
-def _muon(params: MuonParams, groups: OptimizerGroups) -> torch.optim.Optimizer:
-    return Muon(groups, decoupled=params.adam_w_mode)
-
-
-def _one_bit_adam(params: OneBitAdamParams, groups: OptimizerGroups) -> torch.optim.Optimizer:
-    options = _user_options(params, "lr", "betas", "eps", "weight_decay", "freeze_step")
-    return OneBitAdam(groups, **options)
-
-
-# Every builder gets the params of its own row in OPTIMIZER_PARAMS.
-_BUILDERS: Mapping[str, Callable[[Any, OptimizerGroups], torch.optim.Optimizer]] = {
-    "Adam": lambda params, groups: _adam(params, groups, decoupled=params.adam_w_mode),
-    "AdamW": lambda params, groups: _adam(params, groups, decoupled=True),
-    "SGD": _sgd,
-    "Adagrad": _adagrad,
-    "Lion": _lion,
-    "Lamb": _lamb,
-    "Muon": _muon,
-    "OneBitAdam": _one_bit_adam,
-}
-
-
-def _user_options(params: OptimizerParams, *keys: str) -> dict[str, Any]:
-    return {key: getattr(params, key) for key in keys}
-
-
-def _kernel_options(params: TorchParams) -> dict[str, Any]:
-    """torch's fused kernel, unless another way is asked for."""
-    fused = not params.foreach if params.fused is None else params.fused
-    return {"fused": fused, "foreach": params.foreach, "maximize": params.maximize}
+    params = parse_params("optimizer", row, config.params)
+    implementation = _import_name(row.implementation)
+    return _wrap_errors(config, lambda groups: implementation(groups, **params.arguments()))
 
 
 def _class_factory(config: OptimizerConfig) -> OptimizerFactory:
-    """One of torch's by its name, or any by its dotted name."""
-    cls = (
-        _import_optimizer(config.type) if "." in config.type else getattr(torch.optim, config.type)
-    )
+    """A class of torch.optim by its name, or any optimizer class by its dotted name."""
+    if "." in config.type:
+        cls = _import_optimizer(config.type)
+    else:
+        cls = getattr(torch.optim, config.type)
     check_elementwise(cls)
     params = coerce_numbers(config.params)
-    make = _wrap_errors(config, lambda groups: cast(torch.optim.Optimizer, cls(groups, **params)))
+    make = _wrap_errors(config, lambda groups: cls(groups, **params))
     check_elementwise_by_trial(make, config.type)
     return make
 
 
-def _import_optimizer(name: str) -> Callable[..., Any]:
+def _import_name(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
+    return getattr(import_module(module), attribute)
+
+
+def _import_optimizer(name: str) -> type[torch.optim.Optimizer]:
     try:
-        found = getattr(import_module(module), attribute)
+        cls = _import_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"engine config: optimizer.type: {name!r} cannot be imported: {error}",
             allowed="the dotted name of an optimizer's class, such as my_package.optimizers.Sophia",
         ) from None
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(f"engine config: optimizer.type: {name!r} is not a torch.optim.Optimizer")
-    return found
+    return cls
 
 
 def _wrap_errors(config: OptimizerConfig, make: OptimizerFactory) -> OptimizerFactory:

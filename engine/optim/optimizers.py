@@ -199,16 +199,16 @@ class Lamb(torch.optim.Optimizer):
         return found
 
 
-# A count of steps that no power of a beta survives: torch's corrections 1 - beta^step are 1 then.
-# The next whole number is the same float32, so the count stays what it is.
+# A step count at which torch's corrections 1 - beta^step are exactly 1. Adding 1 to it gives the
+# same float32, so the count never changes.
 NO_CORRECTION_STEP = 1e15
 
 
 class AdamWithoutBiasCorrection(torch.optim.Adam):
-    """torch's Adam in the steady state of its bias corrections, from the first step on."""
+    """torch's Adam with its bias corrections at their limit from the first step on."""
 
     def step(self, closure: Any = None) -> Any:
-        """Updates every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None and not self.state[param]:
@@ -219,6 +219,25 @@ class AdamWithoutBiasCorrection(torch.optim.Adam):
                     )
                     self.state[param].update({key: torch.zeros_like(param) for key in moments})
         return super().step(closure)
+
+
+def make_adam(
+    params: Iterable[Any],
+    *,
+    bias_correction: bool,
+    adam_w_mode: bool,
+    torch_adam: bool,
+    weight_decay: float | None = None,
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """torch's Adam or AdamW from DeepSpeed's params; weight decay as `AdamParams` documents."""
+    if weight_decay is None:
+        weight_decay = 0.01 if torch_adam and adam_w_mode else 0.0
+    options["weight_decay"] = weight_decay
+    if bias_correction and adam_w_mode:
+        return torch.optim.AdamW(params, **options)
+    cls = torch.optim.Adam if bias_correction else AdamWithoutBiasCorrection
+    return cls(params, decoupled_weight_decay=adam_w_mode, **options)
 
 
 class OneBitAdam(torch.optim.Optimizer):

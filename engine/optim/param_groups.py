@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayzero.engine.config import OptimizerConfig
-from rayzero.engine.config.model import parse_params
 from rayzero.engine.config.optimizers import MuonParams
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.muon import ADAM_DEFAULTS, MUON_DEFAULTS, is_matrix
@@ -96,9 +94,7 @@ def _freeze_others(names: dict[nn.Parameter, str], of: dict[nn.Parameter, int]) 
 ADAM_NAME_PATTERNS = ("embed", "lm_head")  # DeepSpeed's rule
 
 
-def split_muon_groups(
-    model: nn.Module, groups: ParamGroups, config: OptimizerConfig
-) -> ParamGroups:
+def split_muon_groups(model: nn.Module, groups: ParamGroups, params: MuonParams) -> ParamGroups:
     """Every parameter group cut into Muon's and Adam's half, Muon's first; empty ones left out.
 
     A parameter's own `use_muon` decides, then its group's, then DeepSpeed's rule: Muon has what
@@ -108,7 +104,6 @@ def split_muon_groups(
     Raises:
         ConfigError: Muon is asked to take a vector.
     """
-    params = parse_params("optimizer", MuonParams, config.params)
     halves: dict[tuple[int, bool], int] = {}
     options: list[dict[str, Any]] = []
     ours = {
