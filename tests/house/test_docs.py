@@ -143,11 +143,8 @@ def _row(*cells: str) -> str:
 
 
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
-    ROOT / "docs/architecture.md": {
-        "stages": stage_table,
-        "bytes": bytes_table,
-        "states": state_table,
-    },
+    ROOT / "docs/engine.md": {"stages": stage_table, "bytes": bytes_table},
+    ROOT / "docs/control-plane.md": {"states": state_table},
     ROOT / "docs/faults.md": {
         "workers": partial(settings_table, Workers, "workers"),
         "recovery": partial(settings_table, RecoverySpec, "recovery"),
