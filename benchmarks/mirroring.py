@@ -30,8 +30,8 @@ from examples.gpt.model import GPT
 from rayzero.engine.session import NO_REQUESTS, StepRequests, use_session
 from rayzero.workers.messages import Assignment, MirrorPolicy
 from rayzero.workers.mirror import Mirror
-from rayzero.workers.vault.actor import Vault
 from rayzero.workers.vault.client import VaultClient
+from rayzero.workers.vault.vault import Vault
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def main(arguments: list[str]) -> int:
     vault = Vault("mirroring", "node", _nowhere)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(rank_main, args=(plan, vault.address, folder), nprocs=plan.ranks)
+            mp.spawn(rank_main, args=(plan, vault.address(), folder), nprocs=plan.ranks)
             measured = json.loads(Path(folder, "measured.json").read_text())
     finally:
         vault.close()

@@ -241,7 +241,7 @@ def test_a_lost_vault_is_noticed_and_opened_again(head: Head, tmp_path: Path):
             first = await vaults.open([node])
             assert await vaults.open([node, node]) == first
             assert await vaults.inventory(node) == []
-            (vault,) = head.processes("ray::RayVault", "ray::VaultActor")
+            (vault,) = head.processes("ray::VaultActor")
             poll = asyncio.ensure_future(vaults.poll(node, 30))
             await asyncio.sleep(0.2)
             vault.kill()

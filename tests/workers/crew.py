@@ -21,8 +21,8 @@ from rayzero.workers.messages import (
     WorkerMessage,
     WorkerSpec,
 )
-from rayzero.workers.vault.actor import Vault
 from rayzero.workers.vault.records import Restore, SlotRef
+from rayzero.workers.vault.vault import Vault
 from tests.support.processes import PROCESSES
 from tests.workers.support import ASSIGN
 
@@ -71,7 +71,7 @@ class Crew:
                     local_rank=rank,
                     local_world_size=len(members),
                     store_port=port,
-                    vault=self.vault.address,
+                    vault=self.vault.address(),
                     restore=restore,
                 ),
             )

@@ -16,7 +16,7 @@ RANK = textwrap.dedent(
     import sys, threading, time
     import torch, torch.distributed as dist
     from datetime import timedelta
-    from rayzero.workers.process_group import Connections
+    from rayzero.workers.process_group import SocketTracker
 
     rank = int(sys.argv[1])
     if rank == 0:
@@ -24,8 +24,8 @@ RANK = textwrap.dedent(
         print(store.port, flush=True)
     else:
         store = dist.TCPStore("127.0.0.1", int(sys.stdin.readline()), is_master=False)
-    connections = Connections()
-    with connections.noting():
+    sockets = SocketTracker()
+    with sockets.recording():
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
         )
@@ -40,8 +40,8 @@ RANK = textwrap.dedent(
             time.sleep(0.01)
         time.sleep(0.3)  # so that the wait below is on; too early a cut would end it as well
         begun.append(time.perf_counter())
-        connections.cut()
-        connections.cut()
+        sockets.shutdown()
+        sockets.shutdown()
     thread = threading.Thread(target=cut)
     thread.start()
     begun.append(0.0)

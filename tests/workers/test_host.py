@@ -195,7 +195,7 @@ def test_the_last_engine_is_gone_before_the_next_one_is_made(
     device: str, room: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Two of them may not fit."""
-    monkeypatch.setattr(keeper_module, "has_room", lambda processes: room)
+    monkeypatch.setattr(keeper_module, "fits_twice", lambda processes: room)
     keeper = RetainedState(0)
     seen = keep_one(keeper, device)
     keeper.begin_generation(ASSIGN)
@@ -204,7 +204,7 @@ def test_the_last_engine_is_gone_before_the_next_one_is_made(
 
 @pytest.mark.usefixtures("uncollected")
 def test_where_two_fit_the_last_engine_goes_when_a_step_is_done(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(keeper_module, "has_room", lambda processes: True)
+    monkeypatch.setattr(keeper_module, "fits_twice", lambda processes: True)
     keeper = RetainedState(0)
     first = keep_one(keeper, "cpu")
     keeper.begin_generation(ASSIGN)

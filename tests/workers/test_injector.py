@@ -115,11 +115,11 @@ def child(folder: Path, text: str) -> subprocess.Popen[bytes]:
     """A process that goes through the phases of three steps as rank 0."""
     script = (
         "import sys\n"
-        "from rayzero.workers.chaos.spec import parse\n"
-        "from rayzero.workers.chaos.inject import FaultRecord, Injector, Schedule\n"
-        "schedule = Schedule([parse(sys.argv[2])], FaultRecord(sys.argv[1]), lambda _: None)\n"
-        "injector = Injector(schedule, 0)\n"
-        "for step in (1, 2, 3): injector.at('reduce', step)\n"
+        "from rayzero.workers.chaos.spec import parse_fault\n"
+        "from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector\n"
+        "schedule = FaultSchedule([parse_fault(sys.argv[2])], FaultRecord(sys.argv[1]), lambda _: None)\n"
+        "injector = WorkerFaultInjector(schedule, 0)\n"
+        "for step in (1, 2, 3): injector.on_phase('reduce', step)\n"
     )
     return subprocess.Popen([sys.executable, "-c", script, folder, text])
 

@@ -120,9 +120,9 @@ def test_a_fixed_interval_counts_from_where_the_generation_began():
 def test_without_replicas_only_checkpoints_and_drains_are_copied():
     vault, state = FakeVault(), State()
     made, posted = mirror(MirrorPolicy(checkpoint_every_steps=4), vault)
-    run(made, range(1, 4), state, lambda m, step: replace(m.wishes(step)))
+    run(made, range(1, 4), state, lambda m, step: replace(m.step_requests(step)))
     assert vault.steps == []
-    run(made, range(4, 6), state, lambda m, step: m.wishes(step))
+    run(made, range(4, 6), state, lambda m, step: m.step_requests(step))
     assert vault.steps == [4]
     assert [(one.step, one.checkpoint) for one in posted] == [(4, True)]
     run(made, range(6, 7), state, lambda *_: StepRequests(drain=True))
@@ -132,7 +132,7 @@ def test_without_replicas_only_checkpoints_and_drains_are_copied():
 def test_a_checkpoint_that_finds_no_free_buffer_is_made_up_for():
     vault, state = FakeVault(), State()
     made, posted = mirror(replace(EVERY, checkpoint_every_steps=3), vault, last_step=11)
-    agree = lambda m, step: m.wishes(step)  # noqa: E731
+    agree = lambda m, step: m.step_requests(step)  # noqa: E731
     run(made, range(1, 8), state, agree)
     assert [one.step for one in posted] == [3], "the one of step 6 has to wait"
     for buffer in vault.buffers:
@@ -148,14 +148,14 @@ def test_a_checkpoint_that_finds_no_free_buffer_is_made_up_for():
 def test_the_last_step_gets_a_checkpoint():
     vault, state = FakeVault(), State()
     made, posted = mirror(replace(EVERY, checkpoint_every_steps=100), vault, last_step=5)
-    run(made, range(1, 6), state, lambda m, step: m.wishes(step))
+    run(made, range(1, 6), state, lambda m, step: m.step_requests(step))
     assert [(one.step, one.checkpoint) for one in posted] == [(5, True)]
 
 
 def test_for_other_nodes_steps_are_pinned_as_often_as_buffers_are_free():
     vault, state = FakeVault(), State()
     made, posted = mirror(EVERY, vault, remote=True)
-    run(made, range(1, 9), state, lambda m, step: m.wishes(step))
+    run(made, range(1, 9), state, lambda m, step: m.step_requests(step))
     assert [one.step for one in posted] == [1, 2]
     assert vault.steps == [1, 2, 7, 8]
     assert not any(one.checkpoint for one in posted)
@@ -165,7 +165,7 @@ def test_for_other_nodes_steps_are_pinned_as_often_as_buffers_are_free():
 def test_all_ranks_must_be_ready_for_a_pin():
     vault, state = FakeVault(), State()
     made, posted = mirror(EVERY, vault, remote=True)
-    assert made.wishes(1).pin
+    assert made.step_requests(1).pin
     run(made, range(1, 3), state)  # but the others were not
     assert posted == []
 
@@ -175,7 +175,7 @@ def test_a_vault_that_is_gone_does_not_stop_training(caplog):
     made, _ = mirror(EVERY, vault)
     run(made, range(1, 4), state)
     assert "goes on without a replica" in caplog.text
-    assert not made.wishes(4).pin
+    assert not made.step_requests(4).pin
 
 
 def test_too_little_memory_ends_a_job_at_its_start_and_is_told_later_on(caplog):

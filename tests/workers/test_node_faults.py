@@ -25,9 +25,9 @@ DROP, CUT = (
 def test_a_vault_can_always_be_killed():
     assert why_impossible(parse_fault("kill_vault(node=0, step=1)"), True, network_id()) == ""
     code = (
-        "from rayzero.workers.chaos.spec import parse\n"
-        "from rayzero.workers.chaos.node import strike\n"
-        "strike(parse('kill_vault(node=0, step=1)'))\n"
+        "from rayzero.workers.chaos.spec import parse_fault\n"
+        "from rayzero.workers.chaos.node import inject_node_fault\n"
+        "inject_node_fault(parse_fault('kill_vault(node=0, step=1)'))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=300)
     assert done.returncode == -signal.SIGKILL
@@ -52,12 +52,12 @@ def test_a_node_goes_with_all_its_processes():
     # A raylet, by its name, that is the parent of a vault and of a worker with a child.
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     vault = (
-        "from rayzero.workers.chaos.spec import parse\n"
-        "from rayzero.workers.chaos.node import obstacle, strike\n"
-        "fault = parse('drop_node(node=1, step=2)')\n"
-        "print(repr(obstacle(fault, False, '')), flush=True)\n"
+        "from rayzero.workers.chaos.spec import parse_fault\n"
+        "from rayzero.workers.chaos.node import inject_node_fault, why_impossible\n"
+        "fault = parse_fault('drop_node(node=1, step=2)')\n"
+        "print(repr(why_impossible(fault, False, '')), flush=True)\n"
         "input()\n"
-        "strike(fault)\n"
+        "inject_node_fault(fault)\n"
     )
     raylet = (
         "import subprocess, sys\n"
@@ -88,18 +88,18 @@ def test_a_node_goes_with_all_its_processes():
 def test_a_cut_network_comes_back_with_its_routes_though_the_vault_is_gone():
     code = (
         "import subprocess, time\n"
-        "from rayzero.workers import node_faults\n"
-        "from rayzero.workers.chaos.spec import parse\n"
+        "from rayzero.workers.chaos import node\n"
+        "from rayzero.workers.chaos.spec import parse_fault\n"
         "def ip(*words): return subprocess.run(['ip', *words], capture_output=True, text=True,\n"
         "                                      check=True).stdout\n"
         "ip('link', 'add', 'wire', 'type', 'veth', 'peer', 'other')\n"
         "ip('addr', 'add', '10.9.0.1/24', 'dev', 'wire')\n"
         "ip('link', 'set', 'other', 'up'); ip('link', 'set', 'wire', 'up')\n"
         "ip('route', 'add', 'default', 'via', '10.9.0.254')\n"
-        "fault = parse('partition(node=1, step=2, seconds=0.5)')\n"
-        "assert node_faults.obstacle(fault, False, 'elsewhere') == ''\n"
+        "fault = parse_fault('partition(node=1, step=2, seconds=0.5)')\n"
+        "assert node.why_impossible(fault, False, 'elsewhere') == ''\n"
         "before = ip('-4', 'route')\n"
-        "node_faults.strike(fault)\n"
+        "node.inject_node_fault(fault)\n"
         "until = time.monotonic() + 5\n"
         "while ip('-4', 'route') and time.monotonic() < until: time.sleep(0.02)\n"
         "assert ip('-4', 'route') == ''\n"

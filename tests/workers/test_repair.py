@@ -234,7 +234,7 @@ def test_without_replicas_a_survivor_that_holds_everything_is_salvaged(crew_of):
     assert {one.step for one in memories.values()} == {5}
     assert all(one.whole for one in memories.values())
     assert crew.vault.inventory() == []
-    saved = crew.workers[2].call("salvage", crew.vault.address)
+    saved = crew.workers[2].call("salvage", crew.vault.address())
     assert (saved.step, saved.world_size) == (5, 1)
     from rayzero.workers.vault.records import SlotRef
 

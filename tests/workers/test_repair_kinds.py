@@ -16,8 +16,8 @@ import pytest
 
 from rayzero.engine.session import use_session
 from rayzero.workers.messages import Crashed, Finished, MirrorPolicy, Stopped
-from rayzero.workers.vault.actor import Vault
 from rayzero.workers.vault.records import Restore
+from rayzero.workers.vault.vault import Vault
 from tests.engine.state.blocks import Block, StateSession
 from tests.engine.state.kinds import FOUND, KINDS, SEED, equal, go_on, make, whole
 from tests.support.ranks import run_ranks

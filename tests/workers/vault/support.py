@@ -17,11 +17,11 @@ from typing import Any, Self
 from xxhash import xxh3_64_intdigest
 
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
-from rayzero.workers.vault.actor import Vault
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import SlotRef, VaultGoneError
 from rayzero.workers.vault.registry import SlotRegistry
 from rayzero.workers.vault.slots import SlotWriter
+from rayzero.workers.vault.vault import Vault
 
 ROOT = Path(__file__).resolve().parents[3]
 PLENTY = 2**40
@@ -79,7 +79,7 @@ class Town:
         return self.vaults[node]
 
     def client(self, node: str = "a", worker: int = 0) -> VaultClient:
-        client = VaultClient(self.vault(node).address, worker)
+        client = VaultClient(self.vault(node).address(), worker)
         self.clients.append(client)
         return client
 

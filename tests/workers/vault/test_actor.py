@@ -24,7 +24,7 @@ def vaults() -> Iterator[dict[str, Any]]:
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     make = ray.remote(VaultActor).options(num_cpus=0, max_concurrency=VAULT_COMMAND_THREADS)
     vaults = {node: make.remote("job", node) for node in ("a", "b")}
-    ray.get([one.meet.remote(vaults) for one in vaults.values()], timeout=200)
+    ray.get([one.set_peers.remote(vaults) for one in vaults.values()], timeout=200)
     yield vaults
     ray.shutdown()
 

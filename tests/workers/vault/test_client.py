@@ -66,7 +66,7 @@ def test_a_vault_that_is_gone_is_an_error_that_can_be_survived(town: Town):
     client.close()
     client.close()
     with pytest.raises(VaultGoneError, match="no vault answers"):
-        VaultClient(town.vault().address, 0)
+        VaultClient(town.vault().address(), 0)
 
 
 @contextmanager

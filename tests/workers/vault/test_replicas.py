@@ -84,7 +84,7 @@ def test_a_replica_of_a_replica(town: Town):
 def test_the_older_replica_stays_until_the_new_one_is_whole(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(background, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(background, "FETCH_CHUNK_BYTES", 10_000)
     vault = town.vault("b")
     vault.replicate(pinned(town, 4, nbytes=50_000))
     vault.unpin(1, 4)
@@ -134,7 +134,7 @@ def test_damage_at_the_source_is_found_there(town: Town):
 def test_a_version_that_goes_meanwhile_leaves_what_was_there(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(background, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(background, "FETCH_CHUNK_BYTES", 10_000)
     vault = town.vault("b")
     vault.replicate(pinned(town, 4, nbytes=50_000))
     newer = pinned(town, 8, nbytes=50_000)
@@ -150,7 +150,7 @@ def test_a_version_that_goes_meanwhile_leaves_what_was_there(
 
 
 def test_closing_the_vault_ends_a_copy(town: Town, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(background, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(background, "FETCH_CHUNK_BYTES", 10_000)
     slots = pinned(town, 4, nbytes=100_000)
     vault, closing = town.vault("b"), threading.Event()
 

@@ -25,7 +25,7 @@ def test_a_killed_worker_is_noticed_at_once_and_once(town: Town):
     """The best of three: other work on the machine only ever adds to it."""
     vault, took_s = town.vault(), []
     for number in range(3):
-        with WorkerProcess("connect", vault.address, worker=number) as worker:
+        with WorkerProcess("connect", vault.address(), worker=number) as worker:
             assert vault.poll(0.0) == []
             started = time.monotonic()
             worker.kill()
@@ -70,7 +70,7 @@ def _kernel_watches_threads() -> bool:
 
 def test_a_death_is_noticed_while_a_child_keeps_the_socket_open(town: Town):
     vault = town.vault()
-    with WorkerProcess("fork", vault.address, worker=2) as worker:
+    with WorkerProcess("fork", vault.address(), worker=2) as worker:
         worker.kill()
         worker.wait()
         assert vault.poll(60.0) == [ConnectionLost(2, worker.pid)]
@@ -78,7 +78,7 @@ def test_a_death_is_noticed_while_a_child_keeps_the_socket_open(town: Town):
 
 def test_a_worker_that_says_goodbye_is_no_loss(town: Town):
     vault = town.vault()
-    with WorkerProcess("part", vault.address) as worker:
+    with WorkerProcess("part", vault.address()) as worker:
         worker.kill()
         worker.wait()
         assert vault.poll(0.2) == []
@@ -96,7 +96,7 @@ def test_a_poll_that_waits_ends_with_the_vault(town: Town):
 
 def test_what_a_killed_writer_leaves_is_its_whole_versions(town: Town):
     vault = town.vault()
-    with WorkerProcess("mirror", vault.address) as worker:
+    with WorkerProcess("mirror", vault.address()) as worker:
         assert steps_of(vault) == [(0, 2)]
         worker.kill()
         vault.poll(10.0)
@@ -116,7 +116,7 @@ def test_what_a_killed_writer_leaves_is_its_whole_versions(town: Town):
 
 def test_only_workers_that_are_connected_are_killed(town: Town):
     vault = town.vault()
-    with WorkerProcess("connect", vault.address) as worker:
+    with WorkerProcess("connect", vault.address()) as worker:
         assert not vault.kill(os.getppid())
         assert not vault.kill(os.getpid())
         assert vault.kill(worker.pid)
@@ -130,14 +130,14 @@ def test_without_pidfds_deaths_are_seen_and_nobody_is_killed(
 ):
     monkeypatch.setattr(peers, "_open_pidfd", lambda *_: -1)
     vault = town.vault()
-    with WorkerProcess("connect", vault.address) as worker:
+    with WorkerProcess("connect", vault.address()) as worker:
         assert not vault.kill(worker.pid)
         worker.kill()
         assert vault.poll(10.0) == [ConnectionLost(0, worker.pid)]
 
 
 def test_processes_of_other_users_are_not_let_in(town: Town, monkeypatch: pytest.MonkeyPatch):
-    address = town.vault().address
+    address = town.vault().address()
     monkeypatch.setattr(os, "getuid", lambda: 4242)
     with pytest.raises(VaultGoneError):
         town.client()
@@ -161,7 +161,7 @@ def test_nonsense_harms_nobody_else(town: Town, line: bytes):
     vault, client = town.vault(), town.client()
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(5.0)
-        stranger.connect(abstract_socket_name(vault.address))
+        stranger.connect(abstract_socket_name(vault.address()))
         with suppress(BrokenPipeError, ConnectionResetError):
             stranger.sendall(line)
     assert vault.poll(0.05) == []
@@ -180,7 +180,7 @@ def test_nonsense_harms_nobody_else(town: Town, line: bytes):
 def test_requests_that_make_no_sense_are_answered(town: Town, line: bytes, answer: bytes):
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(5.0)
-        stranger.connect(abstract_socket_name(town.vault().address))
+        stranger.connect(abstract_socket_name(town.vault().address()))
         stranger.sendall(line + b"\n")
         assert answer in stranger.recv(4096)
 
@@ -202,7 +202,7 @@ def test_a_slow_fetch_holds_up_neither_notices_nor_other_requests(town: Town):
     thread = threading.Thread(target=lambda: opened.append(client.open_source(there)))
     thread.start()
     assert asked.wait(5.0)
-    with WorkerProcess("connect", vault.address, worker=7) as worker:
+    with WorkerProcess("connect", vault.address(), worker=7) as worker:
         worker.kill()
         assert vault.poll(10.0) == [ConnectionLost(7, worker.pid)]
     assert len(town.client(worker=2).reserve(1, 1, 2, table(), 1)) == 1

@@ -10,7 +10,6 @@ import pytest
 from rayzero.engine.errors import DataError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.workers.vault import images
-from rayzero.workers.vault.actor import Vault
 from rayzero.workers.vault.records import (
     Restore,
     SlotDamagedError,
@@ -18,6 +17,7 @@ from rayzero.workers.vault.records import (
     SlotRef,
     VaultGoneError,
 )
+from rayzero.workers.vault.vault import Vault
 from tests.workers.vault.support import (
     Town,
     content,
