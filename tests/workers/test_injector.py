@@ -117,7 +117,8 @@ def child(folder: Path, text: str) -> subprocess.Popen[bytes]:
         "import sys\n"
         "from rayzero.workers.chaos.spec import parse_fault\n"
         "from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector\n"
-        "schedule = FaultSchedule([parse_fault(sys.argv[2])], FaultRecord(sys.argv[1]), lambda _: None)\n"
+        "faults, record = [parse_fault(sys.argv[2])], FaultRecord(sys.argv[1])\n"
+        "schedule = FaultSchedule(faults, record, lambda _: None)\n"
         "injector = WorkerFaultInjector(schedule, 0)\n"
         "for step in (1, 2, 3): injector.on_phase('reduce', step)\n"
     )

@@ -1,0 +1,90 @@
+"""The Ray actor of a vault. Imports no torch, so that it starts fast.
+
+Created with `num_cpus=0` on its node and `max_concurrency=VAULT_COMMAND_THREADS`. `set_peers` then
+passes it the other nodes' vaults, and again whenever one of them is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.workers.chaos import node as node_faults
+from rayzero.workers.chaos.spec import parse_fault
+from rayzero.workers.vault.background import FaultInjectingStore
+from rayzero.workers.vault.records import SlotRef, VaultEvent, VaultGoneError
+from rayzero.workers.vault.vault import Vault
+
+VAULT_COMMAND_THREADS = 8
+"""The long poll, a checkpoint, a copy and a stack dump each hold one; the rest answer at once."""
+
+_FETCH_TIMEOUT_S = 30.0
+
+
+class VaultActor(Vault):
+    """One node's vault. A caller's commands are the methods of `Vault` and the ones here.
+
+    Args:
+        job: the job's name.
+        node_id: the node that this actor runs on.
+        faults: the job's faults; those of the store are injected here.
+        output_dir: the folder of the record of injected faults.
+    """
+
+    def __init__(
+        self, job: str, node_id: str, faults: Sequence[str] = (), output_dir: str = ""
+    ) -> None:
+        with suppress(OSError):  # Ray raises workers' niceness; detecting a death must not wait
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+        self._peers: Mapping[str, Any] = {}
+        self._store = FaultInjectingStore(faults, output_dir)
+        super().__init__(job, node_id, self._fetch_remote, write_file=self._store.write)
+
+    def set_peers(self, peers: Mapping[str, Any]) -> None:
+        """Replaces the actor handles of the other nodes' vaults, by node id."""
+        self._peers = dict(peers)
+
+    def poll(self, timeout_s: float) -> list[VaultEvent]:
+        return [*super().poll(timeout_s), *self._store.pop_fired()]
+
+    def inject(self, faults: Sequence[str]) -> None:
+        """Replaces the list of the job's faults."""
+        self._store.set_faults(faults)
+
+    def why_not_injectable(
+        self, fault: str, is_controller_node: bool, controller_network: str
+    ) -> str:
+        return node_faults.why_impossible(
+            parse_fault(fault), is_controller_node, controller_network
+        )
+
+    def inject_node_fault(self, fault: str) -> None:
+        node_faults.inject_node_fault(parse_fault(fault))
+
+    def _fetch_remote(self, ref: SlotRef, offset: int, length: int) -> memoryview:
+        """Reads through Ray's object store. Called by the vault's own threads."""
+        peer = self._peers.get(ref.node_id)
+        if peer is None:
+            raise VaultGoneError(f"no vault is known on node {ref.node_id}")
+        reply = peer.read.remote(ref.generation, ref.rank, ref.step, offset, length)
+        try:
+            data: NDArray[np.uint8] = ray.get(reply, timeout=_FETCH_TIMEOUT_S)
+        except RayTaskError as error:
+            if isinstance(error.cause, RayzeroError):
+                raise error.cause from None
+            raise VaultGoneError(f"the vault on node {ref.node_id} failed: {error}") from None
+        except GetTimeoutError:
+            raise VaultGoneError(
+                f"the vault on node {ref.node_id} did not answer within {_FETCH_TIMEOUT_S:g} s"
+            ) from None
+        except RayError as error:
+            raise VaultGoneError(f"the vault on node {ref.node_id} is gone: {error}") from None
+        return data.data
