@@ -42,7 +42,7 @@ from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.events import State
 from rayzero.orchestrator.job import process
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
-from rayzero.orchestrator.job_events import JobEvent, Repaired, StateEntered
+from rayzero.orchestrator.job_events import EventBus, JobEvent, Repaired, StateEntered
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.policies.recovery import CheckpointRef
@@ -97,7 +97,6 @@ class _Sights:
         self.repaired_s: list[float] = []
 
     def on_event(self, notice: JobEvent) -> None:
-        self.papers.on_event(notice)
         if isinstance(notice, StateEntered) and notice.state is State.RUNNING:
             self.running.set()
         elif isinstance(notice, Repaired):
@@ -125,11 +124,13 @@ async def measure(
     nothing: Any = _Nothing()
     plan, clock = make_job(folder, scale.workers), SystemClock()
     sights = _Sights(plan)
-    with Telemetry(plan, sights, clock, print) as telemetry:
+    events = EventBus()
+    with Telemetry(plan, clock, print) as telemetry:
+        telemetry.subscribe_to(events)
         sights.papers.set_counter_source(telemetry.dump_counters)
-        note = sights.papers.append_journal
-        ports = Dependencies(group, group, nothing, telemetry, clock, telemetry, note)
-        controller = Controller(plan, ports)
+        sights.papers.subscribe_to(events)
+        events.subscribe(sights.on_event)
+        controller = Controller(plan, Dependencies(group, group, nothing, events, clock))
         job = asyncio.ensure_future(controller.run())
         scrapes = asyncio.ensure_future(_scrape(telemetry))
         try:

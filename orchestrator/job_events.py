@@ -1,14 +1,15 @@
-"""What observers are told (notices + probe merged).
+"""The job's event stream: everything that happens to a job, as typed events, and their delivery.
 
-What the controller tells whoever watches a job: a console, a log, a test.
-
-What the controller lets pass by for whoever counts: too much, or too often, to be a notice.
+The controller emits each event once. Observers subscribe to the types that they want: the event
+buffer that clients read, the log, the journal, the metrics. Events of a type without a subscriber
+cost one dictionary lookup.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, get_args
 
 from rayzero.orchestrator.events import State
 from rayzero.orchestrator.policies.failure import Fault
@@ -19,21 +20,30 @@ from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerInfo
 
 @dataclass(frozen=True)
 class StateEntered:
+    """The job's state machine changed its state.
+
+    Args:
+        step: finished steps.
+        trigger: the class name of the machine's event that caused the transition.
+    """
+
     state: State
     generation: int
     world_size: int
+    step: int = 0
+    trigger: str = ""
 
 
 @dataclass(frozen=True)
 class MetricsServed:
-    """The job's numbers are served, at `url`/metrics and `url`/snapshot.json."""
+    """The job serves its metrics at `url`/metrics and `url`/snapshot.json."""
 
     url: str
 
 
 @dataclass(frozen=True)
 class WorkersReady:
-    """These workers' processes are alive and ready for work."""
+    """The processes of these workers are running and ready."""
 
     workers: tuple[WorkerInfo, ...]
 
@@ -45,7 +55,7 @@ class JobWarning:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The job goes on from a checkpoint of an earlier run."""
+    """The job continues from a checkpoint of an earlier run."""
 
     step: int
     folder: str
@@ -53,27 +63,27 @@ class Resumed:
 
 @dataclass(frozen=True)
 class RunAdopted:
-    """The job goes on with a run whose controller was lost.
+    """The job continues a run whose controller was lost.
 
     Args:
-        step: it had finished so many at least; what is behind the newest checkpoint is done again.
-        generation: the newest it had.
-        silent_s: since it told anything.
+        step: finished steps of that run; those after the newest checkpoint are recomputed.
+        generation: the newest of that run.
+        offline_s: since the last entry of that run's journal.
     """
 
     step: int
     generation: int
-    silent_s: float
+    offline_s: float
 
 
 @dataclass(frozen=True)
 class FaultDetected:
-    """Something broke.
+    """A fault, as it is first seen.
 
     Args:
-        cause: a `failure.Cause`.
-        rank: None when the worker was no member of the generation.
-        text: all of it in words.
+        cause: a `failure.FaultCause`.
+        rank: None when the worker was not a member of the generation.
+        text: the full description.
     """
 
     cause: str
@@ -85,17 +95,16 @@ class FaultDetected:
 
 @dataclass(frozen=True)
 class Repaired:
-    """The job is past a fault: a step was finished after it.
+    """The first finished step after a recovery.
 
     Args:
-        cause: of the first fault, when several fell together.
-        lost: who is gone, as "rank 1 on node a (pid 7)".
-        step: the step that was gone back to.
-        steps_redone: finished steps that had to be done again.
+        cause: of the first fault, when several were recovered from together.
+        lost: the lost members, as "rank 1 on node a (pid 7)".
+        step: the step that training went back to.
+        steps_redone: finished steps that had to be recomputed.
         world_size_before, world_size: ranks before and after.
-        seconds: how long each part took: `detect` (from the first sign to the judgement), `fence`,
-            `select_step`, `select_members`, `rendezvous`, `load`, `recompute` (to the next finished step,
-            less that step).
+        seconds: duration of each recovery phase; `redo` ends with the next finished step and does
+            not include the duration of that step.
     """
 
     cause: str
@@ -113,7 +122,7 @@ class Repaired:
 
 @dataclass(frozen=True)
 class Resized:
-    """The job goes on with other members, by wish. `seconds` as in `Repaired`, but `drain`."""
+    """The first finished step after a requested change of members. `seconds` as in `Repaired`."""
 
     reason: str
     step: int
@@ -128,11 +137,11 @@ class Resized:
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """A checkpoint is durable.
+    """A checkpoint was committed.
 
     Args:
-        seconds: from the pinned step to the manifest, behind training.
-        stopped_s: how long training stood still for it, on the slowest rank.
+        seconds: from the pinned step to the manifest, in the background of training.
+        stopped_s: how long training paused for it, on the slowest rank.
     """
 
     step: int
@@ -144,11 +153,11 @@ class Checkpointed:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """A checkpoint could not be written. Training goes on.
+    """A checkpoint could not be written. Training continues.
 
     Args:
         tries: so far.
-        again_in_s: when it is tried again; None: it is given up.
+        again_in_s: delay of the next try; None after the last one.
     """
 
     step: int
@@ -157,7 +166,65 @@ class CheckpointFailed:
     again_in_s: float | None
 
 
-JobEvent: TypeAlias = (
+@dataclass(frozen=True)
+class FaultRecorded:
+    """A fault was classified, and counts against the fault budget.
+
+    Args:
+        is_fatal: it ends the job.
+    """
+
+    fault: Fault
+    is_fatal: bool = False
+
+
+@dataclass(frozen=True)
+class Rewound:
+    """Training goes back to a step; `steps_redone` finished steps have to be recomputed."""
+
+    step: int
+    steps_redone: int
+
+
+@dataclass(frozen=True)
+class LimitsChanged:
+    """The job may have this many workers from now on."""
+
+    min_workers: int
+    max_workers: int
+
+
+@dataclass(frozen=True)
+class ReplicationChanged:
+    """Emitted with each finished step: its state is replicated to other nodes, or it is not."""
+
+    enabled: bool
+
+
+@dataclass(frozen=True)
+class StepReplicated:
+    """Other nodes hold replicas of a step; `nbytes` were copied for it."""
+
+    step: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class StepReported:
+    """A rank of the newest generation finished a step. Precedes the `StepRecord` of that step."""
+
+    report: StepReport
+
+
+@dataclass(frozen=True)
+class HeartbeatReceived:
+    """A heartbeat of a member of the newest generation, on that node."""
+
+    heartbeat: Heartbeat
+    node: str
+
+
+ClientEvent: TypeAlias = (
     StateEntered
     | MetricsServed
     | WorkersReady
@@ -173,59 +240,54 @@ JobEvent: TypeAlias = (
     | StepRecord
     | LogLine
 )
+"""What clients see: consoles, `JobHandle.events`."""
+
+
+ControlEvent: TypeAlias = (
+    FaultRecorded
+    | Rewound
+    | LimitsChanged
+    | ReplicationChanged
+    | StepReplicated
+    | StepReported
+    | HeartbeatReceived
+)
+"""What only the job's own process uses. Reports and heartbeats are too many for anyone else."""
+
+
+JobEvent: TypeAlias = ClientEvent | ControlEvent
+
+CLIENT_EVENTS: tuple[type[JobEvent], ...] = get_args(ClientEvent)
+ALL_EVENTS: tuple[type[JobEvent], ...] = CLIENT_EVENTS + get_args(ControlEvent)
 
 
 class JobObserver(Protocol):
-    def on_event(self, notice: JobEvent) -> None:
-        """Called in the controller's thread, in order; must not block for long."""
+    def on_event(self, event: JobEvent) -> None:
+        """Called in the emitter's thread, in order. Must not block."""
 
 
 class NullObserver:
-    """An observer that looks away."""
+    """Ignores all events."""
 
-    def on_event(self, notice: JobEvent) -> None:
-        del notice
-
-
-class Probe(Protocol):
-    """Called in the controller's thread; returns at once, and raises nothing."""
-
-    def reported(self, report: StepReport) -> None:
-        """A rank of the newest generation finished a step. Comes before the step's record."""
-
-    def beat(self, heartbeat: Heartbeat, node: str) -> None:
-        """A member of the newest generation, on that node, says how far it is."""
-
-    def judged(self, fault: Fault) -> None:
-        """A fault goes on record: the root of a repair, or of the job's end."""
-
-    def limited(self, least: int, most: int) -> None:
-        """The job may have so many workers from now on."""
-
-    def sends(self, so: bool) -> None:
-        """Whether the step that was just finished is to be copied to other nodes, too."""
-
-    def copied(self, step: int, nbytes: int) -> None:
-        """A step lies on other nodes: so much of it had to be copied."""
+    def on_event(self, event: JobEvent) -> None:
+        del event
 
 
-class Unprobed:
-    """A probe that counts nothing."""
+class EventBus:
+    """Delivers each event to the observers of its type, in the order of their subscription.
 
-    def reported(self, report: StepReport) -> None:
-        del report
+    Used from one event loop. Handlers must not block, and must not raise.
+    """
 
-    def beat(self, heartbeat: Heartbeat, node: str) -> None:
-        del heartbeat, node
+    def __init__(self) -> None:
+        self._handlers: dict[type[JobEvent], tuple[Callable[[Any], None], ...]] = {}
 
-    def judged(self, fault: Fault) -> None:
-        del fault
+    def subscribe(
+        self, handler: Callable[[Any], None], types: Iterable[type[JobEvent]] = CLIENT_EVENTS
+    ) -> None:
+        for event_type in types:
+            self._handlers[event_type] = (*self._handlers.get(event_type, ()), handler)
 
-    def limited(self, least: int, most: int) -> None:
-        del least, most
-
-    def sends(self, so: bool) -> None:
-        del so
-
-    def copied(self, step: int, nbytes: int) -> None:
-        del step, nbytes
+    def emit(self, event: JobEvent) -> None:
+        for handler in self._handlers.get(type(event), ()):
+            handler(event)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.aio import (
@@ -23,7 +23,7 @@ from rayzero.orchestrator.interfaces import (
     WorkerGroup,
     WorkerLostError,
 )
-from rayzero.orchestrator.job_events import JobEvent, JobObserver, Probe, Unprobed
+from rayzero.orchestrator.job_events import EventBus, JobEvent
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.membership import WorkerLimits, WorkerRegistry
 from rayzero.orchestrator.progress import JobProgress
@@ -34,17 +34,6 @@ COMMAND_TIMEOUT_S = 30.0
 T = TypeVar("T")
 
 
-class Note(Protocol):
-    """Writes one thing down in the job's journal; returns at once."""
-
-    def __call__(self, kind: str, **fields: Any) -> None: ...
-
-
-def unwritten(kind: str, **fields: Any) -> None:
-    """A Note of a job without a journal."""
-    del kind, fields
-
-
 @dataclass(frozen=True)
 class Dependencies:
     """The world outside the controller; tests put fakes in its place."""
@@ -52,10 +41,8 @@ class Dependencies:
     workers: WorkerGroup
     vaults: VaultGroup
     checkpoint_store: CheckpointStore
-    observer: JobObserver
+    events: EventBus
     clock: Clock
-    probe: Probe = field(default_factory=Unprobed)
-    note: Note = unwritten
 
 
 class WorkerUnavailableError(Exception):
@@ -115,8 +102,8 @@ class JobContext:
         """Hands the machine an event."""
         self.events.put_nowait(event)
 
-    def emit(self, notice: JobEvent) -> None:
-        self.deps.observer.on_event(notice)
+    def emit(self, event: JobEvent) -> None:
+        self.deps.events.emit(event)
 
     async def call_worker(
         self, worker: int, command: Awaitable[T], limit_s: float = COMMAND_TIMEOUT_S

@@ -124,7 +124,6 @@ class Controller:
         if isinstance(engine := ctx.plan.spec.engine, dict):
             check_batch_sizes(parse_config(engine), least, most)
         self._scaler.set_limits(least, most)
-        ctx.deps.note("scaled", least=least, most=most)
         name, now = ctx.plan.spec.name, self._world_size
         return f"{name}: {least} to {most} workers; now {now}"
 
@@ -168,22 +167,18 @@ class Controller:
         if isinstance(event, ev.ResizeRequested) and ctx.job.state is State.RESIZING:
             self._recovery_timer.resize_requested(event.reason, self._world_size, ctx.now_s())
         if ctx.job.state is not before:
-            ctx.emit(StateEntered(ctx.job.state, ctx.job.generation, self._world_size))
-            self._journal_transition(event)
+            ctx.emit(
+                StateEntered(
+                    ctx.job.state,
+                    ctx.job.generation,
+                    self._world_size,
+                    ctx.progress.steps,
+                    type(event).__name__,
+                )
+            )
             ctx.changed.notify()
         for order in orders:
             await self._execute_instruction(order)
-
-    def _journal_transition(self, event: ev.Event) -> None:
-        job = self._context.job
-        self._context.deps.note(
-            "moved",
-            state=job.state,
-            event=type(event).__name__,
-            generation=job.generation,
-            world_size=self._world_size,
-            step=self._context.progress.steps,
-        )
 
     async def _execute_instruction(self, order: do.Instruction) -> None:
         match order:

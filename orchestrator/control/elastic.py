@@ -12,7 +12,7 @@ from rayzero.orchestrator.control.reconfigure import Reconfiguration
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.events import State
 from rayzero.orchestrator.interfaces import WorkerLostError
-from rayzero.orchestrator.job_events import JobWarning, WorkersReady
+from rayzero.orchestrator.job_events import JobWarning, LimitsChanged, WorkersReady
 from rayzero.orchestrator.policies import placement
 from rayzero.orchestrator.policies.membership import NotEnough, Selected, WorkerLimits
 from rayzero.workers.messages import WorkerInfo
@@ -63,7 +63,7 @@ class ElasticScaler:
         spares = ctx.registry.limits.spares
         ctx.registry.limits = WorkerLimits(least, most, spares)
         ctx.deps.workers.resize(least, most + spares)
-        ctx.deps.probe.limited(least, most)
+        ctx.emit(LimitsChanged(least, most))
         ctx.changed.notify()
 
     def release_not_chosen(self) -> None:

@@ -11,14 +11,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
 from rayzero.orchestrator.events import State
-from rayzero.orchestrator.job_events import FaultDetected, JobWarning
+from rayzero.orchestrator.job_events import FaultDetected, FaultRecorded, JobWarning
 from rayzero.orchestrator.policies import failure
 from rayzero.orchestrator.policies.failure import HARDWARE_CAUSES, Fault, FaultCause
 from rayzero.orchestrator.policies.recovery import Excluded
@@ -129,7 +129,8 @@ class FailureHandler:
                 if (
                     not self._fatal_reported
                 ):  # it may be judged again before the machine has heard of it
-                    ctx.deps.probe.judged(failure.root_cause(generation.pending_faults))
+                    root = failure.root_cause(generation.pending_faults)
+                    ctx.emit(FaultRecorded(root, is_fatal=True))
                 self._fatal_reported = True
                 ctx.post_event(ev.FaultFatal(error))
             case failure.RecoverJob(root):
@@ -211,16 +212,7 @@ class FailureHandler:
                 return
             self._recorded_dead.add(worker)
         self.history.append(fault)
-        self._context.deps.probe.judged(fault)
-        self._context.deps.note(
-            "fault",
-            cause=str(fault.cause),
-            worker=asdict(fault.worker),
-            rank=fault.rank,
-            step=fault.step,
-            generation=fault.generation,
-            detail=(fault.detail.splitlines() or [""])[0],
-        )
+        self._context.emit(FaultRecorded(fault))
 
     def _announce(self, fault: Fault) -> None:
         text = failure.describe_fault(fault)

@@ -7,12 +7,10 @@ Times the ways between two generations, and keeps a record of each. Pure but for
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from rayzero.orchestrator import events as ev
@@ -280,10 +278,3 @@ class RecoveryTimer:
             world_size,
             seconds,
         )
-
-
-def append_recovery_record(output_dir: Path, passed: CompletedRecovery) -> None:
-    """Adds one line to `repairs.jsonl`."""
-    kind = {"kind": type(passed).__name__.lower(), "total_s": passed.total_s}
-    with (output_dir / "repairs.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(kind | asdict(passed)) + "\n")

@@ -16,11 +16,11 @@ from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.context import JobContext, timeout_reason
 from rayzero.orchestrator.control.failures import FailureHandler, StragglerMonitor
-from rayzero.orchestrator.control.generation import RecoveryTimer, append_recovery_record
+from rayzero.orchestrator.control.generation import RecoveryTimer
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.interfaces import WORKER_POLL_S
-from rayzero.orchestrator.job_events import JobWarning
+from rayzero.orchestrator.job_events import HeartbeatReceived, StepReported
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import (
@@ -219,7 +219,7 @@ class MessageDispatcher:
         ctx = self._context
         if report.generation == ctx.generation.number:
             ctx.generation.advance_to(report.step + 1)
-            ctx.deps.probe.reported(report)
+            ctx.emit(StepReported(report))
             self._stragglers.add_report(worker, report)
         record = ctx.progress.add_report(report)
         if record is not None:
@@ -231,10 +231,6 @@ class MessageDispatcher:
         ctx.changed.notify()
         passed = self._recovery_timer.completed(record.step_s, record.world_size, ctx.now_s())
         if passed is not None:
-            try:
-                append_recovery_record(ctx.plan.output_dir, passed)
-            except OSError as error:  # a full disk is no reason to end a job that was just repaired
-                ctx.emit(JobWarning(f"repairs.jsonl cannot be written: {error.strerror or error}"))
             ctx.emit(passed)
         self._replication.on_step_finished(record.generation)
         self._vaults.on_step_finished()
@@ -243,7 +239,7 @@ class MessageDispatcher:
     def _on_heartbeat(self, worker: int, beat: Heartbeat) -> None:
         ctx = self._context
         if ctx.generation.on_heartbeat(worker, beat):
-            ctx.deps.probe.beat(beat, ctx.registry.info(worker).node)
+            ctx.emit(HeartbeatReceived(beat, ctx.registry.info(worker).node))
 
     def _on_joined(self, worker: int, message: Joined) -> None:
         ctx = self._context

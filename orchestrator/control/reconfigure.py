@@ -14,7 +14,7 @@ from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableEr
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
 from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.job_events import JobWarning
+from rayzero.orchestrator.job_events import JobWarning, Rewound
 from rayzero.orchestrator.policies import membership, placement, recovery
 from rayzero.orchestrator.policies.membership import NotEnough, Selected
 from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo
@@ -169,7 +169,7 @@ class Reconfiguration:
             case recovery.FromCheckpoint(step, folder):
                 way.restore = Restore(step, checkpoint=folder)
         redone = ctx.progress.rewind(picked.step)
-        ctx.deps.note("picked", step=picked.step, steps_redone=redone)
+        ctx.emit(Rewound(picked.step, redone))
         if isinstance(picked, recovery.FromCheckpoint | recovery.FreshStart):
             self._warn_lost_steps(picked, redone)
         way.step = picked.step

@@ -11,7 +11,7 @@ from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter, PinnedStep, PinnedSteps
 from rayzero.orchestrator.control.context import COMMAND_TIMEOUT_S, JobContext
 from rayzero.orchestrator.interfaces import VaultLostError
-from rayzero.orchestrator.job_events import JobWarning
+from rayzero.orchestrator.job_events import JobWarning, ReplicationChanged, StepReplicated
 from rayzero.orchestrator.policies.recovery import replica_targets
 from rayzero.workers.messages import Pinned
 from rayzero.workers.vault.records import SlotRef
@@ -48,7 +48,7 @@ class Replication:
     def on_step_finished(self, generation: int) -> None:
         """A step was finished by all ranks of a generation."""
         remote = self._context.replicates
-        self._context.deps.probe.sends(remote)
+        self._context.emit(ReplicationChanged(remote))
         self._pins.generation_started(generation, remote=remote)
         self._release()
 
@@ -82,7 +82,7 @@ class Replication:
             failed = [one for one in done if isinstance(one, str)]
             nbytes += sum(one for one in done if isinstance(one, int))
             if not failed:
-                ctx.deps.probe.copied(pin.step, nbytes)
+                ctx.emit(StepReplicated(pin.step, nbytes))
                 return True
             if pin.generation != ctx.generation.number or ctx.generation.fenced:
                 break

@@ -33,7 +33,7 @@ from rayzero.orchestrator.job.ended_jobs import EndedJobRecord, delete_ended, st
 from rayzero.orchestrator.job.lease_holder import Lease, acquire_lease
 from rayzero.orchestrator.job.log import LogPosition, log_path, read_log
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
-from rayzero.orchestrator.job_events import JobWarning
+from rayzero.orchestrator.job_events import EventBus, JobWarning, MetricsServed
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.journal.run_history import RunHistory, why_not_adoptable
 from rayzero.orchestrator.journal.writer import journal_folder, read_journal
@@ -172,13 +172,15 @@ class JobActor:
         fence = self._lease.check if self._lease is not None else lambda: None
         archive = FileCheckpointStore(plan, self._warn, adopting=past is not None, fence=fence)
         told = self._telemetry = self._exit_stack.enter_context(
-            Telemetry(plan, papers, self._clock, self._warn, past=past)
+            Telemetry(plan, self._clock, self._warn, past=past)
         )
         papers.set_counter_source(told.dump_counters)
-        ports = Dependencies(
-            workers, vaults, archive, told, self._clock, told, papers.append_journal
-        )
-        return Controller(plan, ports, past)
+        events = EventBus()
+        told.subscribe_to(events)
+        papers.subscribe_to(events)
+        if told.url is not None:
+            events.emit(MetricsServed(told.url))
+        return Controller(plan, Dependencies(workers, vaults, archive, events, self._clock), past)
 
     def _warn(self, text: str) -> None:
         """May be called from any thread."""

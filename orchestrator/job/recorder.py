@@ -24,8 +24,9 @@ from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.aio import ChangeNotifier
 from rayzero.orchestrator.console import PlainConsole
 from rayzero.orchestrator.job.log import append_log, log_path
-from rayzero.orchestrator.job_events import JobEvent, StateEntered
+from rayzero.orchestrator.job_events import EventBus, JobEvent, StateEntered
 from rayzero.orchestrator.journal.writer import (
+    JOURNAL_EVENTS,
     JournalSegments,
     JournalWriter,
     flush_interval_s,
@@ -251,12 +252,19 @@ class JobRecorder:
         """Writes no more lines into it: it is somebody else's."""
         self._journal_active = False
 
-    def on_event(self, notice: JobEvent) -> None:
-        notice = redact_event(notice)
-        self._events.on_event(notice)
+    def subscribe_to(self, events: EventBus) -> None:
+        """Records these events from now on."""
+        events.subscribe(self._show)
+        events.subscribe(self._journal, JOURNAL_EVENTS)
+
+    def _show(self, event: JobEvent) -> None:
+        event = redact_event(event)
+        self._events.on_event(event)
+        self._plain_console.on_event(event)
+
+    def _journal(self, event: JobEvent) -> None:
         if self._journal_active:
-            self._journal_writer.on_event(notice)
-        self._plain_console.on_event(notice)
+            self._journal_writer.on_event(event)
 
     def close(self, limit_s: float) -> bool:
         """Whether all was written in time. May block for so long."""

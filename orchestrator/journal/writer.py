@@ -23,9 +23,13 @@ from rayzero.engine.redact import redact_document
 from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,
+    FaultRecorded,
     JobEvent,
+    LimitsChanged,
     Repaired,
     Resized,
+    Rewound,
+    StateEntered,
 )
 from rayzero.orchestrator.journal.run_history import (
     RunHistory,
@@ -33,10 +37,24 @@ from rayzero.orchestrator.journal.run_history import (
     fold_journal,
     is_step_line,
 )
+from rayzero.orchestrator.policies.failure import Fault
 from rayzero.orchestrator.progress import StepRecord
 
 DEFAULT_STEP_INTERVAL_S = 5.0
 """Steps are too many to be told each: one now and then says how far the run is at least."""
+
+
+JOURNAL_EVENTS: tuple[type[JobEvent], ...] = (
+    StateEntered,
+    StepRecord,
+    FaultRecorded,
+    Rewound,
+    LimitsChanged,
+    Repaired,
+    Resized,
+    Checkpointed,
+    CheckpointFailed,
+)
 
 
 _KINDS_WITH_COUNTERS = ("moved", "step")
@@ -74,6 +92,21 @@ class JournalWriter:
 
     def on_event(self, notice: JobEvent) -> None:
         match notice:
+            case StateEntered():
+                self.append(
+                    "moved",
+                    state=notice.state,
+                    event=notice.trigger,
+                    generation=notice.generation,
+                    world_size=notice.world_size,
+                    step=notice.step,
+                )
+            case FaultRecorded(fault, is_fatal=False):
+                self.append("fault", **_fault_fields(fault))
+            case Rewound():
+                self.append("picked", **asdict(notice))
+            case LimitsChanged():
+                self.append("scaled", least=notice.min_workers, most=notice.max_workers)
             case StepRecord(step=step):
                 if self._now_s() >= self._next_step_s:
                     self._next_step_s = self._now_s() + self._step_interval_s
@@ -84,6 +117,17 @@ class JournalWriter:
                 self.append(_entry_kind(notice), **asdict(notice))
             case Checkpointed():
                 self.append("checkpoint", **asdict(notice))
+
+
+def _fault_fields(fault: Fault) -> dict[str, Any]:
+    return {
+        "cause": str(fault.cause),
+        "worker": asdict(fault.worker),
+        "rank": fault.rank,
+        "step": fault.step,
+        "generation": fault.generation,
+        "detail": (fault.detail.splitlines() or [""])[0],
+    }
 
 
 def _entry_kind(notice: JobEvent) -> str:

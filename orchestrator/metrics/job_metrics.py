@@ -16,11 +16,17 @@ from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,
     FaultDetected,
+    FaultRecorded,
+    HeartbeatReceived,
     JobEvent,
+    LimitsChanged,
     Repaired,
+    ReplicationChanged,
     Resized,
     Resumed,
     StateEntered,
+    StepReplicated,
+    StepReported,
 )
 from rayzero.orchestrator.metrics.components import (
     CheckpointMetrics,
@@ -35,9 +41,8 @@ from rayzero.orchestrator.metrics.primitives import (
     Histogram,
     UserMetrics,
 )
-from rayzero.orchestrator.policies.failure import Fault, FaultBudget
+from rayzero.orchestrator.policies.failure import FaultBudget
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.workers.messages import Heartbeat, StepReport
 
 _PHASE_PREFIX = "phases/"
 
@@ -137,8 +142,27 @@ class JobInfo:
     has_checkpoints: bool = False
 
 
+METRIC_EVENTS: tuple[type[JobEvent], ...] = (
+    StateEntered,
+    StepRecord,
+    Repaired,
+    Resized,
+    FaultDetected,
+    Resumed,
+    Checkpointed,
+    CheckpointFailed,
+    StepReported,
+    HeartbeatReceived,
+    ReplicationChanged,
+    FaultRecorded,
+    LimitsChanged,
+    StepReplicated,
+)
+"""The events that `JobMetrics.on_event` counts."""
+
+
 class JobMetrics:
-    """Takes what an observer and a probe are told. It has no clock: every call says when it is."""
+    """Counts a job's events. It has no clock: every call gets the time."""
 
     def __init__(self, facts: JobInfo, now: Timestamps) -> None:
         self.info = facts
@@ -159,7 +183,13 @@ class JobMetrics:
         """The step that an adopted run stood at, until it goes on."""
 
     def on_event(self, notice: JobEvent, now: Timestamps) -> None:
-        match notice:
+        match notice:  # the frequent events first
+            case StepReported():
+                self.ranks.reported(notice.report)
+            case HeartbeatReceived():
+                self.ranks.on_heartbeat(notice.heartbeat, notice.node)
+            case ReplicationChanged():
+                self.replicas.sends(notice.enabled, now.unix_s)
             case StateEntered():
                 self._on_state(notice, now)
             case StepRecord():
@@ -176,26 +206,14 @@ class JobMetrics:
                 self._on_checkpoint(notice, now)
             case CheckpointFailed():
                 self.checkpoints.failed += 1
+            case FaultRecorded():
+                self.faults.judged(notice.fault)
+            case LimitsChanged():
+                self.worker_limits = (notice.min_workers, notice.max_workers)
+            case StepReplicated():
+                self.replicas.copied(notice.step, notice.nbytes, now.unix_s)
             case _:
                 pass
-
-    def reported(self, report: StepReport) -> None:
-        self.ranks.reported(report)
-
-    def beat(self, heartbeat: Heartbeat, node: str) -> None:
-        self.ranks.on_heartbeat(heartbeat, node)
-
-    def judged(self, fault: Fault) -> None:
-        self.faults.judged(fault)
-
-    def limited(self, least: int, most: int) -> None:
-        self.worker_limits = (least, most)
-
-    def sends(self, so: bool, now: Timestamps) -> None:
-        self.replicas.sends(so, now.unix_s)
-
-    def copied(self, step: int, nbytes: int, now: Timestamps) -> None:
-        self.replicas.copied(step, nbytes, now.unix_s)
 
     def time_breakdown(self, now: Timestamps) -> TimeBreakdown:
         return self.time_accounting.breakdown_at(now.clock_s)

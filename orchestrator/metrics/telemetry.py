@@ -20,11 +20,11 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.aio import Clock
-from rayzero.orchestrator.job_events import JobEvent, JobObserver, MetricsServed
+from rayzero.orchestrator.job_events import EventBus, JobEvent
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.metrics.endpoint import Endpoint, make_json_page
 from rayzero.orchestrator.metrics.exporter import job_families, rank_families
-from rayzero.orchestrator.metrics.job_metrics import JobInfo, JobMetrics, Timestamps
+from rayzero.orchestrator.metrics.job_metrics import METRIC_EVENTS, JobInfo, JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.snapshot import (
     dump_counters,
     make_snapshot,
@@ -39,15 +39,14 @@ from rayzero.orchestrator.metrics.step_files import (
 )
 from rayzero.orchestrator.page import page_response
 from rayzero.orchestrator.plan import JobPlan
-from rayzero.orchestrator.policies.failure import Fault, FaultBudget
+from rayzero.orchestrator.policies.failure import FaultBudget
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.workers.messages import Heartbeat, StepReport
 
 _PORT_LIMIT = 65536
 
 
 class Telemetry:
-    """The observer and the probe of a job's controller. `observer` is told everything, too.
+    """Counts a job's events, and serves the metrics.
 
     Args:
         clock: the controller's.
@@ -62,13 +61,11 @@ class Telemetry:
     def __init__(
         self,
         plan: JobPlan,
-        observer: JobObserver,
         clock: Clock,
         warn: Callable[[str], None],
         unix: Callable[[], float] = time,
         past: RunHistory | None = None,
     ) -> None:
-        self._observer = observer
         self._clock = clock
         self._warn = warn
         self._unix_clock = unix
@@ -82,8 +79,6 @@ class Telemetry:
             self._endpoint = self._open_endpoint(plan, opened)
             self._exit_stack = opened.pop_all()
         self.url = self._endpoint.url if self._endpoint is not None else None
-        if self.url is not None:
-            observer.on_event(MetricsServed(self.url))
 
     def __enter__(self) -> Telemetry:
         return self
@@ -108,36 +103,15 @@ class Telemetry:
         if self._endpoint is not None:
             await self._endpoint.await_final_scrape()
 
-    def on_event(self, notice: JobEvent) -> None:
-        with self._lock:
-            self._metrics.on_event(notice, self._timestamps())
-        if self._step_writer is not None and isinstance(notice, StepRecord):
-            self._step_writer.enqueue(notice)
-        self._observer.on_event(notice)
+    def subscribe_to(self, events: EventBus) -> None:
+        """Counts these events from now on."""
+        events.subscribe(self.on_event, METRIC_EVENTS)
 
-    def reported(self, report: StepReport) -> None:
+    def on_event(self, event: JobEvent) -> None:
         with self._lock:
-            self._metrics.reported(report)
-
-    def beat(self, heartbeat: Heartbeat, node: str) -> None:
-        with self._lock:
-            self._metrics.beat(heartbeat, node)
-
-    def judged(self, fault: Fault) -> None:
-        with self._lock:
-            self._metrics.judged(fault)
-
-    def limited(self, least: int, most: int) -> None:
-        with self._lock:
-            self._metrics.limited(least, most)
-
-    def sends(self, so: bool) -> None:
-        with self._lock:
-            self._metrics.sends(so, self._timestamps())
-
-    def copied(self, step: int, nbytes: int) -> None:
-        with self._lock:
-            self._metrics.copied(step, nbytes, self._timestamps())
+            self._metrics.on_event(event, self._timestamps())
+        if self._step_writer is not None and isinstance(event, StepRecord):
+            self._step_writer.enqueue(event)
 
     def snapshot(self) -> dict[str, Any]:
         """The job as it stands; may be called from any thread."""

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rayzero.engine.validation import validate_document
-from rayzero.orchestrator.control.context import Dependencies, Note, unwritten
+from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.events import State
-from rayzero.orchestrator.job_events import JobEvent, JobWarning, StateEntered
+from rayzero.orchestrator.job_events import EventBus, JobEvent, JobWarning, StateEntered
 from rayzero.orchestrator.journal.run_history import RunHistory
+from rayzero.orchestrator.journal.writer import JOURNAL_EVENTS, JournalWriter
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.results import JobResult
@@ -116,7 +117,7 @@ class Stage:
         world: World | None = None,
         shelf: Shelf | None = None,
         past: RunHistory | None = None,
-        note: Note = unwritten,
+        journal: JournalWriter | None = None,
         **changes: Any,
     ) -> None:
         self.clock = VirtualClock()
@@ -127,10 +128,13 @@ class Stage:
         self.plan = plan(folder, **changes)
         group: Any = Group(self.world)
         unix = self.clock.now if past is None else time.time
-        self.told = Telemetry(self.plan, self.notebook, self.clock, self._warn, unix, past)
-        ports = Dependencies(
-            group, self.world.vaults, self.shelf, self.told, self.clock, self.told, note
-        )
+        self.told = Telemetry(self.plan, self.clock, self._warn, unix, past)
+        self.events = EventBus()
+        self.events.subscribe(self.notebook.on_event)
+        self.told.subscribe_to(self.events)
+        if journal is not None:
+            self.events.subscribe(journal.on_event, JOURNAL_EVENTS)
+        ports = Dependencies(group, self.world.vaults, self.shelf, self.events, self.clock)
         self.controller = Controller(self.plan, ports, past)
         self.run = asyncio.ensure_future(self.controller.run())
 

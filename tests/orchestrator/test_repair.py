@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
@@ -42,19 +41,6 @@ def texts(stage: Stage) -> str:
 
 
 @played
-async def test_a_repair_that_cannot_be_written_down_is_told_and_the_job_goes_on(folder: Path):
-    stage = three(folder)
-    await stage.steps(2)
-    (stage.plan.output_dir / "repairs.jsonl").mkdir(parents=True)  # as good as a full disk
-    stage.world.kill(1)
-    await settle()
-    await stage.steps(1)
-    assert "repairs.jsonl cannot be written" in texts(stage)
-    assert len(stage.notebook.of(Repaired)) == 1
-    assert (await stage.finish()).metrics["repairs"] == 1
-
-
-@played
 async def test_the_survivors_of_a_death_go_on_at_the_last_step_without_any_time_passing(
     folder: Path,
 ):
@@ -82,8 +68,6 @@ async def test_the_survivors_of_a_death_go_on_at_the_last_step_without_any_time_
         *("detect", "fence", "select_step", "select_members", "rendezvous", "load", "recompute"),
     ]
     assert repaired.total_s == 0
-    (line,) = (stage.plan.output_dir / "repairs.jsonl").read_text().splitlines()
-    assert json.loads(line)["lost"] == ["rank 1 on node host-a (pid 101)"]
     result = await stage.finish()
     assert result.steps == 9
     assert (result.metrics["repairs"], result.metrics["steps_redone"]) == (1, 0)

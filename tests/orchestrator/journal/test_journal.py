@@ -72,13 +72,11 @@ def known(lines: Sequence[str]) -> RunHistory:
 async def test_a_run_is_read_as_it_went(folder: Path):
     lines = begun(folder)
     chronicle = JournalWriter(lines.append, count(200.0, DEFAULT_STEP_INTERVAL_S).__next__)
-    stage = Stage(folder, note=chronicle.append, workers={"min": 1, "max": 2})
+    stage = Stage(folder, journal=chronicle, workers={"min": 1, "max": 2})
     await stage.steps(3)
     stage.world.kill(1)
     await stage.clock.turn(1)
     await stage.steps(2)
-    for notice in stage.notebook.notices:
-        chronicle.on_event(notice)
     past = known(lines)
     (seen,) = stage.notebook.of(FaultDetected)
     (repaired,) = stage.notebook.of(Repaired)
@@ -284,16 +282,14 @@ async def test_an_adopted_run_keeps_its_numbers_and_its_budget(folder: Path):
 async def test_what_a_page_lists_goes_on(folder: Path):
     lines = begun(folder)
     chronicle = JournalWriter(lines.append)
-    stage = Stage(folder, note=chronicle.append, workers={"min": 1, "max": 2})
+    stage = Stage(folder, journal=chronicle, workers={"min": 1, "max": 2})
     await stage.steps(3)
     stage.world.kill(1)
     await stage.clock.turn(1)
     await stage.steps(2)
     await stage.clock.turn(5)
     await stage.steps(2)
-    stage.told.on_event(Checkpointed(4, "f", 7, 0.5, 0.0))
-    for notice in stage.notebook.notices:
-        chronicle.on_event(notice)
+    stage.events.emit(Checkpointed(4, "f", 7, 0.5, 0.0))
     before = stage.told.snapshot()
     stage.run.cancel()
     await settle()
@@ -345,7 +341,7 @@ async def test_what_was_counted_goes_on(folder: Path):
     chronicle.counter_source = lambda: counted
     chronicle.append("moved", state="running", event="e", generation=1, world_size=2, step=12)
 
-    stage = Stage(folder, past=known(lines), note=chronicle.append)  # there is no checkpoint
+    stage = Stage(folder, past=known(lines), journal=chronicle)  # there is no checkpoint
     chronicle.counter_source = stage.told.dump_counters
     assert stage.controller.status().step == 12
     await stage.steps(2)

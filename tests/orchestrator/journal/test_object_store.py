@@ -16,10 +16,11 @@ import pytest
 from rayzero.engine.checkpoint.open_store import open_store
 from rayzero.engine.checkpoint.store import join_url
 from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.events import State
 from rayzero.orchestrator.job.lease import Claim, this_process
 from rayzero.orchestrator.job.lease_holder import ClaimStore, acquire_lease
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
-from rayzero.orchestrator.job_events import Checkpointed, Repaired
+from rayzero.orchestrator.job_events import Checkpointed, EventBus, Repaired, StateEntered
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.journal.writer import (
@@ -72,12 +73,12 @@ def test_every_transition_is_there_at_the_end(planned: JobPlan):
         "begun", run="1", adopted=False, spec=spec, working_dir="/w", by_value=False
     )
     states = ["starting", "running", "recovering", "running", "succeeded"]
+    events = EventBus()
+    papers.subscribe_to(events)
     for number, state in enumerate(states):
-        papers.append_journal(
-            "moved", state=state, event="e", generation=number, world_size=2, step=10 * number
-        )
-    papers.on_event(Repaired("lost", ("rank 1",), 20, 3, 2, 2, {"load": 1.0}))
-    papers.on_event(Checkpointed(40, "f", 1, 0.1, 0.0))
+        events.emit(StateEntered(State(state), number, 2, 10 * number, "e"))
+    events.emit(Repaired("lost", ("rank 1",), 20, 3, 2, 2, {"load": 1.0}))
+    events.emit(Checkpointed(40, "f", 1, 0.1, 0.0))
     papers.append_journal("ended", state="succeeded", error="")
     assert papers.close(60)
     (file,) = open_store(journal_folder(planned.job_folder)).list_folder()

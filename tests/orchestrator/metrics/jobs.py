@@ -7,10 +7,15 @@ from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,
     FaultDetected,
+    FaultRecorded,
+    HeartbeatReceived,
     JobEvent,
     Repaired,
+    ReplicationChanged,
     Resized,
     StateEntered,
+    StepReplicated,
+    StepReported,
 )
 from rayzero.orchestrator.metrics.job_metrics import JobInfo, JobMetrics, Timestamps
 from rayzero.orchestrator.policies.failure import Fault, FaultBudget, FaultCause
@@ -76,12 +81,12 @@ class Life:
             }
             told = {**GAUGES, "replica_step": float(step), **traffic, **gauges}
             report = StepReport(generation, rank, step, {}, told, UNIX + self.now_s)
-            self.tally.reported(report)
-            self.tally.beat(Heartbeat(rank, step + 1, "forward", 0.25), "host-a")
+            self.see(StepReported(report))
+            self.see(HeartbeatReceived(Heartbeat(rank, step + 1, "forward", 0.25), "host-a"))
             record = self.progress.add_report(report)
         assert record is not None
         self.see(record)
-        self.tally.sends(world_size > 1, self.now)
+        self.see(ReplicationChanged(world_size > 1))
         return record
 
 
@@ -94,9 +99,9 @@ def lived() -> Life:
     for step in (1, 2):
         life.now_s += 1
         life.step(step, 1, 2)
-    life.tally.copied(2, 4096, life.now)
+    life.see(StepReplicated(2, 4096))
     life.now_s += 1
-    life.tally.judged(Fault(FaultCause.PROCESS_LOST, WORKER, 1, 3, "killed", life.now_s, 1))
+    life.see(FaultRecorded(Fault(FaultCause.PROCESS_LOST, WORKER, 1, 3, "killed", life.now_s, 1)))
     life.see(FaultDetected("lost", WORKER, 1, 3, "rank 1 was lost"))
     life.enter(State.RECOVERING, 1, 2)
     life.form(2, 1, 1)

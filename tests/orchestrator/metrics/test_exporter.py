@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from rayzero.orchestrator.events import State
-from rayzero.orchestrator.job_events import Checkpointed
+from rayzero.orchestrator.job_events import Checkpointed, ReplicationChanged, StepReplicated
 from rayzero.orchestrator.metrics.catalog import CATALOG
 from rayzero.orchestrator.metrics.exporter import job_families, rank_families
 from rayzero.orchestrator.metrics.goodput import PHASE_CATEGORY, TimeCategory
@@ -174,12 +174,12 @@ def test_copies_on_other_nodes_are_told_apart():
     assert one(life, owed, place="node") == UNIX + 130
     assert one(life, owed, place="other") == UNIX + 110  # the first step, which is nowhere else
     life.now_s += 1
-    life.tally.copied(2, 4096, life.now)
+    life.see(StepReplicated(2, 4096))
     assert one(life, "rayzero_replica_step", place="other") == 2
     assert one(life, "rayzero_replica_timestamp_seconds", place="other") == UNIX + 120
     assert one(life, owed, place="other") == UNIX + 120
     assert one(life, "rayzero_replica_bytes", place="other") == 4096
-    life.tally.sends(False, life.now)  # one node is left
+    life.see(ReplicationChanged(False))  # one node is left
     assert not [labels for _, labels in samples(life) if ("place", "other") in labels]
 
 

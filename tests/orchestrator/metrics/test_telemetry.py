@@ -12,10 +12,9 @@ from prometheus_client.core import Metric
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.events import State, StopRequested
-from rayzero.orchestrator.job_events import MetricsServed
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.workers.messages import Pinned
-from tests.orchestrator.support import Notebook, Stage, VirtualClock, plan, played, settle
+from tests.orchestrator.support import Stage, VirtualClock, plan, played, settle
 from tests.orchestrator.world import World
 
 
@@ -118,14 +117,12 @@ def counted(family: Metric) -> dict[str, float]:
 
 
 def test_files_and_the_endpoint_live_as_long_as_it(tmp_path: Path):
-    notebook = Notebook()
     metrics = {"port": 0, "jsonl": True, "tensorboard": True}
     wanted = plan(tmp_path, metrics=metrics)
-    with Telemetry(wanted, notebook, VirtualClock(), [].append) as told:
-        (serving,) = notebook.of(MetricsServed)
-        assert serving.url == told.url
-        assert serving.url.startswith("http://127.0.0.1:")
-        port = int(serving.url.rsplit(":", 1)[1])
+    with Telemetry(wanted, VirtualClock(), [].append) as told:
+        assert told.url is not None
+        assert told.url.startswith("http://127.0.0.1:")
+        port = int(told.url.rsplit(":", 1)[1])
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
@@ -135,12 +132,10 @@ def test_files_and_the_endpoint_live_as_long_as_it(tmp_path: Path):
 
 def test_nothing_is_opened_that_nobody_asked_for(tmp_path: Path):
     wanted = plan(tmp_path)
-    notebook = Notebook()
-    with Telemetry(wanted, notebook, VirtualClock(), [].append) as told:
+    with Telemetry(wanted, VirtualClock(), [].append) as told:
         assert told.url is None
         json.dumps(told.snapshot())
     assert list(wanted.output_dir.iterdir()) == []
-    assert notebook.notices == []
 
 
 def test_when_the_port_is_taken_the_files_are_closed_again(tmp_path: Path):
@@ -148,7 +143,7 @@ def test_when_the_port_is_taken_the_files_are_closed_again(tmp_path: Path):
         port = taken.getsockname()[1]
         wanted = plan(tmp_path, metrics={"port": port, "jsonl": True})
         with pytest.raises(ConfigError, match=rf"metrics\.port.*{port}"):
-            Telemetry(wanted, Notebook(), VirtualClock(), [].append)
+            Telemetry(wanted, VirtualClock(), [].append)
     assert "rayzero-steps" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -156,4 +151,4 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path):
     wanted = plan(tmp_path, metrics={"jsonl": True})
     (wanted.output_dir / "metrics.jsonl").mkdir()
     with pytest.raises(ConfigError, match="metrics cannot be written"):
-        Telemetry(wanted, Notebook(), VirtualClock(), [].append)
+        Telemetry(wanted, VirtualClock(), [].append)

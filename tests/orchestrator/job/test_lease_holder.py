@@ -63,9 +63,9 @@ def test_a_folder_is_one_process_s_until_it_lets_go(tmp_path: Path):
 
 def test_a_dead_process_of_this_host_is_not_waited_for(tmp_path: Path):
     script = f"""
-from rayzero.orchestrator.job.lease_holder import take
+from rayzero.orchestrator.job.lease_holder import acquire_lease
 import os, signal
-take({str(tmp_path)!r}, "job", 3600.0, print)
+acquire_lease({str(tmp_path)!r}, "job", 3600.0, print)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
@@ -151,7 +151,7 @@ def test_a_place_that_is_away_is_no_takeover(tmp_path: Path):
 def test_a_store_that_fails_is_told_once_and_the_lease_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(lease_holder, "RENEWALS", 100)
+    monkeypatch.setattr(lease_holder, "RENEWALS_PER_LEASE", 100)
     told: list[str] = []
     lease = taken(tmp_path, 1.0, told.append)
     put, failing = ClaimStore.write, threading.Event()
@@ -164,7 +164,7 @@ def test_a_store_that_fails_is_told_once_and_the_lease_goes_on(
         put(self, claim)
 
     failing.set()
-    monkeypatch.setattr(ClaimStore, "put", flaky)
+    monkeypatch.setattr(ClaimStore, "write", flaky)
     until(lambda: len(failures) >= 3)
     failing.clear()
     until(lambda: claims(tmp_path)[0].beat > failures[-1])

@@ -1,0 +1,1 @@
+"""Tests of the job's process, its clients and its lease."""

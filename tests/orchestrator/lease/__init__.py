@@ -1,1 +1,0 @@
-"""Tests of the lease on a job's folder."""
