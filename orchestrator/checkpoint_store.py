@@ -6,10 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rayzero.engine.checkpoint.catalogue import CheckpointInfo, list_checkpoints, newest_complete
+from rayzero.engine.checkpoint.catalogue import (
+    CheckpointInfo,
+    list_checkpoints,
+    newest_complete,
+    prune_checkpoints,
+)
 from rayzero.engine.checkpoint.format import step_folder_name
 from rayzero.engine.checkpoint.manifest import make_manifest
-from rayzero.engine.checkpoint.retention import prune_checkpoints
 from rayzero.engine.checkpoint.store import join_url
 from rayzero.engine.checkpoint.writer import commit_checkpoint
 from rayzero.engine.errors import ConfigError

@@ -1,15 +1,14 @@
-"""Checkpoints: how they are written, found and read. Without torch, but for what converts.
+"""Checkpoints: writing, listing, reading, converting. Without torch, except for the conversions.
 
-| file | what it knows |
+| module | contents |
 |---|---|
-| `format` | a rank's file, byte by byte; how files and folders are called |
-| `manifest` | the file that makes a checkpoint exist |
-| `writer` | a durable file for each rank, then the manifest |
-| `reader` | a checkpoint as a `StateSource`; `block_file`: verified bytes of one file |
-| `catalogue` | which checkpoints there are, and which can be used |
-| `verify` | every byte, compared |
-| `retention`, `prune` | which ones stay, and removing the others |
-| `store` | from a URL to `store_local` or `store_remote`, which do what `storage` asks for |
-| `check` | does a state fit a model |
-| `export`, `imports` | other systems' files; with torch, as are `exportable` and `whole` |
+| `format` | layout of a rank's file; names of files and folders |
+| `manifest` | the file whose existence makes a checkpoint exist |
+| `writer` | writes one durable file for each rank, then the manifest |
+| `reader` | a checkpoint as a `StateSource` of verified blocks |
+| `catalogue` | lists a job's checkpoints, finds the newest usable one, removes old ones |
+| `verify` | compares every byte with its checksum |
+| `store`, `open_store`, `store_remote` | the store's protocol; local file systems; object stores |
+| `errors` | store errors, damage, a state that does not fit the model |
+| `export`, `export_model`, `imports` | files of other systems |
 """

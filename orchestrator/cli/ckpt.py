@@ -24,9 +24,14 @@ import rich.console
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from rayzero.engine.checkpoint.catalogue import CheckpointInfo, list_checkpoints, newest_complete
+from rayzero.engine.checkpoint.catalogue import (
+    CheckpointInfo,
+    PruneResult,
+    list_checkpoints,
+    newest_complete,
+    prune_checkpoints,
+)
 from rayzero.engine.checkpoint.format import parse_step
-from rayzero.engine.checkpoint.retention import PruneResult, prune_checkpoints
 from rayzero.engine.checkpoint.store import split_url
 from rayzero.engine.checkpoint.verify import FileProblem, verify_checkpoint
 from rayzero.engine.errors import ConfigError

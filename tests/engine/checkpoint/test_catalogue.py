@@ -12,12 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
-from rayzero.engine.checkpoint import store_local
-from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete
+from rayzero.engine.checkpoint import open_store as local_store
+from rayzero.engine.checkpoint.catalogue import (
+    list_checkpoints,
+    newest_complete,
+    prune_checkpoints,
+    steps_to_keep,
+)
 from rayzero.engine.checkpoint.errors import CheckpointVersionError
 from rayzero.engine.checkpoint.manifest import Manifest
 from rayzero.engine.checkpoint.reader import read_manifest
-from rayzero.engine.checkpoint.retention import prune_checkpoints, steps_to_keep
 from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.errors import ConfigError
 from tests.engine.checkpoint.saving import save, write_files
@@ -236,7 +240,7 @@ def test_files_of_others_are_never_removed(job):
 def test_a_half_removed_checkpoint_does_not_exist(job, monkeypatch):
     """The manifest goes first."""
     removed: list[str] = []
-    monkeypatch.setattr(store_local.os, "unlink", lambda path: removed.append(Path(path).name))
+    monkeypatch.setattr(local_store.os, "unlink", lambda path: removed.append(Path(path).name))
     prune_checkpoints(str(job), keep=2)
     assert removed[0] == "manifest.json"
     assert len(removed) == 3

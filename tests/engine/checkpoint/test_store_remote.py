@@ -10,13 +10,12 @@ import socket
 import pytest
 from pyarrow import fs
 
-from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete
+from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete, prune_checkpoints
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.format import BLOCK_BYTES
 from rayzero.engine.checkpoint.manifest import make_manifest
 from rayzero.engine.checkpoint.open_store import open_store
 from rayzero.engine.checkpoint.reader import CheckpointSource, read_manifest
-from rayzero.engine.checkpoint.retention import prune_checkpoints
 from rayzero.engine.checkpoint.store import join_url
 from rayzero.engine.checkpoint.store_remote import RemoteStore
 from rayzero.engine.checkpoint.verify import verify_checkpoint

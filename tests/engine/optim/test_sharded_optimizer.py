@@ -206,7 +206,11 @@ def test_lr_is_the_first_groups() -> None:
         ("my.own.Optimizer", {}, r"optimizer\.type: 'my\.own\.Optimizer' cannot be imported"),
         ("torch.nn.Linear", {}, r"'torch\.nn\.Linear' is not a torch\.optim\.Optimizer"),
         ("torch.optim.Adafactor", {}, "does not update each element by itself"),
-        ("tests.engine.optim.test_local.Normed", {}, "trains a matrix and its two halves diff"),
+        (
+            "tests.engine.optim.test_sharded_optimizer.Normed",
+            {},
+            "trains a matrix and its two halves diff",
+        ),
     ],
 )
 def test_wrong_parameters_are_config_errors(
