@@ -1,37 +1,152 @@
-"""Run, signals.
-
-`rayzero run`: one job, from its file to an exit code.
-
-Ctrl-C and SIGTERM: the first asks for a clean end, the second ends the process at once.
-"""
+"""`rayzero run`, `rayzero submit`, `rayzero resume`: start a job."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayzero.engine.errors import ConfigError, RayzeroError
-from rayzero.orchestrator.console import Console, console_for
-from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.job.api import Job
-from rayzero.orchestrator.job.handle import JobHandle
-from rayzero.orchestrator.job_events import JobWarning
-from rayzero.orchestrator.job_file import load_job
-from rayzero.orchestrator.spec import JobSpec
+from rayzero.orchestrator.cli.command import (
+    ClusterAddress,
+    EventLinesFlag,
+    JobFile,
+    JobName,
+    JobsPath,
+    SpecOverrides,
+    StartAddress,
+    cluster_command,
+    exit_code_of,
+    new_group,
+)
 
+if TYPE_CHECKING:
+    from rayzero.orchestrator.console import Console
+    from rayzero.orchestrator.job.handle import JobHandle
+    from rayzero.orchestrator.spec import JobSpec
+
+commands = new_group()
+
+ACCEPT_TIMEOUT_S = 60.0
+"""How long a job's process may take to start and accept the job."""
+_SIGNAL_POLL_S = 0.1
 _HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class StopSignals:
-    """Handles the signals for the length of a `with`, in the main thread.
+@commands.command(epilog="Example: rayzero run examples/gpt/job.yaml --set steps=50 --json")
+@cluster_command
+def run(
+    job: JobFile,
+    address: StartAddress = None,
+    overrides: SpecOverrides = None,
+    as_json: EventLinesFlag = False,
+) -> int:
+    """Run a job and wait until it ends.
 
-    Until `defer`, a signal raises KeyboardInterrupt. From then on the first one is only noted, and
-    the main thread's loop acts on it. The second ends this process: a Ray cluster of our own dies
-    with it, and on any other cluster the job's process finishes the stop by itself.
+    Exit code 0: the job succeeded. 1: it failed. 2: a mistake in the job file, the engine config or
+    the entry point. 130: stopped by Ctrl-C; a second Ctrl-C ends the command at once.
+    """
+    from rayzero.orchestrator.job_file import load_job
+
+    return run_with_console(lambda: load_job(job, overrides or ()), address, as_json)
+
+
+@commands.command(epilog="Example: rayzero submit job.yaml --address http://head:8265")
+@cluster_command
+def submit(job: JobFile, address: ClusterAddress = None, overrides: SpecOverrides = None) -> None:
+    """Start a job that keeps running after this command has ended.
+
+    Exit code 0: the job was accepted. 1: it failed while starting. 2: a mistake in the job file, or
+    a job of this name is running already.
+    """
+    from rayzero.orchestrator.cluster.connect import find_clusters
+    from rayzero.orchestrator.errors import JobFailedError
+    from rayzero.orchestrator.job.api import Job
+    from rayzero.orchestrator.job_file import load_job
+
+    spec = load_job(job, overrides or ())
+    cluster = address or os.environ.get("RAY_ADDRESS") or _only_cluster(find_clusters(None))
+    handle = Job.from_spec(spec).submit(cluster)
+    deadline_s = time.monotonic() + ACCEPT_TIMEOUT_S
+    while not handle.wait(0.1) and time.monotonic() < deadline_s:
+        with suppress(JobFailedError):  # still starting; or it has failed, which `result` raises
+            if handle.status().state not in (None, "pending"):
+                break
+    if handle.wait(0):
+        handle.result()
+    else:
+        handle.close()
+    print(f"{spec.name}: submitted; `rayzero logs -f {spec.name}` follows it")
+
+
+@commands.command(epilog="Example: rayzero resume gpt --path s3://bucket/runs")
+@cluster_command
+def resume(
+    name: JobName,
+    address: ClusterAddress = None,
+    path: JobsPath = "runs",
+    as_json: EventLinesFlag = False,
+) -> int:
+    """Run a job again with the spec in its journal; a lost run continues at its last state.
+
+    Exit codes: those of `run`.
+    """
+    from rayzero.engine.redact import redacted_keys
+    from rayzero.engine.validation import validate_document
+    from rayzero.orchestrator.job.lookup import check_job_name, load_run_history
+    from rayzero.orchestrator.spec import JobSpec
+
+    last_run = load_run_history(path, check_job_name(name))
+    if last_run.by_value or (removed := list(redacted_keys(last_run.spec))):
+        missing = "its training function" if last_run.by_value else ", ".join(removed)
+        raise ConfigError(
+            f"job {name!r} cannot be resumed from its journal, which does not contain {missing}",
+            fix="submit its job file or run its script again; it continues at its last state",
+        )
+    spec = validate_document(JobSpec, last_run.spec, f"the journal of job {name!r}")
+    if Path(last_run.working_dir).is_dir():
+        os.chdir(last_run.working_dir)
+    return run_with_console(lambda: spec, address, as_json)
+
+
+def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: bool) -> int:
+    """Runs the job that `load` returns, and shows its events; the exit code."""
+    from rayzero.orchestrator.console import console_for
+    from rayzero.orchestrator.errors import JobStoppedError
+    from rayzero.orchestrator.job.api import Job
+
+    with console_for(as_json) as console, StopSignals() as signals:
+        try:
+            spec = load()
+            console.start(spec.name, spec.steps)
+            handle = Job.from_spec(spec).submit(address, console)
+            signals.graceful()  # after submit: Ray replaces the SIGTERM handler when it starts
+            _wait_stoppable(handle, signals, console)
+            console.finish_ok(handle.result())
+        except JobStoppedError as stopped:
+            console.finish_error(stopped)
+            return signals.exit_code or 1
+        except RayzeroError as error:
+            console.finish_error(error)
+            return exit_code_of(error)
+        except KeyboardInterrupt:  # while the cluster was starting
+            return signals.exit_code
+        except SystemExit:  # likewise, after Ray replaced the SIGTERM handler
+            return 128 + signal.SIGTERM
+    return 0
+
+
+class StopSignals:
+    """Handles SIGINT and SIGTERM inside a `with`, in the main thread.
+
+    Until `graceful`, a signal raises KeyboardInterrupt. After it the first signal is only recorded,
+    and the main thread's loop acts on it. The second ends this process: a local Ray cluster ends
+    with it, and on any other cluster the job's process completes the stop by itself.
     """
 
     def __init__(self) -> None:
@@ -40,7 +155,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number once one came, 0 before."""
+        """128 + the number of the first signal; 0 without one."""
         return 0 if self._first_signal is None else 128 + self._first_signal
 
     @property
@@ -58,7 +173,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def graceful(self) -> None:
-        """Only notes the first signal from now on, whoever took the handlers over meanwhile."""
+        """From now on only records the first signal. Replaces handlers that were set meanwhile."""
         for number in _HANDLED_SIGNALS:
             signal.signal(number, self._record_signal)
 
@@ -74,57 +189,24 @@ class StopSignals:
         self._first_signal = number
 
 
-_SIGNAL_POLL_S = 0.1  # how often the main thread looks whether a signal came
-
-
-def run_job(path: Path, overrides: Sequence[str], address: str | None, as_json: bool) -> int:
-    """Runs the job in `path`; returns the process's exit code."""
-    return _run_with_console(lambda: load_job(path, overrides), address, as_json)
-
-
-def run_spec(spec: JobSpec, address: str | None, as_json: bool) -> int:
-    """Runs a checked job; returns the process's exit code."""
-    return _run_with_console(lambda: spec, address, as_json)
-
-
-def _run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: bool) -> int:
-    with console_for(as_json) as console, StopSignals() as signals:
-        try:
-            spec = load()
-            console.start(spec.name, spec.steps)
-            return _submit_and_wait(Job.from_spec(spec), address, console, signals)
-        except RayzeroError as error:
-            console.finish_error(error)
-            return error_exit_code(error)
-        except KeyboardInterrupt:  # while the cluster was starting
-            return signals.exit_code
-        except SystemExit:  # likewise, after Ray took the SIGTERM handler over
-            return 128 + signal.SIGTERM
-
-
-def error_exit_code(error: RayzeroError) -> int:
-    """2 for what the user wrote, 1 for what happened."""
-    return 2 if isinstance(error, ConfigError) else 1
-
-
-def _submit_and_wait(job: Job, address: str | None, console: Console, signals: StopSignals) -> int:
-    handle = job.submit(address, console)
-    signals.graceful()  # after submit, because Ray takes the SIGTERM handler over when it starts
-    _wait_stoppable(handle, signals, console)
-    try:
-        console.finish_ok(handle.result())
-    except JobStoppedError as stopped:
-        console.finish_error(stopped)
-        return signals.exit_code or 1
-    return 0
-
-
 def _wait_stoppable(handle: JobHandle, signals: StopSignals, console: Console) -> None:
-    told = False
+    from rayzero.orchestrator.job_events import JobWarning
+
+    stopping = False
     while not handle.wait(_SIGNAL_POLL_S):
-        if signals.exit_code and not told:
+        if signals.exit_code and not stopping:
             handle.stop()
             console.on_event(
                 JobWarning(f"{signals.name}: stopping the job; once more {handle._on_hard_exit}")
             )
-            told = True
+            stopping = True
+
+
+def _only_cluster(addresses: Sequence[str]) -> str:
+    if len(addresses) != 1:
+        raise ConfigError(
+            f"{len(addresses)} Ray clusters run on this machine: {', '.join(addresses)}",
+            allowed="one cluster",
+            fix="name the cluster with --address or RAY_ADDRESS",
+        )
+    return addresses[0]

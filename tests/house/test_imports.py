@@ -34,7 +34,7 @@ RAY_MODULES = {
     "rayzero.orchestrator.job.actor",
     "rayzero.orchestrator.job.client",
     "rayzero.orchestrator.job.ended_jobs",
-    "rayzero.orchestrator.cli.remote",
+    "rayzero.orchestrator.cluster.job_submission",
     "rayzero.orchestrator.cluster.actor_pool",
     "rayzero.orchestrator.cluster.vault_group",
     "rayzero.orchestrator.cluster.worker_group",

@@ -202,5 +202,5 @@ def test_a_lost_head_is_not_a_lost_run(place: Place):
     assert f"adopted a lost run, it stood at step {lost['step']}\n" in log
     place.anew()
     gave = place.here("stop", "adopted", "--path", place.runs)
-    assert gave.stdout.startswith("adopted: the lost run is given up; it stood at step ")
+    assert gave.stdout.startswith("adopted: the lost run is marked as stopped; its last step is ")
     assert place.status("adopted")["state"] == "stopped"

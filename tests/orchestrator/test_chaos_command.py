@@ -47,8 +47,8 @@ def test_a_random_schedule_is_for_a_job_file_and_the_same_again():
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ((), "a job's name and a fault, or --list, or --random"),
-        (("gpt",), "a job's name and a fault"),
+        ((), "a fault are needed, or --list"),
+        (("gpt",), "a fault are needed"),
         (("gpt", "kil(rank=1)"), "did you mean 'kill'?"),
         (("gpt", "kill(rank=1, step=0)"), "step=0"),
         (("gpt", "drop_node()"), "drop_node needs node="),

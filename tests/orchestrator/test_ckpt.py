@@ -71,7 +71,7 @@ def test_ls_as_json(job):
 
 def test_verify(job):
     text = ckpt("verify", job)
-    assert "step 9: as it was written" in text
+    assert "step 9: intact" in text
     assert "step 110: it has no manifest.json: its save did not end" in text
     file = read_manifest(str(job / "step-10")).files[0]
     flip(job / "step-10" / file.name, file.nbytes - 1)
@@ -80,7 +80,7 @@ def test_verify(job):
     assert "step 10: damaged" in text
     assert f"{file.name} is damaged between bytes " in text
     assert "notes.txt is no part of it" in text
-    assert "step 9: as it was written" in text
+    assert "step 9: intact" in text
     lines = ckpt("verify", job / "step-10", "--json", code=1).splitlines()
     (problem,) = json.loads(lines[0])["problems"]
     assert (problem["file"], problem["kind"]) == (file.name, "flipped")
@@ -110,7 +110,7 @@ def test_export_names_the_checkpoint_and_prints_the_files(job, monkeypatch, path
 
     class Export:
         @staticmethod
-        def export(*arguments: str, progress) -> list[str]:
+        def export_checkpoint(*arguments: str, progress) -> list[str]:
             called.append(arguments)
             progress(1)
             return ["out/model.safetensors"]
@@ -153,9 +153,9 @@ def test_help_has_an_example_for_every_command():
 def test_listing_costs_neither_torch_nor_ray(job):
     script = (
         "import sys\n"
-        "from rayzero.orchestrator.cli.ckpt import list_all\n"
-        f"code = list_all({str(job)!r}, True)\n"
-        "sys.exit(repr({'torch', 'ray', 'pyarrow'} & set(sys.modules)) if code == 0 else code)\n"
+        "from rayzero.orchestrator.cli.app import app\n"
+        f"app(['ckpt', 'ls', {str(job)!r}, '--json'], standalone_mode=False)\n"
+        "sys.exit(repr({'torch', 'ray', 'pyarrow'} & set(sys.modules)))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import rayzero
-from rayzero.orchestrator.cli import jobs
+from rayzero.orchestrator.cli import run
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.journal.writer import JournalSegments, JournalWriter
@@ -53,16 +53,16 @@ def test_a_lost_job_is_told_as_such_listed_and_given_up(tmp_path: Path):
     assert told.stdout.startswith("job: lost, can be resumed at step 40 of 100\n")
     assert command("ls", *at).stdout == "job: lost, can be resumed at step 40 of 100\n"
     gave = command("stop", "job", *at)
-    assert gave.stdout == "job: the lost run is given up; it stood at step 40\n"
+    assert gave.stdout == "job: the lost run is marked as stopped; its last step is 40\n"
     (status,) = json.loads(command("ls", "--json", *at).stdout)
     assert (status["state"], status["step"], status["generation"]) == ("stopped", 40, 3)
-    assert command("stop", "job", *at).stdout == "job: it has stopped before\n"
+    assert command("stop", "job", *at).stdout == "job: not running, it has stopped already\n"
 
 
 def test_where_no_job_is_that_is_said(tmp_path: Path):
     done = command("ls", "--path", tmp_path)
     assert (done.exit_code, done.stdout) == (0, "")
-    assert "no job runs here" in done.stderr
+    assert "no job is running" in done.stderr
     assert json.loads(command("ls", "--json", "--path", tmp_path).stdout) == []
 
 
@@ -80,13 +80,13 @@ def test_what_was_taken_out_of_the_journal_cannot_be_resumed(tmp_path: Path):
     written(tmp_path, args={"hf_token": "abc"})
     done = command("resume", "job", "--path", tmp_path)
     assert done.exit_code == 2
-    assert "which does not hold args.hf_token" in done.output
+    assert "which does not contain args.hf_token" in done.output
 
 
 def test_a_job_is_resumed_by_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     written(tmp_path, steps=7, seed=3)
     ran: list[Any] = []
-    monkeypatch.setattr(jobs, "run_spec", lambda spec, *_: ran.append(spec) or 0)
+    monkeypatch.setattr(run, "run_with_console", lambda load, *_: ran.append(load()) or 0)
     monkeypatch.chdir(tmp_path)
     assert command("resume", "job", "--path", tmp_path).exit_code == 0
     assert (ran[0].name, ran[0].steps, ran[0].seed) == ("job", 7, 3)
@@ -110,4 +110,4 @@ def test_a_job_that_nobody_knows(verb: str, tmp_path: Path):
 def test_a_dashboard_that_does_not_answer():
     done = command("ls", "--address", "http://127.0.0.1:1")
     assert done.exit_code == 2
-    assert "the cluster at http://127.0.0.1:1 did not take it" in done.output
+    assert "the cluster at http://127.0.0.1:1 rejected the request" in done.output

@@ -43,7 +43,7 @@ def test_a_table_and_what_to_take(tmp_path: Path):
     assert found.returncode == 0, found.stderr
     assert "activations" in found.stdout
     assert "MiB on each rank" in found.stdout
-    assert "Take stage 1: the first that fits 7.6 MiB" in found.stdout
+    assert "Use stage 1: the first that fits in 7.6 MiB" in found.stdout
 
 
 @pytest.mark.slow
@@ -61,11 +61,11 @@ def test_json_and_nothing_that_fits(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("models",), "'models' names no function"),
+        (("models",), "'models' is not the name of a function"),
         (("models:mak",), "did you mean 'make'?"),
         (("models:broken",), "KeyError: 'depth' ("),
         (("models:batch",), "missing 1 required positional argument"),
-        (("models:make", "--gpu", "8x"), "--gpu '8x' is no size"),
+        (("models:make", "--gpu", "8x"), "--gpu '8x' is not a size"),
         (("models:make", "--engine", "no.json"), "cannot be read"),
     ],
 )

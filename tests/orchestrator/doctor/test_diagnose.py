@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
-from rayzero.orchestrator.cli import running_job as command
-from rayzero.orchestrator.cli.running_job import report_lines
+from rayzero.orchestrator.cli.app import app
+from rayzero.orchestrator.cli.doctor import report_lines
+from rayzero.orchestrator.doctor import collect
 from rayzero.orchestrator.doctor.collect import MachineFacts, ProbeResult, Severity, SystemFacts
 from rayzero.orchestrator.doctor.diagnose import diagnose, worst_severity
 
@@ -158,16 +160,21 @@ def test_a_failure_outweighs_warnings() -> None:
     assert worst_severity(findings) is Severity.FAIL
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit codes: 0 with warnings, 1 with a failure, 2 for an address of another kind."""
+
+    def doctor(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["doctor", *arguments])
+
     for facts, code in ((HEALTHY, 0), (machine(shm_bytes=None), 0), (machine(ray=""), 1)):
-        monkeypatch.setattr(command, "gather", lambda place, address, facts=facts: facts)
-        assert command.run_doctor("runs", None, as_json=True) == code
-        told = json.loads(capsys.readouterr().out)
+        monkeypatch.setattr(collect, "collect_facts", lambda place, address, facts=facts: facts)
+        done = doctor("--json")
+        assert done.exit_code == code
+        told = json.loads(done.stdout)
         assert told["level"] == worst_severity(diagnose(facts))
-        assert command.run_doctor("runs", None, as_json=False) == code
-        assert len(capsys.readouterr().out.splitlines()) == len(told["findings"]) + (
-            told["level"] != "ok"
-        )
-    assert command.run_doctor("runs", "ray://head:10001", as_json=False) == 2
-    assert "ray job submit" in capsys.readouterr().err
+        done = doctor()
+        assert done.exit_code == code
+        assert len(done.stdout.splitlines()) == len(told["findings"]) + (told["level"] != "ok")
+    done = doctor("--address", "ray://head:10001")
+    assert done.exit_code == 2
+    assert "ray job submit" in done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.cli.remote import RemoteJobClient, StripRayPreamble
+from rayzero.orchestrator.cluster.job_submission import RemoteJobClient, StripRayPreamble
 
 
 class Client:
@@ -21,7 +21,7 @@ class Client:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> RemoteJobClient:
-    monkeypatch.setattr("rayzero.orchestrator.cli.remote.JobSubmissionClient", Client)
+    monkeypatch.setattr("rayzero.orchestrator.cluster.job_submission.JobSubmissionClient", Client)
     return RemoteJobClient("http://head:8265")
 
 
@@ -35,7 +35,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> RemoteJobClient:
     ],
 )
 def test_a_secret_among_the_arguments_is_refused(cluster: RemoteJobClient, word: str):
-    with pytest.raises(ConfigError, match="holds a secret") as caught:
+    with pytest.raises(ConfigError, match="contains a secret") as caught:
         cluster.submit(["run", "job.yaml", "--set", word], None)
     assert "p4ss" not in str(caught.value)
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.cli import remote
 from rayzero.orchestrator.cli.app import app
+from rayzero.orchestrator.cluster import job_submission
 from rayzero.orchestrator.top.follow import SnapshotParser
 from tests.orchestrator.page.sample import sample
 
@@ -63,7 +63,7 @@ class Elsewhere:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> type[Elsewhere]:
     made = type("Made", (Elsewhere,), {})
-    monkeypatch.setattr(remote, "RemoteJobClient", made)
+    monkeypatch.setattr(job_submission, "RemoteJobClient", made)
     Elsewhere.began, Elsewhere.ended = (), ""
     return made
 

@@ -1,0 +1,104 @@
+"""`rayzero chaos`: inject faults into a running job."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from rayzero.orchestrator.cli.command import (
+    ClusterAddress,
+    JsonValueFlag,
+    cluster_command,
+    new_group,
+)
+from rayzero.orchestrator.cli.jobs import call_job
+
+commands = new_group()
+
+
+@commands.command(epilog="Example: rayzero chaos gpt 'kill(rank=1)' 'full_disk(step=200)'")
+@cluster_command
+def chaos(
+    name_and_faults: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Name of the job, then faults such as kill(rank=1). A fault without a step is "
+            "injected into the current one.",
+            metavar="NAME FAULT...",
+        ),
+    ] = None,
+    show_language: Annotated[
+        bool, typer.Option("--list", help="Print the fault language instead.")
+    ] = False,
+    count: Annotated[
+        int | None,
+        typer.Option(
+            "--random", min=1, metavar="N", help="Print N random faults for a job file instead."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random faults.")] = 0,
+    ranks: Annotated[int, typer.Option(help="Number of workers for the random faults.")] = 2,
+    steps: Annotated[int, typer.Option(help="Number of steps for the random faults.")] = 100,
+    address: ClusterAddress = None,
+    as_json: JsonValueFlag = False,
+) -> None:
+    """Inject faults into a running job, to test its recovery.
+
+    Exit code 0: scheduled. 1: the job did not respond. 2: no such job, or a fault that cannot be
+    injected into it.
+    """
+    if show_language:
+        _print_fault_language(as_json)
+        return
+    if count is not None:
+        _print_random_faults(count, seed, ranks, steps, as_json)
+        return
+    name, *faults = name_and_faults or [""]
+    if not (name and faults):
+        raise typer.BadParameter("a job's name and a fault are needed, or --list, or --random")
+    from rayzero.orchestrator.interfaces import InjectFaults
+    from rayzero.workers.chaos.spec import parse_fault
+
+    for text in faults:
+        parse_fault(text, step=1)  # a syntax error needs no running job
+    answer = call_job(name, address, "execute", InjectFaults(tuple(faults)))
+    print(json.dumps({"job": name, "scheduled": answer.splitlines()}) if as_json else answer)
+
+
+def _print_fault_language(as_json: bool) -> None:
+    from rayzero.workers.chaos.spec import FAULT_KINDS, PHASES, example_fault, fault_usage
+
+    if as_json:
+        print(json.dumps([_fault_kind_json(name) for name in FAULT_KINDS]))
+        return
+    for name, kind in FAULT_KINDS.items():
+        print(f"{fault_usage(name)}\n    {kind.description}\n    {example_fault(name)}")
+    print(f"\nphases: {', '.join(PHASES)}")
+    print("how: flip, cut, remove")
+    print("rank, node: from 0, in the order of ranks")
+    print("step: from 1; injected in that step, or at the first opportunity after it")
+
+
+def _print_random_faults(count: int, seed: int, ranks: int, steps: int, as_json: bool) -> None:
+    import yaml
+
+    from rayzero.workers.chaos.spec import random_faults
+
+    schedule = {"faults": [str(fault) for fault in random_faults(seed, count, ranks, steps)]}
+    print(json.dumps(schedule) if as_json else yaml.safe_dump(schedule, width=1000).rstrip())
+
+
+def _fault_kind_json(name: str) -> dict[str, Any]:
+    from rayzero.workers.chaos.spec import FAULT_KINDS, example_fault
+
+    kind = FAULT_KINDS[name]
+    return {
+        "word": name,
+        "where": kind.target,
+        "does": kind.description,
+        "required": kind.required,
+        "defaults": dict(kind.defaults),
+        "example": str(example_fault(name)),
+    }

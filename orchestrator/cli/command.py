@@ -1,0 +1,144 @@
+"""Shared by all commands: options, exit codes, and running in another cluster.
+
+Every command is one function: its signature declares the arguments, its body imports what it needs,
+so that `rayzero --help` loads neither torch, ray nor pydantic.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeAlias
+
+import typer
+from typer.models import ArgumentInfo
+
+from rayzero.engine.errors import ConfigError, RayzeroError
+
+P = ParamSpec("P")
+
+DASHBOARD_SCHEMES = ("http://", "https://")
+
+JobName: TypeAlias = Annotated[str, typer.Argument(help="Name of the job.", metavar="NAME")]
+JobFile: TypeAlias = Annotated[Path, typer.Argument(help="Job file (YAML).", metavar="JOB.yaml")]
+ClusterAddress: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="host:port of a Ray cluster; from outside the cluster http://HOST:8265, the address "
+        "of its dashboard. Default: $RAY_ADDRESS; otherwise every cluster whose head node runs on "
+        "this machine."
+    ),
+]
+StartAddress: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        help="host:port of a Ray cluster; from outside the cluster http://HOST:8265, the address "
+        "of its dashboard. Default: $RAY_ADDRESS; otherwise a local Ray cluster is started.",
+    ),
+]
+SpecOverrides: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the job file: steps=10, engine.zero_optimization.stage=3.",
+    ),
+]
+JobsPath: TypeAlias = Annotated[
+    str, typer.Option("--path", help="checkpoint.path of the job file, for jobs that do not run.")
+]
+OptionalJobsPath: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--path",
+        help="checkpoint.path of the job file, for jobs that do not run. Default: the cluster's "
+        "record of the job; otherwise `runs`.",
+    ),
+]
+JsonValueFlag: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Print one JSON value on stdout.")
+]
+EventLinesFlag: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Print JSON lines on stdout: the events, then the summary.")
+]
+
+
+def new_group(help_text: str | None = None, example: str | None = None) -> typer.Typer:
+    return typer.Typer(
+        help=help_text,
+        epilog=None if example is None else f"Example: {example}",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+
+def exit_code_of(error: RayzeroError) -> int:
+    """2 for a mistake in what the user wrote, 1 for a failure."""
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def local_command(command: Callable[P, int | None]) -> Callable[P, None]:
+    """Ends the process with the code that `command` returns (None: 0).
+
+    A RayzeroError is printed on stderr and ends it with `exit_code_of`, Ctrl-C with 130.
+    """
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            code = command(*args, **kwargs) or 0
+        except RayzeroError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            code = exit_code_of(error)
+        except KeyboardInterrupt:
+            code = 130
+        raise typer.Exit(code)
+
+    return run
+
+
+def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
+    """`local_command`, but if `address` is a dashboard's the same command line runs in its cluster.
+
+    The folder of a job file is uploaded with it.
+    """
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int | None:
+        address: Any = kwargs.get("address")
+        if address is None or not address.startswith(DASHBOARD_SCHEMES):
+            return command(*args, **kwargs)
+        from rayzero.orchestrator.cluster.job_submission import RemoteJobClient
+
+        words = [command.__name__, *_command_line(command, kwargs)]
+        paths = [value for value in kwargs.values() if isinstance(value, Path)]
+        cluster = RemoteJobClient(address)
+        job = cluster.submit(words, paths[0].resolve().parent if paths else None)
+        return cluster.follow(job, sys.stdout.write)
+
+    return local_command(run)
+
+
+def _command_line(command: Callable[..., object], values: dict[str, Any]) -> Iterator[str]:
+    """The arguments, then the options, that differ from their defaults; without `--address`."""
+    options: list[str] = []
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        value = values[name]
+        if name == "address" or value == parameter.default:
+            continue
+        (info,) = parameter.annotation.__metadata__
+        items = value if isinstance(value, list) else [value]
+        texts = [item.name if isinstance(item, Path) else str(item) for item in items]
+        if isinstance(info, ArgumentInfo):
+            yield from texts
+        else:
+            flag = (info.param_decls or (f"--{name.replace('_', '-')}",))[0]
+            options += (
+                [flag] if value is True else [word for text in texts for word in (flag, text)]
+            )
+    yield from options

@@ -1,0 +1,130 @@
+"""Run `rayzero` commands in a cluster that this machine is not part of, through Ray's job API."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ray.exceptions import RayError
+from ray.job_submission import JobSubmissionClient
+
+from rayzero.engine.errors import ConfigError, RayzeroError, first_line
+from rayzero.engine.redact import REDACTED, is_secret_key, redact_url
+from rayzero.orchestrator.errors import JobFailedError
+
+_CLIENT_ERRORS = (ConnectionError, RuntimeError, ValueError, OSError, RayError)
+
+
+class RemoteJobClient:
+    """Ray's job API at a dashboard's address.
+
+    With RAY_AUTH_MODE=token every request carries the token of RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
+    or ~/.ray/auth_token.
+    """
+
+    def __init__(self, address: str) -> None:
+        """
+        Raises:
+            ConfigError: no dashboard responds there, or it rejects the token.
+        """
+        self._address = address
+        # Ray's client logs the end of each connection.
+        logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)
+        try:
+            self._client = JobSubmissionClient(address)
+        except _CLIENT_ERRORS as error:
+            raise self._rejected_error(error, ConfigError) from None
+
+    def submit(self, arguments: Sequence[str], folder: Path | None) -> str:
+        """Starts `rayzero ARGUMENTS` in the cluster; the id of the Ray job.
+
+        Args:
+            folder: uploaded as the command's working directory.
+
+        Raises:
+            ConfigError: the cluster rejects it, or an argument contains a secret.
+        """
+        _refuse_secrets(arguments)
+        command = shlex.join(["python3", "-m", "rayzero", *arguments])
+        env = {} if folder is None else {"working_dir": str(folder)}
+        try:
+            return str(self._client.submit_job(entrypoint=command, runtime_env=env))
+        except _CLIENT_ERRORS as error:
+            raise self._rejected_error(error, ConfigError) from None
+
+    def follow(self, job: str, write: Callable[[str], object]) -> int:
+        """Writes the command's output until it ends; its exit code."""
+        try:
+            asyncio.run(self._tail(job, write))
+            info = self._client.get_job_info(job)
+        except _CLIENT_ERRORS as error:
+            raise self._rejected_error(error, JobFailedError) from None
+        if info.driver_exit_code is not None:
+            return int(info.driver_exit_code)
+        return 0 if info.status == "SUCCEEDED" else 1
+
+    def stop(self, job: str) -> None:
+        """Stops the command if it still runs; errors are ignored, and it is not tried again."""
+        with suppress(*_CLIENT_ERRORS):
+            self._client.stop_job(job)
+
+    async def _tail(self, job: str, write: Callable[[str], object]) -> None:
+        output = StripRayPreamble(write)
+        async for text in self._client.tail_job_logs(job):
+            output.write(text)
+        output.flush()
+
+    def _rejected_error(self, error: Exception, kind: type[RayzeroError]) -> RayzeroError:
+        text = first_line(error)
+        return kind(
+            redact_url(f"the cluster at {self._address} rejected the request: {text}"),
+            allowed="the address of a Ray dashboard, such as http://HOST:8265",
+            fix="--address; for a cluster with token authentication also RAY_AUTH_MODE and "
+            "RAY_AUTH_TOKEN_PATH",
+        )
+
+
+class StripRayPreamble:
+    """Drops the lines that Ray prints before the command's output, so that `--json` stays JSON."""
+
+    _RAY_LINE = re.compile(r"\d{4}-\d\d-\d\d \S+\s+\w+ job_manager\.py|Running entrypoint for job ")
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
+        self._pending: str | None = ""  # may be part of the preamble; None after it
+
+    def write(self, text: str) -> None:
+        if self._pending is None:
+            self._write(text)
+            return
+        self._pending += text
+        while "\n" in self._pending:
+            line, _, rest = self._pending.partition("\n")
+            if not self._RAY_LINE.match(line):
+                self.flush()
+                return
+            self._pending = rest
+
+    def flush(self) -> None:
+        if self._pending:
+            self._write(self._pending)
+        self._pending = None
+
+
+def _refuse_secrets(arguments: Sequence[str]) -> None:
+    """Ray shows a job's command line to everybody with access to its dashboard."""
+    for word in arguments:
+        key, _, value = word.partition("=")
+        has_secret_key = bool(value) and is_secret_key(key.rpartition(".")[2])
+        if has_secret_key or redact_url(word) != word:
+            shown = redact_url(f"{key}={REDACTED}" if has_secret_key else word)
+            raise ConfigError(
+                f"{shown} contains a secret, and Ray's list of jobs would show it",
+                allowed="secrets in the job file or in the environment of the cluster's nodes",
+                fix="remove the argument; pass credentials of stores as environment variables",
+            )
