@@ -166,8 +166,8 @@ class RankMetricsTable:
             self.by_rank.pop(rank).add_traffic(self.departed_traffic)
 
     def copied(self) -> RankMetricsTable:
-        """As they are now, whatever is told afterwards."""
-        rows = {rank: one.copied() for rank, one in self.by_rank.items()}
+        """A copy, in the order of the ranks."""
+        rows = {rank: metrics.copied() for rank, metrics in sorted(self.by_rank.items())}
         return RankMetricsTable(defaultdict(RankMetrics, rows), self.departed_traffic.copy())
 
     def reported(self, report: StepReport) -> None:

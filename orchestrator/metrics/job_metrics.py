@@ -38,6 +38,7 @@ from rayzero.orchestrator.metrics.goodput import TimeAccounting, TimeBreakdown, 
 from rayzero.orchestrator.metrics.primitives import (
     STEP_BUCKETS_S,
     DisplayHistory,
+    GaugeFilter,
     Histogram,
     UserMetrics,
 )
@@ -75,11 +76,14 @@ class StepTotals:
     samples: float = 0.0
     skipped: float = 0.0
     nonfinite: int = 0
-    user_metrics: UserMetrics = field(default_factory=UserMetrics)
     step_time: Histogram = field(default_factory=_StepHistogram)
     phase_times: dict[str, Histogram] = field(
         default_factory=lambda: {phase: _StepHistogram() for phase in STEP_PHASES}
     )
+
+    def gauge(self, name: str) -> float | None:
+        """The mean over ranks of a reported value, in the last step."""
+        return self.last_record.gauges.get(name) if self.last_record is not None else None
 
     def add_step(self, record: StepRecord, unix_s: float) -> None:
         gauges = record.gauges
@@ -93,7 +97,6 @@ class StepTotals:
         self.samples += gauges.get("step_samples", 0.0) * count
         self.skipped += gauges.get("skipped", 0.0)
         self.nonfinite += record.loss is not None and not isfinite(record.loss)
-        self.user_metrics.add(record)
         self.step_time.add(record.step_s)
         for name, seconds in gauges.items():
             if name.startswith(_PHASE_PREFIX):
@@ -164,7 +167,7 @@ METRIC_EVENTS: tuple[type[JobEvent], ...] = (
 class JobMetrics:
     """Counts a job's events. It has no clock: every call gets the time."""
 
-    def __init__(self, facts: JobInfo, now: Timestamps) -> None:
+    def __init__(self, facts: JobInfo, now: Timestamps, user_gauges: GaugeFilter) -> None:
         self.info = facts
         self.started = now
         self.state = State.PENDING
@@ -174,6 +177,7 @@ class JobMetrics:
         self.worker_limits = (facts.min_workers, facts.max_workers)
         self.time_accounting = TimeAccounting(now.clock_s)
         self.steps = StepTotals()
+        self.user_metrics = UserMetrics(user_gauges)
         self.ranks = RankMetricsTable()
         self.faults = FaultMetrics(facts.fault_budget)
         self.replicas = ReplicaMetrics()
@@ -250,6 +254,7 @@ class JobMetrics:
                 self.history.loss.rewind(record.step)
             self.history.loss.add(record.step, record.loss)
         self.steps.add_step(record, now.unix_s)
+        self.user_metrics.add(record.gauges)
         self.checkpoints.on_step(now.unix_s)
         if self.info.has_replicas:
             self.replicas.own_node.mark_pending(now.unix_s)

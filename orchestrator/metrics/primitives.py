@@ -13,13 +13,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from rayzero.orchestrator.progress import StepRecord
-
-MetricType = Literal["gauge", "counter", "histogram"]
+from typing import Any
 
 STEP_BUCKETS_S = (
     0.001,
@@ -45,24 +41,6 @@ RECOVERY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 
 
 
 CHECKPOINT_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-
-
-@dataclass(frozen=True)
-class Series:
-    """One series.
-
-    Args:
-        unit: what a value counts; empty for a plain number.
-        labels: beside `job`.
-        buckets: a histogram's upper bounds, without the last, infinite one.
-    """
-
-    name: str
-    kind: MetricType
-    unit: str
-    help: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
 
 
 class Histogram:
@@ -91,39 +69,27 @@ class Histogram:
 
 
 MAX_USER_METRICS = 100
-"""Names of one job in /metrics: each is a series, and who makes one a step would fill a server."""
+"""Maximum number of user metric names of a job; bounds the number of Prometheus series."""
 
-_BUILTIN_GAUGES = frozenset(
-    {
-        *("step", "samples", "step_samples", "step_tokens", "tokens_per_s", "flops_per_s", "mfu"),
-        *("lr", "grad_norm", "loss_scale", "skipped", "skipped_steps", "step_s", "exposed_comm_s"),
-        *("checkpoint_s", "resident_bytes", "device_peak_bytes", "replica_step", "replica_bytes"),
-    }
-)
-
-
-_BUILTIN_PREFIXES = ("phases/", "bytes/", "collectives/")
-
-
-def user_gauges(gauges: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """Those that neither the engine nor a worker reports by itself."""
-    for name, value in gauges.items():
-        if name not in _BUILTIN_GAUGES and not name.startswith(_BUILTIN_PREFIXES):
-            yield name, value
+GaugeFilter = Callable[[Mapping[str, float]], Iterator[tuple[str, float]]]
+"""Selects the values of the training function among all that ranks report."""
 
 
 @dataclass
 class UserMetrics:
-    """Args:
-    values: what was reported last under each name: not every step needs to report each.
-    left_out: how many values had a name beyond the first `MOST`.
+    """Values that the training function reports.
+
+    Args:
+        values: the last one under each name; a step need not report every name.
+        dropped: number of values under names beyond the first `MAX_USER_METRICS`.
     """
 
+    user_gauges: GaugeFilter
     values: dict[str, float] = field(default_factory=dict)
     dropped: int = 0
 
-    def add(self, record: StepRecord) -> None:
-        for name, value in user_gauges(record.gauges):
+    def add(self, gauges: Mapping[str, float]) -> None:
+        for name, value in self.user_gauges(gauges):
             if name in self.values or len(self.values) < MAX_USER_METRICS:
                 self.values[name] = value
             else:

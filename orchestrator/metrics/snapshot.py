@@ -14,6 +14,7 @@ from math import isfinite
 from typing import Any
 
 from rayzero.orchestrator.journal.run_history import MAX_ENTRIES, RunHistory, faults_on_clock
+from rayzero.orchestrator.metrics.catalog import JOURNAL_FIELDS
 from rayzero.orchestrator.metrics.components import RankMetrics, RankMetricsTable
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.primitives import DisplayHistory
@@ -128,15 +129,12 @@ def _to_finite_json(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-_STEP_COUNTERS = ("done", "tokens", "samples", "skipped", "nonfinite")
-
-
 def dump_counters(tally: JobMetrics, now: Timestamps) -> dict[str, Any]:
     """What a journal does not tell line by line."""
     seconds = tally.time_breakdown(now).seconds
     return {
         "seconds": {str(why): round(spent, 3) for why, spent in seconds.items() if spent},
-        **{name: getattr(tally.steps, name) for name in _STEP_COUNTERS},
+        **{field: getattr(tally.steps, field) for field in JOURNAL_FIELDS},
     }
 
 
@@ -145,9 +143,9 @@ def restore_metrics(tally: JobMetrics, past: RunHistory, now: Timestamps) -> Non
     ago_s = max(0.0, now.unix_s - past.began_at_s)
     tally.started = Timestamps(now.clock_s - ago_s, past.began_at_s)
     tally.time_accounting.restore(past.counters.get("seconds", {}), past.best_step, ago_s)
-    for name in _STEP_COUNTERS:
-        value = past.counters.get(name, 0)
-        setattr(tally.steps, name, type(getattr(tally.steps, name))(value))
+    for field in JOURNAL_FIELDS:
+        to_number = type(getattr(tally.steps, field))
+        setattr(tally.steps, field, to_number(past.counters.get(field, 0)))
     tally.steps.step = past.step
     tally.resumed_at_step = past.step
     tally.generation = past.generation

@@ -25,7 +25,7 @@ from threading import Thread
 from typing import Any, Protocol
 
 from rayzero.engine.errors import first_line
-from rayzero.orchestrator.metrics.primitives import user_gauges
+from rayzero.orchestrator.metrics.catalog import user_gauges
 from rayzero.orchestrator.progress import StepRecord
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5

@@ -22,8 +22,8 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.job_events import EventBus, JobEvent
 from rayzero.orchestrator.journal.run_history import RunHistory
+from rayzero.orchestrator.metrics.catalog import job_families, rank_families, user_gauges
 from rayzero.orchestrator.metrics.endpoint import Endpoint, make_json_page
-from rayzero.orchestrator.metrics.exporter import job_families, rank_families
 from rayzero.orchestrator.metrics.job_metrics import METRIC_EVENTS, JobInfo, JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.snapshot import (
     dump_counters,
@@ -71,7 +71,7 @@ class Telemetry:
         self._unix_clock = unix
         self._lock = Lock()
         self._per_rank = plan.spec.metrics.per_rank
-        self._metrics = JobMetrics(_job_info(plan), self._timestamps())
+        self._metrics = JobMetrics(_job_info(plan), self._timestamps(), user_gauges)
         if past is not None:
             restore_metrics(self._metrics, past, self._timestamps())
         with ExitStack() as opened:

@@ -54,7 +54,7 @@ def _stored(name: str, behind_s: int, labels: str = "") -> Samples:
     """The last step was finished a minute ago, and what is stored is so much older."""
     return {
         "rayzero_last_step_timestamp_seconds": "0+60x600",
-        f"rayzero_{name}_owed_timestamp_seconds{labels}": f"{-behind_s}+60x600",
+        f"rayzero_{name}_unprotected_since_timestamp_seconds{labels}": f"{-behind_s}+60x600",
     }
 
 
@@ -66,7 +66,7 @@ def _replicas(node_s: int, other_s: int) -> Samples:
 
 NEVER: Samples = {
     "rayzero_last_step_timestamp_seconds": "0+60x600",
-    "rayzero_checkpoint_owed_timestamp_seconds": "60x600",
+    "rayzero_checkpoint_unprotected_since_timestamp_seconds": "60x600",
 }
 """No checkpoint since the first step, at minute 1."""
 

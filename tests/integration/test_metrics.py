@@ -31,7 +31,7 @@ ABSENT = {
     "rayzero_device_peak_memory_bytes",
     "rayzero_checkpoint_step",
     "rayzero_checkpoint_timestamp_seconds",
-    "rayzero_checkpoint_owed_timestamp_seconds",
+    "rayzero_checkpoint_unprotected_since_timestamp_seconds",
     "rayzero_checkpoint_bytes",
 }
 
@@ -108,7 +108,7 @@ def check_series(text: str) -> None:
     assert 0 < found["rayzero_goodput_ratio", ()] < 1
     began = found["rayzero_start_timestamp_seconds", ()]
     booked = sum(value for (name, _), value in found.items() if "time_seconds_total" in name)
-    wall = booked + found["rayzero_time_pending_seconds", ()]
+    wall = booked + found["rayzero_time_unattributed_seconds", ()]
     assert abs(time.time() - began - wall) < 30  # the scrape was a moment ago
 
 

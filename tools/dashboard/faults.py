@@ -85,7 +85,7 @@ FAULTS_ROW = DashboardRow(
                 ),
                 Query(
                     f"rayzero_last_step_timestamp_seconds{{{JOB_SELECTOR}}} - ignoring (place)"
-                    f" group_right () rayzero_replica_owed_timestamp_seconds{{{JOB_SELECTOR}}}",
+                    f" group_right () rayzero_replica_unprotected_since_timestamp_seconds{{{JOB_SELECTOR}}}",
                     "seconds: {{place}}",
                     "right",
                 ),
@@ -126,7 +126,7 @@ CHECKPOINTS_ROW = DashboardRow(
             "s",
             (
                 age_query("rayzero_checkpoint_timestamp_seconds", "age"),
-                age_query("rayzero_checkpoint_owed_timestamp_seconds", "owed for"),
+                age_query("rayzero_checkpoint_unprotected_since_timestamp_seconds", "owed for"),
             ),
             kind="stat",
             thresholds=((None, "green"), (3600, "orange"), (7200, "red")),
@@ -176,8 +176,8 @@ CHECKPOINTS_ROW = DashboardRow(
             "For one checkpoint, on the slowest rank.",
             "s",
             (
-                mean_query("rayzero_checkpoint_stop_seconds", "mean"),
-                quantile_query("rayzero_checkpoint_stop_seconds", 0.95, "95th percentile"),
+                mean_query("rayzero_checkpoint_stall_seconds", "mean"),
+                quantile_query("rayzero_checkpoint_stall_seconds", 0.95, "95th percentile"),
             ),
             width=12,
         ),

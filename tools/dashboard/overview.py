@@ -110,7 +110,7 @@ OVERVIEW_ROW = DashboardRow(
             "none",
             (
                 gauge_query("rayzero_user_value", "{{name}}"),
-                gauge_query("rayzero_user_values_left_out_total", "left out", axis="right"),
+                gauge_query("rayzero_user_metrics_dropped_total", "left out", axis="right"),
             ),
         ),
         Panel(
@@ -122,7 +122,9 @@ OVERVIEW_ROW = DashboardRow(
                     f"rate(rayzero_time_seconds_total{{{JOB_SELECTOR}}}[$__rate_interval])",
                     "{{cause}}",
                 ),
-                gauge_query("rayzero_time_pending_seconds", "not booked yet (s)", axis="right"),
+                gauge_query(
+                    "rayzero_time_unattributed_seconds", "not booked yet (s)", axis="right"
+                ),
             ),
             stacked=True,
             maximum=1,

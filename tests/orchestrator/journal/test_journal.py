@@ -39,6 +39,7 @@ from rayzero.orchestrator.journal.writer import (
     JournalWriter,
     read_journal,
 )
+from rayzero.orchestrator.metrics.catalog import user_gauges
 from rayzero.orchestrator.metrics.job_metrics import JobInfo, JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.snapshot import restore_metrics
 from rayzero.orchestrator.policies.failure import FaultBudget
@@ -318,7 +319,9 @@ def test_a_journals_list_has_a_bound_and_passes_over_what_it_does_not_know(tmp_p
             "moved", state="running", event="e", generation=generation, world_size=2, step=1
         )
     chronicle.append("resized", reason="of a later version")
-    tally = JobMetrics(JobInfo("j", 1, None, 1, 1, 1.0, FaultBudget(1, 1.0)), Timestamps(0.0, 0.0))
+    tally = JobMetrics(
+        JobInfo("j", 1, None, 1, 1, 1.0, FaultBudget(1, 1.0)), Timestamps(0.0, 0.0), user_gauges
+    )
     restore_metrics(tally, known(lines), Timestamps(0.0, 0.0))
     assert [one["generation"] for one in tally.history.generations][-1] == MAX_ENTRIES + 9
     assert len(tally.history.generations) == MAX_ENTRIES

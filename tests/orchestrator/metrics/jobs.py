@@ -17,6 +17,7 @@ from rayzero.orchestrator.job_events import (
     StepReplicated,
     StepReported,
 )
+from rayzero.orchestrator.metrics.catalog import user_gauges
 from rayzero.orchestrator.metrics.job_metrics import JobInfo, JobMetrics, Timestamps
 from rayzero.orchestrator.policies.failure import Fault, FaultBudget, FaultCause
 from rayzero.orchestrator.progress import JobProgress, StepRecord
@@ -55,7 +56,7 @@ class Life:
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.tally = JobMetrics(FACTS, self.now)
+        self.tally = JobMetrics(FACTS, self.now, user_gauges)
         self.progress = JobProgress()
 
     @property

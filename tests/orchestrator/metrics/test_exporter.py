@@ -15,8 +15,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from rayzero.orchestrator.events import State
 from rayzero.orchestrator.job_events import Checkpointed, ReplicationChanged, StepReplicated
-from rayzero.orchestrator.metrics.catalog import CATALOG
-from rayzero.orchestrator.metrics.exporter import job_families, rank_families
+from rayzero.orchestrator.metrics.catalog import CATALOG, job_families, rank_families
 from rayzero.orchestrator.metrics.goodput import PHASE_CATEGORY, TimeCategory
 from rayzero.orchestrator.metrics.job_metrics import STEP_PHASES
 from rayzero.orchestrator.metrics.primitives import MAX_USER_METRICS
@@ -110,7 +109,7 @@ def test_the_causes_of_time_and_what_is_pending_are_the_wall_time():
     life.now_s += 0.5
     found = samples(life)
     causes = [v for (name, _), v in found.items() if name == "rayzero_time_seconds_total"]
-    pending = found["rayzero_time_pending_seconds", ()]
+    pending = found["rayzero_time_unattributed_seconds", ()]
     assert len(causes) == len(TimeCategory)
     assert sum(causes) + pending == pytest.approx(life.now_s - 100)
     assert pending == 0.5
@@ -169,7 +168,7 @@ def test_copies_on_other_nodes_are_told_apart():
     for step in (1, 2, 3):
         life.now_s += 10
         life.step(step, 1, 2)
-    owed = "rayzero_replica_owed_timestamp_seconds"
+    owed = "rayzero_replica_unprotected_since_timestamp_seconds"
     assert ("rayzero_replica_step", (("place", "other"),)) not in samples(life)
     assert one(life, owed, place="node") == UNIX + 130
     assert one(life, owed, place="other") == UNIX + 110  # the first step, which is nowhere else
@@ -184,7 +183,7 @@ def test_copies_on_other_nodes_are_told_apart():
 
 
 def test_a_checkpoint_is_owed_from_the_first_step_on():
-    life, owed = Life(), "rayzero_checkpoint_owed_timestamp_seconds"
+    life, owed = Life(), "rayzero_checkpoint_unprotected_since_timestamp_seconds"
     life.form(1, 1, 0)
     assert (owed, ()) not in samples(life)
     for step in (1, 2):
@@ -206,7 +205,7 @@ def test_a_users_gauges_are_bounded_in_number():
     assert len(told) == MAX_USER_METRICS
     assert one(life, "rayzero_user_value", name="of_step_1") == 2.0
     assert one(life, "rayzero_user_value", name="of_step_2") == 1.0  # as it was last reported
-    assert one(life, "rayzero_user_values_left_out_total") == 6
+    assert one(life, "rayzero_user_metrics_dropped_total") == 6
 
 
 def test_the_budget_of_faults_recovers_with_time():
