@@ -132,8 +132,8 @@ RECOVERY_GROUPS: Mapping[str, tuple[JobSeries, ...]] = {
         gauge(
             "rayzero_checkpoint_unprotected_since_timestamp_seconds",
             "seconds",
-            "Training since this time is in no checkpoint: when the newest was committed or, before "
-            "there is one, when this run's first step finished. Only with checkpoint.every_steps.",
+            "Training since this time is in no checkpoint: when the newest was committed or, before"
+            " there is one, when this run's first step finished. Only with checkpoint.every_steps.",
             lambda r: r.job.checkpoints.unprotected_since_unix_s,
         ),
         gauge(
