@@ -106,7 +106,7 @@ def rank_main(rank: int, plan: Plan, address: str, folder: str) -> None:
         host = Host(rank, plan.ranks, number + 1, client)
         found[stage] = _blocks(plan, host, _step(host, stage), rank)
         found[stage]["copy"] = host.copy_s[plan.steps :]
-        client.announce_complete(number + 2, 0)
+        client.announce_complete(number + 2)
     if rank == 0:
         Path(folder, "measured.json").write_text(json.dumps(found))
     dist.barrier()

@@ -123,7 +123,7 @@ class Mirror:
     def _announce_complete(self) -> None:
         """A vote was passed since the first mirror: no older generation is needed any more."""
         if self._buffers and not self._announced and self._vault is not None:
-            self._vault.announce_complete(self._assignment.generation, self.newest_step)
+            self._vault.announce_complete(self._assignment.generation)
             self._announced = True
 
     def _copy_state(self, step: int, state: TrainingState, pin: bool) -> None:

@@ -30,14 +30,14 @@ class Buffer:
         assert not self.pinned
         self.step = -1
 
-    def commit(self, step: int, small: bytes, pin: bool, checksum: int | None) -> None:
+    def commit(self, step: int, metadata: bytes, pin: bool, checksum: int | None) -> None:
         self.step, self.pinned, self.checksum = step, pin, checksum
 
 
 @dataclass
 class FakeVault:
     buffers: list[Buffer] = field(default_factory=list)
-    told: list[tuple[int, int]] = field(default_factory=list)
+    complete_generations: list[int] = field(default_factory=list)
     error: Exception | None = None
     table: BlockIndex | None = None
 
@@ -52,8 +52,8 @@ class FakeVault:
         self.buffers = [*self.buffers, *made]
         return made
 
-    def announce_complete(self, generation: int, step: int) -> None:
-        self.told.append((generation, step))
+    def announce_complete(self, generation: int) -> None:
+        self.complete_generations.append(generation)
 
     @property
     def steps(self) -> list[int]:
@@ -102,9 +102,9 @@ def test_older_generations_are_given_up_only_after_a_vote_behind_the_first_mirro
     vault, state = FakeVault(), State()
     made, _ = mirror(EVERY, vault, generation=7, restore=Restore(10))
     run(made, range(11, 12), state)
-    assert vault.told == []
+    assert vault.complete_generations == []
     run(made, range(12, 15), state)
-    assert vault.told == [(7, 11)]
+    assert vault.complete_generations == [7]
 
 
 def test_a_fixed_interval_counts_from_where_the_generation_began():

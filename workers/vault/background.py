@@ -1,11 +1,4 @@
-"""Replicas from other vaults, checkpoint files.
-
-Copying versions from vaults of other nodes into this one.
-
-Writing versions as files of a checkpoint, behind training.
-
-Writing checkpoint files where the store may be made to fail.
-"""
+"""A vault's background work: replicas of other vaults' versions, and checkpoint files."""
 
 from __future__ import annotations
 
@@ -33,35 +26,36 @@ from rayzero.workers.vault.registry import SlotRegistry
 from rayzero.workers.vault.slots import HEADER_BYTES, PAGE_BYTES, SlotHeader, write_fully
 
 MAX_CALLERS = 3
-"""One set is copied while others wait: less than the threads that a vault's process has."""
+"""Calls of `replicate` at once, of which all but one wait; fewer than the vault's threads."""
 
 
 class Replicator:
-    """Pulls images chunk by chunk, so that one chunk at most is in passing. For any thread.
+    """Copies images from other nodes in chunks, one in flight at a time. Safe from any thread.
 
     Args:
-        fetch: reads from vaults of other nodes; must come back in limited time.
+        fetch: reads from vaults of other nodes; must return within a bounded time.
     """
 
-    def __init__(self, shelf: SlotRegistry, fetch: FetchRemote) -> None:
-        self._registry = shelf
+    def __init__(self, registry: SlotRegistry, fetch: FetchRemote) -> None:
+        self._registry = registry
         self._fetch_remote = fetch
-        self._pull_lock = Lock()  # one set after another
+        self._pull_lock = Lock()  # one set of slots at a time
         self._caller_limit = BoundedSemaphore(MAX_CALLERS)
         self._stopped = Event()
 
     def replicate(self, refs: Iterable[SlotRef]) -> int:
-        """Makes sure that there is a replica of each version; the bytes copied.
+        """Copies the versions that this vault does not have; returns the bytes copied.
 
         Raises:
-            SlotGoneError: a version is not there any more; the replicas before it are made.
-            SlotDamagedError: what came does not match its checksums.
+            SlotGoneError: a version no longer exists; those before it were copied.
+            SlotDamagedError: the received bytes do not match their checksums.
             VaultMemoryError: there is too little memory.
-            VaultGoneError: another vault does not answer, or this one is closing, or too many ask.
+            VaultGoneError: another vault does not answer, this vault is closing, or too many
+                earlier calls have not returned.
         """
-        # Who asks may have given up before and ask again: it must not hold a thread more each time.
+        # A caller that timed out may call again: retries must not use up the vault's threads.
         if not self._caller_limit.acquire(blocking=False):
-            raise VaultGoneError("copies that were asked for before are still under way")
+            raise VaultGoneError("earlier requests for replicas are still in flight")
         try:
             with self._pull_lock:
                 return sum(self._pull(ref) for ref in refs if not self._registry.has_version(ref))
@@ -69,7 +63,7 @@ class Replicator:
             self._caller_limit.release()
 
     def stop(self) -> None:
-        """Ends what is under way before its next chunk, and what comes later."""
+        """Aborts copies in flight at their next chunk, and all later ones."""
         self._stopped.set()
 
     def _pull(self, ref: SlotRef) -> int:
@@ -78,7 +72,7 @@ class Replicator:
         )
         nbytes = header.geometry.nbytes
         with self._registry.receive_replica(header) as fd:
-            done = PAGE_BYTES  # the header comes last, when all is well
+            done = PAGE_BYTES  # `receive_replica` writes the header last, on success
             while done < nbytes:
                 if self._stopped.is_set():
                     raise VaultGoneError("the vault is closing")
@@ -101,30 +95,30 @@ def _verify_slot(image: MappedSlotReader) -> None:
 
 
 STORE_WAIT_S = 5.0
-"""How long to wait for the files before: less than a poll of the vault may be late."""
+"""The time to wait for an earlier write; shorter than the timeout of a vault's poll."""
 
 WriteRankFile: TypeAlias = Callable[..., RankFile]
-"""As `rayzero.engine.checkpoint.writer.write_rank_file`."""
+"""The signature of `rayzero.engine.checkpoint.writer.write_rank_file`."""
 
 
 class CheckpointFileWriter:
-    """One file after another, in the calling thread: two would share the same disk."""
+    """Writes versions as checkpoint files in the calling thread, one at a time."""
 
-    def __init__(self, shelf: SlotRegistry, write_file: WriteRankFile) -> None:
-        self._registry = shelf
+    def __init__(self, registry: SlotRegistry, write_file: WriteRankFile) -> None:
+        self._registry = registry
         self._write_file = write_file
         self._write_lock = Lock()
 
     def write(self, folder: str, refs: Iterable[SlotRef]) -> list[RankFile]:
-        """A durable file for each version, which stays as it is until then.
+        """Writes a durable file for each version.
 
         Raises:
-            StoreError: the store cannot take them, or has not yet taken those before.
+            StoreError: writing failed, or an earlier write has not finished.
             DataError: a version is gone or damaged.
         """
-        # A store may hang for ever: whoever asks again must not hold one thread more each time.
+        # The store may hang for ever: retries must not use up the vault's threads.
         if not self._write_lock.acquire(timeout=STORE_WAIT_S):
-            raise StoreError("slow", folder, "the vault waits for the store with earlier files")
+            raise StoreError("slow", folder, "earlier files are still being written")
         try:
             return [self._write(folder, ref) for ref in refs]
         finally:
@@ -149,11 +143,13 @@ class CheckpointFileWriter:
 
 
 class FaultInjectingStore:
-    """Writes one file at a time, as `WriteRankFile`; the rest may be called by any thread.
+    """Writes checkpoint files with the job's store faults injected.
+
+    `write` is called by one thread at a time, the other methods by any.
 
     Args:
-        faults: of the job, as text; those of other places are left to them.
-        output_dir: where the record is kept of those that happened.
+        faults: all faults of the job, as text; only those of the store are injected.
+        output_dir: the folder of the record of injected faults.
     """
 
     def __init__(self, faults: Iterable[str], output_dir: str) -> None:
@@ -163,23 +159,29 @@ class FaultInjectingStore:
         self.set_faults(faults)
 
     def set_faults(self, faults: Iterable[str]) -> None:
-        """All the job's faults from now on."""
+        """Replaces the list of the job's faults."""
         self._schedule.set_faults(parse_fault(text) for text in faults)
 
-    def pop_fired(self) -> list[FaultFired]:
-        """Those that happened since this was last asked."""
-        return [self._fired.popleft() for _ in range(len(self._fired))]
-
     def close(self) -> None:
-        """Ends every wait of a slow store, now and later."""
+        """Ends the wait of a slow write."""
         self._injector.close()
 
+    def pop_fired(self) -> list[FaultFired]:
+        """The faults injected since the last call."""
+        return [self._fired.popleft() for _ in range(len(self._fired))]
+
     def write(
-        self, folder: str, rank: int, table: Any, small: dict[str, Any], *more: Any, **named: Any
+        self,
+        folder: str,
+        rank: int,
+        table: Any,
+        metadata: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> RankFile:
         try:
-            self._injector.before_write(int(small["step"]), rank)
-        except OSError as error:  # told as a real one is
+            self._injector.before_write(int(metadata["step"]), rank)
+        except OSError as error:  # reported like a real one
             path = os.path.join(folder, f"rank-{rank:05d}")
             raise StoreError("full", path, error.strerror or "") from error
-        return write_rank_file(folder, rank, table, small, *more, **named)
+        return write_rank_file(folder, rank, table, metadata, *args, **kwargs)

@@ -1,9 +1,4 @@
-"""Memfd pool, free memory.
-
-The memory behind slots: buffers made, grown, and kept for the next one who needs one.
-
-How much memory this machine, or this container, can still give.
-"""
+"""Shared-memory buffers of a vault, and the free memory of this machine or container."""
 
 from __future__ import annotations
 
@@ -19,19 +14,19 @@ from rayzero.workers.vault.records import VaultMemoryError
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """The least of what the kernel calls available and what each control group leaves.
+    """The minimum of the kernel's MemAvailable and the headroom of each cgroup limit.
 
-    Shared memory counts like any other: it cannot be swapped out under most limits.
+    Shared memory counts fully: most limits do not allow it to be swapped out.
 
     Args:
-        root: where /proc and /sys are, for tests.
+        root: parent folder of /proc and /sys.
     """
     return min([_mem_available(root), *_cgroup_headroom(root)])
 
 
 def fits_twice(processes: int, root: Path = Path("/")) -> bool:
-    """Whether so many processes like this one could each take as much memory again, and half of
-    that besides. False where nobody can tell."""
+    """Whether `processes` processes like this one can each allocate 1.5 times their resident memory
+    again. False if it cannot be determined."""
     try:
         pages = int((root / "proc/self/statm").read_text().split()[1])
         return available_bytes(root) > 1.5 * processes * pages * os.sysconf("SC_PAGESIZE")
@@ -43,11 +38,11 @@ def _mem_available(root: Path) -> int:
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise RayzeroError("/proc/meminfo has no MemAvailable line", "a Linux kernel since 3.14")
+    raise RayzeroError("/proc/meminfo has no MemAvailable line", "Linux 3.14 or newer")
 
 
 def _cgroup_headroom(root: Path) -> Iterator[int]:
-    """What our control group and each one above it leaves: the tightest limit holds."""
+    """The headroom of this process's cgroup and of each ancestor; the smallest is the limit."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -62,16 +57,16 @@ def _cgroup_headroom(root: Path) -> Iterator[int]:
         else:
             continue
         for group in _ancestor_cgroups(root / base, path):
-            most = _read_limit(group / limit)
-            if most is not None:
-                # File pages that nobody uses go when memory is asked for.
+            limit_bytes = _read_limit(group / limit)
+            if limit_bytes is not None:
+                # Inactive file pages are reclaimed when memory is needed.
                 used = (_read_limit(group / usage) or 0) - _read_memory_stat(group, f"{idle}_file")
-                yield max(0, most - used)
+                yield max(0, limit_bytes - used)
 
 
 def _ancestor_cgroups(base: Path, path: str) -> Iterator[Path]:
-    """The group's folder and those above it. In a container the path may be the host's name for
-    what is mounted as `base`; then only `base` is there."""
+    """The cgroup's folder and its ancestors. In a container the path may be the host's, of what is
+    mounted as `base`; then only `base` exists."""
     group = base / path.strip("/")
     while group != base and base in group.parents:
         yield group
@@ -80,7 +75,7 @@ def _ancestor_cgroups(base: Path, path: str) -> Iterator[Path]:
 
 
 def _read_limit(path: Path) -> int | None:
-    """None when there is no such file, or no limit in it."""
+    """None if the file does not exist or holds no limit."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -98,7 +93,7 @@ def _read_memory_stat(group: Path, name: str) -> int:
 
 @dataclass
 class SharedBuffer:
-    """Shared memory without a name. It grows and never shrinks: others have it mapped."""
+    """Anonymous shared memory. Grows and never shrinks: other processes have it mapped."""
 
     fd: int
     capacity_bytes: int
@@ -113,72 +108,75 @@ class SharedBuffer:
 
 
 class BufferPool:
-    """Owns the spare buffers, until `close`. Safe to use from any thread.
+    """Owns the spare buffers until `trim`. Safe to use from any thread.
 
     Args:
-        available: how many bytes the machine can still give.
+        available: returns the machine's free memory in bytes.
     """
 
     def __init__(self, available: Callable[[], int] = available_bytes) -> None:
         self._available_bytes = available
         self._spares: list[SharedBuffer] = []
-        self._lock = Lock()  # the list; held for moments
-        self._allocation_lock = Lock()  # one at a time, so that two do not count on the same memory
+        self._lock = Lock()  # guards the list; held briefly
+        self._allocation_lock = Lock()  # two allocations must not count on the same free memory
 
     @property
     def nbytes(self) -> int:
         with self._lock:
-            return sum(one.capacity_bytes for one in self._spares)
+            return sum(buffer.capacity_bytes for buffer in self._spares)
 
     def acquire(self, nbytes: int, count: int) -> list[SharedBuffer]:
-        """Buffers of at least `nbytes` each, spare ones first; what they held is still in them.
+        """Buffers of at least `nbytes` each, spare ones first, with their old contents.
 
         Raises:
             VaultMemoryError: there is not enough memory.
         """
         with self._allocation_lock:
-            taken = self._take_best_fitting(nbytes, count)
-            missing = count * nbytes - sum(min(nbytes, one.capacity_bytes) for one in taken)
+            buffers = self._take_best_fitting(nbytes, count)
+            missing = count * nbytes - sum(min(nbytes, b.capacity_bytes) for b in buffers)
             if missing > self._available_bytes():
                 self.trim()
             available = self._available_bytes()
             if missing > available:
-                self.release(taken)
+                self.release(buffers)
                 raise VaultMemoryError(missing, available)
             try:
-                while len(taken) < count:
-                    taken.append(_new_buffer())
-                for one in taken:
-                    one.grow(nbytes)
-            except OSError:  # a limit that cannot be seen beforehand
-                self.release(taken)
+                while len(buffers) < count:
+                    buffers.append(_new_buffer())
+                for buffer in buffers:
+                    buffer.grow(nbytes)
+            except OSError:  # a limit that `available` does not include
+                self.release(buffers)
                 self.trim()
                 raise VaultMemoryError(missing, available) from None
-            return taken
+            return buffers
 
     def release(self, buffers: list[SharedBuffer]) -> None:
         with self._lock:
             self._spares += buffers
 
     def trim(self) -> None:
-        """Gives the memory of the spare buffers back to the system."""
+        """Frees the spare buffers."""
         with self._lock:
             spares, self._spares = self._spares, []
-        for one in spares:
-            one.close()
+        for buffer in spares:
+            buffer.close()
 
     def _take_best_fitting(self, nbytes: int, count: int) -> list[SharedBuffer]:
-        """Up to `count` spares, the nearest in size first; those that need not grow before all."""
+        """Up to `count` spares: those large enough first, then by nearest size."""
         with self._lock:
             self._spares.sort(
-                key=lambda one: (one.capacity_bytes < nbytes, abs(one.capacity_bytes - nbytes))
+                key=lambda spare: (
+                    spare.capacity_bytes < nbytes,
+                    abs(spare.capacity_bytes - nbytes),
+                )
             )
-            taken, self._spares = self._spares[:count], self._spares[count:]
-        return taken
+            buffers, self._spares = self._spares[:count], self._spares[count:]
+        return buffers
 
 
 def _new_buffer() -> SharedBuffer:
     fd = os.memfd_create("rayzero-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    # Nobody who was handed the buffer can cut it under the others' mappings.
+    # No process that has the descriptor can truncate it under the mappings of others.
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return SharedBuffer(fd, 0)

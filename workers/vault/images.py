@@ -1,9 +1,4 @@
-"""Slot reader, VaultSource.
-
-Reading an image: mapped from shared memory, or fetched piece by piece from another node.
-
-A whole training state read from slots, as a new engine begins from it.
-"""
+"""Readers of slot images, local or remote, and the training state read through them."""
 
 from __future__ import annotations
 
@@ -22,14 +17,14 @@ from rayzero.workers.vault.records import SlotDamagedError, SlotGoneError, SlotR
 from rayzero.workers.vault.slots import HEADER_BYTES, SlotHeader, SlotStatus, read_header
 
 FETCH_CHUNK_BYTES = 16 * 2**20
-"""How much of an image crosses nodes at once."""
+"""The largest read from another node."""
 
 FetchRemote: TypeAlias = Callable[[SlotRef, int, int], memoryview]
-"""(version, offset, length) -> those bytes of an image on another node; fewer where it ends."""
+"""(version, offset, length) -> bytes of an image on another node; fewer at the image's end."""
 
 
 def describe_slot(ref: SlotRef) -> str:
-    """A version's name in messages."""
+    """A version as text, for error messages."""
     return (
         f"the slot of generation {ref.generation}, rank {ref.rank}, step {ref.step} "
         f"on node {ref.node_id}"
@@ -37,7 +32,7 @@ def describe_slot(ref: SlotRef) -> str:
 
 
 class SlotReader(Protocol):
-    """The bytes of one whole version, counted from its header's first byte."""
+    """Reads the image of one complete version. Offsets count from the start of the header."""
 
     @property
     def ref(self) -> SlotRef: ...
@@ -49,29 +44,29 @@ class SlotReader(Protocol):
         """Fills `into` from byte `offset`.
 
         Raises:
-            SlotGoneError: the version is not there any more.
+            SlotGoneError: the version no longer exists.
         """
 
     def verify(self) -> None:
-        """Compares the data with the checksum that its writer took, if it took one.
+        """Compares the data with its writer's checksum, if there is one.
 
         Raises:
             SlotDamagedError: they differ.
         """
 
     def close(self) -> None:
-        """Lets go of the memory. Safe to repeat."""
+        """Releases the memory. Idempotent."""
 
 
 class MappedSlotReader:
     """A version in this node's shared memory.
 
     Args:
-        fd: its buffer; it may be closed afterwards.
-        header: what the buffer is going to say of itself; None: what it says.
+        fd: its buffer; the caller may close it afterwards.
+        header: the header of a replica whose own is not written yet; None: the buffer's.
 
     Raises:
-        SlotGoneError: another version is in the buffer, or none.
+        SlotGoneError: the buffer holds another version, or none.
     """
 
     def __init__(self, ref: SlotRef, fd: int, header: SlotHeader | None = None) -> None:
@@ -98,30 +93,30 @@ class MappedSlotReader:
         copy_bytes(into, self._bytes[offset : offset + len(into)])
 
     def verify(self) -> None:
-        wanted = self._header.data_checksum
-        if wanted is not None and xxh3_64_intdigest(self.data) != wanted:
+        expected = self._header.data_checksum
+        if expected is not None and xxh3_64_intdigest(self.data) != expected:
             raise _damaged_error(self._ref, "its data")
 
     def close(self) -> None:
         self._bytes.release()
-        # What somebody's view of `data` still uses stays mapped until that view is gone.
+        # A view of `data` that is still in use keeps the memory mapped.
         with suppress(BufferError):
             self._map.close()
 
 
 class RemoteSlotReader:
-    """A version on another node, read through a window of one chunk.
+    """A version on another node, read through a buffer of one chunk.
 
-    Reads come in rising order mostly, so most are answered from the chunk at hand.
+    Reads are mostly sequential, so most of them are served from the current chunk.
     """
 
     def __init__(self, ref: SlotRef, fetch: FetchRemote) -> None:
         self._ref = ref
         self._fetch = fetch
         self._start, self._window = 0, memoryview(b"")
-        first = bytearray(HEADER_BYTES)
-        self.read(0, memoryview(first))
-        self._header = require_complete(SlotHeader.decode(bytes(first)), ref)
+        header = bytearray(HEADER_BYTES)
+        self.read(0, memoryview(header))
+        self._header = require_complete(SlotHeader.decode(bytes(header)), ref)
 
     @property
     def ref(self) -> SlotRef:
@@ -145,17 +140,17 @@ class RemoteSlotReader:
             done += len(part)
 
     def verify(self) -> None:
-        """Nothing: its vault compared the checksum before it gave away the first byte."""
+        """No operation: the vault that holds the version verified it when the header was read."""
 
     def close(self) -> None:
         self._window = memoryview(b"")
 
 
 def require_complete(header: SlotHeader | None, ref: SlotRef) -> SlotHeader:
-    """That header, if it is of that version, and the version is whole.
+    """The header, checked to be that of a complete version `ref`.
 
     Raises:
-        SlotGoneError: it is not.
+        SlotGoneError: it is of another version, or of an incomplete one.
     """
     if header is None or header.status is not SlotStatus.COMPLETE or not _is_version(header, ref):
         raise SlotGoneError(
@@ -165,7 +160,7 @@ def require_complete(header: SlotHeader | None, ref: SlotRef) -> SlotHeader:
 
 
 def read_table(image: SlotReader) -> BlockIndex:
-    """What lies where in the data."""
+    """The layout of the data."""
     geometry = image.header.geometry
     text = _read_checked(
         image, geometry.table_offset, geometry.table_bytes, image.header.table_checksum, "its table"
@@ -174,22 +169,18 @@ def read_table(image: SlotReader) -> BlockIndex:
 
 
 def read_metadata(image: SlotReader) -> dict[str, Any]:
-    """The state's JSON part."""
+    """The state's JSON metadata."""
     header = image.header
-    small: dict[str, Any] = json.loads(
-        _read_checked(
-            image,
-            header.geometry.metadata_offset,
-            header.small_bytes,
-            header.small_checksum,
-            "its JSON part",
-        )
+    offset = header.geometry.metadata_offset
+    text = _read_checked(
+        image, offset, header.metadata_bytes, header.metadata_checksum, "its metadata"
     )
-    return small
+    metadata: dict[str, Any] = json.loads(text)
+    return metadata
 
 
 def copy_bytes(into: memoryview, source: memoryview) -> None:
-    """Copies bytes of the same number, without holding up other threads as a slice would."""
+    """Copies without holding the GIL, unlike slice assignment. Both have the same length."""
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
@@ -210,10 +201,10 @@ def _is_version(header: SlotHeader, ref: SlotRef) -> bool:
 
 
 class VaultSource:
-    """A `StateSource` over the images of one step. Owns them until `close`. For one thread.
+    """A `StateSource` over the images of one step. Owns them until `close`. Used by one thread.
 
-    What describes the data is checked at once, the data itself before it is first read: a rank that
-    needs nothing of a slot does not touch it.
+    Tables and metadata are verified at construction, an image's data before its first read: a rank
+    that reads nothing from a slot does not touch its data.
 
     Raises:
         DataError: a slot is gone or damaged.
@@ -221,11 +212,11 @@ class VaultSource:
 
     def __init__(self, step: int, images: Sequence[SlotReader], verify: bool = True) -> None:
         if not images:
-            raise DataError(f"the state of step {step} has no slot to be read from")
+            raise DataError(f"no vault slot holds the state of step {step}")
         self._step = step
         self._images = images
-        self._tables = [read_table(one) for one in images]
-        self._metadata_by_rank = {one.ref.rank: read_metadata(one) for one in images}
+        self._tables = [read_table(image) for image in images]
+        self._metadata_by_rank = {image.ref.rank: read_metadata(image) for image in images}
         self._unverified = set(range(len(images))) if verify else set()
 
     @property
@@ -248,9 +239,11 @@ class VaultSource:
             self._unverified.remove(block)
         end = image.header.geometry.data_bytes
         if not 0 <= offset <= end - len(into):
-            raise DataError(f"bytes {offset} to {offset + len(into)} of a slot", f"0 to {end}")
+            raise DataError(
+                f"bytes {offset} to {offset + len(into)} of a vault slot", f"0 to {end}"
+            )
         image.read(image.header.geometry.data_offset + offset, into)
 
     def close(self) -> None:
-        for one in self._images:
-            one.close()
+        for image in self._images:
+            image.close()

@@ -1,9 +1,4 @@
-"""Connections, pidfds, process inspection.
-
-The connections that a vault holds, and the processes behind them.
-
-What the system says about a process that does not answer.
-"""
+"""A vault's connections, and the processes behind them."""
 
 from __future__ import annotations
 
@@ -22,13 +17,10 @@ from threading import Lock
 from rayzero.workers.vault.protocol import JsonLineDecoder
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-
-
-_PIDFD_THREAD = os.O_EXCL  # PIDFD_THREAD, from Linux 6.9 on
-
+_PIDFD_THREAD = os.O_EXCL  # PIDFD_THREAD, Linux 6.9
 
 _MAX_DISCONNECTED = 16
-"""Workers that hung up; it takes long until a dead one's number is used again."""
+"""How many pidfds of disconnected workers are retained."""
 
 
 @dataclass(eq=False)
@@ -36,12 +28,12 @@ class Peer:
     """One connection.
 
     Attributes:
-        number: its own, never used again.
-        pidfd: refers to the process, also when its number is used again; -1 when there is none.
-        thread_fd: refers to a thread that lives until the process dies or has said goodbye; -1
-            when there is none.
-        worker: who it is, once it said hello; -1 before, and after it said goodbye.
-        pid: as the process itself knows it.
+        number: unique, never reused.
+        pidfd: refers to the process, even if its pid is reused; -1: unavailable.
+        thread_fd: refers to a thread that exits when the process dies or deregisters; -1:
+            unavailable.
+        worker: the worker's index while it is registered; otherwise -1.
+        pid: in the process's own pid namespace.
     """
 
     socket: socket.socket
@@ -55,18 +47,16 @@ class Peer:
 
 
 class Connections:
-    """The open connections. The server's thread adds and removes, any thread may kill."""
+    """The open connections. The server's thread adds and removes; any thread may kill."""
 
     def __init__(self) -> None:
         self._peers: list[Peer] = []
-        self._disconnected_pidfds: dict[
-            int, int
-        ] = {}  # by pid, the pidfds of the last that did, oldest first
+        self._disconnected_pidfds: dict[int, int] = {}  # by pid, oldest first
         self._accepted_count = 0
-        self._lock = Lock()  # a descriptor is not closed while another thread uses it
+        self._lock = Lock()  # no descriptor is closed while another thread uses it
 
     def accept(self, connection: socket.socket) -> Peer | None:
-        """The peer behind a new connection; None when that is another user's process."""
+        """The peer of a new connection; None (and closed) if it is another user's process."""
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(raw)
         if uid != os.getuid():
@@ -90,18 +80,17 @@ class Connections:
                     os.close(fd)
 
     def watch_thread(self, peer: Peer, thread: int) -> None:
-        """Opens the `thread_fd` of a peer that has said hello, if it has such a thread."""
+        """Opens the `thread_fd` of a registered peer, if it has that thread."""
         raw = peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid = _CREDENTIALS.unpack(raw)[0]
         if peer.thread_fd < 0 and pid == peer.pid and Path(f"/proc/{pid}/task/{thread}").exists():
             peer.thread_fd = _open_pidfd(thread, _PIDFD_THREAD)
 
     def kill(self, pid: int) -> bool:
-        """Ends a worker's process at once, if it is not over. False when no worker with that pid
-        was connected."""
+        """Sends SIGKILL to a worker's process. False if no worker with that pid was connected."""
         with self._lock:
-            known = {one.pid: one.pidfd for one in self._peers if one.worker >= 0}
-            fd = known.get(pid, self._disconnected_pidfds.get(pid, -1))
+            pidfds = {peer.pid: peer.pidfd for peer in self._peers if peer.worker >= 0}
+            fd = pidfds.get(pid, self._disconnected_pidfds.get(pid, -1))
             if fd < 0:
                 return False
             with suppress(ProcessLookupError):
@@ -109,20 +98,20 @@ class Connections:
             return True
 
     def _retain_pidfd(self, peer: Peer) -> bool:
-        """Keeps the pidfd of one that hung up without a goodbye: it may still be told to die."""
+        """Keeps the pidfd of a worker that did not deregister, so that it can still be killed."""
         if peer.worker < 0 or peer.pidfd < 0:
             return False
-        forgotten = [self._disconnected_pidfds.pop(peer.pid, -1)]
+        discarded = [self._disconnected_pidfds.pop(peer.pid, -1)]
         self._disconnected_pidfds[peer.pid] = peer.pidfd
         if len(self._disconnected_pidfds) > _MAX_DISCONNECTED:
-            forgotten.append(self._disconnected_pidfds.pop(next(iter(self._disconnected_pidfds))))
-        for fd in forgotten:
+            discarded.append(self._disconnected_pidfds.pop(next(iter(self._disconnected_pidfds))))
+        for fd in discarded:
             if fd >= 0:
                 os.close(fd)
         return True
 
     def clear(self) -> None:
-        """Those that hung up can be told nothing any more."""
+        """Closes the retained pidfds of disconnected workers."""
         with self._lock:
             for fd in self._disconnected_pidfds.values():
                 os.close(fd)
@@ -133,21 +122,20 @@ class Connections:
             return list(self._peers)
 
 
-def _open_pidfd(of: int, flags: int = 0) -> int:
-    """-1 when that is already gone, in a foreign namespace, or the kernel has no such pidfd."""
+def _open_pidfd(task: int, flags: int = 0) -> int:
+    """-1 if the task has exited, is in another pid namespace, or the kernel lacks such pidfds."""
     try:
-        return os.pidfd_open(of, flags)
+        return os.pidfd_open(task, flags)
     except OSError:
         return -1
 
 
 _STACK_TIMEOUT_S = 5.0
 
-
 _STATE_NAMES = {
     "R": "running",
     "S": "sleeping",
-    "D": "waiting for a device, cannot be interrupted",
+    "D": "uninterruptible sleep, usually I/O",
     "T": "stopped by a signal",
     "t": "stopped by a debugger",
     "Z": "dead, not yet reaped",
@@ -156,21 +144,21 @@ _STATE_NAMES = {
 
 
 def inspect_process(pid: int, proc: Path = Path("/proc")) -> str:
-    """The process's state, where it waits in the kernel, and its Python stacks if py-spy is there.
+    """The process's state, its kernel wait channel, and its Python stacks if py-spy is installed.
 
-    One finding a line, stacks last; for people to read.
+    One fact a line, stacks last; for people to read.
     """
     folder = proc / str(pid)
     try:
         status = (folder / "status").read_text()
     except OSError:
-        return f"process {pid}: there is none"
+        return f"process {pid} does not exist"
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     letter = fields.get("State", "?").strip()[:1]
     lines = [f"process {pid}: {letter} ({_STATE_NAMES.get(letter, 'unknown')})"]
     channel = _kernel_wait_channel(folder)
     if channel:
-        lines.append(f"waits in the kernel in {channel}")
+        lines.append(f"waiting in the kernel in {channel}")
     return "\n".join([*lines, _dump_stacks(pid)])
 
 
@@ -183,12 +171,12 @@ def _kernel_wait_channel(folder: Path) -> str:
 
 
 def _dump_stacks(pid: int) -> str:
-    beside = Path(sys.executable).with_name("py-spy")
-    tool = str(beside) if beside.exists() else shutil.which("py-spy")
+    local = Path(sys.executable).with_name("py-spy")
+    tool = str(local) if local.exists() else shutil.which("py-spy")
     if tool is None:
         return "no stacks: py-spy is not installed"
     try:
-        # Without stopping the process: it may be stopped already, or about to be repaired.
+        # Non-blocking: the process may be stopped already, or must not be slowed down.
         done = subprocess.run(
             [tool, "dump", "--nonblocking", "--pid", str(pid)],
             capture_output=True,

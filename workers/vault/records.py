@@ -1,11 +1,7 @@
-"""SlotRef, SlotInfo, errors.
+"""Values and errors of vaults, as they pass between processes. Free of torch.
 
-What is said about a vault's contents: frozen, small, and free of torch.
-
-What there is of for each rank is a named tuple: a large job makes and packs thousands of them
-in every repair, and a dataclass costs three times as much.
-
-What can go wrong with a vault. All of them cross the socket as they are.
+Values of which there is one per rank are named tuples: a large job creates and pickles thousands of
+them in every recovery, and a dataclass costs three times as much.
 """
 
 from __future__ import annotations
@@ -22,8 +18,8 @@ class SlotRef(NamedTuple):
     """One rank's state of one step, in a vault.
 
     Args:
-        generation, rank: who wrote it.
-        node_id: of the vault that holds it.
+        generation, rank: of its writer.
+        node_id: the node of the vault that holds it.
     """
 
     generation: int
@@ -34,11 +30,11 @@ class SlotRef(NamedTuple):
 
 @dataclass(frozen=True)
 class Restore:
-    """What a generation begins from. Without slots, a checkpoint folder; a URL or a path.
+    """The state a generation starts from: vault slots, or a checkpoint.
 
     Args:
-        slots: together they hold the whole state of `step`.
-        checkpoint: `.../step-<n>`; empty when `slots` are given.
+        slots: together they hold the complete state of `step`.
+        checkpoint: path or URL of `.../step-<n>`; empty if `slots` are given.
     """
 
     step: int
@@ -47,7 +43,7 @@ class Restore:
 
 
 class SlotInfo(NamedTuple):
-    """A slot's buffer that holds a whole version, as its vault lists it."""
+    """A complete version, as listed by its vault."""
 
     generation: int
     rank: int
@@ -56,12 +52,12 @@ class SlotInfo(NamedTuple):
     nbytes: int
     pinned: bool
     replica: bool = False
-    """Whether it was copied from another node's vault."""
+    """Copied from another node's vault."""
 
 
 @dataclass(frozen=True)
 class ConnectionLost:
-    """A worker's connection to its node's vault closed: its process is gone."""
+    """A worker's process died: its connection to its node's vault closed."""
 
     worker: int
     pid: int
@@ -71,22 +67,23 @@ VaultEvent: TypeAlias = ConnectionLost | FaultFired
 
 
 RankFile: TypeAlias = WrittenFile
-"""A file of a checkpoint, as the vault that wrote it reports it."""
+"""A checkpoint file, as reported by the vault that wrote it."""
 
 
 class VaultGoneError(RayzeroError):
-    """A vault does not answer: it died, or it is stuck. Training can go on without it."""
+    """A vault does not answer: it died or hangs. Training can continue without it."""
 
 
 class VaultMemoryError(RayzeroError):
-    """The node has too little memory for the slots that were asked for."""
+    """The node has too little memory for the requested slots."""
 
     def __init__(self, needed_bytes: int, available_bytes: int) -> None:
         super().__init__(
-            f"a vault needs {_format_mib(needed_bytes)} more shared memory on this node, "
-            f"{_format_mib(available_bytes)} are available",
-            fix="recovery.replicas: 0 and no checkpoint.every_steps need no slots; otherwise more "
-            "workers (smaller shards), or a higher memory limit of the container",
+            f"this node's vault needs {_format_mib(needed_bytes)} more shared memory for copies of "
+            f"the training state",
+            allowed=f"the {_format_mib(available_bytes)} that are available",
+            fix="a higher memory limit of the container, or more workers (smaller shards); with "
+            "`recovery.replicas: 0` and no `checkpoint.every_steps` no memory is needed",
         )
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
@@ -96,15 +93,15 @@ class VaultMemoryError(RayzeroError):
 
 
 class SlotRoomError(RayzeroError):
-    """The JSON part of a rank's state is larger than the room that was reserved for it."""
+    """The JSON metadata of a rank's state exceeds the space reserved for it."""
 
 
 class SlotGoneError(DataError):
-    """A version is not in the vault: it was dropped, overwritten, or never finished."""
+    """The vault does not hold the version: it was dropped, overwritten, or never finished."""
 
 
 class SlotDamagedError(DataError):
-    """A version's bytes are not those that were written."""
+    """The version's bytes do not match their checksum, or its format is unknown."""
 
 
 def _format_mib(nbytes: int) -> str:

@@ -1,8 +1,8 @@
-"""All buffers of one vault: who writes which, how long a version lives, what comes after it.
+"""The registry of a vault's buffers: their writers, and the lifetimes of versions.
 
-A version goes when its generation is over and nothing pins it. A buffer whose version went is
-spare: the next reservation takes it, grown if need be, so that a repair touches few pages for the
-first time. When a generation is over its spares go too, which bounds the memory.
+A version is dropped when its generation is over and it is not pinned. The buffer of a dropped
+version becomes spare: the next reservation reuses it, grown if necessary, so that a recovery
+touches few new pages. The spares are freed when a generation ends, which bounds the memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rayzero.workers.vault.slots import (
 
 @dataclass
 class _Entry:
-    """A buffer in use. `owner` is the number of the peer that writes it; None for a replica."""
+    """A buffer in use. `owner` is the number of the peer that writes it; None: a replica."""
 
     buffer: SharedBuffer
     generation: int
@@ -40,16 +40,17 @@ class _Entry:
 
 
 class SlotRegistry:
-    """Owns the buffers in use, until `close`. Safe to use from any thread.
+    """Owns the buffers in use until `close`. Safe to use from any thread.
 
-    The headers say what is whole: workers write them without telling the vault.
+    Whether a version is complete is read from its header: workers write headers without notifying
+    the vault.
     """
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
         self._entries: list[_Entry] = []
-        self._current_generation = 0  # generations before this one are over
-        self._lock = Lock()  # places; held for moments
+        self._current_generation = 0  # older generations are over
+        self._lock = Lock()  # guards the entries; held briefly
 
     def reserve(
         self,
@@ -60,54 +61,55 @@ class SlotRegistry:
         geometry: SlotGeometry,
         count: int,
     ) -> list[int]:
-        """New descriptors of so many empty buffers, for the caller to close. Takes a while.
+        """New descriptors of `count` empty buffers; the caller closes them. Allocation is slow.
 
         Raises:
             VaultMemoryError: there is not enough memory.
         """
-        self.discard_unfinished(owner)  # it is not writing now, and will write into the new ones
+        self.discard_unfinished(owner)  # the owner waits for this call: it is not writing
         buffers = self._pool.acquire(geometry.nbytes, count)
-        for one in buffers:
-            write_pin(one.fd, False)
-            write_header(one.fd, SlotHeader(generation, rank, world_size, geometry))
+        for buffer in buffers:
+            write_pin(buffer.fd, False)
+            write_header(buffer.fd, SlotHeader(generation, rank, world_size, geometry))
         with self._lock:
-            self._entries += [_Entry(one, generation, rank, owner) for one in buffers]
-            return [os.dup(one.fd) for one in buffers]
+            self._entries += [_Entry(buffer, generation, rank, owner) for buffer in buffers]
+            return [os.dup(buffer.fd) for buffer in buffers]
 
     def open_version(self, ref: SlotRef) -> int:
-        """A new descriptor of that version's buffer, for the caller to close.
+        """A new descriptor of the version's buffer; the caller closes it.
 
         Raises:
-            SlotGoneError: it is not here.
+            SlotGoneError: this vault does not hold the version.
         """
         with self._lock:
             return os.dup(self._find_entry(ref).buffer.fd)
 
     @contextmanager
     def open_pinned(self, ref: SlotRef) -> Iterator[int]:
-        """The descriptor of a version that stays as it is meanwhile.
+        """The descriptor of a version whose buffer is not reused during the `with`.
 
         Raises:
-            SlotGoneError: it is not here, or (at the end) it was not pinned and was overwritten.
+            SlotGoneError: this vault does not hold the version; or, at the end of the `with`, it
+                was not pinned and its writer has overwritten it.
         """
         with self._lock:
-            place = self._find_entry(ref)
-            place.readers += 1
+            entry = self._find_entry(ref)
+            entry.readers += 1
         try:
-            yield place.buffer.fd
-            require_complete(read_header(place.buffer.fd), ref)
+            yield entry.buffer.fd
+            require_complete(read_header(entry.buffer.fd), ref)
         finally:
             with self._lock:
-                place.readers -= 1
-                if place.dropped and not place.readers:
-                    self._pool.release([place.buffer])
+                entry.readers -= 1
+                if entry.dropped and not entry.readers:
+                    self._pool.release([entry.buffer])
 
     @contextmanager
     def receive_replica(self, header: SlotHeader) -> Iterator[int]:
-        """A buffer to fill with a replica of that version, except for its header.
+        """A buffer to fill with a replica of that version, all but the header page.
 
-        When the `with` ends well the replica is whole, and pinned like the version it is of. One
-        older replica of the same rank stays until then, and longer if it is pinned.
+        When the `with` succeeds the replica is complete, and pinned like its original. The newest
+        older replica of the rank stays until then, and longer if it is pinned.
 
         Raises:
             VaultMemoryError: there is not enough memory.
@@ -130,7 +132,7 @@ class SlotRegistry:
             return any(_matches(version, ref) for _, version in self._complete_versions())
 
     def inventory(self) -> list[SlotInfo]:
-        """Every whole version."""
+        """All complete versions."""
         with self._lock:
             return [
                 SlotInfo(
@@ -139,94 +141,95 @@ class SlotRegistry:
                     version.world_size,
                     version.step,
                     version.geometry.data_bytes,
-                    read_pin(place.buffer.fd),
-                    place.owner is None,
+                    read_pin(entry.buffer.fd),
+                    entry.owner is None,
                 )
-                for place, version in self._complete_versions()
+                for entry, version in self._complete_versions()
             ]
 
     def usage(self) -> dict[str, int]:
         """Bytes of shared memory: `slots`, `replicas`, `spare`."""
         with self._lock:
             held = {"slots": 0, "replicas": 0}
-            for place in self._entries:
-                held["replicas" if place.owner is None else "slots"] += place.buffer.capacity_bytes
+            for entry in self._entries:
+                held["replicas" if entry.owner is None else "slots"] += entry.buffer.capacity_bytes
         return held | {"spare": self._pool.nbytes}
 
     def discard_unfinished(self, owner: int) -> None:
-        """That owner does not go on with what it left unfinished: it is spare."""
+        """Makes the owner's buffers without a complete version spare: it no longer writes them."""
         with self._lock:
             self._drop_entries(
-                p for p in self._entries if p.owner == owner and _complete_version(p) is None
+                e for e in self._entries if e.owner == owner and _complete_version(e) is None
             )
 
     def generation_complete(self, generation: int) -> None:
-        """All ranks of a generation have a whole version of it: older generations are over."""
+        """All ranks have a complete version of this generation: older generations are over."""
         with self._lock:
             if generation > self._current_generation:
                 self._evict_before(generation)
                 self._pool.trim()
 
     def unpin(self, generation: int, step: int) -> None:
-        """Frees what was pinned at that step or before, up to that generation.
+        """Unpins the versions of `step` and earlier, of `generation` and earlier.
 
-        The newest replica of a rank stays all the same, until its generation is over.
+        The newest replica of a rank stays until its generation is over.
         """
         with self._lock:
-            for place in self._entries:
-                # The pin is read before the header: it is set before, and stays until here. The
-                # other way round a version that is pinned in between would be taken for the old.
-                pinned, version = read_pin(place.buffer.fd), _complete_version(place)
-                if pinned and version and place.generation <= generation and version.step <= step:
-                    write_pin(place.buffer.fd, False)
+            for entry in self._entries:
+                # Read the pin before the header: the writer sets it before, and only this method
+                # clears it. In the other order, a pin set in between would be attributed to the
+                # version before.
+                pinned, version = read_pin(entry.buffer.fd), _complete_version(entry)
+                if pinned and version and entry.generation <= generation and version.step <= step:
+                    write_pin(entry.buffer.fd, False)
             self._evict_before(max(generation, self._current_generation))
 
     def close(self) -> None:
-        """Gives all memory back; what is mapped elsewhere stays with those who mapped it."""
+        """Releases all memory; pages that a worker still has mapped stay until it unmaps them."""
         with self._lock:
             self._drop_entries(self._entries)
         self._pool.trim()
 
-    # What follows is called with the lock held.
+    # The methods below are called with the lock held.
 
     def _complete_versions(self) -> list[tuple[_Entry, SlotHeader]]:
         return [
-            (place, version) for place in self._entries if (version := _complete_version(place))
+            (entry, version) for entry in self._entries if (version := _complete_version(entry))
         ]
 
     def _find_entry(self, ref: SlotRef) -> _Entry:
-        # The latest first: a version may be written again after all others, to save it.
-        for place, version in reversed(self._complete_versions()):
+        # Latest entry first: salvage may write a version again after all others.
+        for entry, version in reversed(self._complete_versions()):
             if _matches(version, ref):
-                return place
+                return entry
         raise SlotGoneError(
             f"{describe_slot(ref)} is gone: dropped, overwritten, or never finished"
         )
 
-    def _drop_entries(self, places: Iterable[_Entry]) -> None:
-        gone = list(places)
-        for place in gone:
-            place.dropped = True
-        self._entries = [place for place in self._entries if not place.dropped]
-        # The last reader gives back what is still being read.
-        self._pool.release([place.buffer for place in gone if not place.readers])
+    def _drop_entries(self, entries: Iterable[_Entry]) -> None:
+        dropped = list(entries)
+        for entry in dropped:
+            entry.dropped = True
+        self._entries = [entry for entry in self._entries if not entry.dropped]
+        # A buffer that is being read is released by its last reader.
+        self._pool.release([entry.buffer for entry in dropped if not entry.readers])
 
     def _evict_before(self, generation: int) -> None:
-        """Drops what no pin holds: of generations before that one, and replicas with a newer."""
+        """Drops unpinned versions of older generations, and unpinned outdated replicas."""
         self._current_generation = generation
         newest = self._newest_replicas()
         self._drop_entries(
-            place
-            for place in self._entries
-            if not (read_pin(place.buffer.fd) and _complete_version(place))
-            and (place.generation < generation or _is_outdated(place, newest))
+            entry
+            for entry in self._entries
+            if not (read_pin(entry.buffer.fd) and _complete_version(entry))
+            and (entry.generation < generation or _is_outdated(entry, newest))
         )
 
     def _newest_replicas(self) -> dict[tuple[int, int], int]:
-        """The newest step of which there is a replica, by generation and rank."""
+        """The newest step with a replica, by (generation, rank)."""
         newest: dict[tuple[int, int], int] = {}
-        for place, version in self._complete_versions():
-            if place.owner is None:
+        for entry, version in self._complete_versions():
+            if entry.owner is None:
                 key = (version.generation, version.rank)
                 newest[key] = max(version.step, newest.get(key, -1))
         return newest
@@ -235,26 +238,27 @@ class SlotRegistry:
         with self._lock:
             newest = self._newest_replicas().get((generation, rank), -1)
             self._drop_entries(
-                place
-                for place, version in self._complete_versions()
-                if place.owner is None
+                entry
+                for entry, version in self._complete_versions()
+                if entry.owner is None
                 and (version.generation, version.rank) == (generation, rank)
                 and version.step < newest
             )
 
 
-def _complete_version(place: _Entry) -> SlotHeader | None:
-    """The whole version in a buffer, if there is one."""
-    header = read_header(place.buffer.fd)
-    ours = header is not None and (header.generation, header.rank) == (place.generation, place.rank)
-    return header if header and ours and header.status is SlotStatus.COMPLETE else None
+def _complete_version(entry: _Entry) -> SlotHeader | None:
+    """The header of a buffer's complete version, if it holds one."""
+    header = read_header(entry.buffer.fd)
+    if header is None or header.status is not SlotStatus.COMPLETE:
+        return None
+    return header if (header.generation, header.rank) == (entry.generation, entry.rank) else None
 
 
 def _matches(version: SlotHeader, ref: SlotRef) -> bool:
     return (version.generation, version.rank, version.step) == (ref.generation, ref.rank, ref.step)
 
 
-def _is_outdated(place: _Entry, newest: dict[tuple[int, int], int]) -> bool:
-    version = _complete_version(place)
-    key = (place.generation, place.rank)
-    return place.owner is None and version is not None and version.step < newest.get(key, -1)
+def _is_outdated(entry: _Entry, newest: dict[tuple[int, int], int]) -> bool:
+    version = _complete_version(entry)
+    key = (entry.generation, entry.rank)
+    return entry.owner is None and version is not None and version.step < newest.get(key, -1)

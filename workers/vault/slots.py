@@ -1,17 +1,13 @@
-"""Slot header and writer.
+"""Slot buffers: the header page, and the writer that keeps a buffer consistent.
 
-The first page of a buffer: what is in it, and whether that is whole.
+An *image* is all bytes of a buffer: the header page, the state's table as JSON, space for the
+state's JSON metadata, and the data, each part on pages of its own. An image describes itself: a
+copy of it is a replica, and can be read without its writer.
 
-An *image* is all bytes of a buffer: this page, the state's table as JSON, room for the state's
-small JSON part, and the data, each on pages of its own. It describes itself, so a copy of an image
-is a replica, and whoever holds it can read it without asking its writer.
-
-A buffer as its writer sees it: shared memory that is whole, or says that it is not.
-
-The order in `begin` and `commit` is what makes a kill harmless. The header says *writing* before
-the first byte changes and *complete* after the last one did, and has a checksum of its own, so half
-a header is none. A writer that is killed anywhere between leaves a buffer that is not whole, and
-did not touch the rank's other buffers.
+The order of writes in `begin` and `commit` makes a kill at any point harmless. The header says
+*writing* before the first byte of data changes and *complete* after the last one has, and carries
+its own checksum, so that a half-written header is invalid. A writer killed in between leaves a
+buffer without a complete version; the rank's other buffers are untouched.
 """
 
 from __future__ import annotations
@@ -31,30 +27,22 @@ from rayzero.workers.vault.records import SlotDamagedError, SlotGoneError, SlotR
 
 PAGE_BYTES = 4096
 
-
 PIN_OFFSET = PAGE_BYTES // 2
-"""Where the pin lies: one byte of its own, because the writer sets it and the vault clears it."""
+"""Offset of the pin: a byte of its own, because the writer sets it and the vault clears it."""
+
+METADATA_CAPACITY = 256 * 1024
+"""Space for the JSON metadata in bytes, fixed when a buffer is reserved."""
 
 _MAGIC = b"RZ slot\0"
-
-
 _FORMAT_VERSION = 1
-
-
 _HAS_CHECKSUM = 1
-
-
 _HEADER_STRUCT = Struct("<8sIIIIIIqqQQQQQQQ")
-
-
 _CHECKSUM_STRUCT = Struct("<Q")
-
-
 HEADER_BYTES = _HEADER_STRUCT.size + _CHECKSUM_STRUCT.size
 
 
 class SlotStatus(IntEnum):
-    """How far the writer of a buffer is."""
+    """State of a buffer's version."""
 
     EMPTY = 0
     WRITING = 1
@@ -63,10 +51,10 @@ class SlotStatus(IntEnum):
 
 @dataclass(frozen=True)
 class SlotGeometry:
-    """How many bytes each part of an image takes."""
+    """Sizes of an image's parts in bytes."""
 
     table_bytes: int
-    room_bytes: int
+    metadata_capacity: int
     data_bytes: int
 
     @property
@@ -79,7 +67,7 @@ class SlotGeometry:
 
     @property
     def data_offset(self) -> int:
-        return self.metadata_offset + _round_up_to_pages(self.room_bytes)
+        return self.metadata_offset + _round_up_to_pages(self.metadata_capacity)
 
     @property
     def nbytes(self) -> int:
@@ -88,12 +76,12 @@ class SlotGeometry:
 
 @dataclass(frozen=True)
 class SlotHeader:
-    """What the first page says.
+    """The contents of the header page.
 
     Attributes:
-        step: finished steps in the state; -1 while there is none.
-        table_checksum, small_checksum, data_checksum: xxh3-64; the data's is None if it was not
-            taken.
+        step: finished steps of the state; -1 if there is no complete version.
+        table_checksum, metadata_checksum, data_checksum: xxh3-64; the data's is None if it was not
+            computed.
     """
 
     generation: int
@@ -103,12 +91,12 @@ class SlotHeader:
     status: SlotStatus = SlotStatus.EMPTY
     step: int = -1
     table_checksum: int = 0
-    small_bytes: int = 0
-    small_checksum: int = 0
+    metadata_bytes: int = 0
+    metadata_checksum: int = 0
     data_checksum: int | None = None
 
     def encode(self) -> bytes:
-        """`HEADER_BYTES` bytes, the last of them a checksum of the others."""
+        """`HEADER_BYTES` bytes; the last 8 are a checksum of the rest."""
         raw = _HEADER_STRUCT.pack(
             _MAGIC,
             _FORMAT_VERSION,
@@ -121,9 +109,9 @@ class SlotHeader:
             self.step,
             self.geometry.table_bytes,
             self.table_checksum,
-            self.geometry.room_bytes,
-            self.small_bytes,
-            self.small_checksum,
+            self.geometry.metadata_capacity,
+            self.metadata_bytes,
+            self.metadata_checksum,
             self.geometry.data_bytes,
             self.data_checksum or 0,
         )
@@ -131,38 +119,44 @@ class SlotHeader:
 
     @classmethod
     def decode(cls, raw: bytes) -> SlotHeader | None:
-        """The header in these bytes; None when they are torn, or no header.
+        """The header in these bytes; None if they are no valid header.
 
         Raises:
-            SlotDamagedError: it is a header of another format.
+            SlotDamagedError: the header has another format version.
         """
         fields, checksum = raw[: _HEADER_STRUCT.size], raw[_HEADER_STRUCT.size : HEADER_BYTES]
         if len(raw) < HEADER_BYTES or not fields.startswith(_MAGIC):
             return None
         if _CHECKSUM_STRUCT.unpack(checksum)[0] != xxh3_64_intdigest(fields):
             return None
-        _, written, status, flags, rank, world_size, _, generation, step, *sizes = (
+        _, version, status, flags, rank, world_size, _, generation, step, *sizes = (
             _HEADER_STRUCT.unpack(fields)
         )
-        if written != _FORMAT_VERSION:
+        if version != _FORMAT_VERSION:
             raise SlotDamagedError(
-                f"a slot of format {written}",
-                f"format {_FORMAT_VERSION}",
-                "one version on all nodes",
+                f"a vault slot of format version {version}",
+                f"version {_FORMAT_VERSION}",
+                "the same version of rayzero on all nodes",
             )
-        table_bytes, table_checksum, room_bytes, small_bytes, small_checksum, data_bytes, data = (
-            sizes
-        )
+        (
+            table_bytes,
+            table_checksum,
+            metadata_capacity,
+            metadata_bytes,
+            metadata_checksum,
+            data_bytes,
+            data,
+        ) = sizes
         return cls(
             generation,
             rank,
             world_size,
-            SlotGeometry(table_bytes, room_bytes, data_bytes),
+            SlotGeometry(table_bytes, metadata_capacity, data_bytes),
             SlotStatus(status),
             step,
             table_checksum,
-            small_bytes,
-            small_checksum,
+            metadata_bytes,
+            metadata_checksum,
             data if flags & _HAS_CHECKSUM else None,
         )
 
@@ -171,12 +165,8 @@ def _round_up_to_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-METADATA_ROOM_BYTES = 256 * 1024
-"""Room for the JSON part, fixed when a buffer is reserved."""
-
-
 def read_header(fd: int) -> SlotHeader | None:
-    """What the buffer says of itself just now; None when that is torn."""
+    """The buffer's current header; None if it is invalid, or being written."""
     return SlotHeader.decode(os.pread(fd, HEADER_BYTES, 0))
 
 
@@ -193,7 +183,7 @@ def write_pin(fd: int, pinned: bool) -> None:
 
 
 def write_fully(fd: int, data: memoryview, offset: int) -> None:
-    """One write may take less than all of it."""
+    """Writes all of `data`: a single `pwrite` may write less."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], offset + done)
@@ -204,95 +194,93 @@ def encode_table(table: BlockIndex) -> bytes:
 
 
 def slot_geometry(table: BlockIndex, table_json: bytes) -> SlotGeometry:
-    """The image of a state with that table, with room for `SMALL_BYTES` of JSON."""
-    return SlotGeometry(len(table_json), METADATA_ROOM_BYTES, table.nbytes)
+    """Sizes of the image of a state with that table."""
+    return SlotGeometry(len(table_json), METADATA_CAPACITY, table.nbytes)
 
 
 class SlotWriter:
-    """One of a rank's buffers, mapped for writing as long as this object or a view of `data` lives.
+    """One of a rank's buffers. Used by one thread.
 
-    For one thread. The vault keeps what is in it afterwards.
+    The buffer is mapped for as long as this object or a view of `data` lives; its contents stay in
+    the vault after that.
 
     Args:
-        fd: the buffer, as the vault reserved it; it may be closed afterwards.
-        table_json: the table of the state that goes in here.
+        fd: a buffer reserved by the vault; the caller may close it afterwards.
+        table_json: the table of the state to be written.
     """
 
     def __init__(self, fd: int, table_json: bytes) -> None:
         header = read_header(fd)
         if header is None:
-            raise SlotGoneError("the vault handed out a buffer without a header")
+            raise SlotGoneError("the vault returned a buffer without a valid header")
         geometry = header.geometry
-        # Populated, so that no step pays for a page's first touch.
+        # Populated now, so that no training step pays for page faults.
         self._map = mmap.mmap(fd, geometry.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._map[geometry.table_offset : geometry.table_offset + len(table_json)] = table_json
         self._header = replace(header, table_checksum=xxh3_64_intdigest(table_json))
-        with memoryview(self._map) as whole:
-            self._data = whole[geometry.data_offset : geometry.data_offset + geometry.data_bytes]
+        with memoryview(self._map) as image:
+            self._data = image[geometry.data_offset : geometry.data_offset + geometry.data_bytes]
 
     @property
     def data(self) -> memoryview:
-        """The state's bytes, writable. To be changed between `begin` and `commit` only."""
+        """The state's bytes. May be changed between `begin` and `commit` only."""
         return self._data
 
     @property
     def step(self) -> int:
-        """Finished steps in the state that is in here; -1 when none is whole."""
+        """Finished steps of the stored state; -1 if there is no complete version."""
         return self._header.step if self._header.status is SlotStatus.COMPLETE else -1
 
     @property
     def pinned(self) -> bool:
-        """Whether the version in here must not be overwritten yet. The vault lets go of it."""
+        """Whether the stored version must not be overwritten yet. The vault clears the pin."""
         return self.step >= 0 and self._map[PIN_OFFSET] == 1
 
     def begin(self) -> None:
-        """Gives up the version that is in here; `data` may change from now on.
+        """Invalidates the stored version; `data` may be changed after this.
 
         Raises:
-            EngineError: that version is pinned.
+            EngineError: the version is pinned.
         """
         if self.pinned:
-            raise EngineError(f"the copy of step {self.step} is pinned and cannot be overwritten")
+            raise EngineError(
+                f"the copy of step {self.step} in the vault is pinned and cannot be overwritten"
+            )
         self._write_header(replace(self._header, status=SlotStatus.WRITING, step=-1))
 
-    def commit(self, step: int, small: bytes, pin: bool, checksum: int | None) -> None:
-        """Makes what is in `data` the whole version of a step.
+    def commit(self, step: int, metadata: bytes, pin: bool, checksum: int | None) -> None:
+        """Marks `data` as the complete version of a step.
 
         Args:
-            small: the state's JSON part.
-            pin: whether it must stay until the vault unpins it.
-            checksum: xxh3-64 of `data`, if it was taken.
+            metadata: the state's JSON metadata.
+            pin: keep the version until the vault unpins it.
+            checksum: xxh3-64 of `data`; None if it was not computed.
 
         Raises:
-            SlotRoomError: `small` is too large; the buffer holds no version then.
+            SlotRoomError: `metadata` is too large; the buffer then holds no version.
             EngineError: `begin` was not called before.
         """
         if self._header.status is not SlotStatus.WRITING:
-            raise EngineError("a slot's version is committed without having been begun")
+            raise EngineError("SlotWriter.commit without a SlotWriter.begin before it")
         geometry = self._header.geometry
-        if len(small) > geometry.room_bytes:
+        if len(metadata) > geometry.metadata_capacity:
             raise SlotRoomError(
-                f"the JSON part of the state takes {len(small):,} bytes",
-                f"up to {geometry.room_bytes:,}",
-                "keep less in what the job adds to the state",
+                f"the state's metadata takes {len(metadata):,} bytes as JSON",
+                f"up to {geometry.metadata_capacity:,}",
+                "smaller values in the optimizer's param groups or in the LR scheduler's state",
             )
-        self._map[geometry.metadata_offset : geometry.metadata_offset + len(small)] = small
-        self._map[PIN_OFFSET] = int(
-            pin
-        )  # before the header: nobody sees the version without its pin
+        self._map[geometry.metadata_offset : geometry.metadata_offset + len(metadata)] = metadata
+        self._map[PIN_OFFSET] = int(pin)  # before the header: no reader sees the version unpinned
         self._write_header(
             replace(
                 self._header,
                 status=SlotStatus.COMPLETE,
                 step=step,
-                small_bytes=len(small),
-                small_checksum=xxh3_64_intdigest(small),
+                metadata_bytes=len(metadata),
+                metadata_checksum=xxh3_64_intdigest(metadata),
                 data_checksum=checksum,
             )
         )
-
-    def unpin(self) -> None:
-        self._map[PIN_OFFSET] = 0
 
     def _write_header(self, header: SlotHeader) -> None:
         self._header = header

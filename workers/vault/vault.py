@@ -12,11 +12,21 @@ from numpy.typing import NDArray
 from rayzero.engine.checkpoint.writer import write_rank_file
 from rayzero.workers.vault.background import CheckpointFileWriter, Replicator, WriteRankFile
 from rayzero.workers.vault.buffers import BufferPool, available_bytes
-from rayzero.workers.vault.images import FetchRemote, MappedSlotReader
-from rayzero.workers.vault.peers import inspect_process
+from rayzero.workers.vault.images import FETCH_CHUNK_BYTES, FetchRemote, MappedSlotReader
+from rayzero.workers.vault.peers import Peer, inspect_process
+from rayzero.workers.vault.protocol import (
+    Deregister,
+    FetchVersion,
+    GenerationComplete,
+    OpenVersion,
+    Register,
+    Reserve,
+    VaultRequest,
+)
 from rayzero.workers.vault.records import RankFile, SlotInfo, SlotRef, VaultEvent
 from rayzero.workers.vault.registry import SlotRegistry
-from rayzero.workers.vault.server import RequestHandlers, VaultServer, make_address
+from rayzero.workers.vault.server import Reply, VaultServer, make_address
+from rayzero.workers.vault.slots import SlotGeometry, write_fully
 
 
 class Vault:
@@ -40,13 +50,14 @@ class Vault:
     ) -> None:
         self._address = make_address(job)
         self._available_bytes = available
+        self._fetch = fetch
         self._registry = SlotRegistry(BufferPool(available))
         self._replicator = Replicator(self._registry, fetch)
         self._file_writer = CheckpointFileWriter(self._registry, write_file)
         self._node_id = node_id
         self._server = VaultServer(
             self._address,
-            RequestHandlers(node_id, self._registry, fetch),
+            self._handle,
             lambda peer: self._registry.discard_unfinished(peer.number),
         )
 
@@ -116,3 +127,48 @@ class Vault:
         self._replicator.stop()
         self._server.close()
         self._registry.close()
+
+    def _handle(self, peer: Peer, request: VaultRequest) -> Reply:
+        """Executes a worker's request. On several threads at once, but for one peer in order."""
+        match request:
+            case Register():
+                peer.worker, peer.pid = request.worker, request.pid
+                return Reply(self._node_id)
+            case Reserve():
+                return self._reserve(peer, request)
+            case OpenVersion(generation, rank, step):
+                ref = SlotRef(generation, rank, step, self._node_id)
+                return Reply(fds=[self._registry.open_version(ref)])
+            case FetchVersion():
+                return self._fetch_version(request)
+            case GenerationComplete(generation):
+                self._registry.generation_complete(generation)
+            case Deregister():
+                peer.worker = -1
+                self._registry.discard_unfinished(peer.number)
+        return Reply()
+
+    def _reserve(self, peer: Peer, request: Reserve) -> Reply:
+        geometry = SlotGeometry(request.table_bytes, request.metadata_capacity, request.data_bytes)
+        fds = self._registry.reserve(
+            peer.number,
+            request.generation,
+            request.rank,
+            request.world_size,
+            geometry,
+            request.buffers,
+        )
+        if peer.closed:  # it died during the allocation: `on_disconnect` ran too early for these
+            self._registry.discard_unfinished(peer.number)
+        return Reply(fds=fds)
+
+    def _fetch_version(self, request: FetchVersion) -> Reply:
+        ref = SlotRef(request.generation, request.rank, request.step, request.node_id)
+        data = self._fetch(ref, request.offset, min(request.length, FETCH_CHUNK_BYTES))
+        fd = os.memfd_create("rayzero-fetched", os.MFD_CLOEXEC)
+        try:
+            write_fully(fd, data, 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        return Reply(fds=[fd])

@@ -48,7 +48,7 @@ def test_complete_waits_for_nothing_and_ends_older_generations(town: Town):
     [new] = client.reserve(2, 0, 1, table(), 1)
     write(new, 0, 5)
     assert steps_of(vault) == [(0, 4), (0, 5)]
-    client.announce_complete(2, 5)
+    client.announce_complete(2)
     client.reserve(2, 0, 1, table(), 1)  # answered after what was said before
     assert steps_of(vault) == [(0, 5)]
 
@@ -60,7 +60,7 @@ def test_a_vault_that_is_gone_is_an_error_that_can_be_survived(town: Town):
     with pytest.raises(VaultGoneError):
         client.reserve(1, 0, 1, table(), 1)
     with pytest.raises(VaultGoneError):
-        client.announce_complete(1, 1)
+        client.announce_complete(1)
     write(buffer, 0, 1)  # the memory is still there
     assert buffer.step == 1
     client.close()
@@ -81,7 +81,7 @@ def silent_vault(answers: int) -> Iterator[str]:
             kept.append(connection)
             for number in range(1, answers + 1):
                 connection.recv(4096)
-                connection.sendall(encode_message({"id": number, "fds": 0, "node_id": "a"}))
+                connection.sendall(encode_message({"id": number, "fds": 0, "value": "a"}))
 
         kept: list[socket.socket] = []
         thread = threading.Thread(target=serve)
@@ -137,7 +137,7 @@ def test_calls_of_several_threads_do_not_mix(town: Town):
         write(buffer, 0, step)
 
     def size(step: int) -> int:
-        client.announce_complete(0, 0)
+        client.announce_complete(0)
         source = client.open_source(Restore(step, tuple(refs((1, 0, step)))))
         source.close()
         return source.block_indexes[0].nbytes

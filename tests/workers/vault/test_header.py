@@ -30,8 +30,8 @@ HEADERS = st.builds(
     status=st.sampled_from(SlotStatus),
     step=st.integers(-1, 2**62),
     table_checksum=WORDS,
-    small_bytes=SIZES,
-    small_checksum=WORDS,
+    metadata_bytes=SIZES,
+    metadata_checksum=WORDS,
     data_checksum=st.none() | WORDS,
 )
 
@@ -68,7 +68,7 @@ def test_another_format_is_an_error_that_says_so():
     raw = bytearray(SlotHeader(1, 0, 1, SlotGeometry(1, 1, 1)).encode())
     pack_into("<I", raw, 8, 9)
     pack_into("<Q", raw, HEADER_BYTES - 8, xxh3_64_intdigest(bytes(raw[:-8])))
-    with pytest.raises(SlotDamagedError, match="format 9"):
+    with pytest.raises(SlotDamagedError, match="format version 9"):
         SlotHeader.decode(bytes(raw))
 
 
@@ -80,7 +80,7 @@ def test_parts_lie_on_pages_of_their_own_and_hold_what_they_must(geometry: SlotG
         geometry.data_offset,
         geometry.nbytes,
     ]
-    sizes = [geometry.table_bytes, geometry.room_bytes, geometry.data_bytes]
+    sizes = [geometry.table_bytes, geometry.metadata_capacity, geometry.data_bytes]
     assert starts[0] == PAGE_BYTES
     assert all(start % PAGE_BYTES == 0 for start in starts)
     for start, end, size in zip(starts[:-1], starts[1:], sizes, strict=True):

@@ -152,7 +152,7 @@ def test_processes_of_other_users_are_not_let_in(town: Town, monkeypatch: pytest
         b"[1]\n",
         b"\xff\n",
         b"x" * 200_000,
-        b'{"op": "hello"}\n',
+        b'{"op": "Register"}\n',
         b'{"op": 5}\n',
         b"\n",
     ],
@@ -171,10 +171,10 @@ def test_nonsense_harms_nobody_else(town: Town, line: bytes):
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
-        (b'{"id": 1, "op": "dance"}', b"knows no request 'dance'"),
-        (b'{"id": 2, "op": "open"}', b"KeyError"),
-        (b'{"id": 3, "op": "reserve", "generation": "x"}', b"ValueError"),
-        (b'{"id": 4, "op": "hello", "worker": null, "pid": 1}', b"TypeError"),
+        (b'{"id": 1, "op": "dance"}', b"vault request 'dance'"),
+        (b'{"id": 2, "op": "OpenVersion"}', b"OpenVersion with generation=None"),
+        (b'{"id": 3, "op": "Reserve", "generation": "x"}', b"Reserve with generation='x'"),
+        (b'{"id": 4, "op": "Register", "worker": null, "pid": 1}', b"Register with worker=None"),
     ],
 )
 def test_requests_that_make_no_sense_are_answered(town: Town, line: bytes, answer: bytes):

@@ -123,7 +123,7 @@ def test_without_checksums_and_without_wish_data_is_read_as_it_is(town: Town):
 
 
 @NODES
-@pytest.mark.parametrize("part", ["its JSON part", "its table"])
+@pytest.mark.parametrize("part", ["its metadata", "its table"])
 def test_what_describes_the_data_is_always_compared(town: Town, node: str, part: str):
     restore = store(town, node, check=False)
 
@@ -158,7 +158,7 @@ def test_a_node_without_a_vault_is_named(town: Town):
 
 
 def test_a_restore_without_slots_is_an_error(town: Town):
-    with pytest.raises(DataError, match="no slot"):
+    with pytest.raises(DataError, match="no vault slot"):
         town.client().open_source(Restore(4))
 
 

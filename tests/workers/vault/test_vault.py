@@ -166,7 +166,7 @@ def test_a_stopped_process_is_seen_through(town: Town):
         assert town.vault().kill(worker.pid)
         assert worker.wait() == -9
         text = town.vault().inspect(worker.pid)
-        assert text == f"process {worker.pid}: there is none"
+        assert text == f"process {worker.pid} does not exist"
 
 
 @pytest.mark.parametrize(
