@@ -180,7 +180,7 @@ def _resolve_settings(
         post_reduce_scale=post_reduce_scale(
             batches.micro_steps,
             world_size,
-            average_first=recipe.precision.average_before_reduce,
+            average_before_reduce=recipe.precision.average_before_reduce,
             prescale=config.prescale_gradients,
             predivide=config.gradient_predivide_factor,
         ),

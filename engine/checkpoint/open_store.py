@@ -32,7 +32,8 @@ def open_store(url: str) -> Store:
         return LocalStore(Path(unquote(urlsplit(url).path)))
     if scheme not in _REMOTE_SCHEMES:
         raise ConfigError(
-            f"checkpoints cannot be stored at {url}{did_you_mean(scheme, [*_REMOTE_SCHEMES, 'file'])}",
+            f"checkpoints cannot be stored at {url}"
+            f"{did_you_mean(scheme, [*_REMOTE_SCHEMES, 'file'])}",
             allowed="a path, or a URL with file, " + ", ".join(_REMOTE_SCHEMES),
             fix="checkpoint.path",
         )

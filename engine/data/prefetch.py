@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from rayzero.engine.errors import EngineError
+from rayzero.engine.tensor_tree import map_tensors
 
 Item = TypeVar("Item")
 
@@ -142,7 +143,7 @@ def _fill_queue(source: Iterator[Item], belt: _BoundedQueue[Item | _EndOfStream]
 
 def pin_batch(batch: Any) -> Any:
     """`batch` with its tensors in page-locked host memory, from where copies need not block."""
-    return _map_tensors(batch, torch.Tensor.pin_memory)
+    return map_tensors(batch, torch.Tensor.pin_memory)
 
 
 def batch_to_device(batch: Any, device: torch.device) -> Any:
@@ -153,18 +154,4 @@ def batch_to_device(batch: Any, device: torch.device) -> Any:
     """
     if device.type == "cpu":
         return batch
-    return _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def _map_tensors(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with `move` done to every tensor in mappings, lists, tuples and named tuples."""
-    if isinstance(value, torch.Tensor):
-        return move(value)
-    if isinstance(value, Mapping):
-        moved = {key: _map_tensors(item, move) for key, item in value.items()}
-        return moved if type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(item, move) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors(item, move) for item in value)
-    return value
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))

@@ -1,1 +1,1 @@
-"""Precision as objects: how main weights come from model weights and go back."""
+"""Precision policies, dtypes and the loss scale."""

@@ -1,4 +1,4 @@
-"""Dtypes and their names in files."""
+"""Names of dtypes in state indexes and checkpoint files (those of safetensors)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ DTYPE_BY_NAME = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name that tables give a dtype.
+    """The dtype's name in state indexes.
 
     Raises:
-        EngineError: tables cannot hold it.
+        EngineError: the dtype is not supported in training state.
     """
     if dtype not in _DTYPE_NAMES:
         raise EngineError(
             f"the training state holds a tensor of {dtype}",
-            allowed=", ".join(str(one) for one in _DTYPE_NAMES),
+            allowed=", ".join(str(supported) for supported in _DTYPE_NAMES),
         )
     return _DTYPE_NAMES[dtype]

@@ -1,10 +1,9 @@
-"""The loss scale of fp16 as pure state, and what follows from a step that overflowed or did not.
+"""fp16 loss scaling, as pure state transitions.
 
-fp16 has no numbers between zero and 6e-8, where many gradients are. So backward starts from a large
-number, the scale, and the optimizer divides by it (Micikevicius et al., "Mixed Precision
-Training", 2018). A dynamic scale is as large as gradients allow: halved when one overflows, doubled
-after a while without. The rules, and the order in which they are applied, are those of DeepSpeed's
-configs.
+fp16 has no numbers between zero and 6e-8, where many gradients are. Backward therefore starts from
+a large number, the scale, and the optimizer divides by it (Micikevicius et al., "Mixed Precision
+Training", 2018). A dynamic scale is halved when a gradient overflows and doubled after a window of
+good steps. The rules and their order are DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-SCALE_FACTOR = 2.0  # one rise or one fall
+SCALE_FACTOR = 2.0  # of one increase or decrease
 
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """A point in the life of a dynamic loss scale; equal on all ranks.
+    """State of a dynamic loss scale; equal on all ranks.
 
     Attributes:
-        value: what the loss is multiplied by.
-        hysteresis: overflows left until the next one lowers the value; 1 for at once.
+        value: factor of the loss.
+        hysteresis: overflows until the value is lowered; 1: the next one lowers it.
         good_steps: steps since the last overflow, or since the start.
     """
 
@@ -33,13 +32,13 @@ class LossScaleState:
 
 @dataclass(frozen=True)
 class DynamicScaleRules:
-    """How a loss scale moves; the names are those of the `fp16` section.
+    """Rules of a dynamic loss scale; see the `fp16` section of the config.
 
     Attributes:
         initial: the first value.
-        window: good steps between two rises.
-        hysteresis: overflows until the value falls; falls go on at every overflow until it has
-            risen again, or with `consecutive` until a step was good.
+        window: good steps between two increases.
+        hysteresis: overflows until the value is lowered. After that every overflow lowers it,
+            until it was increased or, with `consecutive`, until a good step.
         consecutive: a good step restores the hysteresis.
         minimum: the lowest value.
     """
@@ -53,54 +52,54 @@ class DynamicScaleRules:
     def initial_state(self) -> LossScaleState:
         return LossScaleState(float(self.initial), self.hysteresis)
 
-    def next_state(self, now: LossScaleState, *, overflow: bool) -> LossScaleState:
-        """What follows a step that overflowed, or did not."""
+    def next_state(self, state: LossScaleState, *, overflow: bool) -> LossScaleState:
+        """The state after a step."""
         if overflow:
-            return self._decrease(now)
-        hysteresis = self.hysteresis if self.consecutive else now.hysteresis
-        # The step that ends a window is the first of the next: so the first rise takes one more.
-        if now.good_steps and now.good_steps % self.window == 0:
-            return LossScaleState(now.value * SCALE_FACTOR, self.hysteresis, now.good_steps + 1)
-        return LossScaleState(now.value, hysteresis, now.good_steps + 1)
+            return self._decrease(state)
+        hysteresis = self.hysteresis if self.consecutive else state.hysteresis
+        # The last step of a window is the first of the next: the first window is one step longer.
+        if state.good_steps and state.good_steps % self.window == 0:
+            return LossScaleState(state.value * SCALE_FACTOR, self.hysteresis, state.good_steps + 1)
+        return LossScaleState(state.value, hysteresis, state.good_steps + 1)
 
-    def cannot_decrease(self, now: LossScaleState) -> bool:
-        """Whether one more overflow finds nothing left to lower."""
-        return now.value == self.minimum and self._would_decrease(now)
+    def cannot_decrease(self, state: LossScaleState) -> bool:
+        """Whether the scale is at its minimum and the next overflow would lower it."""
+        return state.value == self.minimum and self._would_decrease(state)
 
-    def _would_decrease(self, now: LossScaleState) -> bool:
-        return self.hysteresis == 1 or now.hysteresis == 1
+    def _would_decrease(self, state: LossScaleState) -> bool:
+        return self.hysteresis == 1 or state.hysteresis == 1
 
-    def _decrease(self, now: LossScaleState) -> LossScaleState:
-        if self._would_decrease(now):
-            return LossScaleState(max(now.value / SCALE_FACTOR, self.minimum), now.hysteresis)
-        return LossScaleState(now.value, now.hysteresis - 1)
+    def _decrease(self, state: LossScaleState) -> LossScaleState:
+        if self._would_decrease(state):
+            return LossScaleState(max(state.value / SCALE_FACTOR, self.minimum), state.hysteresis)
+        return LossScaleState(state.value, state.hysteresis - 1)
 
 
 class LossScaler(Protocol):
-    """The loss scale of a run. All ranks call it alike, so it is the same on all."""
+    """The loss scale of a run. All ranks make the same calls, so it is equal on all."""
 
     @property
     def value(self) -> float:
-        """What the loss is multiplied by in the step at hand."""
+        """Factor of the loss in the current step."""
 
     @property
     def cannot_decrease(self) -> bool:
-        """Whether an overflow now cannot be helped by another scale."""
+        """Whether another overflow could not be answered with a lower scale."""
 
     def update(self, *, overflow: bool) -> None:
-        """A step was made, or skipped because a gradient was not finite."""
+        """Record a step; `overflow`: it was skipped because a gradient was not finite."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What has to outlive this process, as JSON takes it; None for nothing."""
+        """State to save, JSON-serialisable; None if there is none."""
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on from what `state` gave, of any run; None if that had nothing."""
+        """Restore what `state_dict` returned, possibly in another run."""
 
 
 @dataclass(frozen=True)
 class FixedScaler:
-    """A scale that never moves: 1 where none is needed, or the `fp16` section's own. A step that
-    overflows is skipped all the same."""
+    """A constant scale: 1 where none is needed, or the `fp16` section's `loss_scale`. A step that
+    overflows is still skipped."""
 
     value: float = 1.0
     cannot_decrease: bool = False
@@ -119,10 +118,10 @@ NO_SCALER = FixedScaler()
 
 
 class DynamicScaler:
-    """A scale that follows the gradients.
+    """A scale that adapts to the gradients.
 
     Attributes:
-        now: replaced whole, after each step.
+        current: replaced as a whole after each step.
     """
 
     def __init__(self, rules: DynamicScaleRules) -> None:
@@ -144,7 +143,7 @@ class DynamicScaler:
         return asdict(self.current)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """A state of a run with other rules is fitted to these."""
+        """Restore a state, clamped to this run's rules."""
         if state is None:
             return
         self.current = LossScaleState(

@@ -160,7 +160,7 @@ def test_it_matters_in_fp16(more):
     plain = gradient(1, terms, fp16)
     assert plain == pytest.approx(6e-8, rel=0.01)
     divided = gradient(1, terms, fp16 | more)
-    if post_reduce_scale(1, 2, average_first=False, **_arguments(more)) > 0.5:
+    if post_reduce_scale(1, 2, average_before_reduce=False, **_arguments(more)) > 0.5:
         assert divided == 0
     else:
         assert divided == plain
@@ -182,7 +182,7 @@ def _arguments(more: dict[str, Any]) -> dict[str, Any]:
 )
 def test_before_and_after_make_the_average(micro_steps, ranks, first, prescale, predivide):
     after = post_reduce_scale(
-        micro_steps, ranks, average_first=first, prescale=prescale, predivide=predivide
+        micro_steps, ranks, average_before_reduce=first, prescale=prescale, predivide=predivide
     )
     share = 1 / (micro_steps * ranks)
     before = share / after  # what backward starts from for an average micro-batch
