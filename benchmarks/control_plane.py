@@ -34,12 +34,12 @@ from benchmarks.control_group import PaperGroup
 from benchmarks.control_world import Scale, run
 from benchmarks.machine import facts, told
 from rayzero.engine.validation import validate_document
-from rayzero.orchestrator import events as ev
+from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import SystemClock
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job import process
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job_events import EventBus, JobEvent, Repaired, StateEntered
@@ -143,7 +143,7 @@ async def measure(
             await group.strike(0.0)
             await _until(lambda: sights.repaired == group.deaths)
         finally:
-            controller.post_event(ev.StopRequested())
+            controller.post_event(machine.StopRequested())
             scrapes.cancel()
             await asyncio.gather(job, scrapes, return_exceptions=True)
             group.end()

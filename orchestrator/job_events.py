@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, get_args
 
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.failure import Fault
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.chaos.spec import FaultFired

@@ -1,28 +1,149 @@
-"""The life of a job as data: which event leads from which state to which, and what to do then.
+"""The states of a job as data: which event leads from which state to which, and what to do then.
 
-`handle` is pure. Every (state, event) pair has an answer: a row, "ignored" (the event can come
-late, and then means nothing), or "illegal" (the controller has a bug).
+`apply_event` is pure. Every (state, event) pair has an answer: a row of `TABLE`, "ignored" (the
+event can come late, and then means nothing), or "illegal" (the controller has a bug).
+
+Policies have decided already: a fault comes as what it means. How a job gets from one generation to
+the next is not the machine's business but `control/reconfigure.py`'s; it reports GenerationFormed.
+An event with a `generation` is dropped by the controller once a newer generation exists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from enum import Enum
+from dataclasses import dataclass
+from enum import Enum, StrEnum
 from typing import Final, TypeAlias, get_args
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.orchestrator import events as do
-from rayzero.orchestrator import events as ev
-from rayzero.orchestrator.events import FINAL_STATES, JobState, State
 
-EventType: TypeAlias = type[ev.Event]
-InstructionType: TypeAlias = type[do.Instruction]
-StateEventPair: TypeAlias = tuple[State, EventType]
+
+class State(StrEnum):
+    PENDING = "pending"
+    """Accepted; nothing was asked of the cluster yet."""
+    STARTING = "starting"
+    """Waiting for resources, for the workers' processes, and for their first process group."""
+    RUNNING = "running"
+    """Every member of the generation is in the user's function."""
+    RESIZING = "resizing"
+    """Between two generations because the membership changes on request."""
+    RECOVERING = "recovering"
+    """Between two generations because a worker was lost."""
+    STOPPING = "stopping"
+    """The user's functions are being unwound on request."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+    @property
+    def is_final(self) -> bool:
+        return self in FINAL_STATES
+
+
+FINAL_STATES = frozenset({State.SUCCEEDED, State.FAILED, State.STOPPED})
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """The job was accepted."""
+
+
+@dataclass(frozen=True)
+class WorkersPlaced:
+    """The workers' processes are alive and respond."""
+
+
+@dataclass(frozen=True)
+class GenerationFormed:
+    """Every member joined the generation's process group and continues to the user's function."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class AllFinished:
+    """The user's function returned on every rank, and all pinned steps are stored."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class FaultRecoverable:
+    """A fault the job survives, by the failure policy."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class FaultFatal:
+    """A fault that ends the job, by the failure policy; or the job cannot start."""
+
+    error: RayzeroError
+
+
+@dataclass(frozen=True)
+class ResizeRequested:
+    """Other members, or other nodes for them, by the elasticity policy or by a user's command."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """The user wants the job to end: Ctrl-C, SIGTERM, `stop()`."""
+
+
+@dataclass(frozen=True)
+class TrainingStopped:
+    """Every user's function was unwound, and a last checkpoint is written if one was due."""
+
+
+@dataclass(frozen=True)
+class StopTimedOut:
+    """The time limit of a stop has passed; processes that still run will be killed."""
+
+
+Event: TypeAlias = (
+    Submitted
+    | WorkersPlaced
+    | GenerationFormed
+    | AllFinished
+    | FaultRecoverable
+    | FaultFatal
+    | ResizeRequested
+    | StopRequested
+    | TrainingStopped
+    | StopTimedOut
+)
+EventType: TypeAlias = type[Event]
+EVENTS: Final[tuple[EventType, ...]] = get_args(Event)
+
+
+class Instruction(StrEnum):
+    """What the controller has to do. It answers with the events named here."""
+
+    PLACE_WORKERS = "place workers"
+    """Reserve resources and start the workers; then WorkersPlaced or FaultFatal."""
+    FORM_GENERATION = "form generation"
+    """Begin the first generation; then GenerationFormed."""
+    RECOVER = "recover"
+    """Fence the generation and form the next one; then GenerationFormed."""
+    RESIZE = "resize"
+    """Drain the generation and form the next one; then GenerationFormed."""
+    RELEASE_NOT_CHOSEN = "release not chosen"
+    """End the workers that the formed generation does not need."""
+    STOP_TRAINING = "stop training"
+    """Unwind every worker, write a last checkpoint if checkpoints are on; then TrainingStopped or
+    StopTimedOut."""
+    RELEASE_WORKERS = "release workers"
+    """End the workers' processes and free the resources. Always the last or next to last."""
+    WRITE_SUMMARY = "write summary"
+    """Write `summary.json`."""
 
 
 class NoTransition(Enum):
-    """What a pair without a row means."""
+    """The meaning of a pair without a row."""
 
     IGNORED = "ignored"
     ILLEGAL = "illegal"
@@ -30,124 +151,85 @@ class NoTransition(Enum):
 
 @dataclass(frozen=True)
 class Transition:
-    """One transition.
-
-    Args:
-        to: the next state.
-        orders: the instructions, in order; what they carry is the new state's.
-        opens: whether a new generation begins.
-        departs: whether the job sets out for one, on a new passage.
-    """
+    """The next state, and the instructions in order."""
 
     next_state: State
-    instructions: tuple[InstructionType, ...] = ()
-    new_generation: bool = False
-    starts_attempt: bool = False
+    instructions: tuple[Instruction, ...] = ()
 
 
 class IllegalEventError(RayzeroError):
     """An event that cannot happen in this state: a bug in the controller, never a user's."""
 
 
-EVENTS: Final[tuple[EventType, ...]] = get_args(ev.Event)
+_SUCCEED = Transition(State.SUCCEEDED, (Instruction.RELEASE_WORKERS, Instruction.WRITE_SUMMARY))
+_FAIL = Transition(State.FAILED, (Instruction.RELEASE_WORKERS,))
+_STOPPED = Transition(State.STOPPED, (Instruction.RELEASE_WORKERS,))
+_STOP = Transition(State.STOPPING, (Instruction.STOP_TRAINING,))
+_RECOVER = Transition(State.RECOVERING, (Instruction.RECOVER,))
+_RUN = Transition(State.RUNNING, (Instruction.RELEASE_NOT_CHOSEN,))
 
-_SUCCEED = Transition(State.SUCCEEDED, (do.ReleaseWorkers, do.WriteSummary))
-_FAIL = Transition(State.FAILED, (do.ReleaseWorkers,))
-_STOPPED = Transition(State.STOPPED, (do.ReleaseWorkers,))
-_STOP = Transition(State.STOPPING, (do.StopTraining,))
-_RECOVER = Transition(State.RECOVERING, (do.FenceGeneration,), starts_attempt=True)
-_RUN = Transition(State.RUNNING, (do.ReleaseNotChosen,))
-
-
-def _reconfigure_rows(state: State) -> dict[StateEventPair, Transition]:
-    """To the next generation: the same whether it is the first, a worker came, or one was lost."""
-    return {
-        (state, ev.RecoveryStepSelected): Transition(state, (do.SelectMembers,)),
-        (state, ev.MembersSelected): Transition(state, (do.FormGeneration,), new_generation=True),
-        (state, ev.GenerationFormed): _RUN,
-        (state, ev.FaultRecoverable): _RECOVER,  # a loss on the way begins the way again
-        (state, ev.FaultFatal): _FAIL,
-    }
-
-
-TABLE: Final[dict[StateEventPair, Transition]] = {
-    (State.PENDING, ev.Submitted): Transition(State.STARTING, (do.PlaceWorkers,)),
-    (State.PENDING, ev.StopRequested): Transition(State.STOPPED),
-    (State.PENDING, ev.FaultFatal): Transition(State.FAILED),
-    # There is nothing to fence yet; the step to begin at may be a checkpoint's.
-    **_reconfigure_rows(State.STARTING),
-    (State.STARTING, ev.WorkersPlaced): Transition(
-        State.STARTING, (do.SelectRecoveryStep,), starts_attempt=True
-    ),
-    (State.STARTING, ev.StopRequested): _STOPPED,
-    (State.RUNNING, ev.AllFinished): _SUCCEED,
-    (State.RUNNING, ev.FaultRecoverable): _RECOVER,
-    (State.RUNNING, ev.FaultFatal): _FAIL,
-    (State.RUNNING, ev.ResizeRequested): Transition(
-        State.RESIZING, (do.DrainGeneration,), starts_attempt=True
-    ),
-    (State.RUNNING, ev.StopRequested): _STOP,
-    **_reconfigure_rows(State.RESIZING),
-    (State.RESIZING, ev.Fenced): Transition(State.RESIZING, (do.SelectRecoveryStep,)),
-    (State.RESIZING, ev.AllFinished): _SUCCEED,
-    (State.RESIZING, ev.StopRequested): _STOP,
-    **_reconfigure_rows(State.RECOVERING),
-    (State.RECOVERING, ev.Fenced): Transition(State.RECOVERING, (do.SelectRecoveryStep,)),
-    (State.RECOVERING, ev.StopRequested): _STOP,
-    # A fault on the way to the end costs nothing: what is mirrored is what can be kept.
-    (State.STOPPING, ev.TrainingStopped): _STOPPED,
-    (State.STOPPING, ev.StopTimedOut): _STOPPED,
-    (State.STOPPING, ev.AllFinished): _SUCCEED,
-    (State.STOPPING, ev.FaultFatal): _STOPPED,
+TABLE: Final[dict[tuple[State, EventType], Transition]] = {
+    (State.PENDING, Submitted): Transition(State.STARTING, (Instruction.PLACE_WORKERS,)),
+    (State.PENDING, StopRequested): Transition(State.STOPPED),
+    (State.PENDING, FaultFatal): Transition(State.FAILED),
+    (State.STARTING, WorkersPlaced): Transition(State.STARTING, (Instruction.FORM_GENERATION,)),
+    (State.STARTING, GenerationFormed): _RUN,
+    (State.STARTING, FaultRecoverable): _RECOVER,
+    (State.STARTING, FaultFatal): _FAIL,
+    (State.STARTING, StopRequested): _STOPPED,
+    (State.RUNNING, AllFinished): _SUCCEED,
+    (State.RUNNING, FaultRecoverable): _RECOVER,
+    (State.RUNNING, FaultFatal): _FAIL,
+    (State.RUNNING, ResizeRequested): Transition(State.RESIZING, (Instruction.RESIZE,)),
+    (State.RUNNING, StopRequested): _STOP,
+    (State.RESIZING, GenerationFormed): _RUN,
+    (State.RESIZING, AllFinished): _SUCCEED,
+    (State.RESIZING, FaultRecoverable): _RECOVER,
+    (State.RESIZING, FaultFatal): _FAIL,
+    (State.RESIZING, StopRequested): _STOP,
+    (State.RECOVERING, GenerationFormed): _RUN,
+    (State.RECOVERING, FaultRecoverable): _RECOVER,  # a further fault: recovery begins again
+    (State.RECOVERING, FaultFatal): _FAIL,
+    (State.RECOVERING, StopRequested): _STOP,
+    # A fault during a stop costs nothing: the mirrored steps are what can be saved.
+    (State.STOPPING, TrainingStopped): _STOPPED,
+    (State.STOPPING, StopTimedOut): _STOPPED,
+    (State.STOPPING, AllFinished): _SUCCEED,
+    (State.STOPPING, FaultFatal): _STOPPED,
 }
 
-# What can still be under way when a state was left, and then comes too late to matter.
+# Events that were posted before a state was left and are handled after it.
 _IGNORED_LATE: Final[dict[State, tuple[EventType, ...]]] = {
     State.PENDING: (),
     State.STARTING: (),
     State.RUNNING: (),
-    State.RESIZING: (ev.ResizeRequested,),  # membership is settled after the drain anyway
-    State.RECOVERING: (ev.ResizeRequested, ev.AllFinished),
-    State.STOPPING: (
-        ev.GenerationFormed,
-        ev.FaultRecoverable,
-        ev.ResizeRequested,
-        ev.Fenced,
-        ev.RecoveryStepSelected,
-        ev.MembersSelected,
-        ev.StopRequested,
-    ),
+    State.RESIZING: (ResizeRequested,),  # the members are selected after the drain anyway
+    State.RECOVERING: (ResizeRequested, AllFinished),
+    State.STOPPING: (GenerationFormed, FaultRecoverable, ResizeRequested, StopRequested),
     **dict.fromkeys(FINAL_STATES, EVENTS),
 }
 
 
 def find_transition(state: State, event: EventType) -> Transition | NoTransition:
-    """What the table says about one pair."""
+    """The table's answer for one pair."""
     row = TABLE.get((state, event))
     if row is not None:
         return row
     return NoTransition.IGNORED if event in _IGNORED_LATE[state] else NoTransition.ILLEGAL
 
 
-def apply_event(job: JobState, event: ev.Event) -> tuple[JobState, tuple[do.Instruction, ...]]:
-    """The next state, and what to do, in order.
-
-    An event about an older generation or passage than the job's changes nothing, in any state.
+def apply_event(state: State, event: Event) -> tuple[State, tuple[Instruction, ...]]:
+    """The next state, and the instructions in order.
 
     Raises:
         IllegalEventError: the event cannot happen in this state.
     """
-    if any(getattr(event, what, newest) < newest for what, newest in _current_numbers(job).items()):
-        return job, ()
-    found = find_transition(job.state, type(event))
-    if found is NoTransition.IGNORED:
-        return job, ()
-    if not isinstance(found, Transition):
-        raise IllegalEventError(f"{type(event).__name__} in state {job.state}: {event!r}")
-    after = JobState(
-        found.next_state, job.generation + found.new_generation, job.attempt + found.starts_attempt
-    )
-    return after, tuple(_instantiate(order, after) for order in found.instructions)
+    transition = find_transition(state, type(event))
+    if transition is NoTransition.IGNORED:
+        return state, ()
+    if not isinstance(transition, Transition):
+        raise IllegalEventError(f"{type(event).__name__} in state {state}: {event!r}")
+    return transition.next_state, transition.instructions
 
 
 def all_transitions() -> Iterator[tuple[State, EventType, Transition | NoTransition]]:
@@ -155,12 +237,3 @@ def all_transitions() -> Iterator[tuple[State, EventType, Transition | NoTransit
     for state in State:
         for event in EVENTS:
             yield state, event, find_transition(state, event)
-
-
-def _current_numbers(job: JobState) -> dict[str, int]:
-    return {"generation": job.generation, "attempt": job.attempt}
-
-
-def _instantiate(order: InstructionType, job: JobState) -> do.Instruction:
-    carried = {field.name for field in fields(order)}
-    return order(**{what: n for what, n in _current_numbers(job).items() if what in carried})

@@ -27,8 +27,8 @@ VAULT_REPLY_TIMEOUT_S = 5.0
 class ClusterFaultInjector:
     """Owns the record of the faults that happened, from `begin` on. Does nothing without faults."""
 
-    def __init__(self, ctx: JobContext) -> None:
-        self._context = ctx
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
         self._faults = [parse_fault(text) for text in ctx.plan.worker_spec.faults]
         self._record = FaultRecord(ctx.plan.output_dir)
         self._schedule = FaultSchedule(self._faults, self._record, ctx.emit)

@@ -127,12 +127,17 @@ WRITE_TIMEOUT_S = 600.0
 class CheckpointWriter:
     """Writes one checkpoint at a time, in order. A store that fails never stops training."""
 
-    def __init__(self, ctx: JobContext) -> None:
+    def __init__(
+        self, context: JobContext, on_committed: Callable[[int, str, Sequence[RankFile]], None]
+    ) -> None:
+        """
+        Args:
+            on_committed: called with the step, folder and files of every committed checkpoint.
+        """
         self.written = 0
         self.failed = 0
-        self.on_committed: Callable[[int, str, Sequence[RankFile]], None] = lambda *_: None
-        """Told the step, folder and files of every checkpoint as soon as it exists."""
-        self._context = ctx
+        self._on_committed = on_committed
+        self._context = context
         self._newest: CheckpointRef | None = None
         self._write_lock = asyncio.Lock()
 
@@ -229,7 +234,7 @@ class CheckpointWriter:
                 raise part
             files += part
         await archive.commit(pin.step, pin.generation, files)
-        self.on_committed(pin.step, folder, files)
+        self._on_committed(pin.step, folder, files)
         self._newest = CheckpointRef(pin.step, folder)
         self.written += 1
         nbytes = sum(file.nbytes for file in files)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rayzero.orchestrator import events as ev
+from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import (
     BackgroundTasks,
     ChangeNotifier,
@@ -16,7 +16,7 @@ from rayzero.orchestrator.aio import (
     with_timeout,
 )
 from rayzero.orchestrator.control.generation import GenerationState
-from rayzero.orchestrator.events import JobState, State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.interfaces import (
     CheckpointStore,
     VaultGroup,
@@ -68,7 +68,7 @@ class JobContext:
     ) -> None:
         self.plan = plan
         self.deps = ports
-        self.job = JobState()
+        self.state = State.PENDING
         self.generation = GenerationState()
         self.registry = WorkerRegistry(
             WorkerLimits(
@@ -83,12 +83,12 @@ class JobContext:
         self.tasks = BackgroundTasks(on_error)
         self._on_error = on_error
         self.changed = ChangeNotifier()
-        self.events: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self.events: asyncio.Queue[machine.Event] = asyncio.Queue()
 
     @property
     def is_running(self) -> bool:
         """Whether training goes on and nobody has asked for anything else yet."""
-        return self.job.state is State.RUNNING and not self.generation.fenced
+        return self.state is State.RUNNING and not self.generation.fenced
 
     @property
     def replicates(self) -> bool:
@@ -98,7 +98,7 @@ class JobContext:
     def now_s(self) -> float:
         return self.deps.clock.now()
 
-    def post_event(self, event: ev.Event) -> None:
+    def post_event(self, event: machine.Event) -> None:
         """Hands the machine an event."""
         self.events.put_nowait(event)
 

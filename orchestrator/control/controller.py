@@ -8,8 +8,7 @@ from typing import Any
 
 from rayzero.engine.config import parse_config
 from rayzero.engine.errors import RayzeroError, first_line
-from rayzero.orchestrator import events as do
-from rayzero.orchestrator import events as ev
+from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.context import Dependencies, JobContext, WorkerUnavailableError
@@ -20,15 +19,15 @@ from rayzero.orchestrator.control.hang_detector import HangDetector
 from rayzero.orchestrator.control.inbox import MessageDispatcher, WorkerInbox
 from rayzero.orchestrator.control.lifecycle import JobShutdown, adopt_run
 from rayzero.orchestrator.control.reconfigure import Reconfiguration
+from rayzero.orchestrator.control.restore import ResumePointSelector
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import Instruction, State
 from rayzero.orchestrator.interfaces import InjectFaults, JobCommand, ScaleWorkers
 from rayzero.orchestrator.job_events import StateEntered, WorkersReady
 from rayzero.orchestrator.job_file import check_batch_sizes
 from rayzero.orchestrator.journal.run_history import RunHistory
-from rayzero.orchestrator.machine import apply_event
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.results import (
     JobResult,
@@ -55,31 +54,29 @@ class Controller:
             past: of a lost run that is to be gone on with.
         """
         ctx = self._context = JobContext(plan, ports, self._on_task_error)
-        repairs = self._recovery_timer = RecoveryTimer()
-        self._failures = FailureHandler(ctx, repairs)
-        self._vaults = VaultManager(ctx, self._on_process_died)
-        self._checkpoints = CheckpointWriter(ctx)
-        keeping = Replication(ctx, self._checkpoints)
+        timer = self._recovery_timer = RecoveryTimer()
+        failures = self._failures = FailureHandler(ctx, timer)
+        vaults = self._vaults = VaultManager(ctx, self._on_process_died)
+        injector = self._fault_injector = ClusterFaultInjector(ctx)
+        checkpoints = self._checkpoints = CheckpointWriter(ctx, injector.on_checkpoint_committed)
+        replication = Replication(ctx, checkpoints)
+        stragglers = StragglerMonitor(ctx)
+        dispatcher = MessageDispatcher(
+            ctx, failures, replication, stragglers, timer, vaults, injector
+        )
+        inbox = self._inbox = WorkerInbox(ctx, dispatcher.dispatch, failures.on_worker_lost)
+        resume_point = ResumePointSelector(ctx, failures, vaults, checkpoints, timer)
         self._reconfiguration = Reconfiguration(
-            ctx, self._failures, self._vaults, repairs, self._checkpoints.newest
+            ctx, failures, vaults, resume_point, inbox, stragglers, timer
         )
-        speeds = self._stragglers = StragglerMonitor(ctx)
-        self._fault_injector = ClusterFaultInjector(ctx)
-        self._checkpoints.on_committed = self._fault_injector.on_checkpoint_committed
-        vaults, chaos = self._vaults, self._fault_injector
-        hearing = MessageDispatcher(ctx, self._failures, keeping, speeds, repairs, vaults, chaos)
-        self._inbox = WorkerInbox(ctx, hearing.dispatch, self._failures.on_worker_lost)
-        self._reconfiguration.before_form = self._before_form
-        self._hang_detector = HangDetector(ctx, self._inbox, self._failures)
-        self._scaler = ElasticScaler(
-            ctx, self._failures, self._vaults, self._reconfiguration, self._inbox
-        )
-        self._shutdown = JobShutdown(ctx, self._reconfiguration, self._vaults, self._checkpoints)
+        self._hang_detector = HangDetector(ctx, inbox, failures)
+        self._scaler = ElasticScaler(ctx, failures, vaults, inbox)
+        self._shutdown = JobShutdown(ctx, self._reconfiguration, vaults, checkpoints)
         self._error: RayzeroError | None = None
         self._summary: dict[str, Any] = {}
         self._started_at_s = ctx.now_s()
         if past is not None:
-            self._started_at_s = adopt_run(ctx, past, self._failures, repairs, self._checkpoints)
+            self._started_at_s = adopt_run(ctx, past, failures, timer, checkpoints)
 
     async def run(self) -> JobResult:
         """Runs the job to its end.
@@ -90,15 +87,15 @@ class Controller:
         """
         ctx = self._context
         remove_summary(ctx.plan.output_dir)
-        self.post_event(ev.Submitted())
+        self.post_event(machine.Submitted())
         try:
-            while not ctx.job.state.is_final:
+            while not ctx.state.is_final:
                 await self._handle_event(await ctx.events.get())
         finally:
             await self._release()
         return self._result()
 
-    def post_event(self, event: ev.Event) -> None:
+    def post_event(self, event: machine.Event) -> None:
         """Hands the machine an event. From another thread: `loop.call_soon_threadsafe(feed, e)`."""
         self._context.post_event(event)
 
@@ -133,10 +130,10 @@ class Controller:
         spec, now_s = ctx.plan.spec, time.time()
         return JobStatus(
             name=spec.name,
-            state=ctx.job.state,
+            state=ctx.state,
             step=ctx.progress.steps,
             steps=spec.steps,
-            generation=ctx.job.generation,
+            generation=ctx.generation.number,
             world_size=self._world_size,
             workers_min=ctx.registry.limits.min,
             workers_max=ctx.registry.limits.max,
@@ -153,54 +150,46 @@ class Controller:
     def _world_size(self) -> int:
         return self._context.generation.world_size
 
-    def _before_form(self, workers: Sequence[WorkerInfo]) -> tuple[float, ...]:
-        """A generation of these workers, by rank, is about to begin; its shares of a step."""
-        self._inbox.start_generation()
-        return self._stragglers.start_generation(workers)
-
-    async def _handle_event(self, event: ev.Event) -> None:
-        ctx = self._context
-        before = ctx.job.state
-        ctx.job, orders = apply_event(ctx.job, event)
-        if isinstance(event, ev.FaultFatal) and ctx.job.state is State.FAILED:
+    async def _handle_event(self, event: machine.Event) -> None:
+        ctx, before = self._context, self._context.state
+        if getattr(event, "generation", ctx.generation.number) < ctx.generation.number:
+            return  # about a generation that has been replaced
+        ctx.state, instructions = machine.apply_event(before, event)
+        if isinstance(event, machine.FaultFatal) and ctx.state is State.FAILED:
             self._error = self._error or event.error
-        if isinstance(event, ev.ResizeRequested) and ctx.job.state is State.RESIZING:
+        if isinstance(event, machine.ResizeRequested) and ctx.state is State.RESIZING:
             self._recovery_timer.resize_requested(event.reason, self._world_size, ctx.now_s())
-        if ctx.job.state is not before:
+        if ctx.state is not before:
             ctx.emit(
                 StateEntered(
-                    ctx.job.state,
-                    ctx.job.generation,
+                    ctx.state,
+                    ctx.generation.number,
                     self._world_size,
                     ctx.progress.steps,
                     type(event).__name__,
                 )
             )
             ctx.changed.notify()
-        for order in orders:
-            await self._execute_instruction(order)
+        for instruction in instructions:
+            await self._execute(instruction)
 
-    async def _execute_instruction(self, order: do.Instruction) -> None:
-        match order:
-            case do.PlaceWorkers():
+    async def _execute(self, instruction: Instruction) -> None:
+        match instruction:
+            case Instruction.PLACE_WORKERS:
                 self._context.tasks.spawn(self._place_workers())
-            case do.FenceGeneration(passage):
-                self._reconfiguration.fence(passage)
-            case do.DrainGeneration(passage):
-                self._reconfiguration.drain(passage)
-            case do.SelectRecoveryStep(passage):
-                self._reconfiguration.select_step(passage)
-            case do.SelectMembers(passage):
-                self._reconfiguration.select_members(passage)
-            case do.FormGeneration(generation, passage):
-                self._reconfiguration.rendezvous(generation, passage)
-            case do.ReleaseNotChosen():
+            case Instruction.FORM_GENERATION:
+                self._reconfiguration.form_first()
+            case Instruction.RECOVER:
+                self._reconfiguration.recover()
+            case Instruction.RESIZE:
+                self._reconfiguration.resize()
+            case Instruction.RELEASE_NOT_CHOSEN:
                 self._scaler.release_not_chosen()
-            case do.StopTraining():
+            case Instruction.STOP_TRAINING:
                 self._shutdown.start()
-            case do.ReleaseWorkers():
+            case Instruction.RELEASE_WORKERS:
                 await self._release()
-            case do.WriteSummary():
+            case Instruction.WRITE_SUMMARY:
                 self._write_summary()
 
     async def _place_workers(self) -> None:
@@ -214,7 +203,7 @@ class Controller:
         self._inbox.start(worker.index for worker in workers)
         self._scaler.start()
         ctx.tasks.spawn(self._hang_detector.run())
-        self.post_event(ev.WorkersPlaced())
+        self.post_event(machine.WorkersPlaced())
 
     async def _release(self) -> None:
         """In this order, so that nothing is done any more with what goes."""
@@ -232,9 +221,9 @@ class Controller:
         if isinstance(error, WorkerUnavailableError):
             self._failures.on_worker_lost(error.worker, error.cause)
         elif isinstance(error, RayzeroError):
-            self.post_event(ev.FaultFatal(error))
+            self.post_event(machine.FaultFatal(error))
         else:
-            self.post_event(ev.FaultFatal(_internal_error(error)))
+            self.post_event(machine.FaultFatal(_internal_error(error)))
 
     def _write_summary(self) -> None:
         ctx = self._context
@@ -260,7 +249,7 @@ class Controller:
     def _result(self) -> JobResult:
         ctx = self._context
         name = ctx.plan.spec.name
-        if ctx.job.state is State.SUCCEEDED:
+        if ctx.state is State.SUCCEEDED:
             return JobResult(name, self._summary, summary_path(ctx.plan.output_dir))
         if self._error is not None:
             raise self._error

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from rayzero.orchestrator import events as ev
+from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.inbox import WorkerInbox
-from rayzero.orchestrator.control.reconfigure import Reconfiguration
 from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.interfaces import WorkerLostError
 from rayzero.orchestrator.job_events import JobWarning, LimitsChanged, WorkersReady
 from rayzero.orchestrator.policies import placement
@@ -34,16 +33,14 @@ class ElasticScaler:
 
     def __init__(
         self,
-        ctx: JobContext,
+        context: JobContext,
         failures: FailureHandler,
         vaults: VaultManager,
-        passage: Reconfiguration,
         inbox: WorkerInbox,
     ) -> None:
-        self._context = ctx
+        self._context = context
         self._failures = failures
         self._vaults = vaults
-        self._reconfiguration = passage
         self._inbox = inbox
         self._quarantined: frozenset[str] = frozenset()
 
@@ -68,13 +65,12 @@ class ElasticScaler:
 
     def release_not_chosen(self) -> None:
         """A generation was formed: lets those go who were left out of it."""
-        ctx, left_out = self._context, self._reconfiguration.not_chosen
-        self._reconfiguration.not_chosen = Selected(())
-        for worker in left_out.surplus:
+        ctx, selection = self._context, self._context.generation.selection
+        for worker in selection.surplus:
             if ctx.registry.is_alive(worker.index):
                 ctx.registry.remove(worker.index)
                 ctx.tasks.spawn(self._release_worker(worker.index))
-        for worker in left_out.displaced:
+        for worker in selection.displaced:
             if ctx.registry.is_alive(worker.index):
                 ctx.registry.remove(worker.index)
                 ctx.tasks.spawn(self._relocate(worker))
@@ -120,11 +116,11 @@ class ElasticScaler:
                 await ctx.deps.clock.sleep(JOIN_BATCH_S)
             generation = ctx.generation
             if reason := self._resize_reason():
-                ctx.post_event(ev.ResizeRequested(generation.number, reason))
+                ctx.post_event(machine.ResizeRequested(generation.number, reason))
                 await ctx.changed.wait_until(
                     lambda old=generation: (
                         ctx.generation is not old  # type: ignore[misc]
-                        or ctx.job.state is not State.RUNNING
+                        or ctx.state is not State.RUNNING
                     )
                 )
 
@@ -153,7 +149,7 @@ class ElasticScaler:
         if ctx.is_running:
             return True
         waiting = (State.STARTING, State.RECOVERING, State.RESIZING)
-        return ctx.job.state in waiting and isinstance(ctx.registry.select_members(), NotEnough)
+        return ctx.state in waiting and isinstance(ctx.registry.select_members(), NotEnough)
 
     @property
     def _has_progressed(self) -> bool:

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from rayzero.orchestrator import events as ev
+from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import FaultDetected, FaultRecorded, JobWarning
 from rayzero.orchestrator.policies import failure
 from rayzero.orchestrator.policies.failure import HARDWARE_CAUSES, Fault, FaultCause
@@ -39,11 +39,11 @@ _LOSS_CAUSES = HARDWARE_CAUSES - {FaultCause.COLLECTIVE}
 class FailureHandler:
     """Keeps the job's record of faults, and tells the machine what they mean."""
 
-    def __init__(self, ctx: JobContext, timer: RecoveryTimer) -> None:
+    def __init__(self, context: JobContext, timer: RecoveryTimer) -> None:
         self.history: list[Fault] = []
         """Every fault that was repaired, and every worker lost that was no member."""
         self.excluded = Excluded()
-        self._context = ctx
+        self._context = context
         self._recovery_timer = timer
         self._hung: dict[int, str] = {}
         self._recorded_dead: set[int] = set()
@@ -87,7 +87,7 @@ class FailureHandler:
         if fault is not None:
             self._announce(fault)
             self.evaluate()
-        elif not ctx.generation.any_finished and ctx.job.state is not State.STOPPING:
+        elif not ctx.generation.any_finished and ctx.state is not State.STOPPING:
             info = ctx.registry.info(worker)
             self._record(Fault(cause, info, None, 0, text, ctx.now_s()))
             self._announce(self.history[-1])
@@ -114,8 +114,8 @@ class FailureHandler:
         ctx, generation = self._context, self._context.generation
         if (
             not generation.pending_faults
-            or ctx.job.state is State.STOPPING
-            or ctx.job.state.is_final
+            or ctx.state is State.STOPPING
+            or ctx.state.is_final
         ):
             return
         about = failure.FailureContext(
@@ -132,7 +132,7 @@ class FailureHandler:
                     root = failure.root_cause(generation.pending_faults)
                     ctx.emit(FaultRecorded(root, is_fatal=True))
                 self._fatal_reported = True
-                ctx.post_event(ev.FaultFatal(error))
+                ctx.post_event(machine.FaultFatal(error))
             case failure.RecoverJob(root):
                 self._start_recovery(generation, root)
             case failure.WaitForDetails() if not grace_over:
@@ -145,7 +145,7 @@ class FailureHandler:
 
     def _start_recovery(self, generation: GenerationState, root: Fault) -> None:
         ctx = self._context
-        generation.fenced = True  # what its members say from now on is only their way out
+        generation.fence()
         faults, generation.pending_faults = generation.pending_faults, []
         counted = [one for one in faults if one.cause in _LOSS_CAUSES]
         for one in counted if root in counted else [*counted, root]:
@@ -160,8 +160,7 @@ class FailureHandler:
             min(one.at_s for one in faults),
             ctx.now_s(),
         )
-        ranks = tuple(one.rank for one in gone if one.rank is not None)
-        ctx.post_event(ev.FaultRecoverable(generation.number, ranks))
+        ctx.post_event(machine.FaultRecoverable(generation.number))
 
     def _exclude_restore_point(self, restore: Restore) -> None:
         """Its state could not be loaded: nobody begins from it again."""
@@ -226,8 +225,8 @@ def _format_member(fault: Fault) -> str:
 class StragglerMonitor:
     """With `recovery.balance: auto` the next generation's samples follow the measured speed."""
 
-    def __init__(self, ctx: JobContext) -> None:
-        self._context = ctx
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
         self._tracker = SpeedTracker()
         self._members: tuple[int, ...] = ()
         self._shares: tuple[float, ...] = ()

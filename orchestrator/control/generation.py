@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from rayzero.orchestrator import events as ev
 from rayzero.orchestrator.job_events import Repaired, Resized
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
+from rayzero.orchestrator.policies.membership import Selected
 from rayzero.orchestrator.policies.placement import RankPlacement
 from rayzero.orchestrator.policies.recovery import InProcessStates
 from rayzero.workers.messages import (
@@ -30,6 +30,8 @@ from rayzero.workers.messages import (
 )
 from rayzero.workers.vault.records import Restore
 
+NO_MEMBERS = Selected(())
+
 
 class GenerationState:
     """The members of one generation and what became of each. Number 0 has no members.
@@ -41,24 +43,22 @@ class GenerationState:
     def __init__(
         self,
         number: int = 0,
-        passage: int = 0,
-        places: Sequence[RankPlacement] = (),
-        workers: Sequence[WorkerInfo] = (),
+        selection: Selected = NO_MEMBERS,
+        placements: Sequence[RankPlacement] = (),
         restore: Restore | None = None,
     ) -> None:
         self.number = number
-        self.attempt = passage
-        self.placements = tuple(places)
+        self.selection = selection
+        self.placements = tuple(placements)
         self.restore = restore
         self.pending_faults: list[Fault] = []
         """Not judged yet."""
         self.return_value: dict[str, Any] = {}
-        self.fenced = False
-        """Whether its members were asked to leave at once: then a crash is only a way out."""
         self.step = 0 if restore is None else restore.step
         """The step that its furthest rank works on, counted from 1."""
-        self._workers = {worker.index: worker for worker in workers}
-        self._ranks = {place.worker: place.rank for place in places}
+        self._fenced = False
+        self._workers = {worker.index: worker for worker in selection.members}
+        self._ranks = {place.worker: place.rank for place in self.placements}
         self._active: set[int] = set()
         self._joined: set[int] = set()
         self._restored: set[int] = set()
@@ -85,6 +85,11 @@ class GenerationState:
         return len({worker.node_id for worker in self._workers.values()}) > 1
 
     @property
+    def fenced(self) -> bool:
+        """Whether it ends: its members leave, and a crash of theirs is no fault any more."""
+        return self._fenced
+
+    @property
     def active(self) -> frozenset[int]:
         """The members that have not left the user's function."""
         return frozenset(self._active)
@@ -109,6 +114,11 @@ class GenerationState:
         return bool(self.placements) and len(self._finished) == self.world_size
 
     @property
+    def all_joined(self) -> bool:
+        """Whether every member joined the process group."""
+        return len(self._joined) == self.world_size > 0
+
+    @property
     def all_restored(self) -> bool:
         """Whether every member has an engine, its state loaded: it can be moved without loss."""
         return len(self._restored) == self.world_size > 0
@@ -122,6 +132,10 @@ class GenerationState:
             self._ranks[worker]: (worker, one) for worker, one in self._process_states.items()
         }
         return InProcessStates(self.world_size, by_rank)
+
+    def fence(self) -> None:
+        """A fault or a stop ends the generation."""
+        self._fenced = True
 
     def mark_assigned(self) -> None:
         """The members are being told their places."""
@@ -140,14 +154,12 @@ class GenerationState:
             self.step = beat.step
         return True
 
-    def on_joined(self, worker: int, message: Joined) -> ev.GenerationFormed | None:
-        """A member has joined. The event, if it was the last one."""
+    def on_joined(self, worker: int, message: Joined) -> bool:
+        """A member has joined. Whether it was the last one."""
         if message.generation != self.number or worker not in self._active:
-            return None
+            return False
         self._joined.add(worker)
-        if len(self._joined) < self.world_size:
-            return None
-        return ev.GenerationFormed(self.number, self.attempt)
+        return self.all_joined
 
     def on_restored(self, worker: int, message: Restored) -> bool:
         """A member has the state. Whether it was the last one."""

@@ -26,8 +26,8 @@ INSPECT_TIMEOUT_S = 6.0
 class HangDetector:
     """Looks at the newest generation for as long as the job runs."""
 
-    def __init__(self, ctx: JobContext, inbox: WorkerInbox, failures: FailureHandler) -> None:
-        self._context = ctx
+    def __init__(self, context: JobContext, inbox: WorkerInbox, failures: FailureHandler) -> None:
+        self._context = context
         self._inbox = inbox
         self._failures = failures
         self._warned_generation = 0

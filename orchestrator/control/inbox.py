@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from rayzero.orchestrator import events as ev
+from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.context import JobContext, timeout_reason
 from rayzero.orchestrator.control.failures import FailureHandler, StragglerMonitor
@@ -58,8 +58,8 @@ class WorkerInbox:
     its death.
     """
 
-    def __init__(self, ctx: JobContext, receive: MessageHandler, on_lost: LossHandler) -> None:
-        self._context = ctx
+    def __init__(self, context: JobContext, receive: MessageHandler, on_lost: LossHandler) -> None:
+        self._context = context
         self._dispatch = receive
         self._on_lost = on_lost
         self._last_heard_s: dict[int, float] = {}
@@ -179,7 +179,7 @@ class MessageDispatcher:
 
     def __init__(
         self,
-        ctx: JobContext,
+        context: JobContext,
         failures: FailureHandler,
         keeping: Replication,
         speeds: StragglerMonitor,
@@ -187,7 +187,7 @@ class MessageDispatcher:
         vaults: VaultManager,
         chaos: ClusterFaultInjector,
     ) -> None:
-        self._context = ctx
+        self._context = context
         self._fault_injector = chaos
         self._failures = failures
         self._replication = keeping
@@ -243,9 +243,9 @@ class MessageDispatcher:
 
     def _on_joined(self, worker: int, message: Joined) -> None:
         ctx = self._context
-        if formed := ctx.generation.on_joined(worker, message):
-            ctx.post_event(formed)
+        if ctx.generation.on_joined(worker, message):
             self._recovery_timer.enter_phase("load", ctx.now_s())
+            ctx.changed.notify()
 
     def _on_restored(self, worker: int, message: Restored) -> None:
         if self._context.generation.on_restored(worker, message):
@@ -271,4 +271,4 @@ class MessageDispatcher:
         """The job has succeeded once what was pinned on the way is stored."""
         generation = self._context.generation
         await self._replication.wait_idle()
-        self._context.post_event(ev.AllFinished(generation.number))
+        self._context.post_event(machine.AllFinished(generation.number))

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 
-from rayzero.orchestrator import events as ev
+from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.control.failures import FailureHandler
-from rayzero.orchestrator.control.generation import RecoveryTimer
+from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
 from rayzero.orchestrator.control.reconfigure import Reconfiguration
 from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.events import JobState
 from rayzero.orchestrator.job_events import RunAdopted
 from rayzero.orchestrator.journal.run_history import RunHistory, faults_on_clock
 from rayzero.orchestrator.policies.membership import WorkerLimits
@@ -31,13 +30,13 @@ class JobShutdown:
 
     def __init__(
         self,
-        ctx: JobContext,
-        passage: Reconfiguration,
+        context: JobContext,
+        reconfiguration: Reconfiguration,
         vaults: VaultManager,
         checkpoints: CheckpointWriter,
     ) -> None:
-        self._context = ctx
-        self._reconfiguration = passage
+        self._context = context
+        self._reconfiguration = reconfiguration
         self._vaults = vaults
         self._checkpoints = checkpoints
 
@@ -73,7 +72,7 @@ class JobShutdown:
     def _unwind(self, *, softly: bool) -> None:
         """Has everyone leave who has not left yet."""
         generation = self._context.generation
-        generation.fenced = True
+        generation.fence()
         self._reconfiguration.interrupt_members(generation.active, softly=softly)
 
     async def _wait_unwound(self, limit_s: float) -> bool:
@@ -82,13 +81,13 @@ class JobShutdown:
 
     def _post_outcome(self) -> None:
         if not self._context.generation.all_left:
-            self._context.post_event(ev.StopTimedOut())
+            self._context.post_event(machine.StopTimedOut())
         else:
-            self._context.post_event(ev.TrainingStopped())
+            self._context.post_event(machine.TrainingStopped())
 
 
 def adopt_run(
-    ctx: JobContext,
+    context: JobContext,
     past: RunHistory,
     failures: FailureHandler,
     timer: RecoveryTimer,
@@ -96,7 +95,7 @@ def adopt_run(
 ) -> float:
     """Before anything else is done; when the run began, by the controller's clock."""
     now_s, unix_s = ctx.now_s(), time.time()
-    ctx.job = JobState(generation=past.generation)
+    ctx.generation = GenerationState(past.generation)
     ctx.progress.steps = past.step  # what is behind the checkpoint will count as done again
     checkpoints.written += past.checkpoints_written
     checkpoints.failed += past.checkpoints_failed

@@ -27,8 +27,8 @@ RETRY_BACKOFF_S = (1.0, 4.0, 16.0, 60.0)
 class Replication:
     """Owns the work on pinned steps. It goes on through repairs: a pinned step stays as it is."""
 
-    def __init__(self, ctx: JobContext, checkpoints: CheckpointWriter) -> None:
-        self._context = ctx
+    def __init__(self, context: JobContext, checkpoints: CheckpointWriter) -> None:
+        self._context = context
         self._checkpoints = checkpoints
         self._pins = PinnedSteps()
         self._in_progress = 0

@@ -28,8 +28,8 @@ REOPEN_BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 class VaultManager:
     """Owns one poll a vault. Where a vault is gone, mirrors fail softly until it is back."""
 
-    def __init__(self, ctx: JobContext, on_lost: Callable[[int], None]) -> None:
-        self._context = ctx
+    def __init__(self, context: JobContext, on_lost: Callable[[int], None]) -> None:
+        self._context = context
         self._on_lost = on_lost
         self.address_changed = False
         """Whether the generation's members know an address that is no longer right, and the right

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.engine.redact import redact_url
-from rayzero.orchestrator import events as ev
+from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import SystemClock
 from rayzero.orchestrator.checkpoint_store import FileCheckpointStore
 from rayzero.orchestrator.cluster.actor_pool import remove_stale_reservations
@@ -26,7 +26,7 @@ from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.interfaces import JobCommand
 from rayzero.orchestrator.job import process
 from rayzero.orchestrator.job.ended_jobs import EndedJobRecord, delete_ended, store_ended
@@ -147,7 +147,7 @@ class JobActor:
         """Asks for a clean end."""
         self._stop_requested = True
         if self._controller is not None:
-            self._controller.post_event(ev.StopRequested())
+            self._controller.post_event(machine.StopRequested())
 
     def _build_controller(self, past: RunHistory | None) -> Controller:
         plan, spec = self._plan, self._plan.spec
@@ -206,7 +206,7 @@ class JobActor:
             if self._recorder is not None:
                 self._recorder.stop_journal()
             if self._controller is not None:
-                self._controller.post_event(ev.FaultFatal(error))
+                self._controller.post_event(machine.FaultFatal(error))
 
         self._loop.call_soon_threadsafe(leave)
 
@@ -259,7 +259,7 @@ class JobActor:
                 await asyncio.to_thread(delete_ended, self._plan.spec.name)
             self._controller = self._build_controller(past)
             if self._stop_requested:
-                self._controller.post_event(ev.StopRequested())
+                self._controller.post_event(machine.StopRequested())
             return JobEnd(await self._controller.run())
         except RayzeroError as error:
             return JobEnd(error=error)

@@ -25,7 +25,7 @@ from ray.experimental.internal_kv import (
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.engine.redact import redact_document
 from rayzero.orchestrator.errors import JobConfigError, JobFailedError, JobStoppedError
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.results import JobEnd, JobResult, JobStatus
 
 MAX_RECORDS = 100

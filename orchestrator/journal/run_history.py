@@ -18,7 +18,7 @@ from typing import Any
 from rayzero.engine.config import parse_config, resolve_batch_sizes
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_document
-from rayzero.orchestrator.events import FINAL_STATES
+from rayzero.orchestrator.machine import FINAL_STATES
 from rayzero.orchestrator.job_file import (
     ADOPTABLE_KEYS,
     SpecDiff,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.metadata import version
 
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.components import RankMetrics, RankMetricsTable
 from rayzero.orchestrator.metrics.series import (
     JobReading,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 
 _NS_PER_S = 1_000_000_000
 

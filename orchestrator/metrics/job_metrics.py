@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,

@@ -20,7 +20,7 @@ from rayzero.engine.config.keys import KEY_GROUPS
 from rayzero.engine.config.keys.spec import REFUSED
 from rayzero.engine.config.normalize import OLD_NAMES, SHORTHANDS
 from rayzero.engine.zero.placement import STAGES
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.machine import EVENTS, NoTransition, Transition, all_transitions
 from rayzero.orchestrator.metrics.catalog import CATALOG_GROUPS as SERIES
 from rayzero.orchestrator.spec import CheckpointSpec, MetricsSpec, RecoverySpec, Workers

@@ -20,7 +20,7 @@ from ray.util.placement_group import placement_group_table
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import (

@@ -16,7 +16,7 @@ import ray
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job_events import StateEntered, WorkersReady
 from rayzero.orchestrator.progress import StepRecord

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from rayzero.orchestrator import aio
-from rayzero.orchestrator import events as ev
+from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import LARGE_JOB_WORKERS
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from tests.orchestrator.support import Stage, settle
 from tests.orchestrator.world import World
 
@@ -156,7 +156,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(stops=st.just(True), moments=MOMENTS)
     @precondition(lambda self: len(self.world.assigned) > 8)
     def stop(self, stops: bool, moments: int) -> None:
-        self.stage.controller.post_event(ev.StopRequested())
+        self.stage.controller.post_event(machine.StopRequested())
         self.after(moments)
 
     def teardown(self) -> None:

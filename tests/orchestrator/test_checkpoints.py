@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from rayzero.engine.errors import DataError, RayzeroError
-from rayzero.orchestrator import events as ev
+from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.checkpoints import WRITE_RETRY_BACKOFF_S
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed
 from rayzero.workers.messages import Pinned
 from tests.orchestrator.support import Stage, played, settle
@@ -186,7 +186,7 @@ async def test_a_lost_node_costs_the_steps_since_the_last_copy(folder: Path):
 async def test_a_stop_writes_a_last_checkpoint_at_the_end_of_the_step(folder: Path):
     stage = often(folder, every=100)
     await stage.steps(6)
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await settle()
     assert stage.states[-1] is State.STOPPING
     assert stage.world.step()
@@ -200,7 +200,7 @@ async def test_a_stop_writes_a_last_checkpoint_at_the_end_of_the_step(folder: Pa
 async def test_a_stop_that_cannot_wait_for_the_step_keeps_the_one_before(folder: Path):
     stage = often(folder, every=100, checkpoint={"notice_s": 10.0})
     await stage.steps(6)
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await stage.clock.turn(5)
     assert stage.shelf.steps == [6]
     with pytest.raises(JobStoppedError):
@@ -211,7 +211,7 @@ async def test_a_stop_that_cannot_wait_for_the_step_keeps_the_one_before(folder:
 async def test_a_death_during_the_stop_does_not_cost_the_last_checkpoint(folder: Path):
     stage = often(folder, every=100)
     await stage.steps(6)
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await settle()
     stage.world.kill(1)
     await settle()
@@ -225,7 +225,7 @@ async def test_a_stop_takes_no_longer_than_its_notice(folder: Path):
     stage = often(folder, every=100, checkpoint={"notice_s": 10.0})
     await stage.steps(6)
     stage.world.vaults.may_write.clear()
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await stage.clock.turn(9.9)
     assert not stage.run.done()
     await stage.clock.turn(0.1)
@@ -239,7 +239,7 @@ async def test_a_stop_takes_no_longer_than_its_notice(folder: Path):
 async def test_a_stop_writes_nothing_that_is_stored_already(folder: Path):
     stage = often(folder, every=3)
     await stage.steps(2)
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await settle()
     assert stage.world.step()
     await settle()

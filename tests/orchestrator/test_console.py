@@ -17,7 +17,7 @@ from rayzero.orchestrator.console import (
     console_for,
 )
 from rayzero.orchestrator.event_text import event_lines, format_step, summary_lines
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator import events as ev
+from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.lifecycle import UNWIND_TIMEOUT_S
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import Resumed, WorkersReady
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.messages import Crashed, Finished, Joined, LogLine, StepReport, Stopped
@@ -78,7 +78,7 @@ async def test_every_worker_gets_its_place_the_same_store_and_its_nodes_vault(fo
     }
     assert [a.vault for a in seen] == ["vault-a-1", "vault-a-1", "vault-b-1"]
     assert {a.restore for a in seen} == {None}
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await settle()
 
 
@@ -92,7 +92,7 @@ async def test_running_means_that_every_rank_has_joined(folder: Path):
     stage.world.say(1, Joined(1, 1))
     await settle()
     assert stage.states == [State.STARTING, State.RUNNING]
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await stage.clock.turn(UNWIND_TIMEOUT_S)
 
 
@@ -135,8 +135,8 @@ async def test_a_stop_unwinds_every_worker(folder: Path):
     for rank in (0, 1):
         stage.world.say(rank, Joined(1, rank))
     await settle()
-    stage.controller.post_event(ev.StopRequested())
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await settle()
     assert [told for told in stage.world.told if told[0] == "stop"] == [("stop", 0), ("stop", 1)]
     stage.world.say(0, Stopped(1, 0))
@@ -154,7 +154,7 @@ async def test_workers_that_do_not_unwind_are_killed_after_a_while(folder: Path)
     stage = Stage(folder)
     await settle()
     stage.world.processes[1].deaf = True
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await stage.clock.turn(UNWIND_TIMEOUT_S - 0.1)
     assert not stage.run.done()
     await stage.clock.turn(0.1)
@@ -168,7 +168,7 @@ async def test_a_stop_while_waiting_for_resources_is_at_once(folder: Path):
     world.may_place.clear()
     stage = Stage(folder, world)
     await settle()
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await settle()
     with pytest.raises(JobStoppedError):
         await stage.result()
@@ -180,7 +180,7 @@ async def test_a_rank_that_finished_before_the_stop_does_not_hold_it_up(folder: 
     await settle()
     stage.world.say(0, done(0))
     await settle()
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await settle()
     with pytest.raises(JobStoppedError):
         await stage.result()
@@ -207,7 +207,7 @@ async def test_news_of_another_generation_is_ignored(folder: Path):
     stage.world.say(1, Finished(0, 1, None, {}, 1))
     await settle()
     assert not stage.run.done()
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await stage.clock.turn(UNWIND_TIMEOUT_S)
 
 

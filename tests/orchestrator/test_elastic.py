@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator import events as ev
+from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.elastic import DRAIN_POLL_INTERVAL_S, JOIN_BATCH_S
 from rayzero.orchestrator.control.vaults import CLOSE_UNUSED_AFTER_S
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.interfaces import WorkerLostError
 from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Resized, WorkersReady
 from tests.orchestrator.support import Stage, played, settle
@@ -247,7 +247,7 @@ async def test_a_newcomer_that_does_not_start_is_told(folder: Path):
     await settle()
     assert any("no torch" in one.text for one in stage.notebook.of(JobWarning))
     assert len(stage.notebook.of(WorkersReady)) == 2
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await settle()
     with pytest.raises(JobStoppedError):
         await stage.result()

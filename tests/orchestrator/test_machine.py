@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.orchestrator import events as do
-from rayzero.orchestrator import events as ev
-from rayzero.orchestrator.events import FINAL_STATES, JobState, State
+from rayzero.orchestrator import machine
+from rayzero.orchestrator.machine import FINAL_STATES, JobState, State
 from rayzero.orchestrator.machine import (
     EVENTS,
     IllegalEventError,
@@ -19,20 +18,20 @@ from rayzero.orchestrator.machine import (
     apply_event,
 )
 
-EXAMPLES: dict[type[ev.Event], ev.Event] = {
-    ev.Submitted: ev.Submitted(),
-    ev.WorkersPlaced: ev.WorkersPlaced(),
-    ev.GenerationFormed: ev.GenerationFormed(1, 1),
-    ev.AllFinished: ev.AllFinished(1),
-    ev.FaultRecoverable: ev.FaultRecoverable(1, (0,)),
-    ev.FaultFatal: ev.FaultFatal(RayzeroError("it broke")),
-    ev.ResizeRequested: ev.ResizeRequested(1, "more workers"),
-    ev.Fenced: ev.Fenced(1),
-    ev.RecoveryStepSelected: ev.RecoveryStepSelected(1, 7),
-    ev.MembersSelected: ev.MembersSelected(1, (0, 1)),
-    ev.StopRequested: ev.StopRequested(),
-    ev.TrainingStopped: ev.TrainingStopped(),
-    ev.StopTimedOut: ev.StopTimedOut(),
+EXAMPLES: dict[type[machine.Event], machine.Event] = {
+    machine.Submitted: machine.Submitted(),
+    machine.WorkersPlaced: machine.WorkersPlaced(),
+    machine.GenerationFormed: machine.GenerationFormed(1, 1),
+    machine.AllFinished: machine.AllFinished(1),
+    machine.FaultRecoverable: machine.FaultRecoverable(1, (0,)),
+    machine.FaultFatal: machine.FaultFatal(RayzeroError("it broke")),
+    machine.ResizeRequested: machine.ResizeRequested(1, "more workers"),
+    machine.Fenced: machine.Fenced(1),
+    machine.RecoveryStepSelected: machine.RecoveryStepSelected(1, 7),
+    machine.MembersSelected: machine.MembersSelected(1, (0, 1)),
+    machine.StopRequested: machine.StopRequested(),
+    machine.TrainingStopped: machine.TrainingStopped(),
+    machine.StopTimedOut: machine.StopTimedOut(),
 }
 # A column for each event; a row for each state. `-` ignored, `!` illegal, else the next state.
 SHORT = {
@@ -90,7 +89,7 @@ def test_every_event_has_an_example():
 
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("event", EVENTS)
-def test_handle_does_what_the_table_says(state: State, event: type[ev.Event]):
+def test_handle_does_what_the_table_says(state: State, event: type[machine.Event]):
     begun = state is not State.PENDING
     job = JobState(state, generation=int(begun), attempt=int(begun))
     answer = next(a for s, e, a in all_transitions() if (s, e) == (state, event))
@@ -115,22 +114,22 @@ def test_handle_does_what_the_table_says(state: State, event: type[ev.Event]):
 @pytest.mark.parametrize(
     "event",
     [
-        ev.GenerationFormed(1, 5),
-        ev.GenerationFormed(2, 4),
-        ev.AllFinished(1),
-        ev.FaultRecoverable(1, (0,)),
-        ev.ResizeRequested(1, "more workers"),
-        ev.Fenced(4),
-        ev.RecoveryStepSelected(4, 7),
-        ev.MembersSelected(4, (0,)),
+        machine.GenerationFormed(1, 5),
+        machine.GenerationFormed(2, 4),
+        machine.AllFinished(1),
+        machine.FaultRecoverable(1, (0,)),
+        machine.ResizeRequested(1, "more workers"),
+        machine.Fenced(4),
+        machine.RecoveryStepSelected(4, 7),
+        machine.MembersSelected(4, (0,)),
     ],
 )
-def test_news_of_an_old_generation_or_passage_changes_nothing(state: State, event: ev.Event):
+def test_news_of_an_old_generation_or_passage_changes_nothing(state: State, event: machine.Event):
     job = JobState(state, generation=2, attempt=5)
     assert apply_event(job, event) == (job, ())
 
 
-def play(job: JobState, *events: ev.Event) -> tuple[JobState, list[do.Instruction]]:
+def play(job: JobState, *events: machine.Event) -> tuple[JobState, list[do.Instruction]]:
     orders: list[do.Instruction] = []
     for event in events:
         job, more = apply_event(job, event)
@@ -141,12 +140,12 @@ def play(job: JobState, *events: ev.Event) -> tuple[JobState, list[do.Instructio
 def test_a_job_from_submission_to_success():
     job, orders = play(
         JobState(),
-        ev.Submitted(),
-        ev.WorkersPlaced(),
-        ev.RecoveryStepSelected(1, 0),
-        ev.MembersSelected(1, (0, 1)),
-        ev.GenerationFormed(1, 1),
-        ev.AllFinished(1),
+        machine.Submitted(),
+        machine.WorkersPlaced(),
+        machine.RecoveryStepSelected(1, 0),
+        machine.MembersSelected(1, (0, 1)),
+        machine.GenerationFormed(1, 1),
+        machine.AllFinished(1),
     )
     assert job == JobState(State.SUCCEEDED, 1, 1)
     assert orders == [
@@ -163,15 +162,15 @@ def test_a_job_from_submission_to_success():
 def test_the_way_back_from_a_lost_worker_and_from_a_second_one_on_the_way():
     job, orders = play(
         JobState(State.RUNNING, 1, 1),
-        ev.FaultRecoverable(1, (1,)),
-        ev.Fenced(2),
-        ev.FaultRecoverable(1, (2,)),
-        ev.RecoveryStepSelected(2, 41),  # of the way that was given up
-        ev.Fenced(3),
-        ev.RecoveryStepSelected(3, 41),
-        ev.MembersSelected(3, (0, 3)),
-        ev.GenerationFormed(1, 1),  # late news of the old one
-        ev.GenerationFormed(2, 3),
+        machine.FaultRecoverable(1, (1,)),
+        machine.Fenced(2),
+        machine.FaultRecoverable(1, (2,)),
+        machine.RecoveryStepSelected(2, 41),  # of the way that was given up
+        machine.Fenced(3),
+        machine.RecoveryStepSelected(3, 41),
+        machine.MembersSelected(3, (0, 3)),
+        machine.GenerationFormed(1, 1),  # late news of the old one
+        machine.GenerationFormed(2, 3),
     )
     assert job == JobState(State.RUNNING, 2, 3)
     assert orders == [
@@ -188,8 +187,8 @@ def test_the_way_back_from_a_lost_worker_and_from_a_second_one_on_the_way():
 def test_a_generation_that_is_fenced_while_it_forms_is_not_taken_for_formed():
     job, orders = play(
         JobState(State.RECOVERING, 2, 3),
-        ev.FaultRecoverable(2, (0,)),
-        ev.GenerationFormed(2, 3),
+        machine.FaultRecoverable(2, (0,)),
+        machine.GenerationFormed(2, 3),
     )
     assert job == JobState(State.RECOVERING, 2, 4)
     assert orders == [do.FenceGeneration(4)]
@@ -198,11 +197,11 @@ def test_a_generation_that_is_fenced_while_it_forms_is_not_taken_for_formed():
 def test_a_resize_drains_and_forms_a_new_generation():
     job, orders = play(
         JobState(State.RUNNING, 1, 1),
-        ev.ResizeRequested(1, "more workers"),
-        ev.Fenced(2),
-        ev.RecoveryStepSelected(2, 9),
-        ev.MembersSelected(2, (0, 1, 2, 3)),
-        ev.GenerationFormed(2, 2),
+        machine.ResizeRequested(1, "more workers"),
+        machine.Fenced(2),
+        machine.RecoveryStepSelected(2, 9),
+        machine.MembersSelected(2, (0, 1, 2, 3)),
+        machine.GenerationFormed(2, 2),
     )
     assert job == JobState(State.RUNNING, 2, 2)
     assert orders == [
@@ -215,7 +214,7 @@ def test_a_resize_drains_and_forms_a_new_generation():
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=40))
-def test_on_no_path_are_workers_left_behind_or_generations_reused(path: list[type[ev.Event]]):
+def test_on_no_path_are_workers_left_behind_or_generations_reused(path: list[type[machine.Event]]):
     """Workers that were placed are released before the end; generations only grow, by one."""
     job, held = JobState(), False
     for event in path:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from rayzero.orchestrator import aio
-from rayzero.orchestrator import events as ev
+from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.context import COMMAND_TIMEOUT_S
 from rayzero.orchestrator.control.elastic import REPLACE_DELAY_S
 from rayzero.orchestrator.control.failures import COLLECTIVE_GRACE_S
 from rayzero.orchestrator.control.reconfigure import FENCE_TIMEOUT_S
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Repaired
 from rayzero.workers.messages import (
     Crashed,
@@ -87,7 +87,7 @@ async def test_only_those_who_must_hear_something_hear_it_and_all_at_once(folder
     assert told[2] == ("store", 1)
     assert sorted(told[3:]) == [("assign", 1), ("assign", 2)]
     assert len(told) == 5
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await settle()
 
 
@@ -422,7 +422,7 @@ async def test_replacements_wait_longer_and_longer_and_avoid_a_node_that_keeps_f
         (4.0, ("a",)),
     ]
     assert "node host-a had 3 hardware faults" in texts(stage)
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await settle()
 
 
@@ -582,7 +582,7 @@ async def test_a_stop_in_the_middle_of_a_repair(folder: Path):
     stage.world.processes[2].stuck = True
     stage.world.kill(1)
     await settle()
-    stage.controller.post_event(ev.StopRequested())
+    stage.controller.post_event(machine.StopRequested())
     await settle()
     stage.world.processes[2].stuck = False
     stage.world._unwind(stage.world.processes[2])

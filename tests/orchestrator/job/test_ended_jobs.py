@@ -8,7 +8,7 @@ import pytest
 
 from rayzero.engine.errors import ConfigError, DataError, RayzeroError
 from rayzero.orchestrator.errors import JobConfigError, JobFailedError, JobStoppedError
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job import ended_jobs
 from rayzero.orchestrator.job.ended_jobs import (
     MAX_RECORD_BYTES,

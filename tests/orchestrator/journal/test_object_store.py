@@ -16,7 +16,7 @@ import pytest
 from rayzero.engine.checkpoint.open_store import open_store
 from rayzero.engine.checkpoint.store import join_url
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job.lease import Claim, this_process
 from rayzero.orchestrator.job.lease_holder import ClaimStore, acquire_lease
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,

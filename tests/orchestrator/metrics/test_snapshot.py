@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.orchestrator.events import State
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import FaultDetected
 from rayzero.orchestrator.metrics.primitives import MAX_HISTORY_ENTRIES, BoundedCurve
 from rayzero.orchestrator.metrics.snapshot import make_snapshot, snapshot_ranks

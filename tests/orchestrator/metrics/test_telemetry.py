@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.core import Metric
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.events import State, StopRequested
+from rayzero.orchestrator.machine import State, StopRequested
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.workers.messages import Pinned
 from tests.orchestrator.support import Stage, VirtualClock, plan, played, settle
