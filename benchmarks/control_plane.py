@@ -39,10 +39,10 @@ from rayzero.orchestrator.aio import SystemClock
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job import process
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job_events import EventBus, JobEvent, Repaired, StateEntered
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.policies.recovery import CheckpointRef

@@ -15,8 +15,8 @@ from typing import Any
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import JobEvent
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import JobProgress
 
 

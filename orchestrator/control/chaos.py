@@ -29,9 +29,9 @@ class ClusterFaultInjector:
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
-        self._faults = [parse_fault(text) for text in ctx.plan.worker_spec.faults]
-        self._record = FaultRecord(ctx.plan.output_dir)
-        self._schedule = FaultSchedule(self._faults, self._record, ctx.emit)
+        self._faults = [parse_fault(text) for text in context.plan.worker_spec.faults]
+        self._record = FaultRecord(context.plan.output_dir)
+        self._schedule = FaultSchedule(self._faults, self._record, context.emit)
         self._store = StoreFaultInjector(self._schedule)
         self._in_progress: set[FaultSpec] = set()
         self._skipped: set[FaultSpec] = set()

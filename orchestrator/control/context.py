@@ -16,7 +16,6 @@ from rayzero.orchestrator.aio import (
     with_timeout,
 )
 from rayzero.orchestrator.control.generation import GenerationState
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.interfaces import (
     CheckpointStore,
     VaultGroup,
@@ -24,6 +23,7 @@ from rayzero.orchestrator.interfaces import (
     WorkerLostError,
 )
 from rayzero.orchestrator.job_events import EventBus, JobEvent
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.membership import WorkerLimits, WorkerRegistry
 from rayzero.orchestrator.progress import JobProgress

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from rayzero.engine.config import parse_config
@@ -19,15 +18,15 @@ from rayzero.orchestrator.control.hang_detector import HangDetector
 from rayzero.orchestrator.control.inbox import MessageDispatcher, WorkerInbox
 from rayzero.orchestrator.control.lifecycle import JobShutdown, adopt_run
 from rayzero.orchestrator.control.reconfigure import Reconfiguration
-from rayzero.orchestrator.control.restore import ResumePointSelector
 from rayzero.orchestrator.control.replication import Replication
+from rayzero.orchestrator.control.restore import ResumePointSelector
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.machine import Instruction, State
 from rayzero.orchestrator.interfaces import InjectFaults, JobCommand, ScaleWorkers
 from rayzero.orchestrator.job_events import StateEntered, WorkersReady
 from rayzero.orchestrator.job_file import check_batch_sizes
 from rayzero.orchestrator.journal.run_history import RunHistory
+from rayzero.orchestrator.machine import Instruction, State
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.results import (
     JobResult,
@@ -38,7 +37,6 @@ from rayzero.orchestrator.results import (
     summary_path,
     write_summary,
 )
-from rayzero.workers.messages import WorkerInfo
 
 
 class Controller:

@@ -17,8 +17,8 @@ from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import FaultDetected, FaultRecorded, JobWarning
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies import failure
 from rayzero.orchestrator.policies.failure import HARDWARE_CAUSES, Fault, FaultCause
 from rayzero.orchestrator.policies.recovery import Excluded
@@ -50,7 +50,7 @@ class FailureHandler:
         """Who is in the record as gone: one may be lost to two generations while they change."""
         self._fatal_reported = False
         self._pending_kills: set[asyncio.Task[None]] = set()
-        spec = ctx.plan.spec.recovery
+        spec = context.plan.spec.recovery
         self._budget = failure.FaultBudget(spec.max_faults, spec.fault_window_s)
 
     def counts_by_cause(self) -> dict[str, int]:
@@ -112,11 +112,7 @@ class FailureHandler:
     def evaluate(self, *, grace_over: bool = False) -> None:
         """Decides about the faults of the generation that are not decided yet."""
         ctx, generation = self._context, self._context.generation
-        if (
-            not generation.pending_faults
-            or ctx.state is State.STOPPING
-            or ctx.state.is_final
-        ):
+        if not generation.pending_faults or ctx.state is State.STOPPING or ctx.state.is_final:
             return
         about = failure.FailureContext(
             self._budget, ctx.progress.steps_executed, generation.restore is not None

@@ -87,7 +87,7 @@ class JobShutdown:
 
 
 def adopt_run(
-    context: JobContext,
+    ctx: JobContext,
     past: RunHistory,
     failures: FailureHandler,
     timer: RecoveryTimer,

@@ -26,7 +26,6 @@ from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.interfaces import JobCommand
 from rayzero.orchestrator.job import process
 from rayzero.orchestrator.job.ended_jobs import EndedJobRecord, delete_ended, store_ended
@@ -37,6 +36,7 @@ from rayzero.orchestrator.job_events import EventBus, JobWarning, MetricsServed
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.journal.run_history import RunHistory, why_not_adoptable
 from rayzero.orchestrator.journal.writer import journal_folder, read_journal
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.results import EventPage, JobEnd, JobStatus

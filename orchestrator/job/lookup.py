@@ -19,11 +19,11 @@ from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.cluster.connect import ClusterConnection, connect_each
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job import client as reach
 from rayzero.orchestrator.job.ended_jobs import EndedJobRecord, load_ended
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.journal.writer import journal_folder, read_journal
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.results import JobStatus
 from rayzero.orchestrator.spec import JobSpec
 

@@ -18,7 +18,6 @@ from typing import Any
 from rayzero.engine.config import parse_config, resolve_batch_sizes
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_document
-from rayzero.orchestrator.machine import FINAL_STATES
 from rayzero.orchestrator.job_file import (
     ADOPTABLE_KEYS,
     SpecDiff,
@@ -26,6 +25,7 @@ from rayzero.orchestrator.job_file import (
     not_covered_by,
     to_document,
 )
+from rayzero.orchestrator.machine import FINAL_STATES
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.spec import JobSpec
 from rayzero.workers.messages import WorkerInfo

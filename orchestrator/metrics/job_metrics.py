@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,
@@ -28,6 +27,7 @@ from rayzero.orchestrator.job_events import (
     StepReplicated,
     StepReported,
 )
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.components import (
     CheckpointMetrics,
     FaultMetrics,

@@ -20,8 +20,7 @@ from rayzero.engine.config.keys import KEY_GROUPS
 from rayzero.engine.config.keys.spec import REFUSED
 from rayzero.engine.config.normalize import OLD_NAMES, SHORTHANDS
 from rayzero.engine.zero.placement import STAGES
-from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.machine import EVENTS, NoTransition, Transition, all_transitions
+from rayzero.orchestrator.machine import EVENTS, NoTransition, State, Transition, all_transitions
 from rayzero.orchestrator.metrics.catalog import CATALOG_GROUPS as SERIES
 from rayzero.orchestrator.spec import CheckpointSpec, MetricsSpec, RecoverySpec, Workers
 from rayzero.workers.chaos.spec import FAULT_KINDS, fault_usage
@@ -56,13 +55,8 @@ def state_table() -> str:
         ]
         for event, answer in answers:
             if isinstance(answer, Transition):
-                to = (
-                    f"{answer.next_state}, new generation"
-                    if answer.new_generation
-                    else answer.next_state
-                )
-                orders = ", ".join(order.__name__ for order in answer.instructions)
-                lines.append(_row(state, event, to, orders or "none"))
+                instructions = ", ".join(answer.instructions)
+                lines.append(_row(state, event, answer.next_state, instructions or "none"))
         ignored = [event for event, answer in answers if answer is NoTransition.IGNORED]
         if len(ignored) == len(EVENTS):
             ignored = ["every event"]

@@ -20,7 +20,6 @@ from ray.util.placement_group import placement_group_table
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import (
@@ -31,6 +30,7 @@ from rayzero.orchestrator.job_events import (
     WorkersReady,
 )
 from rayzero.orchestrator.journal.writer import read_journal
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
 from tests.integration.conftest import CPUS, Head

@@ -16,9 +16,9 @@ import ray
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job_events import StateEntered, WorkersReady
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
 from rayzero.workers.messages import LogLine

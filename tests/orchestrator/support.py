@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import EventBus, JobEvent, JobWarning, StateEntered
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.journal.writer import JOURNAL_EVENTS, JournalWriter
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.results import JobResult

@@ -15,8 +15,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from rayzero.orchestrator import aio
-from rayzero.orchestrator import machine
+from rayzero.orchestrator import aio, machine
 from rayzero.orchestrator.aio import LARGE_JOB_WORKERS
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.machine import State

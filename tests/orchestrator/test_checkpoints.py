@@ -10,8 +10,8 @@ from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.checkpoints import WRITE_RETRY_BACKOFF_S
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed
+from rayzero.orchestrator.machine import State
 from rayzero.workers.messages import Pinned
 from tests.orchestrator.support import Stage, played, settle
 from tests.orchestrator.world import World

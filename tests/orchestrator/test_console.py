@@ -17,7 +17,6 @@ from rayzero.orchestrator.console import (
     console_for,
 )
 from rayzero.orchestrator.event_text import event_lines, format_step, summary_lines
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,
@@ -29,6 +28,7 @@ from rayzero.orchestrator.job_events import (
     StateEntered,
     WorkersReady,
 )
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import JobResult
 from rayzero.workers.chaos.spec import FaultFired

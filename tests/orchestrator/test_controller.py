@@ -11,8 +11,8 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.lifecycle import UNWIND_TIMEOUT_S
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import Resumed, WorkersReady
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.messages import Crashed, Finished, Joined, LogLine, StepReport, Stopped
 from tests.orchestrator.support import Stage, played, settle

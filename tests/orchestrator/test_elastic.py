@@ -11,9 +11,9 @@ from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.elastic import DRAIN_POLL_INTERVAL_S, JOIN_BATCH_S
 from rayzero.orchestrator.control.vaults import CLOSE_UNUSED_AFTER_S
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.interfaces import WorkerLostError
 from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Resized, WorkersReady
+from rayzero.orchestrator.machine import State
 from tests.orchestrator.support import Stage, played, settle
 from tests.orchestrator.world import World
 

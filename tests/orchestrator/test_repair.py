@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.orchestrator import aio
-from rayzero.orchestrator import machine
+from rayzero.orchestrator import aio, machine
 from rayzero.orchestrator.control.context import COMMAND_TIMEOUT_S
 from rayzero.orchestrator.control.elastic import REPLACE_DELAY_S
 from rayzero.orchestrator.control.failures import COLLECTIVE_GRACE_S
 from rayzero.orchestrator.control.reconfigure import FENCE_TIMEOUT_S
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
+from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Repaired, StateEntered
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Repaired
 from rayzero.workers.messages import (
     Crashed,
     Finished,
@@ -382,7 +381,7 @@ async def test_a_job_that_cannot_go_on_waits_for_a_replacement(folder: Path):
     stage.world.kill(1)
     await settle()
     assert stage.states[-1] is State.RECOVERING
-    assert "1 of at least 2 workers are left: waiting for more" in texts(stage)
+    assert "1 of at least 2 workers are left: waiting up to 300 s for replacements" in texts(stage)
     assert stage.world.replaced == [(1, 0.0, ())]
     await stage.clock.turn(20)
     stage.world.arrive()
@@ -622,4 +621,44 @@ async def test_a_worker_that_is_still_being_told_its_place_is_fenced_behind_that
     assert {a.generation for a in stage.newest.values()} == {3}
     stage.world.lag.clear()
     await settle()
+    await stage.finish()
+
+
+@played
+async def test_events_about_a_replaced_generation_change_nothing(folder: Path):
+    stage = three(folder)
+    await stage.steps(3)
+    stage.world.kill(1)
+    await settle()
+    for event in (
+        machine.GenerationFormed(1),
+        machine.FaultRecoverable(1),
+        machine.AllFinished(1),
+        machine.ResizeRequested(1, "more workers"),
+    ):
+        stage.controller.post_event(event)
+    await settle()
+    assert stage.states[-2:] == [State.RECOVERING, State.RUNNING]
+    assert {a.generation for a in stage.newest.values()} == {2}
+    await stage.finish()
+
+
+@played
+async def test_a_generation_that_is_lost_while_it_joins_is_never_formed(folder: Path):
+    """The last member joins in the same turn of the loop in which another one is lost."""
+    stage = Stage(folder, World(3), workers={"min": 2, "max": 3})
+    await stage.steps(3)
+    stage.world.auto = False
+    stage.world.kill(0)
+    await settle()
+    number = {a.generation for a in stage.newest.values()}.pop()
+    stage.world.auto = True
+    stage.world.arrive()
+    await settle()
+    stage.world.say(1, Joined(number, stage.newest[1].rank))
+    stage.world.say(2, Joined(number, stage.newest[2].rank))
+    stage.world.kill(2)
+    await settle()
+    formed = [event for event in stage.notebook.of(StateEntered) if event.state is State.RUNNING]
+    assert [event.generation for event in formed] == [1, number + 1]
     await stage.finish()

@@ -8,7 +8,6 @@ import pytest
 
 from rayzero.engine.errors import ConfigError, DataError, RayzeroError
 from rayzero.orchestrator.errors import JobConfigError, JobFailedError, JobStoppedError
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job import ended_jobs
 from rayzero.orchestrator.job.ended_jobs import (
     MAX_RECORD_BYTES,
@@ -17,6 +16,7 @@ from rayzero.orchestrator.job.ended_jobs import (
     decode_record,
     encode_record,
 )
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.results import JobEnd, JobResult, JobStatus
 
 

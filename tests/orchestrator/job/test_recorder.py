@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job import recorder as feed_module
 from rayzero.orchestrator.job.recorder import LATEST, EventBuffer
 from rayzero.orchestrator.job_events import JobWarning, StateEntered
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.results import JobEnd
 
 

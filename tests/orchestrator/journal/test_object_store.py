@@ -16,7 +16,6 @@ import pytest
 from rayzero.engine.checkpoint.open_store import open_store
 from rayzero.engine.checkpoint.store import join_url
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job.lease import Claim, this_process
 from rayzero.orchestrator.job.lease_holder import ClaimStore, acquire_lease
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
@@ -29,6 +28,7 @@ from rayzero.orchestrator.journal.writer import (
     journal_folder,
     read_journal,
 )
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.spec import JobSpec
 from tests.support.bucket import bucket_url

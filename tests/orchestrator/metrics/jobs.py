@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,
@@ -17,6 +16,7 @@ from rayzero.orchestrator.job_events import (
     StepReplicated,
     StepReported,
 )
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.catalog import user_gauges
 from rayzero.orchestrator.metrics.job_metrics import JobInfo, JobMetrics, Timestamps
 from rayzero.orchestrator.policies.failure import Fault, FaultBudget, FaultCause

@@ -13,8 +13,8 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import Checkpointed, ReplicationChanged, StepReplicated
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.catalog import CATALOG, job_families, rank_families
 from rayzero.orchestrator.metrics.goodput import PHASE_CATEGORY, TimeCategory
 from rayzero.orchestrator.metrics.job_metrics import STEP_PHASES

@@ -8,8 +8,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.job_events import FaultDetected
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.primitives import MAX_HISTORY_ENTRIES, BoundedCurve
 from rayzero.orchestrator.metrics.snapshot import make_snapshot, snapshot_ranks
 from tests.orchestrator.metrics.jobs import UNIX, WORKER, Life, lived
