@@ -245,7 +245,7 @@ def _make_runtime(
     hooks = hook_gradients(trainable, reducer)
     gatherer, weight_slots = None, None
     if blocks := make_blocks(units):
-        weight_slots = GatherBuffers(blocks, config.rayzero.slots)
+        weight_slots = GatherBuffers(blocks, config.rayzero.gather_buffers)
         gatherer = UnshardScheduler(blocks, weight_slots, make_weight_gather(config, recipe))
         hooks += hook_blocks(model, blocks, gatherer)
     return ZeroRuntime(
@@ -273,7 +273,7 @@ def plan_units(
 ) -> list[UnitPlan]:
     """Units in launch order: about the order in which backward completes them."""
     if stage.model_weights is Placement.SHARDED:
-        return plan_blocks(model, params, config.rayzero.unit_classes, world_size)[::-1]
+        return plan_blocks(model, params, config.rayzero.unshard_modules, world_size)[::-1]
     zero = config.zero_optimization
     gathered = stage.weight_collective is Collective.ALL_GATHER
     most = zero.allgather_bucket_size if gathered else None

@@ -17,7 +17,7 @@ from rayzero.engine.compression.gradients import (
 from rayzero.engine.compression.onebit_adam import OneBitAdamReduction
 from rayzero.engine.compression.weights import HpzGather, PlainGather, QuantizedGather
 from rayzero.engine.config import EngineConfig
-from rayzero.engine.config.model import CompressionConfig
+from rayzero.engine.config.sections import CompressionConfig
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
 from rayzero.engine.zero.build import BuildContext

@@ -7,10 +7,11 @@ from other keys, or the key's own default.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rayzero.engine.config.key_table import KEYS
 from rayzero.engine.config.normalize import get_path, pop_path, set_path
 
 AUTO = "auto"
@@ -38,10 +39,6 @@ def _constant(value: Any) -> AutoFn:
     return lambda document: value
 
 
-def _use_default(document: dict[str, Any]) -> None:
-    """The key's default, or what is worked out later, takes its place."""
-
-
 def _optimizer_lr(document: dict[str, Any]) -> Any:
     return get_path(document, "optimizer.params.lr")
 
@@ -49,31 +46,25 @@ def _optimizer_lr(document: dict[str, Any]) -> Any:
 _TRANSFORMERS_DEFAULT = "the default of transformers' TrainingArguments"
 
 
-_FROM_BATCH_SIZES = "left out: worked out from the other two batch sizes"
-
-
-AUTO_RULES = (
-    AutoRule("train_batch_size", _use_default, _FROM_BATCH_SIZES),
-    AutoRule(
-        "train_micro_batch_size_per_gpu", _use_default, f"{_FROM_BATCH_SIZES}; 1 without them"
-    ),
-    AutoRule("gradient_accumulation_steps", _use_default, f"{_FROM_BATCH_SIZES}; 1 without them"),
-    AutoRule("gradient_clipping", _constant(1.0), _TRANSFORMERS_DEFAULT),
-    AutoRule(
-        "fp16.enabled", _constant(False), f"{_TRANSFORMERS_DEFAULT}; say true to train in fp16"
-    ),
-    AutoRule(
-        "bf16.enabled", _constant(False), f"{_TRANSFORMERS_DEFAULT}; say true to train in bf16"
-    ),
+_PARAM_RULES = (
     AutoRule("optimizer.params.lr", _constant(5e-5), _TRANSFORMERS_DEFAULT),
     AutoRule("optimizer.params.betas", _constant([0.9, 0.999]), _TRANSFORMERS_DEFAULT),
     AutoRule("optimizer.params.eps", _constant(1e-8), _TRANSFORMERS_DEFAULT),
     AutoRule("optimizer.params.weight_decay", _constant(0.0), _TRANSFORMERS_DEFAULT),
-    AutoRule("scheduler.params.warmup_min_lr", _constant(0), "warm-up begins at 0"),
+    AutoRule("scheduler.params.warmup_min_lr", _constant(0), "warm-up starts at 0"),
     AutoRule("scheduler.params.warmup_max_lr", _optimizer_lr, "optimizer.params.lr"),
     AutoRule("scheduler.params.warmup_num_steps", _constant(0), _TRANSFORMERS_DEFAULT),
 )
 
+
+def _field_rules() -> Iterator[AutoRule]:
+    for key in KEYS.values():
+        if key.auto is not None:
+            yield AutoRule(key.path, _constant(key.auto.value), key.auto.reason)
+
+
+AUTO_RULES = (*_field_rules(), *_PARAM_RULES)
+"""In the order of application: a rule may use the result of those before it."""
 
 OTHER_KEYS_TEXT = "left out: the key's default"
 

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from itertools import combinations, starmap
 from typing import Any
 
-from rayzero.engine.config.keys import KEYS
-from rayzero.engine.config.keys.spec import REFUSED, Key
+from rayzero.engine.config.key_table import FREE_FORM_SECTIONS, KEYS
+from rayzero.engine.config.keys import REFUSED, Key
 from rayzero.engine.config.model import EngineConfig
 from rayzero.engine.errors import did_you_mean
 from rayzero.engine.validation import repr_value
-
-FREE_FORM_SECTIONS = ("optimizer.params", "scheduler.params")
-"""Sections whose keys are told by something else: the optimizer, the schedule."""
 
 _DEFAULT_CONFIG = EngineConfig()
 

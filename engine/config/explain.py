@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rayzero.engine.config.checks import FREE_FORM_SECTIONS, get_field, is_in_force
-from rayzero.engine.config.keys import KEY_GROUPS, KEYS
-from rayzero.engine.config.keys.spec import IMPLEMENTED, NO_OP, Key, KeyStatus
+from rayzero.engine.config.checks import get_field, is_in_force
+from rayzero.engine.config.key_table import FREE_FORM_SECTIONS, KEY_GROUPS, KEYS
+from rayzero.engine.config.keys import IMPLEMENTED, NO_OP, Key, KeyStatus
 from rayzero.engine.config.model import EngineConfig
 from rayzero.engine.config.normalize import OLD_NAMES, SHORTHANDS, get_path
 from rayzero.engine.config.parse import ParsedConfig
@@ -138,7 +138,7 @@ def json_schema() -> dict[str, Any]:
     _inline_refs(made, sections)
     _loosen(made, "")
     for key in KEYS.values():
-        _describe_property(made, key.path, {}, _description(key))
+        _describe_property(made, key.path, {}, key.text)
     for one in OLD_NAMES:
         _describe_property(made, one.old, {"deprecated": True}, f"The old name of {one.new}.")
     return made
@@ -179,14 +179,6 @@ def _loosen(node: dict[str, Any], path: str) -> None:
 def _allow_fraction(option: dict[str, Any]) -> dict[str, Any]:
     """Sizes may be written as `15099494.4`."""
     return option | {"type": "number"} if option.get("type") == "integer" else option
-
-
-def _description(key: Key) -> str:
-    text = f"{key.description[:1].upper()}{key.description[1:]}."
-    if key.reason:
-        use = f" Use {key.alternative}." if key.alternative else ""
-        text += f" {str(key.status).capitalize()}: {key.reason}.{use}"
-    return text
 
 
 def _describe_property(made: dict[str, Any], path: str, empty: dict[str, Any], text: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rayzero.engine.config.key_table import KEYS
 from rayzero.engine.validation import repr_value
 
 
@@ -77,58 +78,18 @@ class OldName:
     description: str = ""
 
 
-_ZERO = "zero_optimization."
+def _field_old_names() -> Iterator[OldName]:
+    for key in KEYS.values():
+        for old in key.old_names:
+            if key.old_true is None:
+                yield OldName(old, key.path)
+            else:
+                text = f'`true` is `"{key.old_true}"`'
+                yield OldName(old, key.path, _true_means(key.old_true), text)
 
 
-_UNPREFIXED = (
-    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
-    *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
-    *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
-)
-
-
-OLD_NAMES = (
-    OldName("bfloat16", "bf16"),
-    OldName("bf16.check_overflow", "bf16.check_grad_overflow"),
-    OldName(
-        "fp32_allreduce",
-        "communication_data_type",
-        _true_means("fp32"),
-        '`true` is `"fp32"`',
-    ),
-    OldName("allgather_size", _ZERO + "allgather_bucket_size"),
-    OldName(
-        _ZERO + "cpu_offload",
-        _ZERO + "offload_optimizer.device",
-        _true_means("cpu"),
-        '`true` is `"cpu"`',
-    ),
-    OldName(
-        _ZERO + "cpu_offload_param",
-        _ZERO + "offload_param.device",
-        _true_means("cpu"),
-        '`true` is `"cpu"`',
-    ),
-    OldName(
-        _ZERO + "cpu_offload_params",
-        _ZERO + "offload_param.device",
-        _true_means("cpu"),
-        '`true` is `"cpu"`',
-    ),
-    OldName(
-        _ZERO + "stage3_gather_fp16_weights_on_model_save",
-        _ZERO + "stage3_gather_16bit_weights_on_model_save",
-    ),
-    OldName(
-        _ZERO + "gather_fp16_weights_on_model_save",
-        _ZERO + "stage3_gather_16bit_weights_on_model_save",
-    ),
-    *(OldName(_ZERO + name, _ZERO + "stage3_" + name) for name in _UNPREFIXED),
-    OldName(
-        "activation_checkpointing.partitioned_activations",
-        "activation_checkpointing.partition_activations",
-    ),
-)
+OLD_NAMES = (OldName("bfloat16", "bf16"), *_field_old_names())
+"""A section's old name, then those that fields declare."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The section `zero_optimization`: what is sharded, what is offloaded, how much travels at once."""
+"""The section `zero_optimization`: what is sharded, and the sizes of its collectives."""
 
 from __future__ import annotations
 
@@ -11,92 +11,207 @@ from rayzero.engine.config.fields import (
     ConfigSection,
     NonNegativeInt,
     NonNegativeSize,
-    PositiveInt,
     PositiveSize,
-    UnitFraction,
     parse_integer,
     reject_bool,
 )
+from rayzero.engine.config.keys import implemented, no_op, refused
+from rayzero.engine.config.offload import OffloadOptimizerConfig, OffloadParamConfig
 
-OffloadDevice = Literal["none", "cpu", "nvme"]
+_FIXED_MEMORY = "units share a fixed number of buffers: rayzero.gather_buffers bounds live weights"
+_SAME_RESULT = "the backend chooses the collective; the result is the same"
 
 
 def _validate_stage(value: Any) -> Any:
     return parse_integer(reject_bool(value))
 
 
-class OffloadOptimizerConfig(ConfigSection):
-    """Where main weights and optimizer state rest, and where the optimizer steps."""
-
-    device: Annotated[OffloadDevice, BeforeValidator(lambda value: value or "none")] = "none"
-    nvme_path: str | None = None
-    buffer_count: PositiveInt = 4
-    pin_memory: bool = True
-    pipeline_read: bool = False
-    pipeline_write: bool = False
-    fast_init: bool = False
-    ratio: UnitFraction = 1.0
-    super_offload: bool = False
-    cpuadam_cores_perc: UnitFraction = 0.8
-
-
-class OffloadParamConfig(ConfigSection):
-    """Where the shards of the model weights rest between their uses; stage 3 only."""
-
-    device: Annotated[OffloadDevice, BeforeValidator(lambda value: value or "none")] = "none"
-    nvme_path: str | None = None
-    buffer_count: NonNegativeInt = 5
-    buffer_size: NonNegativeSize = 100_000_000
-    max_in_cpu: NonNegativeSize = 1_000_000_000
-    pin_memory: bool = True
-
-
 class LeafModuleConfig(ConfigSection):
     """Modules that are gathered as a whole at stage 3."""
 
-    classes: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    name_suffixes: tuple[str, ...] = ()
+    classes: tuple[str, ...] = refused(
+        (), "classes of modules gathered as a whole", alternative="rayzero.unshard_modules"
+    )
+    names: tuple[str, ...] = refused(
+        (), "names of modules gathered as a whole", alternative="rayzero.unshard_modules"
+    )
+    name_suffixes: tuple[str, ...] = refused(
+        (), "suffixes of such names", alternative="rayzero.unshard_modules"
+    )
 
 
 class ZeroConfig(ConfigSection):
-    """What is sharded (the stage), and how much travels at once. Sizes are in elements."""
+    """What is sharded (the stage), and the sizes of collectives in elements."""
 
-    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_validate_stage)] = 0
-    contiguous_gradients: bool = True
-    reduce_scatter: bool = True
-    reduce_bucket_size: PositiveSize | None = None
-    use_multi_rank_bucket_allreduce: bool = True
-    allgather_partitions: bool = True
-    allgather_bucket_size: NonNegativeSize | None = None
-    overlap_comm: Annotated[bool, BeforeValidator(lambda v: True if v is None else v)] = True
-    compute_grad_norm: bool = True
-    load_from_fp32_weights: bool = True
-    elastic_checkpoint: bool = False
-    offload_param: OffloadParamConfig = OffloadParamConfig()
-    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
-    sub_group_size: PositiveSize = 1_000_000_000
-    stage3_prefetch_bucket_size: NonNegativeSize | None = None
-    stage3_param_persistence_threshold: NonNegativeSize | None = None
-    stage3_model_persistence_threshold: NonNegativeSize = NO_LIMIT
-    stage3_max_live_parameters: NonNegativeSize | None = None
-    stage3_max_reuse_distance: NonNegativeSize | None = None
-    stage3_gather_16bit_weights_on_model_save: bool = False
-    stage3_module_granularity_threshold: NonNegativeSize = 0
-    stage3_use_all_reduce_for_fetch_params: bool = False
-    stage3_allgather_sequential: bool = False
-    ignore_unused_parameters: bool = True
-    legacy_stage1: bool = False
-    round_robin_gradients: bool = False
-    parameter_alignment: bool = False
-    zero_hpz_partition_size: NonNegativeInt = 1
-    zero_quantized_weights: bool = False
-    zero_quantized_nontrainable_weights: bool = False
-    zero_quantized_gradients: bool = False
-    memory_efficient_linear: bool = True
-    pipeline_loading_checkpoint: bool = False
-    override_module_apply: bool = True
-    log_trace_cache_warnings: bool = False
-    enable_sanity_checks: bool = False
-    save_muon_momentum_buffer_in_memory: bool = False
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_validate_stage)] = implemented(
+        0, "what is sharded over the ranks", group="sharding"
+    )
+    overlap_comm: Annotated[bool, BeforeValidator(lambda v: True if v is None else v)] = (
+        implemented(True, "gradients are reduced while backward runs")
+    )
+    reduce_bucket_size: PositiveSize | None = implemented(
+        None,
+        "elements reduced together at stages 0 to 2; by default an eighth of the model, at least "
+        "250 thousand and at most 4 million",
+    )
+    allgather_bucket_size: NonNegativeSize | None = implemented(
+        None,
+        "elements of weights gathered together at stages 1 and 2; a bucket is both reduced and "
+        "gathered, so the smaller of the two sizes applies",
+        old_names=("allgather_size",),
+    )
+    contiguous_gradients: bool = no_op(
+        True, "gradients are copied to one buffer", "always so: gradients are in flat buffers"
+    )
+    reduce_scatter: bool = no_op(
+        True, "a rank receives only its shard of a sum", "always so at stages 1 to 3"
+    )
+    use_multi_rank_bucket_allreduce: bool = no_op(
+        True,
+        "shards of several ranks are reduced in one collective",
+        "always so: a bucket is one collective",
+    )
+    allgather_partitions: bool = no_op(
+        True,
+        "updated weights are gathered in one collective instead of many broadcasts",
+        _SAME_RESULT,
+    )
+    round_robin_gradients: bool = no_op(
+        False,
+        "gradients of a bucket are assigned to the ranks in turn",
+        "every rank owns an equal shard of every bucket, so the load is even",
+    )
+    parameter_alignment: bool = no_op(
+        False,
+        "parameters start at aligned addresses in flat buffers",
+        "always so: at multiples of 32 elements",
+    )
+    ignore_unused_parameters: bool = no_op(
+        True, "parameters without a gradient are no error", "always so: their gradient is zero"
+    )
+    compute_grad_norm: bool = no_op(
+        True,
+        "the gradient norm is computed at every step",
+        "always so: the check for inf and nan needs it",
+    )
+    sub_group_size: PositiveSize = implemented(
+        1_000_000_000,
+        "the most elements that the optimizer updates in one chunk, with offload to nvme",
+    )
+    stage3_prefetch_bucket_size: NonNegativeSize | None = no_op(
+        None,
+        "elements gathered ahead of their use",
+        "the next unit is gathered while one computes, whatever its size",
+        group="stage 3",
+        old_names=("zero_optimization.prefetch_bucket_size",),
+    )
+    stage3_param_persistence_threshold: NonNegativeSize | None = no_op(
+        None,
+        "smaller parameters are not sharded",
+        "all parameters of a unit are gathered in one collective, so small ones cost nothing",
+        old_names=("zero_optimization.param_persistence_threshold",),
+    )
+    stage3_model_persistence_threshold: NonNegativeSize = no_op(
+        NO_LIMIT,
+        "elements that may stay unsharded that way",
+        "all parameters are sharded",
+        old_names=("zero_optimization.model_persistence_threshold",),
+    )
+    stage3_max_live_parameters: NonNegativeSize | None = no_op(
+        None,
+        "elements that may be gathered at once",
+        _FIXED_MEMORY,
+        old_names=("zero_optimization.max_live_parameters",),
+    )
+    stage3_max_reuse_distance: NonNegativeSize | None = no_op(
+        None,
+        "parameters that are reused within this many elements are kept",
+        _FIXED_MEMORY,
+        old_names=("zero_optimization.max_reuse_distance",),
+    )
+    stage3_gather_16bit_weights_on_model_save: bool = no_op(
+        False,
+        "save_16bit_model gathers sharded weights",
+        "it always does",
+        old_names=(
+            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+            "zero_optimization.gather_fp16_weights_on_model_save",
+            "zero_optimization.gather_16bit_weights_on_model_save",
+        ),
+    )
+    stage3_module_granularity_threshold: NonNegativeSize = no_op(
+        0,
+        "small modules are gathered with their parents",
+        "units are whole blocks: rayzero.unshard_modules selects them",
+        old_names=("zero_optimization.module_granularity_threshold",),
+    )
+    stage3_use_all_reduce_for_fetch_params: bool = no_op(
+        False,
+        "weights are gathered by an all-reduce",
+        _SAME_RESULT,
+        old_names=("zero_optimization.use_all_reduce_for_fetch_params",),
+    )
+    stage3_allgather_sequential: bool = no_op(
+        False,
+        "weights are gathered one by one, without an intermediate bucket",
+        "there is no intermediate copy: a unit is gathered in place",
+        old_names=("zero_optimization.allgather_sequential",),
+    )
+    memory_efficient_linear: bool = no_op(
+        True,
+        "a linear layer that does not save its weight for backward",
+        "a unit is gathered to the same address for backward: nothing is saved",
+    )
+    override_module_apply: bool = no_op(
+        True,
+        "module.apply gathers sharded weights",
+        "apply works while the model is built, before it is sharded",
+    )
+    log_trace_cache_warnings: bool = no_op(
+        False, "a change of the order of modules is logged", "the order is recorded again"
+    )
+    zero_hpz_partition_size: NonNegativeInt = implemented(
+        1,
+        "consecutive ranks that share a secondary partition of the gathered weights (ZeRO++ hpZ), "
+        "so that further gathers of a step stay among them; stage 3. It divides the world size; "
+        "in an elastic job the next smaller size that does is used, and logged",
+    )
+    zero_quantized_weights: bool = implemented(
+        False, "weights are gathered in int8 blocks; stage 3"
+    )
+    zero_quantized_nontrainable_weights: bool = refused(
+        False,
+        "frozen weights are stored and gathered in int8 blocks",
+        alternative="zero_quantized_weights",
+    )
+    zero_quantized_gradients: bool = implemented(
+        False, "gradients are reduced in int8 blocks, at any stage"
+    )
     leaf_module: LeafModuleConfig = LeafModuleConfig()
+    load_from_fp32_weights: bool = no_op(
+        True,
+        "main weights are loaded from fp32 copies, not from 16-bit weights",
+        "checkpoints contain the main weights",
+        group="the rest of zero_optimization",
+    )
+    elastic_checkpoint: bool = no_op(
+        False, "a checkpoint can be loaded by another number of ranks", "every checkpoint can"
+    )
+    pipeline_loading_checkpoint: bool = no_op(
+        False,
+        "ranks load a checkpoint one after the other",
+        "a rank reads only the ranges that it needs",
+    )
+    legacy_stage1: bool = no_op(
+        False,
+        "an older implementation of stage 1",
+        "there is one implementation; the result is the same",
+    )
+    enable_sanity_checks: bool = no_op(False, "internal checks", "all checks are always on")
+    save_muon_momentum_buffer_in_memory: bool = no_op(
+        False,
+        "Muon's momentum is not offloaded to NVMe",
+        "it is kept with the rest of the optimizer state",
+    )
+    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
+    offload_param: OffloadParamConfig = OffloadParamConfig()

@@ -132,7 +132,7 @@ def _find_blocks(model: nn.Module, classes: Sequence[str]) -> Iterator[tuple[str
     for name in classes:
         if name not in known:
             raise ConfigError(
-                f"rayzero.unit_classes: the model has no module of class {name!r}"
+                f"rayzero.unshard_modules: the model has no module of class {name!r}"
                 f"{did_you_mean(name, known)}"
             )
     for path, module in model.named_modules():

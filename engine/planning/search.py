@@ -102,7 +102,7 @@ class MemoryPlanner:
             plans = plan_units(model, params, config, stage, world_size)
         itemsizes = state_itemsizes(config.optimizer, groups.options)
         shape = MemoryInputs(
-            stage, precision, itemsizes, NUM_GRAD_BUFFERS, config.rayzero.slots, zero
+            stage, precision, itemsizes, NUM_GRAD_BUFFERS, config.rayzero.gather_buffers, zero
         )
         resting = persistent_bytes(plans, shape)
         device, host, disk = dict(resting.device), dict(resting.host), dict(resting.disk)

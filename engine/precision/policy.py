@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.config import EngineConfig
-from rayzero.engine.config.model import Fp16Config
+from rayzero.engine.config.precision import Fp16Config
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.precision.loss_scale import (
     NO_SCALER,

@@ -197,7 +197,7 @@ class UnshardScheduler:
             raise EngineError(
                 f"the block {block.name!r} is called on its own and then inside {other.name!r}, "
                 "which shares its slot",
-                fix="rayzero.unit_classes in the engine config: name classes that do not nest",
+                fix="rayzero.unshard_modules in the engine config: name classes that do not nest",
             )
 
     def _assign_buffers(self, order: Sequence[int]) -> dict[int, int | None]:

@@ -32,7 +32,7 @@ ALTERNATIVES: Mapping[str, str] = {
     "deepspeed.DeepSpeedTransformerLayer": "torch.nn.TransformerEncoderLayer, or the model's own",
     "deepspeed.OnDevice": "deepspeed.zero.Init()",
     "deepspeed.DeepSpeedConfig": "rayzero.engine.config.parse_config",
-    "deepspeed.utils.set_z3_leaf_modules": "rayzero.unit_classes in the config",
+    "deepspeed.utils.set_z3_leaf_modules": "rayzero.unshard_modules in the config",
     "deepspeed.zero.register_external_parameter": "nothing: a parameter belongs to the innermost "
     "block that contains all its uses",
     "deepspeed.zero.TiledLinear": "torch.nn.Linear under stage 3",

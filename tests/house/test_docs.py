@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from rayzero.engine import accounting
 from rayzero.engine.config.auto import AUTO_RULES, TOTAL_STEPS_PATH
-from rayzero.engine.config.keys import KEY_GROUPS
-from rayzero.engine.config.keys.spec import REFUSED
+from rayzero.engine.config.key_table import KEY_GROUPS
+from rayzero.engine.config.keys import REFUSED
 from rayzero.engine.config.normalize import OLD_NAMES, SHORTHANDS
 from rayzero.engine.zero.placement import STAGES
 from rayzero.orchestrator.machine import EVENTS, NoTransition, State, Transition, all_transitions

@@ -18,8 +18,8 @@ from rayzero.engine.config.explain import (
     key_infos,
     log_explanation,
 )
-from rayzero.engine.config.keys import KEYS
-from rayzero.engine.config.keys.spec import IMPLEMENTED, NO_OP, REFUSED
+from rayzero.engine.config.key_table import KEYS
+from rayzero.engine.config.keys import IMPLEMENTED, NO_OP, REFUSED
 from rayzero.engine.config.normalize import OLD_NAMES, get_path
 from rayzero.engine.config.parse import parse_with_provenance
 from tests.engine.config.model import leaves
@@ -46,7 +46,7 @@ def test_every_value_says_where_it_came_from() -> None:
     told = {key: (fact.value, fact.source) for key, fact in found.items()}
     assert told["train_batch_size"] == (64, "file")
     assert told["train_micro_batch_size_per_gpu"][0] is None
-    assert told["train_micro_batch_size_per_gpu"][1].startswith("auto: left out: worked out from")
+    assert told["train_micro_batch_size_per_gpu"][1].startswith("auto: left out: computed from")
     assert told["bf16.enabled"] == (True, "old name bfloat16")
     assert told["optimizer.type"] == ("Adam", "file")
     assert told["optimizer.params.lr"][1].startswith("auto: the default of transformers")

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.engine.config import parse_config, read_config
-from rayzero.engine.config.checks import FREE_FORM_SECTIONS
 from rayzero.engine.config.fields import DTYPE_ALIASES
-from rayzero.engine.config.keys import KEYS
-from rayzero.engine.config.keys.spec import REFUSED
+from rayzero.engine.config.key_table import FREE_FORM_SECTIONS, KEYS
+from rayzero.engine.config.keys import REFUSED
 from rayzero.engine.config.optimizers import OPTIMIZERS
 from rayzero.engine.config.schedules import SCHEDULES
 from rayzero.engine.errors import ConfigError
@@ -34,7 +33,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "zero_optimization.stage": st.sampled_from([0, 1, 2, 3, "3", 2.0]),
     "zero_optimization.offload_optimizer.ratio": SHARE,
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": SHARE,
-    "rayzero.slots": st.integers(2, 9),
+    "rayzero.gather_buffers": st.integers(2, 9),
     "rayzero.compression.block_size": st.sampled_from([32, "64", 2048.0]),
     # These clash with others: two precisions, offload to nowhere or at the wrong stage.
     "zero_optimization.offload_param.device": st.just("none"),

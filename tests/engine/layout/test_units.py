@@ -195,7 +195,9 @@ class TestBlocks:
 
     def test_a_class_that_is_not_there_is_named_with_its_nearest(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
-        with pytest.raises(ConfigError, match=r"unit_classes.*'Liner' \(did you mean 'Linear'\?\)"):
+        with pytest.raises(
+            ConfigError, match=r"unshard_modules.*'Liner' \(did you mean 'Linear'\?\)"
+        ):
             blocks(model, "Liner")
 
     @pytest.mark.parametrize("classes", [(), ("Pair",), ("Linear",), ("Pair", "Linear")])

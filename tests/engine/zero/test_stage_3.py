@@ -196,7 +196,7 @@ def start(model: nn.Module, **more: Any) -> rayzero.Engine:
 
 
 def train(rank: int, world: int, cls: type[nn.Module], slots: int) -> dict[str, Tensor]:
-    engine = start(make(cls), slots=slots)
+    engine = start(make(cls), gather_buffers=slots)
     for batch in batches(4):
         mine = batch.chunk(world)[rank]
         with torch.no_grad():  # an evaluation between steps disturbs nothing
@@ -322,16 +322,16 @@ def test_an_error_in_forward_leaves_the_engine_usable() -> None:
 
 
 def choose(rank: int, world: int) -> list[str]:
-    engine = start(make(Base), unit_classes=["Linear"])
+    engine = start(make(Base), unshard_modules=["Linear"])
     for batch in batches(2):
         engine.backward(engine(batch.chunk(world)[rank]))
         engine.step()
     with pytest.raises(ConfigError, match=r"no module of class 'Blok' \(did you mean 'Block'"):
-        start(make(Base), unit_classes=["Blok"])
+        start(make(Base), unshard_modules=["Blok"])
     return [unit.name for unit in engine._runtime.units]
 
 
-def test_unit_classes_choose_the_blocks() -> None:
+def test_unshard_modules_choose_the_blocks() -> None:
     names = run_ranks(2, choose)[0]
     assert len(names) == 11
     assert "blocks.0.up" in names

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from rayzero.engine.config import EngineConfig, OptimizerConfig, parse_config
-from rayzero.engine.config.checks import FREE_FORM_SECTIONS, get_field
-from rayzero.engine.config.keys import KEY_GROUPS, KEYS
-from rayzero.engine.config.keys.spec import IMPLEMENTED, NO_OP, REFUSED, is_enabled, is_set
+from rayzero.engine.config.checks import get_field
+from rayzero.engine.config.key_table import FREE_FORM_SECTIONS, KEY_GROUPS, KEYS
+from rayzero.engine.config.keys import IMPLEMENTED, NO_OP, REFUSED, is_enabled, is_set
 from rayzero.engine.config.normalize import OLD_NAMES
 from rayzero.engine.errors import ConfigError
 from tests.engine.config.model import leaves
@@ -128,7 +128,7 @@ def test_a_refused_section_may_be_there_when_it_asks_for_nothing(path: str) -> N
     [
         ({"amp": {"enabled": True}}, r"amp: refused: .*; use bf16, fp16 or torch_autocast"),
         ({"elasticity": {"enabled": True}}, "use train_batch_size, and workers.min and"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: refused: ranks differ only"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: refused: all ranks are data-parallel"),
         ({"sequence_parallel_size": 4}, "sequence_parallel_size: refused"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow: refused"),
         ({"zero_optimization": {"mics_shard_size": 4}}, "use zero_optimization.zero_hpz_part"),

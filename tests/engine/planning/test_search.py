@@ -142,7 +142,7 @@ def test_settings_that_a_config_cannot_be_had_with_are_left_out() -> None:
 
 SCRIPT = """
 import sys, torch
-from tests.engine.planning.test_estimate import LARGE, batch, config
+from tests.engine.planning.test_search import LARGE, batch, config
 from examples.gpt.model import GPT
 import rayzero
 
@@ -157,9 +157,9 @@ def steps(shape, count, more):
         engine.step()
 
 torch.set_num_threads(1)
-from tests.engine.planning.test_estimate import PEAKS
+from tests.engine.planning.test_search import PEAKS
 more = PEAKS[sys.argv[1]]
-from tests.engine.planning.test_estimate import SMALL
+from tests.engine.planning.test_search import SMALL
 steps(SMALL, 2, more)
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS")

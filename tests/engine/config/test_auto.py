@@ -8,8 +8,7 @@ import pytest
 
 from rayzero.engine.config import EngineConfig, parse_config
 from rayzero.engine.config.auto import AUTO_RULES, fill_total_steps
-from rayzero.engine.config.checks import FREE_FORM_SECTIONS
-from rayzero.engine.config.keys import KEYS
+from rayzero.engine.config.key_table import FREE_FORM_SECTIONS, KEYS
 from rayzero.engine.config.parse import parse_with_provenance
 from rayzero.engine.errors import ConfigError
 from tests.engine.config.model import leaves

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rayzero.engine.config import parse_config
-from rayzero.engine.config.keys import KEYS
+from rayzero.engine.config.key_table import KEYS
 from rayzero.engine.config.normalize import OLD_NAMES, SHORTHANDS, expand_shorthand, rename_old_keys
 from rayzero.engine.config.parse import parse_with_provenance
 from rayzero.engine.errors import ConfigError

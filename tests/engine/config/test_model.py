@@ -30,7 +30,7 @@ WHOLE = {
     "zero_optimization": {"stage": 3, "reduce_bucket_size": 500, "overlap_comm": False},
     "gradient_clipping": 1.0,
     "steps_per_print": 10,
-    "rayzero": {"unit_classes": ["Block"], "slots": 3},
+    "rayzero": {"unshard_modules": ["Block"], "gather_buffers": 3},
 }
 
 
@@ -68,11 +68,11 @@ def test_a_parsed_config_is_taken_as_it_is() -> None:
         ("bf16.enable", True, r"bf16\.enable: .*\(did you mean 'enabled'\?\)"),
         ("optimizer.parms", {}, r"optimizer\.parms: .*\(did you mean 'params'\?\)"),
         ("scheduler.typ", "x", r"scheduler\.typ: .*\(did you mean 'type'\?\)"),
-        ("rayzero.slot", 2, r"rayzero\.slot: .*\(did you mean 'slots'\?\)"),
+        ("rayzero.gather_buffer", 2, r"rayzero\.gather_buffer: .*did you mean 'gather_buffers'"),
         (
             "rayzero.zebra",
             2,
-            r"rayzero\.zebra: unknown key; known keys here: .*slots, unit_classes",
+            r"rayzero\.zebra: unknown key; known keys here: .*gather_buffers, .*, unshard_modules",
         ),
     ],
 )
@@ -110,8 +110,8 @@ def test_an_unknown_key_is_refused_with_the_nearest(path: str, value: Any, messa
         ("optimizer", {}, r"optimizer\.type: this key is required"),
         ("optimizer.params", [1], r"optimizer\.params: .*dictionary"),
         ("scheduler.type", "Twice", r"scheduler\.type: .*\(seen: 'Twice'\)"),
-        ("rayzero.slots", 1, r"rayzero\.slots: .*greater than or equal to 2"),
-        ("rayzero.unit_classes", "Block", r"rayzero\.unit_classes: .*\(seen: 'Block'\)"),
+        ("rayzero.gather_buffers", 1, r"rayzero\.gather_buffers: .*greater than or equal to 2"),
+        ("rayzero.unshard_modules", "Block", r"rayzero\.unshard_modules: .*\(seen: 'Block'\)"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_path(path: str, value: Any, message: str) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from rayzero.engine.config import EngineConfig, parse_config
 from rayzero.engine.config.checks import CONFLICTS
-from rayzero.engine.config.keys import KEYS
-from rayzero.engine.config.model import Bf16Config, Fp16Config
+from rayzero.engine.config.key_table import KEYS
 from rayzero.engine.config.parse import parse_with_provenance
+from rayzero.engine.config.precision import Bf16Config, Fp16Config
 from rayzero.engine.errors import ConfigError
 
 ZERO = "zero_optimization"

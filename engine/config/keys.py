@@ -1,0 +1,136 @@
+"""`Key`: the metadata of one config key, declared with its field.
+
+`implemented`, `no_op` and `refused` take the place of pydantic's `Field`: a field made with them
+carries its key's status, meaning, old names and "auto" rule. `key_table` collects them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field
+
+
+class KeyStatus(StrEnum):
+    """How the engine treats a key."""
+
+    IMPLEMENTED = "implemented"
+    NO_OP = "no-op"
+    REFUSED = "refused"
+
+
+IMPLEMENTED, NO_OP, REFUSED = KeyStatus.IMPLEMENTED, KeyStatus.NO_OP, KeyStatus.REFUSED
+NOT_YET_REASON = "not supported in this version"
+_UNSET_VALUES = (None, False, 0, "auto", "false", "False")
+
+
+@dataclass(frozen=True)
+class Auto:
+    """The value that "auto" stands for; None leaves the key out. `reason` is shown to users."""
+
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Key:
+    """Metadata of one config key.
+
+    A refused key may be present with a value that requests nothing: its default, null or false;
+    in a section with `enabled: false`, any value.
+
+    Attributes:
+        description: what the key requests.
+        why: why it has no effect, or why it is refused.
+        alternative: what to use instead of a refused key.
+        is_active: for a key that is not a field: whether a value requests something. Keys below it
+            are not checked.
+        group: heading in `rayzero config explain` and docs/config.md; empty for that of the field
+            before it.
+        old_names: older paths of the key.
+        old_true: the value that `true` under an old name stands for; None if values are unchanged.
+        auto: what "auto" becomes, where that is not the default.
+        path: dotted path from the top of the config; `key_table` sets it.
+    """
+
+    status: KeyStatus
+    description: str
+    why: str = ""
+    alternative: str = ""
+    is_active: Callable[[Any], bool] | None = None
+    group: str = ""
+    old_names: tuple[str, ...] = ()
+    old_true: str | None = None
+    auto: Auto | None = None
+    path: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why it has no effect or is refused; empty for an implemented key."""
+        if self.status is IMPLEMENTED:
+            return ""
+        return self.why or NOT_YET_REASON
+
+    @property
+    def text(self) -> str:
+        """Description, status and alternative as sentences."""
+        text = f"{self.description[:1].upper()}{self.description[1:]}."
+        if self.reason:
+            use = f" Use {self.alternative}." if self.alternative else ""
+            text += f" {str(self.status).capitalize()}: {self.reason}.{use}"
+        return text
+
+    def __call__(self, schema: dict[str, Any]) -> None:
+        """Describes the field in the JSON schema (pydantic's `json_schema_extra`)."""
+        schema["description"] = self.text
+
+
+def implemented(default: Any, description: str, **metadata: Any) -> Any:
+    """A field that has an effect; `metadata` is the rest of `Key`'s attributes."""
+    return Field(default, json_schema_extra=Key(IMPLEMENTED, description, **metadata))
+
+
+def no_op(default: Any, description: str, why: str, **metadata: Any) -> Any:
+    """A field that is checked and has no effect."""
+    return Field(default, json_schema_extra=Key(NO_OP, description, why, **metadata))
+
+
+def refused(default: Any, description: str, why: str = "", **metadata: Any) -> Any:
+    """A field of which only the default is accepted."""
+    return Field(default, json_schema_extra=Key(REFUSED, description, why, **metadata))
+
+
+def is_set(value: Any) -> bool:
+    """Whether a value is neither empty nor false."""
+    return value not in _UNSET_VALUES and value not in ({}, [], "")
+
+
+def is_enabled(value: Any) -> bool:
+    """Whether a section's `enabled` is set."""
+    return is_set(value.get("enabled")) if isinstance(value, dict) else is_set(value)
+
+
+def is_enabled_anywhere(value: Any) -> bool:
+    """Whether a section, or one nested in it, is enabled."""
+    if not isinstance(value, dict):
+        return is_set(value)
+    return is_enabled(value) or any(
+        is_enabled_anywhere(inner) for inner in value.values() if isinstance(inner, dict)
+    )
+
+
+def active_unless(*values: Any) -> Callable[[Any], bool]:
+    """A predicate: set, and none of `values`."""
+    return lambda value: is_set(value) and value not in values
+
+
+def active_if_child(name: str, *values: Any) -> Callable[[Any], bool]:
+    """A predicate of sections: the key `name` in it is set, and none of `values`."""
+
+    def is_active(value: Any) -> bool:
+        return active_unless(*values)(value.get(name)) if isinstance(value, dict) else is_set(value)
+
+    return is_active
