@@ -128,7 +128,10 @@ def test_a_refused_section_may_be_there_when_it_asks_for_nothing(path: str) -> N
     [
         ({"amp": {"enabled": True}}, r"amp: refused: .*; use bf16, fp16 or torch_autocast"),
         ({"elasticity": {"enabled": True}}, "use train_batch_size, and workers.min and"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: refused: all ranks are data-parallel"),
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            "tensor_parallel: refused: all ranks are data-parallel",
+        ),
         ({"sequence_parallel_size": 4}, "sequence_parallel_size: refused"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow: refused"),
         ({"zero_optimization": {"mics_shard_size": 4}}, "use zero_optimization.zero_hpz_part"),
