@@ -70,6 +70,16 @@ class PaperGroup:
         """From now on somebody dies every so often; 0 for nobody any more."""
         await self._ask("strike", every_s)
 
+    async def call(self, target: Any, method: Callable[..., Any], *args: Any) -> Any:
+        """A call of a worker or of a node's vault."""
+        return await getattr(self, method.__name__)(target, *args)
+
+    def broadcast(
+        self, workers: Iterable[int], method: Callable[..., None], *args: Any
+    ) -> PendingReplies:
+        answers: PendingReplies = getattr(self, method.__name__)(workers, *args)
+        return answers
+
     async def open_store(self, worker: int) -> int:
         return 4000
 

@@ -1,17 +1,10 @@
-"""WorkerGroup, VaultGroup, CheckpointStore protocols; job commands.
-
-What the controller needs of workers and vaults, without Ray: tests put fakes in their place.
-
-The job's checkpoints as the controller needs them: which there are, commit one, prune.
-
-What somebody may want of a running job.
-"""
+"""What the controller needs of workers, vaults and checkpoints, without Ray; commands to a job."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from rayzero.orchestrator.aio import PendingReplies
 from rayzero.orchestrator.policies.placement import ResourceRequest
@@ -22,10 +15,16 @@ from rayzero.workers.messages import (
     WorkerInfo,
     WorkerMessage,
 )
-from rayzero.workers.vault.records import RankFile, SlotInfo, SlotRef, VaultEvent
+from rayzero.workers.vault.records import RankFile, SlotInfo
+
+if TYPE_CHECKING:
+    from rayzero.workers.vault.vault import Vault
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 WORKER_POLL_S = 2.0
-"""Within which a worker that is listened to says something, if only that it lives."""
+"""Longest time between two messages of a subscribed worker; an empty one says that it lives."""
 
 
 class WorkerLostError(Exception):
@@ -38,155 +37,169 @@ class VaultLostError(Exception):
 
 @dataclass(frozen=True)
 class WorkerReports:
-    """What came of the workers at once.
+    """Messages and losses of several workers.
 
     Args:
-        said: (worker, its messages in order), for the hearer to keep; without messages it said
-            that it lives.
-        lost: (worker, what is known about the cause); it says no more, and has said all before.
+        messages: (worker, its messages in order); an empty list says that the worker is alive. The
+            receiver owns the lists.
+        lost: (worker, the cause as far as it is known); its last messages come before this.
     """
 
     messages: Sequence[tuple[int, list[WorkerMessage]]] = ()
     lost: Sequence[tuple[int, str]] = ()
 
 
-class WorkerGroup(Protocol):
-    """The workers of one job, each in a seat: its own reservation of CPUs and GPUs.
+class WorkerCalls(Protocol):
+    """Calls that a worker's process accepts, by `WorkerGroup.call` and `WorkerGroup.broadcast`.
 
-    A seat outlives its worker's process; on a lost node it waits for another one. Calls that wait
-    for one worker may raise WorkerLostError. What goes to many goes at once, and what many say
-    comes at once: there may be thousands, and a task or a timer for each would cost more than
-    everything else.
+    `stop`, `drain` and `fence` name a generation; they do nothing if the worker has left it.
+    """
+
+    def open_store(self) -> int:
+        """Opens a TCP store for rendezvous; its port."""
+
+    def stop(self, generation: int) -> None:
+        """Unwinds the user's function at its next report, phase or step."""
+
+    def drain(self, generation: int) -> None:
+        """Unwinds all ranks at the end of the current step, with the state mirrored."""
+
+    def fence(self, generation: int) -> None:
+        """Like `stop`, and also interrupts the collective that the worker may be waiting in."""
+
+    def inject(self, faults: Sequence[str]) -> None:
+        """Replaces the faults that were injected since the job started."""
+
+    def salvage(self, vault: str) -> SlotInfo:
+        """Copies the state in an unwound worker's memory into the vault at that address.
+
+        Raises:
+            EngineError, VaultGoneError: there is no state, or the vault is gone.
+        """
+
+    def dump_stack(self) -> str:
+        """The Python stacks of the process."""
+
+
+class WorkerGroup(Protocol):
+    """The workers of one job, each in its own reservation of CPUs and GPUs.
+
+    A reservation outlives its worker's process; when its node is lost it waits for another one.
+    There may be thousands of workers: a command to many is one call, and their messages arrive
+    together, because a task or a timer for each would cost more than all other work.
     """
 
     async def start_workers(self, need: ResourceRequest) -> tuple[WorkerInfo, ...]:
-        """Asks for `need.most` seats and starts a worker in each that is there; returns when all
-        of these answer. Seats that are not there stay asked for (the autoscaler sees them).
+        """Requests `need.max_workers` reservations and starts a worker in each that is granted;
+        returns when these workers have started. The others stay requested, so that Ray's
+        autoscaler sees them.
 
         Raises:
-            JobFailedError: fewer than `need.least` came in time, or a worker did not start.
+            JobFailedError: fewer than `need.min_workers` were granted in time, or a worker did not
+                start.
         """
 
     async def next_worker(self) -> WorkerInfo:
-        """The next worker that became ready behind the first ones: in a seat that came later, or
-        as a replacement. Waits without end; can be cancelled.
+        """The next worker that has started after the first ones: in a reservation that was granted
+        later, or as a replacement. Waits without limit; can be cancelled.
 
         Raises:
-            WorkerLostError: one did not start; it is tried again without being asked for.
+            WorkerLostError: a worker did not start; it is started again automatically.
         """
 
     def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
-        """Starts a new worker in the seat of one that is gone; it gets an index of its own."""
+        """Starts a new worker, with an index of its own, in the reservation of a lost one."""
 
     def resize(self, least: int, most: int) -> None:
-        """Asks for so many seats from now on. Seats beyond `most` that hold no worker go."""
+        """Changes the number of reservations. Empty ones beyond `most` are removed."""
 
     async def release_worker(self, worker: int) -> None:
-        """Ends a worker's process and gives its seat back."""
+        """Ends a worker's process and removes its reservation."""
 
     async def kill(self, worker: int) -> None:
-        """Ends a worker's process at once, whatever state it is in (SIGKILL); the seat stays."""
+        """Ends a worker's process with SIGKILL; its reservation stays."""
 
-    async def open_store(self, worker: int) -> int:
-        """The port of a new store in that worker's process."""
+    async def call(
+        self,
+        worker: int,
+        method: Callable[Concatenate[Any, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Calls `method`, one of `WorkerCalls`, in a worker's process.
+
+        Raises:
+            WorkerLostError: the process is gone.
+            Exception: what the method raises.
+        """
+
+    def broadcast(
+        self,
+        workers: Iterable[int],
+        method: Callable[Concatenate[Any, P], None],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> PendingReplies:
+        """Calls `method`, one of `WorkerCalls`, in several workers' processes."""
 
     def assign(
         self, formation: GenerationSpec, places: Mapping[int, RankAssignment]
     ) -> PendingReplies:
-        """Begins a generation on these workers, each at its own place."""
+        """Starts a generation on these workers, each with its own rank."""
 
     def subscribe(self, workers: Iterable[int]) -> None:
-        """From now on `hear` tells what these say, from the first word on."""
+        """Includes the messages of these workers, from their first one, in `receive`."""
 
     async def receive(self) -> WorkerReports:
-        """What happened on the workers since the last call; waits for something to happen."""
-
-    def stop(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        """Asks workers to unwind the user's function at their next report, phase or step.
-
-        Like `drain` and `fence` meant for one generation: when it comes late, it does nothing.
-        """
-
-    def drain(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        """Asks workers, and so all, to unwind at the end of the step at hand, mirrored."""
-
-    def fence(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        """As `stop`, and breaks off the collective they may be waiting in."""
-
-    async def inject_faults(self, worker: int, faults: Sequence[str]) -> None:
-        """Further faults for one worker: all that were injected since the job began."""
-
-    async def salvage(self, worker: int, vault: str) -> SlotInfo:
-        """Copies the state in an unwound worker's memory into the vault at that address.
-
-        Raises:
-            EngineError, VaultGoneError: there is no state, or that vault is gone.
-        """
-
-    async def dump_stack(self, worker: int) -> str:
-        """The Python stacks of a worker's process."""
+        """Messages and losses since the last call; waits until there are some."""
 
     async def draining_nodes(self) -> frozenset[str]:
-        """Ids of the nodes that the cluster is draining or is about to lose. For each seat there,
-        another one is asked for elsewhere; the old one goes with its worker."""
+        """Ids of the nodes that the cluster drains or is about to lose. For each reservation there
+        another one is requested elsewhere; the old one is removed with its worker."""
 
     async def release(self) -> None:
-        """Ends every worker and gives the resources back. May be called at any time, and twice."""
+        """Ends all workers and removes all reservations. May be called at any time, repeatedly."""
 
 
 class VaultGroup(Protocol):
-    """One vault a node. All calls that name a node may raise VaultLostError."""
+    """One vault for each node. Calls that name a node may raise VaultLostError."""
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
-        """Makes sure that each of these nodes has a vault; their addresses, by node.
+        """Starts a vault on each of these nodes that has none; the addresses by node.
 
         Raises:
             JobFailedError: one did not start.
         """
 
-    async def poll(self, node_id: str, timeout_s: float) -> list[VaultEvent]:
-        """What a vault noticed; waits up to `timeout_s` for something to happen."""
-
-    async def inventory(self, node_id: str) -> list[SlotInfo]:
-        """Every whole version that a vault holds."""
-
-    async def unpin(self, node_id: str, generation: int, step: int) -> None:
-        """Frees what was pinned at that step or before."""
-
-    async def replicate(self, node_id: str, slots: Sequence[SlotRef]) -> int:
-        """Copies other vaults' slots into this one, in place of the replicas it has of the same
-        generations and ranks; the bytes copied."""
-
-    async def write(self, node_id: str, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
-        """Writes slots of this vault as files of the checkpoint in `folder`; they are durable.
+    async def call(
+        self,
+        node_id: str,
+        method: Callable[Concatenate[Vault, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Calls `method`, one of `Vault`, in a node's vault.
 
         Raises:
-            StoreError: the store cannot take them: full, gone, forbidden. It says which.
+            VaultLostError: the vault's process or its node is gone.
+            Exception: what the method raises.
         """
 
-    async def inspect(self, node_id: str, pid: int) -> str:
-        """What the system says about a process on that node: its state, its stack if py-spy can
-        be had. For a worker that does not answer."""
-
-    async def usage(self, node_id: str) -> dict[str, Any]:
-        """Bytes held: `slots`, `replicas`; `available`."""
-
     async def inject_faults(self, faults: Sequence[str]) -> None:
-        """Further faults for every vault, now and to come: all that were injected since the job
-        began."""
+        """Replaces the faults that were injected since the job started, in every vault, also in
+        those that start later."""
 
     async def why_not_injectable(self, node_id: str, fault: str) -> str:
-        """Why a fault of a vault or a node cannot happen there; empty when it can."""
+        """Why a fault of a vault or a node is impossible there; empty if it is possible."""
 
     async def inject_node_fault(self, node_id: str, fault: str) -> None:
-        """Makes it happen; most often nobody is left to answer."""
+        """Injects a fault of a vault or a node, which usually ends the process that would reply."""
 
     async def close(self, node_id: str) -> None:
-        """Ends a vault that nobody needs any more, if there is one. Ray's autoscaler keeps a node
-        for as long as there is a vault."""
+        """Ends a node's vault, if it has one. Ray's autoscaler keeps a node with a vault alive."""
 
     async def release(self) -> None:
-        """Ends every vault. May be called at any time, and twice."""
+        """Ends all vaults. May be called at any time, repeatedly."""
 
 
 class CheckpointStore(Protocol):

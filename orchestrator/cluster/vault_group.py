@@ -1,10 +1,10 @@
-"""The vaults of a job as Ray actors, one on every node that has a worker."""
+"""The vaults of a job: Ray actors, one on every node with a worker."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -15,21 +15,24 @@ from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.interfaces import VaultLostError
 from rayzero.workers.chaos.node import network_id
 from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS, VaultActor
-from rayzero.workers.vault.records import RankFile, SlotInfo, SlotRef, VaultEvent
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _START_TIMEOUT_S = 60.0
 
 
 class RayVaultGroup:
-    """Owns the vaults, from `begin` or `open` to `release`. Used from one event loop.
+    """Implements `VaultGroup`. Owns the vaults from `start` or `open` until `release`. Used from
+    one event loop.
 
-    A vault that was found lost is forgotten, so that the next `open` starts another one.
+    A lost vault is removed, so that the next `open` starts another one on its node.
 
     Args:
         job: the job's name.
-        actor: the class of the vaults.
-        faults: of the job, to inject in what the vaults do.
-        output_dir: where those are recorded that happened.
+        actor: the vaults' class.
+        faults: faults of the job file to inject into the vaults.
+        output_dir: folder of the record of injected faults.
     """
 
     def __init__(
@@ -48,74 +51,68 @@ class RayVaultGroup:
         self._shared_peers: dict[str, Any] = {}
 
     def start(self, node_id: str) -> None:
-        """Starts a node's vault, if it has none, without waiting for it."""
+        """Starts a vault on a node that has none, without waiting for it."""
         if node_id in self._vaults:
             return
-        here = NodeAffinitySchedulingStrategy(node_id, soft=False)
         actor = self._actor.options(
             num_cpus=0,
             max_concurrency=VAULT_COMMAND_THREADS,
             max_restarts=0,
-            scheduling_strategy=here,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         faults = (*self._faults, *self._injected_faults)
         self._vaults[node_id] = actor.remote(self._job, node_id, faults, self._output_dir)
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
         nodes = list(dict.fromkeys(node_ids))
-        answers = asyncio.gather(*(self._open_address(node) for node in nodes))
+        starts = asyncio.gather(*(self._start_with_retry(node) for node in nodes))
         try:
-            addresses = await asyncio.wait_for(answers, _START_TIMEOUT_S)
+            addresses = await asyncio.wait_for(starts, _START_TIMEOUT_S)
         except TimeoutError:
             raise JobFailedError(
-                f"the vaults' processes did not answer within {_START_TIMEOUT_S:g} s",
-                allowed="a process without CPUs of its own on every node of the job",
+                f"the vaults' processes did not start within {_START_TIMEOUT_S:g} s",
+                allowed="one actor with num_cpus=0 on every node of the job",
             ) from None
         await self._share_peers()
         return dict(zip(nodes, addresses, strict=True))
 
-    async def poll(self, node_id: str, timeout_s: float) -> list[VaultEvent]:
-        news: list[VaultEvent] = await self._call(node_id, "poll", timeout_s)
-        return news
-
-    async def inventory(self, node_id: str) -> list[SlotInfo]:
-        slots: list[SlotInfo] = await self._call(node_id, "inventory")
-        return slots
-
-    async def unpin(self, node_id: str, generation: int, step: int) -> None:
-        await self._call(node_id, "unpin", generation, step)
-
-    async def replicate(self, node_id: str, slots: Sequence[SlotRef]) -> int:
-        return int(await self._call(node_id, "replicate", tuple(slots)))
-
-    async def write(self, node_id: str, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
-        files: list[RankFile] = await self._call(node_id, "write", folder, tuple(slots))
-        return files
-
-    async def inspect(self, node_id: str, pid: int) -> str:
-        return str(await self._call(node_id, "inspect", pid))
-
-    async def usage(self, node_id: str) -> dict[str, Any]:
-        usage: dict[str, Any] = await self._call(node_id, "usage")
-        return usage
-
-    async def kill(self, node_id: str, pid: int) -> bool:
-        """Ends a worker's process on that node (SIGKILL); False if the vault does not know it."""
-        return bool(await self._call(node_id, "kill", pid))
+    async def call(
+        self,
+        node_id: str,
+        method: Callable[Concatenate[Any, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        if node_id not in self._vaults:
+            raise VaultLostError(f"node {node_id} has no vault")
+        actor = self._vaults[node_id]
+        try:
+            reply: T = await getattr(actor, method.__name__).remote(*args, **kwargs)
+            return reply
+        except ACTOR_LOST as error:
+            if node_id in self._vaults and self._vaults[node_id] is actor:
+                del self._vaults[node_id]
+                ray.kill(
+                    actor
+                )  # Ray also reports an actor as lost that it cannot reach for a while
+            raise VaultLostError(death_cause(error)) from None
 
     async def inject_faults(self, faults: Sequence[str]) -> None:
         self._injected_faults = tuple(faults)
-        told = [self._call(node, "inject", (*self._faults, *faults)) for node in self._vaults]
-        for answer in await asyncio.gather(*told, return_exceptions=True):
-            if isinstance(answer, BaseException) and not isinstance(answer, VaultLostError):
-                raise answer
+        in_effect = (*self._faults, *faults)
+        calls = [self.call(node, VaultActor.inject, in_effect) for node in self._vaults]
+        for reply in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(reply, BaseException) and not isinstance(reply, VaultLostError):
+                raise reply
 
     async def why_not_injectable(self, node_id: str, fault: str) -> str:
-        is_here = node_id == ray.get_runtime_context().get_node_id()
-        return str(await self._call(node_id, "why_not_injectable", fault, is_here, network_id()))
+        is_local = node_id == ray.get_runtime_context().get_node_id()
+        return await self.call(
+            node_id, VaultActor.why_not_injectable, fault, is_local, network_id()
+        )
 
     async def inject_node_fault(self, node_id: str, fault: str) -> None:
-        await self._call(node_id, "inject_node_fault", fault)
+        await self.call(node_id, VaultActor.inject_node_fault, fault)
 
     async def close(self, node_id: str) -> None:
         actor = self._vaults.pop(node_id, None)
@@ -130,8 +127,8 @@ class RayVaultGroup:
             ray.kill(actor)
         await wait_gone(actor.usage for actor in actors)
 
-    async def _open_address(self, node_id: str) -> str:
-        """The address of a node's vault; one that turns out to be lost is started again, once."""
+    async def _start_with_retry(self, node_id: str) -> str:
+        """The address of a node's vault. A lost one is started again, once."""
         try:
             return await self._start_and_wait(node_id)
         except VaultLostError:
@@ -140,30 +137,20 @@ class RayVaultGroup:
     async def _start_and_wait(self, node_id: str) -> str:
         self.start(node_id)
         try:
-            return str(await self._call(node_id, "address"))
+            return await self.call(node_id, VaultActor.address)
         except RayError as error:
             raise JobFailedError(f"a vault could not start: {death_cause(error)}") from None
 
     async def _share_peers(self) -> None:
-        """Gives every vault the handles of the others, when there are others than last time."""
-        everyone = dict(self._vaults)
-        if everyone == self._shared_peers:
+        """Gives every vault the handles of the others, if the vaults have changed since last time."""
+        vaults = dict(self._vaults)
+        if vaults == self._shared_peers:
             return
-        others = {node: {n: v for n, v in everyone.items() if n != node} for node in everyone}
-        meetings = [self._call(node, "set_peers", others[node]) for node in everyone]
-        for lost in await asyncio.gather(*meetings, return_exceptions=True):
-            if isinstance(lost, BaseException):
-                raise lost
-        self._shared_peers = everyone
-
-    async def _call(self, node_id: str, method: str, *args: Any) -> Any:
-        if node_id not in self._vaults:
-            raise VaultLostError(f"node {node_id} has no vault")
-        actor = self._vaults[node_id]
-        try:
-            return await getattr(actor, method).remote(*args)
-        except ACTOR_LOST as error:
-            if node_id in self._vaults and self._vaults[node_id] is actor:
-                del self._vaults[node_id]
-                ray.kill(actor)  # Ray also gives up what it cannot reach for a while
-            raise VaultLostError(death_cause(error)) from None
+        calls = []
+        for node in vaults:
+            peers = {peer: vault for peer, vault in vaults.items() if peer != node}
+            calls.append(self.call(node, VaultActor.set_peers, peers))
+        for reply in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(reply, BaseException):
+                raise reply
+        self._shared_peers = vaults

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -26,7 +26,7 @@ from rayzero.orchestrator.policies.placement import (
 )
 from rayzero.workers.actor import WorkerActor
 from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo, WorkerSpec
-from rayzero.workers.vault.records import SlotInfo
+from rayzero.workers.vault.vault import Vault
 
 _ACQUIRE_INTERVAL_S = 0.02
 """How often to look for seats while a job waits for them."""
@@ -47,6 +47,7 @@ _KILL_TIMEOUT_S = 1.0
 _OBJECT_STORE_WORKERS = 64
 """Workers from which on what all of them are told goes through the object store."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -132,13 +133,36 @@ class RayWorkerGroup:
         victim = self._pool.get(worker)
         if victim.info is not None:
             with suppress(VaultLostError, TimeoutError):
-                killed = self._vaults.kill(victim.info.node_id, victim.info.pid)
+                killed = self._vaults.call(victim.info.node_id, Vault.kill, victim.info.pid)
                 if await asyncio.wait_for(killed, _KILL_TIMEOUT_S):
                     return
         ray.kill(victim.actor)
 
-    async def open_store(self, worker: int) -> int:
-        return int(await _await_reply(self._actor(worker).open_store.remote()))
+    async def call(
+        self,
+        worker: int,
+        method: Callable[Concatenate[Any, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        actor = self._pool.get(worker).actor
+        try:
+            reply: T = await getattr(actor, method.__name__).remote(*args, **kwargs)
+            return reply
+        except ACTOR_LOST as error:
+            raise WorkerLostError(death_cause(error)) from None
+
+    def broadcast(
+        self,
+        workers: Iterable[int],
+        method: Callable[Concatenate[Any, P], None],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> PendingReplies:
+        return self._poller.broadcast(
+            workers,
+            lambda worker: getattr(self._actor(worker), method.__name__).remote(*args, **kwargs),
+        )
 
     def assign(
         self, formation: GenerationSpec, places: Mapping[int, RankAssignment]
@@ -154,29 +178,6 @@ class RayWorkerGroup:
 
     async def receive(self) -> WorkerReports:
         return await self._poller.receive()
-
-    def stop(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        return self._poller.broadcast(workers, lambda one: self._actor(one).stop.remote(generation))
-
-    def drain(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        return self._poller.broadcast(
-            workers, lambda one: self._actor(one).drain.remote(generation)
-        )
-
-    def fence(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        return self._poller.broadcast(
-            workers, lambda one: self._actor(one).fence.remote(generation)
-        )
-
-    async def inject_faults(self, worker: int, faults: Sequence[str]) -> None:
-        await _await_reply(self._actor(worker).inject.remote(tuple(faults)))
-
-    async def salvage(self, worker: int, vault: str) -> SlotInfo:
-        slot: SlotInfo = await _await_reply(self._actor(worker).salvage.remote(vault))
-        return slot
-
-    async def dump_stack(self, worker: int) -> str:
-        return str(await _await_reply(self._actor(worker).dump_stack.remote()))
 
     async def draining_nodes(self) -> frozenset[str]:
         leaving = await asyncio.to_thread(nodes.draining_node_ids)
@@ -297,10 +298,3 @@ class RayWorkerGroup:
             await work
         except Exception as error:  # noqa: BLE001
             self._started.put_nowait(error)
-
-
-async def _await_reply(reference: Awaitable[T]) -> T:
-    try:
-        return await reference
-    except ACTOR_LOST as error:
-        raise WorkerLostError(death_cause(error)) from None

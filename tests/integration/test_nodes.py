@@ -15,7 +15,7 @@ import pytest
 from rayzero.orchestrator.aio import SystemClock
 from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
 from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
-from rayzero.orchestrator.interfaces import VaultLostError, WorkerLostError
+from rayzero.orchestrator.interfaces import VaultLostError, WorkerCalls, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from tests.integration.namespaces import alone
 from tests.integration.nodes import Nodes
@@ -123,7 +123,9 @@ def test_a_draining_node_is_told_and_its_seats_asked_for_elsewhere(nodes: Nodes,
             while await workers.draining_nodes() != {one.node_id}:
                 assert time.monotonic() < until
                 await asyncio.sleep(0.1)
-            assert await workers.open_store(0) == one.pid, "a drained node's workers go on"
+            assert await workers.call(0, WorkerCalls.open_store) == one.pid, (
+                "a drained node's workers go on"
+            )
             new = [await asyncio.wait_for(workers.next_worker(), WAIT_S) for _ in range(2)]
             assert {worker.node_id for worker in new} == {first, second} - {one.node_id}
             await workers.release_worker(one.index)  # their seats went with them

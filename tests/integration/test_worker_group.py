@@ -18,10 +18,11 @@ from rayzero.orchestrator.aio import SystemClock
 from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
 from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.interfaces import VaultLostError, WorkerLostError
+from rayzero.orchestrator.interfaces import VaultLostError, WorkerCalls, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.workers.messages import GenerationSpec, RankAssignment
 from rayzero.workers.vault.records import ConnectionLost
+from rayzero.workers.vault.vault import Vault
 from tests.integration.conftest import CPUS, Head
 from tests.integration.tiny import TinyWorker, lost, setup
 
@@ -129,7 +130,7 @@ def test_a_dead_worker_is_noticed_and_its_seat_taken_again(tmp_path: Path):
             new = await asyncio.wait_for(workers.next_worker(), WAIT_S)
             assert time.monotonic() - before > 1.4
             assert (new.index, new.node_id) == (CPUS, first[2].node_id)
-            assert await workers.open_store(CPUS) == new.pid
+            assert await workers.call(CPUS, WorkerCalls.open_store) == new.pid
 
     asyncio.run(run())
 
@@ -179,7 +180,9 @@ def test_resize_asks_for_more_and_takes_back_only_what_nobody_knows(tmp_path: Pa
             await asyncio.sleep(0.2)
             workers.resize(1, 2)
             await asyncio.sleep(1.5)
-            assert [await workers.open_store(i) > 0 for i in range(3)] == [True] * 3
+            assert [await workers.call(i, WorkerCalls.open_store) > 0 for i in range(3)] == [
+                True
+            ] * 3
             await workers.release_worker(2)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(workers.next_worker(), 1.5)
@@ -240,7 +243,7 @@ def test_a_lost_vault_is_noticed_and_opened_again(head: Head, tmp_path: Path):
             node = one.node_id
             first = await vaults.open([node])
             assert await vaults.open([node, node]) == first
-            assert await vaults.inventory(node) == []
+            assert await vaults.call(node, Vault.inventory) == []
             (vault,) = head.processes("ray::VaultActor")
             poll = asyncio.ensure_future(vaults.poll(node, 30))
             await asyncio.sleep(0.2)
@@ -248,9 +251,9 @@ def test_a_lost_vault_is_noticed_and_opened_again(head: Head, tmp_path: Path):
             with pytest.raises(VaultLostError):
                 await asyncio.wait_for(poll, WAIT_S)
             with pytest.raises(VaultLostError, match="has no vault"):
-                await vaults.usage(node)
+                await vaults.call(node, Vault.usage)
             again = await vaults.open([node])
             assert again[node] != first[node]
-            assert set(await vaults.usage(node)) >= {"slots", "replicas", "available"}
+            assert set(await vaults.call(node, Vault.usage)) >= {"slots", "replicas", "available"}
 
     asyncio.run(run())

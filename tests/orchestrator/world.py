@@ -371,6 +371,15 @@ class World:
         self.told.append(("kill", worker))
         self.kill(worker, "killed by the controller")
 
+    async def call(self, worker: int, method: Callable[..., Any], *args: Any) -> Any:
+        return await getattr(self, method.__name__)(worker, *args)
+
+    def broadcast(
+        self, workers: Iterable[int], method: Callable[..., None], *args: Any
+    ) -> PendingReplies:
+        answers: PendingReplies = getattr(self, method.__name__)(workers, *args)
+        return answers
+
     async def open_store(self, worker: int) -> int:
         await self._hear("store", worker)
         return 4000 + worker
@@ -459,7 +468,7 @@ class World:
                 act(worker)
             answers.mark_done([worker])
 
-    async def inject_faults(self, worker: int, faults: Sequence[str]) -> None:
+    async def inject(self, worker: int, faults: Sequence[str]) -> None:
         await self._hear("inject", worker)
         self.injected.append((worker, tuple(faults)))
 
@@ -563,6 +572,9 @@ class Vaults:
                 self.of[node] = Vault(f"vault-{node}-{self.opened.count(node)}")
         return {node: self.of[node].address for node in node_ids}
 
+    async def call(self, node_id: str, method: Callable[..., Any], *args: Any) -> Any:
+        return await getattr(self, method.__name__)(node_id, *args)
+
     async def poll(self, node_id: str, timeout_s: float) -> list[ConnectionLost]:
         try:
             news = await with_timeout(self._world.clock, timeout_s, self._of(node_id).news.get())
@@ -631,9 +643,6 @@ class Vaults:
             raise VaultLostError("it was struck")
         if fault.startswith("drop_node"):
             self._world.drop_node(node_id)
-
-    async def usage(self, node_id: str) -> dict[str, Any]:
-        return {}
 
     async def release(self) -> None:
         self.releases += 1
