@@ -14,7 +14,7 @@ from rayzero.engine.checkpoint.store import is_remote
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import COMMAND_TIMEOUT_S, JobContext
-from rayzero.orchestrator.interfaces import VaultLostError
+from rayzero.orchestrator.interfaces import VaultLostError, WorkerCalls
 from rayzero.orchestrator.job_events import JobWarning
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, StoreFaultInjector
 from rayzero.workers.chaos.spec import FaultSpec, parse_fault
@@ -67,7 +67,9 @@ class ClusterFaultInjector:
             )
         for worker in ctx.generation.active:  # the next generation's members are told with it
             ctx.tasks.spawn(
-                ctx.call_worker(worker, ctx.deps.workers.inject_faults(worker, ctx.injected_faults))
+                ctx.call_worker(
+                    worker, ctx.deps.workers.call(worker, WorkerCalls.inject, ctx.injected_faults)
+                )
             )
         when = {fault: "" if fault.step <= here else " from that step on" for fault in faults}
         name = ctx.plan.spec.name

@@ -21,6 +21,7 @@ from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed, JobW
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.workers.messages import Pinned
 from rayzero.workers.vault.records import RankFile, SlotRef
+from rayzero.workers.vault.vault import Vault
 
 ALL_STEPS = 2**62
 
@@ -249,7 +250,7 @@ class CheckpointWriter:
         self, node: str, folder: str, slots: Sequence[SlotRef]
     ) -> list[RankFile]:
         ctx = self._context
-        command = ctx.deps.vaults.write(node, folder, slots)
+        command = ctx.deps.vaults.call(node, Vault.write, folder, slots)
         return await with_timeout(ctx.deps.clock, WRITE_TIMEOUT_S, command)
 
     def _report_failure(

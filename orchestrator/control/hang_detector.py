@@ -6,10 +6,11 @@ from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.inbox import WorkerInbox
-from rayzero.orchestrator.interfaces import VaultLostError
+from rayzero.orchestrator.interfaces import VaultLostError, WorkerCalls
 from rayzero.orchestrator.job_events import JobWarning
 from rayzero.orchestrator.policies.hang import Hang, RankProgress, find_hang
 from rayzero.workers.messages import Heartbeat
+from rayzero.workers.vault.vault import Vault
 
 CHECK_INTERVAL_S = 1.0
 """How often it is looked."""
@@ -82,13 +83,13 @@ class HangDetector:
         ctx = self._context
         try:
             return await ctx.call_worker(
-                worker, ctx.deps.workers.dump_stack(worker), STACK_TIMEOUT_S
+                worker, ctx.deps.workers.call(worker, WorkerCalls.dump_stack), STACK_TIMEOUT_S
             )
         except WorkerUnavailableError:
             pass
         info = ctx.registry.info(worker)
         try:
-            inspected = ctx.deps.vaults.inspect(info.node_id, info.pid)
+            inspected = ctx.deps.vaults.call(info.node_id, Vault.inspect, info.pid)
             return await with_timeout(ctx.deps.clock, INSPECT_TIMEOUT_S, inspected)
         except (VaultLostError, TimeoutError):
             return "(its process could not be inspected)"

@@ -16,6 +16,7 @@ from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
 from rayzero.orchestrator.control.reconfigure import Reconfiguration
 from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.interfaces import WorkerCalls
 from rayzero.orchestrator.job_events import RunAdopted
 from rayzero.orchestrator.journal.run_history import RunHistory, faults_on_clock
 from rayzero.orchestrator.policies.membership import WorkerLimits
@@ -55,7 +56,9 @@ class JobShutdown:
         notice_s = ctx.plan.spec.checkpoint.notice_s
         until_s = ctx.now_s() + notice_s
         if generation.all_restored and not generation.fenced:
-            drained = ctx.deps.workers.drain(generation.active, generation.number)
+            drained = ctx.deps.workers.broadcast(
+                generation.active, WorkerCalls.drain, generation.number
+            )
             ctx.tasks.spawn(ctx.await_replies(drained))
             # Half of the time for the step at hand; none of it when a rank is lost on the way,
             # because its peers would only wait for it.

@@ -9,7 +9,7 @@ begins it again: a cancelled attempt emits nothing more, and the next one begins
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import PendingReplies, yield_if_large
@@ -19,6 +19,7 @@ from rayzero.orchestrator.control.generation import GenerationState, RecoveryTim
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.restore import ResumePoint, ResumePointSelector
 from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.interfaces import WorkerCalls
 from rayzero.orchestrator.job_events import JobWarning
 from rayzero.orchestrator.policies.membership import NotEnough, Selected, not_enough_error
 from rayzero.orchestrator.policies.placement import assign_ranks
@@ -26,9 +27,6 @@ from rayzero.workers.messages import GenerationSpec, RankAssignment
 
 FENCE_TIMEOUT_S = 10.0
 """How long the survivors of a fault may take to unwind before they are killed."""
-
-LeaveCommand = Callable[[Iterable[int], int], PendingReplies]
-"""Tells workers to leave a generation."""
 
 
 class Reconfiguration:
@@ -84,22 +82,29 @@ class Reconfiguration:
         Args:
             softly: let them finish the collective they are in.
         """
-        group, assignments = self._context.deps.workers, self._assignments
-        generation = self._context.generation.number
-        leave = group.stop if softly else group.fence
+        ctx, assignments = self._context, self._assignments
+        generation = ctx.generation.number
+        method = WorkerCalls.stop if softly else WorkerCalls.fence
+
+        def leave(members: frozenset[int]) -> None:
+            replies = ctx.deps.workers.broadcast(members, method, generation)
+            ctx.tasks.spawn(ctx.await_replies(replies))
+
         if assigned := workers - assignments.pending:
-            self._context.tasks.spawn(self._context.await_replies(leave(assigned, generation)))
+            leave(assigned)
         if assigned < workers:
-            late = self._interrupt_when_assigned(workers - assigned, assignments, leave, generation)
-            self._context.tasks.spawn(late)
+            ctx.tasks.spawn(self._interrupt_when_assigned(workers - assigned, assignments, leave))
 
     async def _interrupt_when_assigned(
-        self, workers: frozenset[int], assignments: PendingReplies, leave: LeaveCommand, number: int
+        self,
+        workers: frozenset[int],
+        assignments: PendingReplies,
+        leave: Callable[[frozenset[int]], None],
     ) -> None:
         while workers:
             await assignments.wait_any(workers)
             assigned = workers - assignments.pending
-            self._context.tasks.spawn(self._context.await_replies(leave(assigned, number)))
+            leave(assigned)
             workers -= assigned
 
     def _begin(self, unwind: Callable[[], Awaitable[None]] | None) -> None:
@@ -140,7 +145,9 @@ class Reconfiguration:
         time, and the hang detector finds a hang."""
         self._enter_phase("drain")
         ctx, generation = self._context, self._context.generation
-        drained = ctx.deps.workers.drain(generation.active, generation.number)
+        drained = ctx.deps.workers.broadcast(
+            generation.active, WorkerCalls.drain, generation.number
+        )
         ctx.tasks.spawn(ctx.await_replies(drained))
         await ctx.changed.wait_until(lambda: generation.all_left)
 
@@ -191,7 +198,7 @@ class Reconfiguration:
         if store_worker not in generation.members:
             store_worker = placements[0].worker
             store_port = await ctx.call_worker(
-                store_worker, ctx.deps.workers.open_store(store_worker)
+                store_worker, ctx.deps.workers.call(store_worker, WorkerCalls.open_store)
             )
         self._vaults.generation_uses(worker.node_id for worker in members)
         spec = GenerationSpec(

@@ -15,6 +15,7 @@ from rayzero.orchestrator.job_events import JobWarning, ReplicationChanged, Step
 from rayzero.orchestrator.policies.recovery import replica_targets
 from rayzero.workers.messages import Pinned
 from rayzero.workers.vault.records import SlotRef
+from rayzero.workers.vault.vault import Vault
 
 COPY_TIMEOUT_S = 600.0
 """How long a vault may take to copy what it is to hold for another node."""
@@ -95,7 +96,7 @@ class Replication:
         ctx = self._context
         try:
             return await with_timeout(
-                ctx.deps.clock, COPY_TIMEOUT_S, ctx.deps.vaults.replicate(node, slots)
+                ctx.deps.clock, COPY_TIMEOUT_S, ctx.deps.vaults.call(node, Vault.replicate, slots)
             )
         except TimeoutError:
             return f"they took longer than {COPY_TIMEOUT_S:g} s"
@@ -113,5 +114,7 @@ class Replication:
         ctx = self._context
         with suppress(VaultLostError, TimeoutError):  # then there is nothing left to free
             await with_timeout(
-                ctx.deps.clock, COMMAND_TIMEOUT_S, ctx.deps.vaults.unpin(node, generation, step)
+                ctx.deps.clock,
+                COMMAND_TIMEOUT_S,
+                ctx.deps.vaults.call(node, Vault.unpin, generation, step),
             )

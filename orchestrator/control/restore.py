@@ -11,6 +11,7 @@ from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableEr
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import RecoveryTimer
 from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.interfaces import WorkerCalls
 from rayzero.orchestrator.job_events import JobWarning, Rewound
 from rayzero.orchestrator.policies import recovery
 from rayzero.orchestrator.policies.membership import NotEnough
@@ -81,7 +82,9 @@ class ResumePointSelector:
             return None
         worker = rank_zero(selection.members).index
         try:
-            return worker, await ctx.call_worker(worker, ctx.deps.workers.open_store(worker))
+            return worker, await ctx.call_worker(
+                worker, ctx.deps.workers.call(worker, WorkerCalls.open_store)
+            )
         except WorkerUnavailableError as lost:  # if it was no member, this attempt continues
             self._failures.on_worker_lost(lost.worker, lost.cause)
             return None
@@ -94,7 +97,10 @@ class ResumePointSelector:
         nodes = [ctx.registry.info(worker).node_id for worker in point.workers]
         calls = [
             ctx.call_worker(
-                worker, ctx.deps.workers.salvage(worker, ctx.vault_addresses.get(node, ""))
+                worker,
+                ctx.deps.workers.call(
+                    worker, WorkerCalls.salvage, ctx.vault_addresses.get(node, "")
+                ),
             )
             for worker, node in zip(point.workers, nodes, strict=True)
         ]

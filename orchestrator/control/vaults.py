@@ -14,6 +14,7 @@ from rayzero.orchestrator.interfaces import VaultLostError
 from rayzero.orchestrator.job_events import JobWarning
 from rayzero.orchestrator.policies.recovery import StoredSlot
 from rayzero.workers.chaos.spec import FaultFired
+from rayzero.workers.vault.vault import Vault
 
 VAULT_POLL_S = 2.0
 """How long a poll waits at the vault for something to happen."""
@@ -76,7 +77,7 @@ class VaultManager:
         """What all vaults hold; one that is gone, or does not say, holds nothing."""
         ctx = self._context
         asked = {
-            node: asyncio.ensure_future(ctx.deps.vaults.inventory(node))
+            node: asyncio.ensure_future(ctx.deps.vaults.call(node, Vault.inventory))
             for node in ctx.vault_addresses
         }
         with suppress(TimeoutError):
@@ -118,7 +119,7 @@ class VaultManager:
         ctx = self._context
         while True:
             try:
-                command = ctx.deps.vaults.poll(node, VAULT_POLL_S)
+                command = ctx.deps.vaults.call(node, Vault.poll, VAULT_POLL_S)
                 news = await with_timeout(ctx.deps.clock, VAULT_POLL_S + POLL_GRACE_S, command)
             except (VaultLostError, TimeoutError) as lost:
                 if ctx.vault_addresses.pop(node, None) is None:

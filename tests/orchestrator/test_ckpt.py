@@ -140,7 +140,7 @@ def test_a_long_reading_is_told_in_lines_where_there_is_no_terminal():
 @pytest.mark.parametrize("command", [["ls"], ["verify"], ["prune", "--keep", "1"]])
 def test_where_there_are_none(tmp_path, command):
     assert "there are no checkpoints at" in ckpt(*command, tmp_path, code=2)
-    assert "cannot lie at x://y" in ckpt(*command, "x://y", code=2)
+    assert "cannot be stored at x://y" in ckpt(*command, "x://y", code=2)
     (tmp_path / "file").write_text("")
     assert "Not a directory" in ckpt(*command, tmp_path / "file", code=1)
 
