@@ -1,36 +1,43 @@
-"""The engine: wires only. What moves is in `zero`, what is chosen is chosen in `factory`."""
+"""`Engine`: trains one model on all ranks of a ZeRO data-parallel group.
+
+It only connects its parts: `builder` chooses implementations, `zero` moves gradients and weights,
+`state` and `checkpointing` save and load. DeepSpeed's method names are in `api.deepspeed_engine`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine import engine_properties
-from rayzero.engine.data.loader import StepLoader
-from rayzero.engine.engine_accumulation import GradientAccumulation
-from rayzero.engine.engine_checkpointing import EngineCheckpointing
-from rayzero.engine.engine_properties import EngineProperties
-from rayzero.engine.errors import EngineError
-from rayzero.engine.metrics import StepMeter, StepMetrics
-from rayzero.engine.optim.build import NoOptimizer, no_optimizer_error
-from rayzero.engine.optim.schedule import Scheduler
-from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
-from rayzero.engine.precision.policy import clamp_to_dtype
-from rayzero.engine.settings import Settings
+from rayzero.engine.builder import EngineParts, SchedulerLike, build_parts, make_loader
+from rayzero.engine.checkpointing import load_checkpoint, save_checkpoint
+from rayzero.engine.config.explain import log_explanation
+from rayzero.engine.data.loader import MapDataset, StepLoader
+from rayzero.engine.metrics import StepMetrics
+from rayzero.engine.optim.build import NoOptimizer, OptimizerLike
+from rayzero.engine.session import current_session
+from rayzero.engine.settings import ConfigLike, Settings, resolve_config
+from rayzero.engine.state.load import LOAD_ALL, LoadOptions
 from rayzero.engine.state.save import full_state_dict
-from rayzero.engine.state.training import TrainingState
-from rayzero.engine.zero.runtime import ZeroRuntime
-from rayzero.engine.zero.step_vote import StepVote
+from rayzero.engine.training_step import TrainingStep
+
+_engines: WeakKeyDictionary[Engine, None] = WeakKeyDictionary()
 
 
-class Engine(EngineProperties, GradientAccumulation, EngineCheckpointing):
-    """Trains one model on all ranks. Made by `rayzero.initialize`.
+class Engine:
+    """Trains one model on all ranks. Built by `Engine.build`, or by `rayzero.initialize` under
+    DeepSpeed's names.
 
     Every rank must make the same calls in the same order: any of them may hold collectives.
 
     Example:
+        >>> engine = Engine.build(model, torch.optim.AdamW, config={"train_batch_size": 64})
         >>> for batch in loader:
         ...     loss = engine(batch)
         ...     engine.backward(loss)
@@ -39,40 +46,77 @@ class Engine(EngineProperties, GradientAccumulation, EngineCheckpointing):
     Attributes:
         module: the model. Its parameters are views of the engine's buffers.
         progress: finished steps, micro-steps, samples.
-        state: all that has to outlive this process, as named ranges.
-        training_dataloader: the loader of `initialize(training_data=...)`.
-
-    What is not here is looked for in the model: `engine.generate` is `engine.module.generate`.
+        state: the training state that is saved and restored, as named ranges.
+        lr_scheduler: the learning rate schedule, which `step()` steps; None without one.
+        training_dataloader: the loader of `build(training_data=...)`.
     """
 
     training_dataloader: StepLoader | None = None
 
-    def __init__(
-        self,
-        module: nn.Module,
-        runtime: ZeroRuntime,
-        optimizer: ShardedOptimizer,
-        scheduler: Scheduler | None,
-        state: TrainingState,
-        settings: Settings,
-        meter: StepMeter,
-    ) -> None:
-        self.module = module
-        self.progress = state.progress
-        self.state = state
-        self._runtime = runtime
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._settings = settings
-        self._meter = meter
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=settings.device)
-        self._has_gradients = False  # main grads hold something of the step at hand
-        self._awaiting_step = False  # backward was called, step was not
-        self._sync_gradients = True  # outside `no_sync`
-        self._boundary_override: bool | None = (
-            None  # what the script says of the micro-step at hand
+    def __init__(self, parts: EngineParts) -> None:
+        self.module = parts.module
+        self.progress = parts.state.progress
+        self.state = parts.state
+        self.lr_scheduler = parts.scheduler
+        self._runtime = parts.runtime
+        self._optimizer = parts.optimizer
+        self._meter = parts.meter
+        self._step = TrainingStep(
+            parts.runtime,
+            parts.optimizer,
+            parts.scheduler,
+            parts.state,
+            parts.settings,
+            parts.meter,
         )
-        self._step_applied = False
+        _engines[self] = None
+
+    @classmethod
+    def build(
+        cls,
+        model: nn.Module | Callable[[], nn.Module] | None,
+        optimizer: OptimizerLike | None = None,
+        *,
+        config: ConfigLike | None = None,
+        model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+        training_data: MapDataset | None = None,
+        lr_scheduler: SchedulerLike | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Self:
+        """Builds an engine. Collective: every rank calls it with the same arguments.
+
+        Args:
+            model: the model, the same on every rank (rank 0's values are used), or a function that
+                builds it, which is called without allocating its memory (`zero_init`). Not None.
+            optimizer: a new torch optimizer over the model's parameters, or a function that makes
+                one from parameter groups; by default the config's. Without either, the model is
+                frozen and the engine only evaluates.
+            config: an `EngineConfig`, a dict with DeepSpeed's keys, or the path of a JSON file; by
+                default the rayzero job's. With neither config nor optimizer: AdamW at lr 1e-3.
+            model_parameters: parameters or parameter groups to train; by default the optimizer's,
+                or all that require gradients.
+            training_data: a map-style dataset; None if the script makes its own batches.
+            lr_scheduler: a scheduler of the optimizer, or a function that makes one from it. It is
+                stepped once per optimizer step.
+            collate_fn: makes a batch from a list of samples.
+
+        Raises:
+            ConfigError: config, model, optimizer and ranks do not fit together.
+            DataError: the dataset is empty, or not map-style.
+        """
+        session = current_session()
+        parsed = resolve_config(config, optimizer, lr_scheduler, session)
+        parts = build_parts(
+            parsed.config, model, optimizer, model_parameters, lr_scheduler, session
+        )
+        engine = cls(parts)
+        if training_data is not None:
+            engine.training_dataloader = make_loader(parts, training_data, collate_fn, session)
+        if session is not None:
+            session.on_engine_ready(engine)
+        if engine.rank == 0:
+            log_explanation(parsed)
+        return engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; its inputs are cast to the precision of the weights."""
@@ -87,138 +131,133 @@ class Engine(EngineProperties, GradientAccumulation, EngineCheckpointing):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Computes gradients, and starts to sum them over the ranks.
+        """Computes gradients, and starts to reduce them over the ranks.
 
         Args:
-            loss: a scalar, the mean over this rank's micro-batch, or a model's output that has one
-                as `loss`. Gradients are averaged over the global batch by sample count; do not
+            loss: a scalar, the mean over this rank's micro-batch, or a model output with a `loss`
+                attribute. Gradients are averaged over the global batch by sample count; do not
                 divide by ranks or accumulation steps.
-            retain_graph: as torch's.
-            scale_wrt_gas: False if the loss was divided by the accumulation steps already.
+            retain_graph: as in `torch.autograd.backward`.
+            scale_wrt_gas: False if the loss is already divided by the accumulation steps.
 
         Returns:
             The loss as it was given.
 
         Raises:
-            EngineError: not a scalar with a graph, `step` was not called since the last one, or
-                there is no optimizer.
+            EngineError: not a scalar with a graph, `step` was not called since the last backward,
+                or there is no optimizer.
         """
         loss = getattr(loss, "loss", loss)
-        self._check_backward(loss)
-        last = self._sync_gradients and self.is_gradient_accumulation_boundary()
         weight = self.progress.micro_batch_weight
         if not scale_wrt_gas:
-            weight *= self._settings.batches.micro_steps
-        self._meter.enter_phase("backward")
-        passing = self._runtime.backward_pass(first=not self._has_gradients, last=last)
-        with self._meter.step_work.track_backward(weight), passing:
-            seed = torch.full_like(loss, self._initial_grad(weight, loss.dtype))
-            torch.autograd.backward(loss, seed, retain_graph=retain_graph)
-        self._loss_sum.add_(loss.detach(), alpha=weight)
-        self._meter.phases.leave()
-        self._has_gradients = True
-        self._awaiting_step = self._sync_gradients and self._boundary_override is not False
+            weight *= self.settings.batches.micro_steps
+        self._step.backward(loss, retain_graph=retain_graph, weight=weight)
         return loss
 
     def step(self, lr_kwargs: None = None) -> None:
         """Ends a micro-step; at the end of a step, updates the weights on every rank.
 
-        A step whose gradient is not finite on any rank changes nothing on all of them but the
-        loss scale, and is counted in `metrics.skipped_steps`.
+        If the gradient is not finite on any rank, the step is skipped on all of them: only the
+        loss scale changes, and `metrics.skipped_steps` counts it.
 
         Args:
-            lr_kwargs: DeepSpeed's place for something that it does not use; None.
+            lr_kwargs: accepted for DeepSpeed's signature, not used.
 
         Raises:
             EngineError: no `backward` since the last `step`, or inside `no_sync`; or a gradient is
                 not finite at the lowest loss scale.
         """
-        self._step_applied = False
-        if self._boundary_override is False and self._sync_gradients:
-            return
-        if not self._awaiting_step:
-            if self.optimizer is None:
-                raise no_optimizer_error("step")
-            raise EngineError(
-                "step() was called without a backward() before it",
-                allowed="one backward(), then one step(); inside no_sync() no step()",
-            )
-        self._awaiting_step = False
-        if not self.is_gradient_accumulation_boundary():
-            self.progress.micro_step += 1
-            return
-        self._meter.enter_phase("reduce")
-        factor = self._settings.post_reduce_scale / self.loss_scale
-        verdict = self._runtime.vote(self._loss_sum, factor, self._meter.step_requests())
-        lr = self._optimizer.lr
-        if verdict.finite:
-            self._meter.enter_phase("update")
-        with self.state.updating():
-            self._apply_update(verdict, factor)
-        self._step_applied = verdict.finite
-        self._loss_sum.zero_()
-        self._has_gradients = False
-        if verdict.finite:  # the state is whole without it: weights can be published again
-            self._meter.enter_phase("publish")
-            self._runtime.sync_model_weights()
-        self._meter.end_step(verdict, lr)
+        self._step.step()
 
-    def _apply_update(self, verdict: StepVote, factor: float) -> None:
-        """From one step's state to the next one's. No collectives, but LAMB's and Muon's."""
-        if verdict.finite:
-            clip = verdict.clip_factor(self._settings.clip_norm)
-            self._optimizer.step(factor * clip)
-            if self._scheduler is not None:
-                self._scheduler.step()
-        else:
-            self._runtime.grad_reduction.discard_residuals()
-        self._runtime.update_loss_scale(overflow=not verdict.finite)
-        self.progress.skipped_steps += not verdict.finite
-        self.progress.micro_step = 0
-        self.progress.step += 1
-        self.progress.sample_cursor += self.progress.global_batch
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, `backward` only accumulates; call `step` after one more backward outside."""
+        self._step.tracker.no_sync = True
+        try:
+            yield
+        finally:
+            self._step.tracker.no_sync = False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model in CPU memory on rank 0, an empty dict on the others. Collective."""
+        """The full model in CPU memory on rank 0, an empty dict on the others. Collective."""
         self._meter.enter_phase("gather")
         return full_state_dict(self.module, self._runtime)
 
-    def train(self, mode: bool = True) -> Engine:
+    def save(
+        self,
+        folder: str | Path,
+        tag: str | None = None,
+        *,
+        client_state: Mapping[str, Any] | None = None,
+        latest: bool = True,
+        include_frozen: bool = True,
+    ) -> None:
+        """Writes the training state to `<folder>/<tag>`; returns when it is durable. Collective.
+
+        The state is that of the last finished step: gradients accumulated since then are not
+        saved. It can be loaded at any stage and world size.
+
+        Args:
+            folder: a path, or the URL of a store.
+            tag: `global_step<n>` by default; the same on every rank.
+            client_state: the script's own values; rank 0's are saved, as JSON and tensors (see
+                `rayzero.engine.state.client_state`), never pickled.
+            latest: `load` without a tag loads this checkpoint from now on.
+            include_frozen: also save parameters that do not require gradients.
+
+        Raises:
+            EngineError: `client_state` holds what cannot be saved; or another rank failed.
+            StoreError: the store cannot be written.
+        """
+        name = f"global_step{self.progress.step}" if tag is None else tag
+        save_checkpoint(
+            self.state,
+            self._runtime.collectives,
+            self.settings,
+            (str(folder), name),
+            client_state=dict(client_state or {}),
+            latest=latest,
+            include_frozen=include_frozen,
+        )
+
+    def load(
+        self, folder: str | Path, tag: str | None = None, options: LoadOptions = LOAD_ALL
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Loads a training state that was saved at any stage and world size. Collective.
+
+        Args:
+            folder: what `save` was given, a rayzero job's checkpoint folder, or a folder that
+                DeepSpeed wrote at ZeRO stages 1 to 3.
+            tag: by default the one in the file `latest`, else the newest complete checkpoint.
+            options: which parts to load.
+
+        Returns:
+            (path, client state); (None, None), with a warning, if the folder has no checkpoint and
+            no tag was given.
+
+        Raises:
+            DataError: the checkpoint is damaged, or that tag does not exist.
+            CheckpointMismatchError: it was saved from another model.
+            EngineError: another rank failed. This rank's state may then be partly loaded.
+        """
+        collectives, device = self._runtime.collectives, self.settings.device
+        path, client = load_checkpoint(self.state, collectives, device, (str(folder), tag), options)
+        if path is not None:
+            self._step.discard_gradients()
+        return path, client
+
+    def train(self, mode: bool = True) -> Self:
         """Sets the model to training mode, or to evaluation mode."""
         self.module.train(mode)
         return self
 
-    def eval(self) -> Engine:
+    def eval(self) -> Self:
         """Sets the model to evaluation mode."""
         return self.train(False)
 
-    def to(self, device: torch.device | str | int) -> Engine:
-        """Nothing: the model is on its device. Another one is refused."""
-        if torch.device(device).type != self.device.type:
-            raise EngineError(
-                f"engine.to({device!r}) was called, and the model is on {self.device}",
-                allowed="the device that initialize chose: this rank's GPU, or the CPU",
-            )
-        return self
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the first backward of a step replaces the gradients of the one before."""
-
     def close(self) -> None:
-        """Takes the hooks off the model and closes files. The engine cannot be used afterwards."""
+        """Removes the model's hooks and closes files. The engine cannot be used afterwards."""
         self._runtime.close()
-
-    destroy = close
-
-    def __getattr__(self, name: str) -> Any:
-        module = self.__dict__.get("module")
-        if (
-            module is not None
-            and name not in engine_properties.NOT_DELEGATED
-            and hasattr(module, name)
-        ):
-            return getattr(module, name)
-        raise engine_properties.unsupported_attribute(name, dir(type(self)))
 
     @property
     def metrics(self) -> StepMetrics:
@@ -227,39 +266,33 @@ class Engine(EngineProperties, GradientAccumulation, EngineCheckpointing):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The torch optimizer, which `step()` steps: do not step it yourself. None where
-        `initialize` was given none."""
+        """The torch optimizer, which `step()` steps: do not step it yourself. None where the engine
+        only evaluates."""
         return None if isinstance(self._optimizer, NoOptimizer) else self._optimizer.torch_optimizer
 
     @property
+    def settings(self) -> Settings:
+        """Sizes and limits of this run, and the checked config."""
+        return self._step.settings
+
+    @property
+    def loss_scale(self) -> float:
+        """Multiplies the loss of the current step in fp16; 1 otherwise."""
+        return self._step.loss_scale
+
+    @property
     def device(self) -> torch.device:
-        return self._settings.device
+        return self.settings.device
 
-    def _initial_grad(self, weight: float, dtype: torch.dtype) -> float:
-        """What backward starts from; infinite where a 16-bit loss has no such number."""
-        return clamp_to_dtype(self._settings.initial_grad(weight) * self.loss_scale, dtype)
+    @property
+    def rank(self) -> int:
+        return self._runtime.collectives.rank
 
-    def _discard_gradients(self) -> None:
-        self._loss_sum.zero_()
-        self._has_gradients = self._awaiting_step = False
+    @property
+    def world_size(self) -> int:
+        return self._runtime.collectives.world_size
 
-    def _check_backward(self, loss: Tensor) -> None:
-        if self.optimizer is None:
-            raise no_optimizer_error("backward")
-        if self._awaiting_step:
-            raise EngineError(
-                "backward() was called twice without step()",
-                allowed="one backward() a micro-batch, then step()",
-                fix="add the losses before backward(), or accumulate inside no_sync()",
-            )
-        if not isinstance(loss, Tensor):
-            raise EngineError(
-                f"backward() got a {type(loss).__name__}",
-                allowed="a scalar loss computed by engine(...) with gradients enabled",
-            )
-        if loss.numel() != 1 or not loss.requires_grad:
-            graph = "with" if loss.requires_grad else "without"
-            raise EngineError(
-                f"backward() got a tensor of shape {tuple(loss.shape)} {graph} a graph",
-                allowed="a scalar loss computed by engine(...) with gradients enabled",
-            )
+
+def live_engines() -> list[Engine]:
+    """The engines that are still referenced, newest first."""
+    return list(_engines)[::-1]

@@ -1,13 +1,9 @@
-"""Param -> engine registry, zero.Init, GatheredParameters.
-
-`zero.Init` and `zero.GatheredParameters`.
-
-Which living engine a parameter belongs to: DeepSpeed's functions are given nothing else.
-"""
+"""DeepSpeed's `zero.Init` and `zero.GatheredParameters`, and the lookup of a parameter's engine, which
+they and `tensor_fragments` need because they are given parameters only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,45 +14,48 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.engine.api.param_access import ParamLocation, write_changed_slices, write_slices
-from rayzero.engine.engine import Engine
+from rayzero.engine.engine import Engine, live_engines
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.zero.deferred_init import recording, zero_init
 from rayzero.engine.zero.parameters import ShardedWeights
 
-_param_locations: WeakKeyDictionary[Engine, Mapping[int, tuple[int, int] | None]] = (
-    WeakKeyDictionary()
-)
-"""(unit, number in it) by the parameter's id. What leads to an engine would keep it alive here."""
+_ParamIndex = dict[int, tuple[int, int] | None]
+"""(unit, position in it) by the parameter's id; None for a frozen one that every rank holds."""
+
+_param_indices: WeakKeyDictionary[Engine, _ParamIndex] = WeakKeyDictionary()
+"""No value may refer to an engine: it would keep the engine alive."""
 
 
 @dataclass(frozen=True)
 class ParamOwner:
-    """Where a parameter is kept. `place` is None for a frozen one that every rank has whole."""
+    """Where a parameter is stored. `location` is None for a frozen one that every rank holds in full."""
 
     engine: Engine
     location: ParamLocation | None
 
 
-def register_params(engine: Engine) -> None:
-    """Makes an engine's parameters known, as long as it lives."""
-    places: dict[int, tuple[int, int] | None] = dict.fromkeys(map(id, engine.module.parameters()))
-    for number, unit in enumerate(engine._runtime.units):
-        for index, param in enumerate(unit.params):
-            places[id(param)] = number, index
-    _param_locations[engine] = places
-
-
 def find_param_owner(param: nn.Parameter) -> ParamOwner | None:
-    """The youngest engine that trains this parameter; None if none does."""
+    """The newest engine that has this parameter; None if none does."""
     key = id(param)
-    for engine, places in reversed(list(_param_locations.items())):
-        if key in places:
-            place = places[key]
-            if place is None:
+    for engine in live_engines():
+        index = _param_index(engine)
+        if key in index:
+            entry = index[key]
+            if entry is None:
                 return ParamOwner(engine, None)
-            number, index = place
-            return ParamOwner(engine, ParamLocation(engine._runtime.units[number], index))
+            unit, position = entry
+            return ParamOwner(engine, ParamLocation(engine._runtime.units[unit], position))
     return None
+
+
+def _param_index(engine: Engine) -> _ParamIndex:
+    if engine not in _param_indices:
+        index: _ParamIndex = dict.fromkeys(map(id, engine.module.parameters()))
+        for number, unit in enumerate(engine._runtime.units):
+            for position, param in enumerate(unit.params):
+                index[id(param)] = number, position
+        _param_indices[engine] = index
+    return _param_indices[engine]
 
 
 _GROUP_OPTIONS = (
@@ -68,14 +67,14 @@ _GROUP_OPTIONS = (
 
 
 class Init:
-    """Around a model's construction: it is built without its memory (`rayzero.zero_init`), and
-    `initialize` makes it real, unit by unit.
+    """Around a model's construction: builds it without allocating its memory (`rayzero.zero_init`);
+    `initialize` materializes it unit by unit.
 
     Args:
-        module: a model that is there already; nothing is done to it, `initialize` shards it.
-        enabled: without, this does nothing.
-        options: DeepSpeed's others. Groups are refused; the rest decides when and in what dtype
-            weights are made real, which is the engine's here.
+        module: an existing model; it is left unchanged, and `initialize` shards it.
+        enabled: if False, this does nothing.
+        options: DeepSpeed's other options. Groups are refused; the rest are ignored, because the
+            engine decides when and in which dtype weights are materialized.
     """
 
     def __init__(
@@ -100,14 +99,14 @@ class Init:
 
 
 class GatheredParameters:
-    """Within it, parameters are whole on every rank. Collective.
+    """Within it, parameters are gathered in full on every rank. Collective.
 
     Args:
-        params: a parameter or several, of one engine's model; others are left as they are.
-        modifier_rank: that rank's values are every rank's afterwards, and main weights follow. None
-            if nothing is changed: changes are lost then where weights are sharded.
-        fwd_module: of no use here: a module's forward gathers what is used in it.
-        enabled: without, this does nothing.
+        params: one or more parameters of one engine's model; others are left as they are.
+        modifier_rank: this rank's values are broadcast at the end, to model weights and main
+            weights. None if nothing is changed: where weights are sharded, changes would be lost.
+        fwd_module: ignored: a module's forward gathers the parameters used in it.
+        enabled: if False, this does nothing.
 
     Example:
         >>> with GatheredParameters(model.head.weight, modifier_rank=0):
@@ -122,8 +121,8 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        several = [params] if isinstance(params, nn.Parameter) else list(params)
-        unique = {id(param): param for param in several} if enabled else {}
+        given = [params] if isinstance(params, nn.Parameter) else list(params)
+        unique = {id(param): param for param in given} if enabled else {}
         self._params = list(unique.values())
         self._modifier_rank = modifier_rank
         self._saved: list[tuple[nn.Parameter, ParamOwner, Tensor, Tensor]] = []
@@ -167,7 +166,7 @@ class GatheredParameters:
         self._saved.clear()
 
     def _broadcast_modified(self, param: nn.Parameter, owner: ParamOwner, before: Tensor) -> None:
-        """The modifier's values to every rank, to model weights and to main weights."""
+        """Broadcasts the modifier's values into model weights and main weights."""
         value = param.data.contiguous()
         owner.engine._runtime.collectives.broadcast(value, self._modifier_rank or 0)
         if owner.location is None:
@@ -182,7 +181,7 @@ class GatheredParameters:
 
 
 def _gather_param(param: nn.Parameter, place: ParamLocation, owner: ParamOwner) -> Tensor:
-    """The whole parameter: where it rests, if that is whole; else new memory."""
+    """The full parameter: its own memory where weights are replicated, otherwise new memory."""
     if not isinstance(place.unit.weights, ShardedWeights):
         return param.data
     like = torch.empty(0, dtype=param.dtype, device=owner.engine.device)

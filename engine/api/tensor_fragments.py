@@ -44,7 +44,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
         EngineError: in the middle of a step, where ranks have not summed yet.
     """
     owner = _find_trained(param)
-    if owner is None or not owner[0]._has_gradients:
+    if owner is None or not owner[0]._step.tracker.has_gradients:
         return None
     engine, place = owner
     whole = _gather_whole(engine, place, _grad_slices(engine, place), place.unit.main_weights)
@@ -92,7 +92,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """A copy of this rank's part of the averaged gradient, flat. As `safe_get_full_grad`."""
     owner = _find_trained(param)
-    if owner is None or not owner[0]._has_gradients:
+    if owner is None or not owner[0]._step.tracker.has_gradients:
         return None
     own = _join_slices(_grad_slices(*owner))
     return own * _grad_scale(owner[0]) if own is not None else None
@@ -158,7 +158,7 @@ def _gather_whole(
 
 
 def _grad_slices(engine: Engine, place: ParamLocation) -> list[ParamSlice]:
-    if not engine._awaiting_step or not engine.is_gradient_accumulation_boundary():
+    if not engine._step.tracker.step_pending or not engine._step.is_boundary:
         raise EngineError(
             "a gradient was asked for while there is no sum of it",
             allowed="between the last backward() of a step and step()",

@@ -89,7 +89,14 @@ class Backend(Protocol):
 
 
 class ReduceOp(Protocol):
-    """How one unit's gradients are summed over the ranks. `Collectives` is the plain way."""
+    """Reduces one unit's gradients over the ranks. `Collectives` does so uncompressed.
+
+    Attributes:
+        single_collective: an operation is one collective, whose `wait` may be called at once and on
+            another stream. A compressed reduction runs kernels of its own when it is waited for.
+    """
+
+    single_collective: bool
 
     @property
     def rank(self) -> int: ...

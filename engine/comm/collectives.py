@@ -57,6 +57,8 @@ class Collectives:
             breaks the collective off.
     """
 
+    single_collective = True
+
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.counters = CommCounters()

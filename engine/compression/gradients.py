@@ -20,8 +20,7 @@ from rayzero.engine.compression.quantized import (
     QuantizedReduce,
 )
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.zero.reducer import ErrorFeedback, UnitResiduals
-from rayzero.engine.zero.unit import Unit
+from rayzero.engine.zero.reducer import ErrorFeedback, UnitGradSpec, UnitResiduals
 
 
 class PlainReduction:
@@ -37,7 +36,7 @@ class PlainReduction:
     def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
         yield from ()
 
-    def reduce_op(self, unit: Unit) -> ReduceOp:
+    def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
         return self._collectives
 
     def discard_residuals(self) -> None:
@@ -75,15 +74,15 @@ class QuantizedReduction:
     def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
         yield from ()
 
-    def reduce_op(self, unit: Unit) -> ReduceOp:
+    def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
         coding = self._codec_context
-        dtype = main_grad_dtype(unit)
+        dtype = unit.dtype
         alone = coding.collectives.world_size == 1
         if not self._use_feedback and (alone or coding.codec.is_identity(dtype)):
             return coding.collectives  # there is nothing to gain
         return self.quantized_reduce(unit)
 
-    def quantized_reduce(self, unit: Unit) -> QuantizedReduce:
+    def quantized_reduce(self, unit: UnitGradSpec) -> QuantizedReduce:
         """Codes, whether or not there is anything to gain."""
         coding, feedback = self._codec_context, None
         if self._use_feedback:
@@ -128,7 +127,7 @@ class PowerSGDReduction:
             for one in sums.factors.values():
                 yield f"lowrank/{one.name}", one.basis
 
-    def reduce_op(self, unit: Unit) -> ReduceOp:
+    def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
         terms = make_error_feedback(unit, "lowrank", self._device).local
         feedback = ErrorFeedback(terms)  # sums are exact but for what terms have lost
         self.residuals.append(UnitResiduals(unit, feedback))
@@ -149,26 +148,19 @@ class PowerSGDReduction:
         self.residual_factor /= ratio
 
 
-def main_grad_dtype(unit: Unit) -> torch.dtype:
-    """The dtype of a trainable unit's main grads."""
-    if unit.grads is None:
-        raise ValueError(f"{unit.name} is frozen")
-    return unit.grads.owned().dtype
-
-
 def _rescale_feedback(kept: Sequence[UnitResiduals], ratio: float) -> None:
     """Exact, as long as the ratio is a power of two, which it is between two loss scales."""
     for one in kept:
         one.feedback.scale(ratio)
 
 
-def make_error_feedback(unit: Unit, codec: str, device: torch.device) -> ErrorFeedback:
+def make_error_feedback(unit: UnitGradSpec, codec: str, device: torch.device) -> ErrorFeedback:
     """Nothing lost yet.
 
     Raises:
         ConfigError: the gradients are too coarse to keep what is lost of them.
     """
-    dtype = main_grad_dtype(unit)
+    dtype = unit.dtype
     if dtype.itemsize < 4:
         raise ConfigError(
             f"compression {codec!r} keeps what it loses of a gradient, and the gradients of "
@@ -178,5 +170,4 @@ def make_error_feedback(unit: Unit, codec: str, device: torch.device) -> ErrorFe
             "bits; or another compression",
         )
     terms = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
-    whole = unit.owned != unit.shard or unit.layout.world_size == 1
-    return ErrorFeedback(terms, torch.zeros_like(terms[unit.shard]) if whole else None)
+    return ErrorFeedback(terms, torch.zeros_like(terms[unit.shard]) if unit.replicated else None)

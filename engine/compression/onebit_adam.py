@@ -20,8 +20,7 @@ from rayzero.engine.compression.gradients import QuantizedReduction
 from rayzero.engine.compression.quantized import QuantizedReduce
 from rayzero.engine.optim.optimizers import OneBitAdam
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
-from rayzero.engine.zero.reducer import UnitResiduals
-from rayzero.engine.zero.unit import Unit
+from rayzero.engine.zero.reducer import UnitGradSpec, UnitResiduals
 
 
 @dataclass
@@ -39,7 +38,7 @@ class OptimizerMomenta:
         default_factory=dict
     )  # by the unit's name
 
-    def frozen_momenta(self, unit: Unit) -> list[tuple[slice, Tensor, float]]:
+    def frozen_momenta(self, unit: UnitGradSpec) -> list[tuple[slice, Tensor, float]]:
         """(extent, momentum, beta) of every run of a unit that is past its warm-up; none before."""
         if self.optimizer is None:
             return []
@@ -58,11 +57,13 @@ class OneBitAdamReduce:
         coded: sums as signs.
     """
 
+    single_collective = False
+
     def __init__(
         self,
         coded: QuantizedReduce,
         collectives: Collectives,
-        unit: Unit,
+        unit: UnitGradSpec,
         momenta: OptimizerMomenta,
     ) -> None:
         self.rank = collectives.rank
@@ -120,7 +121,7 @@ class OneBitAdamReduction:
     def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
         yield from ()
 
-    def reduce_op(self, unit: Unit) -> ReduceOp:
+    def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
         coded = self._quantized.quantized_reduce(unit)
         return OneBitAdamReduce(coded, self._collectives, unit, self._momenta)
 

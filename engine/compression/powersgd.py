@@ -53,6 +53,8 @@ class PowerSGDReduce:
         feedback: what the factors have lost so far on this rank.
     """
 
+    single_collective = False
+
     def __init__(
         self,
         collectives: Collectives,

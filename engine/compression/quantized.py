@@ -180,6 +180,8 @@ class QuantizedReduce:
         feedback: what coding lost so far; None where that is forgotten.
     """
 
+    single_collective = False
+
     def __init__(
         self, coding: CodecContext, gaps: Sequence[slice], feedback: ErrorFeedback | None
     ) -> None:

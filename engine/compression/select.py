@@ -19,7 +19,6 @@ from rayzero.engine.compression.weights import HpzGather, PlainGather, Quantized
 from rayzero.engine.config import EngineConfig
 from rayzero.engine.config.sections import CompressionConfig
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.session import current_session
 from rayzero.engine.zero.build import BuildContext
 from rayzero.engine.zero.parameters import WeightGather
 from rayzero.engine.zero.reducer import GradReduction
@@ -88,7 +87,9 @@ def resolve_compression(config: EngineConfig) -> GradientCompression:
     return GradientCompression(codec, feedback=feedback)
 
 
-def make_grad_reduction(config: EngineConfig, recipe: BuildContext, factor: float) -> GradReduction:
+def make_grad_reduction(
+    config: EngineConfig, context: BuildContext, factor: float
+) -> GradReduction:
     """How gradients travel.
 
     Args:
@@ -97,8 +98,8 @@ def make_grad_reduction(config: EngineConfig, recipe: BuildContext, factor: floa
     Raises:
         ConfigError: as `compression_of`.
     """
-    asked, collectives, device = resolve_compression(config), recipe.collectives, recipe.device
-    factor /= recipe.precision.scaler.value
+    asked, collectives, device = resolve_compression(config), context.collectives, context.device
+    factor /= context.precision.scaler.value
     if asked.rank:
         return PowerSGDReduction(asked.rank, collectives, device, factor=factor)
     if asked.codec is None:
@@ -110,19 +111,20 @@ def make_grad_reduction(config: EngineConfig, recipe: BuildContext, factor: floa
     )
 
 
-def make_weight_gather(config: EngineConfig, recipe: BuildContext) -> WeightGather:
+def make_weight_gather(config: EngineConfig, context: BuildContext) -> WeightGather:
     """How sharded weights travel.
 
     Raises:
         ConfigError: the groups of ranks are not of one size.
     """
-    collectives, device = recipe.collectives, recipe.device
+    collectives, device = context.collectives, context.device
     zero, section = config.zero_optimization, config.rayzero.compression
     way: WeightGather = PlainGather(collectives)
     if zero.zero_quantized_weights:
         way = QuantizedGather(weight_codec(section), collectives, device)
-    elastic = current_session() is not None
-    size = hpz_group_size(zero.zero_hpz_partition_size, collectives.world_size, elastic=elastic)
+    size = hpz_group_size(
+        zero.zero_hpz_partition_size, collectives.world_size, elastic=context.elastic
+    )
     return way if size == 1 else HpzGather(way, collectives, size, device)
 
 

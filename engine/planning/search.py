@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayzero.engine.builder import NUM_GRAD_BUFFERS, plan_units
 from rayzero.engine.compression.select import resolve_compression
 from rayzero.engine.config import EngineConfig, parse_config, resolve_batch_sizes
 from rayzero.engine.config.zero import ZeroConfig
@@ -31,6 +30,7 @@ from rayzero.engine.planning.activations import (
 from rayzero.engine.planning.communication import communication_bytes
 from rayzero.engine.planning.persistent import MemoryInputs, persistent_bytes, state_itemsizes
 from rayzero.engine.precision.policy import Precision, choose_precision
+from rayzero.engine.runtime_builder import NUM_GRAD_BUFFERS, plan_units
 from rayzero.engine.zero.placement import STAGES
 
 

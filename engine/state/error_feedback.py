@@ -28,9 +28,8 @@ from torch import Tensor
 
 from rayzero.engine.layout.state_index import LogicalTensor
 from rayzero.engine.state.ranges import StateRange, range_of_unit, whole_tensor_range
-from rayzero.engine.zero.reducer import GradReduction, UnitResiduals
+from rayzero.engine.zero.reducer import GradReduction, UnitGradSpec, UnitResiduals
 from rayzero.engine.zero.runtime import ZeroRuntime
-from rayzero.engine.zero.unit import Unit
 
 log = logging.getLogger("rayzero.engine")
 
@@ -132,10 +131,10 @@ def _add_saved(
         target.add_(landing.memory)
 
 
-def _local_range(unit: Unit, kind: str, memory: Tensor) -> StateRange:
+def _local_range(unit: UnitGradSpec, kind: str, memory: Tensor) -> StateRange:
     whole = slice(0, unit.layout.numel)
     return range_of_unit(unit.layout, kind, memory, whole, whole)
 
 
-def _reduced_range(unit: Unit, memory: Tensor) -> StateRange:
+def _reduced_range(unit: UnitGradSpec, memory: Tensor) -> StateRange:
     return range_of_unit(unit.layout, REDUCED_PREFIX, memory, unit.shard, unit.shard)

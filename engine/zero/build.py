@@ -1,4 +1,4 @@
-"""Makes units out of plans: the one place where stage, precision and layout meet."""
+"""Makes units from plans: the one place where stage, precision and layout meet."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rayzero.engine.comm.backend import ReduceOp
 from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.offload.plan import Offload
 from rayzero.engine.offload.stores import StateStore
+from rayzero.engine.offload.transfer import HostTransfer
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.deferred_init import Materializer, ScratchBuffer
 from rayzero.engine.zero.gather_buffers import Block
@@ -32,16 +35,17 @@ from rayzero.engine.zero.parameters import (
     set_param_data,
 )
 from rayzero.engine.zero.placement import Placement, Stage
-from rayzero.engine.zero.reducer import GradReduction, Reducer
+from rayzero.engine.zero.reducer import GradReduction, Reducer, UnitGradSpec
 from rayzero.engine.zero.unit import Unit
 
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What every unit of a run has in common.
+    """What all units of a run have in common.
 
     Attributes:
         restoring: a state is loaded right afterwards, so that initial values do not matter.
+        elastic: the host chooses the world size, and may change it.
     """
 
     stage: Stage
@@ -52,161 +56,171 @@ class BuildContext:
     scratch: ScratchBuffer
     offload: Offload
     restoring: bool = False
+    elastic: bool = False
 
 
 def make_grad_buffers(
-    plans: Sequence[UnitPlan], recipe: BuildContext, count: int
+    plans: Sequence[UnitPlan], context: BuildContext, count: int
 ) -> GradBufferPool | None:
-    """What gradients pass through on their way into shards; None when they rest whole."""
+    """Buffers that gradients are reduced from into shards; None where gradients are not sharded."""
     trainable = [plan for plan in plans if plan.trainable]
-    if recipe.stage.main_grads is not Placement.SHARDED or not trainable:
+    if context.stage.main_grads is not Placement.SHARDED or not trainable:
         return None
     # One dtype for all: the widest of the grad dtypes, into which the others convert exactly.
-    dtypes = [recipe.precision.grad_dtype(plan.params[0].dtype) for plan in trainable]
+    dtypes = [context.precision.grad_dtype(plan.params[0].dtype) for plan in trainable]
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     numel = max(plan.layout.numel for plan in trainable)
-    zeros, device = recipe.collectives.zeros, recipe.device
+    zeros, device = context.collectives.zeros, context.device
     return GradBufferPool(lambda: zeros(numel, widest, device), count)
 
 
 def make_units(
-    plans: Sequence[UnitPlan], recipe: BuildContext, slots: GradBufferPool | None
+    plans: Sequence[UnitPlan],
+    context: BuildContext,
+    buffers: GradBufferPool | None,
+    reduction: GradReduction,
 ) -> list[Unit]:
     """All units, one after another."""
-    homes = recipe.offload.state_stores(plans)
-    return [make_unit(plan, recipe, slots, home) for plan, home in zip(plans, homes, strict=True)]
+    stores = context.offload.state_stores(plans)
+    return [
+        make_unit(plan, context, buffers, reduction, store)
+        for plan, store in zip(plans, stores, strict=True)
+    ]
 
 
 def make_unit(
-    plan: UnitPlan, recipe: BuildContext, slots: GradBufferPool | None, home: StateStore
+    plan: UnitPlan,
+    context: BuildContext,
+    buffers: GradBufferPool | None,
+    reduction: GradReduction,
+    store: StateStore,
 ) -> Unit:
-    """Builds one unit from rank 0's values. No more than this unit is whole meanwhile.
+    """Builds one unit from rank 0's values. Only this unit is materialized in full meanwhile.
 
-    The model's own tensors are let go here: afterwards its parameters are views of ours.
+    The model's own tensors are released: afterwards its parameters are views of the engine's.
     """
-    stage, layout = recipe.stage, plan.layout
-    original = _flatten_unit(plan, recipe)
-    shard = layout.shard(recipe.collectives.rank)
+    stage, layout = context.stage, plan.layout
+    original = _flatten_unit(plan, context)
+    shard = layout.shard(context.collectives.rank)
     sharded_update = stage.optimizer_state is Placement.SHARDED
     owned = shard if sharded_update else slice(0, layout.numel)
-    model_dtype = recipe.precision.model_dtype(original.dtype)
+    model_dtype = context.precision.model_dtype(original.dtype)
     weights: WeightStore
     if stage.model_weights is Placement.SHARDED:
-        weights = _make_sharded_weights(plan, original[shard], model_dtype, recipe)
+        weights = _make_sharded_weights(plan, original[shard], model_dtype, context)
     elif original.dtype is model_dtype:
         weights = ReplicatedWeights(layout, plan.params, original)
     else:
         weights = ReplicatedWeights(
-            layout, plan.params, _copy_to_comm_buffer(original, model_dtype, recipe)
+            layout, plan.params, _copy_to_comm_buffer(original, model_dtype, context)
         )
     main, grads = None, None
     if plan.trainable:
-        main = home.main_weights(original[owned], weights.owned_range(owned))
-        grads = _make_grad_store(plan, recipe, owned, main, slots, home)
-    return Unit(layout, plan.params, weights, main, grads, owned, shard, plan.module, home)
+        main = store.main_weights(original[owned], weights.owned_range(owned))
+        dtype = context.precision.grad_dtype(plan.params[0].dtype)
+        replicated = owned != shard or layout.world_size == 1
+        op = reduction.reduce_op(UnitGradSpec(layout, dtype, shard, replicated))
+        grads = _make_grad_store(layout, context, owned, dtype, buffers, op, store.grad_transfer)
+    return Unit(layout, plan.params, weights, main, grads, owned, shard, plan.module, store)
 
 
 def _make_sharded_weights(
-    plan: UnitPlan, values: Tensor, dtype: torch.dtype, recipe: BuildContext
+    plan: UnitPlan, values: Tensor, dtype: torch.dtype, context: BuildContext
 ) -> ShardedWeights:
-    if recipe.offload.shard_gather is not None:
-        resting = recipe.offload.transfer.host_zeros(values.numel(), dtype).copy_(values)
-        return HostShardedWeights(plan.layout, plan.params, resting, recipe.offload.shard_gather)
-    return ShardedWeights(plan.layout, plan.params, _copy_to_comm_buffer(values, dtype, recipe))
+    if context.offload.shard_gather is not None:
+        shard = context.offload.transfer.host_zeros(values.numel(), dtype).copy_(values)
+        return HostShardedWeights(plan.layout, plan.params, shard, context.offload.shard_gather)
+    return ShardedWeights(plan.layout, plan.params, _copy_to_comm_buffer(values, dtype, context))
 
 
-def _flatten_unit(plan: UnitPlan, recipe: BuildContext) -> Tensor:
-    """The unit's initial values in one buffer, rank 0's on every rank; zeros between them.
+def _flatten_unit(plan: UnitPlan, context: BuildContext) -> Tensor:
+    """The unit's initial values, rank 0's on every rank, in one buffer; zeros in the padding.
 
-    Zeros only, when the values come from elsewhere.
+    All zeros if a state is loaded afterwards.
     """
     dtype = plan.params[0].dtype
-    if recipe.stage.model_weights is Placement.SHARDED:  # only a shard of it will stay
-        flat = recipe.scratch.flat(plan.layout.numel, dtype).zero_()
+    if context.stage.model_weights is Placement.SHARDED:  # only a shard of it is kept
+        flat = context.scratch.flat(plan.layout.numel, dtype).zero_()
     else:
-        flat = recipe.collectives.zeros(plan.layout.numel, dtype, recipe.device)
-    if recipe.restoring:
+        flat = context.collectives.zeros(plan.layout.numel, dtype, context.device)
+    if context.restoring:
         return flat
     for view, param in zip(param_views(plan.layout, flat), plan.params, strict=True):
-        view.copy_(recipe.materializer.initial_value(param))
-    recipe.collectives.broadcast(flat)
+        view.copy_(context.materializer.initial_value(param))
+    context.collectives.broadcast(flat)
     return flat
 
 
-def _copy_to_comm_buffer(values: Tensor, dtype: torch.dtype, recipe: BuildContext) -> Tensor:
+def _copy_to_comm_buffer(values: Tensor, dtype: torch.dtype, context: BuildContext) -> Tensor:
     """A copy in a buffer that collectives may be called on."""
-    return recipe.collectives.zeros(values.numel(), dtype, recipe.device).copy_(values)
+    return context.collectives.zeros(values.numel(), dtype, context.device).copy_(values)
 
 
 def _make_grad_store(
-    plan: UnitPlan,
-    recipe: BuildContext,
+    layout: UnitLayout,
+    context: BuildContext,
     owned: slice,
-    main: Tensor,
-    slots: GradBufferPool | None,
-    home: StateStore,
+    dtype: torch.dtype,
+    buffers: GradBufferPool | None,
+    op: ReduceOp,
+    transfer: HostTransfer | None,
 ) -> GradStore:
-    dtype = recipe.precision.grad_dtype(plan.params[0].dtype)
-    link, how = home.grad_transfer, recipe.stage.gradient_collective
-    if slots is not None and link is not None:
-        return HostShardedGrads(plan.layout, link.host_zeros(main.numel(), dtype), slots, link)
-    if slots is not None:
-        resting = torch.zeros(main.numel(), dtype=dtype, device=recipe.device)
-        return ShardedGrads(plan.layout, resting, slots)
-    flat = recipe.collectives.zeros(plan.layout.numel, dtype, recipe.device)
-    if link is not None:
-        host = link.host_zeros(main.numel(), dtype)
-        return HostPartialGrads(plan.layout, flat, owned, how, host, link)
-    return PartialGrads(plan.layout, flat, owned, how)
+    numel, collective = owned.stop - owned.start, context.stage.gradient_collective
+    host = None if transfer is None else transfer.host_zeros(numel, dtype)
+    if buffers is not None:
+        if transfer is not None and host is not None:
+            return HostShardedGrads(layout, host, buffers, op, transfer)
+        reduced = torch.zeros(numel, dtype=dtype, device=context.device)
+        return ShardedGrads(layout, reduced, buffers, op)
+    flat = context.collectives.zeros(layout.numel, dtype, context.device)
+    if transfer is not None and host is not None:
+        return HostPartialGrads(layout, flat, owned, collective, op, host, transfer)
+    return PartialGrads(layout, flat, owned, collective, op)
 
 
 def place_ungrouped(
-    model: nn.Module, in_units: set[nn.Parameter], recipe: BuildContext
+    model: nn.Module, in_units: set[nn.Parameter], context: BuildContext
 ) -> list[Tensor]:
-    """Brings what is in no unit to its device and dtype, with rank 0's values: frozen parameters
-    whose weights are replicated, and buffers. Returns the parameters' tensors.
+    """Moves frozen parameters with replicated weights, and buffers, to the device and dtype of the
+    run, with rank 0's values. Returns the parameters' tensors.
     """
-    loose = []
+    ungrouped = []
     for param in model.parameters():
         if param not in in_units:
-            value = _replicate(param, recipe)
+            value = _replicate(param, context)
             set_param_data(param, value)
-            loose.append(value)
+            ungrouped.append(value)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            kept = name not in module._non_persistent_buffers_set
-            module._buffers[name] = _replicate(buffer, recipe, loaded=kept)
-    return loose
+            persistent = name not in module._non_persistent_buffers_set
+            module._buffers[name] = _replicate(buffer, context, loaded=persistent)
+    return ungrouped
 
 
-def _replicate(tensor: Tensor, recipe: BuildContext, *, loaded: bool = True) -> Tensor:
-    """Rank 0's value on every rank, in memory that is contiguous, as broadcasts need it.
+def _replicate(tensor: Tensor, context: BuildContext, *, loaded: bool = True) -> Tensor:
+    """Rank 0's value on every rank, contiguous, as broadcasts need it.
 
-    Any value, when a state that holds it is `loaded` right afterwards.
+    Any value will do if the state to restore contains it (`loaded`).
     """
-    dtype = recipe.precision.model_dtype(tensor.dtype)
-    if recipe.restoring and loaded and tensor.is_meta:
-        return torch.zeros(tensor.shape, dtype=dtype, device=recipe.device)
-    value = recipe.materializer.initial_value(tensor).to(recipe.device, dtype).contiguous()
-    if not (recipe.restoring and loaded):
-        recipe.collectives.broadcast(value)
+    dtype = context.precision.model_dtype(tensor.dtype)
+    if context.restoring and loaded and tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=dtype, device=context.device)
+    value = context.materializer.initial_value(tensor).to(context.device, dtype).contiguous()
+    if not (context.restoring and loaded):
+        context.collectives.broadcast(value)
     return value
 
 
 def make_reducer(
-    units: Sequence[Unit], way: GradReduction, slots: GradBufferPool | None, *, overlap: bool
+    units: Sequence[Unit], buffers: GradBufferPool | None, *, overlap: bool
 ) -> Reducer:
-    """What sums the gradients of trainable units, in their order."""
-    stores = [
-        (unit.grads, len(unit.params), way.reduce_op(unit))
-        for unit in units
-        if unit.grads is not None
-    ]
-    return Reducer(stores, slots, overlap=overlap)
+    """The reducer of trainable units, in their order."""
+    stores = [(unit.grads, len(unit.params)) for unit in units if unit.grads is not None]
+    return Reducer(stores, buffers, overlap=overlap)
 
 
 def make_blocks(units: Sequence[Unit]) -> list[Block]:
-    """The blocks whose weights come and go, each with all of its units; none when all stay."""
+    """The blocks whose weights are gathered before use, each with all of its units."""
     blocks: dict[int, Block] = {}
     for unit in units:
         if unit.module is None or not isinstance(unit.weights, ShardedWeights):

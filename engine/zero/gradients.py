@@ -1,14 +1,10 @@
-"""Gradient stores, on device or fetched to host.
+"""Gradient stores: one unit's main gradients, on the device or in host memory.
 
-Where a unit's gradients go as autograd hands them out.
+A gradient is copied (the first of a step) or added into the unit's flat buffer and freed, which
+costs one pass over memory; accumulating into a zeroed `.grad` would cost three.
 
-A gradient is copied (the first of a step) or added into the unit's flat buffer and let go, which
-costs one pass; accumulating into a zeroed `.grad` would cost three.
-
-Gradients whose sums rest in host memory: fetched as they arrive, beside the rest of backward.
-
-They are summed over the ranks where they are, on the device; what comes to the host is this rank's
-part of the sum. In gradient accumulation the host adds where sums rest sharded.
+With offload, gradients are reduced on the device, and this rank's part of the result is copied to
+the host during the rest of backward. When accumulating, the host adds sharded results.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ from typing import Protocol
 from torch import Tensor
 
 from rayzero.engine.comm.backend import ReduceOp, Work, copy_or_add_, rank_chunk
-from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.offload.transfer import D2HCopy, HostTransfer, MemoryKind
 from rayzero.engine.zero.parameters import param_views
@@ -32,40 +27,48 @@ class GradStore(Protocol):
 
     @property
     def needs_buffer(self) -> bool:
-        """Whether the next `take` has to find a slot first."""
+        """Whether the next `accumulate` needs a buffer from the pool first."""
 
     def accumulate(self, index: int, grad: Tensor, *, add: bool) -> None:
-        """A gradient of parameter `index`, to be added to what is there or to replace it."""
+        """Adds a gradient of parameter `index` to its main gradient, or replaces it."""
 
     def accumulate_zero(self, index: int) -> None:
-        """Parameter `index` had no part in the loss on this rank: its gradient is zero."""
+        """Parameter `index` was not used in the loss on this rank: its gradient is zero."""
 
-    def reduce(self, sums: ReduceOp, *, first: bool) -> Work:
-        """Starts to sum over the ranks. All parameters have been taken."""
+    def reduce(self, *, first: bool) -> Work:
+        """Starts to reduce over the ranks. All parameters have been accumulated."""
 
-    def on_reduced(self, summed: Work) -> None:
-        """Called once after the pending sum has been waited for."""
+    def on_reduced(self, work: Work) -> None:
+        """Called once, when `work` has been waited for."""
 
     def owned(self) -> Tensor:
-        """The main grads the optimizer of this rank uses, in the layout's coordinates."""
+        """The main gradients of the range that this rank's optimizer updates."""
 
     def norm_part(self, shard: slice) -> Tensor:
-        """This rank's part in the gradient norm: over all ranks, each element once."""
+        """This rank's part of the gradient norm: over all ranks, each element once."""
 
     @property
     def persistent_tensors(self) -> dict[MemoryKind, Tensor]:
-        """What stays between two steps."""
+        """The memory held between two steps."""
 
 
 class PartialGrads:
-    """The whole unit, one buffer for good; summed over the ranks at the end of a step."""
+    """The full unit in one persistent buffer; reduced over the ranks at the end of a step."""
 
     needs_buffer = False
 
-    def __init__(self, layout: UnitLayout, flat: Tensor, owned: slice, how: Collective) -> None:
+    def __init__(
+        self,
+        layout: UnitLayout,
+        flat: Tensor,
+        owned: slice,
+        collective: Collective,
+        reduce_op: ReduceOp,
+    ) -> None:
         self._flat = flat  # zeros: the padding is never written
         self._owned = flat[owned]
-        self._collective = how
+        self._collective = collective
+        self._reduce_op = reduce_op
         self._views = param_views(layout, flat)
 
     def accumulate(self, index: int, grad: Tensor, *, add: bool) -> None:
@@ -74,12 +77,12 @@ class PartialGrads:
     def accumulate_zero(self, index: int) -> None:
         self._views[index].zero_()
 
-    def reduce(self, sums: ReduceOp, *, first: bool) -> Work:
+    def reduce(self, *, first: bool) -> Work:
         if self._collective is Collective.ALL_REDUCE:
-            return sums.all_reduce(self._flat)
-        return sums.reduce_scatter(self._flat, self._owned)
+            return self._reduce_op.all_reduce(self._flat)
+        return self._reduce_op.reduce_scatter(self._flat, self._owned)
 
-    def on_reduced(self, summed: Work) -> None:
+    def on_reduced(self, work: Work) -> None:
         return
 
     def owned(self) -> Tensor:
@@ -94,51 +97,54 @@ class PartialGrads:
 
 
 class GradBufferPool:
-    """A few buffers that units' gradients pass through on their way into the shards.
+    """A few buffers from which units' gradients are reduced into shards.
 
-    A slot belongs to a unit from its first gradient of a micro-step until its sum has been waited
-    for. When all are taken, the reducer waits for the oldest sum under way; another slot is made
-    only when none is under way, which is when gradients arrive out of order.
+    A unit holds a buffer from its first gradient of a micro-step until its reduction has been
+    waited for. When all are in use, the reducer waits for the oldest reduction in flight; another
+    buffer is allocated only if none is in flight, when gradients arrive out of order.
 
     Args:
-        make: makes a slot: zeros, as long as the longest unit.
-        count: how many may be made before waiting is tried.
+        make: allocates a buffer: zeros, as long as the longest unit.
+        count: buffers to allocate before waiting instead.
     """
 
     def __init__(self, make: Callable[[], Tensor], count: int) -> None:
         self._make_buffer = make
         self._max_buffers = count
         self.buffers: list[Tensor] = []
-        self._free: deque[tuple[Tensor, Work]] = deque()  # the one given back first comes first
+        self._free: deque[tuple[Tensor, Work]] = deque()  # first in, first out
 
     @property
     def exhausted(self) -> bool:
         return not self._free and len(self.buffers) >= self._max_buffers
 
     def acquire(self) -> Tensor:
-        """A slot that no rank reads any more."""
+        """A buffer that no rank reads any more."""
         if not self._free:
             self.buffers.append(self._make_buffer())
             return self.buffers[-1]
-        buffer, summed = self._free.popleft()
-        summed.release()
+        buffer, work = self._free.popleft()
+        work.release()
         return buffer
 
-    def release(self, buffer: Tensor, summed: Work) -> None:
-        """`summed` is the sum that the slot's content went into; it has been waited for."""
-        self._free.append((buffer, summed))
+    def release(self, buffer: Tensor, work: Work) -> None:
+        """`work` is the reduction that read the buffer; it has been waited for."""
+        self._free.append((buffer, work))
 
 
 class ShardedGrads:
-    """This rank's shard of the sum; whole gradients exist only in a slot, within a micro-step."""
+    """This rank's shard of the sum; full gradients exist only in a pool buffer, within a micro-step."""
 
-    def __init__(self, layout: UnitLayout, shard: Tensor, slots: GradBufferPool) -> None:
+    def __init__(
+        self, layout: UnitLayout, shard: Tensor, buffers: GradBufferPool, reduce_op: ReduceOp
+    ) -> None:
         self._layout = layout
+        self._reduce_op = reduce_op
         self._shard = shard
-        self._buffer_pool = slots
+        self._buffer_pool = buffers
         self._buffer: Tensor | None = None  # being filled
-        self._reducing: deque[Tensor] = deque()  # being summed, oldest first
-        self._views: dict[int, list[Tensor]] = {}  # by the slot's address; slots live for good
+        self._reducing: deque[Tensor] = deque()  # being reduced, oldest first
+        self._views: dict[int, list[Tensor]] = {}  # by the buffer's address, which is never reused
         self._padding_views: dict[int, list[Tensor]] = {}
 
     @property
@@ -158,23 +164,23 @@ class ShardedGrads:
             if key not in self._views:
                 self._views[key] = param_views(self._layout, self._buffer)
                 self._padding_views[key] = [self._buffer[gap] for gap in self._layout.padding]
-            for gap in self._padding_views[key]:  # another unit's numbers may lie there
+            for gap in self._padding_views[key]:  # another unit used the buffer before
                 gap.zero_()
         return self._views[self._buffer.data_ptr()]
 
-    def reduce(self, sums: ReduceOp, *, first: bool) -> Work:
+    def reduce(self, *, first: bool) -> Work:
         self._buffer_views()
-        slot, self._buffer = self._buffer, None
-        if slot is None:
-            raise RuntimeError("a unit was reduced without a slot")
-        self._reducing.append(slot)
-        return self._reduce_scatter(sums, slot[: self._layout.numel], first=first)
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            raise RuntimeError("a unit was reduced without a buffer")
+        self._reducing.append(buffer)
+        return self._reduce_scatter(buffer[: self._layout.numel], first=first)
 
-    def _reduce_scatter(self, sums: ReduceOp, full: Tensor, *, first: bool) -> Work:
-        return sums.reduce_scatter(full, self._shard, accumulate=not first)
+    def _reduce_scatter(self, full: Tensor, *, first: bool) -> Work:
+        return self._reduce_op.reduce_scatter(full, self._shard, accumulate=not first)
 
-    def on_reduced(self, summed: Work) -> None:
-        self._buffer_pool.release(self._reducing.popleft(), summed)
+    def on_reduced(self, work: Work) -> None:
+        self._buffer_pool.release(self._reducing.popleft(), work)
 
     def owned(self) -> Tensor:
         return self._shard
@@ -188,27 +194,27 @@ class ShardedGrads:
 
 
 class HostPartialGrads(PartialGrads):
-    """The whole unit on the device for good, as without offload; the owned sum in host memory."""
+    """The full unit stays on the device, as without offload; the owned part of the sum is in host memory."""
 
     def __init__(
         self,
         layout: UnitLayout,
         flat: Tensor,
         owned: slice,
-        how: Collective,
+        collective: Collective,
+        reduce_op: ReduceOp,
         host: Tensor,
-        link: HostTransfer,
+        transfer: HostTransfer,
     ) -> None:
-        super().__init__(layout, flat, owned, how)
+        super().__init__(layout, flat, owned, collective, reduce_op)
         self.host = host
         self._start = owned.start
-        self._transfer = link
+        self._transfer = transfer
 
-    def reduce(self, sums: ReduceOp, *, first: bool) -> Work:
-        summed = super().reduce(sums, first=first)
-        return self._transfer.d2h(
-            summed, D2HCopy(self._owned, self.host, False, _is_single_collective(sums))
-        )
+    def reduce(self, *, first: bool) -> Work:
+        early = self._reduce_op.single_collective
+        reduced = super().reduce(first=first)
+        return self._transfer.d2h(reduced, D2HCopy(self._owned, self.host, False, early))
 
     def owned(self) -> Tensor:
         return self.host
@@ -223,21 +229,25 @@ class HostPartialGrads(PartialGrads):
 
 
 class HostShardedGrads(ShardedGrads):
-    """This rank's shard of the sum in host memory; the device has the slots only."""
+    """This rank's shard of the sum in host memory; the device has only the pool's buffers."""
 
     def __init__(
-        self, layout: UnitLayout, host: Tensor, slots: GradBufferPool, link: HostTransfer
+        self,
+        layout: UnitLayout,
+        host: Tensor,
+        buffers: GradBufferPool,
+        reduce_op: ReduceOp,
+        transfer: HostTransfer,
     ) -> None:
-        super().__init__(layout, host, slots)
+        super().__init__(layout, host, buffers, reduce_op)
         self.host = host
-        self._transfer = link
+        self._transfer = transfer
 
-    def _reduce_scatter(self, sums: ReduceOp, full: Tensor, *, first: bool) -> Work:
-        own = rank_chunk(full, sums.rank, sums.world_size)
-        summed = sums.reduce_scatter(full, own)
-        return self._transfer.d2h(
-            summed, D2HCopy(own, self.host, not first, _is_single_collective(sums))
-        )
+    def _reduce_scatter(self, full: Tensor, *, first: bool) -> Work:
+        op = self._reduce_op
+        own = rank_chunk(full, op.rank, op.world_size)
+        copy = D2HCopy(own, self.host, not first, op.single_collective)
+        return self._transfer.d2h(op.reduce_scatter(full, own), copy)
 
     def norm_part(self, shard: slice) -> Tensor:
         self._transfer.wait_d2h()
@@ -246,7 +256,3 @@ class HostShardedGrads(ShardedGrads):
     @property
     def persistent_tensors(self) -> dict[MemoryKind, Tensor]:
         return {MemoryKind.HOST: self.host}
-
-
-def _is_single_collective(sums: ReduceOp) -> bool:
-    return isinstance(sums, Collectives)

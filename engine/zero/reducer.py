@@ -11,20 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from rayzero.engine.comm.backend import ReduceOp, Work
 from rayzero.engine.errors import EngineError
+from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.zero.gradients import GradBufferPool, GradStore
-from rayzero.engine.zero.unit import Unit
 
 
 class _UnitReadiness:
     """Which of one unit's gradients the micro-step at hand has brought."""
 
-    def __init__(self, grads: GradStore, count: int, sums: ReduceOp) -> None:
+    def __init__(self, grads: GradStore, count: int) -> None:
         self.grads = grads
-        self.reduce_op = sums
         self._arrived = [False] * count
         self.missing_count = count
 
@@ -58,12 +58,12 @@ class Reducer:
 
     def __init__(
         self,
-        units: Sequence[tuple[GradStore, int, ReduceOp]],
+        units: Sequence[tuple[GradStore, int]],
         slots: GradBufferPool | None,
         *,
         overlap: bool,
     ) -> None:
-        self._units = [_UnitReadiness(grads, count, sums) for grads, count, sums in units]
+        self._units = [_UnitReadiness(grads, count) for grads, count in units]
         self._buffer_pool = slots
         self._overlap = overlap
         self._in_flight: deque[tuple[Work, GradStore]] = deque()
@@ -126,7 +126,7 @@ class Reducer:
             return
         while self._next_unit < len(self._units) and not self._units[self._next_unit].missing_count:
             unit = self._units[self._next_unit]
-            pending = unit.grads.reduce(unit.reduce_op, first=self._first_micro_step)
+            pending = unit.grads.reduce(first=self._first_micro_step)
             self._in_flight.append((pending, unit.grads))
             self._next_unit += 1
             if not self._overlap:
@@ -175,18 +175,40 @@ class ErrorFeedback:
 
 
 @dataclass(frozen=True)
+class UnitGradSpec:
+    """One trainable unit's main gradients.
+
+    Attributes:
+        dtype: of the main gradients.
+        shard: this rank's range of the flat layout.
+        replicated: every rank gets all reduced gradients, not its shard only.
+    """
+
+    layout: UnitLayout
+    dtype: torch.dtype
+    shard: slice
+    replicated: bool
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+
+@dataclass(frozen=True)
 class UnitResiduals:
     """What coding one unit's gradients has lost on this rank: part of the training state."""
 
-    unit: Unit
+    unit: UnitGradSpec
     feedback: ErrorFeedback
 
 
 class GradReduction(Protocol):
-    """Attributes:
-    kept: the units with error feedback.
-    factor: what residuals are to be multiplied by to be in units of the mean gradient; it
-        depends on the world size where gradients are averaged late, and on the loss scale.
+    """How a run's gradients are communicated: as they are, quantized, or as low-rank factors.
+
+    Attributes:
+        residuals: of the units with error feedback.
+        residual_factor: residuals times this are in units of the mean gradient. It depends on the
+            loss scale, and on the world size where gradients are averaged after the reduction.
     """
 
     @property
@@ -198,7 +220,7 @@ class GradReduction(Protocol):
     def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of what is part of the state and equal on all ranks."""
 
-    def reduce_op(self, unit: Unit) -> ReduceOp:
+    def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
         """What sums a trainable unit's gradients over the ranks. Called once a unit."""
 
     def discard_residuals(self) -> None:

@@ -16,8 +16,8 @@ from rayzero.deepspeed.install import install
 from rayzero.deepspeed.refused import unsupported_message
 from rayzero.deepspeed.start import initialize
 from rayzero.deepspeed.utils.logging import log_dist, logger
+from rayzero.engine.api.deepspeed_engine import DeepSpeedEngine
 from rayzero.engine.comm.process_group import init_distributed
-from rayzero.engine.engine import Engine as DeepSpeedEngine
 from rayzero.engine.errors import ConfigError as DeepSpeedConfigError
 
 __version__ = "0.19.8+rayzero"

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from rayzero.engine.engine import Engine as DeepSpeedEngine
+from rayzero.engine.api.deepspeed_engine import DeepSpeedEngine
 
 __all__ = ["DeepSpeedEngine"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.engine.engine_properties import ALTERNATIVES
+from rayzero.engine.api.alternatives import ALTERNATIVES
 from rayzero.engine.errors import ConfigError, EngineError
 from tests.engine import zoo
 from tests.support.ranks import run_ranks

@@ -15,7 +15,7 @@ from rayzero.engine.checkpoint.format import is_safe_name
 from rayzero.engine.checkpoint.imports.deepspeed_files import find_step_folder
 from rayzero.engine.checkpoint.manifest import Manifest
 from rayzero.engine.checkpoint.open_store import LocalStore
-from rayzero.engine.engine_checkpointing import _checked_tag, resolve_checkpoint
+from rayzero.engine.checkpointing import check_tag, resolve_checkpoint
 from rayzero.engine.errors import ConfigError, DataError
 
 HOSTILE = ["..", ".", "", "/", "/etc", "../x", "a/../../x", "a//b", "a/", " ", "a\0b", "a\nb"]
@@ -28,7 +28,7 @@ NAMES = st.lists(PARTS | st.text(max_size=3), max_size=6).map("/".join) | st.tex
 def test_what_leads_elsewhere_is_refused(name: str, tmp_path: Path):
     assert not is_safe_name(name)
     with pytest.raises(ConfigError, match="is not a folder's name"):
-        _checked_tag(name)
+        check_tag(name)
     (tmp_path / "job").mkdir()
     with pytest.raises(DataError, match="there is no checkpoint"):
         resolve_checkpoint(str(tmp_path / "job"), name)
@@ -37,7 +37,7 @@ def test_what_leads_elsewhere_is_refused(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", ["global_step100", "a/b", "v1.2", "é", "..a", "a..", "with space"])
 def test_what_is_a_folder_below_is_taken(name: str):
     assert is_safe_name(name)
-    assert _checked_tag(name) == name
+    assert check_tag(name) == name
 
 
 @given(NAMES)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.comm.process_group import SingleRankBackend
 from rayzero.engine.config import OptimizerConfig, parse_config
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.flat_layout import ParamSpec, make_layout
@@ -261,7 +263,9 @@ def make_unit(groups: list[int], owned: slice | None = None, frozen: bool = Fals
     params = tuple(nn.Parameter(torch.zeros(40)) for _ in specs)
     weights = ReplicatedWeights(layout, params, flat)
     part = owned or slice(0, layout.numel)
-    grads = PartialGrads(layout, -flat, part, Collective.REDUCE_SCATTER)
+    grads = PartialGrads(
+        layout, -flat, part, Collective.REDUCE_SCATTER, Collectives(SingleRankBackend())
+    )
     return Unit(
         layout,
         params,

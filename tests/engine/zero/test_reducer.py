@@ -63,9 +63,8 @@ class Store:
         self._sit()
         self._log.events.append(f"zero {self.name}.{index}")
 
-    def reduce(self, collectives: Any, *, first: bool) -> Sum:
+    def reduce(self, *, first: bool) -> Sum:
         self._sit()
-        assert collectives is self._log
         if self._slot is not None:
             self._leaving.append(self._slot)
             self._slot = None
@@ -84,8 +83,7 @@ def make(
     """A reducer over units named a, b, c... of so many parameters."""
     log = Log()
     pool = None if slots is None else GradBufferPool(lambda: torch.zeros(1), slots)
-    sums: Any = log
-    units: list[Any] = [(Store("abcdef"[i], log, pool), n, sums) for i, n in enumerate(counts)]
+    units: list[Any] = [(Store("abcdef"[i], log, pool), n) for i, n in enumerate(counts)]
     return Reducer(units, pool, overlap=overlap), log, pool
 
 
@@ -264,15 +262,15 @@ class Recorded:
 @pytest.mark.parametrize("how", [Collective.ALL_REDUCE, Collective.REDUCE_SCATTER])
 def test_whole_gradients_are_reduced_in_place(how: Collective) -> None:
     flat = torch.zeros(LAYOUT.numel)
-    store = PartialGrads(LAYOUT, flat, LAYOUT.shard(1), how)
+    collectives: Any = Recorded()
+    store = PartialGrads(LAYOUT, flat, LAYOUT.shard(1), how, collectives)
     store.accumulate(0, torch.ones(3), add=False)
     store.accumulate(0, torch.ones(3), add=True)
     store.accumulate(1, torch.ones(2, 2), add=False)
     store.accumulate_zero(1)
     assert flat[:3].tolist() == [2, 2, 2]
     assert flat.sum() == 6
-    collectives: Any = Recorded()
-    store.reduce(collectives, first=True)
+    store.reduce(first=True)
     ((name, tensors, _),) = collectives.calls
     assert name == how.value
     assert tensors[0] is flat
@@ -285,13 +283,13 @@ def test_sharded_gradients_pass_through_a_slot_whose_padding_is_clean() -> None:
     summed = Sum("earlier", Log())
     slots.release(slots.acquire().fill_(7), summed)  # what a longer unit left
     shard = torch.zeros(LAYOUT.shard_numel)
-    store = ShardedGrads(LAYOUT, shard, slots)
+    collectives: Any = Recorded()
+    store = ShardedGrads(LAYOUT, shard, slots, collectives)
     assert store.needs_buffer
     store.accumulate(0, torch.ones(3), add=False)
     assert not store.needs_buffer
     store.accumulate_zero(1)
-    collectives: Any = Recorded()
-    store.reduce(collectives, first=False)
+    store.reduce(first=False)
     ((name, (full, out), accumulate),) = collectives.calls
     assert (name, accumulate) == ("reduce_scatter", True)
     assert full.sum() == 3

@@ -1,0 +1,299 @@
+"""`DeepSpeedEngine`: the names of DeepSpeed's engine, over rayzero's `Engine`.
+
+The only place with those names: getters, accumulation boundaries, checkpoint methods. What neither
+engine has is looked up in the model: `engine.generate` is `engine.module.generate`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from rayzero.engine.api.alternatives import NOT_DELEGATED, unsupported_attribute
+from rayzero.engine.checkpoint.export_model import write_model_file
+from rayzero.engine.checkpointing import load_model_state, without_frozen
+from rayzero.engine.comm.collectives import run_on_all_ranks
+from rayzero.engine.config.model import OptimizerConfig, SchedulerConfig
+from rayzero.engine.engine import Engine
+from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.engine.state.load import LoadOptions
+from rayzero.engine.training_step import Boundary
+from rayzero.engine.zero.placement import STAGES, Placement
+
+T = TypeVar("T")
+
+
+def _getter(read: Callable[[DeepSpeedEngine], T]) -> Callable[[DeepSpeedEngine], T]:
+    """A method without arguments, as DeepSpeed spells most of its getters."""
+
+    def get(self: DeepSpeedEngine) -> T:
+        return read(self)
+
+    return get
+
+
+def _type(section: OptimizerConfig | SchedulerConfig | None) -> str | None:
+    """The name in the config; None where the script made the object itself."""
+    return None if section is None else section.type
+
+
+def _params(section: OptimizerConfig | SchedulerConfig | None) -> dict[str, Any] | None:
+    return None if section is None else dict(section.params)
+
+
+class DeepSpeedEngine(Engine):
+    """What `rayzero.initialize` returns."""
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__dict__.get("module")
+        if module is not None and name not in NOT_DELEGATED and hasattr(module, name):
+            return getattr(module, name)
+        raise unsupported_attribute(name, dir(type(self)))
+
+    # Progress
+
+    global_steps = property(lambda engine: engine.progress.step)  # skipped ones included
+    skipped_steps = property(lambda engine: engine.progress.skipped_steps)
+    global_samples = property(lambda engine: engine.progress.sample_cursor)
+    cur_scale = property(lambda engine: engine.loss_scale)  # DeepSpeed's optimizers' name for it
+
+    @property
+    def micro_steps(self) -> int:
+        """Finished micro-steps, at the present number of micro-steps per step."""
+        return self.progress.step * self.gradient_accumulation_steps() + self.progress.micro_step
+
+    def get_global_grad_norm(self) -> float | None:
+        """The L2 norm of the last step's gradient before clipping; None before the first."""
+        return self._meter.last_step.get("grad_norm")
+
+    # Batch sizes
+
+    train_batch_size = _getter(lambda engine: engine.settings.batches.global_batch)
+    train_micro_batch_size_per_gpu = _getter(lambda engine: engine.settings.batches.micro_batch)
+    gradient_accumulation_steps = _getter(lambda engine: engine.settings.batches.micro_steps)
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        batches = self.settings.batches
+        return batches.global_batch, batches.micro_batch, batches.micro_steps
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the samples per step from the next step on; the micro-batch stays the same.
+
+        Raises:
+            ConfigError: not a multiple of micro-batch times ranks.
+            EngineError: in the middle of a step, or the engine has a loader, whose sample order
+                depends on it.
+        """
+        micro, world_size = self.settings.batches.micro_batch, self.world_size
+        if train_batch_size < 1 or train_batch_size % (micro * world_size):
+            raise ConfigError(
+                f"set_train_batch_size({train_batch_size}): not a multiple of the micro-batch "
+                f"{micro} x {world_size} ranks",
+                fix="another train_batch_size, or set_train_micro_batch_size first",
+            )
+        self._set_batch_sizes(micro, train_batch_size // (micro * world_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the samples per micro-batch; the micro-steps stay. Raises as the method above."""
+        if micro_batch_size < 1:
+            raise ConfigError(f"set_train_micro_batch_size({micro_batch_size})", allowed=">= 1")
+        self._set_batch_sizes(micro_batch_size, self.settings.batches.micro_steps)
+
+    def _set_batch_sizes(self, micro_batch: int, micro_steps: int) -> None:
+        mid_step = self._step.tracker.has_gradients
+        if mid_step or self.training_dataloader is not None:
+            seen = "in the middle of a step" if mid_step else "with a loader"
+            raise EngineError(
+                f"the batch size cannot be changed {seen}",
+                allowed="between two steps, with batches that the script makes itself",
+                fix="train_batch_size in the config",
+            )
+        settings = self.settings.with_batch_sizes(micro_batch, micro_steps, self.world_size)
+        self._step.settings = settings
+        self.progress.global_batch = settings.batches.global_batch
+        self.progress.micro_batch = micro_batch
+        self.progress.micro_batch_weight = settings.micro_batch_weight
+
+    # Accumulation boundary
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-step is the last of its step."""
+        return self._step.is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Declares whether the next forward and backward are the last of their step.
+
+        From then on the script decides, by calling it again. Where it was False, `step` does
+        nothing and need not be called.
+        """
+        self._step.tracker.boundary = Boundary.LAST if is_boundary else Boundary.NOT_LAST
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed the weights: not inside a step, nor if skipped."""
+        return self._step.tracker.applied
+
+    # Ranks: all of them are data parallel
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's index on its node, which is also its GPU's."""
+        return int(os.environ.get("LOCAL_RANK", self.device.index or 0))
+
+    global_rank = property(lambda engine: engine.rank)
+    dp_world_size = property(lambda engine: engine.world_size)
+    mp_world_size = 1
+    get_data_parallel_rank = _getter(lambda engine: engine.rank)
+    get_model_parallel_rank = _getter(lambda engine: 0)
+
+    # Optimizer and schedule
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def get_lr(self) -> list[float]:
+        """Each parameter group's current learning rate."""
+        return [float(group["lr"]) for group in self._param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Sets every parameter group's learning rate; a schedule overwrites it."""
+        for group in self._param_groups:
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Each parameter group's momentum, or betas where it has those."""
+        return [group.get("momentum", group.get("betas", 0.0)) for group in self._param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: the first backward of a step replaces the previous step's gradients."""
+
+    # Config
+
+    zero_optimization_stage = _getter(lambda engine: engine.settings.stage)
+    zero_optimization = _getter(
+        lambda engine: STAGES[engine.settings.stage].optimizer_state is Placement.SHARDED
+    )
+    zero_optimization_partition_gradients = _getter(
+        lambda engine: STAGES[engine.settings.stage].main_grads is Placement.SHARDED
+    )
+    zero_optimization_partition_weights = _getter(
+        lambda engine: STAGES[engine.settings.stage].model_weights is Placement.SHARDED
+    )
+    gradient_clipping = _getter(lambda engine: engine.settings.clip_norm)
+    steps_per_print = _getter(lambda engine: engine.settings.log_every_steps)
+    bfloat16_enabled = _getter(lambda engine: engine.settings.config.bf16.enabled)
+    optimizer_name = _getter(lambda engine: _type(engine.settings.config.optimizer))
+    optimizer_params = _getter(lambda engine: _params(engine.settings.config.optimizer))
+    scheduler_name = _getter(lambda engine: _type(engine.settings.config.scheduler))
+    scheduler_params = _getter(lambda engine: _params(engine.settings.config.scheduler))
+
+    def to(self, device: torch.device | str | int) -> Self:
+        """Does nothing: the model is on its device already. Raises EngineError for another one."""
+        if torch.device(device).type != self.device.type:
+            raise EngineError(
+                f"engine.to({device!r}) was called, and the model is on {self.device}",
+                allowed="the device that initialize chose: this rank's GPU, or the CPU",
+            )
+        return self
+
+    destroy = Engine.close
+
+    # Checkpoints. Every method is collective.
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """See `Engine.save`. Returns True."""
+        self.save(
+            save_dir,
+            None if tag is None else str(tag),
+            client_state=client_state,
+            latest=save_latest,
+            include_frozen=not exclude_frozen_parameters,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """See `Engine.load`.
+
+        Args:
+            load_module_strict: checkpoint and model must have the same weights; otherwise those
+                that both have are loaded.
+            load_optimizer_states: also the optimizer's state, and its options, such as lr.
+            load_lr_scheduler_states: also the schedule's position.
+            load_module_only: weights and buffers only.
+            custom_load_fn: refused.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint(custom_load_fn=...) was given: no rank holds a full state dict",
+                fix="load_module_strict=False, or engine.load_module_state_dict(...)",
+            )
+        options = LoadOptions(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            progress=not load_module_only,
+            optimizer_options=True,
+        )
+        return self.load(load_dir, None if tag is None else str(tag), options)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The full model in CPU memory on rank 0, an empty dict on the others."""
+        return without_frozen(self.module, self.state_dict(), exclude_frozen_parameters)
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads weights and buffers from a full state dict, the same one on every rank.
+
+        Raises:
+            CheckpointMismatchError: names or shapes differ.
+        """
+        collectives = self._runtime.collectives
+        load_model_state(self.state, self.module, collectives, self.device, state_dict, strict)
+
+    load_state_dict = load_module_state_dict
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the full model, in the dtype of its weights, as one file. At every stage: sharded
+        weights are gathered unit by unit.
+
+        Args:
+            save_filename: `*.safetensors` for that format; otherwise `torch.load` reads it.
+
+        Returns:
+            True.
+        """
+        state = self.module_state_dict(exclude_frozen_parameters)
+        path = Path(save_dir) / save_filename
+        run_on_all_ranks(
+            self._runtime.collectives,
+            self.device,
+            lambda: None if self.rank else write_model_file(state, path),
+        )
+        return True
+
+    save_fp16_model = save_16bit_model

@@ -1,0 +1,175 @@
+"""Saves and loads an engine's checkpoints, in rayzero's format (docs/checkpoints.md)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.engine.checkpoint.catalogue import newest_complete
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.format import MANIFEST_NAME, is_safe_name
+from rayzero.engine.checkpoint.imports import open_foreign
+from rayzero.engine.checkpoint.imports.tensors import FlatTensor, TensorSource
+from rayzero.engine.checkpoint.open_store import open_store
+from rayzero.engine.checkpoint.reader import CheckpointSource
+from rayzero.engine.checkpoint.store import join_url
+from rayzero.engine.comm.collectives import Collectives, run_on_all_ranks
+from rayzero.engine.errors import ConfigError, DataError
+from rayzero.engine.layout.state_index import StateSource
+from rayzero.engine.settings import Settings
+from rayzero.engine.state.client_state import decode_client_state, encode_client_state
+from rayzero.engine.state.load import LoadOptions
+from rayzero.engine.state.save import LATEST_FILE, RankSaver
+from rayzero.engine.state.training import TrainingState
+
+log = logging.getLogger("rayzero.engine")
+
+
+def save_checkpoint(
+    state: TrainingState,
+    collectives: Collectives,
+    settings: Settings,
+    target: tuple[str, str],
+    *,
+    client_state: dict[str, Any],
+    latest: bool,
+    include_frozen: bool,
+) -> None:
+    """See `Engine.save`; `target` is (folder, tag)."""
+    folder, tag = target
+    answers = run_on_all_ranks(
+        collectives,
+        settings.device,
+        lambda: [check_tag(tag), encode_client_state(client_state)],
+    )
+    tags = sorted({other for other, _ in answers})
+    if len(tags) > 1:
+        raise ConfigError(
+            f"save_checkpoint got different tags: {tags}", allowed="the same tag on every rank"
+        )
+    saver = RankSaver(state, collectives, settings.device, settings.stage)
+    saver.save(folder, tag, answers[0][1], latest=latest, frozen=include_frozen)
+
+
+def load_checkpoint(
+    state: TrainingState,
+    collectives: Collectives,
+    device: torch.device,
+    target: tuple[str, str | None],
+    options: LoadOptions,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """See `Engine.load`; `target` is (folder, tag)."""
+
+    def resolve() -> str | None:
+        return None if collectives.rank else resolve_checkpoint(*target)
+
+    path = run_on_all_ranks(collectives, device, resolve)[0]
+    if path is None:
+        log.warning("there is no checkpoint in %s: nothing was loaded", target[0])
+        return None, None
+
+    def read() -> Any:
+        source = open_checkpoint(path)
+        try:
+            state.load_from(source, options)
+            return source.metadata(0).get("client_state", {})
+        finally:
+            source.close()
+
+    client_state = run_on_all_ranks(collectives, device, read)[0]
+    state.sync_model_weights()
+    return path, decode_client_state(client_state)
+
+
+def check_tag(tag: str) -> str:
+    """The tag, if it is safe as a folder's name.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if is_safe_name(tag):
+        return tag
+    raise ConfigError(f"the tag {tag!r} is not a folder's name", allowed="such as global_step100")
+
+
+def resolve_checkpoint(folder: str, tag: str | int | None) -> str | None:
+    """The path or URL of one checkpoint; None if no tag was given and the folder has none.
+
+    Raises:
+        DataError: no checkpoint has that tag, or the tag in the file `latest`.
+        StoreError: the store cannot be read.
+    """
+    name = _read_latest_tag(folder) if tag is None else str(tag)
+    if name is None:
+        newest = newest_complete(folder)
+        return newest.folder if newest is not None else None
+    path = join_url(folder, name)
+    if not is_safe_name(name) or not open_store(path).list_folder():
+        raise DataError(
+            f"there is no checkpoint {name!r} in {folder}",
+            allowed="a tag that was saved there",
+            fix="load_checkpoint(tag=...)" if tag is not None else f"the file {LATEST_FILE} there",
+        )
+    return path
+
+
+def open_checkpoint(path: str) -> StateSource:
+    """Opens a checkpoint of rayzero's or DeepSpeed's format.
+
+    Raises:
+        DataError: it is neither, or damaged.
+    """
+    if any(entry.name == MANIFEST_NAME for entry in open_store(path).list_folder()):
+        return CheckpointSource(path)
+    foreign = open_foreign(path)
+    if foreign is None:
+        raise DataError(
+            f"{path} is no checkpoint: it has neither a {MANIFEST_NAME} nor DeepSpeed's files",
+            fix="load_checkpoint(load_dir, tag)",
+        )
+    return foreign
+
+
+def _read_latest_tag(folder: str) -> str | None:
+    try:
+        return open_store(folder).read(LATEST_FILE).decode(errors="repath").strip() or None
+    except StoreError as error:
+        if error.kind != "gone":
+            raise
+        return None
+
+
+def without_frozen(
+    model: nn.Module, state: dict[str, Tensor], exclude_frozen: bool
+) -> dict[str, Tensor]:
+    """A model's state dict, on request without parameters that do not require gradients."""
+    if not exclude_frozen:
+        return state
+    named = model.named_parameters(remove_duplicate=False)
+    frozen = {name for name, param in named if not param.requires_grad}
+    return {name: value for name, value in state.items() if name not in frozen}
+
+
+def load_model_state(
+    state: TrainingState,
+    model: nn.Module,
+    collectives: Collectives,
+    device: torch.device,
+    values: Mapping[str, Any],
+    strict: bool,
+) -> None:
+    """Loads weights and buffers from a full state dict, equal on every rank. Collective."""
+    buffers = {name for name, _ in model.named_buffers()}
+    tensors = [
+        FlatTensor.from_tensor(f"{'buffers' if name in buffers else 'weights'}/{name}", value.cpu())
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    ]
+    source = TensorSource(tensors, {"step": 0}, has_optimizer=False)
+    options = LoadOptions(strict=strict, optimizer=False, scheduler=False, progress=False)
+    run_on_all_ranks(collectives, device, lambda: state.load_from(source, options))
+    state.sync_model_weights()

@@ -1,0 +1,86 @@
+"""Builds the `ZeroRuntime` of a model: units, buffers, reducer, unsharding and hooks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from rayzero.engine.compression.select import make_grad_reduction, make_weight_gather
+from rayzero.engine.config import EngineConfig
+from rayzero.engine.layout.units import NamedParam, UnitPlan, name_params, plan_blocks, plan_buckets
+from rayzero.engine.optim.param_groups import ParamGroups
+from rayzero.engine.zero.build import (
+    BuildContext,
+    make_blocks,
+    make_grad_buffers,
+    make_reducer,
+    make_units,
+    place_ungrouped,
+)
+from rayzero.engine.zero.gather_buffers import GatherBuffers
+from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
+from rayzero.engine.zero.placement import Collective, Placement, Stage
+from rayzero.engine.zero.runtime import ZeroRuntime
+from rayzero.engine.zero.unshard import UnshardScheduler
+
+NUM_GRAD_BUFFERS = 3  # one is filled, one is reduced, one is still read by other ranks
+
+
+def make_runtime(
+    model: nn.Module,
+    groups: ParamGroups,
+    config: EngineConfig,
+    context: BuildContext,
+    factor: float,
+) -> ZeroRuntime:
+    """Places the model's parameters and connects them to the ranks.
+
+    Args:
+        factor: reduced gradients are still to be multiplied by it, before loss scaling.
+    """
+    collectives, stage = context.collectives, context.stage
+    reduction = make_grad_reduction(config, context, factor)
+    params = name_params(model, groups.group_of)
+    plans = plan_units(model, params, config, stage, collectives.world_size)
+    grad_buffers = make_grad_buffers(plans, context, NUM_GRAD_BUFFERS)
+    units = make_units(plans, context, grad_buffers, reduction)
+    in_units = {param for plan in plans for param in plan.params}
+    ungrouped = place_ungrouped(model, in_units, context)
+    context.materializer.clear()
+    trainable = [unit for unit in units if unit.grads is not None]
+    reducer = make_reducer(trainable, grad_buffers, overlap=config.zero_optimization.overlap_comm)
+    hooks = hook_gradients(trainable, reducer)
+    scheduler, gather_buffers = None, None
+    if blocks := make_blocks(units):
+        gather_buffers = GatherBuffers(blocks, config.rayzero.gather_buffers)
+        scheduler = UnshardScheduler(blocks, gather_buffers, make_weight_gather(config, context))
+        hooks += hook_blocks(model, blocks, scheduler)
+    return ZeroRuntime(
+        stage=stage,
+        precision=context.precision,
+        collectives=collectives,
+        units=units,
+        offload=context.offload,
+        ungrouped_params=ungrouped,
+        grad_reduction=reduction,
+        reducer=reducer,
+        grad_buffers=grad_buffers,
+        unshard_scheduler=scheduler,
+        gather_buffers=gather_buffers,
+        hooks=hooks,
+    )
+
+
+def plan_units(
+    model: nn.Module,
+    params: list[NamedParam],
+    config: EngineConfig,
+    stage: Stage,
+    world_size: int,
+) -> list[UnitPlan]:
+    """Units in launch order: about the order in which backward completes them."""
+    if stage.model_weights is Placement.SHARDED:
+        return plan_blocks(model, params, config.rayzero.unshard_modules, world_size)[::-1]
+    zero = config.zero_optimization
+    gathered = stage.weight_collective is Collective.ALL_GATHER
+    max_numel = zero.allgather_bucket_size if gathered else None
+    return plan_buckets(params, zero.reduce_bucket_size, world_size, max_numel)

@@ -1,0 +1,271 @@
+"""One optimizer step: its phases, the transitions between them, and the work of each.
+
+One step is any number of micro-steps (forward, backward, `step()`), the last of which updates the
+weights:
+
+    EMPTY -> BACKWARD -> STEP_PENDING -> ACCUMULATING -> BACKWARD -> STEP_PENDING -> UPDATING -> EMPTY
+
+Inside `no_sync()`, and where the script declared that a micro-step is not the last one, backward
+leads to ACCUMULATING directly, because no `step()` is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from rayzero.engine.errors import EngineError
+from rayzero.engine.metrics import StepMeter
+from rayzero.engine.optim.build import NoOptimizer, no_optimizer_error
+from rayzero.engine.optim.schedule import Scheduler
+from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
+from rayzero.engine.precision.policy import clamp_to_dtype
+from rayzero.engine.settings import Settings
+from rayzero.engine.state.training import TrainingState
+from rayzero.engine.zero.runtime import ZeroRuntime
+from rayzero.engine.zero.step_vote import StepVote
+
+
+class StepPhase(Enum):
+    """State of the main gradients between and within calls of the script."""
+
+    EMPTY = "no gradients of this step yet"
+    BACKWARD = "backward() is running"
+    STEP_PENDING = "backward() has run, step() is due"
+    ACCUMULATING = "gradients of earlier micro-steps are held, backward() is due"
+    UPDATING = "step() is updating the weights"
+
+
+_TRANSITIONS = {
+    StepPhase.EMPTY: {StepPhase.BACKWARD, StepPhase.EMPTY},
+    StepPhase.BACKWARD: {StepPhase.STEP_PENDING, StepPhase.ACCUMULATING, StepPhase.EMPTY},
+    StepPhase.STEP_PENDING: {StepPhase.ACCUMULATING, StepPhase.UPDATING, StepPhase.EMPTY},
+    StepPhase.ACCUMULATING: {StepPhase.BACKWARD, StepPhase.EMPTY},
+    StepPhase.UPDATING: {StepPhase.EMPTY, StepPhase.ACCUMULATING},
+}
+"""EMPTY follows every phase: loading a checkpoint discards gradients. A failed backward or update
+returns to the phase in which the script may call backward again."""
+
+
+class Boundary(Enum):
+    """Who decides whether a micro-step is the last of its step."""
+
+    COUNTED = "the engine counts gradient_accumulation_steps"
+    LAST = "the script declared the next micro-step the last"
+    NOT_LAST = "the script declared that more micro-steps follow"
+
+
+class StepTracker:
+    """Follows one engine through its steps. Used by the training thread.
+
+    Attributes:
+        boundary: how the last micro-step of a step is recognized.
+        no_sync: inside `Engine.no_sync()`.
+        applied: whether the last `step()` changed the weights.
+    """
+
+    def __init__(self) -> None:
+        self._phase = StepPhase.EMPTY
+        self.boundary = Boundary.COUNTED
+        self.no_sync = False
+        self.applied = False
+
+    @property
+    def phase(self) -> StepPhase:
+        return self._phase
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward of this step has run."""
+        return self._phase in (StepPhase.STEP_PENDING, StepPhase.ACCUMULATING, StepPhase.UPDATING)
+
+    @property
+    def step_pending(self) -> bool:
+        return self._phase is StepPhase.STEP_PENDING
+
+    @property
+    def skips_step(self) -> bool:
+        """Whether `step()` has nothing to do, because the script declared that more follows."""
+        return self.boundary is Boundary.NOT_LAST and not self.no_sync
+
+    def is_boundary(self, micro_step: int, micro_steps: int) -> bool:
+        """Whether this micro-step is the last of its step."""
+        if self.boundary is Boundary.COUNTED:
+            return micro_step == micro_steps - 1
+        return self.boundary is Boundary.LAST
+
+    def move_to(self, phase: StepPhase) -> None:
+        """Changes the phase.
+
+        Raises:
+            RuntimeError: that phase does not follow this one: an error in the engine, not the script.
+        """
+        if phase not in _TRANSITIONS[self._phase]:
+            raise RuntimeError(f"the step cannot go from {self._phase.name} to {phase.name}")
+        self._phase = phase
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around one backward. If it fails, the script may call it again."""
+        before = self._phase
+        self.move_to(StepPhase.BACKWARD)
+        try:
+            yield
+        except BaseException:
+            self._phase = before
+            raise
+        deferred = self.no_sync or self.boundary is Boundary.NOT_LAST
+        self.move_to(StepPhase.ACCUMULATING if deferred else StepPhase.STEP_PENDING)
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Around the update at the end of a step. If it fails, its gradients are still held."""
+        self.move_to(StepPhase.UPDATING)
+        try:
+            yield
+        except BaseException:
+            self.move_to(StepPhase.ACCUMULATING)
+            raise
+        self.move_to(StepPhase.EMPTY)
+
+
+class TrainingStep:
+    """Runs backward, and updates the weights at the end of a step.
+
+    Attributes:
+        settings: batch sizes may be replaced between two steps.
+    """
+
+    def __init__(
+        self,
+        runtime: ZeroRuntime,
+        optimizer: ShardedOptimizer,
+        scheduler: Scheduler | None,
+        state: TrainingState,
+        settings: Settings,
+        meter: StepMeter,
+    ) -> None:
+        self.settings = settings
+        self.tracker = StepTracker()
+        self._runtime = runtime
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._state = state
+        self._progress = state.progress
+        self._meter = meter
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=settings.device)
+
+    @property
+    def loss_scale(self) -> float:
+        return self._runtime.precision.scaler.value
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the current micro-step is the last of its step."""
+        micro_steps = self.settings.batches.micro_steps
+        return self.tracker.is_boundary(self._progress.micro_step, micro_steps)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool, weight: float) -> None:
+        """See `Engine.backward`.
+
+        Args:
+            weight: of this micro-batch's loss in the mean over the global batch.
+        """
+        self._check_backward(loss)
+        tracker = self.tracker
+        first, last = not tracker.has_gradients, not tracker.no_sync and self.is_boundary
+        self._meter.enter_phase("backward")
+        with tracker.backward():
+            running = self._runtime.backward_pass(first=first, last=last)
+            with self._meter.step_work.track_backward(weight), running:
+                grad = torch.full_like(loss, self._initial_grad(weight, loss.dtype))
+                torch.autograd.backward(loss, grad, retain_graph=retain_graph)
+            self._loss_sum.add_(loss.detach(), alpha=weight)
+            self._meter.phases.leave()
+
+    def step(self) -> None:
+        """See `Engine.step`."""
+        tracker = self.tracker
+        tracker.applied = False
+        if tracker.skips_step:
+            return
+        if not tracker.step_pending:
+            if isinstance(self._optimizer, NoOptimizer):
+                raise no_optimizer_error("step")
+            raise EngineError(
+                "step() was called without a backward() before it",
+                allowed="one backward(), then one step(); inside no_sync() no step()",
+            )
+        if not self.is_boundary:
+            tracker.move_to(StepPhase.ACCUMULATING)
+            self._progress.micro_step += 1
+            return
+        with tracker.update():
+            vote, lr = self._update()
+        if vote.finite:  # the state is complete without it: weights can be gathered again
+            self._meter.enter_phase("publish")
+            self._runtime.sync_model_weights()
+        self._meter.end_step(vote, lr)
+
+    def discard_gradients(self) -> None:
+        """Forgets the gradients and losses of unfinished micro-steps."""
+        self._loss_sum.zero_()
+        self.tracker.move_to(StepPhase.EMPTY)
+
+    def _update(self) -> tuple[StepVote, float]:
+        """Agrees on the step with all ranks, and applies it; the learning rate that it used."""
+        self._meter.enter_phase("reduce")
+        factor = self.settings.post_reduce_scale / self.loss_scale
+        vote = self._runtime.vote(self._loss_sum, factor, self._meter.step_requests())
+        lr = self._optimizer.lr
+        if vote.finite:
+            self._meter.enter_phase("update")
+        with self._state.updating():
+            self._apply_vote(vote, factor)
+        self.tracker.applied = vote.finite
+        self._loss_sum.zero_()
+        return vote, lr
+
+    def _apply_vote(self, vote: StepVote, factor: float) -> None:
+        """Changes the state from one step to the next. No collectives except LAMB's and Muon's."""
+        if vote.finite:
+            clip = vote.clip_factor(self.settings.clip_norm)
+            self._optimizer.step(factor * clip)
+            if self._scheduler is not None:
+                self._scheduler.step()
+        else:
+            self._runtime.grad_reduction.discard_residuals()
+        self._runtime.update_loss_scale(overflow=not vote.finite)
+        self._progress.skipped_steps += not vote.finite
+        self._progress.micro_step = 0
+        self._progress.step += 1
+        self._progress.sample_cursor += self._progress.global_batch
+
+    def _initial_grad(self, weight: float, dtype: torch.dtype) -> float:
+        """The gradient of the loss itself; infinite if a 16-bit loss cannot represent it."""
+        return clamp_to_dtype(self.settings.initial_grad(weight) * self.loss_scale, dtype)
+
+    def _check_backward(self, loss: Tensor) -> None:
+        if isinstance(self._optimizer, NoOptimizer):
+            raise no_optimizer_error("backward")
+        if self.tracker.step_pending:
+            raise EngineError(
+                "backward() was called twice without step()",
+                allowed="one backward() a micro-batch, then step()",
+                fix="add the losses before backward(), or accumulate inside no_sync()",
+            )
+        if not isinstance(loss, Tensor):
+            raise EngineError(
+                f"backward() got a {type(loss).__name__}",
+                allowed="a scalar loss computed by engine(...) with gradients enabled",
+            )
+        if loss.numel() != 1 or not loss.requires_grad:
+            graph = "with" if loss.requires_grad else "without"
+            raise EngineError(
+                f"backward() got a tensor of shape {tuple(loss.shape)} {graph} a graph",
+                allowed="a scalar loss computed by engine(...) with gradients enabled",
+            )
