@@ -1,10 +1,6 @@
-"""Optimizer of a run; elementwise check; NoOptimizer.
+"""Makes the optimizer of a run: the user's own, the config's, or none for evaluation.
 
-Makes the optimizer of a run: the user's own, or the one that the config asks for.
-
-Whether an optimizer can work on shards is tried out, where it cannot be known.
-
-The optimizer of an engine that only evaluates: it has no parameters and takes no step.
+The constructor that a config selects is data: a row of `OPTIMIZER_PARAMS`.
 """
 
 from __future__ import annotations
@@ -36,11 +32,10 @@ _TRIAL_STEPS, _TRIAL_ROWS, _TRIAL_COLUMNS, _TRIAL_SPLIT = 3, 4, 6, 10
 
 
 def check_elementwise_by_trial(make: OptimizerFactory, name: str) -> None:
-    """Has it train two dozen numbers, as a matrix and cut in two, and compares.
+    """Train two dozen numbers, as one matrix and split in two, and compare the results.
 
     Raises:
-        ConfigError: the results differ, so it looks at more than one element at a time; or it
-            fails.
+        ConfigError: the results differ, so updates are not elementwise; or training fails.
     """
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_TRIAL_ROWS * _TRIAL_COLUMNS, generator=generator)
@@ -57,9 +52,9 @@ def check_elementwise_by_trial(make: OptimizerFactory, name: str) -> None:
     )
     if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-6):
         raise ConfigError(
-            f"the optimizer {name} trains a matrix and its two halves differently, so that shards "
-            "cannot use it",
-            allowed="optimizers that update each element by itself",
+            f"the optimizer {name} trains a matrix and its two halves differently, so it cannot "
+            "work on shards of parameters",
+            allowed="optimizers that update each element independently",
             fix="optimizer.type in the engine config",
         )
 
@@ -75,10 +70,10 @@ def _train(make: OptimizerFactory, starts: list[Tensor], grads: list[list[Tensor
 
 
 class NoOptimizer(ShardedOptimizer):
-    """Stands where an optimizer would. Its state has no groups, so a checkpoint has none either."""
+    """Placeholder in an engine that only evaluates: no parameter groups, in checkpoints neither."""
 
     def __init__(self) -> None:
-        empty = torch.optim.SGD([{"params": []}], lr=0.0)  # torch refuses none at all
+        empty = torch.optim.SGD([{"params": []}], lr=0.0)  # torch refuses an empty list
         empty.param_groups.clear()
         super().__init__(empty, ())
 
@@ -87,9 +82,9 @@ class NoOptimizer(ShardedOptimizer):
 
 
 def no_optimizer_error(call: str) -> EngineError:
-    """What to raise when a script trains with an engine that cannot."""
+    """The error for training with an engine that has no optimizer."""
     return EngineError(
-        f"{call}() was called, and initialize was given no optimizer: this engine only evaluates",
+        f"{call}() was called, but the engine has no optimizer and can only evaluate",
         allowed="engine(...), save_16bit_model, save_checkpoint, load_checkpoint",
         fix='"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}} in the engine config, or '
         "initialize(optimizer=...)",
@@ -118,41 +113,41 @@ def make_optimizer(
     given: OptimizerLike | None,
     config: OptimizerConfig | None,
     groups: ParamGroups,
-    runs: Sequence[OptimizerShard],
-    wholes: Callable[[], WholeParamOps],
+    shards: Sequence[OptimizerShard],
+    make_whole_params: Callable[[], WholeParamOps],
 ) -> ShardedOptimizer:
-    """The optimizer of this rank: the user's own, else the config's, else none.
+    """The optimizer of this rank: the user's own, else the config's, else `NoOptimizer`.
 
     Args:
-        given: an optimizer of the model's parameters, or a function of groups that makes one.
-        wholes: makes what an optimizer that looks at whole parameters is given.
+        given: an optimizer over the model's parameters, or a function of groups that makes one.
+        make_whole_params: makes the access to whole parameters for an optimizer that needs it.
 
     Raises:
-        ConfigError: it cannot work on shards.
+        ConfigError: the optimizer cannot work on shards.
     """
     check_elementwise(given)
     if isinstance(given, torch.optim.Optimizer):
-        made = rebind_params(given, runs)
+        optimizer = rebind_params(given, shards)
     elif given is not None:
-        made = given(group_shards(runs, groups.options))
+        optimizer = given(group_shards(shards, groups.options))
     elif config is not None:
-        made = optimizer_factory(config)(group_shards(runs, groups.options))
+        optimizer = optimizer_factory(config)(group_shards(shards, groups.options))
     else:
         return NoOptimizer()
-    check_elementwise(made)
-    if isinstance(made, NeedsWholeParams):
-        _check_not_chunked(made, runs)
-        made.bind_whole_params(wholes())
-    return choose_optimizer_class(runs)(made, runs)
+    check_elementwise(optimizer)
+    if isinstance(optimizer, NeedsWholeParams):
+        _check_not_chunked(optimizer, shards)
+        optimizer.bind_whole_params(make_whole_params())
+    return choose_optimizer_class(shards)(optimizer, shards)
 
 
-def _check_not_chunked(optimizer: torch.optim.Optimizer, runs: Sequence[OptimizerShard]) -> None:
-    """Raises ConfigError: state that comes from files by pieces never is whole."""
-    if any(run.unit.state_store.chunk_numel is not None for run in runs):
+def _check_not_chunked(optimizer: object, shards: Sequence[OptimizerShard]) -> None:
+    """Raises ConfigError: state that is read from files in chunks is never whole in memory."""
+    if any(shard.unit.state_store.chunk_numel is not None for shard in shards):
         raise ConfigError(
-            f"the state of {type(optimizer).__name__} cannot rest in files: it needs whole "
-            "parameters, and files are read by pieces of them",
-            allowed="optimizers that update each element by itself, such as AdamW",
+            f"the state of {type(optimizer).__name__} cannot be offloaded to NVMe: the optimizer "
+            "needs whole parameters, and files are read in chunks",
+            allowed="optimizers that update each element independently, such as AdamW",
             fix='offload_optimizer: {"device": "cpu"}',
         )
 
@@ -203,9 +198,9 @@ def _import_optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _wrap_errors(config: OptimizerConfig, make: OptimizerFactory) -> OptimizerFactory:
-    """What torch refuses is a mistake in the config."""
+    """Report errors of the constructor as errors in the config."""
 
-    def guarded(groups: OptimizerGroups) -> torch.optim.Optimizer:
+    def make_checked(groups: OptimizerGroups) -> torch.optim.Optimizer:
         try:
             return make(groups)
         except (TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
@@ -214,4 +209,4 @@ def _wrap_errors(config: OptimizerConfig, make: OptimizerFactory) -> OptimizerFa
                 fix="optimizer.params in the engine config",
             ) from None
 
-    return guarded
+    return make_checked

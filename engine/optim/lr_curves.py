@@ -1,7 +1,7 @@
 """Learning rates as pure functions of the iteration, under DeepSpeed's names.
 
-The iteration is DeepSpeed's count: the first step of a run is trained at -1, the second at 0. So a
-warm-up begins with two steps at its lowest rate.
+Iterations count as in DeepSpeed: the first step of a run is iteration -1, the second is 0. A
+warm-up therefore begins with two steps at its lowest rate.
 
 Sources: warm-up and decay, Goyal et al. 2017 and Vaswani et al. 2017; half a cosine, Loshchilov and
 Hutter 2017; one cycle and the range test, Smith 2018.
@@ -24,12 +24,12 @@ BetaPair = tuple[float, float]
 
 
 def value_for_group(value: float | tuple[float, ...], group: int) -> float:
-    """A parameter group's number."""
+    """A parameter group's value, of one for all groups or one for each."""
     return value[group] if isinstance(value, tuple) else value
 
 
 class LRCurve(ScheduleParams):
-    """A schedule's parameters, and the rates that follow from them."""
+    """A schedule's params and the learning rates that follow from them."""
 
     def lr(self, iteration: int, group: int, configured: float) -> float:
         """A parameter group's learning rate.
@@ -37,17 +37,17 @@ class LRCurve(ScheduleParams):
         Args:
             iteration: -1 in the first step.
             group: the group's number.
-            configured: the lr that the optimizer was made with.
+            configured: the lr that the optimizer was created with.
         """
         raise NotImplementedError
 
     def betas(self, iteration: int, group: int) -> BetaPair | None:
-        """A parameter group's Adam betas; None when they stay as they are."""
+        """A parameter group's Adam betas; None: unchanged."""
         return None
 
 
 def warmup_fraction(kind: str, num_steps: int, iteration: int) -> float:
-    """From 0 to 1 over the warm-up, which takes two steps at least; 1 after it."""
+    """Progress of the warm-up, 0 to 1; a warm-up has at least two steps."""
     length, iteration = max(2, num_steps), max(iteration, 0)
     if iteration >= length:
         return 1.0
@@ -57,34 +57,34 @@ def warmup_fraction(kind: str, num_steps: int, iteration: int) -> float:
 
 
 class WarmupLR(WarmupParams, LRCurve):
-    """Up to the top over the warm-up, then constant. The top is the configured lr by default."""
+    """Warm-up to the maximum, by default the configured lr, then constant."""
 
     def lr(self, iteration: int, group: int, configured: float) -> float:
-        share = warmup_fraction(self.warmup_type, self.warmup_num_steps, iteration)
-        return interpolate_lr(self, share, group, configured)
+        fraction = warmup_fraction(self.warmup_type, self.warmup_num_steps, iteration)
+        return interpolate_lr(self, fraction, group, configured)
 
 
-def interpolate_lr(params: WarmupParams, share: float, group: int, configured: float) -> float:
-    """The rate a share of the way up from the lowest to the top."""
+def interpolate_lr(params: WarmupParams, fraction: float, group: int, configured: float) -> float:
+    """Interpolate between the lowest and the highest learning rate."""
     low = value_for_group(params.warmup_min_lr, group)
     top = params.warmup_max_lr
-    return low + ((configured if top is None else value_for_group(top, group)) - low) * share
+    return low + ((configured if top is None else value_for_group(top, group)) - low) * fraction
 
 
 class WarmupDecayLR(WarmupDecayParams, LRCurve):
-    """Up to the top over the warm-up, then down to the lowest rate in a line."""
+    """Warm-up to the maximum, then linear decay to the minimum."""
 
     def lr(self, iteration: int, group: int, configured: float) -> float:
         length = max(2, self.warmup_num_steps)
-        share = warmup_fraction(self.warmup_type, length, iteration)
+        fraction = warmup_fraction(self.warmup_type, length, iteration)
         if iteration >= length:
             left = self.total_num_steps - iteration
-            share = max(0.0, left / max(1, self.total_num_steps - length))
-        return interpolate_lr(self, share, group, configured)
+            fraction = max(0.0, left / max(1, self.total_num_steps - length))
+        return interpolate_lr(self, fraction, group, configured)
 
 
 class WarmupCosineLR(WarmupCosineParams, LRCurve):
-    """Up to the configured lr over the warm-up, then down along half a cosine."""
+    """Warm-up to the configured lr, then cosine decay."""
 
     def lr(self, iteration: int, group: int, configured: float) -> float:
         return configured * self._lr_ratio(iteration)
@@ -94,15 +94,15 @@ class WarmupCosineLR(WarmupCosineParams, LRCurve):
             return 0.0
         length = max(2, self.warmup_num_steps)
         if iteration < length:
-            share = warmup_fraction(self.warmup_type, length, iteration)
-            return self.warmup_min_ratio + share * (1 - self.warmup_min_ratio)
+            fraction = warmup_fraction(self.warmup_type, length, iteration)
+            return self.warmup_min_ratio + fraction * (1 - self.warmup_min_ratio)
         decay = max(1, self.total_num_steps - length)
         wave = (1 + math.cos(math.pi * min(1.0, (iteration - length + 1) / decay))) / 2
         return self.cos_min_ratio + (1 - self.cos_min_ratio) * wave
 
 
 class OneCycle(OneCycleParams, LRCurve):
-    """Up and down once between two rates while the first beta goes the other way; then decay."""
+    """One cycle between two rates, with the first beta moving inversely; then decay."""
 
     def lr(self, iteration: int, group: int, configured: float) -> float:
         low, high = (
@@ -114,7 +114,7 @@ class OneCycle(OneCycleParams, LRCurve):
         return low / (1 + self.decay_lr_rate * self._decay_intervals(iteration))
 
     def betas(self, iteration: int, group: int) -> BetaPair | None:
-        """The second is DeepSpeed's constant; so is the first step's first, the lowest."""
+        """The second beta is DeepSpeed's constant; the first step uses the lowest first beta."""
         if not self.cycle_momentum:
             return None
         low, high = (
@@ -137,7 +137,7 @@ class OneCycle(OneCycleParams, LRCurve):
         return self.cycle_first_step_size + self._second_step_size
 
     def _cycle_fraction(self, at: int) -> float:
-        """From 0 to 1 over the first part of the cycle, back to 0 over the second."""
+        """Height in the cycle: 0 to 1 over its first part, back to 0 over the second."""
         at_in_cycle = at % self._cycle_size
         stairs = self.cycle_first_stair_count
         if at_in_cycle <= self.cycle_first_step_size:
@@ -149,14 +149,14 @@ class OneCycle(OneCycleParams, LRCurve):
         return math.floor(height * stairs / length) / stairs if stairs else height / length
 
     def _decay_intervals(self, iteration: int) -> float:
-        """How many decay intervals have passed since the cycle's end."""
+        """Decay intervals since the end of the cycle."""
         if math.isclose(self.decay_step_size, 0):
             return 0.0
         return (iteration - self._cycle_size + 1) / self.decay_step_size
 
 
 class LRRangeTest(LRRangeTestParams, LRCurve):
-    """Up from the lowest rate without end, in a line or in stairs, to see which rates train."""
+    """Unbounded linear or stepwise increase from the lowest rate, to find rates that train."""
 
     def lr(self, iteration: int, group: int, configured: float) -> float:
         intervals = (iteration + 1) / self.lr_range_test_step_size
@@ -167,5 +167,6 @@ class LRRangeTest(LRRangeTestParams, LRCurve):
 
 
 LR_CURVES: dict[str, type[LRCurve]] = {
-    one.__name__: one for one in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+    curve.__name__: curve
+    for curve in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }

@@ -1,20 +1,15 @@
-"""Muon and Newton-Schulz.
+"""Muon (Jordan et al., 2024): steps by the orthogonalised momentum of matrices; Adam for the rest.
 
-Muon: a matrix's momentum, orthogonalised, is its step (Jordan et al., 2024); Adam for the rest.
+A matrix is orthogonalised as a whole, once a step, on the rank that owns it
+(`WholeParamOps.transform`); everything else is elementwise on each rank's shard.
 
-A matrix is orthogonalised as a whole, once a step, on the rank that owns it (`WholeParamOps.transform`);
-everything else is element by element on the parts that each rank has.
-
-A matrix's singular vectors with all singular values near 1, by a few multiplications.
-
-The quintic Newton-Schulz iteration with Keller Jordan's coefficients (Jordan et al., 2024): they do
-not converge to 1 but to between 0.7 and 1.2, which is enough and is fast. Two ways with one result
-but for rounding:
+Orthogonalisation is the quintic Newton-Schulz iteration with Keller Jordan's coefficients, which
+brings singular values to between 0.7 and 1.2 in few steps. Two methods, equal except for rounding:
 
 - standard: on the matrix itself, in bfloat16, as torch.optim.Muon does.
-- gram: on the smaller Gram matrix X X', which is all that the polynomial needs; its factor is
-  applied to X at the end, and once in between, because rounding grows in the Gram matrix (gram
-  Newton-Schulz, T. Dao et al., 2026). In fp16 on GPUs, elsewhere in the matrix's own dtype.
+- gram: on the smaller Gram matrix X X', which is all that the polynomial needs. The accumulated
+  factor is applied to X at the end, and once in between because rounding errors grow in the Gram
+  matrix (gram Newton-Schulz, T. Dao et al., 2026). In fp16 on GPUs, else in the matrix's dtype.
 """
 
 from __future__ import annotations
@@ -40,11 +35,11 @@ A, B, C = 3.4445, -4.7750, 2.0315
 NORM_EPS = 1e-7
 
 
-GRAM_RESTART_STEP = 2  # steps after which the Gram matrix is formed anew
+GRAM_RESTART_STEP = 2  # steps after which the Gram matrix is recomputed
 
 
 def newton_schulz_standard(matrix: Tensor, steps: int) -> Tensor:
-    """Orthogonalises (..., rows, columns) in bfloat16."""
+    """Orthogonalise (..., rows, columns) in bfloat16."""
     wide = _normalize(_transpose_if_tall(matrix.bfloat16()))
     for _ in range(steps):
         product = wide @ wide.mT
@@ -53,7 +48,7 @@ def newton_schulz_standard(matrix: Tensor, steps: int) -> Tensor:
 
 
 def newton_schulz_gram(matrix: Tensor, steps: int) -> Tensor:
-    """Orthogonalises (..., rows, columns) through the Gram matrix."""
+    """Orthogonalise (..., rows, columns) through the Gram matrix."""
     wide = _transpose_if_tall(matrix if matrix.dtype is torch.float64 else matrix.float())
     wide = _normalize(wide)
     wide = wide.half() if wide.is_cuda else wide
@@ -66,7 +61,7 @@ def newton_schulz_gram(matrix: Tensor, steps: int) -> Tensor:
         change.diagonal(dim1=-2, dim2=-1).add_(A)
         factor = change if factor is None else change @ factor
         if step + 1 not in (GRAM_RESTART_STEP, steps):
-            product = change @ product @ change  # all are polynomials of it, and commute
+            product = change @ product @ change  # polynomials of one matrix commute
     return _transpose_back(wide if factor is None else factor @ wide, matrix)
 
 
@@ -77,17 +72,17 @@ NEWTON_SCHULZ_METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 INPUT_DTYPES = {"standard": torch.bfloat16, "gram": None}
-"""The dtype that a method rounds to before anything else; values may travel in it."""
+"""The dtype that a method casts its input to, and in which values may be communicated."""
 
 
 def _normalize(matrix: Tensor) -> Tensor:
-    """With a Frobenius norm of 1, so that no singular value is above it."""
+    """Scale to a Frobenius norm of 1, which bounds the singular values."""
     norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
     return matrix / norm.clamp(min=NORM_EPS)
 
 
 def _mul_add(term: Tensor, beta: float, left: Tensor, right: Tensor, alpha: float) -> Tensor:
-    """beta term + alpha left right, rounded once."""
+    """beta * term + alpha * left @ right, rounded once."""
     add = torch.addmm if term.ndim == 2 else torch.baddbmm
     return add(term, left, right, beta=beta, alpha=alpha)
 
@@ -115,49 +110,50 @@ ADAM_DEFAULTS = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay":
 
 
 class Muon(torch.optim.Optimizer):
-    """One moment for matrices, two for the rest. Matrices' gradients are overwritten.
+    """Muon for groups with `use_muon`, Adam for the others. Gradients of matrices are overwritten.
 
-    A group's `use_muon` says which half it belongs to. Groups of Muon's half have the keys of
-    `MUON`, the others those of `ADAM`; what a group leaves out has the value given there.
+    Options of a group default to `MUON_DEFAULTS` or `ADAM_DEFAULTS`.
 
     Args:
-        params: parameter groups; by default a group is Muon's if all its parameters are matrices.
-        decoupled: whether Adam's weight decay is AdamW's.
+        params: parameter groups; `use_muon` defaults to whether all parameters are matrices.
+        decoupled: decouple Adam's weight decay, as AdamW does.
     """
 
     def __init__(self, params: Iterable[Any], *, decoupled: bool = True) -> None:
         groups = _as_groups(params)
         self._inferred_groups = [
-            number for number, one in enumerate(groups) if "use_muon" not in one
+            number for number, group in enumerate(groups) if "use_muon" not in group
         ]
-        # The other half's optimizer: torch's own, which works on this one's groups and state.
+        # torch's Adam, which works on the groups and the state of this optimizer.
         adam_class = torch.optim.AdamW if decoupled else torch.optim.Adam
         self._adam = adam_class([torch.zeros(0)], fused=True)
         super().__init__([_with_defaults(group, self._adam.defaults) for group in groups], {})
         self._whole_params: WholeParamOps = LocalWholeParamOps(self)
 
-    def bind_whole_params(self, wholes: WholeParamOps) -> None:
-        """Raises ConfigError: a group is in the wrong half."""
+    def bind_whole_params(self, whole_params: WholeParamOps) -> None:
+        """Raises ConfigError: `use_muon` of a group is wrong or cannot be inferred."""
         for number, group in enumerate(self.param_groups):
-            shapes = [param.shape for param in wholes.params_in_groups([number])]
-            wrong = [shape for shape in shapes if not is_matrix(shape)]
-            if group["use_muon"] and wrong:
+            shapes = [param.shape for param in whole_params.params_in_groups([number])]
+            not_matrices = [shape for shape in shapes if not is_matrix(shape)]
+            if group["use_muon"] and not_matrices:
                 raise ConfigError(
-                    f"parameter group {number} has use_muon, and a parameter of shape {wrong[0]}",
-                    allowed="parameters of two dimensions or more",
+                    f"parameter group {number} has use_muon and a parameter of shape "
+                    f"{not_matrices[0]}",
+                    allowed="use_muon for parameters of two dimensions or more",
                     fix="use_muon of that parameter, or of that group",
                 )
-            if number in self._inferred_groups and shapes and not wrong and not group["use_muon"]:
+            inferred = number in self._inferred_groups
+            if inferred and shapes and not not_matrices and not group["use_muon"]:
                 raise ConfigError(
-                    f"parameter group {number} does not say whether it is Muon's",
+                    f"parameter group {number} does not set use_muon",
                     allowed="use_muon: true or false in every group",
                     fix='the groups, or "optimizer": {"type": "Muon"} in the engine config',
                 )
-        self._whole_params = wholes
+        self._whole_params = whole_params
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient. Collective where parameters are sharded."""
+        """Update every parameter that has a gradient. Collective if parameters are sharded."""
         loss = closure() if closure is not None else None
         self._step_adam()
         parts: dict[int, Tensor] = {}
@@ -168,12 +164,13 @@ class Muon(torch.optim.Optimizer):
                     continue
                 direction = self._update_momentum(tensor, tensor.grad, group).view(-1)
                 weight = tensor.view(-1).mul_(1 - group["lr"] * group["weight_decay"])
-                for one in self._whole_params.segments(tensor):
-                    size = group["lr"] * update_scale(one.param.shape, group["adjust_lr_fn"])
-                    parts[one.param.number] = direction[one.tensor_range]
-                    updates.append((weight[one.tensor_range], direction[one.tensor_range], size))
-        rounded = {INPUT_DTYPES[group["ns_method"]] for group in self._muon_groups()}
-        dtype = rounded.pop() if len(rounded) == 1 else None
+                for segment in self._whole_params.segments(tensor):
+                    size = group["lr"] * update_scale(segment.param.shape, group["adjust_lr_fn"])
+                    part = direction[segment.tensor_range]
+                    parts[segment.param.number] = part
+                    updates.append((weight[segment.tensor_range], part, size))
+        dtypes = {INPUT_DTYPES[group["ns_method"]] for group in self._muon_groups()}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
         self._whole_params.transform(self._select_matrices(), parts, self._orthogonalize, dtype)
         for weight, direction, size in updates:
             weight.add_(direction, alpha=-size)
@@ -181,8 +178,8 @@ class Muon(torch.optim.Optimizer):
 
     def _select_matrices(self) -> ParamSelection:
         numbers = [number for number, group in enumerate(self.param_groups) if group["use_muon"]]
-        beside = [tensor for group in self.param_groups for tensor in group["params"]]
-        return ParamSelection(tuple(numbers), tuple(beside))
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        return ParamSelection(tuple(numbers), tuple(tensors))
 
     def _muon_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["use_muon"]]
@@ -194,7 +191,7 @@ class Muon(torch.optim.Optimizer):
             self._adam.step()
 
     def _update_momentum(self, tensor: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Moves the momentum on, and puts what is to be orthogonalised in the gradient's place."""
+        """Update the momentum and replace the gradient by the matrix to orthogonalise."""
         state = self.state[tensor]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(tensor)
@@ -212,10 +209,10 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 
 def update_scale(shape: Sequence[int], how: str) -> float:
-    """What a step of a matrix is multiplied by: its norm depends on the shape.
+    """Factor of a matrix's step, which depends on its shape.
 
-    "original" is Jordan's, which takes the last two dimensions; "match_rms_adamw" gives steps the
-    root mean square of AdamW's (Liu et al., 2025).
+    "original" is Jordan's, of the last two dimensions; "match_rms_adamw" gives steps the root mean
+    square of AdamW's (Liu et al., 2025).
     """
     if how == "match_rms_adamw":
         rows, columns = _matrix_shape(shape)[-2:]
@@ -224,18 +221,19 @@ def update_scale(shape: Sequence[int], how: str) -> float:
 
 
 def _matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Filters of a convolution are one matrix; of other shapes the last two dimensions are."""
+    """A convolution's filters form one matrix; other shapes are batches of matrices."""
     return (shape[0], prod(shape[1:])) if len(shape) == 4 else tuple(shape)
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    found = list(params)
-    return found if found and isinstance(found[0], dict) else [{"params": found}]
+    entries = list(params)
+    return entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
 
 
-def _with_defaults(group: dict[str, Any], adams: dict[str, Any]) -> dict[str, Any]:
-    """A group with all its half's keys; torch's Adam has some besides ours."""
+def _with_defaults(group: dict[str, Any], torch_defaults: dict[str, Any]) -> dict[str, Any]:
+    """A group with all options of its algorithm, for Adam those of torch included."""
     params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-    muon = group.get("use_muon", bool(params) and all(is_matrix(one.shape) for one in params))
-    usual = MUON_DEFAULTS if muon else adams | ADAM_DEFAULTS
-    return {**usual, **group, "params": params, "use_muon": muon}
+    all_matrices = bool(params) and all(is_matrix(param.shape) for param in params)
+    muon = group.get("use_muon", all_matrices)
+    defaults = MUON_DEFAULTS if muon else torch_defaults | ADAM_DEFAULTS
+    return {**defaults, **group, "params": params, "use_muon": muon}

@@ -1,23 +1,4 @@
-"""Lion, LAMB, 1-bit Adam, Adam without bias correction.
-
-Lion: the sign of an interpolated momentum is the step (Chen et al., 2023).
-
-LAMB: Adam's step, scaled for each parameter by its trust ratio (You et al., 2020).
-
-The ratio is |weight| / |step| of the whole parameter, so ranks add up squared norms: one vector of
-two numbers a parameter. As in DeepSpeed the ratio is cut to bounds, and the bias corrections
-scale the whole step, weight decay included.
-
-Adam without bias correction, which DeepSpeed offers and torch does not.
-
-1-bit Adam (Tang et al. 2021): Adam that learns its variances in a warm-up and then keeps them.
-
-What travels after that is the momentum, which bears being compressed to signs where gradients under
-changing variances do not.
-
-This is the update only. `zero/onebit.py` has the ranks' momenta travel as signs, and hands back the
-gradient that makes this rank's momentum the one that arrived.
-"""
+"""Optimizers that torch does not have: Lion, LAMB, 1-bit Adam, Adam without bias correction."""
 
 from __future__ import annotations
 
@@ -31,23 +12,23 @@ from torch import Tensor
 
 from rayzero.engine.optim.whole_params import LocalWholeParamOps, WholeParamOps
 
-CHUNK_NUMEL = 1 << 16  # elements: what the passes below touch stays in a core's cache
+CHUNK_NUMEL = 1 << 16  # elements of a CPU tensor updated at once, to stay in a core's cache
 
 
 class Lion(torch.optim.Optimizer):
-    """Works element by element, with one moment.
+    """Lion (Chen et al., 2023): steps by the sign of an interpolated momentum. Elementwise.
 
-    Where the interpolated momentum is zero the weight stays, as in the paper: padding and unused
-    embedding rows do not drift.
+    Where the interpolated momentum is zero the weight does not change, as in the paper: padding
+    and unused embedding rows do not drift.
 
     Args:
         params: parameters or parameter groups.
-        lr: learning rate; the usual ones are a tenth to a third of AdamW's.
-        betas: of the step's interpolation, and of the momentum. The defaults are DeepSpeed's.
+        lr: learning rate, usually a tenth to a third of AdamW's.
+        betas: of the step's interpolation and of the momentum; DeepSpeed's defaults.
         weight_decay: decoupled.
     """
 
-    # torch's contract with its GradScaler: gradients are divided by `grad_scale`, if it is set.
+    # torch's GradScaler contract: the step divides gradients by `grad_scale` if it is set.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -62,7 +43,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             for param in group["params"]:
@@ -79,7 +60,7 @@ class Lion(torch.optim.Optimizer):
         tensors = (param.view(-1), param.grad.reshape(-1), state["exp_avg"].view(-1))
         size = CHUNK_NUMEL if param.device.type == "cpu" else max(1, param.numel())
         (beta, forget), lr = group["betas"], group["lr"]
-        for weight, grad, average in zip(*(one.split(size) for one in tensors), strict=True):
+        for weight, grad, average in zip(*(tensor.split(size) for tensor in tensors), strict=True):
             if self.grad_scale is not None:
                 grad = grad / self.grad_scale
             direction = average.lerp(grad, 1 - beta).sign_()
@@ -89,7 +70,7 @@ class Lion(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class _LambUpdate:
-    """This rank's part of one parameter: flat views, and the step size with its corrections."""
+    """Update of this rank's segment of a parameter: flat views, bias-corrected step size."""
 
     param_number: int
     weight: Tensor
@@ -99,14 +80,18 @@ class _LambUpdate:
 
 
 class Lamb(torch.optim.Optimizer):
-    """Two moments. Gradients are overwritten by the step's direction.
+    """LAMB (You et al., 2020): Adam's step, scaled for each parameter by its trust ratio.
+
+    The ratio is |weight| / |step| of the whole parameter, so ranks all-reduce squared norms, two
+    numbers a parameter. As in DeepSpeed the ratio is clamped, and the bias corrections scale the
+    whole step including weight decay. Gradients are overwritten.
 
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
         betas: of the first and the second moment.
-        eps: added to the root of the second moment; under it with `eps_inside_sqrt`.
-        weight_decay: times the weight, added to the direction before its norm is taken.
+        eps: added to the root of the second moment, or inside it with `eps_inside_sqrt`.
+        weight_decay: factor of the weight in the direction, before the norm is computed.
         options: `bias_correction`, `eps_inside_sqrt`, and the bounds of the trust ratio,
             `min_coeff` and `max_coeff`.
     """
@@ -121,41 +106,41 @@ class Lamb(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        known = {
+        option_defaults = {
             "bias_correction": True,
             "eps_inside_sqrt": False,
             "min_coeff": 0.01,
             "max_coeff": 10.0,
         }
-        if unknown := options.keys() - known.keys():
+        if unknown := options.keys() - option_defaults.keys():
             raise TypeError(f"Lamb has no argument {min(unknown)!r}")
-        super().__init__(params, defaults | known | options)
+        super().__init__(params, defaults | option_defaults | options)
         self._whole_params: WholeParamOps = LocalWholeParamOps(self)
 
-    def bind_whole_params(self, wholes: WholeParamOps) -> None:
-        self._whole_params = wholes
+    def bind_whole_params(self, whole_params: WholeParamOps) -> None:
+        self._whole_params = whole_params
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient. Collective where parameters are sharded."""
+        """Update every parameter that has a gradient. Collective if parameters are sharded."""
         loss = closure() if closure is not None else None
-        parts = []
+        updates = []
         for group in self.param_groups:
             for tensor in group["params"]:
                 if tensor.grad is not None:
-                    parts += self._update_moments(tensor, tensor.grad, group)
-        ratios = self._trust_ratios(parts)
-        for part in parts:
-            ratio = ratios[part.param_number]
-            if ratio:  # DeepSpeed's bounds do not hold for a parameter without a ratio
-                ratio = min(max(ratio, part.group["min_coeff"]), part.group["max_coeff"])
-            part.weight.add_(part.direction, alpha=-part.step_size * (ratio or 1.0))
+                    updates += self._update_moments(tensor, tensor.grad, group)
+        ratios = self._trust_ratios(updates)
+        for update in updates:
+            ratio = ratios[update.param_number]
+            if ratio:  # DeepSpeed does not clamp the ratio of a parameter without one
+                ratio = min(max(ratio, update.group["min_coeff"]), update.group["max_coeff"])
+            update.weight.add_(update.direction, alpha=-update.step_size * (ratio or 1.0))
         return loss
 
     def _update_moments(
         self, tensor: Tensor, grad: Tensor, group: dict[str, Any]
     ) -> list[_LambUpdate]:
-        """Moves the moments on, and puts the direction in the place of the gradient."""
+        """Update the moments and replace the gradient by the step's direction."""
         state = self.state[tensor]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -176,27 +161,31 @@ class Lamb(torch.optim.Optimizer):
         weight, direction = tensor.view(-1), grad.view(-1)
         return [
             _LambUpdate(
-                one.param.number, weight[one.tensor_range], direction[one.tensor_range], size, group
+                segment.param.number,
+                weight[segment.tensor_range],
+                direction[segment.tensor_range],
+                size,
+                group,
             )
-            for one in self._whole_params.segments(tensor)
+            for segment in self._whole_params.segments(tensor)
         ]
 
-    def _trust_ratios(self, parts: Sequence[_LambUpdate]) -> list[float]:
-        """Each parameter's trust ratio, by its number; 0 where it has none, as a norm is zero."""
-        device = parts[0].weight.device if parts else torch.device("cpu")
+    def _trust_ratios(self, updates: Sequence[_LambUpdate]) -> list[float]:
+        """Trust ratios by parameter number; 0 where a norm is zero."""
+        device = updates[0].weight.device if updates else torch.device("cpu")
         squares = torch.zeros(2, self._whole_params.num_params, dtype=torch.float64, device=device)
-        if parts:
-            numbers = torch.tensor([part.param_number for part in parts], device=device)
+        if updates:
+            numbers = torch.tensor([update.param_number for update in updates], device=device)
             for row, tensors in (
-                (squares[0], [part.weight for part in parts]),
-                (squares[1], [part.direction for part in parts]),
+                (squares[0], [update.weight for update in updates]),
+                (squares[1], [update.direction for update in updates]),
             ):
                 norms = torch.stack(torch._foreach_norm(tensors))
                 row.index_add_(0, numbers, norms.double().square())
         self._whole_params.all_reduce_sum(squares)
         weight, direction = squares.sqrt()
-        found: list[float] = torch.where(direction > 0, weight / direction, 0.0).tolist()
-        return found
+        ratios: list[float] = torch.where(direction > 0, weight / direction, 0.0).tolist()
+        return ratios
 
 
 # A step count at which torch's corrections 1 - beta^step are exactly 1. Adding 1 to it gives the
@@ -241,10 +230,15 @@ def make_adam(
 
 
 class OneBitAdam(torch.optim.Optimizer):
-    """Adam without bias correction, as in the paper; weight decay is decoupled.
+    """1-bit Adam (Tang et al., 2021): learns variances during a warm-up, then freezes them.
+
+    After the warm-up ranks communicate momenta, which tolerate compression to signs; gradients
+    under changing variances do not. `compression/onebit_adam.py` does that and passes in the
+    gradient that yields the reduced momentum. No bias correction, as in the paper; weight decay is
+    decoupled.
 
     Args:
-        freeze_step: so many steps learn variances. They should outlast the schedule's warm-up.
+        freeze_step: steps that learn variances; should outlast the schedule's warm-up.
     """
 
     def __init__(
@@ -265,13 +259,13 @@ class OneBitAdam(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def is_variance_frozen(self, weight: Tensor) -> bool:
-        """Whether the next step of this parameter keeps its variance."""
+        """Whether the next step of this parameter leaves its variance unchanged."""
         steps = self.state.get(weight, {}).get("step")
         return steps is not None and float(steps) >= self.freeze_step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
@@ -288,7 +282,8 @@ class OneBitAdam(torch.optim.Optimizer):
         average.lerp_(grad, 1.0 - first)
         if not frozen:
             square.mul_(second).addcmul_(grad, grad, value=1.0 - second)
-        # What never had a gradient has no variance: signs know no zero, and would blow it up.
-        change = average / (square.sqrt() + group["eps"])
-        change.masked_fill_(square == 0, 0.0)
-        weight.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(change, alpha=-group["lr"])
+        # Elements that never had a gradient have no variance, and signs have no zero: without the
+        # mask they would take huge steps.
+        update = average / (square.sqrt() + group["eps"])
+        update.masked_fill_(square == 0, 0.0)
+        weight.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])

@@ -1,9 +1,4 @@
-"""Which parameter in which group; Muon/Adam split.
-
-Which parameters are trained, in which parameter group, with which options.
-
-Which parameters are Muon's and which are Adam's, for a config that asks for Muon.
-"""
+"""Parameter groups: trained parameters and options of each group; the split of Muon and Adam."""
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ log = logging.getLogger("rayzero.engine")
 
 @dataclass(frozen=True)
 class ParamGroups:
-    """Each trainable parameter's group, and each group's options for the optimizer."""
+    """The group of each trainable parameter, and the optimizer options of each group."""
 
     group_of: dict[nn.Parameter, int]
     options: list[dict[str, Any]]
@@ -35,12 +30,12 @@ def find_param_groups(
     given: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> ParamGroups:
-    """The groups of the user's optimizer, else of `model_parameters`, else all in one.
+    """The groups of the user's optimizer, else of `model_parameters`, else one with everything.
 
-    A parameter in none of them is frozen: it would get gradients that nobody uses.
+    Parameters in no group are frozen, since their gradients would be unused.
 
     Raises:
-        ConfigError: there is nothing to train, a parameter is in two groups, or is not the model's.
+        ConfigError: no trainable parameters, a parameter in two groups, or one of another model.
     """
     if optimizer is not None:
         entries: list[Any] = list(optimizer.param_groups)
@@ -49,7 +44,7 @@ def find_param_groups(
     if entries and not isinstance(entries[0], dict):
         entries = [{"params": entries}]
     names = {param: name for name, param in model.named_parameters()}
-    of: dict[nn.Parameter, int] = {}
+    group_of: dict[nn.Parameter, int] = {}
     for number, entry in enumerate(entries):
         params = entry["params"]
         for param in [params] if isinstance(params, nn.Parameter) else list(params):
@@ -59,26 +54,28 @@ def find_param_groups(
                     "is not a parameter of the model",
                     fix="model_parameters, or the optimizer: use model.parameters()",
                 )
-            if of.setdefault(param, number) != number:
-                raise ConfigError(f"{names[param]} is in parameter groups {of[param]} and {number}")
-    of = {param: number for param, number in of.items() if param.requires_grad}
-    if not of:
-        raise ConfigError(
-            "there is nothing to train: no parameter given to initialize requires gradients"
-        )
-    _freeze_others(names, of)
-    options = [{key: one for key, one in entry.items() if key != "params"} for entry in entries]
-    return ParamGroups(of, options)
+            if group_of.setdefault(param, number) != number:
+                raise ConfigError(
+                    f"{names[param]} is in parameter groups {group_of[param]} and {number}",
+                    allowed="one group for each parameter",
+                    fix="model_parameters, or the optimizer",
+                )
+    group_of = {param: number for param, number in group_of.items() if param.requires_grad}
+    if not group_of:
+        raise ConfigError("nothing to train: no parameter given to initialize requires gradients")
+    _freeze_others(names, group_of)
+    options = [{key: value for key, value in entry.items() if key != "params"} for entry in entries]
+    return ParamGroups(group_of, options)
 
 
 def freeze_all_params(model: nn.Module) -> ParamGroups:
-    """Nothing is trained: all parameters are frozen."""
+    """Freeze all parameters of a model that is only evaluated."""
     model.requires_grad_(False)
     return ParamGroups({}, [])
 
 
-def _freeze_others(names: dict[nn.Parameter, str], of: dict[nn.Parameter, int]) -> None:
-    others = [param for param in names if param.requires_grad and param not in of]
+def _freeze_others(names: dict[nn.Parameter, str], group_of: dict[nn.Parameter, int]) -> None:
+    others = [param for param in names if param.requires_grad and param not in group_of]
     for param in others:
         param.requires_grad_(False)
     if others:
@@ -95,51 +92,51 @@ ADAM_NAME_PATTERNS = ("embed", "lm_head")  # DeepSpeed's rule
 
 
 def split_muon_groups(model: nn.Module, groups: ParamGroups, params: MuonParams) -> ParamGroups:
-    """Every parameter group cut into Muon's and Adam's half, Muon's first; empty ones left out.
+    """Split every parameter group into a Muon and an Adam group; empty ones are dropped.
 
-    A parameter's own `use_muon` decides, then its group's, then DeepSpeed's rule: Muon has what
-    has two dimensions or more and neither "embed" nor "lm_head" in its name. A group's options go
-    before `muon_lr` and `adam_lr`, these before `lr`.
+    A parameter's own `use_muon` decides, then its group's, then DeepSpeed's rule: Muon for
+    parameters of two dimensions or more with neither "embed" nor "lm_head" in the name. A group's
+    options override `muon_lr` and `adam_lr`, which override `lr`.
 
     Raises:
-        ConfigError: Muon is asked to take a vector.
+        ConfigError: `use_muon` is set for a vector.
     """
-    halves: dict[tuple[int, bool], int] = {}
+    new_numbers: dict[tuple[int, bool], int] = {}
     options: list[dict[str, Any]] = []
-    ours = {
+    keys = {
         param: (number, _uses_muon(name, param, groups.options[number]))
         for name, param in model.named_parameters()
         if (number := groups.group_of.get(param)) is not None
     }
     for number, given in enumerate(groups.options):
         for muon in (True, False):
-            if (number, muon) in ours.values():
-                halves[number, muon] = len(options)
+            if (number, muon) in keys.values():
+                new_numbers[number, muon] = len(options)
                 options.append(_group_options(params, given, muon=muon))
-    return ParamGroups({param: halves[half] for param, half in ours.items()}, options)
+    return ParamGroups({param: new_numbers[key] for param, key in keys.items()}, options)
 
 
 def _uses_muon(name: str, param: nn.Parameter, group: dict[str, Any]) -> bool:
-    asked = getattr(param, "use_muon", group.get("use_muon"))
-    if asked is None:
+    use_muon = getattr(param, "use_muon", group.get("use_muon"))
+    if use_muon is None:
         return is_matrix(param.shape) and not any(
             word in name.lower() for word in ADAM_NAME_PATTERNS
         )
-    if asked and not is_matrix(param.shape):
+    if use_muon and not is_matrix(param.shape):
         raise ConfigError(
             f"{name} of shape {tuple(param.shape)} has use_muon",
-            allowed="parameters of two dimensions or more",
+            allowed="use_muon for parameters of two dimensions or more",
             fix="use_muon of that parameter, or of its group",
         )
-    return bool(asked)
+    return bool(use_muon)
 
 
 def _group_options(params: MuonParams, group: dict[str, Any], *, muon: bool) -> dict[str, Any]:
-    """One half's options, its own keys only: the most specific comes last."""
-    keys = MUON_DEFAULTS if muon else ADAM_DEFAULTS
-    rate = params.muon_lr if muon else params.adam_lr
-    rate = params.lr if rate is None else rate
-    found = {key: getattr(params, key) for key in keys} | {
-        "lr": keys["lr"] if rate is None else rate
-    }
-    return found | {key: one for key, one in group.items() if key in keys} | {"use_muon": muon}
+    """Options of one algorithm's group: the config's params, overridden by the group's."""
+    defaults = MUON_DEFAULTS if muon else ADAM_DEFAULTS
+    lr = params.muon_lr if muon else params.adam_lr
+    lr = params.lr if lr is None else lr
+    options = {key: getattr(params, key) for key in defaults}
+    options["lr"] = defaults["lr"] if lr is None else lr
+    own = {key: value for key, value in group.items() if key in defaults}
+    return options | own | {"use_muon": muon}

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: ours, which follow from the step alone, and torch's."""
+"""Learning-rate schedules: DeepSpeed's as functions of the step, torch's, and the user's own."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rayzero.engine.optim.lr_curves import LR_CURVES, BetaPair, LRCurve
 
 
 class Scheduler(Protocol):
-    """What the engine needs of a schedule: torch's schedulers have it, and so do ours."""
+    """The scheduler interface that the engine uses; torch's schedulers have it."""
 
     def step(self) -> Any:
-        """One optimizer step was finished."""
+        """Advance after a finished optimizer step."""
 
 
 class StepSchedule:
-    """Sets every group's lr, and its betas where the curve has some, from the iteration alone.
+    """Sets lr, and betas if the curve has them, of every group as a function of the iteration.
 
-    It has the surface that users of DeepSpeed's and torch's schedulers expect.
+    Its methods are those of DeepSpeed's and torch's schedulers.
 
     Attributes:
-        last_batch_iteration: one less than the finished steps, as DeepSpeed counts.
+        last_batch_iteration: finished steps minus one, as DeepSpeed counts.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, curve: LRCurve) -> None:
@@ -37,11 +37,11 @@ class StepSchedule:
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._cycles_betas = "betas" in optimizer.defaults  # others have nothing that could cycle
         self.last_batch_iteration = curve.last_batch_iteration
-        if self.last_batch_iteration == -1:  # else the configured lr serves the first step
+        if self.last_batch_iteration == -1:  # else step 1 uses the configured lr
             self._set_group_options()
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """One optimizer step was finished; or, given a number, goes to that iteration."""
+        """Advance by one iteration, or to the given one."""
         if last_batch_iteration is None:
             last_batch_iteration = self.last_batch_iteration + 1
         self.last_batch_iteration = last_batch_iteration
@@ -61,9 +61,9 @@ class StepSchedule:
     def get_mom(self) -> list[BetaPair] | None:
         """Each group's betas at this iteration; None where they do not cycle."""
         numbers = range(len(self._base_lrs))
-        found = [self.curve.betas(self.last_batch_iteration, number) for number in numbers]
-        betas = [one for one in found if one is not None]
-        return betas if self._cycles_betas and betas else None
+        betas = [self.curve.betas(self.last_batch_iteration, number) for number in numbers]
+        cycled = [pair for pair in betas if pair is not None]
+        return cycled if self._cycles_betas and cycled else None
 
     def state_dict(self) -> dict[str, int]:
         return {"last_batch_iteration": self.last_batch_iteration}
@@ -90,7 +90,7 @@ def make_lr_curve(config: SchedulerConfig) -> LRCurve:
 
 
 def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> Scheduler:
-    """The schedule that a config's `scheduler` section asks for.
+    """The scheduler that a config's `scheduler` section selects.
 
     Raises:
         ConfigError: a parameter is unknown or wrong.
@@ -112,28 +112,28 @@ def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> 
 def _dry_run(
     make: Callable[..., Scheduler], params: dict[str, Any], optimizer: torch.optim.Optimizer
 ) -> None:
-    """A step of such a schedule, over an optimizer of nothing: torch finds some mistakes then."""
+    """Step such a scheduler with a dummy optimizer: torch detects some mistakes only then."""
     groups = [
         {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": group["lr"]}
         for group in optimizer.param_groups
     ]
     betas = "betas" in optimizer.defaults
-    tried = torch.optim.Adam(groups) if betas else torch.optim.SGD(groups, momentum=0.9)
-    schedule = make(tried, **params)
-    tried.step()
+    dummy = torch.optim.Adam(groups) if betas else torch.optim.SGD(groups, momentum=0.9)
+    schedule = make(dummy, **params)
+    dummy.step()
     schedule.step()
 
 
 def check_schedule(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> Scheduler:
-    """The user's own scheduler, if the engine can step it.
+    """Return the user's own scheduler if the engine can step it.
 
     Raises:
-        ConfigError: its `step` needs more than that a step is over, or it drives another optimizer.
+        ConfigError: its `step` requires arguments, or it drives another optimizer.
     """
     name = type(scheduler).__name__
     if _requires_arguments(scheduler.step):
         raise ConfigError(
-            f"the scheduler {name} has to be told something at every step",
+            f"step() of the scheduler {name} requires arguments",
             allowed="schedulers whose step() takes no arguments",
             fix=f"leave lr_scheduler out, make {name} over engine.optimizer, and step it yourself",
         )
@@ -159,7 +159,7 @@ def _requires_arguments(step: Callable[..., Any]) -> bool:
         inspect.signature(step).bind()
     except TypeError:
         return True
-    except ValueError:  # no signature to look at
+    except ValueError:  # a builtin without a signature
         return False
     return False
 

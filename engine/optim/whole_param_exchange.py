@@ -1,9 +1,9 @@
-"""Whole parameters out of the parts that ranks hold: who owns which, and how the parts get there.
+"""Assembles whole parameters from the ranks' shards, for optimizers that need them.
 
 A parameter that is transformed as a whole has one owner. Every rank sends its part to the owner and
-gets the same stretch of the result back: per rank about a W-th of the parameters each way, by the
-all-to-all `Collectives.exchange`. Who owns what, and who holds which elements, follows from the
-layouts alone, so nobody has to ask.
+receives the same range of the result: about 1/W of the parameters each way and rank, by
+`Collectives.all_to_all_v`. Owners and holders follow from the layouts, so ranks exchange no
+metadata.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rayzero.engine.zero.unit import Unit
 
 @dataclass(frozen=True)
 class _ExchangePlan:
-    """Where parts go: by rank, this rank's parts of what that rank owns, and the other way."""
+    """Segments to send and to receive, by rank, and the parameters that this rank owns."""
 
     owned_params: list[WholeParam]
     to_owner: list[list[ParamSegment]]
@@ -32,19 +32,18 @@ class _ExchangePlan:
 
 
 class ShardedWholeParamOps:
-    """The parameters of an engine's units.
+    """`WholeParamOps` over the parameters of an engine's units.
 
     Args:
-        units: all of the engine's, in one order on every rank.
-        runs: what the optimizer of this rank updates.
-        collectives: to the other ranks.
-        device: where parameters are made whole.
+        units: all units of the engine, in the same order on every rank.
+        shards: the tensors that this rank's optimizer updates.
+        device: where parameters are assembled.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        runs: Sequence[OptimizerShard],
+        shards: Sequence[OptimizerShard],
         collectives: Collectives,
         device: torch.device,
     ) -> None:
@@ -58,10 +57,10 @@ class ShardedWholeParamOps:
             for spec in unit.layout.params:
                 self._params.append(WholeParam(len(self._params), spec.shape, spec.group))
         self._segments: dict[Tensor, list[ParamSegment]] = {
-            run.weight: self._segments_in(run.unit, run.layout_range) for run in runs
+            shard.weight: self._segments_in(shard.unit, shard.layout_range) for shard in shards
         }
         self._sharded = any(unit.owned != slice(0, unit.layout.numel) for unit in self._units)
-        self._unit_of: dict[Tensor, Unit] = {run.weight: run.unit for run in runs}
+        self._unit_of: dict[Tensor, Unit] = {shard.weight: shard.unit for shard in shards}
         self._plans: dict[object, _ExchangePlan] = {}
 
     @property
@@ -76,74 +75,74 @@ class ShardedWholeParamOps:
 
     def all_reduce_sum(self, values: Tensor) -> None:
         if self._sharded:
-            moved = values.to(self._device)  # weights may rest elsewhere
-            self._collectives.all_reduce_now(moved)
-            values.copy_(moved)
+            on_device = values.to(self._device)  # weights may be offloaded
+            self._collectives.all_reduce_now(on_device)
+            values.copy_(on_device)
 
     def transform(
         self,
-        chosen: ParamSelection,
+        selection: ParamSelection,
         parts: Mapping[int, Tensor],
-        solve: TransformFn,
+        function: TransformFn,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not self._sharded:  # every rank has the whole, and does what all do
+        if not self._sharded:  # every rank holds whole parameters and computes all of them
             for number, part in parts.items():
-                part.copy_(solve(self._params[number], part.to(self._device, dtype)))
+                part.copy_(function(self._params[number], part.to(self._device, dtype)))
             return
-        routes = self._plan_for(chosen)
-        travelling = dtype or self._widest_dtype()
-        ours = [self._pack(segments, parts, travelling) for segments in routes.to_owner]
-        theirs = [self._empty_buffer(segments, travelling) for segments in routes.from_holder]
-        self._all_to_all(theirs, ours)
-        self._transform_owned(routes, theirs, solve)
-        self._all_to_all(ours, theirs)
-        for segments, buffer in zip(routes.to_owner, ours, strict=True):
-            for segment, stretch in _segment_views(segments, buffer):
-                parts[segment.param.number].copy_(stretch)
+        plan = self._plan_for(selection)
+        wire_dtype = dtype or self._widest_dtype()
+        send = [self._pack(segments, parts, wire_dtype) for segments in plan.to_owner]
+        received = [self._empty_buffer(segments, wire_dtype) for segments in plan.from_holder]
+        self._all_to_all(received, send)
+        self._transform_owned(plan, received, function)
+        self._all_to_all(send, received)
+        for segments, buffer in zip(plan.to_owner, send, strict=True):
+            for segment, view in _segment_views(segments, buffer):
+                parts[segment.param.number].copy_(view)
 
     def _transform_owned(
-        self, routes: _ExchangePlan, theirs: Sequence[Tensor], solve: TransformFn
+        self, plan: _ExchangePlan, received: Sequence[Tensor], function: TransformFn
     ) -> None:
-        """Makes every parameter that this rank owns whole, and puts the result in its place."""
-        pieces: dict[int, list[tuple[ParamSegment, Tensor]]] = {
-            one.number: [] for one in routes.owned_params
+        """Transform the parameters that this rank owns; results overwrite `received`."""
+        views: dict[int, list[tuple[ParamSegment, Tensor]]] = {
+            param.number: [] for param in plan.owned_params
         }
-        for segments, buffer in zip(routes.from_holder, theirs, strict=True):
-            for segment, stretch in _segment_views(segments, buffer):
-                pieces[segment.param.number].append((segment, stretch))
-        for param in routes.owned_params:
-            whole = theirs[0].new_empty(param.numel)
-            for segment, stretch in pieces[param.number]:
-                whole[segment.start : segment.stop] = stretch
-            result = solve(param, whole)
-            for segment, stretch in pieces[param.number]:
-                stretch.copy_(result[segment.start : segment.stop])
+        for segments, buffer in zip(plan.from_holder, received, strict=True):
+            for segment, view in _segment_views(segments, buffer):
+                views[segment.param.number].append((segment, view))
+        for param in plan.owned_params:
+            whole = received[0].new_empty(param.numel)
+            for segment, view in views[param.number]:
+                whole[segment.start : segment.stop] = view
+            result = function(param, whole)
+            for segment, view in views[param.number]:
+                view.copy_(result[segment.start : segment.stop])
 
-    def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """To the end, so that either side may be written afterwards."""
-        pending = self._collectives.all_to_all_v(received, sent)
-        pending.wait()
-        pending.release()
+    def _all_to_all(self, output: Sequence[Tensor], input_: Sequence[Tensor]) -> None:
+        """Blocks until both sides may be overwritten."""
+        work = self._collectives.all_to_all_v(output, input_)
+        work.wait()
+        work.release()
 
     def _pack(
         self, segments: Sequence[ParamSegment], parts: Mapping[int, Tensor], dtype: torch.dtype
     ) -> Tensor:
         buffer = self._empty_buffer(segments, dtype)
-        for segment, stretch in _segment_views(segments, buffer):
-            stretch.copy_(parts[segment.param.number])
+        for segment, view in _segment_views(segments, buffer):
+            view.copy_(parts[segment.param.number])
         return buffer
 
     def _empty_buffer(self, segments: Sequence[ParamSegment], dtype: torch.dtype) -> Tensor:
         numel = sum(segment.stop - segment.start for segment in segments)
         return torch.empty(numel, dtype=dtype, device=self._device)
 
-    def _plan_for(self, chosen: ParamSelection) -> _ExchangePlan:
-        units = {id(self._unit_of[tensor]) for tensor in chosen.updated_tensors}
-        key = chosen.groups, frozenset(units)
+    def _plan_for(self, selection: ParamSelection) -> _ExchangePlan:
+        unit_ids = {id(self._unit_of[tensor]) for tensor in selection.updated_tensors}
+        key = selection.groups, frozenset(unit_ids)
         if key not in self._plans:
-            here = [unit for unit in self._units if id(unit) in units]
-            self._plans[key] = self._make_plan(chosen.groups, here)
+            units = [unit for unit in self._units if id(unit) in unit_ids]
+            self._plans[key] = self._make_plan(selection.groups, units)
         return self._plans[key]
 
     def _make_plan(self, groups: Sequence[int], units: Sequence[Unit]) -> _ExchangePlan:
@@ -159,31 +158,29 @@ class ShardedWholeParamOps:
                         to_owner[owner].append(segment)
                     if owner == rank:
                         from_holder[holder].append(segment)
-        owned = {one.param.number: one.param for held in from_holder for one in held}
+        owned = {segment.param.number: segment.param for held in from_holder for segment in held}
         return _ExchangePlan(list(owned.values()), to_owner, from_holder)
 
     def _segments_in(self, unit: Unit, extent: slice) -> list[ParamSegment]:
-        """What lies in a part of a unit's flat layout."""
-        layout, found = unit.layout, []
+        """The parameter segments in a range of a unit's flat layout."""
+        layout, segments = unit.layout, []
         for index, start, stop in layout.overlaps(extent):
             at = layout.offsets[index] + start - extent.start
             param = self._params[self._first_number[unit.name] + index]
-            found.append(ParamSegment(param, start, stop, slice(at, at + stop - start)))
-        return found
+            segments.append(ParamSegment(param, start, stop, slice(at, at + stop - start)))
+        return segments
 
     def _widest_dtype(self) -> torch.dtype:
-        """A dtype that holds the main weights' dtypes exactly."""
+        """The widest dtype of main weights."""
         dtypes = [unit.main_weights.dtype for unit in self._units if unit.main_weights is not None]
         return max(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def choose_owners(params: Sequence[WholeParam], world_size: int) -> dict[int, int]:
-    """Each parameter's owner, so that ranks have about equal work: the largest first, each to the
-    rank that has least so far.
-    """
+    """The owner of each parameter, balanced greedily: largest first, to the least loaded rank."""
     loads = [(0, rank) for rank in range(world_size)]
     owners = {}
-    for param in sorted(params, key=lambda one: (-_orthogonalize_cost(one), one.number)):
+    for param in sorted(params, key=lambda param: (-_orthogonalize_cost(param), param.number)):
         load, rank = heapq.heappop(loads)
         owners[param.number] = rank
         heapq.heappush(loads, (load + _orthogonalize_cost(param), rank))
@@ -191,7 +188,7 @@ def choose_owners(params: Sequence[WholeParam], world_size: int) -> dict[int, in
 
 
 def _orthogonalize_cost(param: WholeParam) -> int:
-    """About the multiplications that a product of the matrix with its transpose takes."""
+    """Multiplications of the matrix with its transpose."""
     rows = param.shape[0] if param.shape else 1
     columns = prod(param.shape[1:])
     return rows * columns * min(rows, columns)
@@ -200,6 +197,6 @@ def _orthogonalize_cost(param: WholeParam) -> int:
 def _segment_views(
     segments: Sequence[ParamSegment], buffer: Tensor
 ) -> list[tuple[ParamSegment, Tensor]]:
-    """Segments that lie behind one another in a buffer, each with its view."""
+    """Each segment with its view of a buffer that holds them one after another."""
     lengths = [segment.stop - segment.start for segment in segments]
     return list(zip(segments, buffer.split(lengths) if lengths else (), strict=True))

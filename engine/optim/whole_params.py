@@ -1,7 +1,7 @@
-"""What an optimizer may learn of whole parameters when this rank has parts of them.
+"""Access to whole parameters for optimizers that are not elementwise.
 
-An optimizer that is not element-wise says so by having `bind`. It is then given a `WholeParamOps`; others
-never see one and pay nothing for it.
+Such an optimizer has `bind_whole_params` and is given a `WholeParamOps`; elementwise optimizers do
+not and pay nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class WholeParam:
-    """A parameter. `number` counts all that are trained, the same on every rank."""
+    """A trained parameter. `number` is its index over all of them, equal on every rank."""
 
     number: int
     shape: tuple[int, ...]
@@ -33,9 +33,8 @@ class ParamSegment:
     """A rank's part of one parameter.
 
     Attributes:
-        param: of which parameter.
-        start, stop: which of its elements, flattened.
-        at: where they lie in the tensor that the optimizer updates.
+        start, stop: range of its elements, flattened.
+        tensor_range: position in the tensor that the optimizer updates.
     """
 
     param: WholeParam
@@ -46,12 +45,12 @@ class ParamSegment:
 
 @dataclass(frozen=True)
 class ParamSelection:
-    """Some parameters, the same on every rank.
+    """Selects parameters, the same on every rank.
 
     Attributes:
-        groups: parameter groups that they are in.
-        beside: tensors that this step updates, of any group. A step may be of some units only:
-            then the parameters are those of the units that these are parts of.
+        groups: their parameter groups.
+        updated_tensors: tensors that the current step updates, of any group. A step may update
+            some units only: the selection is restricted to the units of these tensors.
     """
 
     groups: tuple[int, ...]
@@ -62,32 +61,32 @@ TransformFn = Callable[[WholeParam, Tensor], Tensor]
 
 
 class WholeParamOps(Protocol):
-    """Access to whole parameters, whoever holds what of them. Calls are collective."""
+    """Access to whole parameters, however they are sharded. Calls are collective."""
 
     @property
     def num_params(self) -> int:
-        """How many parameters are trained."""
+        """Number of trained parameters."""
 
     def segments(self, tensor: Tensor) -> Sequence[ParamSegment]:
-        """What lies in one of the tensors that the optimizer updates."""
+        """The parameter segments in a tensor that the optimizer updates."""
 
     def all_reduce_sum(self, values: Tensor) -> None:
-        """Sums over the ranks, in place, where ranks hold parts."""
+        """Sum over the ranks in place; does nothing where every rank holds whole parameters."""
 
     def transform(
         self,
-        chosen: ParamSelection,
+        selection: ParamSelection,
         parts: Mapping[int, Tensor],
-        solve: TransformFn,
+        function: TransformFn,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Replaces each parameter's values by those that `solve` makes of the whole.
+        """Replace each selected parameter's values by `function` of the whole parameter.
 
         Args:
-            chosen: which parameters.
-            parts: by parameter number this rank's part, flat; it is overwritten.
-            solve: called where the whole is, with a flat tensor; returns another, of any dtype.
-            dtype: what values may be rounded to on their way to it; None for not at all.
+            parts: this rank's part by parameter number, flat; overwritten.
+            function: called on the owning rank with the flat parameter; returns a flat tensor of
+                any dtype.
+            dtype: values may be rounded to it in transit; None: not at all.
         """
 
     def params_in_groups(self, groups: Sequence[int]) -> list[WholeParam]:
@@ -96,14 +95,14 @@ class WholeParamOps(Protocol):
 
 @runtime_checkable
 class NeedsWholeParams(Protocol):
-    """An optimizer that looks at whole parameters."""
+    """An optimizer whose update needs whole parameters."""
 
-    def bind_whole_params(self, wholes: WholeParamOps) -> None:
+    def bind_whole_params(self, whole_params: WholeParamOps) -> None:
         """Called once, before the first step."""
 
 
 class LocalWholeParamOps:
-    """Every tensor is a whole parameter: an optimizer on its own, without an engine."""
+    """For an optimizer without an engine: every tensor is a whole parameter."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._segments: dict[Tensor, tuple[ParamSegment]] = {}
@@ -125,17 +124,17 @@ class LocalWholeParamOps:
         return
 
     def params_in_groups(self, groups: Sequence[int]) -> list[WholeParam]:
-        found = [one.param for (one,) in self._segments.values()]
-        return [param for param in found if param.group in groups]
+        params = [segment.param for (segment,) in self._segments.values()]
+        return [param for param in params if param.group in groups]
 
     def transform(
         self,
-        chosen: ParamSelection,
+        selection: ParamSelection,
         parts: Mapping[int, Tensor],
-        solve: TransformFn,
+        function: TransformFn,
         dtype: torch.dtype | None = None,
     ) -> None:
-        for (one,) in self._segments.values():
-            if one.param.number in parts:
-                part = parts[one.param.number]
-                part.copy_(solve(one.param, part))
+        for (segment,) in self._segments.values():
+            if segment.param.number in parts:
+                part = parts[segment.param.number]
+                part.copy_(function(segment.param, part))

@@ -81,7 +81,7 @@ class TestMisuse:
     @pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor"])
     def test_optimizer_that_needs_whole_parameters(self, name: str) -> None:
         model = nn.Linear(3, 1, bias=False)
-        with pytest.raises(ConfigError, match=f"{name} does not update each element by itself"):
+        with pytest.raises(ConfigError, match=f"{name} does not update each element independently"):
             rayzero.initialize(model=model, optimizer=getattr(torch.optim, name), config=config())
         made = getattr(torch.optim, name)(model.parameters())
         with pytest.raises(ConfigError, match=name):

@@ -207,7 +207,7 @@ def test_lr_is_the_first_groups() -> None:
         ("RMSprop", {"alpha": "much"}, "params for RMSprop: "),
         ("my.own.Optimizer", {}, r"optimizer\.type: 'my\.own\.Optimizer' cannot be imported"),
         ("torch.nn.Linear", {}, r"'torch\.nn\.Linear' is not a torch\.optim\.Optimizer"),
-        ("torch.optim.Adafactor", {}, "does not update each element by itself"),
+        ("torch.optim.Adafactor", {}, "does not update each element independently"),
         (
             "tests.engine.optim.test_sharded_optimizer.Normed",
             {},
@@ -313,7 +313,7 @@ class TestTakeOver:
         assert given.state[runs[0].weight]["sum"].tolist() == [0.5] * 8
         runs[0].weight.grad = runs[0].grad
         given.step()
-        with pytest.raises(ConfigError, match="Adagrad passed to initialize has taken steps"):
+        with pytest.raises(ConfigError, match="Adagrad passed to initialize has already taken steps"):
             rebind_params(given, runs)
 
     def test_refuses_one_that_has_taken_steps(self) -> None:
@@ -321,7 +321,7 @@ class TestTakeOver:
         given = torch.optim.SGD([param], lr=1.0, momentum=0.5)
         param.grad = torch.ones(1)
         given.step()
-        with pytest.raises(ConfigError, match="SGD passed to initialize has taken steps"):
+        with pytest.raises(ConfigError, match="SGD passed to initialize has already taken steps"):
             rebind_params(given, [])
 
 

@@ -168,7 +168,7 @@ class TestTheUsersOwn:
     def test_muon_does_not_guess_on_shards(self) -> None:
         model, _ = model_and_batch()
         matrices = [one for one in model.parameters() if one.ndim == 2 and one.requires_grad]
-        with pytest.raises(ConfigError, match="group 0 does not say whether it is Muon's"):
+        with pytest.raises(ConfigError, match="group 0 does not set use_muon"):
             rayzero.initialize(model=model, model_parameters=matrices, optimizer=Muon, config={})
 
 
@@ -218,7 +218,7 @@ class TestHalves:
 
 
 def test_state_in_files_cannot_be_whole(tmp_path: Any) -> None:
-    with pytest.raises(ConfigError, match="the state of Lamb cannot rest in files"):
+    with pytest.raises(ConfigError, match="the state of Lamb cannot be offloaded to NVMe"):
         rayzero.initialize(
             model=zoo.make(),
             config={
