@@ -313,7 +313,9 @@ class TestTakeOver:
         assert given.state[runs[0].weight]["sum"].tolist() == [0.5] * 8
         runs[0].weight.grad = runs[0].grad
         given.step()
-        with pytest.raises(ConfigError, match="Adagrad passed to initialize has already taken steps"):
+        with pytest.raises(
+            ConfigError, match="Adagrad passed to initialize has already taken steps"
+        ):
             rebind_params(given, runs)
 
     def test_refuses_one_that_has_taken_steps(self) -> None:
