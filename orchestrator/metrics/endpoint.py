@@ -1,10 +1,7 @@
-"""/metrics, /snapshot.json, page; final scrape.
+"""The job's HTTP endpoint, read-only: its page, /metrics for Prometheus, /snapshot.json.
 
-The job's HTTP server: its page, /metrics for Prometheus, /snapshot.json. Only to be read.
-
-Who reads the job's endpoint again and again, so that the end can wait to be read. Pure.
-
-A job that fails between two scrapes would never be seen as failed, and no alert could tell of it.
+A job that fails between two scrapes would never be seen as failed, and no alert could fire. So the
+end of a job waits, for a limited time, until regular clients have read its final state.
 """
 
 from __future__ import annotations
@@ -26,21 +23,28 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.metrics.http_server import BoundedHttpServer
 
 MAX_REGULAR_INTERVAL_S = 60.0
-"""Reads further apart than this are nobody's habit."""
-
+"""Clients that read less often are not waited for."""
 
 MAX_END_WAIT_S = 30.0
-"""The longest that an end waits."""
-
+"""Maximum time that the end of a job waits for clients."""
 
 _MAX_INTERVALS = 4
-
-
 _SLACK_S = 0.5
+_STOP_TIMEOUT_S = 5.0
+_POLL_S = 0.1
+_SECURITY_HEADERS = [
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Content-Security-Policy", "frame-ancestors 'none'"),
+]
+
+PageHandler = Callable[[], tuple[str, bytes]]
+"""Returns (content type, body)."""
+StartResponse = Callable[[str, list[tuple[str, str]]], Any]
 
 
 class ScrapeSchedule:
-    """Reads, by what was read. Times are of one clock."""
+    """Recent reads of each path, and when the next one is expected. Times are of one clock."""
 
     def __init__(self) -> None:
         self._last_s: dict[str, float] = {}
@@ -48,45 +52,33 @@ class ScrapeSchedule:
             lambda: deque(maxlen=_MAX_INTERVALS)
         )
 
-    def record_scrape(self, what: str, now_s: float) -> None:
-        if what in self._last_s:
-            self._intervals_s[what].append(now_s - self._last_s[what])
-        self._last_s[what] = now_s
+    def record_scrape(self, path: str, now_s: float) -> None:
+        if path in self._last_s:
+            self._intervals_s[path].append(now_s - self._last_s[path])
+        self._last_s[path] = now_s
 
     def wait_deadline_s(self, ended_s: float) -> float:
-        """Until when somebody is expected who has not read the end yet; `ended_s`, if nobody is."""
-        return max([ended_s, *(self._expected_scrape_s(what, ended_s) for what in self._last_s)])
+        """The time until which a read after `ended_s` is expected; `ended_s` if none is."""
+        return max([ended_s, *(self._expected_scrape_s(path, ended_s) for path in self._last_s)])
 
-    def _expected_scrape_s(self, what: str, ended_s: float) -> float:
-        last_s, every_s = self._last_s[what], self._intervals_s[what]
-        if last_s > ended_s or len(every_s) < 2 or max(every_s) > MAX_REGULAR_INTERVAL_S:
+    def _expected_scrape_s(self, path: str, ended_s: float) -> float:
+        last_s, intervals_s = self._last_s[path], self._intervals_s[path]
+        if last_s > ended_s or len(intervals_s) < 2 or max(intervals_s) > MAX_REGULAR_INTERVAL_S:
             return ended_s
-        return min(last_s + 1.5 * max(every_s) + _SLACK_S, ended_s + MAX_END_WAIT_S)
-
-
-_STOP_TIMEOUT_S = 5.0
-
-
-_POLL_S = 0.1
-
-PageHandler = Callable[[], tuple[str, bytes]]
-"""(content type, body)."""
-
-
-StartResponse = Callable[[str, list[tuple[str, str]]], Any]
+        return min(last_s + 1.5 * max(intervals_s) + _SLACK_S, ended_s + MAX_END_WAIT_S)
 
 
 class Endpoint:
-    """Serves from a thread of its own, and one for each request, until `close`.
+    """Serves in a thread of its own, and one for each connection, until `close`.
 
     Args:
         host: an address of this machine; `0.0.0.0` or `::` for all of them.
-        ports: tried in turn; 0 takes any free one. `port` says which it came to be.
-        registry: what /metrics shows.
-        pages: by path.
+        ports: tried in turn; 0 is any free one. `port` is the one in use.
+        registry: what /metrics exports.
+        pages: handlers by path.
 
     Raises:
-        ConfigError: it cannot listen there.
+        ConfigError: it cannot listen on any of the ports.
     """
 
     def __init__(
@@ -102,7 +94,7 @@ class Endpoint:
         self._server.start()
 
     async def await_final_scrape(self) -> None:
-        """Waits until those who read regularly have read once more, for a while at most."""
+        """Waits until regular clients have read once more, `MAX_END_WAIT_S` at most."""
         ended_s = monotonic()
         while monotonic() < self._final_scrape_deadline_s(ended_s):
             await asyncio.sleep(_POLL_S)
@@ -112,16 +104,16 @@ class Endpoint:
             return self._scrapes.wait_deadline_s(ended_s)
 
     def close(self) -> None:
-        """Stops listening at once; requests under way end with the process at the latest."""
+        """Stops listening at once; open connections end with the process at the latest."""
         self._server.stop(_STOP_TIMEOUT_S)
 
     def _handle_request(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
         path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
-        known = path == "/metrics" or path in self._pages
-        if not known:
-            return _plain_response(start, "404 Not Found", "there is: " + ", ".join(self._paths))
+        paths = ["/metrics", *self._pages]
+        if path not in paths:
+            return _plain_response(start, "404 Not Found", "available: " + ", ".join(paths))
         if method not in ("GET", "HEAD"):
-            return _plain_response(start, "405 Method Not Allowed", "this is only to be read")
+            return _plain_response(start, "405 Method Not Allowed", "use GET or HEAD")
         if method == "HEAD":
             start("200 OK", list(_SECURITY_HEADERS))
             return []
@@ -129,47 +121,36 @@ class Endpoint:
             self._scrapes.record_scrape(path, monotonic())
         if path == "/metrics":
             return self._metrics_app(environ, start)
-        kind, body = self._pages[path]()
-        headers = [("Content-Type", kind), ("Cache-Control", "no-store"), *_SECURITY_HEADERS]
-        start("200 OK", headers)
+        content_type, body = self._pages[path]()
+        headers = [("Content-Type", content_type), ("Cache-Control", "no-store")]
+        start("200 OK", [*headers, *_SECURITY_HEADERS])
         return [body]
-
-    @property
-    def _paths(self) -> list[str]:
-        return ["/metrics", *self._pages]
 
 
 def _listen(host: str, ports: range) -> BoundedHttpServer:
     for port in ports:
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            return BoundedHttpServer.for_family(family, (host, port))
+            return BoundedHttpServer(family, (host, port))
         except OSError as error:
             if error.errno == EADDRINUSE and port != ports[-1]:
                 continue  # another job's
-            which = f"{host}:{port}" if len(ports) == 1 else f"{host}:{ports[0]} to {ports[-1]}"
+            where = f"{host}:{port}" if len(ports) == 1 else f"{host}:{ports[0]} to {ports[-1]}"
             raise ConfigError(
-                f"metrics.port: nothing can be served at {which}: {error.strerror or error}",
-                allowed="a port that is free on the controller's machine; 0 takes any free one",
+                f"metrics.port: cannot listen on {where}: {error.strerror or error}",
+                allowed="a free port of the controller's machine; 0 takes any free one",
                 fix="metrics.port, metrics.ports and metrics.host in the job file",
             ) from None
-    raise ConfigError("metrics.ports: there is none to serve at", fix="metrics.ports: 1 or more")
+    raise ConfigError("metrics.ports: no port to listen on", fix="set metrics.ports to 1 or more")
 
 
 def make_json_page(make: Callable[[], Any]) -> PageHandler:
-    """A page that is a JSON value, made anew for each request."""
+    """A page whose body is the JSON of `make()`, called for each request."""
 
     def page() -> tuple[str, bytes]:
         return "application/json; charset=utf-8", json.dumps(make(), allow_nan=False).encode()
 
     return page
-
-
-_SECURITY_HEADERS = [
-    ("X-Content-Type-Options", "nosniff"),
-    ("Referrer-Policy", "no-referrer"),
-    ("Content-Security-Policy", "frame-ancestors 'none'"),
-]
 
 
 def _plain_response(start: StartResponse, status: str, text: str) -> list[bytes]:

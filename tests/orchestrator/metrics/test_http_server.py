@@ -54,7 +54,7 @@ def is_served(endpoint: Endpoint) -> bool:
 
 
 def readers() -> int:
-    return sum(one.name == "rayzero-reader" for one in threading.enumerate())
+    return sum(one.name == "rayzero-http-conn" for one in threading.enumerate())
 
 
 @pytest.mark.parametrize(
@@ -150,15 +150,15 @@ def test_a_reader_for_whom_there_is_no_thread_takes_no_place(
             raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(http_server, "Thread", NoThread)
+        patch.setattr(threading, "Thread", NoThread)
         for _ in range(2 * MAX_CONNECTIONS):  # as many as there may be at a time
             assert said(endpoint, b"GET / HTTP/1.0\r\n\r\n") == b""
-    assert len(endpoint._server._connection_limiter) == 0
+    assert len(endpoint._server._connections) == 0
     assert is_served(endpoint)
 
 
 def test_doors_close_behind_those_that_stay():
-    doors = ConnectionLimiter(most=2, life_s=5)
+    doors = ConnectionLimiter(max_connections=2, lifetime_s=5)
     with ExitStack() as stack:
         pairs = [socket.socketpair() for _ in range(5)]
         for pair in pairs:
