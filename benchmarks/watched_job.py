@@ -25,7 +25,7 @@ ENGINE = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
     "zero_optimization": {"stage": 2},
 }
-NOT_THERE: dict[str, Any] = {"progress": {"step": 0}, "ways": [], "faults": [], "checkpoints": []}
+NOT_THERE: dict[str, Any] = {"progress": {"step": 0}, "recoveries": [], "faults": [], "checkpoints": []}
 
 
 class NotSoError(Exception):
@@ -101,7 +101,7 @@ class WatchedJob:
 
     @property
     def repairs(self) -> list[dict[str, Any]]:
-        return [one for one in self.snapshot()["ways"] if one["kind"] == "repair"]
+        return [one for one in self.snapshot()["recoveries"] if one["kind"] == "repair"]
 
     def reach(self, step: int) -> None:
         wait_for(lambda: self.step >= step, LIMIT_S, f"step {step}")

@@ -15,8 +15,8 @@ from prometheus_client.core import Metric
 
 from rayzero.orchestrator.metrics.catalog_recovery import RECOVERY_GROUPS
 from rayzero.orchestrator.metrics.catalog_training import TRAINING_GROUPS
-from rayzero.orchestrator.metrics.components import RankMetricsTable
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
+from rayzero.orchestrator.metrics.rank_metrics import RankMetricsTable
 from rayzero.orchestrator.metrics.series import JobReading, JobSeries, RankSeries
 
 CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {

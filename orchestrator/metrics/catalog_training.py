@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.metrics.components import RankMetrics, RankMetricsTable
+from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable
 from rayzero.orchestrator.metrics.series import (
     JobReading,
     JobSeries,

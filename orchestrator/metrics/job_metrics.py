@@ -1,12 +1,8 @@
-"""JobMetrics (aggregate), steps.
-
-The job in numbers as it stands: everything that is told of it, in one place. Pure.
-
-What the finished steps say. Pure.
-"""
+"""All counts of one job, updated by its events. No clock, no I/O."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -31,40 +27,59 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.components import (
     CheckpointMetrics,
     FaultMetrics,
-    RankMetricsTable,
     ReplicaMetrics,
 )
 from rayzero.orchestrator.metrics.goodput import TimeAccounting, TimeBreakdown, TimeCategory
-from rayzero.orchestrator.metrics.primitives import (
-    STEP_BUCKETS_S,
-    DisplayHistory,
-    GaugeFilter,
-    Histogram,
-    UserMetrics,
-)
+from rayzero.orchestrator.metrics.histograms import STEP_BUCKETS_S, Histogram
+from rayzero.orchestrator.metrics.history import DisplayHistory
+from rayzero.orchestrator.metrics.rank_metrics import RankMetricsTable
 from rayzero.orchestrator.policies.failure import FaultBudget
 from rayzero.orchestrator.progress import StepRecord
 
 _PHASE_PREFIX = "phases/"
-
-
 _SMOOTHING = 0.1
-
 _StepHistogram = partial(Histogram, STEP_BUCKETS_S)
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "update", "publish", "mirror", "other")
-"""What an engine's steps are made of."""
+"""The phases of an engine's step."""
+
+MAX_USER_METRICS = 100
+"""Maximum number of user metric names of a job; bounds the number of Prometheus series."""
+
+GaugeFilter = Callable[[Mapping[str, float]], Iterator[tuple[str, float]]]
+"""Selects the values of the training function among all that ranks report."""
+
+
+@dataclass
+class UserMetrics:
+    """Values that the training function reports.
+
+    Args:
+        values: the last one under each name; a step need not report every name.
+        dropped: number of values under names beyond the first `MAX_USER_METRICS`.
+    """
+
+    user_gauges: GaugeFilter
+    values: dict[str, float] = field(default_factory=dict)
+    dropped: int = 0
+
+    def add(self, gauges: Mapping[str, float]) -> None:
+        for name, value in self.user_gauges(gauges):
+            if name in self.values or len(self.values) < MAX_USER_METRICS:
+                self.values[name] = value
+            else:
+                self.dropped += 1
 
 
 @dataclass
 class StepTotals:
-    """Totals are this run's: steps that were done again count again. One that was finished, but
-    that no rank lived to report, counts as the next one does.
+    """Totals of this run: recomputed steps count again. A step that finished but was never
+    reported, because no rank survived, counts like the next one.
 
     Args:
-        step: the last finished step in the job's state.
-        last: the newest record; None before the first step.
-        pace_s: what a step takes, of late.
+        step: the last finished step.
+        last_record: None before the first step.
+        smoothed_step_s: recent duration of a step.
     """
 
     step: int = 0
@@ -91,8 +106,8 @@ class StepTotals:
         self.step, self.last_record = record.step, record
         self.done += count
         self.last_at_unix_s = unix_s
-        smooth = _SMOOTHING if self.smoothed_step_s else 1.0
-        self.smoothed_step_s += smooth * (record.step_s - self.smoothed_step_s)
+        weight = _SMOOTHING if self.smoothed_step_s else 1.0
+        self.smoothed_step_s += weight * (record.step_s - self.smoothed_step_s)
         self.tokens += record.tokens * count
         self.samples += gauges.get("step_samples", 0.0) * count
         self.skipped += gauges.get("skipped", 0.0)
@@ -104,7 +119,7 @@ class StepTotals:
                 self.phase_times.setdefault(phase, _StepHistogram()).add(seconds)
 
     def remaining_s(self, target: int | None) -> float | None:
-        """How long the rest takes if all goes as of late; None when nobody knows."""
+        """Time to the target step at the recent step duration; None if either is unknown."""
         if target is None or self.last_record is None:
             return None
         return max(0, target - self.step) * self.smoothed_step_s
@@ -112,10 +127,10 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class Timestamps:
-    """A moment, by two clocks.
+    """One moment on two clocks.
 
     Args:
-        s: of the controller's clock, of which only differences mean anything.
+        clock_s: the controller's clock; only differences are meaningful.
         unix_s: Unix time.
     """
 
@@ -125,13 +140,13 @@ class Timestamps:
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What is known of a job before it begins.
+    """What is known of a job before it starts.
 
     Args:
-        steps: how many it asks for; None: nobody knows.
+        target_steps: None if it is not known.
         stage: the ZeRO stage; None without an engine config.
-        replicas: whether steps are copied out of the ranks' processes.
-        checkpoints: whether any are written as it trains.
+        has_replicas: steps are mirrored out of the ranks' processes.
+        has_checkpoints: checkpoints are written while it trains.
     """
 
     name: str
@@ -167,92 +182,85 @@ METRIC_EVENTS: tuple[type[JobEvent], ...] = (
 class JobMetrics:
     """Counts a job's events. It has no clock: every call gets the time."""
 
-    def __init__(self, facts: JobInfo, now: Timestamps, user_gauges: GaugeFilter) -> None:
-        self.info = facts
+    def __init__(self, info: JobInfo, now: Timestamps, user_gauges: GaugeFilter) -> None:
+        self.info = info
         self.started = now
         self.state = State.PENDING
         self.state_since = now
         self.generation = 0
         self.world_size = 0
-        self.worker_limits = (facts.min_workers, facts.max_workers)
+        self.worker_limits = (info.min_workers, info.max_workers)
         self.time_accounting = TimeAccounting(now.clock_s)
         self.steps = StepTotals()
         self.user_metrics = UserMetrics(user_gauges)
         self.ranks = RankMetricsTable()
-        self.faults = FaultMetrics(facts.fault_budget)
+        self.faults = FaultMetrics(info.fault_budget)
         self.replicas = ReplicaMetrics()
-        self.checkpoints = CheckpointMetrics(facts.has_checkpoints)
+        self.checkpoints = CheckpointMetrics(info.has_checkpoints)
         self.history = DisplayHistory()
         self.resumed_at_step: int | None = None
-        """The step that an adopted run stood at, until it goes on."""
+        """The last step of an adopted run, until the first step after its adoption."""
 
-    def on_event(self, notice: JobEvent, now: Timestamps) -> None:
-        match notice:  # the frequent events first
+    def on_event(self, event: JobEvent, now: Timestamps) -> None:
+        match event:  # the frequent events first
             case StepReported():
-                self.ranks.reported(notice.report)
+                self.ranks.on_report(event.report)
             case HeartbeatReceived():
-                self.ranks.on_heartbeat(notice.heartbeat, notice.node)
+                self.ranks.on_heartbeat(event.heartbeat, event.node)
             case ReplicationChanged():
-                self.replicas.sends(notice.enabled, now.unix_s)
+                self.replicas.set_replication(event.enabled, now.unix_s)
             case StateEntered():
-                self._on_state(notice, now)
+                self._on_state(event, now)
             case StepRecord():
-                self._on_step(notice, now)
+                self._on_step(event, now)
             case Repaired() | Resized():
-                self._on_recovery(notice, now)
+                self._on_recovery(event, now)
             case FaultDetected():
-                self._on_fault(notice, now)
+                self.history.on_fault(event, now.unix_s)
             case Resumed():
-                self.steps.step = notice.step
-                if notice.step != self.checkpoints.step:  # else its age is known
-                    self.checkpoints.set_newest(notice.step, now.unix_s)
+                self.steps.step = event.step
+                if event.step != self.checkpoints.step:  # otherwise its time is known
+                    self.checkpoints.set_newest(event.step, now.unix_s)
             case Checkpointed():
-                self._on_checkpoint(notice, now)
+                self.checkpoints.on_committed(event, now.unix_s)
+                self.history.on_checkpoint(event, now.unix_s)
             case CheckpointFailed():
                 self.checkpoints.failed += 1
             case FaultRecorded():
-                self.faults.judged(notice.fault)
+                self.faults.on_fault(event.fault)
             case LimitsChanged():
-                self.worker_limits = (notice.min_workers, notice.max_workers)
+                self.worker_limits = (event.min_workers, event.max_workers)
             case StepReplicated():
-                self.replicas.copied(notice.step, notice.nbytes, now.unix_s)
+                self.replicas.on_replicated(event.step, event.nbytes, now.unix_s)
             case _:
                 pass
 
     def time_breakdown(self, now: Timestamps) -> TimeBreakdown:
         return self.time_accounting.breakdown_at(now.clock_s)
 
-    def _on_state(self, notice: StateEntered, now: Timestamps) -> None:
-        self.time_accounting.on_state(notice.state, now.clock_s)
-        self.state, self.state_since = notice.state, now
-        self.generation = notice.generation
-        if notice.world_size != self.world_size:
-            self.world_size = notice.world_size
-            self.ranks.resize(notice.world_size)
-        if notice.state is State.RUNNING:
-            self.history.generations.append(
-                {
-                    "at_s": now.unix_s,
-                    "generation": notice.generation,
-                    "world_size": notice.world_size,
-                }
-            )
+    def _on_state(self, event: StateEntered, now: Timestamps) -> None:
+        self.time_accounting.on_state(event.state, now.clock_s)
+        self.state, self.state_since = event.state, now
+        self.generation = event.generation
+        if event.world_size != self.world_size:
+            self.world_size = event.world_size
+            self.ranks.resize(event.world_size)
+        if event.state is State.RUNNING:
+            self.history.on_generation(event, now.unix_s)
 
     def _on_step(self, record: StepRecord, now: Timestamps) -> None:
         checkpoint_s = record.waits.get("checkpoint_s", 0.0)
-        waits = {
+        waits_s = {
             TimeCategory.DATA: record.waits.get("phases/data", 0.0),
             TimeCategory.MIRROR: max(0.0, record.waits.get("phases/mirror", 0.0) - checkpoint_s),
             TimeCategory.CHECKPOINT: checkpoint_s,
         }
-        self.time_accounting.on_step(record.step, record.step_s, waits, now.clock_s)
+        self.time_accounting.on_step(record.step, record.step_s, waits_s, now.clock_s)
         if self.resumed_at_step is not None:
             self.faults.steps_redone += max(0, self.resumed_at_step - record.step + 1)
             self.resumed_at_step = None
         if record.loss is not None:
-            if record.step <= self.steps.step:
-                self.history.loss.rewind(record.step)
-            self.history.loss.add(record.step, record.loss)
+            self.history.on_step(record.step, record.loss, self.steps.step)
         self.steps.add_step(record, now.unix_s)
         self.user_metrics.add(record.gauges)
         self.checkpoints.on_step(now.unix_s)
@@ -261,30 +269,10 @@ class JobMetrics:
         if record.mirrored_step is not None:
             self.replicas.on_mirrored(record.mirrored_step, record.mirrored_bytes, now.unix_s)
 
-    def _on_recovery(self, notice: Repaired | Resized, now: Timestamps) -> None:
-        entry: dict[str, object] = {
-            "at_s": now.unix_s,
-            "kind": "repair" if isinstance(notice, Repaired) else "resize",
-            "cause": notice.cause if isinstance(notice, Repaired) else notice.reason,
-            "step": notice.step,
-            "steps_redone": notice.steps_redone if isinstance(notice, Repaired) else 0,
-            "world_size_before": notice.world_size_before,
-            "world_size": notice.world_size,
-            "total_s": notice.total_s,
-            "seconds": dict(notice.seconds),
-        }
-        self.history.recoveries.append(entry)
-        if isinstance(notice, Repaired):
-            self.faults.on_repaired(notice)
+    def _on_recovery(self, event: Repaired | Resized, now: Timestamps) -> None:
+        self.history.on_recovery(event, now.unix_s)
+        if isinstance(event, Repaired):
+            self.faults.on_repaired(event)
         else:
             self.faults.resizes += 1
-        self.time_accounting.recovery_finished(notice.seconds, now.clock_s)
-
-    def _on_fault(self, notice: FaultDetected, now: Timestamps) -> None:
-        entry = {"cause": notice.cause, "rank": notice.rank, "step": notice.step}
-        self.history.faults.append({"at_s": now.unix_s, **entry, "text": notice.text})
-
-    def _on_checkpoint(self, notice: Checkpointed, now: Timestamps) -> None:
-        self.checkpoints.on_committed(notice, now.unix_s)
-        entry = {"step": notice.step, "bytes": notice.nbytes, "seconds": notice.seconds}
-        self.history.checkpoints.append({"at_s": now.unix_s, **entry})
+        self.time_accounting.recovery_finished(event.seconds, now.clock_s)

@@ -16,9 +16,9 @@ from prometheus_client.core import (
     Metric,
 )
 
-from rayzero.orchestrator.metrics.components import RankMetrics, RankMetricsTable
+from rayzero.orchestrator.metrics.histograms import Histogram
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
-from rayzero.orchestrator.metrics.primitives import Histogram
+from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable
 
 SeriesKind = Literal["gauge", "counter", "histogram"]
 Sample: TypeAlias = float | Histogram | None

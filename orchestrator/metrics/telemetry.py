@@ -118,7 +118,7 @@ class Telemetry:
         with self._lock:
             value, ranks = (
                 make_snapshot(self._metrics, self._timestamps()),
-                self._metrics.ranks.copied(),
+                self._metrics.ranks.copy(),
             )
         return {**value, "ranks": snapshot_ranks(ranks)}
 
@@ -133,7 +133,7 @@ class Telemetry:
             job = list(job_families(self._metrics, self._timestamps()))
             if not self._per_rank:
                 return job
-            ranks = self._metrics.ranks.copied()
+            ranks = self._metrics.ranks.copy()
         return [*job, *rank_families(self._metrics.info.name, ranks)]
 
     def _timestamps(self) -> Timestamps:

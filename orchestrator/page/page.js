@@ -1,6 +1,6 @@
 // Asks for the snapshot again and again, and shows it. Nothing here can change the job.
 
-const FORMAT = 1;
+const FORMAT = 2;
 const EVERY_MS = 1000;
 const HIDDEN_MS = 15000;
 const ANSWER_MS = 5000;
@@ -26,7 +26,7 @@ function show(now) {
     ...(known(training.model_flops_utilization) ? [["Flops used", percent(training.model_flops_utilization)]] : []),
   ]);
   put("goodput", now.goodput, goodput);
-  put("events", { faults: now.faults, ways: now.ways }, happened);
+  put("events", { faults: now.faults, recoveries: now.recoveries }, happened);
   put("checkpoints", now.checkpoints, saved);
   const replica = now.replicas;
   facts("replicas", [

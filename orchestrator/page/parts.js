@@ -23,7 +23,7 @@ const CAUSES = {
   stopping: ["k7", "stopping"],
 };
 
-function goodput({ ratio, wall_s: wall, pending_s: pending, seconds }) {
+function goodput({ ratio, wall_s: wall, unattributed_s: unattributed, seconds }) {
   const sums = {};
   for (const [cause, spent] of Object.entries(seconds)) {
     const name = cause.startsWith("recovery_") ? "recovery" : cause;
@@ -32,7 +32,7 @@ function goodput({ ratio, wall_s: wall, pending_s: pending, seconds }) {
   const rows = Object.entries(sums).filter(([, spent]) => spent >= 5e-4);
   rows.sort(([one, spent], [other, lost]) => (other === "productive") - (one === "productive") || lost - spent);
   const parts = rows.map(([cause, spent]) => [...(CAUSES[cause] || ["k0", cause]), spent]);
-  if (pending > 0) parts.push(["k0", "under way", pending]);
+  if (unattributed > 0) parts.push(["k0", "in progress", unattributed]);
   const bar = element("div", { class: "share", role: "img", "aria-label": `Goodput ${percent(ratio)}; the list below has the parts` });
   for (const [colour, name, spent] of parts) {
     const part = element("span", { class: colour, title: `${name}: ${duration(spent)}` });
@@ -75,10 +75,10 @@ function rankTiles(ranks) {
   });
 }
 
-function happened({ faults, ways }) {
+function happened({ faults, recoveries }) {
   const rows = [
     ...faults.map((one) => [one.at_s, "bad", one.cause, one.text]),
-    ...ways.map((one) => [one.at_s, "good", one.kind === "repair" ? "repaired" : "resized",
+    ...recoveries.map((one) => [one.at_s, "good", one.kind === "repair" ? "repaired" : "resized",
       `in ${duration(one.total_s)}: ${one.world_size_before} → ${one.world_size} ranks after step ${count(one.step)}` +
       (one.steps_redone ? `, ${count(one.steps_redone)} steps done again` : "")]),
   ];

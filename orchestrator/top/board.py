@@ -180,7 +180,7 @@ def _world_size_rows(now: Snapshot) -> Iterator[RenderableType]:
 
 
 def _goodput_bar(told: dict[str, Any]) -> RenderableType:
-    seconds = {**told["seconds"], "under way": told["pending_s"]}
+    seconds = {**told["seconds"], "in progress": told["unattributed_s"]}
     ordered = sorted(seconds, key=lambda one: (one != "productive", -seconds[one]))
     causes = [one for one in ordered if seconds[one] > 0]
     columns = split_width([seconds[one] for one in causes], BAR_WIDTH)
@@ -231,7 +231,7 @@ def _events_table(now: Snapshot) -> RenderableType:
         (one["at_s"], Text(printable_text(one["cause"]), "red"), printable_text(one["text"]))
         for one in now["faults"]
     ]
-    for one in now["ways"]:
+    for one in now["recoveries"]:
         passed = "repaired" if one["kind"] == "repair" else "resized"
         sizes = f"{one['world_size_before']} -> {one['world_size']} ranks"
         told = f"in {format_duration(one['total_s'])}: {sizes} after step {one['step']:,}"

@@ -15,7 +15,7 @@ from rayzero.engine.errors import ConfigError, EngineError
 Snapshot = dict[str, Any]
 SnapshotSource = Callable[[], Snapshot]
 
-SUPPORTED_FORMAT = 1
+SUPPORTED_FORMAT = 2
 """The snapshots that can be read."""
 _HTTP_TIMEOUT_S = 5.0
 _MAX_RESPONSE_BYTES = 64 << 20

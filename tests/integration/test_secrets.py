@@ -72,7 +72,7 @@ def test_no_secret_is_told_or_written(head: TokenHead, options: str, tmp_path: P
                 told = json.loads(answer.read())
         except OSError:
             return False
-        return bool(told["ways"] and told["checkpoints"] and told["progress"]["step"] > 60)
+        return bool(told["recoveries"] and told["checkpoints"] and told["progress"]["step"] > 60)
 
     wait_for(has_gone_through_it, LIMIT_S, "a repair and a checkpoint")
     while_it_runs = dict(chain(served(url), by_ray(head), command_lines()))

@@ -296,7 +296,7 @@ async def test_what_a_page_lists_goes_on(folder: Path):
     await settle()
     again = Stage(folder, past=known(lines), workers={"min": 1, "max": 2})
     after = again.told.snapshot()
-    for key in ("generations", "faults", "ways", "checkpoints"):
+    for key in ("generations", "faults", "recoveries", "checkpoints"):
         assert len(before[key]) > 0, key
         assert [untimed(one) for one in after[key]] == [untimed(one) for one in before[key]], key
     await again.steps(1)
@@ -352,7 +352,7 @@ async def test_what_was_counted_goes_on(folder: Path):
     goodput = value["goodput"]
     assert goodput["seconds"]["adoption"] == pytest.approx(410, abs=5)
     assert goodput["wall_s"] == pytest.approx(500, abs=5)
-    assert sum(goodput["seconds"].values()) + goodput["pending_s"] == pytest.approx(
+    assert sum(goodput["seconds"].values()) + goodput["unattributed_s"] == pytest.approx(
         goodput["wall_s"]
     )
     assert value["steps_redone"] == 12

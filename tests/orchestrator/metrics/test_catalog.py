@@ -17,8 +17,7 @@ from rayzero.orchestrator.job_events import Checkpointed, ReplicationChanged, St
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.catalog import CATALOG, job_families, rank_families
 from rayzero.orchestrator.metrics.goodput import PHASE_CATEGORY, TimeCategory
-from rayzero.orchestrator.metrics.job_metrics import STEP_PHASES
-from rayzero.orchestrator.metrics.primitives import MAX_USER_METRICS
+from rayzero.orchestrator.metrics.job_metrics import MAX_USER_METRICS, STEP_PHASES
 from rayzero.orchestrator.policies.failure import FaultCause
 from tests.orchestrator.metrics.jobs import UNIX, Life, lived
 
@@ -32,7 +31,7 @@ class Collected(Collector):
     def collect(self) -> Iterator[Metric]:
         tally = self._life.tally
         yield from job_families(tally, self._life.now)
-        yield from rank_families(tally.info.name, tally.ranks.copied())
+        yield from rank_families(tally.info.name, tally.ranks.copy())
 
 
 def text_of(life: Life) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rayzero.orchestrator.job_events import FaultDetected
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.metrics.primitives import MAX_HISTORY_ENTRIES, BoundedCurve
+from rayzero.orchestrator.metrics.history import MAX_HISTORY_ENTRIES, BoundedCurve
 from rayzero.orchestrator.metrics.snapshot import make_snapshot, snapshot_ranks
 from tests.orchestrator.metrics.jobs import UNIX, WORKER, Life, lived
 
@@ -25,7 +25,7 @@ def test_it_is_json_and_tells_the_jobs_life():
     assert told["training"]["loss"] is None  # nan
     assert told["loss"] == [[1, 2.5], [2, 2.5], [3, None]]  # step 2 was done again
     assert [one["world_size"] for one in told["generations"]] == [2, 1, 1]
-    assert [one["kind"] for one in told["ways"]] == ["repair", "resize"]
+    assert [one["kind"] for one in told["recoveries"]] == ["repair", "resize"]
     assert told["faults"] == [
         {"at_s": UNIX + 108, "cause": "lost", "rank": 1, "step": 3, "text": "rank 1 was lost"}
     ]
@@ -33,7 +33,7 @@ def test_it_is_json_and_tells_the_jobs_life():
     assert (rank["rank"], rank["node"], rank["phase"]) == (0, "host-a", "forward")
     assert [one["step"] for one in told["checkpoints"]] == [2]
     goodput = told["goodput"]
-    assert abs(sum(goodput["seconds"].values()) + goodput["pending_s"] - goodput["wall_s"]) < 1e-6
+    assert abs(sum(goodput["seconds"].values()) + goodput["unattributed_s"] - goodput["wall_s"]) < 1e-6
 
 
 def test_before_anything_happened():

@@ -37,12 +37,12 @@ async def test_a_job_with_a_fault_adds_up(tmp_path: Path):
     assert (seen["state"], seen["world_size"], seen["progress"]["step"]) == ("running", 2, 5)
     assert {rank["rank"] for rank in seen["ranks"]} == {0, 1}
     assert [one["cause"] for one in seen["faults"]] == ["lost"]
-    assert [one["kind"] for one in seen["ways"]] == ["repair"]
+    assert [one["kind"] for one in seen["recoveries"]] == ["repair"]
     await stage.finish()
     told = stage.told.snapshot()
     assert told["state"] == "succeeded"
     goodput = told["goodput"]
-    assert goodput["pending_s"] == 0
+    assert goodput["unattributed_s"] == 0
     assert sum(goodput["seconds"].values()) == pytest.approx(goodput["wall_s"])
     assert goodput["wall_s"] == pytest.approx(stage.clock.now())
 
@@ -76,7 +76,7 @@ async def test_the_fault_that_ends_a_job_is_counted_once(tmp_path: Path):
     assert stage.states[-1] is State.FAILED
     values = {one.name: one for one in stage.told.families()}
     assert counted(values["rayzero_faults"]) == {"user": 1}
-    assert stage.told.snapshot()["goodput"]["pending_s"] == 0
+    assert stage.told.snapshot()["goodput"]["unattributed_s"] == 0
     assert stage.run.exception() is not None
 
 
@@ -91,7 +91,7 @@ async def test_copies_on_other_nodes_are_told_as_they_are_made(tmp_path: Path):
     values = {one.name: one for one in stage.told.families()}
     newest = {one.labels["place"]: one.value for one in values["rayzero_replica_step"].samples}
     assert newest["other"] == 1
-    assert stage.told.snapshot()["replicas"]["step_elsewhere"] == newest["other"]
+    assert stage.told.snapshot()["replicas"]["step_on_other_nodes"] == newest["other"]
     await stage.finish()
 
 

@@ -21,7 +21,7 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
     seconds |= {"redone": 41.0, "data": 88.0, "waiting": 150.0, "checkpoint": 4.2}
     pending = max(0.0, at_s - sum(seconds.values()))
     return {
-        "format": 1,
+        "format": 2,
         "version": "0.1.0",
         "at_s": BEGAN_S + at_s,
         "job": "gpt-stdlib",
@@ -57,7 +57,7 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
         "goodput": {
             "ratio": seconds["productive"] / at_s,
             "wall_s": at_s,
-            "pending_s": pending,
+            "unattributed_s": pending,
             "seconds": seconds,
         },
         "ranks": [rank(number) for number in range(ranks)],
@@ -75,7 +75,7 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
                 "text": f"rank 1 on node worker-7 (pid 23281) was lost in step 4321: {NASTY}",
             }
         ],
-        "ways": [
+        "recoveries": [
             {
                 "at_s": BEGAN_S + 1411,
                 "kind": "repair",
@@ -127,11 +127,11 @@ def empty() -> dict[str, Any]:
     value = sample(at_s=2.0, state="pending")
     nothing: list[Any] = []
     value |= dict.fromkeys(
-        ("loss", "ranks", "generations", "faults", "ways", "checkpoints"), nothing
+        ("loss", "ranks", "generations", "faults", "recoveries", "checkpoints"), nothing
     )
     value |= {"stage": None, "generation": 0, "world_size": 0}
     value["progress"] = dict.fromkeys(value["progress"]) | {"step": 0}
     value["training"] = dict.fromkeys(value["training"]) | {"skipped_steps": 0.0}
-    value["goodput"] = {"ratio": 0.0, "wall_s": 2.0, "pending_s": 2.0, "seconds": {}}
+    value["goodput"] = {"ratio": 0.0, "wall_s": 2.0, "unattributed_s": 2.0, "seconds": {}}
     value["replicas"] = {"step": None, "at_s": None, "bytes": 0.0}
     return value

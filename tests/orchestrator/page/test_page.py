@@ -208,7 +208,7 @@ def test_the_silence_of_a_job_that_ended_is_no_loss(
 
 
 def test_another_format_is_not_guessed_at(tab: Browser, url: str, told: Told) -> None:
-    told.value = sample() | {"format": 2}
+    told.value = sample() | {"format": 99}
     tab.open(url)
     tab.wait_for(f"{TEXT}.includes('reload it')")
 

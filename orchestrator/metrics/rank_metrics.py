@@ -1,0 +1,102 @@
+"""The newest values of each rank of the newest generation, and their sums. No clock, no I/O."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from rayzero.workers.messages import Heartbeat, StepReport
+
+_TRAFFIC_PREFIX = "collectives/"
+_NO_GAUGES: Mapping[str, float] = {}
+
+TrafficTotals = defaultdict[tuple[str, str], float]
+"""By ("bytes" or "calls", collective)."""
+
+
+@dataclass
+class RankMetrics:
+    """One rank.
+
+    Args:
+        report: of its last step in this generation; None before the first.
+        node: empty before its first heartbeat.
+        exposed_comm_s, data_wait_s: total wait for other ranks and for data under this rank number.
+    """
+
+    report: StepReport | None = None
+    beat: Heartbeat | None = None
+    node: str = ""
+    exposed_comm_s: float = 0.0
+    data_wait_s: float = 0.0
+
+    def gauge(self, name: str) -> float | None:
+        return self.report.gauges.get(name) if self.report is not None else None
+
+    def copy(self) -> RankMetrics:
+        return RankMetrics(self.report, self.beat, self.node, self.exposed_comm_s, self.data_wait_s)
+
+    def add_traffic(self, totals: TrafficTotals) -> None:
+        """Adds what this rank's engine has moved since it was built."""
+        gauges = self.report.gauges if self.report is not None else _NO_GAUGES
+        for name, key in _traffic_gauges(tuple(gauges)):
+            totals[key] += max(0.0, gauges[name])
+
+
+@dataclass
+class RankMetricsTable:
+    """The ranks of the newest generation that have reported.
+
+    A report costs about a microsecond: engines count their traffic cumulatively, so it suffices to
+    add an engine's last count when it is replaced, and when the sums are read.
+
+    Args:
+        departed_traffic: of engines that no longer exist.
+    """
+
+    by_rank: defaultdict[int, RankMetrics] = field(default_factory=lambda: defaultdict(RankMetrics))
+    departed_traffic: TrafficTotals = field(default_factory=lambda: defaultdict(float))
+
+    def resize(self, world_size: int) -> None:
+        """Removes the ranks that a new generation does not have."""
+        for rank in [rank for rank in self.by_rank if rank >= world_size]:
+            self.by_rank.pop(rank).add_traffic(self.departed_traffic)
+
+    def copy(self) -> RankMetricsTable:
+        """A copy, in the order of the ranks."""
+        rows = {rank: metrics.copy() for rank, metrics in sorted(self.by_rank.items())}
+        return RankMetricsTable(defaultdict(RankMetrics, rows), self.departed_traffic.copy())
+
+    def on_report(self, report: StepReport) -> None:
+        metrics, gauges = self.by_rank[report.rank], report.gauges
+        if metrics.report is not None and metrics.report.generation != report.generation:
+            metrics.add_traffic(self.departed_traffic)
+        if (exposed_s := gauges.get("exposed_comm_s", 0.0)) > 0:
+            metrics.exposed_comm_s += exposed_s
+        if (data_wait_s := gauges.get("phases/data", 0.0)) > 0:
+            metrics.data_wait_s += data_wait_s
+        metrics.report = report
+
+    def on_heartbeat(self, beat: Heartbeat, node: str) -> None:
+        metrics = self.by_rank[beat.rank]
+        metrics.beat, metrics.node = beat, node
+
+    def traffic(self) -> TrafficTotals:
+        """Calls and bytes by collective, of all ranks since the run began."""
+        totals = self.departed_traffic.copy()
+        for metrics in self.by_rank.values():
+            metrics.add_traffic(totals)
+        return totals
+
+
+@lru_cache(maxsize=256)
+def _traffic_gauges(names: tuple[str, ...]) -> tuple[tuple[str, tuple[str, str]], ...]:
+    """The gauges that count traffic, with their keys. Cached: every rank reports the same names."""
+    keys = []
+    for name in names:
+        if name.startswith(_TRAFFIC_PREFIX):
+            collective, what = name.removeprefix(_TRAFFIC_PREFIX).rsplit("/", 1)
+            keys.append((name, (what, collective)))
+    return tuple(keys)
