@@ -25,7 +25,12 @@ ENGINE = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
     "zero_optimization": {"stage": 2},
 }
-NOT_THERE: dict[str, Any] = {"progress": {"step": 0}, "recoveries": [], "faults": [], "checkpoints": []}
+NOT_THERE: dict[str, Any] = {
+    "progress": {"step": 0},
+    "recoveries": [],
+    "faults": [],
+    "checkpoints": [],
+}
 
 
 class NotSoError(Exception):

@@ -33,7 +33,9 @@ def test_it_is_json_and_tells_the_jobs_life():
     assert (rank["rank"], rank["node"], rank["phase"]) == (0, "host-a", "forward")
     assert [one["step"] for one in told["checkpoints"]] == [2]
     goodput = told["goodput"]
-    assert abs(sum(goodput["seconds"].values()) + goodput["unattributed_s"] - goodput["wall_s"]) < 1e-6
+    assert (
+        abs(sum(goodput["seconds"].values()) + goodput["unattributed_s"] - goodput["wall_s"]) < 1e-6
+    )
 
 
 def test_before_anything_happened():
