@@ -1,5 +1,5 @@
-"""The GPU workers: Ray actors, their training threads and process-group generations.
+"""The workers: Ray actors, their training threads, and the process group of each generation.
 
-Imports `rayzero.engine`, never `rayzero.orchestrator`. `ray` is imported by the actors and `notice`
-only, and everything behind them can be driven in a test without Ray. This file imports nothing.
+Imports `rayzero.engine`, never `rayzero.orchestrator`. Only the actors and `prestop` import Ray;
+all other code runs in tests without it. This file imports nothing.
 """

@@ -1,9 +1,4 @@
-"""Ray actor shell.
-
-The Ray actor: a thin shell around `WorkerProcess`, and the only module here that knows Ray.
-
-Which network interface has an address.
-"""
+"""The Ray actor of a worker: its methods are the controller's commands to a `WorkerProcess`."""
 
 from __future__ import annotations
 
@@ -30,45 +25,30 @@ from rayzero.workers.vault.records import SlotInfo
 if TYPE_CHECKING:
     from rayzero.workers.worker import WorkerProcess
 
-_SIOCGIFADDR = 0x8915  # SIOCGIFADDR
-
-
-def interface_for(ip: str) -> str | None:
-    """The name of the interface with that IPv4 address; None when there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                found = ioctl(any_socket, _SIOCGIFADDR, request)[20:24]
-            except OSError:
-                continue  # it has no IPv4 address
-            if socket.inet_ntoa(found) == ip:
-                return name
-    return None
-
-
 COMMAND_THREADS = 4
 """One for the long poll; the others keep the worker reachable meanwhile."""
 
+_SIOCGIFADDR = 0x8915  # SIOCGIFADDR
+
 
 class WorkerActor:
-    """One rank's process. Made with `max_concurrency=COMMAND_THREADS`."""
+    """One rank's process. Created with `max_concurrency=COMMAND_THREADS`."""
 
-    def __init__(self, setup: WorkerSpec, index: int) -> None:
-        # By name, because the controller's process imports this module to make the actor, and
-        # must not import torch.
-        host: type[WorkerProcess] = import_module("rayzero.workers.worker").WorkerProcess
-        self._process = host(setup, index)
+    def __init__(self, spec: WorkerSpec, index: int) -> None:
+        # Imported here by name: the controller imports this module to create the actor, and must
+        # not import torch.
+        process: type[WorkerProcess] = import_module("rayzero.workers.worker").WorkerProcess
+        self._process = process(spec, index)
         self._index = index
 
     def describe(self) -> WorkerInfo:
-        """Where this worker runs; answers as soon as its process is ready for work."""
+        """Where this worker runs; returns once its process is ready for a generation."""
         ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        # Else gloo listens where the host's name leads to, which need not be the cluster's network.
+        # By default gloo listens on the hostname's address, which may be another network.
         if interface := interface_for(ip):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._process.warm_up()
-        gc.freeze()  # what was imported stays: a collection then takes 0.3 ms instead of 170
+        gc.freeze()  # excludes the imported modules: a collection takes 0.3 ms instead of 170
         context = ray.get_runtime_context()
         return WorkerInfo(
             index=self._index,
@@ -81,8 +61,8 @@ class WorkerActor:
     def open_store(self) -> int:
         return self._process.open_store()
 
-    def assign(self, formation: GenerationSpec, own: RankAssignment) -> None:
-        self._process.assign(formation.assignment_for(own))
+    def assign(self, generation: GenerationSpec, member: RankAssignment) -> None:
+        self._process.assign(generation.assignment_for(member))
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
         return self._process.poll(timeout_s)
@@ -104,3 +84,17 @@ class WorkerActor:
 
     def dump_stack(self) -> str:
         return self._process.dump_stack()
+
+
+def interface_for(ip: str) -> str | None:
+    """The name of the network interface with that IPv4 address, if there is one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                address = ioctl(any_socket, _SIOCGIFADDR, request)[20:24]
+            except OSError:
+                continue  # the interface has no IPv4 address
+            if socket.inet_ntoa(address) == ip:
+                return name
+    return None

@@ -1,4 +1,4 @@
-"""From what the job file calls `entrypoint` to a function that can be called."""
+"""Loads the training function that the job file names as `entrypoint`."""
 
 from __future__ import annotations
 
@@ -17,75 +17,76 @@ _FIX_HINT = "`entrypoint:` in the job file"
 
 
 class EntryPointError(ConfigError):
-    """The entry point cannot be called. Its `__cause__`, if any, is the user's own error."""
+    """The entry point cannot be called. Its `__cause__`, if any, is an error in the user's code."""
 
 
 def load_train_function(entrypoint: str | bytes) -> TrainFunction:
-    """As `resolve`, of a function that can be called with ctx alone.
+    """Resolves an entry point and checks that it can be called with ctx as its only argument.
 
     Raises:
-        EntryPointError: as `resolve`; or it takes other arguments.
+        EntryPointError: as for `resolve_entrypoint`; or it takes other arguments.
     """
-    found = resolve_entrypoint(entrypoint)
+    function = resolve_entrypoint(entrypoint)
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # native code has none
-        return found
+        return function
     try:
         signature.bind(None)
     except TypeError as error:
-        name = getattr(found, "__qualname__", type(found).__qualname__)
+        name = getattr(function, "__qualname__", type(function).__qualname__)
         raise EntryPointError(
-            f"the entry point {name}{signature} cannot be called with ctx alone: {error}",
-            allowed="a function of one argument, ctx; a value of your own comes as ctx.args",
+            f"the entry point {name}{signature} cannot be called with ctx as its only argument: "
+            f"{error}",
+            allowed="a function of one argument, ctx; pass further values as `args` (ctx.args)",
             fix=f"{name}, or {_FIX_HINT}",
         ) from None
-    return found
+    return function
 
 
 def resolve_entrypoint(entrypoint: str | bytes) -> TrainFunction:
-    """The function that `entrypoint` names.
+    """Imports or unpickles a function.
 
     Args:
         entrypoint: `module:function`, or a callable pickled by value.
 
     Raises:
-        EntryPointError: there is no such module or function, it is not callable, or importing
-            the module fails; then the user's error is the cause.
+        EntryPointError: the module or function does not exist, is not callable, or raises on
+            import; the user's exception is then the cause.
     """
     if isinstance(entrypoint, bytes):
         return _unpickle_function(entrypoint)
     module_name, _, attribute = entrypoint.partition(":")
     module = _import_module(entrypoint, module_name)
-    found: Any = module
+    target: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            names = [name for name in vars(found) if not name.startswith("_")]
+        if not hasattr(target, part):
+            names = [name for name in vars(target) if not name.startswith("_")]
             raise EntryPointError(
                 f"entrypoint {entrypoint!r}: {part!r} is not in "
                 f"{module.__file__ or module_name}{did_you_mean(part, names)}",
                 allowed="a function of one argument, ctx",
                 fix=_FIX_HINT,
             )
-        found = getattr(found, part)
-    if not callable(found):
+        target = getattr(target, part)
+    if not callable(target):
         raise EntryPointError(
-            f"entrypoint {entrypoint!r} is of type {type(found).__name__}, which is not callable",
+            f"entrypoint {entrypoint!r} is of type {type(target).__name__}, which is not callable",
             allowed="a function of one argument, ctx",
             fix=_FIX_HINT,
         )
-    return cast(TrainFunction, found)
+    return cast(TrainFunction, target)
 
 
 def _import_module(entrypoint: str, module_name: str) -> Any:
     try:
         return import_module(module_name)
     except ModuleNotFoundError as error:
-        # The module itself or a parent package of it is missing; any other missing module is an
-        # import inside the user's code, and its traceback says where.
+        # Only the module itself or a parent package; another missing module is an import inside the
+        # user's code, and its traceback shows where.
         if error.name and f"{module_name}.".startswith(f"{error.name}."):
             raise EntryPointError(
-                f"entrypoint {entrypoint!r}: there is no module {error.name!r}",
+                f"entrypoint {entrypoint!r}: no module named {error.name!r}",
                 allowed=f"a module that can be imported from {os.getcwd()}",
                 fix=f"{_FIX_HINT}, or run from the folder that holds the module",
             ) from None
@@ -110,4 +111,4 @@ def _unpickle_function(entrypoint: bytes) -> TrainFunction:
 
 
 def _import_error_text(entrypoint: str, error: Exception) -> str:
-    return f"entrypoint {entrypoint!r} does not import: {type(error).__name__}: {error}"
+    return f"entrypoint {entrypoint!r} cannot be imported: {type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""What crosses the wire between the controller and a worker. Frozen, small, and free of torch.
+"""Messages between the controller and a worker. Frozen, small, and free of torch.
 
-Down go `WorkerSpec` (once) and `Assignment` (once a generation); messages go up through `poll`. What a vault
-says of itself is in `rayzero.workers.vault.records`, and can be had from here too.
+The controller sends `WorkerSpec` once and `GenerationSpec` with a `RankAssignment` for each
+generation; the worker's messages are returned by `poll`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class MirrorPolicy:
 
     Args:
         replicas: copies of each shard outside its process; 0: only for checkpoints and resizes.
-        every_steps: steps between two mirrors; None: chosen by what one costs.
-        checkpoint_every_steps: steps between two checkpoints; None: never.
+        every_steps: steps between two mirrors; None: chosen from the measured cost.
+        checkpoint_every_steps: steps between two checkpoints; None: no checkpoints.
     """
 
     replicas: int = 0
@@ -32,19 +32,19 @@ class MirrorPolicy:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is told once, at its start, and keeps through all generations.
+    """The settings of a worker, constant over all its generations.
 
     Args:
         entrypoint: `module:function`, or a callable pickled by value.
-        steps: optimizer steps the job asks for; None: the user's function decides.
-        engine_config: the engine config, already read from its file.
-        hang_timeout_s: a rank that makes no progress for so long is taken for hung.
-        mirror: when the state is mirrored into the vault, and when a checkpoint is due.
+        steps: optimizer steps of the job; None: the training function decides.
+        engine_config: the parsed engine config.
+        hang_timeout_s: a rank without progress for this long counts as hung.
+        mirror: when to mirror the state into the vault, and when to make a checkpoint.
         faults: faults to inject, in the language of `rayzero.workers.chaos.spec`.
-        ledger: whether consumed sample ids are written down, under `output_dir`/ledger/`run`.
-        run: which run of the job this is; later ones sort behind.
-        working_dir: the submitter's working directory: the worker's too, where it exists.
-        import_paths: what the submitter could import from; the first goes before everything.
+        ledger: record consumed sample ids under `output_dir`/ledger/`run`.
+        run: id of this run of the job; ids of later runs sort after it.
+        working_dir: the submitter's working directory; used on the worker if it exists there.
+        import_paths: the submitter's `sys.path`; the first entry goes to the front.
     """
 
     name: str
@@ -67,7 +67,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a worker lives. `index` is its place in the worker group and never changes."""
+    """Where a worker runs. `index` is its position in the worker group and never changes."""
 
     index: int
     node_id: str
@@ -78,14 +78,14 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A worker's place in one generation, and the store where its members meet.
+    """A worker's rank in one generation, and the store where its members rendezvous.
 
     Args:
-        vault: the address of the vault on the worker's node; empty when there is none.
-        restore: what to begin from; None for a fresh start.
-        shares: each rank's share of a step's samples, adding up to 1; empty for even shares.
-        remote: whether steps are pinned as often as can be, for another node's vault to copy.
-        faults: injected since the job began, all of them, beside those of `WorkerSpec`.
+        vault: the address of the vault on the worker's node; empty if there is none.
+        restore: the state to start from; None: a fresh start.
+        shares: each rank's share of a step's samples, adding up to 1; empty: even shares.
+        remote: pin steps as often as possible, for replication to another node's vault.
+        faults: all faults injected since the job started, in addition to `WorkerSpec.faults`.
     """
 
     generation: int
@@ -103,7 +103,7 @@ class Assignment:
 
 
 class RankAssignment(NamedTuple):
-    """What a worker's place in a generation has of its own; see `Assignment`."""
+    """The part of an `Assignment` that differs between workers."""
 
     rank: int
     local_rank: int
@@ -113,8 +113,8 @@ class RankAssignment(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerationSpec:
-    """What all places of a generation have in common; see `Assignment`. It grows with the number of
-    ranks, so it is packed once, not once a worker."""
+    """The part of an `Assignment` that all workers share. Its size grows with the number of ranks,
+    so it is pickled once, not once per worker."""
 
     generation: int
     world_size: int
@@ -125,14 +125,13 @@ class GenerationSpec:
     remote: bool = False
     faults: tuple[str, ...] = ()
 
-    def assignment_for(self, own: RankAssignment) -> Assignment:
-        """One worker's place."""
-        return Assignment(**vars(self), **own._asdict())
+    def assignment_for(self, member: RankAssignment) -> Assignment:
+        return Assignment(**vars(self), **member._asdict())
 
 
 @dataclass(frozen=True)
 class Joined:
-    """The process group of this generation stands, as seen by this rank."""
+    """This rank has joined the process group of its generation."""
 
     generation: int
     rank: int
@@ -140,11 +139,11 @@ class Joined:
 
 @dataclass(frozen=True)
 class Restored:
-    """The engine of this generation has the state it begins from.
+    """The engine of this generation has loaded its initial state.
 
     Args:
-        step: finished steps in it; 0 for a fresh start.
-        seconds: how long each part took on this rank: `join`, `build`, `load`.
+        step: finished steps of that state; 0 for a fresh start.
+        seconds: duration of each part on this rank: `load`.
     """
 
     generation: int
@@ -160,7 +159,7 @@ class StepReport:
     Args:
         counters: summed over micro-steps, and by the controller over ranks: `tokens`.
         gauges: this rank's values: `loss`, `step_s`, `bytes/<class>`...
-        at_s: when, as Unix time on the rank's node.
+        at_s: Unix time of the step's end on the rank's node.
     """
 
     generation: int
@@ -173,11 +172,12 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """How far the training thread is, and how long ago it last said so.
+    """The progress of the training thread.
 
     Args:
+        silent_s: seconds since the thread last reported progress.
         collective: the number of the collective last entered in this generation.
-        waiting: whether it is waiting for other ranks in there.
+        waiting: whether it waits for other ranks in that collective.
     """
 
     rank: int
@@ -190,7 +190,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line the worker's process printed; `stream` is stdout or stderr."""
+    """One line of the worker's output; `stream` is stdout or stderr."""
 
     rank: int
     stream: str
@@ -199,12 +199,12 @@ class LogLine:
 
 @dataclass(frozen=True)
 class Finished:
-    """The user's function returned.
+    """The training function returned.
 
     Args:
-        result: what it returned, if that was a mapping that JSON can hold.
+        result: its return value, if that was a mapping that can be encoded as JSON.
         counters: counted after the last finished step.
-        peak_rss_bytes: the most memory this process ever held.
+        peak_rss_bytes: the process's peak resident memory.
     """
 
     generation: int
@@ -216,11 +216,11 @@ class Finished:
 
 @dataclass(frozen=True)
 class InProcessStateInfo:
-    """The state that a worker's own memory holds after its function was unwound.
+    """The training state left in a worker's memory after its training function was unwound.
 
     Args:
-        step: finished steps in it.
-        whole: whether it is all of the state, not this rank's part only.
+        step: finished steps of the state.
+        whole: whether it is the complete state, not this rank's shard only.
     """
 
     step: int
@@ -229,10 +229,10 @@ class InProcessStateInfo:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The user's function was unwound because the controller asked for it.
+    """The training function was unwound on the controller's request.
 
     Args:
-        memory: None when there was no engine, or it was in the middle of an update.
+        memory: the state left in memory; None if there was no engine, or it was mid-update.
     """
 
     generation: int
@@ -242,13 +242,13 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Crashed:
-    """An exception left the user's function, or kept it from being called.
+    """The training function raised an exception, or could not be called.
 
     Args:
-        kind: what the exception says about its cause; "collective" means that a peer is at fault.
-        step: the step that was being worked on, counted from 1; 0 before the function was called.
-        error: the exception as one text, without a traceback.
-        traceback: the user's frames; empty where the error itself says all there is to say.
+        kind: the error's cause; "collective" means that a peer failed.
+        step: the current step, counted from 1; 0 before the function was called.
+        error: the exception as text, without a traceback.
+        traceback: the user's frames; empty if the error message is sufficient.
         memory: as in `Stopped`.
     """
 
@@ -263,11 +263,11 @@ class Crashed:
 
 @dataclass(frozen=True)
 class Pinned:
-    """This rank's state of a step is in its vault, and stays there until it is unpinned.
+    """This rank's state of a step is in its vault, pinned.
 
     Args:
-        checkpoint: whether a checkpoint is to be made of it; otherwise it is for other nodes.
-        stopped_s: how long training stood still for it.
+        checkpoint: pinned for a checkpoint; otherwise for replication to other nodes.
+        stopped_s: how long training was paused for the copy.
     """
 
     generation: int

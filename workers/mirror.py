@@ -1,8 +1,8 @@
-"""When and how a rank copies its state into its node's vault: one generation of it.
+"""Copies a rank's training state into its node's vault, at an interval that bounds the cost.
 
-Order. A step's mirror is done before the step is reported, and before the next vote is cast. So
-whoever passes the vote of step k knows that all ranks have mirrored what they were to mirror of
-step k - 1; and a rank overwrites a version only after such a vote. Hence the ranks always have a
+Order: a step's mirror is complete before the step is reported and before the next vote. A rank that
+has passed the vote of step k therefore knows that all ranks have finished the mirror of step k - 1,
+if one was due; and it overwrites a version only after such a vote. Hence all ranks always have one
 step in common.
 """
 
@@ -25,65 +25,63 @@ from rayzero.workers.vault.slots import SlotWriter
 
 log = logging.getLogger("rayzero.workers")
 
-MIRROR_COST_FRACTION = (
-    0.05  # the share of a step that mirroring may take when the interval is chosen by itself
-)
+MIRROR_COST_FRACTION = 0.05
+"""The fraction of training time for mirroring, if the interval is chosen automatically."""
 SMOOTHING_FACTOR = 0.2
-HASH_BYTES_PER_S = 10e9  # from memory; three times that from a cache
+HASH_BYTES_PER_S = 10e9  # from memory; from a cache it is three times as fast
 
 
 class Mirror:
-    """Used by the training thread only.
+    """Mirrors one rank for one generation. Used by the training thread only.
 
     Args:
-        last_step: the job's last step, which gets a checkpoint too; None when nobody knows.
-        vault: None when the node has none; then nothing is copied.
+        last_step: the job's last step, which gets a checkpoint, too; None: unknown.
+        vault: None if the node has none; then nothing is copied.
     """
 
     def __init__(
         self,
-        plan: MirrorPolicy,
-        assign: Assignment,
+        policy: MirrorPolicy,
+        assignment: Assignment,
         last_step: int | None,
         vault: VaultClient | None,
         post: Callable[[WorkerMessage], None],
     ) -> None:
-        self._plan = plan
-        self._assignment = assign
-        self._rotating_buffers = (
-            2 if plan.replicas else 1
-        )  # versions that take turns; pinned come on top
+        self._policy = policy
+        self._assignment = assignment
+        # Unpinned versions, written alternately; pinned ones come in addition.
+        self._rotating_buffers = 2 if policy.replicas else 1
         self._last_step = last_step
         self._vault = vault
         self._post = post
         self._buffers: list[SlotWriter] = []
         self._table: BlockIndex | None = None
-        self._filled_buffers: set[int] = set()  # buffers that have the constant part
-        self.newest_step = assign.restore.step if assign.restore else 0
-        """The newest step that lies in the vault, or that this generation began with."""
+        self._filled_buffers: set[int] = set()  # ids of buffers that already hold the constants
+        self.newest_step = assignment.restore.step if assignment.restore else 0
+        """The newest step in the vault, or the one that this generation started from."""
         self.checkpointed_step = self.newest_step
-        """The newest step that was pinned for a checkpoint, or that it began with."""
-        self._announced = False  # a mirror of this generation is known to be everywhere
-        self._interval_steps = float(plan.every_steps or 1)
+        """The newest step pinned for a checkpoint, or the one that this generation started from."""
+        self._announced = False  # the vault knows that all ranks have a mirror of this generation
+        self._interval_steps = float(policy.every_steps or 1)
         self._cost_model = _CostModel()
 
     @property
     def held_bytes(self) -> int:
-        """What the vault holds of this rank and generation."""
-        return sum(len(one.data) for one in self._buffers)
+        """Bytes in the vault of this rank and generation."""
+        return sum(len(buffer.data) for buffer in self._buffers)
 
     def step_requests(self, step: int) -> StepRequests:
-        """What to ask for in the vote of `step`."""
-        wanted = self._assignment.remote or self._checkpoint_due(step)
-        pinned = sum(one.pinned for one in self._buffers)
-        free = self._max_buffers - pinned > self._rotating_buffers
-        ready = self._vault is not None and wanted and free
+        """This rank's requests for the vote of `step`."""
+        pin_due = self._assignment.remote or self._checkpoint_due(step)
+        pinned = sum(buffer.pinned for buffer in self._buffers)
+        has_free_buffer = self._max_buffers - pinned > self._rotating_buffers
         return StepRequests(
-            pin=ready, mirror_interval=self._plan.every_steps or self._cost_model.interval_steps
+            pin=self._vault is not None and pin_due and has_free_buffer,
+            mirror_interval=self._policy.every_steps or self._cost_model.interval_steps,
         )
 
     def step_done(self, step: int, agreed: StepRequests, state: TrainingState) -> None:
-        """The vote of `step` was passed by all, and this rank has updated its state."""
+        """Mirrors the state if due. All ranks passed the vote; this one has updated its state."""
         self._interval_steps += SMOOTHING_FACTOR * (agreed.mirror_interval - self._interval_steps)
         self._cost_model.step_finished()
         if self._vault is not None and (agreed.pin or agreed.drain or self._mirror_due(step)):
@@ -96,32 +94,32 @@ class Mirror:
             self._copy_state(step, state, pin)
         except (VaultGoneError, VaultMemoryError) as error:
             if isinstance(error, VaultMemoryError) and self._assignment.restore is None:
-                raise  # a job's first mirror: the user can still choose
-            log.warning("%s\n  this rank goes on without a replica", error)
+                raise  # the job's first mirror: fail early, while the config can be changed
+            log.warning("%s\n  this rank continues without a replica", error)
             self._vault, self._buffers = None, []
             return
         self.newest_step = step
         if pin:
             checkpoint = self._checkpoint_due(step)
             self.checkpointed_step = step if checkpoint else self.checkpointed_step
-            assign, stopped_s = self._assignment, perf_counter() - started
-            self._post(Pinned(assign.generation, assign.rank, step, checkpoint, stopped_s))
+            generation, rank = self._assignment.generation, self._assignment.rank
+            self._post(Pinned(generation, rank, step, checkpoint, perf_counter() - started))
 
     def _checkpoint_due(self, step: int) -> bool:
-        """Whether a checkpoint should be made of `step`; late ones are made up for."""
-        every = self._plan.checkpoint_every_steps
+        """Whether `step` should become a checkpoint; a missed one is due at the next step."""
+        every = self._policy.checkpoint_every_steps
         if every is None:
             return False
         return step == self._last_step or step // every > self.checkpointed_step // every
 
     def _mirror_due(self, step: int) -> bool:
-        """The same on all ranks: they know the same paces."""
-        return self._plan.replicas > 0 and step - self.newest_step >= max(
+        """The same on all ranks: they agreed on the interval."""
+        return self._policy.replicas > 0 and step - self.newest_step >= max(
             1, round(self._interval_steps)
         )
 
     def _announce_complete(self) -> None:
-        """A vote was passed since the first mirror: no older generation is needed any more."""
+        """After the first vote behind a mirror no older generation is needed."""
         if self._buffers and not self._announced and self._vault is not None:
             self._vault.announce_complete(self._assignment.generation)
             self._announced = True
@@ -133,41 +131,42 @@ class Mirror:
         state.write_block(buffer.data, constants=id(buffer) not in self._filled_buffers)
         self._filled_buffers.add(id(buffer))
         self._cost_model.mirror_finished(perf_counter() - started)
-        # What leaves this node is always checked; the rest where there is time for it.
-        wanted = pin or self._cost_model.can_afford_checksum(len(buffer.data), self._interval_steps)
-        checksum = xxh3_64_intdigest(buffer.data) if wanted else None
+        # Data that leaves this node always has a checksum; other data if there is time for it.
+        hashed = pin or self._cost_model.can_afford_checksum(len(buffer.data), self._interval_steps)
+        checksum = xxh3_64_intdigest(buffer.data) if hashed else None
         buffer.commit(step, state.metadata(), pin, checksum)
 
     def _next_buffer(self, state: TrainingState) -> SlotWriter:
-        """The oldest version that is neither pinned nor needed; a new buffer while there are too
-        few. One at a time, because the first step after a repair waits for it."""
+        """The buffer of the oldest unpinned version; a new buffer while there are too few. Reserves
+        only one at a time, because the first step after a recovery waits for it."""
         table = state.block_index()
         if table is not self._table:
             self._table, self._buffers = table, []
             self._filled_buffers.clear()
-        free = [one for one in self._buffers if not one.pinned]
-        if len(free) < self._rotating_buffers:
+        unpinned = [buffer for buffer in self._buffers if not buffer.pinned]
+        if len(unpinned) < self._rotating_buffers:
             return self._reserve_buffer(table)
-        return min(free, key=lambda one: one.step)
+        return min(unpinned, key=lambda buffer: buffer.step)
 
     @property
     def _max_buffers(self) -> int:
-        """How many buffers there may be."""
-        pinnable = 2 if self._assignment.remote else self._plan.checkpoint_every_steps is not None
+        pinnable = 2 if self._assignment.remote else self._policy.checkpoint_every_steps is not None
         return self._rotating_buffers + pinnable
 
     def _reserve_buffer(self, table: BlockIndex) -> SlotWriter:
         if self._vault is None:
-            raise VaultGoneError("there is no vault")
-        assign = self._assignment
-        made = self._vault.reserve(assign.generation, assign.rank, assign.world_size, table, 1)
-        self._buffers += made
-        self._cost_model.skip_next()  # what was just made is not what a mirror costs
-        return made[0]
+            raise VaultGoneError("this node has no vault")
+        assignment = self._assignment
+        [buffer] = self._vault.reserve(
+            assignment.generation, assignment.rank, assignment.world_size, table, 1
+        )
+        self._buffers.append(buffer)
+        self._cost_model.skip_next()  # the first write into new memory is slower
+        return buffer
 
 
 class _CostModel:
-    """What a mirror costs, next to a step."""
+    """Smoothed durations of a step and of a mirror."""
 
     def __init__(self) -> None:
         self._step_s = 0.0
@@ -177,24 +176,24 @@ class _CostModel:
 
     @property
     def interval_steps(self) -> float:
-        """Steps between two mirrors that keep their cost under `COST`."""
+        """Steps between two mirrors that keep their cost within `MIRROR_COST_FRACTION`."""
         if not self._mirror_s or not self._step_s:
             return 1.0
         return float(max(1, ceil(self._mirror_s / (MIRROR_COST_FRACTION * self._step_s) - 0.25)))
 
-    def can_afford_checksum(self, nbytes: int, pace: float) -> bool:
-        """Whether there is time left to read what was copied once more."""
-        left_s = MIRROR_COST_FRACTION * self._step_s * pace - self._mirror_s
-        return self._mirror_s > 0 and nbytes / HASH_BYTES_PER_S < left_s
+    def can_afford_checksum(self, nbytes: int, interval_steps: float) -> bool:
+        """Whether hashing the copied bytes fits into the rest of the cost budget."""
+        budget_s = MIRROR_COST_FRACTION * self._step_s * interval_steps - self._mirror_s
+        return self._mirror_s > 0 and nbytes / HASH_BYTES_PER_S < budget_s
 
     def skip_next(self) -> None:
-        """The mirror at hand does not count."""
+        """Ignores the current mirror's duration."""
         self._skip_next_sample = True
 
     def step_finished(self) -> None:
         now = perf_counter()
         took_s = now - self._last_step_at_s
-        if self._step_s:  # an evaluation between two steps is no step
+        if self._step_s:  # an evaluation between two steps does not count
             took_s = min(took_s, 2 * self._step_s)
         self._step_s = _smooth(self._step_s, took_s)
         self._last_step_at_s = now

@@ -1,9 +1,4 @@
-"""Stdout/stderr tee, outbox.
-
-The messages of one worker on their way to the controller, in order.
-
-A line tee: what the process prints reaches the controller, and its own file as before.
-"""
+"""A worker's outgoing messages, among them each line that the process prints."""
 
 from __future__ import annotations
 
@@ -20,10 +15,10 @@ from rayzero.workers.messages import LogLine, StepReport, WorkerMessage
 
 
 class Outbox:
-    """A queue that any thread may fill and that a long poll empties.
+    """A message queue filled by any thread and emptied by a long poll.
 
-    It is bounded in log lines only: when nobody polls, the oldest lines go and are counted.
-    A poll waits a moment after an unhurried message, so that quick steps share a round trip.
+    Only log lines are bounded: without a poll, the oldest are dropped and counted. After a log line
+    or a step report a poll lingers briefly, so that fast steps share a round trip.
     """
 
     def __init__(self, max_lines: int = 10_000, linger_s: float = 0.05) -> None:
@@ -46,36 +41,37 @@ class Outbox:
             self._ready.notify_all()
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        """Everything posted so far; waits up to `timeout_s` for the first message."""
+        """All messages posted so far, in order; waits up to `timeout_s` for the first."""
         with self._ready:
             self._ready.wait_for(lambda: bool(self._messages), timeout_s)
-            until = monotonic() + min(self._linger_s, timeout_s)
+            deadline = monotonic() + min(self._linger_s, timeout_s)
             while self._messages and not self._urgent:
-                if not self._ready.wait(max(0.0, until - monotonic())):
+                if not self._ready.wait(max(0.0, deadline - monotonic())):
                     break
-            taken = list(self._messages)
+            messages = list(self._messages)
             self._messages.clear()
             self._line_count, self._urgent = 0, False
             dropped, self._dropped_lines = self._dropped_lines, 0
         if dropped:
-            rank = next(m.rank for m in taken if isinstance(m, LogLine))
-            taken.insert(0, LogLine(rank, "stderr", f"({dropped} earlier lines were dropped)"))
-        return taken
+            rank = next(m.rank for m in messages if isinstance(m, LogLine))
+            messages.insert(0, LogLine(rank, "stderr", f"({dropped} earlier lines were dropped)"))
+        return messages
 
     def _drop_oldest_line(self) -> None:
-        place = next(i for i, m in enumerate(self._messages) if isinstance(m, LogLine))
-        del self._messages[place]
+        oldest = next(i for i, m in enumerate(self._messages) if isinstance(m, LogLine))
+        del self._messages[oldest]
         self._line_count -= 1
         self._dropped_lines += 1
 
 
-LineSink = Callable[[str, str], None]  # (stream's name, one line without its end)
+LineSink = Callable[[str, str], None]
+"""(stream name, line without its newline)"""
 
 
 class LineTee(TextIOBase):
-    """A text stream that writes through to `target` and hands each finished line to `sink`.
+    """A text stream that writes through to `target` and passes each complete line to `sink`.
 
-    Of a line that was redrawn with carriage returns, as progress bars do, the last state counts.
+    Of a line redrawn with carriage returns, like a progress bar, only the last state is passed.
     """
 
     def __init__(self, target: TextIO, name: str, sink: LineSink) -> None:
@@ -111,7 +107,7 @@ class LineTee(TextIOBase):
         self._target.flush()
 
     def finish_line(self) -> None:
-        """Hands over what was printed without a line's end."""
+        """Passes on a line that was printed without a newline."""
         with self._lock:
             line, self._partial = self._partial, ""
         if line:
@@ -120,7 +116,7 @@ class LineTee(TextIOBase):
 
 @contextmanager
 def tee_output(sink: LineSink) -> Iterator[tuple[LineTee, LineTee]]:
-    """Replaces sys.stdout and sys.stderr by tees for the length of a `with`."""
+    """Replaces sys.stdout and sys.stderr by tees inside a `with`."""
     before = sys.stdout, sys.stderr
     tees = LineTee(before[0], "stdout", sink), LineTee(before[1], "stderr", sink)
     sys.stdout, sys.stderr = tees

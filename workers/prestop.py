@@ -1,8 +1,8 @@
-"""Tells Ray that this node is to end, and waits: `python -m rayzero.workers.prestop SECONDS`.
+"""The preStop hook of a worker pod: `python -m rayzero.workers.prestop SECONDS`.
 
-It is what a worker pod does before its end (preStop). The controller hears of a draining node and
-moves the work to other nodes; when nothing is left on it, Ray ends the node, and so the pod. It
-joins no cluster, because that alone would take a good part of the notice.
+Asks Ray to drain this node, and waits. The controller moves the work off a draining node; once the
+node is idle, Ray stops it, and so the pod. It does not call `ray.init`, which would take much of the
+grace period.
 """
 
 from __future__ import annotations
@@ -12,55 +12,60 @@ import socket
 import sys
 import time
 
-from ray._raylet import GcsClient  # type: ignore[attr-defined]  # drains have no public API
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # draining has no public API
 from ray.core.generated import autoscaler_pb2, gcs_pb2
 
 from rayzero.engine.errors import EngineError
 
-_RPC_TIMEOUT_S = 5.0  # of each word with the head
+_RPC_TIMEOUT_S = 5.0
 
 
 def request_drain(head: str, seconds: float) -> str:
-    """Asks Ray to drain this node, which is the one with the address that leads to the head.
+    """Asks Ray to drain this node, found by the local address of a connection to the head.
 
     Args:
         head: host:port of the cluster's head.
-        seconds: until the node's end.
+        seconds: until the node stops.
 
     Returns:
         The node's id.
 
     Raises:
-        EngineError: there is no such node, or the head does not take the notice.
+        EngineError: the node is not found, or the head rejects the request.
     """
     host, _, port = head.rpartition(":")
     with socket.create_connection(
         (host.strip("[]"), int(port)), timeout=_RPC_TIMEOUT_S
     ) as connection:
-        own = connection.getsockname()[0]
+        own_ip = connection.getsockname()[0]
     client = GcsClient(address=head)
     nodes = client.get_all_node_info(timeout=_RPC_TIMEOUT_S)
     mine = [
         node.hex()
         for node, info in nodes.items()
-        if info.node_manager_address == own and info.state == gcs_pb2.GcsNodeInfo.ALIVE
+        if info.node_manager_address == own_ip and info.state == gcs_pb2.GcsNodeInfo.ALIVE
     ]
     if len(mine) != 1:
-        raise EngineError(f"{len(mine)} nodes of the cluster at {head} have the address {own}")
+        raise EngineError(
+            f"{len(mine)} nodes of the Ray cluster at {head} have the address {own_ip}",
+            "exactly one",
+        )
     deadline_ms = int((time.time() + seconds) * 1000)
     reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
-    taken, why_not = client.drain_node(mine[0], reason, "the pod is to end", deadline_ms)
-    if not taken:
-        raise EngineError(f"the head at {head} does not take the notice: {why_not}")
+    accepted, reason_rejected = client.drain_node(
+        mine[0], reason, "the pod is being terminated", deadline_ms
+    )
+    if not accepted:
+        raise EngineError(f"the Ray head at {head} rejected the drain request: {reason_rejected}")
     return str(mine[0])
 
 
 def main() -> None:
     seconds = float(sys.argv[1])
-    begun = time.monotonic()
+    started = time.monotonic()
     node = request_drain(os.environ["RAY_ADDRESS"], seconds)
-    print(f"node {node} is leaving within {seconds:g} s", flush=True)
-    time.sleep(max(0.0, begun + seconds - time.monotonic()))
+    print(f"draining node {node}, which stops within {seconds:g} s", flush=True)
+    time.sleep(max(0.0, started + seconds - time.monotonic()))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,10 @@
-"""Join, abort, connections of one generation.
+"""The default process group of each generation: join, abort, and interrupt from another thread.
 
-Generations of the default process group: how a worker meets its peers, and how it leaves them.
+One process group exists at a time. Each generation has its own key prefix in the store, so that it
+never reads a late key of an earlier one.
 
-One process group lives at a time. Every generation has its own prefix in the store, so that a
-late key of an old one cannot be read by a new one.
-
-The TCP connections of one generation's process group, so that a wait in it can be broken off.
-
-A gloo wait for a peer that is stopped, or behind a cut link, ends only at the group's timeout;
-aborting the group does not end it. Shutting its sockets down does, on both sides, at once.
+A gloo wait for a peer that is stopped or unreachable ends only at the group's timeout, and aborting
+the group does not end it. Shutting down the group's sockets does, at once and on both sides.
 """
 
 from __future__ import annotations
@@ -29,31 +25,29 @@ from torch.distributed.distributed_c10d import _abort_process_group, _world
 from rayzero.workers.messages import Assignment
 
 _SOCKET_LINK = re.compile(r"socket:\[(\d+)\]")
-
-
 _FD_FOLDER = Path("/proc/self/fd")
 
 
 class SocketTracker:
-    """Knows the sockets that were made inside `noting`, by inode.
+    """Tracks the sockets created inside `recording`, by inode.
 
-    Another thread may have opened one of its own meanwhile. Of Ray's threads these are gRPC
-    channels, which connect again by themselves.
+    Sockets that other threads open meanwhile are tracked, too. Those of Ray's threads are gRPC
+    channels, which reconnect by themselves.
     """
 
     def __init__(self) -> None:
         self._sockets_before: frozenset[str] | None = None
-        self._sockets_after: frozenset[str] | None = None  # None while they are being made
+        self._sockets_after: frozenset[str] | None = None  # None inside `recording`
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the making of a process group, its store included."""
+        """Encloses the creation of a process group and its store."""
         self._sockets_before = frozenset(_open_sockets())
         yield
         self._sockets_after = frozenset(_open_sockets())
 
     def shutdown(self) -> None:
-        """Shuts down the connections made so far. From any thread; safe to repeat."""
+        """Shuts down the connections created so far. From any thread; idempotent."""
         if self._sockets_before is None:
             return
         for inode, descriptor in _open_sockets().items():
@@ -64,27 +58,27 @@ class SocketTracker:
 
 
 def _open_sockets() -> dict[str, int]:
-    """This process's sockets: inode to descriptor. Empty where there is no /proc."""
-    found = {}
+    """This process's sockets: inode to descriptor. Empty without /proc."""
+    sockets = {}
     with suppress(OSError):
         for name in os.listdir(_FD_FOLDER):
             with suppress(OSError):
                 if match := _SOCKET_LINK.match(os.readlink(_FD_FOLDER / name)):
-                    found[match.group(1)] = int(name)
-    return found
+                    sockets[match.group(1)] = int(name)
+    return sockets
 
 
 def _shutdown_tcp(descriptor: int) -> None:
-    """Shuts a connected TCP socket; others, such as gloo's listener, are left alone: it would
-    end the process if its accept failed."""
-    with socket.socket(fileno=os.dup(descriptor)) as one:
-        if one.family in (socket.AF_INET, socket.AF_INET6):
-            one.getpeername()
-            one.shutdown(socket.SHUT_RDWR)
+    """Shuts down a connected TCP socket. Raises OSError for gloo's listener, which must stay open:
+    gloo aborts the process if accept fails."""
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.getpeername()
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def open_store(timeout_s: float) -> TCPStore:
-    """Serves a store on a free port of this host, for as long as the returned object lives."""
+    """Serves a store on a free port of this host for the lifetime of the returned object."""
     return TCPStore(
         "0.0.0.0",
         0,
@@ -95,69 +89,71 @@ def open_store(timeout_s: float) -> TCPStore:
 
 
 def join_process_group(
-    assign: Assignment, device: torch.device, timeout_s: float, connections: SocketTracker
+    assignment: Assignment, device: torch.device, timeout_s: float, sockets: SocketTracker
 ) -> None:
-    """Makes the default process group of a generation; returns when every member is there.
+    """Creates the default process group of a generation; returns when all members have joined.
 
-    The environment is set as torchrun sets it, for scripts that look there.
+    Also sets the environment variables that torchrun sets.
+
+    Args:
+        timeout_s: of the rendezvous, and of every collective of the group.
 
     Raises:
-        RuntimeError: a peer did not come within `timeout_s`, which is also the timeout of every
-            collective of the group.
+        RuntimeError: a peer did not join within `timeout_s`.
     """
     os.environ.update(
-        RANK=str(assign.rank),
-        WORLD_SIZE=str(assign.world_size),
-        LOCAL_RANK=str(assign.local_rank),
-        LOCAL_WORLD_SIZE=str(assign.local_world_size),
-        MASTER_ADDR=assign.store_host,
-        MASTER_PORT=str(assign.store_port),
+        RANK=str(assignment.rank),
+        WORLD_SIZE=str(assignment.world_size),
+        LOCAL_RANK=str(assignment.local_rank),
+        LOCAL_WORLD_SIZE=str(assignment.local_world_size),
+        MASTER_ADDR=assignment.store_host,
+        MASTER_PORT=str(assignment.store_port),
     )
     timeout = timedelta(seconds=timeout_s)
     on_gpu = device.type == "cuda"
     if on_gpu:
-        torch.cuda.set_device(device)  # a thread's own setting: we are in the training thread
-    # Groups are named by their number, which a join that was broken off has used up; a peer that
-    # had not come so far would then wait for one of another name.
+        torch.cuda.set_device(device)  # per thread: this is the training thread
+    # Groups are named by a per-process counter, which an aborted join has already incremented: its
+    # peers that had not got as far would wait for a group of another name.
     _world.group_count = 0
-    with connections.recording():
+    with sockets.recording():
         store = TCPStore(
-            assign.store_host,
-            assign.store_port,
+            assignment.store_host,
+            assignment.store_port,
             is_master=False,
             wait_for_workers=False,
             timeout=timeout,
         )
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=PrefixStore(f"generation-{assign.generation}", store),
-            rank=assign.rank,
-            world_size=assign.world_size,
+            store=PrefixStore(f"generation-{assignment.generation}", store),
+            rank=assignment.rank,
+            world_size=assignment.world_size,
             timeout=timeout,
             device_id=device if on_gpu else None,
         )
 
 
-def abort_default_group(connections: SocketTracker) -> None:
-    """Ends the default group, if there is one, without waiting for anybody.
+def abort_default_group(sockets: SocketTracker) -> None:
+    """Destroys the default group, if there is one, without waiting for peers.
 
-    The peers' collectives fail at once, because their connections to this rank close. Called when
-    no thread is in a collective any more.
+    Their collectives fail at once, because their connections to this rank close. No thread of this
+    process may be in a collective.
     """
-    connections.shutdown()
+    sockets.shutdown()
     if dist.is_available() and dist.is_initialized():
         _abort_process_group()
 
 
-def interrupt_collectives(connections: SocketTracker) -> None:
-    """Ends the wait for peers that the training thread may be in; from another thread."""
-    connections.shutdown()
+def interrupt_collectives(sockets: SocketTracker) -> None:
+    """Aborts a wait for peers in the training thread, from another thread."""
+    sockets.shutdown()
     if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
         _abort_process_group()
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether `error` is torch telling that a peer is gone or late, not a mistake in user code."""
+    """Whether torch raised `error` because a peer died or timed out, not because of user code."""
     if isinstance(error, dist.DistError):
         return True
     text = str(error)

@@ -1,4 +1,4 @@
-"""What outlives a generation in a worker's process: the line to the vault, and the last state."""
+"""What a worker's process keeps between generations: its vault connection and its last engine."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class StateError(RayzeroError):
-    """The state that a generation was to begin from cannot be read."""
+    """The state to start a generation from cannot be read."""
 
 
 class RetainedState:
-    """One a process. The training thread uses it while it runs; the command threads in between.
+    """One per process. Used by the training thread while it runs, by command threads in between.
 
     Args:
-        worker: this worker's index, by which the vault knows it.
+        worker: this worker's index; identifies it to the vault.
     """
 
     def __init__(self, worker: int) -> None:
@@ -38,49 +38,50 @@ class RetainedState:
         self._engine: Engine | None = None
         self._assignment: Assignment | None = None
         self._old_engine_pending = False
-        """Whether the engine before may still be in memory."""
+        """The previous engine may still be in memory."""
 
-    def begin_generation(self, assign: Assignment) -> None:
-        """A generation begins. The engine of the one before is let go: its state is elsewhere. If
-        there may be no room for both it is freed now, else by `tidy` after the next step.
+    def begin_generation(self, assignment: Assignment) -> None:
+        """Starts a generation and releases the engine of the previous one, whose state is in the
+        vaults. If two engines may not fit in memory it is freed now, otherwise by `collect_garbage`
+        after the next step.
 
-        A vault that cannot be reached is done without: its notices and replicas are missing, and
-        the controller sees to another.
+        Continues without a vault that cannot be reached: death detection and replicas are then
+        missing until the controller has started another one.
         """
         if self._engine is not None:
-            self._engine.close()  # the function may use the same model again
-            two_fit = self._engine.device.type == "cpu" and fits_twice(assign.local_world_size)
-            three = self._old_engine_pending  # no step was finished since the last time
+            self._engine.close()  # the training function may reuse the model
+            two_fit = self._engine.device.type == "cpu" and fits_twice(assignment.local_world_size)
+            third_engine = self._old_engine_pending  # no step was finished since the last time
             self._engine, self._old_engine_pending = None, True
-            if three or not two_fit:
+            if third_engine or not two_fit:
                 self.collect_garbage()
-        self._assignment = assign
-        if assign.vault != self._address or self.vault is None:
-            self._connect(assign.vault)
+        self._assignment = assignment
+        if assignment.vault != self._address or self.vault is None:
+            self._connect(assignment.vault)
 
     def collect_garbage(self) -> None:
-        """Frees what is left of the engine before, which is in cycles. Takes some 30 ms, once: no
-        peer should be waiting for it."""
+        """Frees the previous engine, whose objects are in reference cycles. Takes about 30 ms;
+        call it when no peer waits for this rank."""
         if self._old_engine_pending:
             self._old_engine_pending = False
             gc.collect()
 
     def retain(self, engine: Engine) -> None:
-        """The generation's engine: its memory may be asked for once the function is unwound."""
+        """Keeps the generation's engine, so that its state can be salvaged later."""
         self._engine = engine
 
     def in_process_state(self) -> InProcessStateInfo | None:
-        """What this process's memory holds; None when that is of no step."""
+        """The state in this process's memory; None if there is none, or it is mid-update."""
         if self._engine is None or not self._engine.state.consistent:
             return None
         return InProcessStateInfo(self._engine.progress.step, self._engine.state.complete_on_rank)
 
     @contextmanager
     def open_source(self, restore: Restore | None) -> Iterator[StateSource | None]:
-        """The state to begin from.
+        """Opens the state to start from; yields None for a fresh start.
 
         Raises:
-            StateError: it is damaged, incomplete, or gone.
+            StateError: the state is damaged, incomplete, or gone.
         """
         if restore is None:
             yield None
@@ -95,34 +96,42 @@ class RetainedState:
             raise StateError(error.seen, error.allowed, error.fix) from error
 
     def salvage(self, vault: str) -> SlotInfo:
-        """Copies the state in memory into the vault: all of it, where it is here.
+        """Copies the state in memory into the vault: the complete state if this rank has it,
+        otherwise its shard.
 
         Args:
-            vault: the address of this node's vault now. The one that the generation began with
-                may be gone, which is then the reason to salvage.
+            vault: the current address of this node's vault. The one that the generation started
+                with may be lost, which is a reason to salvage.
 
         Raises:
-            EngineError: there is none, or no vault.
-            VaultGoneError: the vault is gone.
+            EngineError: there is no state, or no vault.
+            VaultGoneError: the vault does not answer.
         """
         if vault != self._address:
             self._connect(vault)
-        memory, assign = self.in_process_state(), self._assignment
-        if memory is None or assign is None or self._engine is None or self.vault is None:
-            raise EngineError("there is no state to salvage in this process, or no vault for it")
+        memory_state, assignment = self.in_process_state(), self._assignment
+        if memory_state is None or assignment is None or self._engine is None or self.vault is None:
+            raise EngineError(
+                "this process has no training state to salvage, or no vault to copy it to"
+            )
         state = self._engine.state
         table, parts, offsets = state.describe_block(whole=state.complete_on_rank)
-        world_size = 1 if state.complete_on_rank else assign.world_size
-        buffers = self.vault.reserve(assign.generation, assign.rank, world_size, table, 1)
+        world_size = 1 if state.complete_on_rank else assignment.world_size
+        buffers = self.vault.reserve(assignment.generation, assignment.rank, world_size, table, 1)
         buffers[0].begin()
         copy_to_block(parts, offsets, buffers[0].data, constants=True)
-        buffers[0].commit(memory.step, state.metadata(), False, None)
+        buffers[0].commit(memory_state.step, state.metadata(), False, None)
         return SlotInfo(
-            assign.generation, assign.rank, world_size, memory.step, table.nbytes, pinned=False
+            assignment.generation,
+            assignment.rank,
+            world_size,
+            memory_state.step,
+            table.nbytes,
+            pinned=False,
         )
 
     def close(self) -> None:
-        """Says goodbye to the vault: the end of this process is then no death."""
+        """Closes the vault session: the process's exit is then not reported as a death."""
         if self.vault is not None:
             self.vault.close()
             self.vault = None
@@ -130,16 +139,18 @@ class RetainedState:
     def _open_restore(self, restore: Restore) -> StateSource:
         if restore.slots:
             if self.vault is None:
-                raise EngineError("the state lies in vaults, and this node's cannot be reached")
+                raise EngineError(
+                    "the state is stored in vaults, and this node's vault cannot be reached"
+                )
             return self.vault.open_source(restore)
-        # Here, because it brings pyarrow's file systems with it, and few generations need it.
+        # Imported here: it loads pyarrow's file systems, and few generations need it.
         from rayzero.engine.checkpoint.imports import open_foreign
         from rayzero.engine.checkpoint.reader import CheckpointSource
         from rayzero.engine.checkpoint.store import is_remote
 
         path = restore.checkpoint
         if not (is_remote(path) or Path(path.removeprefix("file://")).exists()):
-            raise DataError(f"the checkpoint {path} is gone")
+            raise DataError(f"the checkpoint {path} does not exist")
         return open_foreign(path) or CheckpointSource(path)
 
     def _connect(self, address: str) -> None:

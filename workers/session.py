@@ -1,9 +1,4 @@
-"""HostSession of a job; ctx.
-
-The engine's session in a worker: where it begins from, and what happens around its steps.
-
-`ctx`, what the user's training function is called with.
-"""
+"""The worker's side of a training run: the engine's `HostSession`, and the user's `ctx`."""
 
 from __future__ import annotations
 
@@ -35,31 +30,31 @@ if TYPE_CHECKING:
 
 
 class JobSession:
-    """One generation's. Used from the training thread only.
+    """The engine's `HostSession` for one generation. Used by the training thread only.
 
     Attributes:
-        engine: None until `initialize` has made it.
-        reports: what is told of steps, by the engine and by the user.
+        engine: None until `initialize` has built it.
+        reporter: collects the metrics of the engine and of the user.
     """
 
     def __init__(
         self,
-        setup: WorkerSpec,
-        assign: Assignment,
-        wire: GenerationChannel,
-        keeper: RetainedState,
+        spec: WorkerSpec,
+        assignment: Assignment,
+        channel: GenerationChannel,
+        retained: RetainedState,
         injector: WorkerFaultInjector,
     ) -> None:
         self.engine: Engine | None = None
-        self.reporter = StepReporter(assign, wire)
-        self._spec = setup
-        self._assignment = assign
-        self._channel = wire
-        self._retained = keeper
+        self.reporter = StepReporter(assignment, channel)
+        self._spec = spec
+        self._assignment = assignment
+        self._channel = channel
+        self._retained = retained
         self._injector = injector
-        self._mirror = Mirror(setup.mirror, assign, setup.steps, keeper.vault, wire.post)
+        self._mirror = Mirror(spec.mirror, assignment, spec.steps, retained.vault, channel.post)
         self._stats = WorkerStats(self._mirror)
-        self._ledger = _make_ledger(setup, assign)
+        self._ledger = _make_ledger(spec, assignment)
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -97,7 +92,7 @@ class JobSession:
         self._channel.post(message)
 
     def check(self) -> None:
-        """Raises Interrupted once the generation is over."""
+        """Raises Interrupted if the generation was stopped."""
         self._channel.interrupt.check()
 
     def on_collective_wait(self, collective: int, entered: bool) -> None:
@@ -109,23 +104,23 @@ class JobSession:
             self._ledger.add_samples(samples)
 
     def step_requests(self) -> StepRequests:
-        """Asked for just before the vote. The ledger is written then: whoever goes on from this
-        step has passed the vote, and then every rank has written its line."""
+        """Called just before the step's vote. The ledger is written here: a rank that continues
+        from this step has passed the vote, so every rank has written its line."""
         step = self._channel.progress.step
         if self._ledger is not None:
             self._ledger.write_step(step)
         return replace(self._mirror.step_requests(step), drain=self._channel.drain.requested)
 
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
-        """Mirrored, and only then reported: a reported step is never lost. An interrupt waits
-        for both."""
+        """Mirrors the step before reporting it: a reported step is never lost. An interrupt takes
+        effect after both."""
         step = int(metrics["step"])
         self._enter_phase("mirror")
         self.reporter.add(metrics | self._stats.for_step(metrics))
         if self.engine is not None:
-            begun_s = perf_counter()
+            started_s = perf_counter()
             self._mirror.step_done(step, agreed, self.engine.state)
-            self.reporter.add(self._stats.mirror_finished(perf_counter() - begun_s, step))
+            self.reporter.add(self._stats.mirror_finished(perf_counter() - started_s, step))
         self.post(self.reporter.build(step))
         self._retained.collect_garbage()
         self.check()
@@ -133,45 +128,47 @@ class JobSession:
             raise Interrupted
 
     def close(self) -> None:
-        """The function is over, by whatever way."""
+        """Removes the hooks, once the training function has returned or raised."""
         for hook in self._hooks:
             hook.remove()
 
     def _register_stop_hooks(self, engine: Engine) -> None:
-        """A long forward is left at its next block once the generation is over; backward looks
-        whenever a sum is launched. The hooks go when the session is closed."""
+        """Makes a long forward stop at its next block; a backward checks at each reduction."""
 
-        def look(*_: object) -> None:
+        def check_stop(*_: object) -> None:
             self.check()
 
         for module in engine.module.modules():
             if isinstance(module, nn.ModuleList | nn.Sequential):
-                self._hooks += [child.register_forward_pre_hook(look) for child in module]
+                self._hooks += [child.register_forward_pre_hook(check_stop) for child in module]
 
     def _enter_phase(self, phase: str) -> None:
         self._channel.progress.enter_phase(phase)
         self._injector.on_phase(phase, self._channel.progress.step)
 
 
-def _make_ledger(setup: WorkerSpec, assign: Assignment) -> SampleLedger | None:
-    if not setup.ledger:
+def _make_ledger(spec: WorkerSpec, assignment: Assignment) -> SampleLedger | None:
+    if not spec.ledger:
         return None
-    folder = Path(setup.output_dir, "ledger", setup.run)
-    return SampleLedger(folder, assign.generation, assign.rank, assign.world_size)
+    folder = Path(spec.output_dir, "ledger", spec.run)
+    return SampleLedger(folder, assignment.generation, assignment.rank, assignment.world_size)
 
 
 class Context:
-    """One rank's view of the job in one generation. Used from the training thread only."""
+    """`ctx`, the training function's argument: one rank's view of the job in one generation.
+
+    Used by the training thread only.
+    """
 
     def __init__(
-        self, setup: WorkerSpec, assign: Assignment, device: torch.device, session: JobSession
+        self, spec: WorkerSpec, assignment: Assignment, device: torch.device, session: JobSession
     ) -> None:
-        self.args: dict[str, Any] = setup.args
-        self.name: str = setup.name
+        self.args: dict[str, Any] = spec.args
+        self.name: str = spec.name
         self.device = device
-        self.output_dir = Path(setup.output_dir)
-        self._spec = setup
-        self._assignment = assign
+        self.output_dir = Path(spec.output_dir)
+        self._spec = spec
+        self._assignment = assignment
         self._session = session
 
     @property
@@ -189,7 +186,7 @@ class Context:
 
     @property
     def generation(self) -> int:
-        """The number of the current process group; the first is 1."""
+        """The number of the current membership, and process group, of the job, from 1."""
         return self._assignment.generation
 
     @property
@@ -202,14 +199,15 @@ class Context:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps the job asks for.
+        """Optimizer steps of the job.
 
         Raises:
-            ConfigError: the job file does not say.
+            ConfigError: the job file does not set `steps`.
         """
         if self._spec.steps is None:
             raise ConfigError(
-                "the training function asks for ctx.steps, but the job does not say how many",
+                "the training function reads ctx.steps, but the job does not set `steps`",
+                allowed="a number of optimizer steps",
                 fix="`steps:` in the job file",
             )
         return self._spec.steps
@@ -223,19 +221,19 @@ class Context:
         return initialize(**kwargs)
 
     def report(self, **metrics: float) -> None:
-        """Adds numbers to the report of the current step.
+        """Adds metrics to the report of the current step.
 
-        `tokens` is a counter: it is summed over micro-steps and ranks. Everything else is a gauge
-        of this rank, of which the last value of a step counts. The engine finishes the step; where
-        no engine is used, `step=k`, with k counting from 1, says that step k is finished. With an
-        engine its own count stands, and `step` is left out of the report.
+        `tokens` is a counter: it is summed over micro-steps and ranks. All others are gauges of
+        this rank; the last value in a step is used. The engine finishes the step. Without an
+        engine, `step=k`, counted from 1, finishes step k; with an engine, `step` is ignored.
 
-        Gauges are in /metrics as `rayzero_user_value{name=...}`, the mean over ranks, up to 100 of
-        them; in metrics.jsonl; and in TensorBoard under user/.
+        Gauges are exported in /metrics as `rayzero_user_value{name=...}`, the mean over ranks, for
+        up to 100 names; in metrics.jsonl; and in TensorBoard under user/.
 
         Raises:
-            EngineError: a value is not a number, a name is empty, longer than 128 characters or the
-                engine's (`phases/...`, `bytes/...`, `collectives/...`), or `step` did not grow.
+            EngineError: a value is not a number; a name is empty, longer than 128 characters, or
+                has a prefix of the engine's metrics (`phases/`, `bytes/`, `collectives/`); or
+                `step` did not increase.
         """
         self._session.check()
         self._session.reporter.add_user_metrics(metrics)

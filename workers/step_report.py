@@ -1,9 +1,4 @@
-"""Numbers of a step.
-
-What a rank tells of its steps.
-
-What a worker knows of a step beside the engine: its mirror, its process's memory.
-"""
+"""The metrics of a step: reported by the engine, the user's code and the worker itself."""
 
 from __future__ import annotations
 
@@ -25,22 +20,21 @@ if TYPE_CHECKING:
     from rayzero.engine.engine import Engine
 
 COUNTER_NAMES = frozenset({"tokens"})
-"""What is added up over micro-steps and ranks; everything else is a gauge of the rank."""
-
+"""Metrics summed over micro-steps and ranks; all others are gauges of the rank."""
 
 _RESERVED_PREFIXES = ("phases/", "bytes/", "collectives/")
-"""What names that the engine reports begin with."""
-
+"""Prefixes of the engine's metrics."""
 
 _MAX_NAME_CHARACTERS = 128
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class StepReporter:
-    """Collects numbers until their step is finished. Used by the training thread."""
+    """Collects metrics until their step is finished. Used by the training thread."""
 
-    def __init__(self, assign: Assignment, wire: GenerationChannel) -> None:
-        self._assignment = assign
-        self._channel = wire
+    def __init__(self, assignment: Assignment, channel: GenerationChannel) -> None:
+        self._assignment = assignment
+        self._channel = channel
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._gauges: dict[str, float] = {}
         self._last_step = 0
@@ -48,17 +42,17 @@ class StepReporter:
         self._checked_names: set[str] = set()
 
     def start_at(self, step: int) -> float:
-        """So many steps are finished already. The seconds since the generation began."""
+        """Sets the number of finished steps; returns the seconds since the generation started."""
         took_s = monotonic() - self._last_at_s
         self._last_step, self._last_at_s = step, monotonic()
         self._channel.progress.begin_step(step + 1)
         return took_s
 
     def add_user_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Adds what the training function reports.
+        """Adds metrics reported by the training function.
 
         Raises:
-            EngineError: as `add`, or a name cannot be one.
+            EngineError: as for `add`, or a name is invalid.
         """
         for name in metrics:
             if name not in self._checked_names:
@@ -67,7 +61,7 @@ class StepReporter:
         self.add(metrics)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Adds to the step at hand; `step` is left out.
+        """Adds metrics to the current step; `step` is ignored.
 
         Raises:
             EngineError: a value is not a number.
@@ -80,15 +74,15 @@ class StepReporter:
                 self._gauges[name] = number
 
     def build(self, step: int) -> StepReport:
-        """The step is finished; its report, to be posted once the step cannot be lost.
+        """Finishes the step and returns its report, to be posted once the step is mirrored.
 
         Raises:
-            EngineError: steps do not count up.
+            EngineError: `step` is not larger than the last one.
         """
         if step <= self._last_step:
             raise EngineError(
                 f"ctx.report(step={step}) after step {self._last_step}",
-                allowed="each finished step once, counting from 1",
+                allowed="each finished step once, in increasing order, from 1",
             )
         now_s = monotonic()
         self._gauges.setdefault("step_s", now_s - self._last_at_s)
@@ -102,41 +96,33 @@ class StepReporter:
         return report
 
     def leftover_counters(self) -> dict[str, float]:
-        """What was counted after the last finished step."""
+        """Counters since the last finished step."""
         return dict(self._counters)
 
 
 def _check_name(name: str) -> None:
     if not name or len(name) > _MAX_NAME_CHARACTERS or not name.isprintable():
-        allowed = f"1 to {_MAX_NAME_CHARACTERS} characters that can be printed"
-        raise EngineError(f"ctx.report was given the name {name[:80]!r}", allowed=allowed)
+        allowed = f"1 to {_MAX_NAME_CHARACTERS} printable characters"
+        raise EngineError(f"ctx.report with a metric named {name[:80]!r}", allowed=allowed)
     if name.startswith(_RESERVED_PREFIXES):
-        allowed = (
-            f"names that do not begin with {', '.join(_RESERVED_PREFIXES)}: those are the engine's"
-        )
-        raise EngineError(f"ctx.report was given the name {name!r}", allowed=allowed)
+        allowed = f"names without the engine's prefixes {', '.join(_RESERVED_PREFIXES)}"
+        raise EngineError(f"ctx.report with a metric named {name!r}", allowed=allowed)
 
 
 def _to_number(name: str, value: Any) -> float:
-    """Accepts whatever has one number in it, tensors of one element too."""
+    """Converts numbers and tensors of one element."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise EngineError(
-            f"ctx.report({name}=...) was given {type(value).__name__}: {str(value)[:80]!r}",
+            f"ctx.report({name}=...) with a {type(value).__name__}: {str(value)[:80]!r}",
             allowed="a number, or a tensor with one element",
         ) from None
 
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
 class WorkerStats:
-    """One generation's. Used from the training thread only. Everything here takes microseconds.
-
-    Args:
-        mirror: what of the state lies in the vault.
-    """
+    """The worker's own metrics of a step: mirroring and process memory. One per generation; used by
+    the training thread only. Each call takes microseconds."""
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
@@ -145,14 +131,15 @@ class WorkerStats:
         self._for_checkpoint = False
 
     def start_counting(self, engine: Engine) -> None:
-        """The engine that the steps to come are counted from."""
+        """Reads the engine's count of skipped steps."""
         self._skipped_steps = engine.progress.skipped_steps
 
     def mirror_finished(self, seconds: float, step: int) -> dict[str, float]:
-        """The mirror of a step is over. It belongs to the time of the next one.
+        """Records the mirror of a step; its time counts in the next step.
 
-        Where there is a vault: replica_step, the newest step in it, and replica_bytes, what it
-        holds of this rank.
+        Returns:
+            With a vault, replica_step: the newest step in it, and replica_bytes: its size for this
+            rank. Otherwise nothing.
         """
         self._mirror_s = seconds
         self._for_checkpoint = self._mirror.checkpointed_step == step
@@ -162,14 +149,16 @@ class WorkerStats:
         )
 
     def for_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The numbers of a finished step, to be reported beside the engine's `metrics`:
+        """Metrics of a finished step, in addition to the engine's `metrics`.
 
-        phases/mirror: out of phases/other. checkpoint_s: that, if it was for a checkpoint.
-        skipped: 1 if the step changed nothing. resident_bytes, device_peak_bytes: this process's.
+        phases/mirror: mirroring, subtracted from phases/other.
+        checkpoint_s: the same, if it was for a checkpoint.
+        skipped: 1 if the step updated nothing.
+        resident_bytes, device_peak_bytes: of this process.
         """
         other_s = metrics.get("phases/other", 0.0)
         mirror_s = min(self._mirror_s, other_s)
-        found = {
+        stats = {
             "phases/mirror": mirror_s,
             "phases/other": other_s - mirror_s,
             "checkpoint_s": mirror_s if self._for_checkpoint else 0.0,
@@ -177,14 +166,14 @@ class WorkerStats:
         }
         self._mirror_s, self._for_checkpoint = 0.0, False
         skipped = int(metrics.get("skipped_steps", self._skipped_steps))
-        found["skipped"], self._skipped_steps = float(skipped - self._skipped_steps), skipped
+        stats["skipped"], self._skipped_steps = float(skipped - self._skipped_steps), skipped
         if torch.cuda.is_initialized():
-            found["device_peak_bytes"] = float(torch.cuda.max_memory_allocated())
-        return found
+            stats["device_peak_bytes"] = float(torch.cuda.max_memory_allocated())
+        return stats
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM; 0 where the system does not say."""
+    """This process's resident memory; 0 if it cannot be determined."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
     except OSError:

@@ -1,14 +1,7 @@
-"""Runs the user function; interrupt, progress, crash report.
+"""The training thread: runs the training function of one generation at a time.
 
-Owns the training thread: one at a time, one for each generation.
-
-From an exception in the training thread to the message that tells the user about it.
-
-The way out of the user's function when its generation is over.
-
-One generation's line between a worker's training thread and its command threads.
-
-The progress record of one training thread: step, phase, and when it last moved.
+Also what it shares with the command threads: stop flags, the progress record, and the message that
+describes a crash.
 """
 
 from __future__ import annotations
@@ -36,25 +29,198 @@ from rayzero.workers.process_group import SocketTracker, is_collective_failure
 from rayzero.workers.retained_state import StateError
 from rayzero.workers.vault.records import VaultMemoryError
 
+THREAD_EXIT_S = 10.0
+"""The time for a thread to exit after it has posted its end message."""
+
 _PACKAGE_FOLDER = Path(__file__).resolve().parent
 
 
+class Interrupted(BaseException):
+    """Unwinds the training function. Not an Exception, so that `except Exception` does not catch
+    it."""
+
+
+class StopFlag:
+    """Set by a command thread; raised in the training thread at its next `check`."""
+
+    def __init__(self) -> None:
+        self._event = Event()
+
+    def request(self) -> None:
+        self._event.set()
+
+    @property
+    def requested(self) -> bool:
+        return self._event.is_set()
+
+    def check(self) -> None:
+        """Raises Interrupted if a stop was requested."""
+        if self._event.is_set():
+            raise Interrupted
+
+
+@dataclass(frozen=True)
+class _ProgressState:
+    step: int
+    phase: str
+    at_s: float
+    collective: int = 0
+    waiting: bool = False
+
+
+class ProgressRecord:
+    """Step, phase, and time of the last progress. Written by the training thread, read by command
+    threads.
+
+    Each write replaces one immutable record, so readers need no lock.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._state = _ProgressState(0, "start", clock())
+
+    @property
+    def step(self) -> int:
+        """The current step, counted from 1; 0 before the training function is called."""
+        return self._state.step
+
+    def enter_phase(self, phase: str) -> None:
+        self._state = replace(self._state, phase=phase, at_s=self._clock(), waiting=False)
+
+    def begin_step(self, step: int) -> None:
+        self._state = replace(self._state, step=step, at_s=self._clock(), waiting=False)
+
+    def set_waiting(self, collective: int, waiting: bool) -> None:
+        """A wait for other ranks starts or ends."""
+        self._state = replace(
+            self._state, collective=collective, waiting=waiting, at_s=self._clock()
+        )
+
+    def heartbeat(self, rank: int) -> Heartbeat:
+        state = self._state
+        silent_s = self._clock() - state.at_s
+        return Heartbeat(rank, state.step, state.phase, silent_s, state.collective, state.waiting)
+
+
+@dataclass(frozen=True)
+class GenerationChannel:
+    """What the training thread and the command threads share for one generation.
+
+    Attributes:
+        interrupt: unwinds the training function at its next report, phase or step.
+        drain: unwinds it after a step that all ranks agree on and have mirrored.
+        sockets: the process group's connections; shutting them down aborts a wait for peers.
+    """
+
+    post: Callable[[WorkerMessage], None]
+    generation: int = 0
+    progress: ProgressRecord = field(default_factory=ProgressRecord)
+    interrupt: StopFlag = field(default_factory=StopFlag)
+    drain: StopFlag = field(default_factory=StopFlag)
+    sockets: SocketTracker = field(default_factory=SocketTracker)
+
+
+GenerationBody = Callable[[], WorkerMessage]
+"""Runs a generation, from joining its group; returns its end message."""
+
+
+class TrainingThread:
+    """Runs one body at a time; each ends with exactly one message.
+
+    The thread is a daemon: a function that hangs in native code and never reaches a stop check must
+    not keep the process alive when the controller kills it.
+    """
+
+    def __init__(self, on_unwound: Callable[[bool], InProcessStateInfo | None]) -> None:
+        """
+        Args:
+            on_unwound: called on the training thread after an exception, with True for a drain. It
+                returns the state left in memory, and releases the peers; except after a drain,
+                where a slower peer may still be receiving what this rank sent.
+        """
+        self._on_unwound = on_unwound
+        self._thread: Thread | None = None
+        self._channel: GenerationChannel | None = None
+        self._end_posted = False  # the thread has nothing left to do but exit
+        self._start_lock = Lock()  # `join` must not see a thread that is not started yet
+
+    def start(
+        self, assignment: Assignment, body: GenerationBody, channel: GenerationChannel
+    ) -> None:
+        """Runs `body` in a new training thread.
+
+        Raises:
+            EngineError: the thread of an earlier generation is still alive.
+        """
+        # The end message is posted before the thread exits, so the next `start` may arrive while it
+        # is still finishing.
+        if not self.join(THREAD_EXIT_S if self._end_posted else 0.0):
+            raise EngineError(
+                f"generation {assignment.generation} cannot start: the training thread of the "
+                "previous generation is still running"
+            )
+        with self._start_lock:
+            self._channel, self._end_posted = channel, False
+            self._thread = Thread(
+                target=self._run,
+                args=(assignment, body, channel),
+                name="rayzero-train",
+                daemon=True,
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Asks the body to unwind at its next report, phase or step. Returns at once."""
+        if self._channel is not None:
+            self._channel.interrupt.request()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the thread to exit; False on a timeout."""
+        with self._start_lock:
+            thread = self._thread
+        if thread is None:
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    def _run(
+        self, assignment: Assignment, body: GenerationBody, channel: GenerationChannel
+    ) -> None:
+        message = self._run_body(assignment, body, channel)
+        self._end_posted = True
+        channel.post(message)
+
+    def _run_body(
+        self, assignment: Assignment, body: GenerationBody, channel: GenerationChannel
+    ) -> WorkerMessage:
+        generation, rank = assignment.generation, assignment.rank
+        try:
+            return body()
+        except Interrupted:
+            drained = not channel.interrupt.requested
+            return Stopped(generation, rank, self._on_unwound(drained))
+        except BaseException as error:  # noqa: BLE001  # the thread's last frame: report everything
+            memory = self._on_unwound(False)
+            crash = describe_crash(error, generation, rank, channel.progress.step)
+            if crash.kind == "collective" and channel.interrupt.requested:  # aborted on request
+                return Stopped(generation, rank, memory)
+            return replace(crash, memory=memory)
+
+
 def describe_crash(error: BaseException, generation: int, rank: int, step: int) -> Crashed:
-    """Describes `error`; the traceback begins at the user's first frame."""
+    """The message for an exception; its traceback starts at the user's first frame."""
     kind = _crash_kind(error)
-    shown: BaseException | None = error if kind in ("user", "collective") else None
-    if kind == "entrypoint":
-        shown = error.__cause__
     text = str(error) if kind in ("config", "entrypoint", "data", "state") else _summary(error)
-    return Crashed(generation, rank, kind, step, text, user_traceback(shown) if shown else "")
+    cause: BaseException | None = error if kind in ("user", "collective") else None
+    if kind == "entrypoint":
+        cause = error.__cause__
+    return Crashed(generation, rank, kind, step, text, user_traceback(cause) if cause else "")
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of `error`, as Python prints it, from the user's first frame on."""
-    told = traceback.TracebackException(
-        type(error), error, _skip_framework_frames(error.__traceback__)
-    )
-    return "".join(told.format()).rstrip()
+    """The formatted traceback of `error`, starting at the user's first frame."""
+    frames = _skip_framework_frames(error.__traceback__)
+    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
 
 
 def _crash_kind(error: BaseException) -> CrashKind:
@@ -66,7 +232,7 @@ def _crash_kind(error: BaseException) -> CrashKind:
         return "config"
     if isinstance(error, DataError):
         return "data"
-    # User code that wraps a failed collective does not change what it is.
+    # A failed collective counts as one, even if user code wrapped its exception.
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, CollectiveError) or is_collective_failure(chain):
@@ -82,7 +248,7 @@ def _summary(error: BaseException) -> str:
 
 
 def _skip_framework_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Skips the frames of this package and of the import system that lead to the user's code."""
+    """Skips the leading frames of this package and of the import system."""
     first = frames
     while first is not None:
         file = first.tb_frame.f_code.co_filename
@@ -91,166 +257,4 @@ def _skip_framework_frames(frames: TracebackType | None) -> TracebackType | None
         if not (ours or importing):
             return first
         first = first.tb_next
-    return frames  # none of it is the user's: show what there is
-
-
-class Interrupted(BaseException):
-    """Unwinds the user's function. Not an Exception: `except Exception` must not swallow it."""
-
-
-class StopFlag:
-    """Set by the command thread, raised in the training thread at its next `check`."""
-
-    def __init__(self) -> None:
-        self._event = Event()
-
-    def request(self) -> None:
-        self._event.set()
-
-    @property
-    def requested(self) -> bool:
-        return self._event.is_set()
-
-    def check(self) -> None:
-        """Raises Interrupted once an interrupt was requested."""
-        if self._event.is_set():
-            raise Interrupted
-
-
-@dataclass(frozen=True)
-class _ProgressState:
-    step: int
-    phase: str
-    at_s: float
-    collective: int = 0
-    waiting: bool = False
-
-
-class ProgressRecord:
-    """Written by the training thread, read by the command thread.
-
-    Each write replaces one immutable record, so a reader needs no lock to see a consistent one.
-    """
-
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self._clock = clock
-        self._state = _ProgressState(0, "start", clock())
-
-    @property
-    def step(self) -> int:
-        """The step being worked on, counted from 1; 0 before the user's function is called."""
-        return self._state.step
-
-    def enter_phase(self, phase: str) -> None:
-        self._state = replace(self._state, phase=phase, at_s=self._clock(), waiting=False)
-
-    def begin_step(self, step: int) -> None:
-        self._state = replace(self._state, step=step, at_s=self._clock(), waiting=False)
-
-    def set_waiting(self, collective: int, entered: bool) -> None:
-        """A wait for other ranks begins, or ends."""
-        self._state = replace(
-            self._state, collective=collective, waiting=entered, at_s=self._clock()
-        )
-
-    def heartbeat(self, rank: int) -> Heartbeat:
-        beat = self._state
-        silent_s = self._clock() - beat.at_s
-        return Heartbeat(rank, beat.step, beat.phase, silent_s, beat.collective, beat.waiting)
-
-
-@dataclass(frozen=True)
-class GenerationChannel:
-    """Messages, the progress record, and the ways out.
-
-    Attributes:
-        interrupt: out of the function at its next report, phase or step.
-        drain: out of it at the end of a step that all ranks agree on, with the state mirrored.
-        connections: the generation's, to be cut where a wait in them must end.
-    """
-
-    post: Callable[[WorkerMessage], None]
-    generation: int = 0
-    progress: ProgressRecord = field(default_factory=ProgressRecord)
-    interrupt: StopFlag = field(default_factory=StopFlag)
-    drain: StopFlag = field(default_factory=StopFlag)
-    sockets: SocketTracker = field(default_factory=SocketTracker)
-
-
-THREAD_EXIT_S = 10.0
-"""How long a thread may take to be over once it has told how it ended."""
-
-GenerationBody = Callable[[], WorkerMessage]
-"""What a generation does, from joining its group to the message it ends with."""
-
-
-class TrainingThread:
-    """Runs one body at a time and makes sure that each ends with exactly one message.
-
-    The thread is a daemon: a function that no longer reaches an interrupt point, because it hangs
-    in native code, must not keep the process alive once the controller kills it.
-    """
-
-    def __init__(self, on_unwound: Callable[[bool], InProcessStateInfo | None]) -> None:
-        """`on_unwound` is called in the training thread when an exception left the body, and told
-        whether that was a drain, by which all ranks leave behind the same step. It says what state
-        is left in memory, and frees the peers; but not in a drain, where a slower one may still be
-        taking what this rank has sent."""
-        self._on_unwound = on_unwound
-        self._thread: Thread | None = None
-        self._channel: GenerationChannel | None = None
-        self._end_posted = False  # whether the thread has nothing left to do but to end
-        self._start_lock = Lock()  # a thread that has not begun can be neither joined nor asked
-
-    def start(self, assign: Assignment, body: GenerationBody, wire: GenerationChannel) -> None:
-        """Runs `body` in a new training thread.
-
-        Raises:
-            EngineError: the thread of an earlier generation is still alive.
-        """
-        # Its end is told before it is over, and whoever hears of it may be faster.
-        if not self.join(THREAD_EXIT_S if self._end_posted else 0.0):
-            raise EngineError(
-                f"generation {assign.generation} cannot start: the training thread of the one "
-                "before is still alive"
-            )
-        with self._start_lock:
-            self._channel, self._end_posted = wire, False
-            self._thread = Thread(
-                target=self._run, args=(assign, body, wire), name="rayzero-train", daemon=True
-            )
-            self._thread.start()
-
-    def stop(self) -> None:
-        """Asks the body to unwind at its next report, phase or step. Returns at once."""
-        if self._channel is not None:
-            self._channel.interrupt.request()
-
-    def join(self, timeout_s: float) -> bool:
-        """Waits for the thread's end; whether it came in time."""
-        with self._start_lock:
-            thread = self._thread
-        if thread is None:
-            return True
-        thread.join(timeout_s)
-        return not thread.is_alive()
-
-    def _run(self, assign: Assignment, body: GenerationBody, wire: GenerationChannel) -> None:
-        outcome = self._run_body(assign, body, wire)
-        self._end_posted = True
-        wire.post(outcome)
-
-    def _run_body(
-        self, assign: Assignment, body: GenerationBody, wire: GenerationChannel
-    ) -> WorkerMessage:
-        try:
-            return body()
-        except Interrupted:
-            drained = not wire.interrupt.requested
-            return Stopped(assign.generation, assign.rank, self._on_unwound(drained))
-        except BaseException as error:  # noqa: BLE001  # the thread's end: nothing may be lost
-            memory = self._on_unwound(False)
-            told = describe_crash(error, assign.generation, assign.rank, wire.progress.step)
-            if told.kind == "collective" and wire.interrupt.requested:  # broken off, by wish
-                return Stopped(assign.generation, assign.rank, memory)
-            return replace(told, memory=memory)
+    return frames  # no user frame: show all

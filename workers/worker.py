@@ -1,9 +1,4 @@
-"""WorkerProcess: commands, generations.
-
-Everything a worker's process does, without Ray: the actor only forwards calls to it.
-
-Slow firsts of torch, done before a worker is counted as ready.
-"""
+"""A worker's process, without Ray: executes the controller's commands."""
 
 from __future__ import annotations
 
@@ -41,109 +36,99 @@ from rayzero.workers.session import Context, JobSession
 from rayzero.workers.training_thread import GenerationChannel, TrainingThread
 from rayzero.workers.vault.records import SlotInfo
 
-
-def warm_up_torch() -> None:
-    """One step of a tiny model: torch's first optimizer loads some 100 MB of modules, the first
-    backward starts autograd's threads. A worker that joins a running job must not make its peers
-    wait for that.
-    """
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([weight], fused=True)
-    weight.square().sum().backward()
-    optimizer.step()
-
-
 FENCE_ATTEMPTS, FENCE_ATTEMPT_S = 20, 0.1
 
 
 class WorkerProcess:
-    """One worker process. Its methods are called by the command threads; none of them waits for
-    the training thread, so the worker always answers.
+    """One worker process. Its methods are called by the command threads; none of them waits long
+    for the training thread, so the worker always answers.
 
-    Lifetimes: the tees, the outbox and the store live as long as the process; a context and its
-    wire live for one generation.
+    Lifetimes: output tees, outbox and store live as long as the process; a context and its channel
+    live for one generation.
     """
 
-    def __init__(self, setup: WorkerSpec, index: int) -> None:
-        self._spec = setup
-        self._rank = index  # until the first generation says better
+    def __init__(self, spec: WorkerSpec, index: int) -> None:
+        self._spec = spec
+        self._rank = index  # until the first generation assigns one
         self._outbox = Outbox()
         self._retained = RetainedState(index)
-        self._fault_schedule = FaultSchedule((), FaultRecord(setup.output_dir), self._outbox.post)
+        self._fault_schedule = FaultSchedule((), FaultRecord(spec.output_dir), self._outbox.post)
         self._training_thread = TrainingThread(on_unwound=self._on_unwound)
         self._channel = GenerationChannel(self._outbox.post)
         self._train_function: TrainFunction | None = None
         self._store: TCPStore | None = None
         self._exit_stack = ExitStack()
         self._tees = self._exit_stack.enter_context(tee_output(self._post_log))
-        torch.set_num_threads(max(1, int(setup.cpus)))
+        torch.set_num_threads(max(1, int(spec.cpus)))
         self._enter_working_dir()
 
     def open_store(self) -> int:
-        """The port of a store that this process serves from now on."""
+        """Serves a rendezvous store from this process; returns its port."""
         self._store = process_group.open_store(self._collective_timeout_s)
         return int(self._store.port)
 
     def warm_up(self) -> None:
-        """Gets slow firsts over with, so that no peer waits for them in a generation. Whatever
-        is wrong with the user's module is told when the first generation needs it."""
+        """Runs slow first-time initialization, so that no peer waits for it in a generation. An
+        error in the user's module is reported when the first generation needs it."""
         with suppress(ConfigError):
             self._train_function = load_train_function(self._spec.entrypoint)
         warm_up_torch()
 
-    def assign(self, assign: Assignment) -> None:
-        """Begins a generation: joins its group, then calls the user's function."""
-        self._rank = assign.rank
-        self._channel = GenerationChannel(self._outbox.post, assign.generation)
-        wire = self._channel
-        self._training_thread.start(assign, lambda: self._run_generation(assign, wire), wire)
+    def assign(self, assignment: Assignment) -> None:
+        """Starts a generation: joins its process group, then calls the training function."""
+        self._rank = assignment.rank
+        channel = self._channel = GenerationChannel(self._outbox.post, assignment.generation)
+        self._training_thread.start(
+            assignment, lambda: self._run_generation(assignment, channel), channel
+        )
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        """What happened since the last poll, and last of all a heartbeat."""
+        """The messages posted since the last poll, and a heartbeat at the end."""
         return [*self._outbox.poll(timeout_s), self._channel.progress.heartbeat(self._rank)]
 
     def stop(self, generation: int) -> None:
-        """Unwinds the user's function at its next report, phase or step; `Stopped` follows.
+        """Unwinds the training function at its next report, phase or step; `Stopped` follows.
 
-        Like `drain` and `fence` it is meant for one generation: late, it does nothing.
+        `stop`, `drain` and `fence` have no effect if another generation runs by then.
         """
         if self._channel.generation == generation:
             self._channel.interrupt.request()
 
     def drain(self, generation: int) -> None:
-        """Unwinds the user's function at the end of a step that all ranks agree on, mirrored."""
+        """Unwinds the training function after a step that all ranks agree on and have mirrored."""
         if self._channel.generation == generation:
             self._channel.drain.request()
 
     def fence(self, generation: int) -> None:
-        """As `stop`, and breaks off the wait for peers that the function may be in.
+        """Like `stop`, and also aborts a wait for peers in the process group.
 
-        More than once, because it may be about to begin one, in joining.
+        Retries, because the thread may be about to start such a wait while it joins.
         """
-        wire = self._channel
-        if wire.generation != generation:
+        channel = self._channel
+        if channel.generation != generation:
             return
-        wire.interrupt.request()
+        channel.interrupt.request()
         for _ in range(FENCE_ATTEMPTS):
-            if self._channel is not wire:
-                return  # the next generation has begun: its group is not ours to break off
-            process_group.interrupt_collectives(wire.sockets)
+            if self._channel is not channel:
+                return  # the next generation has started: its group must not be aborted
+            process_group.interrupt_collectives(channel.sockets)
             if self._training_thread.join(FENCE_ATTEMPT_S):
                 return
 
     def inject(self, faults: Sequence[str]) -> None:
-        """Further faults from now on: all that were injected since the job began."""
+        """Replaces the list of all faults injected since the job started."""
         self._fault_schedule.set_faults(parse_fault(text) for text in (*self._spec.faults, *faults))
 
     def salvage(self, vault: str) -> SlotInfo:
-        """Copies the state in this process's memory into the vault at that address, once the
-        function is unwound.
+        """Copies the state in this process's memory into the vault at that address.
 
         Raises:
-            EngineError: the function is not unwound, or there is no state.
+            EngineError: the training function is still running, or there is no state.
         """
         if not self._training_thread.join(timeout_s=1):
-            raise EngineError("the training function is still under way: its state is not at rest")
+            raise EngineError(
+                "the training function is still running, so its state cannot be salvaged"
+            )
         return self._retained.salvage(vault)
 
     def dump_stack(self) -> str:
@@ -155,34 +140,35 @@ class WorkerProcess:
         )
 
     def close(self) -> None:
-        """Puts sys.stdout and sys.stderr back; for tests, since an actor's process just ends."""
+        """Unwinds the training function, and restores sys.stdout and sys.stderr. An actor's process
+        does not need it: it just exits."""
         self._training_thread.stop()
         self._training_thread.join(timeout_s=5)
         self._retained.close()
         self._exit_stack.close()
 
-    def _run_generation(self, assign: Assignment, wire: GenerationChannel) -> WorkerMessage:
+    def _run_generation(self, assignment: Assignment, channel: GenerationChannel) -> WorkerMessage:
         function = self._train_function = self._train_function or load_train_function(
             self._spec.entrypoint
         )
         device = self._select_device()
-        self.inject(assign.faults)
-        injector = WorkerFaultInjector(self._fault_schedule, assign.rank)
-        step = 1 + (assign.restore.step if assign.restore else 0)
-        wire.progress.enter_phase("join")
+        self.inject(assignment.faults)
+        injector = WorkerFaultInjector(self._fault_schedule, assignment.rank)
+        step = 1 + (assignment.restore.step if assignment.restore else 0)
+        channel.progress.enter_phase("join")
         injector.on_phase("join", step)
-        self._retained.begin_generation(
-            assign
-        )  # first: the vault is to notice a death in joining, too
-        wire.interrupt.check()
-        process_group.abort_default_group(
-            wire.sockets
-        )  # a function that returned or drained left its own
-        process_group.join_process_group(assign, device, self._collective_timeout_s, wire.sockets)
-        wire.post(Joined(assign.generation, assign.rank))
-        session = JobSession(self._spec, assign, wire, self._retained, injector)
-        context = Context(self._spec, assign, device, session)
-        wire.progress.begin_step(step)
+        # Before joining: the vault must detect a death during rendezvous, too.
+        self._retained.begin_generation(assignment)
+        channel.interrupt.check()
+        # After a return or a drain the last generation's group still exists.
+        process_group.abort_default_group(channel.sockets)
+        process_group.join_process_group(
+            assignment, device, self._collective_timeout_s, channel.sockets
+        )
+        channel.post(Joined(assignment.generation, assignment.rank))
+        session = JobSession(self._spec, assignment, channel, self._retained, injector)
+        context = Context(self._spec, assignment, device, session)
+        channel.progress.begin_step(step)
         try:
             with use_session(session):
                 result = self._json_result(function(context))
@@ -191,8 +177,8 @@ class WorkerProcess:
             for tee in self._tees:
                 tee.finish_line()
         return Finished(
-            assign.generation,
-            assign.rank,
+            assignment.generation,
+            assignment.rank,
             result,
             session.reporter.leftover_counters(),
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -200,12 +186,11 @@ class WorkerProcess:
 
     @property
     def _collective_timeout_s(self) -> float:
-        """The last resort: a hang is noticed by heartbeats, and its collective broken off, before
-        that."""
+        """A fallback: hang detection by heartbeats normally aborts the collective before."""
         return 2 * self._spec.hang_timeout_s + 10
 
     def _on_unwound(self, drained: bool) -> InProcessStateInfo | None:
-        if not drained:  # else the next generation does it, which begins when all have left
+        if not drained:  # after a drain the next generation aborts it, once all ranks have left
             process_group.abort_default_group(self._channel.sockets)
         return self._retained.in_process_state()
 
@@ -214,28 +199,32 @@ class WorkerProcess:
             return torch.device("cpu")
         if not torch.cuda.is_available():
             raise ConfigError(
-                f"the job asks for {self._spec.gpus:g} GPU a worker, but torch {torch.__version__}"
-                " finds no CUDA device on the worker's node",
-                fix="workers.gpus in the job file, or a torch with CUDA on the nodes",
+                f"workers.gpus: {self._spec.gpus:g}, but torch {torch.__version__} finds no CUDA"
+                " device on the worker's node",
+                allowed="`workers.gpus: 0`, or nodes with a CUDA device and a torch built for CUDA",
+                fix="workers.gpus in the job file, or torch on the nodes",
             )
-        return torch.device("cuda", 0)  # Ray shows a worker its own device only
+        return torch.device("cuda", 0)  # Ray makes only the worker's own device visible
 
     def _json_result(self, result: Any) -> dict[str, Any] | None:
-        """The function's result as JSON can hold it; what cannot be held is told and left out."""
+        """The function's result as JSON; None, with a log line, if it cannot be encoded."""
         if result is None:
             return None
-        kept: Any = None
-        if isinstance(result, Mapping):
-            try:
-                kept = json.loads(json.dumps(dict(result), default=_to_json_scalar))
-            except (TypeError, ValueError) as error:
-                self._post_log("stderr", f"what the function returned cannot become JSON: {error}")
-        else:
-            kind = type(result).__name__
+        if not isinstance(result, Mapping):
             self._post_log(
-                "stderr", f"the function returned {kind}: only a dict goes into the summary"
+                "stderr",
+                f"the training function returned {type(result).__name__}: only a dict is written "
+                "to the summary",
             )
-        return kept if isinstance(kept, dict) else None
+            return None
+        try:
+            document = json.loads(json.dumps(dict(result), default=_to_json_scalar))
+        except (TypeError, ValueError) as error:
+            self._post_log(
+                "stderr", f"the training function's result cannot be encoded as JSON: {error}"
+            )
+            return None
+        return document if isinstance(document, dict) else None
 
     def _enter_working_dir(self) -> None:
         folder = self._spec.working_dir
@@ -244,8 +233,8 @@ class WorkerProcess:
         except OSError as error:
             self._post_log(
                 "stderr",
-                f"the submitter's folder {folder} is not on this node ({error.strerror}): "
-                f"relative paths start at {os.getcwd()}",
+                f"the submitter's working directory {folder} does not exist on this node "
+                f"({error.strerror}): relative paths start at {os.getcwd()}",
             )
         first, *others = self._spec.import_paths or (os.getcwd(),)
         sys.path.insert(0, first)
@@ -255,7 +244,16 @@ class WorkerProcess:
         self._outbox.post(LogLine(self._rank, stream, text))
 
 
+def warm_up_torch() -> None:
+    """Runs one step of a tiny model: torch's first optimizer imports some 100 MB of modules, the
+    first backward starts autograd's threads."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    weight.square().sum().backward()
+    optimizer.step()
+
+
 def _to_json_scalar(value: Any) -> Any:
     if hasattr(value, "item"):
         return value.item()
-    raise TypeError(f"{type(value).__name__} is not a number, a text, a list or a dict")
+    raise TypeError(f"{type(value).__name__} is not a number, a string, a list or a dict")

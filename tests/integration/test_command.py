@@ -220,7 +220,7 @@ def test_a_wrong_entry_point_is_exit_code_2(shell: Shell, head: Head):
         head.address,
     )
     assert done.returncode == 2
-    assert "there is no module 'no'" in done.stderr
+    assert "no module named 'no'" in done.stderr
     assert f"imported from {ROOT}" in done.stderr
 
 

@@ -197,7 +197,7 @@ def test_a_module_that_fails_inside_is_shown_with_its_frames(notebook: Notebook,
         Job("job", "tests.workers.broken:train", checkpoint={"path": str(tmp_path)}).run(
             observer=notebook
         )
-    assert "does not import: ZeroDivisionError" in str(caught.value)
+    assert "cannot be imported: ZeroDivisionError" in str(caught.value)
     assert "VALUE = helper()" in str(caught.value)
 
 

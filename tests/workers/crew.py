@@ -46,7 +46,7 @@ class Crew:
         index = len(self.seen)
         self.workers[index] = _Worker(self.setup, index)
         self.seen[index] = []
-        self.workers[index].call("prepare")
+        self.workers[index].call("warm_up")
         return index
 
     def form(

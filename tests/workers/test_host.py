@@ -149,7 +149,7 @@ def test_the_submitters_folder_is_entered_or_its_absence_is_told(
     host = make_host("returns", working_dir="/no/such/folder")
     (told, _) = host.poll(0)
     assert isinstance(told, LogLine)
-    assert "/no/such/folder is not on this node" in told.text
+    assert "working directory /no/such/folder does not exist on this node" in told.text
 
 
 def test_a_gpu_that_is_not_there_is_a_config_error(

@@ -174,7 +174,7 @@ def test_a_vault_that_is_gone_does_not_stop_training(caplog):
     vault, state = FakeVault(error=VaultGoneError("the vault is gone")), State()
     made, _ = mirror(EVERY, vault)
     run(made, range(1, 4), state)
-    assert "goes on without a replica" in caplog.text
+    assert "continues without a replica" in caplog.text
     assert not made.step_requests(4).pin
 
 
@@ -185,7 +185,7 @@ def test_too_little_memory_ends_a_job_at_its_start_and_is_told_later_on(caplog):
         run(made, range(1, 2), State())
     made, _ = mirror(EVERY, FakeVault(error=error), restore=Restore(4))
     run(made, range(5, 7), State())
-    assert "goes on without a replica" in caplog.text
+    assert "continues without a replica" in caplog.text
 
 
 def test_a_new_table_gets_new_buffers():
