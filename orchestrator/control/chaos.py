@@ -1,7 +1,7 @@
-"""Acts out the faults that no worker can: a vault's, a node's, and damage to what is stored.
+"""Injects the faults that workers cannot: of vaults and nodes, and damage to stored checkpoints.
 
-Those of workers, and of vaults that write, happen there; what is wished for while the job runs is
-handed on to them.
+Faults of workers, and of vaults that write, are injected there; faults requested while the job runs
+are forwarded to them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rayzero.workers.chaos.spec import FaultSpec, parse_fault
 from rayzero.workers.vault.records import RankFile
 
 VAULT_REPLY_TIMEOUT_S = 5.0
-"""How long a vault may take to answer: somebody may be waiting for what comes of it."""
+"""How long a vault may take to reply: a user waits for the result."""
 
 
 class ClusterFaultInjector:
-    """Owns the record of the faults that happened, from `begin` on. Does nothing without faults."""
+    """Owns the record of fired faults, from `start` on. Does nothing without faults."""
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
@@ -37,7 +37,7 @@ class ClusterFaultInjector:
         self._skipped: set[FaultSpec] = set()
 
     def start(self, *, resumed: bool) -> None:
-        """A run begins. What happened in an earlier one counts only if it is gone on with.
+        """A run begins. Faults fired in an earlier run count only if this one resumes from it.
 
         Raises:
             ConfigError: the record cannot be written.
@@ -46,37 +46,39 @@ class ClusterFaultInjector:
         self._schedule.set_faults(self._faults)
 
     async def inject(self, texts: Sequence[str]) -> str:
-        """Further faults, at the next chance if they name no step; what was scheduled, in words.
+        """Schedules further faults: at once if they name no step. Returns a message for the user.
 
         Raises:
-            ConfigError: one is no fault, or can never happen in this job. Then none is taken.
+            ConfigError: one is not valid, or impossible in this job. Then none is scheduled.
         """
         ctx = self._context
-        here = ctx.progress.steps + 1
-        faults = [parse_fault(text, here) for text in texts]
+        current = ctx.progress.steps + 1
+        faults = [parse_fault(text, current) for text in texts]
         for fault in faults:
             if why := await self._why_impossible(fault):
                 raise ConfigError(f"fault {str(fault)!r} cannot happen: {why}")
         ctx.injected_faults += tuple(map(str, faults))
         self._schedule.set_faults([*self._faults, *map(parse_fault, ctx.injected_faults)])
-        with suppress(TimeoutError):  # a vault that does not answer is taken for lost elsewhere
+        with suppress(TimeoutError):  # VaultManager handles a vault that does not respond
             await with_timeout(
                 ctx.deps.clock,
                 VAULT_REPLY_TIMEOUT_S,
                 ctx.deps.vaults.inject_faults(ctx.injected_faults),
             )
-        for worker in ctx.generation.active:  # the next generation's members are told with it
+        for worker in ctx.generation.active:  # the next generation gets them with its spec
             ctx.tasks.spawn(
                 ctx.call_worker(
                     worker, ctx.deps.workers.call(worker, WorkerCalls.inject, ctx.injected_faults)
                 )
             )
-        when = {fault: "" if fault.step <= here else " from that step on" for fault in faults}
+        when = {fault: "" if fault.step <= current else " from that step on" for fault in faults}
         name = ctx.plan.spec.name
-        return "\n".join(f"{name}: {one} at the next chance{when[one]}" for one in faults)
+        return "\n".join(
+            f"{name}: {fault} at the next opportunity{when[fault]}" for fault in faults
+        )
 
     def on_step_finished(self, step: int) -> None:
-        """The next one is being worked on."""
+        """A step was finished; the ranks work on the next one."""
         for fault in self._schedule.due(step + 1):
             if (
                 fault.target in ("vault", "cluster")
@@ -86,11 +88,11 @@ class ClusterFaultInjector:
                 self._context.tasks.spawn(self._inject_node_fault(fault, step + 1))
 
     def on_checkpoint_committed(self, step: int, folder: str, files: Sequence[RankFile]) -> None:
-        """A checkpoint exists now."""
+        """A checkpoint was committed."""
         torn = [fault for fault in self._schedule.due(step) if fault.kind == "tear_file"]
         if torn and is_remote(folder):
             for fault in torn:
-                self._skip(fault, f"{folder} is not on a disk")
+                self._skip(fault, f"{folder} is not on a local or mounted disk")
         elif torn:
             path = folder.removeprefix("file://")
             self._store.after_commit(step, {one.rank: Path(path, one.name) for one in files})
@@ -100,7 +102,7 @@ class ClusterFaultInjector:
         try:
             nodes = self._nodes_by_rank()
             if fault.node >= len(nodes):
-                return  # there may be one later
+                return  # that node may join later
             if why := await self._why_not_injectable(fault):
                 self._skip(fault, why)
                 return
@@ -114,32 +116,32 @@ class ClusterFaultInjector:
                 ctx.deps.vaults.inject_node_fault(node, str(fault)),
             )
         except (VaultLostError, TimeoutError):
-            pass  # it is gone, or was gone before: then the next step's end is another chance
+            pass  # the vault is lost, perhaps before it could act: retried after the next step
         finally:
             self._in_progress.discard(fault)
 
     def _skip(self, fault: FaultSpec, why: str) -> None:
         if fault not in self._skipped:
             self._skipped.add(fault)
-            self._context.emit(JobWarning(f"fault {fault} was not acted out: {why}"))
+            self._context.emit(JobWarning(f"fault {fault} was not injected: {why}"))
 
     async def _why_impossible(self, fault: FaultSpec) -> str:
-        """Why a fault cannot happen in this job as it stands; empty when it can."""
+        """Why a fault is impossible in this job now; empty if it is possible."""
         ctx = self._context
-        most, nodes = ctx.registry.limits.max, len(self._nodes_by_rank())
+        max_workers, nodes = ctx.registry.limits.max, len(self._nodes_by_rank())
         if fault.target == "worker":
-            return f"the job has at most {most} workers" if fault.rank >= most else ""
+            return f"the job has at most {max_workers} workers" if fault.rank >= max_workers else ""
         if fault.target in ("vault", "cluster"):
             if fault.node >= nodes:
                 return f"the job is on {nodes} node{'s' * (nodes != 1)} now, counted from 0"
             try:
                 return await self._why_not_injectable(fault)
             except (VaultLostError, TimeoutError):
-                return "that node's vault does not answer"
+                return "that node's vault does not respond"
         if ctx.plan.worker_spec.mirror.checkpoint_every_steps is None:
             return "the job writes no checkpoints (checkpoint.every_steps)"
         if fault.kind == "tear_file" and is_remote(ctx.plan.job_folder):
-            return f"{ctx.plan.job_folder} is not on a disk"
+            return f"{ctx.plan.job_folder} is not on a local or mounted disk"
         return ""
 
     async def _why_not_injectable(self, fault: FaultSpec) -> str:

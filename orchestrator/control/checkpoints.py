@@ -1,9 +1,4 @@
-"""Pinned steps -> checkpoints, retries.
-
-Checkpoints behind training: the vaults write a pinned step, a manifest makes it exist.
-
-Which steps are pinned in the vaults, and up to which they may be freed. Pure.
-"""
+"""Asynchronous checkpoints: the vaults write a pinned step, a manifest commits it."""
 
 from __future__ import annotations
 
@@ -32,8 +27,8 @@ class PinnedStep:
 
     Args:
         slots: one a rank, by rank.
-        checkpoint: whether a checkpoint is to be made of it.
-        stopped_s: how long training stood still for it, on the slowest rank.
+        checkpoint: whether it becomes a checkpoint.
+        stopped_s: how long training was blocked for it, on the slowest rank.
     """
 
     generation: int
@@ -44,16 +39,16 @@ class PinnedStep:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes it lies on, each once, by rank."""
+        """The nodes that hold it, each once, by rank."""
         return tuple(dict.fromkeys(slot.node_id for slot in self.slots))
 
 
 class PinnedSteps:
-    """The life of pinned steps.
+    """Which steps are pinned in the vaults, and up to which they may be released. Pure.
 
-    A step in work is never freed. One that was sent to other nodes is held until a newer one was:
-    were it freed before, there would be steps that no level of copies has as a whole. One that was
-    only made a checkpoint of is free at once, since the vaults hold newer steps anyway.
+    A step that is being processed is never released. A replicated one is kept until a newer one is
+    replicated: otherwise, for a while, no redundancy level would hold a complete step. One that
+    only became a checkpoint is released at once, because the vaults hold newer steps anyway.
     """
 
     def __init__(self) -> None:
@@ -65,7 +60,7 @@ class PinnedSteps:
         self._released: dict[int, int] = {}
 
     def add_rank(self, message: Pinned, node_id: str, world_size: int) -> PinnedStep | None:
-        """The pin that a rank's message completes, if it does; it is in work from now on."""
+        """Returns the pinned step that this message completes, if any; it is then in progress."""
         key = (message.generation, message.step)
         self._limits.setdefault(message.generation, -1)
         ranks = self._incomplete[key]
@@ -81,26 +76,26 @@ class PinnedSteps:
         )
 
     def complete(self, pin: PinnedStep, *, hold: bool) -> None:
-        """Nothing more is done with a pin. `hold`: it is now whole on every level of copies."""
+        """A pin is processed. `hold`: it is now complete on every redundancy level."""
         self._in_progress.discard((pin.generation, pin.step))
         self._raise_limit(pin.generation, pin.step - hold)
         if hold:
             self._release_older(pin.generation)
 
     def copy_failed(self, pin: PinnedStep) -> None:
-        """A pin did not become whole on every level: it lasts until a newer one has."""
+        """A pin was not replicated completely: it is kept until a newer one is."""
         self._in_progress.discard((pin.generation, pin.step))
 
     def generation_started(self, generation: int, *, remote: bool) -> None:
-        """A generation finished a step. Where nothing is sent to other nodes, the pins of those
-        before it have no use any more."""
+        """A generation finished a step. Without replication, older generations' pins are useless
+        from then on."""
         if not remote:
             self._release_older(generation)
 
     def releasable(self) -> Iterator[tuple[int, int]]:
-        """(generation, step): what was pinned up to both may be freed. Each once."""
+        """Yields (generation, step): all pins up to both may be released. Each is yielded once."""
         for generation, limit in sorted(self._limits.items()):
-            busy = [step for one, step in self._in_progress if one <= generation]
+            busy = [step for other, step in self._in_progress if other <= generation]
             limit = min([limit, *(step - 1 for step in busy)])
             if limit > self._released.get(generation, 0):
                 self._released[generation] = limit
@@ -118,15 +113,13 @@ class PinnedSteps:
 
 
 WRITE_RETRY_BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""How long to wait before each further try; after the last the checkpoint is given up."""
-
-
+"""Wait before each further attempt; after the last one the checkpoint is abandoned."""
 WRITE_TIMEOUT_S = 600.0
-"""How long a vault may take for its files."""
+"""How long a vault may take to write its files."""
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time, in order. A store that fails never stops training."""
+    """Writes one checkpoint at a time, in order. A failing store never stops training."""
 
     def __init__(
         self, context: JobContext, on_committed: Callable[[int, str, Sequence[RankFile]], None]
@@ -143,33 +136,33 @@ class CheckpointWriter:
         self._write_lock = asyncio.Lock()
 
     async def resolve_resume(self) -> bool:
-        """Finds what this run begins from, and tells it; whether there is anything.
+        """Finds and announces the checkpoint that this run starts from. False if there is none.
 
         Raises:
-            ConfigError: `checkpoint.resume` cannot be done.
+            ConfigError: `checkpoint.resume` names no usable checkpoint.
         """
         self._newest = await self._context.deps.checkpoint_store.resolve_resume()
         if self._newest is not None:
             self._context.emit(Resumed(self._newest.step, self._newest.folder))
         return self._newest is not None
 
-    async def newest(self, damaged: frozenset[int]) -> CheckpointRef | None:
-        """The newest whole checkpoint: at hand, unless that one turned out to be damaged.
+    async def newest(self, unreadable: frozenset[int]) -> CheckpointRef | None:
+        """The newest complete checkpoint; the store is asked only if the known one is unreadable.
 
         Raises:
-            JobFailedError: it is the one that the job was told to begin from.
+            JobFailedError: the unreadable one is the one that the job was told to start from.
         """
-        ctx, broken = self._context, self._newest
-        if broken is None or broken.step not in damaged:
-            return broken
+        ctx, known = self._context, self._newest
+        if known is None or known.step not in unreadable:
+            return known
         if ctx.progress.steps_executed == 0 and ctx.plan.spec.checkpoint.resume != "auto":
             raise JobFailedError(
-                f"the checkpoint {broken.folder} cannot be read",
-                fix="checkpoint.resume in the job file; `rayzero ckpt verify` says what is wrong",
+                f"the checkpoint {known.folder} cannot be read",
+                fix="checkpoint.resume in the job file; `rayzero ckpt verify` shows what is wrong",
             )
-        ctx.emit(JobWarning(f"the checkpoint {broken.folder} cannot be read: it is left out"))
+        ctx.emit(JobWarning(f"the checkpoint {known.folder} cannot be read and is skipped"))
         try:
-            self._newest = await ctx.deps.checkpoint_store.newest(damaged)
+            self._newest = await ctx.deps.checkpoint_store.newest(unreadable)
         except RayzeroError as error:
             self._newest = None
             ctx.emit(JobWarning(f"checkpoints cannot be listed: {error.seen}"))
@@ -177,7 +170,7 @@ class CheckpointWriter:
 
     @property
     def newest_step(self) -> int | None:
-        """Of the newest checkpoint that is known of."""
+        """The step of the newest known checkpoint."""
         return None if self._newest is None else self._newest.step
 
     def covers(self, step: int) -> bool:
@@ -185,25 +178,25 @@ class CheckpointWriter:
         return self._newest is not None and self._newest.step >= step
 
     async def write_pinned(self, pin: PinnedStep) -> None:
-        """Makes a checkpoint of a pinned step, and tries again while a store does not take it."""
+        """Writes a pinned step as a checkpoint, with retries while the store fails."""
         async with self._write_lock:
-            for tries, again_in_s in enumerate((*WRITE_RETRY_BACKOFF_S, None), start=1):
+            for attempts, retry_in_s in enumerate((*WRITE_RETRY_BACKOFF_S, None), start=1):
                 if self.covers(pin.step):
                     return
                 try:
                     await self._write(pin)
                     return
                 except (RayzeroError, VaultLostError, TimeoutError) as error:
-                    # A version that is gone, or damaged, does not come back.
-                    for_good = isinstance(error, VaultLostError | DataError)
-                    again_in_s = None if for_good else again_in_s
-                    self._report_failure(pin.step, error, tries, again_in_s)
-                if again_in_s is None:
+                    # Retrying does not bring back a lost or damaged slot.
+                    if isinstance(error, VaultLostError | DataError):
+                        retry_in_s = None
+                    self._report_failure(pin.step, error, attempts, retry_in_s)
+                if retry_in_s is None:
                     return
-                await self._context.deps.clock.sleep(again_in_s)
+                await self._context.deps.clock.sleep(retry_in_s)
 
     async def write_final(self, slots: Sequence[SlotRef], limit_s: float) -> None:
-        """One try at a checkpoint of these slots, within a limit."""
+        """Writes these slots as a checkpoint: one attempt, within a time limit."""
         step = slots[0].step
         pin = PinnedStep(slots[0].generation, step, tuple(slots), checkpoint=True, stopped_s=0.0)
         try:
@@ -218,13 +211,13 @@ class CheckpointWriter:
 
     async def _write(self, pin: PinnedStep) -> None:
         ctx = self._context
-        archive = ctx.deps.checkpoint_store
-        begun_s = ctx.now_s()
-        folder = archive.folder(pin.step)
+        store = ctx.deps.checkpoint_store
+        started_s = ctx.now_s()
+        folder = store.folder(pin.step)
         by_node: defaultdict[str, list[SlotRef]] = defaultdict(list)
         for slot in pin.slots:
             by_node[slot.node_id].append(slot)
-        # All are waited for, so that no file of a failed try is still being written in the next.
+        # Awaits all, so that no file of a failed attempt is still being written in the next one.
         parts = await asyncio.gather(
             *(self._write_on_node(node, folder, slots) for node, slots in by_node.items()),
             return_exceptions=True,
@@ -234,15 +227,15 @@ class CheckpointWriter:
             if isinstance(part, BaseException):
                 raise part
             files += part
-        await archive.commit(pin.step, pin.generation, files)
+        await store.commit(pin.step, pin.generation, files)
         self._on_committed(pin.step, folder, files)
         self._newest = CheckpointRef(pin.step, folder)
         self.written += 1
         nbytes = sum(file.nbytes for file in files)
-        seconds = ctx.now_s() - begun_s
+        seconds = ctx.now_s() - started_s
         ctx.emit(Checkpointed(pin.step, folder, nbytes, seconds, pin.stopped_s))
         try:
-            await archive.prune()
+            await store.prune()
         except RayzeroError as error:
             ctx.emit(JobWarning(f"old checkpoints cannot be removed: {error.seen}"))
 
@@ -254,10 +247,10 @@ class CheckpointWriter:
         return await with_timeout(ctx.deps.clock, WRITE_TIMEOUT_S, command)
 
     def _report_failure(
-        self, step: int, error: Exception, tries: int, again_in_s: float | None
+        self, step: int, error: Exception, attempts: int, retry_in_s: float | None
     ) -> None:
         self.failed += 1
         text = error.seen if isinstance(error, RayzeroError) else str(error)
         if isinstance(error, TimeoutError):
-            text = "the store did not take it in time"
-        self._context.emit(CheckpointFailed(step, text, tries, again_in_s))
+            text = "the store did not finish in time"
+        self._context.emit(CheckpointFailed(step, text, attempts, retry_in_s))

@@ -1,4 +1,4 @@
-"""What the controller's rooms share: the job as it stands, and the ways to act on it."""
+"""State and services shared by the controller's components."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from rayzero.orchestrator.policies.membership import WorkerLimits, WorkerRegistr
 from rayzero.orchestrator.progress import JobProgress
 
 COMMAND_TIMEOUT_S = 30.0
-"""How long a worker may take to answer a command."""
+"""How long a worker may take to reply to a command."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Dependencies:
-    """The world outside the controller; tests put fakes in its place."""
+    """Everything outside the controller; tests pass fakes."""
 
     workers: WorkerGroup
     vaults: VaultGroup
@@ -46,7 +46,7 @@ class Dependencies:
 
 
 class WorkerUnavailableError(Exception):
-    """A worker is gone, or does not answer; `cause` says which, or is empty."""
+    """A worker's process ended or does not respond; `cause` says which, or is empty."""
 
     def __init__(self, worker: int, cause: str) -> None:
         super().__init__(worker, cause)
@@ -55,19 +55,20 @@ class WorkerUnavailableError(Exception):
 
 
 def timeout_reason(limit_s: float) -> str:
-    """Why a worker is given up that says nothing."""
-    return f"its process did not answer for {limit_s:g} s"
+    """The cause recorded for a worker that does not respond."""
+    return f"its process did not respond for {limit_s:g} s"
 
 
 class JobContext:
-    """Used from one event loop. `job` is replaced by the controller only, `generation` by the
-    passage only."""
+    """Used from one event loop. Each attribute that changes has one writer: `state` the controller,
+    `generation` Reconfiguration (and `adopt_run`, before the start), `vault_addresses`
+    VaultManager, `injected_faults` ClusterFaultInjector."""
 
     def __init__(
-        self, plan: JobPlan, ports: Dependencies, on_error: Callable[[Exception], None]
+        self, plan: JobPlan, deps: Dependencies, on_error: Callable[[Exception], None]
     ) -> None:
         self.plan = plan
-        self.deps = ports
+        self.deps = deps
         self.state = State.PENDING
         self.generation = GenerationState()
         self.registry = WorkerRegistry(
@@ -76,9 +77,9 @@ class JobContext:
             )
         )
         self.vault_addresses: dict[str, str] = {}
-        """The addresses of the vaults that live, by node."""
+        """The address of each live vault, by node."""
         self.injected_faults: tuple[str, ...] = ()
-        """Faults that were wished for while the job runs, all of them."""
+        """All faults requested while the job runs."""
         self.progress = JobProgress()
         self.tasks = BackgroundTasks(on_error)
         self._on_error = on_error
@@ -87,19 +88,19 @@ class JobContext:
 
     @property
     def is_running(self) -> bool:
-        """Whether training goes on and nobody has asked for anything else yet."""
+        """Whether the job is training and no fault, resize or stop is pending."""
         return self.state is State.RUNNING and not self.generation.fenced
 
     @property
     def replicates(self) -> bool:
-        """Whether this generation's steps are copied to other nodes' vaults."""
+        """Whether this generation's steps are replicated to other nodes' vaults."""
         return self.plan.spec.recovery.replicas > 0 and self.generation.multi_node
 
     def now_s(self) -> float:
         return self.deps.clock.now()
 
     def post_event(self, event: machine.Event) -> None:
-        """Hands the machine an event."""
+        """Queues an event for the state machine."""
         self.events.put_nowait(event)
 
     def emit(self, event: JobEvent) -> None:
@@ -108,10 +109,10 @@ class JobContext:
     async def call_worker(
         self, worker: int, command: Awaitable[T], limit_s: float = COMMAND_TIMEOUT_S
     ) -> T:
-        """A worker's answer.
+        """Awaits a worker's reply.
 
         Raises:
-            GoneError: its process is gone, or did not answer in time.
+            WorkerUnavailableError: its process ended, or did not reply in time.
         """
         try:
             return await with_timeout(self.deps.clock, limit_s, command)
@@ -120,19 +121,19 @@ class JobContext:
         except WorkerLostError as lost:
             raise WorkerUnavailableError(worker, str(lost)) from None
 
-    async def await_replies(self, answers: PendingReplies) -> None:
-        """Waits until a command was answered by all it went to. Who does not answer in time is
-        given up, like one whose process is gone."""
+    async def await_replies(self, replies: PendingReplies) -> None:
+        """Waits until all workers replied to a command. One that does not reply in time counts as
+        lost."""
         try:
-            await with_timeout(self.deps.clock, COMMAND_TIMEOUT_S, answers.wait_all())
+            await with_timeout(self.deps.clock, COMMAND_TIMEOUT_S, replies.wait_all())
         except TimeoutError:
-            for worker in sorted(answers.pending):
+            for worker in sorted(replies.pending):
                 self._on_error(WorkerUnavailableError(worker, timeout_reason(COMMAND_TIMEOUT_S)))
 
-    async def wait_for(self, limit_s: float, so: Callable[[], bool]) -> bool:
-        """Waits until `so()` holds; whether it came to it in time."""
+    async def wait_for(self, limit_s: float, predicate: Callable[[], bool]) -> bool:
+        """Waits until the predicate holds. False if it does not within the limit."""
         try:
-            await with_timeout(self.deps.clock, limit_s, self.changed.wait_until(so))
+            await with_timeout(self.deps.clock, limit_s, self.changed.wait_until(predicate))
         except TimeoutError:
             return False
         return True

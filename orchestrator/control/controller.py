@@ -1,4 +1,4 @@
-"""The shell around the pure machine: feeds it events, and has its instructions carried out."""
+"""The controller of one job: feeds events to the state machine and executes its instructions."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from rayzero.orchestrator.results import (
 class Controller:
     """Runs one job, once, from one event loop.
 
-    The rooms do the work, in background tasks: `run` does not return before all of them are
-    cancelled, and the workers and vaults released.
+    Its components work in background tasks. `run` returns once all of them are cancelled, and the
+    workers and vaults are released.
     """
 
-    def __init__(self, plan: JobPlan, ports: Dependencies, past: RunHistory | None = None) -> None:
+    def __init__(self, plan: JobPlan, deps: Dependencies, past: RunHistory | None = None) -> None:
         """
         Args:
-            past: of a lost run that is to be gone on with.
+            past: history of a run that lost its controller and is to be continued.
         """
-        ctx = self._context = JobContext(plan, ports, self._on_task_error)
+        ctx = self._context = JobContext(plan, deps, self._on_task_error)
         timer = self._recovery_timer = RecoveryTimer()
         failures = self._failures = FailureHandler(ctx, timer)
         vaults = self._vaults = VaultManager(ctx, self._on_process_died)
@@ -94,36 +94,36 @@ class Controller:
         return self._result()
 
     def post_event(self, event: machine.Event) -> None:
-        """Hands the machine an event. From another thread: `loop.call_soon_threadsafe(feed, e)`."""
+        """Queues an event. From another thread: `loop.call_soon_threadsafe(post_event, event)`."""
         self._context.post_event(event)
 
-    async def execute(self, wish: JobCommand) -> str:
-        """Does what somebody wants of the running job; what comes of it, in words.
+    async def execute(self, command: JobCommand) -> str:
+        """Executes a user's command on the running job; returns a message about the result.
 
         Raises:
-            ConfigError: it cannot be.
+            ConfigError: the command is not possible in this job.
         """
-        match wish:
-            case ScaleWorkers(least, most):
-                return self.scale(least, most)
+        match command:
+            case ScaleWorkers(min_workers, max_workers):
+                return self.scale(min_workers, max_workers)
             case InjectFaults(faults):
                 return await self._fault_injector.inject(faults)
 
-    def scale(self, least: int, most: int) -> str:
-        """Other limits for the number of workers; what comes of it, in words.
+    def scale(self, min_workers: int, max_workers: int) -> str:
+        """Changes the limits for the number of workers; returns a message about the result.
 
         Raises:
-            ConfigError: the engine config has no room for one of these numbers.
+            ConfigError: the batch sizes of the engine config do not fit one of these numbers.
         """
         ctx = self._context
         if isinstance(engine := ctx.plan.spec.engine, dict):
-            check_batch_sizes(parse_config(engine), least, most)
-        self._scaler.set_limits(least, most)
+            check_batch_sizes(parse_config(engine), min_workers, max_workers)
+        self._scaler.set_limits(min_workers, max_workers)
         name, now = ctx.plan.spec.name, self._world_size
-        return f"{name}: {least} to {most} workers; now {now}"
+        return f"{name}: {min_workers} to {max_workers} workers; now {now}"
 
     def status(self) -> JobStatus:
-        """How the job stands."""
+        """A snapshot of the job."""
         ctx = self._context
         spec, now_s = ctx.plan.spec, time.time()
         return JobStatus(
@@ -192,7 +192,7 @@ class Controller:
 
     async def _place_workers(self) -> None:
         ctx = self._context
-        # First: what cannot be begun needs no workers, and they look the record of faults up.
+        # First: a run that cannot start needs no workers, and workers read the record of faults.
         self._fault_injector.start(resumed=await self._checkpoints.resolve_resume())
         workers = await ctx.deps.workers.start_workers(ctx.plan.resources)
         await self._vaults.ensure_open(worker.node_id for worker in workers)
@@ -204,18 +204,18 @@ class Controller:
         self.post_event(machine.WorkersPlaced())
 
     async def _release(self) -> None:
-        """In this order, so that nothing is done any more with what goes."""
+        """Tasks first: they use the workers, and workers use the vaults."""
         await self._context.tasks.cancel_all()
         await self._context.deps.workers.release()
         await self._context.deps.vaults.release()
 
     def _on_process_died(self, worker: int) -> None:
-        """A vault saw a worker's process end; what it said before counts."""
+        """A vault saw a worker's process end; its earlier messages are dispatched first."""
         self._inbox.deliver(worker)
         self._failures.on_worker_lost(worker, "")
 
     def _on_task_error(self, error: Exception) -> None:
-        """Whatever goes wrong in a background task becomes an event, never silence."""
+        """Turns every error of a background task into an event."""
         if isinstance(error, WorkerUnavailableError):
             self._failures.on_worker_lost(error.worker, error.cause)
         elif isinstance(error, RayzeroError):

@@ -1,4 +1,4 @@
-"""Workers come and go: newcomers, replacements, another size, nodes that are leaving."""
+"""Elasticity: admits new workers, starts replacements, requests resizes, watches draining nodes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rayzero.orchestrator.policies.membership import NotEnough, Selected, Worker
 from rayzero.workers.messages import WorkerInfo
 
 JOIN_BATCH_S = 0.5
-"""How long a newcomer waits for others that come at about the same time: one resize for all."""
+"""How long a resize waits for further changes, so that one resize serves all of them."""
 REPLACE_DELAY_S = 10.0
-"""How long a replacement waits at most for the first step behind a repair to be finished."""
+"""Longest wait of a replacement for the first step after a recovery."""
 DRAIN_POLL_INTERVAL_S = 2.0
-"""How often the cluster is asked for nodes that are about to go."""
+"""How often the cluster is asked for draining nodes."""
 
 
 class ElasticScaler:
-    """Wants another membership whenever the policy would choose one, and sees to the seats.
+    """Requests a resize whenever the membership policy would select other members.
 
-    A resize costs a step boundary and a reload, and is only wanted where every member has an
-    engine: a training function without one has no state that could move.
+    A resize costs a step boundary and a reload. It is requested only if every member has an engine:
+    a training function without one has no state that could be resharded.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ElasticScaler:
         self._quarantined: frozenset[str] = frozenset()
 
     def start(self) -> None:
-        """From the first placement on."""
+        """Starts the background tasks, once the first workers are placed."""
         for work in (
             self._admit_joining(),
             self._watch_draining_nodes(),
@@ -54,17 +54,17 @@ class ElasticScaler:
         ):
             self._context.tasks.spawn(work)
 
-    def set_limits(self, least: int, most: int) -> None:
-        """Other limits from now on."""
+    def set_limits(self, min_workers: int, max_workers: int) -> None:
+        """Changes the limits for the number of workers."""
         ctx = self._context
         spares = ctx.registry.limits.spares
-        ctx.registry.limits = WorkerLimits(least, most, spares)
-        ctx.deps.workers.resize(least, most + spares)
-        ctx.emit(LimitsChanged(least, most))
+        ctx.registry.limits = WorkerLimits(min_workers, max_workers, spares)
+        ctx.deps.workers.resize(min_workers, max_workers + spares)
+        ctx.emit(LimitsChanged(min_workers, max_workers))
         ctx.changed.notify()
 
     def release_not_chosen(self) -> None:
-        """A generation was formed: lets those go who were left out of it."""
+        """A generation was formed: ends the workers it does not need."""
         ctx, selection = self._context, self._context.generation.selection
         for worker in selection.surplus:
             if ctx.registry.is_alive(worker.index):
@@ -98,12 +98,12 @@ class ElasticScaler:
     async def _watch_draining_nodes(self) -> None:
         ctx = self._context
         while True:
-            leaving = await ctx.deps.workers.draining_nodes()
-            for node in sorted(leaving - ctx.registry.draining_nodes):
-                for name in {one.node for one in ctx.registry.ready if one.node_id == node}:
-                    ctx.emit(JobWarning(f"node {name} is leaving: its work moves to other nodes"))
-            if leaving != ctx.registry.draining_nodes:
-                ctx.registry.draining_nodes = leaving
+            draining = await ctx.deps.workers.draining_nodes()
+            for node in sorted(draining - ctx.registry.draining_nodes):
+                for name in {w.node for w in ctx.registry.ready if w.node_id == node}:
+                    ctx.emit(JobWarning(f"node {name} is draining: its work moves to other nodes"))
+            if draining != ctx.registry.draining_nodes:
+                ctx.registry.draining_nodes = draining
                 ctx.changed.notify()
             await ctx.deps.clock.sleep(DRAIN_POLL_INTERVAL_S)
 
@@ -125,8 +125,8 @@ class ElasticScaler:
                 )
 
     async def _start_replacements(self) -> None:
-        """Starts replacements, but never beside a repair that can do without them: their imports
-        would compete with it."""
+        """Starts replacements, but not during a recovery that does not need them: their imports
+        would compete with it for CPU time."""
         ctx = self._context
         while True:
             await ctx.changed.wait_until(
@@ -138,9 +138,9 @@ class ElasticScaler:
                 )
             if not self._may_replace:
                 continue
-            await self._failures.wait_killed()  # a seat is given to another only when it is empty
-            vacant, ctx.registry.awaiting_replacement = ctx.registry.awaiting_replacement, []
-            for worker in vacant:
+            await self._failures.wait_killed()  # a reservation is reused only when it is empty
+            lost, ctx.registry.awaiting_replacement = ctx.registry.awaiting_replacement, []
+            for worker in lost:
                 self._replace(worker)
 
     @property
@@ -148,8 +148,8 @@ class ElasticScaler:
         ctx = self._context
         if ctx.is_running:
             return True
-        waiting = (State.STARTING, State.RECOVERING, State.RESIZING)
-        return ctx.state in waiting and isinstance(ctx.registry.select_members(), NotEnough)
+        forming = (State.STARTING, State.RECOVERING, State.RESIZING)
+        return ctx.state in forming and isinstance(ctx.registry.select_members(), NotEnough)
 
     @property
     def _has_progressed(self) -> bool:
@@ -159,50 +159,51 @@ class ElasticScaler:
 
     @property
     def _would_grow(self) -> bool:
-        choice = self._context.registry.select_members()
-        here = self._context.generation.world_size
-        return isinstance(choice, Selected) and len(choice.members) > here
+        selection = self._context.registry.select_members()
+        world_size = self._context.generation.world_size
+        return isinstance(selection, Selected) and len(selection.members) > world_size
 
     def _resize_reason(self) -> str:
-        """Why another membership would be better now; empty when none would."""
+        """Why other members would be better now; empty if they would not."""
         ctx = self._context
         generation = ctx.generation
         if not ctx.is_running or not generation.all_restored or generation.any_finished:
             return ""
         if self._vaults.address_changed:
-            return "a vault is to be filled again"
-        choice = ctx.registry.select_members()
-        if isinstance(choice, NotEnough):
+            return "a vault was restarted and is empty"
+        selection = ctx.registry.select_members()
+        if isinstance(selection, NotEnough):
             return ""
-        now, then = generation.members, choice.indices
-        if now == then:
+        old, new = generation.members, selection.indices
+        if old == new:
             return ""
         if any(worker.node_id in ctx.registry.draining_nodes for worker in generation.workers):
-            return "a node is leaving"
-        return f"from {len(now)} to {len(then)} workers"
+            return "a node is draining"
+        return f"from {len(old)} to {len(new)} workers"
 
     def _replace(self, worker: WorkerInfo) -> None:
-        """A new worker in the seat of one that is gone; none where there are enough without it."""
+        """Starts a new worker in the reservation of a lost one, unless there are enough workers."""
         ctx = self._context
-        wanted = ctx.registry.limits
-        if len(ctx.registry.ready) >= wanted.max + wanted.spares:
+        limits = ctx.registry.limits
+        if len(ctx.registry.ready) >= limits.max + limits.spares:
             ctx.tasks.spawn(self._release_worker(worker.index))
             return
         window_s = ctx.plan.spec.recovery.fault_window_s
-        record, now_s = self._failures.history, ctx.now_s()
+        history, now_s = self._failures.history, ctx.now_s()
         nodes = {*ctx.registry.nodes, worker.node_id}
-        bad = placement.quarantined_nodes(record, nodes, window_s, now_s)
+        bad = placement.quarantined_nodes(history, nodes, window_s, now_s)
         for node in sorted(bad - self._quarantined):
             ctx.emit(JobWarning(self._quarantine_text(node)))
         self._quarantined = bad
-        delay_s = placement.restart_backoff_s(record, worker.node_id, window_s, now_s)
+        delay_s = placement.restart_backoff_s(history, worker.node_id, window_s, now_s)
         avoid = sorted(bad | ctx.registry.draining_nodes)
         ctx.deps.workers.replace(worker.index, delay_s, avoid)
 
     def _quarantine_text(self, node: str) -> str:
-        names = [one.worker.node for one in self._failures.history if one.worker.node_id == node]
+        workers = [fault.worker for fault in self._failures.history]
+        name = next(worker.node for worker in workers if worker.node_id == node)
         return (
-            f"node {names[0]} had {placement.QUARANTINE_FAULTS} hardware faults or more within "
+            f"node {name} had {placement.QUARANTINE_FAULTS} hardware faults or more within "
             f"recovery.fault_window_s: no replacement is started there"
         )
 

@@ -1,9 +1,4 @@
-"""Lost and slow workers -> policies.
-
-From what was seen of workers to a judgement: who is lost, why, and what it means for the job.
-
-Measures how fast each worker computes: tells who is steadily slow, and shares the work out.
-"""
+"""Lost, crashed and slow workers: asks the policies what they mean, and acts on the decision."""
 
 from __future__ import annotations
 
@@ -27,104 +22,103 @@ from rayzero.workers.messages import StepReport, WorkerInfo
 from rayzero.workers.vault.records import Restore
 
 COLLECTIVE_GRACE_S = 3.0
-"""How long a failed collective waits for a better explanation, such as a dead worker."""
-
-
+"""How long the decision about a failed collective waits for its cause, such as a dead worker."""
 KILL_TIMEOUT_S = 2.0
-"""How long a repair waits for a kill to be carried out."""
+"""How long a recovery waits for killed processes to exit."""
 
 _LOSS_CAUSES = HARDWARE_CAUSES - {FaultCause.COLLECTIVE}
 
 
 class FailureHandler:
-    """Keeps the job's record of faults, and tells the machine what they mean."""
+    """Keeps the job's fault history, and reports to the state machine whether the job survives."""
 
     def __init__(self, context: JobContext, timer: RecoveryTimer) -> None:
         self.history: list[Fault] = []
-        """Every fault that was repaired, and every worker lost that was no member."""
+        """Every fault recovered from, and every lost worker that was no member."""
         self.excluded = Excluded()
         self._context = context
         self._recovery_timer = timer
         self._hung: dict[int, str] = {}
         self._recorded_dead: set[int] = set()
-        """Who is in the record as gone: one may be lost to two generations while they change."""
+        """Lost workers in the history: one may be lost to two generations while they change."""
         self._fatal_reported = False
         self._pending_kills: set[asyncio.Task[None]] = set()
         spec = context.plan.spec.recovery
         self._budget = failure.FaultBudget(spec.max_faults, spec.fault_window_s)
 
     def counts_by_cause(self) -> dict[str, int]:
-        """How many faults there were, by cause."""
-        return dict(sorted(Counter(str(one.cause) for one in self.history).items()))
+        """Number of faults by cause."""
+        return dict(sorted(Counter(str(fault.cause) for fault in self.history).items()))
 
-    def kill_hung(self, worker: int, why: str) -> None:
-        """Kills a worker that hangs; its death will be known for what it is."""
-        self._hung[worker] = why
+    def kill_hung(self, worker: int, reason: str) -> None:
+        """Kills a hung worker; its loss will be recorded as a hang."""
+        self._hung[worker] = reason
         self._kill(worker)
 
     async def wait_killed(self) -> None:
-        """Returns once nobody who was given up can do anything more, as far as that can be had."""
+        """Waits up to `KILL_TIMEOUT_S` until all killed processes have exited."""
         if self._pending_kills:
-            dying = asyncio.wait(set(self._pending_kills))
+            exits = asyncio.wait(set(self._pending_kills))
             with suppress(TimeoutError):
-                await with_timeout(self._context.deps.clock, KILL_TIMEOUT_S, dying)
+                await with_timeout(self._context.deps.clock, KILL_TIMEOUT_S, exits)
 
     def on_worker_lost(self, worker: int, detail: str) -> None:
-        """A worker's process is gone, or no longer answers and counts as gone.
+        """A worker's process ended, or does not respond and counts as lost.
 
         Args:
-            detail: what is known about the cause; empty when that may still come.
+            detail: the cause, if it is known; empty when it may still be reported.
         """
         ctx = self._context
         if not ctx.registry.is_alive(worker):
             self._add_detail(worker, detail)
             return
         ctx.registry.mark_lost(worker)
-        self._kill(worker)  # what no longer answers, or seems dead, must not come back
+        self._kill(worker)  # a process that stopped responding must not come back
         cause = self._loss_cause(worker)
-        text = self._hung.get(worker) or detail
-        fault = ctx.generation.on_lost(worker, cause, text, ctx.now_s())
+        detail = self._hung.get(worker) or detail
+        fault = ctx.generation.on_lost(worker, cause, detail, ctx.now_s())
         if fault is not None:
             self._announce(fault)
             self.evaluate()
         elif not ctx.generation.any_finished and ctx.state is not State.STOPPING:
             info = ctx.registry.info(worker)
-            self._record(Fault(cause, info, None, 0, text, ctx.now_s()))
+            self._record(Fault(cause, info, None, 0, detail, ctx.now_s()))
             self._announce(self.history[-1])
         ctx.changed.notify()
 
     def on_member_missing(self, worker: int) -> None:
-        """A worker that was lost between its choice as a member and now."""
+        """A worker was lost between its selection as a member and the rendezvous."""
         ctx = self._context
         ctx.generation.on_lost(worker, self._loss_cause(worker), "", ctx.now_s())
         self.evaluate()
 
-    def expel(self, worker: int, why: str) -> None:
-        """Gives a member up that does not leave a fenced generation; part of the fault at hand."""
+    def expel(self, worker: int, reason: str) -> None:
+        """Kills a member that does not leave a fenced generation; part of the fault that fenced it."""
         ctx = self._context
         ctx.registry.mark_lost(worker)
-        fault = ctx.generation.on_lost(worker, FaultCause.HANG, why, ctx.now_s())
+        fault = ctx.generation.on_lost(worker, FaultCause.HANG, reason, ctx.now_s())
         if fault is not None:
             ctx.generation.pending_faults.remove(fault)
             self._announce(fault)
         self._kill(worker)
 
     def evaluate(self, *, grace_over: bool = False) -> None:
-        """Decides about the faults of the generation that are not decided yet."""
+        """Asks the policy about the generation's pending faults."""
         ctx, generation = self._context, self._context.generation
         if not generation.pending_faults or ctx.state is State.STOPPING or ctx.state.is_final:
             return
-        about = failure.FailureContext(
-            self._budget, ctx.progress.steps_executed, generation.restore is not None
-        )
         decision = failure.decide(
-            generation.pending_faults, self.history, about, grace_over=grace_over
+            generation.pending_faults,
+            self.history,
+            failure.FailureContext(
+                self._budget, ctx.progress.steps_executed, generation.restore is not None
+            ),
+            grace_over=grace_over,
         )
         match decision:
             case failure.FailJob(error):
-                if (
-                    not self._fatal_reported
-                ):  # it may be judged again before the machine has heard of it
+                # It may be evaluated again before the machine handles the event.
+                if not self._fatal_reported:
                     root = failure.root_cause(generation.pending_faults)
                     ctx.emit(FaultRecorded(root, is_fatal=True))
                 self._fatal_reported = True
@@ -135,7 +129,7 @@ class FailureHandler:
                 ctx.tasks.spawn(self._evaluate_after_grace(generation))
 
     def on_crash(self) -> None:
-        """A member's crash was noted in the generation."""
+        """A member's crash was added to the pending faults."""
         self._announce(self._context.generation.pending_faults[-1])
         self.evaluate()
 
@@ -143,23 +137,23 @@ class FailureHandler:
         ctx = self._context
         generation.fence()
         faults, generation.pending_faults = generation.pending_faults, []
-        counted = [one for one in faults if one.cause in _LOSS_CAUSES]
-        for one in counted if root in counted else [*counted, root]:
-            self._record(one)
+        losses = [fault for fault in faults if fault.cause in _LOSS_CAUSES]
+        for fault in losses if root in losses else [*losses, root]:
+            self._record(fault)
         if root.cause is FaultCause.STATE and generation.restore is not None:
             self._exclude_restore_point(generation.restore)
-        gone = [one for one in faults if not ctx.registry.is_alive(one.worker.index)]
+        lost = [fault for fault in faults if not ctx.registry.is_alive(fault.worker.index)]
         self._recovery_timer.fault_detected(
             root.cause,
-            [_format_member(one) for one in gone],
+            [_format_member(fault) for fault in lost],
             generation.world_size,
-            min(one.at_s for one in faults),
+            min(fault.at_s for fault in faults),
             ctx.now_s(),
         )
         ctx.post_event(machine.FaultRecoverable(generation.number))
 
     def _exclude_restore_point(self, restore: Restore) -> None:
-        """Its state could not be loaded: nobody begins from it again."""
+        """Its state could not be loaded: no generation resumes from it again."""
         versions = {(slot.generation, slot.step) for slot in restore.slots}
         checkpoints = {restore.step} if restore.checkpoint else set()
         self.excluded = Excluded(
@@ -167,14 +161,14 @@ class FailureHandler:
         )
 
     def _add_detail(self, worker: int, detail: str) -> None:
-        """The cluster says why a worker died whose death was known already."""
+        """The cluster reports why a worker died whose loss is known already."""
         if not detail:
             return
         for faults in (self._context.generation.pending_faults, self.history):
-            for place, fault in enumerate(faults):
+            for index, fault in enumerate(faults):
                 if fault.worker.index == worker and not fault.detail:
-                    faults[place] = replace(fault, detail=detail)
-                    self._context.emit(JobWarning(failure.describe_fault(faults[place])))
+                    faults[index] = replace(fault, detail=detail)
+                    self._context.emit(JobWarning(failure.describe_fault(faults[index])))
         self.evaluate()
 
     def _loss_cause(self, worker: int) -> FaultCause:
@@ -219,7 +213,8 @@ def _format_member(fault: Fault) -> str:
 
 
 class StragglerMonitor:
-    """With `recovery.balance: auto` the next generation's samples follow the measured speed."""
+    """Measures each worker's speed: warns of slow ones, and with `recovery.balance: auto` splits the
+    next generation's samples accordingly."""
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
@@ -228,7 +223,7 @@ class StragglerMonitor:
         self._shares: tuple[float, ...] = ()
 
     def start_generation(self, workers: Sequence[WorkerInfo]) -> tuple[float, ...]:
-        """A generation of these workers, by rank, is about to begin; its shares."""
+        """A generation of these workers, by rank, begins. Returns their shares of a step's samples."""
         members = tuple(worker.index for worker in workers)
         current = self._shares if members == self._members else ()
         self._members, self._shares = members, ()
@@ -241,9 +236,9 @@ class StragglerMonitor:
         """A worker of this generation finished a step."""
         gauges = report.gauges
         if "exposed_comm_s" not in gauges or self._context.generation.rank_of(worker) is None:
-            return  # there is no engine that measures
+            return  # the job has no engine that measures
         compute_s = gauges["step_s"] - gauges["exposed_comm_s"]
-        # Only ratios count, and the global batch is constant: a share stands for its samples.
+        # Only ratios count, and the global batch is constant: shares work as well as samples.
         share = self._shares[report.rank] if self._shares else 1 / len(self._members)
         if change := self._tracker.add_step(worker, compute_s, share):
             self._context.emit(JobWarning(str(change)))

@@ -1,9 +1,4 @@
-"""GenerationState; recovery timing.
-
-Who is how far in one generation: from the workers' messages to the machine's events. Pure.
-
-Times the ways between two generations, and keeps a record of each. Pure but for `append`.
-"""
+"""The members of one generation and their progress, and the timing of recoveries. Pure."""
 
 from __future__ import annotations
 
@@ -34,10 +29,10 @@ NO_MEMBERS = Selected(())
 
 
 class GenerationState:
-    """The members of one generation and what became of each. Number 0 has no members.
+    """The members of one generation and the state of each. Number 0 has no members.
 
-    A member is *in* from the moment it is told its place until its function is unwound, whatever
-    the way: a generation of which nobody is in can do nothing more.
+    A member is *active* from its assignment until its function has returned, failed or been
+    unwound, or its process ended: a generation without active members can do nothing more.
     """
 
     def __init__(
@@ -52,7 +47,7 @@ class GenerationState:
         self.placements = tuple(placements)
         self.restore = restore
         self.pending_faults: list[Fault] = []
-        """Not judged yet."""
+        """Faults that the failure policy has not decided yet."""
         self.return_value: dict[str, Any] = {}
         self.step = 0 if restore is None else restore.step
         """The step that its furthest rank works on, counted from 1."""
@@ -81,12 +76,12 @@ class GenerationState:
 
     @cached_property
     def multi_node(self) -> bool:
-        """Whether it lies on several nodes."""
+        """Whether its members are on several nodes."""
         return len({worker.node_id for worker in self._workers.values()}) > 1
 
     @property
     def fenced(self) -> bool:
-        """Whether it ends: its members leave, and a crash of theirs is no fault any more."""
+        """Whether it is being ended: its members leave, and a crash is no longer a fault."""
         return self._fenced
 
     @property
@@ -100,12 +95,12 @@ class GenerationState:
         return not self._active
 
     def is_active(self, worker: int) -> bool:
-        """Whether that member is in the user's function."""
+        """Whether that member has an assignment and has not left."""
         return worker in self._active
 
     @property
     def any_finished(self) -> bool:
-        """Whether some member's function returned: there is nothing left to resize for."""
+        """Whether some member's function returned: a resize is pointless."""
         return bool(self._finished)
 
     @property
@@ -120,16 +115,16 @@ class GenerationState:
 
     @property
     def all_restored(self) -> bool:
-        """Whether every member has an engine, its state loaded: it can be moved without loss."""
+        """Whether every member has an engine with its state loaded: a resize loses nothing."""
         return len(self._restored) == self.world_size > 0
 
     def rank_of(self, worker: int) -> int | None:
         return self._ranks.get(worker)
 
     def in_process_states(self) -> InProcessStates:
-        """What is in the memory of the members that were unwound; those that died forget."""
+        """The states in the memory of unwound members whose processes are alive."""
         by_rank = {
-            self._ranks[worker]: (worker, one) for worker, one in self._process_states.items()
+            self._ranks[worker]: (worker, state) for worker, state in self._process_states.items()
         }
         return InProcessStates(self.world_size, by_rank)
 
@@ -138,7 +133,7 @@ class GenerationState:
         self._fenced = True
 
     def mark_assigned(self) -> None:
-        """The members are being told their places."""
+        """The members' assignments are being sent."""
         self._active |= self.members
 
     def advance_to(self, step: int) -> None:
@@ -146,23 +141,23 @@ class GenerationState:
         self.step = max(self.step, step)
 
     def on_heartbeat(self, worker: int, beat: Heartbeat) -> bool:
-        """Whether that heartbeat is of a member that is in."""
+        """Records a heartbeat. False if its sender is no active member."""
         if worker not in self._active or beat.rank != self._ranks[worker]:
             return False
-        # Ranks go in step, and a lost one may not have told its newest: take the furthest.
+        # Ranks proceed in lockstep, and a lost one may not have reported its newest: the maximum.
         if beat.step > self.step:
             self.step = beat.step
         return True
 
     def on_joined(self, worker: int, message: Joined) -> bool:
-        """A member has joined. Whether it was the last one."""
+        """Records a member that joined. True if it was the last one."""
         if message.generation != self.number or worker not in self._active:
             return False
         self._joined.add(worker)
         return self.all_joined
 
     def on_restored(self, worker: int, message: Restored) -> bool:
-        """A member has the state. Whether it was the last one."""
+        """Records a member that loaded its state. True if it was the last one."""
         if message.generation != self.number or worker not in self._active:
             return False
         self._restored.add(worker)
@@ -170,7 +165,7 @@ class GenerationState:
         return self.all_restored
 
     def on_left(self, worker: int, message: Finished | Stopped | Crashed, at_s: float) -> bool:
-        """Whether that was a member that is in no longer. A crash is noted in `faults`."""
+        """Records a member that left; a crash goes to `pending_faults`. False if it was not active."""
         if message.generation != self.number or worker not in self._active:
             return False
         self._active.discard(worker)
@@ -178,7 +173,7 @@ class GenerationState:
         return True
 
     def on_lost(self, worker: int, cause: FaultCause, detail: str, at_s: float) -> Fault | None:
-        """A worker's process is gone. The fault, if it was a member that had not finished."""
+        """Records a lost process. Returns the fault if it was a member that had not finished."""
         self._active.discard(worker)
         self._process_states.pop(worker, None)
         if worker not in self._ranks or worker in self._finished:
@@ -217,7 +212,7 @@ CompletedRecovery = Repaired | Resized
 
 @dataclass
 class _Timeline:
-    """One under way. A fault on a resize's way makes a repair of it."""
+    """The current recovery or resize. A fault during a resize turns it into a recovery."""
 
     reason: str
     cause: str | None
@@ -231,7 +226,10 @@ class _Timeline:
 
 
 class RecoveryTimer:
-    """At most one way is open: what happens on it belongs to it, until a step is finished again."""
+    """Times the phases from a fault or a resize to the next finished step; one at a time.
+
+    The phases: detect, fence or drain, select_step, select_members, rendezvous, load, recompute.
+    """
 
     def __init__(self) -> None:
         self.repairs = 0
@@ -242,12 +240,12 @@ class RecoveryTimer:
     def fault_detected(
         self, cause: str, lost: Iterable[str], world_size: int, since_s: float, now_s: float
     ) -> None:
-        """A fault was judged to be repaired; its first sign came at `since_s`."""
-        way = self._current
-        if way is None:
-            way = self._current = _Timeline("", cause, world_size, since_s, "detect")
-        way.cause = way.cause or cause
-        way.lost += lost
+        """The policy decided to recover from a fault whose first sign came at `since_s`."""
+        timeline = self._current
+        if timeline is None:
+            timeline = self._current = _Timeline("", cause, world_size, since_s, "detect")
+        timeline.cause = timeline.cause or cause
+        timeline.lost += lost
         self.enter_phase("detect", now_s)
 
     def resize_requested(self, reason: str, world_size: int, now_s: float) -> None:
@@ -255,38 +253,38 @@ class RecoveryTimer:
         if self._current is None:
             self._current = _Timeline(reason, None, world_size, now_s, "drain")
 
-    def enter_phase(self, part: str, now_s: float) -> None:
-        """The part under way is over, and `part` begins."""
-        way = self._current
-        if way is not None:
-            way.seconds[way.phase] += now_s - way.phase_began_s
-            way.phase_began_s, way.phase = now_s, part
+    def enter_phase(self, phase: str, now_s: float) -> None:
+        """Ends the current phase and begins another one."""
+        timeline = self._current
+        if timeline is not None:
+            timeline.seconds[timeline.phase] += now_s - timeline.phase_began_s
+            timeline.phase_began_s, timeline.phase = now_s, phase
 
     def step_selected(self, step: int, steps_redone: int) -> None:
-        """The step that is gone back to. A second way back counts only what is lost besides."""
+        """The step to resume from. `steps_redone` counts only steps not counted before."""
         if self._current is not None:
             self._current.step = step
             self._current.steps_redone += steps_redone
         self.steps_redone += steps_redone
 
     def completed(self, step_s: float, world_size: int, now_s: float) -> CompletedRecovery | None:
-        """A step was finished that took `step_s`: what is now passed, if something was open."""
-        way = self._current
-        if way is None or way.phase not in ("load", "recompute"):
-            return None  # a step of the generation that is being left
+        """A step was finished that took `step_s`. Returns the recovery that it completes, if any."""
+        timeline = self._current
+        if timeline is None or timeline.phase not in ("load", "recompute"):
+            return None  # a step of the previous generation
         self._current = None
-        way.seconds[way.phase] += max(0.0, now_s - way.phase_began_s - step_s)
-        seconds = dict(way.seconds)
-        if way.cause is None:
+        timeline.seconds[timeline.phase] += max(0.0, now_s - timeline.phase_began_s - step_s)
+        seconds = dict(timeline.seconds)
+        if timeline.cause is None:
             self.resizes += 1
-            return Resized(way.reason, way.step, way.world_size, world_size, seconds)
+            return Resized(timeline.reason, timeline.step, timeline.world_size, world_size, seconds)
         self.repairs += 1
         return Repaired(
-            way.cause,
-            tuple(way.lost),
-            way.step,
-            way.steps_redone,
-            way.world_size,
+            timeline.cause,
+            tuple(timeline.lost),
+            timeline.step,
+            timeline.steps_redone,
+            timeline.world_size,
             world_size,
             seconds,
         )

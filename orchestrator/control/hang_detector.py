@@ -1,4 +1,4 @@
-"""Looks for ranks that no longer go on, names them, and ends them: the rest is a death's repair."""
+"""Detects hung ranks, reports their stacks and kills them; they are then recovered as lost."""
 
 from __future__ import annotations
 
@@ -13,26 +13,22 @@ from rayzero.workers.messages import Heartbeat
 from rayzero.workers.vault.vault import Vault
 
 CHECK_INTERVAL_S = 1.0
-"""How often it is looked."""
-
-
+"""How often the ranks are checked."""
 STACK_TIMEOUT_S = 1.0
-"""How long a worker may take to show its stacks."""
-
-
+"""How long a worker may take to dump its stacks."""
 INSPECT_TIMEOUT_S = 6.0
-"""How long a vault may take to inspect a process that does not answer."""
+"""How long a vault may take to inspect a process that does not respond."""
 
 
 class HangDetector:
-    """Looks at the newest generation for as long as the job runs."""
+    """Checks the newest generation for as long as the job runs."""
 
     def __init__(self, context: JobContext, inbox: WorkerInbox, failures: FailureHandler) -> None:
         self._context = context
         self._inbox = inbox
         self._failures = failures
         self._warned_generation = 0
-        """The generation of which it was said that nobody is to blame."""
+        """The generation of which a hang without a culprit was reported."""
 
     async def run(self) -> None:
         while True:
@@ -41,22 +37,22 @@ class HangDetector:
             generation = self._context.generation
             if generation.fenced or generation.all_left:
                 continue
-            members = sorted(generation.active)
-            if (
-                self._inbox.longest_silence_s(members)
-                <= self._context.plan.worker_spec.hang_timeout_s
-            ):
+            members, limit_s = (
+                sorted(generation.active),
+                self._context.plan.worker_spec.hang_timeout_s,
+            )
+            if self._inbox.longest_silence_s(members) <= limit_s:
                 continue
             ranks = {worker: self._rank_progress(worker) for worker in members}
-            stall = find_hang(list(ranks.values()), self._context.plan.worker_spec.hang_timeout_s)
-            if stall is None:
+            hang = find_hang(list(ranks.values()), limit_s)
+            if hang is None:
                 continue
-            if stall.rank is not None:
-                culprit = next(one for one, seen in ranks.items() if seen.rank == stall.rank)
-                await self._kill_culprit(culprit, stall)
+            if hang.rank is not None:
+                culprit = next(w for w, progress in ranks.items() if progress.rank == hang.rank)
+                await self._kill_culprit(culprit, hang)
             elif self._warned_generation != generation.number:
                 self._warned_generation = generation.number
-                self._context.emit(JobWarning(stall.reason))
+                self._context.emit(JobWarning(hang.reason))
 
     def _rank_progress(self, worker: int) -> RankProgress:
         generation, info = self._context.generation, self._context.registry.info(worker)
@@ -71,15 +67,15 @@ class HangDetector:
             is_new=self._inbox.never_reported(worker),
         )
 
-    async def _kill_culprit(self, worker: int, stall: Hang) -> None:
+    async def _kill_culprit(self, worker: int, hang: Hang) -> None:
         generation = self._context.generation
         stacks = await self._dump_stacks(worker)
         if generation is self._context.generation and worker in generation.active:
-            self._context.emit(JobWarning(f"{stall.reason}\n{stacks}".rstrip()))
-            self._failures.kill_hung(worker, stall.reason)
+            self._context.emit(JobWarning(f"{hang.reason}\n{stacks}".rstrip()))
+            self._failures.kill_hung(worker, hang.reason)
 
     async def _dump_stacks(self, worker: int) -> str:
-        """What its threads do; if it does not say, what the system knows about its process."""
+        """Its Python stacks; if it does not respond, what its node's vault sees of the process."""
         ctx = self._context
         try:
             return await ctx.call_worker(

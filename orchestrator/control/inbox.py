@@ -1,9 +1,4 @@
-"""Worker messages: receive, order, dispatch.
-
-Listens to the workers: what they say comes in batches, and who died comes first.
-
-From a worker's message to those whom it concerns.
-"""
+"""Receives the workers' messages and dispatches them to the controller's components."""
 
 from __future__ import annotations
 
@@ -37,12 +32,12 @@ from rayzero.workers.messages import (
 )
 
 SILENCE_GRACE_S = 10.0
-"""How much longer than a hang a silent process is borne with: the vigil comes first, and says more.
-This is for workers that are no members."""
+"""Extra silence allowed beyond `hang_timeout_s`, so that the hang detector, which has diagnostics,
+acts first. It watches members only; this limit holds for all workers."""
 
 
 DISPATCH_SLICE_S = 0.001
-"""For how long messages are handed on before something else gets a turn: a death may wait."""
+"""How long messages are dispatched before other tasks get a turn: a loss may be waiting."""
 
 MessageHandler = Callable[[int, WorkerMessage], None]
 
@@ -51,11 +46,11 @@ LossHandler = Callable[[int, str], None]
 
 
 class WorkerInbox:
-    """Hands on what workers say, and remembers when each was heard last and how far it was.
+    """Delivers the workers' messages, and records when each worker was last heard from.
 
-    Two tasks: one hears, tells of deaths at once, and hands on a slice of what was said; the other
-    hands on what is left, a slice at a time. What a worker said before it died is handed on before
-    its death.
+    Two tasks: one receives, reports losses at once, and delivers one time slice of messages; the
+    other delivers the rest, slice by slice. The messages of one worker are delivered in order, and
+    all of them before its loss.
     """
 
     def __init__(self, context: JobContext, receive: MessageHandler, on_lost: LossHandler) -> None:
@@ -67,28 +62,28 @@ class WorkerInbox:
         self._reported: set[int] = set()
         self._undelivered: dict[int, list[WorkerMessage]] = {}
         self._delivery_queue: deque[int] = deque()
-        """Of who said something; a worker may stand here whose words were handed on already."""
+        """Workers with undelivered messages, in order; those of some may be delivered already."""
         self._has_undelivered = asyncio.Event()
 
     def start(self, workers: Iterable[int]) -> None:
-        """Listens from now on, to these at first."""
+        """Starts receiving, from these workers at first."""
         self.subscribe(workers)
         self._context.tasks.spawn(self._receive_loop())
         self._context.tasks.spawn(self._deliver_all())
 
     def subscribe(self, workers: Iterable[int]) -> None:
-        """Listens to more of them."""
+        """Receives from more workers."""
         new = dict.fromkeys(workers, self._context.now_s())
         self._last_heard_s |= new
         self._context.deps.workers.subscribe(new)
 
     def start_generation(self) -> None:
-        """What was said of the one before tells nothing about this one."""
+        """Forgets the heartbeats of the generation before."""
         self._heartbeats.clear()
         self._last_heard_s |= dict.fromkeys(self._context.registry.members, self._context.now_s())
 
     def deliver(self, worker: int) -> None:
-        """Hands on what a worker has said so far."""
+        """Delivers the messages of one worker received so far."""
         for message in self._undelivered.pop(worker, ()):
             kind = type(message)
             if kind is Heartbeat:
@@ -98,11 +93,11 @@ class WorkerInbox:
             self._dispatch(worker, message)
 
     def reply_overdue_s(self, index: int) -> float:
-        """For how long something should have been heard of it."""
+        """How long its reply to the current poll has been due; 0 if it is not late."""
         return max(0.0, self.last_heartbeat(index)[1] - WORKER_POLL_S)
 
     def last_heartbeat(self, index: int) -> tuple[Heartbeat | None, float]:
-        """Its last heartbeat in this generation, and how long ago it was heard last."""
+        """Its last heartbeat in this generation, and how long ago it was last heard from."""
         now_s = self._context.now_s()
         return self._heartbeats.get(index), now_s - self._last_heard_s.get(index, now_s)
 
@@ -111,39 +106,43 @@ class WorkerInbox:
         return index not in self._reported
 
     def longest_silence_s(self, workers: Iterable[int]) -> float:
-        """The longest that any of these has made no progress, as far as is known: a quick look
-        before a thorough one."""
+        """The longest that any of these may have made no progress: a cheap test before the thorough
+        one of the hang policy."""
         now_s, beats, heard_at_s = self._context.now_s(), self._heartbeats, self._last_heard_s
         longest_s = 0.0
         for worker in workers:
             age_s = now_s - heard_at_s.get(worker, now_s)
             beat = beats.get(worker)
-            here_s = (age_s if age_s > WORKER_POLL_S else 0.0) + (beat.silent_s if beat else 0.0)
-            longest_s = max(longest_s, here_s)
+            silent_s = (age_s if age_s > WORKER_POLL_S else 0.0) + (beat.silent_s if beat else 0.0)
+            longest_s = max(longest_s, silent_s)
         return longest_s
 
     def expire_silent(self) -> None:
-        """Takes those for lost whose processes have been silent for too long."""
+        """Reports workers as lost whose processes have been silent for too long."""
         limit_s = WORKER_POLL_S + self._context.plan.worker_spec.hang_timeout_s + SILENCE_GRACE_S
         since_s = self._context.now_s() - limit_s
-        mute = [worker for worker, at_s in self._last_heard_s.items() if at_s <= since_s]
-        for worker in mute:
+        silent = [worker for worker, at_s in self._last_heard_s.items() if at_s <= since_s]
+        for worker in silent:
             self._mark_lost(worker, timeout_reason(limit_s))
 
     async def _receive_loop(self) -> None:
-        group, heard_at_s, said = self._context.deps.workers, self._last_heard_s, self._undelivered
+        group, heard_at_s, pending = (
+            self._context.deps.workers,
+            self._last_heard_s,
+            self._undelivered,
+        )
         while True:
-            heard = await group.receive()
+            reports = await group.receive()
             now_s = self._context.now_s()
-            for worker, messages in heard.messages:
+            for worker, messages in reports.messages:
                 if worker in heard_at_s:
                     heard_at_s[worker] = now_s
-                if worker in said:
-                    said[worker].extend(messages)
+                if worker in pending:
+                    pending[worker].extend(messages)
                 elif messages:
-                    said[worker] = messages
+                    pending[worker] = messages
                     self._delivery_queue.append(worker)
-            for worker, cause in heard.lost:
+            for worker, cause in reports.lost:
                 self._mark_lost(worker, cause)
             self._deliver_slice()
             if self._delivery_queue:
@@ -163,7 +162,6 @@ class WorkerInbox:
                 await asyncio.sleep(0)
 
     def _deliver_slice(self) -> None:
-        """A slice."""
         order, now = self._delivery_queue, self._context.deps.clock.now
         until_s = now() + DISPATCH_SLICE_S
         while order and now() < until_s:
@@ -171,10 +169,11 @@ class WorkerInbox:
 
 
 class MessageDispatcher:
-    """Messages may be late: of a worker that is lost by now, or of an older generation.
+    """Dispatches worker messages to the components that handle them.
 
-    The bell is rung for the last of many only: thousands of rings would wake those who wait
-    thousands of times, and they wait for all.
+    Messages may be late: from a worker that is lost by now, or about an older generation. Waiters
+    are notified of the last of many messages only: thousands of notifications would wake each of
+    them thousands of times.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class MessageDispatcher:
         self._stragglers = speeds
         self._recovery_timer = timer
         self._vaults = vaults
-        # A table, not a chain of tests: a large job says thousands of these a second.
+        # A table, not a chain of tests: a large job sends thousands of these a second.
         self._handlers: dict[type[WorkerMessage], Callable[[int, Any], None]] = {
             Heartbeat: self._on_heartbeat,
             StepReport: self._on_report,
@@ -229,9 +228,9 @@ class MessageDispatcher:
     def _on_step_finished(self, record: StepRecord) -> None:
         ctx = self._context
         ctx.changed.notify()
-        passed = self._recovery_timer.completed(record.step_s, record.world_size, ctx.now_s())
-        if passed is not None:
-            ctx.emit(passed)
+        completed = self._recovery_timer.completed(record.step_s, record.world_size, ctx.now_s())
+        if completed is not None:
+            ctx.emit(completed)
         self._replication.on_step_finished(record.generation)
         self._vaults.on_step_finished()
         self._fault_injector.on_step_finished(record.step)
@@ -254,12 +253,12 @@ class MessageDispatcher:
 
     def _on_left(self, worker: int, message: Finished | Stopped | Crashed) -> None:
         ctx, generation = self._context, self._context.generation
-        known = len(generation.pending_faults)
+        faults_before = len(generation.pending_faults)
         if not generation.on_left(worker, message, ctx.now_s()):
             return
         if generation.all_left or not isinstance(message, Stopped):
             ctx.changed.notify()
-        if len(generation.pending_faults) > known:
+        if len(generation.pending_faults) > faults_before:
             self._failures.on_crash()
         if isinstance(message, Finished):
             ctx.progress.add_counters(message.counters)
@@ -268,7 +267,7 @@ class MessageDispatcher:
                 ctx.tasks.spawn(self._complete_job())
 
     async def _complete_job(self) -> None:
-        """The job has succeeded once what was pinned on the way is stored."""
+        """The job succeeds once all pinned steps are stored."""
         generation = self._context.generation
         await self._replication.wait_idle()
         self._context.post_event(machine.AllFinished(generation.number))

@@ -1,9 +1,4 @@
-"""Stop with a last checkpoint; adopt a lost run.
-
-The way to an end by wish: unwind, keep what was trained, be gone in time.
-
-Goes on with a run that lost its controller, with its numbers, budgets and history.
-"""
+"""Stopping a job on request, and adopting a run that lost its controller."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ UNWIND_TIMEOUT_S = 4.0
 
 
 class JobShutdown:
-    """With checkpoints on, a stop ends with one more, within `checkpoint.notice_s` in all."""
+    """Unwinds the workers; with checkpoints on, writes a last one within `checkpoint.notice_s`."""
 
     def __init__(
         self,
@@ -60,8 +55,8 @@ class JobShutdown:
                 generation.active, WorkerCalls.drain, generation.number
             )
             ctx.tasks.spawn(ctx.await_replies(drained))
-            # Half of the time for the step at hand; none of it when a rank is lost on the way,
-            # because its peers would only wait for it.
+            # Half of the time for the current step; no more once a rank is lost, because its peers
+            # would wait for it in vain.
             await ctx.wait_for(
                 notice_s / 2, lambda: generation.all_left or bool(generation.pending_faults)
             )
@@ -73,7 +68,7 @@ class JobShutdown:
         self._post_outcome()
 
     def _unwind(self, *, softly: bool) -> None:
-        """Has everyone leave who has not left yet."""
+        """Tells all active members to leave."""
         generation = self._context.generation
         generation.fence()
         self._reconfiguration.interrupt_members(generation.active, softly=softly)
@@ -96,10 +91,11 @@ def adopt_run(
     timer: RecoveryTimer,
     checkpoints: CheckpointWriter,
 ) -> float:
-    """Before anything else is done; when the run began, by the controller's clock."""
+    """Restores the counters, budgets and limits of an earlier controller's run. Called before the
+    start; returns when that run began, on the controller's clock."""
     now_s, unix_s = ctx.now_s(), time.time()
     ctx.generation = GenerationState(past.generation)
-    ctx.progress.steps = past.step  # what is behind the checkpoint will count as done again
+    ctx.progress.steps = past.step  # steps after the checkpoint will count as redone
     checkpoints.written += past.checkpoints_written
     checkpoints.failed += past.checkpoints_failed
     timer.resizes += past.resizes

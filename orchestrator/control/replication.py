@@ -1,4 +1,4 @@
-"""What becomes of pinned steps: a checkpoint, copies in other nodes' vaults, and an end."""
+"""Lifecycle of pinned steps: checkpoint, replicate to other nodes' vaults, unpin."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from rayzero.workers.vault.records import SlotRef
 from rayzero.workers.vault.vault import Vault
 
 COPY_TIMEOUT_S = 600.0
-"""How long a vault may take to copy what it is to hold for another node."""
-
-
+"""How long a vault may take to copy another node's slots."""
 RETRY_BACKOFF_S = (1.0, 4.0, 16.0, 60.0)
-"""How long to wait before each further try to copy to another node; the last from then on."""
+"""Wait before each further attempt to replicate to another node; the last value repeats."""
 
 
 class Replication:
-    """Owns the work on pinned steps. It goes on through repairs: a pinned step stays as it is."""
+    """Owns the work on pinned steps. It continues during recoveries: a pinned step does not change."""
 
     def __init__(self, context: JobContext, checkpoints: CheckpointWriter) -> None:
         self._context = context
@@ -39,7 +37,7 @@ class Replication:
         ctx = self._context
         generation = ctx.generation
         if message.generation != generation.number or not ctx.registry.is_alive(worker):
-            return  # of a generation that is over: freed with all of its pins
+            return  # of an ended generation: freed with all of its pins
         node_id = ctx.registry.info(worker).node_id
         pin = self._pins.add_rank(message, node_id, generation.world_size)
         if pin is not None:
@@ -54,7 +52,7 @@ class Replication:
         self._release()
 
     async def wait_idle(self) -> None:
-        """Returns once nothing is in work."""
+        """Returns once no pinned step is being processed."""
         await self._context.changed.wait_until(lambda: self._in_progress == 0)
 
     async def _process(self, pin: PinnedStep) -> None:
@@ -71,37 +69,39 @@ class Replication:
         self._context.changed.notify()
 
     async def _replicate(self, pin: PinnedStep) -> bool:
-        """Sends each node's slots to the next ones in the ring, for as long as its generation
-        lasts; whether all are there."""
+        """Copies each node's slots to the next nodes in the ring, with retries for as long as its
+        generation lasts. True once all copies exist."""
         ctx = self._context
-        wanted = replica_targets(pin.slots, ctx.plan.spec.recovery.replicas)
+        targets = replica_targets(pin.slots, ctx.plan.spec.recovery.replicas)
         nbytes = 0
         for tries in count():
-            done = await asyncio.gather(
-                *(self._replicate_to(node, s) for node, s in wanted.items())
+            results = await asyncio.gather(
+                *(self._replicate_to(node, slots) for node, slots in targets.items())
             )
-            failed = [one for one in done if isinstance(one, str)]
-            nbytes += sum(one for one in done if isinstance(one, int))
-            if not failed:
+            errors = [result for result in results if isinstance(result, str)]
+            nbytes += sum(result for result in results if isinstance(result, int))
+            if not errors:
                 ctx.emit(StepReplicated(pin.step, nbytes))
                 return True
             if pin.generation != ctx.generation.number or ctx.generation.fenced:
                 break
-            ctx.emit(JobWarning(f"step {pin.step} is not on other nodes yet: {failed[0]}"))
+            ctx.emit(
+                JobWarning(f"step {pin.step} is not replicated to other nodes yet: {errors[0]}")
+            )
             await ctx.deps.clock.sleep(RETRY_BACKOFF_S[min(tries, len(RETRY_BACKOFF_S) - 1)])
         return False
 
     async def _replicate_to(self, node: str, slots: list[SlotRef]) -> int | str:
-        """The bytes that were copied; else why it did not work."""
+        """The bytes copied, or why it failed."""
         ctx = self._context
         try:
             return await with_timeout(
                 ctx.deps.clock, COPY_TIMEOUT_S, ctx.deps.vaults.call(node, Vault.replicate, slots)
             )
         except TimeoutError:
-            return f"they took longer than {COPY_TIMEOUT_S:g} s"
+            return f"the copy took longer than {COPY_TIMEOUT_S:g} s"
         except VaultLostError as lost:
-            return str(lost) or "a vault is gone"
+            return str(lost) or "a vault was lost"
         except RayzeroError as error:
             return error.seen
 
@@ -112,7 +112,7 @@ class Replication:
 
     async def _unpin(self, node: str, generation: int, step: int) -> None:
         ctx = self._context
-        with suppress(VaultLostError, TimeoutError):  # then there is nothing left to free
+        with suppress(VaultLostError, TimeoutError):  # then there is nothing to free
             await with_timeout(
                 ctx.deps.clock,
                 COMMAND_TIMEOUT_S,

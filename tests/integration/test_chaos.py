@@ -99,7 +99,7 @@ def test_the_store_fails_and_nothing_is_lost(nodes: Nodes, tmp_path: Path):
     later = Notebook()
     assert run(tmp_path, LAST + 20, later).steps == LAST + 20
     assert [one.step for one in later.of(Resumed)] == [LAST - EVERY]
-    assert any("is left out" in one.text for one in later.of(JobWarning))
+    assert any("is skipped" in one.text for one in later.of(JobWarning))
     assert [record.step for record in later.of(StepRecord)] == [*range(LAST - EVERY + 1, LAST + 21)]
     assert len(read_fired_faults(output_dir)) == len(FAULTS)
 
@@ -114,7 +114,7 @@ def test_a_lost_vault_is_opened_again_and_filled(nodes: Nodes, tmp_path: Path):
         wait(handle, lambda: step(notes) > reached + 5)
     assert [one.fault for one in read_fired_faults(tmp_path / "steady")] == [fault]
     assert any("the vault on node" in one.text for one in notes.of(JobWarning))
-    assert [one.reason for one in notes.of(Resized)] == ["a vault is to be filled again"]
+    assert [one.reason for one in notes.of(Resized)] == ["a vault was restarted and is empty"]
     assert not notes.of(FaultDetected), "the workers went on"
     assert [record.step for record in notes.of(StepRecord)] == [*range(1, step(notes) + 1)]
 
@@ -129,7 +129,9 @@ def test_a_running_job_is_struck_by_command_and_goes_on(nodes: Nodes, tmp_path: 
             [*command, nodes.address], capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, done.stderr
-        told = re.fullmatch(r"steady: (kill\(rank=1, step=\d+\)) at the next chance\n", done.stdout)
+        told = re.fullmatch(
+            r"steady: (kill\(rank=1, step=\d+\)) at the next opportunity\n", done.stdout
+        )
         assert told, done.stdout
         wait(handle, lambda: bool(notes.of(Repaired)))
         assert [one.fault for one in read_fired_faults(tmp_path / "steady")] == [told[1]]
@@ -155,7 +157,7 @@ def test_a_node_is_dropped_from_inside_but_never_the_controllers(nodes: Nodes, t
         with pytest.raises(ConfigError, match="has its network in common with the job's contr"):
             handle.inject("partition(node=1, seconds=5)")
         told = handle.inject("drop_node(node=1)")
-        assert re.fullmatch(r"steady: drop_node\(node=1, step=\d+\) at the next chance", told)
+        assert re.fullmatch(r"steady: drop_node\(node=1, step=\d+\) at the next opportunity", told)
         wait(handle, lambda: bool(notes.of(Repaired)))
         wait(handle, lambda: size(notes) == 2)
     (one,) = notes.of(FaultFired)

@@ -64,7 +64,7 @@ async def test_what_cannot_be_acted_out_is_told_once_and_did_not_happen(folder: 
     await stage.steps(5)
     assert stage.world.vaults.strikes == []
     assert happened(folder) == []
-    assert warnings(stage).count("was not acted out: the job's controller runs on that") == 1
+    assert warnings(stage).count("was not injected: the job's controller runs on that") == 1
     await stage.finish()
 
 
@@ -86,8 +86,8 @@ async def test_a_fault_of_a_worker_reaches_everyone_now_and_later(folder: Path):
     await stage.steps(3)
     told = await injected(stage, "kill(rank=1)", "hang(rank=2, step=90)")
     assert told == (
-        "job: kill(rank=1, step=4) at the next chance\n"
-        "job: hang(rank=2, step=90) at the next chance from that step on"
+        "job: kill(rank=1, step=4) at the next opportunity\n"
+        "job: hang(rank=2, step=90) at the next opportunity from that step on"
     )
     await settle()
     faults = ("kill(rank=1, step=4)", "hang(rank=2, step=90)")
@@ -107,7 +107,7 @@ async def test_an_injected_fault_of_a_vault_happens_after_the_step_at_work(folde
     stage = on_two_nodes(folder)
     await stage.steps(2)
     assert await injected(stage, "kill_vault(node=0)") == (
-        "job: kill_vault(node=0, step=3) at the next chance"
+        "job: kill_vault(node=0, step=3) at the next opportunity"
     )
     await stage.steps(1)
     assert stage.world.vaults.strikes == [("a", "kill_vault(node=0, step=3)")]
@@ -183,7 +183,7 @@ async def test_an_object_store_cannot_be_torn(folder: Path):
     )
     await stage.steps(5)
     assert happened(folder) == []
-    assert warnings(stage).count("s3://bucket/job/step-2 is not on a disk") == 1
+    assert warnings(stage).count("s3://bucket/job/step-2 is not on a local or mounted disk") == 1
     await stage.finish()
 
 

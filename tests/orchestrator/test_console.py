@@ -60,8 +60,8 @@ HAPPENINGS = {
         "(detect 0.09, fence 0.01, recompute 0.14)",
     ),
     "resized": (
-        Resized("a node is leaving", 41, 3, 2, {"drain": 0.5}),
-        "resized in 0.50 s (a node is leaving): 3 -> 2 workers after step 41 (drain 0.50)",
+        Resized("a node is draining", 41, 3, 2, {"drain": 0.5}),
+        "resized in 0.50 s (a node is draining): 3 -> 2 workers after step 41 (drain 0.50)",
     ),
     "checkpoint": (
         Checkpointed(50, "f", 3 * 2**20, 0.5, 0.004),

@@ -128,8 +128,8 @@ async def test_the_work_moves_off_a_leaving_node_before_it_goes(folder: Path):
     await settle()
     await stage.steps(1)
     (resized,) = stage.notebook.of(Resized)
-    assert resized.reason == "a node is leaving"
-    assert any("node host-b is leaving" in one.text for one in stage.notebook.of(JobWarning))
+    assert resized.reason == "a node is draining"
+    assert any("node host-b is draining" in one.text for one in stage.notebook.of(JobWarning))
     assert (await stage.finish()).metrics["faults"] == {}
 
 

@@ -99,7 +99,7 @@ def test_a_process_that_does_not_answer_beats_others() -> None:
     assert culprit(rank(0), hung, mute) == 2
     stall = find_hang([rank(0), mute], LIMIT_S)
     assert stall is not None
-    assert "rank 2 on node node-2 (pid 102) does not answer" in stall.reason
+    assert "rank 2 on node node-2 (pid 102) does not respond" in stall.reason
     assert "28.0 s late" in stall.reason
 
 

@@ -115,7 +115,7 @@ def test_who_says_nothing_for_too_long_is_given_up_once(tmp_path: Path):
         await room.clock.turn(1)
         room.watch.expire_silent()
         room.watch.expire_silent()
-        assert room.came == [f"0 lost: its process did not answer for {limit_s:g} s"]
+        assert room.came == [f"0 lost: its process did not respond for {limit_s:g} s"]
         await room.desk.tasks.cancel_all()
 
     run(scene())
