@@ -36,10 +36,11 @@ from benchmarks.machine import facts, told
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import SystemClock
+from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.job import process
+from rayzero.orchestrator.job.actor import tune_gc_and_switch_interval
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job_events import EventBus, JobEvent, Repaired, StateEntered
 from rayzero.orchestrator.machine import State
@@ -91,7 +92,9 @@ class _Sights:
     """What is counted of the job's notices; they are written down as the job's process does it."""
 
     def __init__(self, plan: JobPlan) -> None:
-        self.papers = JobRecorder(plan, EventBuffer(), print)
+        self.writer = BackgroundWriter(print)
+        self.recorder = JobRecorder(plan, EventBuffer(), self.writer)
+        self.recorder.begin(adopted=False)
         self.running = asyncio.Event()
         self.repaired = 0
         self.repaired_s: list[float] = []
@@ -125,10 +128,10 @@ async def measure(
     plan, clock = make_job(folder, scale.workers), SystemClock()
     sights = _Sights(plan)
     events = EventBus()
-    with Telemetry(plan, clock, print) as telemetry:
+    with Telemetry(plan, clock, sights.writer, print) as telemetry:
         telemetry.subscribe_to(events)
-        sights.papers.set_counter_source(telemetry.dump_counters)
-        sights.papers.subscribe_to(events)
+        sights.recorder.set_counter_source(telemetry.dump_counters)
+        sights.recorder.subscribe_to(events)
         events.subscribe(sights.on_event)
         controller = Controller(plan, Dependencies(group, group, nothing, events, clock))
         job = asyncio.ensure_future(controller.run())
@@ -147,7 +150,7 @@ async def measure(
             scrapes.cancel()
             await asyncio.gather(job, scrapes, return_exceptions=True)
             group.end()
-            sights.papers.close(5.0)
+            sights.writer.close(5.0)
     if not isinstance(error := job.exception(), JobStoppedError):
         raise RuntimeError(f"the job did not go on to the end: {error}")
     answers_s = group.answers_s * 2 or [0.0, 0.0]  # quantiles want two
@@ -233,7 +236,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
     options = parser.parse_args()
-    process.tune_gc_and_switch_interval()
+    tune_gc_and_switch_interval()
     rows = []
     for workers in map(int, options.workers.split(",")):
         scale = Scale(workers, step_s=options.step_s, fault_s=options.fault_s)

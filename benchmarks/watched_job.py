@@ -13,7 +13,7 @@ import yaml
 
 from benchmarks.ports import free_ports
 from benchmarks.token_head import TokenHead, wait_for
-from rayzero.orchestrator.journal.writer import read_journal
+from rayzero.orchestrator.journal.files import read_journal
 
 LIMIT_S = 240.0
 MODEL = {"layers": 4, "width": 128, "heads": 4, "context": 128}

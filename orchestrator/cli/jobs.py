@@ -212,7 +212,7 @@ def _abandon_lost_run(name: str, path: str, not_found: ConfigError) -> None:
     """Writes the end of a run whose process is lost into its journal."""
     from rayzero.orchestrator.job.lease_holder import acquire_lease
     from rayzero.orchestrator.job.lookup import job_folder, load_run_history
-    from rayzero.orchestrator.journal.writer import JournalSegments, JournalWriter
+    from rayzero.orchestrator.journal.writer import write_end
 
     try:
         last_run = load_run_history(path, name)
@@ -221,13 +221,11 @@ def _abandon_lost_run(name: str, path: str, not_found: ConfigError) -> None:
     if last_run.end_state:
         print(f"{name}: not running, it has {last_run.end_state} already")
         return
-    lines: list[str] = []
-    JournalWriter(lines.append).append("ended", state="stopped", error="stopped by `rayzero stop`")
     folder = job_folder(path, name)
     lease_s = last_run.spec["checkpoint"].get("lease_s", 20.0)
     lease = acquire_lease(folder, name, lease_s, partial(print, file=sys.stderr))
     try:
-        JournalSegments(folder).write(lines)
+        write_end(folder, last_run, "stopped", "stopped by `rayzero stop`")
     finally:
         lease.release()
     print(f"{name}: the lost run is marked as stopped; its last step is {last_run.step}")

@@ -32,10 +32,8 @@ from rayzero.orchestrator.results import (
     JobResult,
     JobStatus,
     JobTotals,
-    remove_summary,
     summarize,
     summary_path,
-    write_summary,
 )
 
 
@@ -84,7 +82,6 @@ class Controller:
             JobStoppedError: it was stopped.
         """
         ctx = self._context
-        remove_summary(ctx.plan.output_dir)
         self.post_event(machine.Submitted())
         try:
             while not ctx.state.is_final:
@@ -242,7 +239,6 @@ class Controller:
             },
         )
         self._summary = summarize(totals, ctx.progress)
-        write_summary(ctx.plan.output_dir, self._summary)
 
     def _result(self) -> JobResult:
         ctx = self._context

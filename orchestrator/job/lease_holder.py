@@ -34,7 +34,7 @@ from rayzero.orchestrator.job.lease import (
     is_process_gone,
     this_process,
 )
-from rayzero.orchestrator.journal.writer import journal_folder
+from rayzero.orchestrator.journal.files import has_journal
 
 LEASE_FOLDER = "lease"
 
@@ -193,7 +193,7 @@ class Lease:
         newer = [one for one in newer if one.epoch > self._claim.epoch]
         if there and not newer:
             return None
-        if not newer and not open_store(journal_folder(self._job_folder)).list_folder():
+        if not newer and not has_journal(self._job_folder):
             raise StoreError("gone", redact_url(self._job_folder), "the job's folder is not there")
         who = _describe_holder(newer[0]) if newer else "somebody"
         return LeaseLostError(

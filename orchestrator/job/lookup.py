@@ -21,8 +21,8 @@ from rayzero.orchestrator.cluster.connect import ClusterConnection, connect_each
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job import client as reach
 from rayzero.orchestrator.job.ended_jobs import EndedJobRecord, load_ended
+from rayzero.orchestrator.journal.files import has_journal, read_journal, state_url
 from rayzero.orchestrator.journal.run_history import RunHistory
-from rayzero.orchestrator.journal.writer import journal_folder, read_journal
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.results import JobStatus
 from rayzero.orchestrator.spec import JobSpec
@@ -68,7 +68,7 @@ def load_run_history(path: str, name: str) -> RunHistory:
     found = read_journal(where)
     if found is None:
         raise NoJournalError(
-            f"no job {name!r} is running, and there is no journal in {redact_url(journal_folder(where))}",
+            f"no job {name!r} is running, and there is no journal in {redact_url(where)}",
             allowed="a job that runs, or whose checkpoint.path is given",
             fix="the name; --address: the job's cluster; --path: checkpoint.path of its job file",
         )
@@ -79,9 +79,7 @@ def list_journaled_jobs(path: str) -> list[str]:
     """The jobs with a journal in a `checkpoint.path`."""
     folders = [one.name for one in open_store(path).list_folder() if one.is_folder]
     ours = [name for name in folders if _JOB_NAME.fullmatch(name)]
-    return sorted(
-        name for name in ours if open_store(journal_folder(join_url(path, name))).list_folder()
-    )
+    return sorted(name for name in ours if has_journal(join_url(path, name)))
 
 
 def status_from_journal(path: str, name: str) -> JobStatus:
@@ -110,7 +108,7 @@ def status_from_journal(path: str, name: str) -> JobStatus:
         faults={cause: causes.count(cause) for cause in sorted(set(causes))},
         repairs=found.total_repairs,
         checkpoint_step=found.checkpoint_step,
-        journal=redact_url(journal_folder(where)),
+        journal=redact_url(state_url(where)),
         log="" if is_remote(where) else str(Path(where, "logs", "job.log")),
         error=found.error.partition("\n")[0],
     )

@@ -1,157 +1,52 @@
-"""Event buffer (long poll), journal and log writer threads.
-
-What a job's process writes down behind the controller: the journal, and a log.
-
-A thread that writes lines behind whoever makes them, who never waits for a disk or a store.
-
-A job's notices, numbered and kept for a while: who follows it fetches them at its own pace.
-"""
+"""What a job's process keeps of its events: a buffer that clients poll, the log and the journal."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
-from threading import Condition, Thread
 from typing import Any
 
-from rayzero.engine.errors import first_line
+from rayzero.engine.errors import RayzeroError
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.aio import ChangeNotifier
+from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.console import PlainConsole
+from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.job.log import append_log, log_path
 from rayzero.orchestrator.job_events import EventBus, JobEvent, StateEntered
-from rayzero.orchestrator.journal.writer import (
-    JOURNAL_EVENTS,
-    JournalSegments,
-    JournalWriter,
-    flush_interval_s,
-    step_interval_s,
-)
+from rayzero.orchestrator.job_file import to_document
+from rayzero.orchestrator.journal.files import JournalFiles, flush_interval_s, step_interval_s
+from rayzero.orchestrator.journal.run_history import RunHistory
+from rayzero.orchestrator.journal.writer import JOURNAL_EVENTS, JournalWriter
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import EventPage, JobEnd
 
-MAX_QUEUED_LINES = 10_000
-"""Lines that wait to be written; beyond that the oldest are dropped, and it is told."""
-
-
-RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""How long to wait after each failure; the last from then on."""
-
-
-class BackgroundLineWriter:
-    """Owns a daemon thread, from the first line to `close`.
-
-    Args:
-        what: what is written, in the words of a warning.
-        write: writes lines, or raises; then it is given them again.
-        every_s: how long lines are gathered before they are written.
-        tell: shows a warning; called in the thread.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        write: Callable[[Sequence[str]], None],
-        every_s: float,
-        tell: Callable[[str], None],
-    ) -> None:
-        self._subject = what
-        self._write = write
-        self._flush_interval_s = every_s
-        self._warn = tell
-        self._lines: deque[str] = deque(maxlen=MAX_QUEUED_LINES)
-        self._dropped = 0
-        self._failures = 0
-        self._changed = Condition()
-        self._close_deadline_s: float | None = None
-        self._thread = Thread(target=self._run, name=f"rayzero-{what.split()[-1]}", daemon=True)
-
-    def enqueue(self, line: str) -> None:
-        """Takes one line; returns at once."""
-        with self._changed:
-            self._dropped += len(self._lines) == MAX_QUEUED_LINES
-            self._lines.append(line)
-            if not self._thread.is_alive() and self._close_deadline_s is None:
-                self._thread.start()
-            self._changed.notify()
-
-    def close(self, limit_s: float) -> bool:
-        """Writes what is left; whether all of it was written in time."""
-        with self._changed:
-            self._close_deadline_s = time.monotonic() + limit_s
-            self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join(limit_s)
-        return not self._lines
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._lines) or self._is_closing)
-                if not self._lines:
-                    return
-            self._sleep(self._flush_interval_s)
-            with self._changed:
-                lines, dropped = list(self._lines), self._dropped
-            try:
-                self._write(lines)
-            except Exception as error:  # noqa: BLE001  # a thread that ended could not be told of it
-                if not self._on_write_error(error):
-                    return
-                continue
-            self._failures = 0
-            with self._changed:
-                # What was dropped meanwhile was at the front, and is among what was written.
-                for _ in range(len(lines) - (self._dropped - dropped)):
-                    self._lines.popleft()
-
-    def _on_write_error(self, error: Exception) -> bool:
-        """Told once for each time that it begins to fail; whether to try again."""
-        if self._failures == 0:
-            what = first_line(error)
-            self._warn(f"{self._subject} cannot be written, and is tried again: {what}")
-        until_s = self._close_deadline_s
-        if until_s is not None and time.monotonic() > until_s:
-            return False
-        self._sleep(RETRY_DELAYS_S[min(self._failures, len(RETRY_DELAYS_S) - 1)], at_least_s=0.2)
-        self._failures += 1
-        return True
-
-    def _sleep(self, seconds: float, at_least_s: float = 0.0) -> None:
-        """Shorter when it is being closed."""
-        time.sleep(at_least_s)
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closing, max(0.0, seconds - at_least_s))
-
-    @property
-    def _is_closing(self) -> bool:
-        return self._close_deadline_s is not None
-
-
 MAX_BUFFERED_EVENTS = 10_000
-"""Notices that are kept; a follower that is further behind than that misses some, and is told."""
+"""A client that is further behind than this misses events, and is told how many."""
 
 
 MAX_PAGE_EVENTS = 500
-"""Notices in one answer."""
+"""Events in one reply."""
 
 
 BATCH_DELAY_S = 0.02
-"""How long an answer waits for what comes at about the same time."""
+"""How long a reply is held back, to include events that follow at once."""
 
 
 LATEST = -1
-"""Asks for what comes, behind the newest state and step."""
+"""Requests the newest state and step, and then the events to come."""
+
+
+_LOG_FLUSH_INTERVAL_S = 0.2
 
 
 class EventBuffer:
-    """An Observer that nobody can slow down. Used from one event loop."""
+    """An observer that keeps the newest events for clients to poll. Used from one event loop."""
 
     def __init__(self) -> None:
         self.run = secrets.token_hex(8)
@@ -161,24 +56,24 @@ class EventBuffer:
         self._latest_by_type: dict[type[JobEvent], JobEvent] = {}
         self._changed = ChangeNotifier()
 
-    def on_event(self, notice: JobEvent) -> None:
-        self._events.append(notice)
+    def on_event(self, event: JobEvent) -> None:
+        self._events.append(event)
         self._count += 1
-        if isinstance(notice, StateEntered | StepRecord):
-            self._latest_by_type[type(notice)] = notice
+        if isinstance(event, StateEntered | StepRecord):
+            self._latest_by_type[type(event)] = event
         self._changed.notify()
 
     def finish(self, ended: JobEnd) -> None:
-        """Nothing comes after this."""
+        """There are no events after this."""
         self.ended = ended
         self._changed.notify()
 
     async def fetch_since(self, run: str, since: int, timeout_s: float) -> EventPage:
-        """What came after the notice of that number; waits so long for something to come.
+        """The events after number `since`; waits up to `timeout_s` for one.
 
         Args:
-            run: whose numbers they are; those of another process mean nothing here.
-            since: 0 for all that is kept, or FROM_NOW.
+            run: the buffer that numbered them; the numbers of another process are ignored.
+            since: 0 for all that are kept, or `LATEST`.
         """
         if since == LATEST:
             return EventPage(
@@ -198,64 +93,91 @@ class EventBuffer:
         return self._page_since(since)
 
     def _page_since(self, since: int) -> EventPage:
-        first = self._count - len(self._events)
-        begin = max(since, first)
-        page = tuple(self._events)[begin - first : begin - first + MAX_PAGE_EVENTS]
-        upto = begin + len(page)
-        ended = self.ended if upto == self._count else None
-        return EventPage(self.run, page, upto, begin - since, ended)
+        oldest = self._count - len(self._events)
+        begin = max(since, oldest)
+        page = tuple(self._events)[begin - oldest : begin - oldest + MAX_PAGE_EVENTS]
+        next_index = begin + len(page)
+        ended = self.ended if next_index == self._count else None
+        return EventPage(self.run, page, next_index, begin - since, ended)
 
 
-_LOG_FLUSH_INTERVAL_S = 0.2
-
-
-def redact_event(notice: JobEvent) -> JobEvent:
-    """The same, for everybody's eyes: URLs in it without their credentials."""
+def redact_event(event: JobEvent) -> JobEvent:
+    """The event without credentials in URLs."""
     texts = {
-        one.name: redact_url(text)
-        for one in fields(notice)
-        if isinstance(text := getattr(notice, one.name), str) and "://" in text
+        item.name: redact_url(text)
+        for item in fields(event)
+        if isinstance(text := getattr(event, item.name), str) and "://" in text
     }
-    return replace(notice, **texts) if texts else notice  # type: ignore[arg-type]
+    return replace(event, **texts) if texts else event  # type: ignore[arg-type]
 
 
 class JobRecorder:
-    """An Observer that shows everything to the feed, and writes it down. Owns two threads.
+    """Keeps a job's events: in the buffer, the log and the journal. Opens no file itself.
 
     Args:
-        tell: shows a warning; called in other threads.
+        history: of the lost run that this one adopts.
+        fence: raises when another process owns the job's folder; called in the writer's thread.
     """
 
-    def __init__(self, plan: JobPlan, feed: EventBuffer, tell: Callable[[str], None]) -> None:
-        self._events = feed
-        write = partial(append_log, log_path(plan.output_dir))
-        self._log_lines = BackgroundLineWriter("the job's log", write, _LOG_FLUSH_INTERVAL_S, tell)
-        segments = JournalSegments(plan.job_folder)
-        self._journal_lines = BackgroundLineWriter(
-            "the journal", segments.write, flush_interval_s(plan.job_folder), tell
+    def __init__(
+        self,
+        plan: JobPlan,
+        events: EventBuffer,
+        writer: BackgroundWriter,
+        history: RunHistory | None = None,
+        fence: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._plan = plan
+        self._events = events
+        log = writer.add_queue(
+            "the job's log", partial(append_log, log_path(plan.output_dir)), _LOG_FLUSH_INTERVAL_S
         )
-        every_step_s = step_interval_s(plan.job_folder)
-        self._journal_writer = JournalWriter(self._journal_lines.enqueue, step_every_s=every_step_s)
-        self._plain_console = PlainConsole(self._log_lines.enqueue)
+        self._journal_queue = writer.add_queue(
+            "the journal",
+            JournalFiles(plan.job_folder, fence).write,
+            flush_interval_s(plan.job_folder),
+        )
+        self._journal_writer = JournalWriter(
+            self._journal_queue.put, history, step_interval_s=step_interval_s(plan.job_folder)
+        )
+        self._plain_console = PlainConsole(log.put)
         self._journal_active = True
 
-    def set_counter_source(self, counted: Callable[[], Mapping[str, Any]]) -> None:
-        """Where the journal finds what the job's metrics have counted."""
-        self._journal_writer.counter_source = counted
+    def begin(self, *, adopted: bool) -> None:
+        """The first entry of this process in the journal."""
+        worker_spec = self._plan.worker_spec
+        self._append(
+            "begun",
+            run=worker_spec.run,
+            adopted=adopted,
+            spec=to_document(self._plan.spec),
+            working_dir=worker_spec.working_dir,
+            by_value=isinstance(worker_spec.entrypoint, bytes),
+        )
 
-    def append_journal(self, kind: str, **fields: Any) -> None:
-        """Writes a line into the journal."""
-        if self._journal_active:
-            self._journal_writer.append(kind, **fields)
-
-    def stop_journal(self) -> None:
-        """Writes no more lines into it: it is somebody else's."""
-        self._journal_active = False
+    def end(self, error: RayzeroError | None) -> None:
+        """The last entry: how the job ended."""
+        state = "succeeded" if error is None else "failed"
+        state = "stopped" if isinstance(error, JobStoppedError) else state
+        self._append("ended", state=state, error="" if error is None else error.seen)
 
     def subscribe_to(self, events: EventBus) -> None:
-        """Records these events from now on."""
+        """Keeps these events from now on."""
         events.subscribe(self._show)
         events.subscribe(self._journal, JOURNAL_EVENTS)
+
+    def set_counter_source(self, counters: Callable[[], Mapping[str, Any]]) -> None:
+        """Where the journal gets the counters of the job's metrics."""
+        self._journal_writer.counter_source = counters
+
+    def stop_journal(self) -> None:
+        """Writes nothing into the job's folder any more: another process owns it."""
+        self._journal_active = False
+        self._journal_queue.discard()
+
+    @property
+    def is_journal_written(self) -> bool:
+        return self._journal_queue.is_empty
 
     def _show(self, event: JobEvent) -> None:
         event = redact_event(event)
@@ -266,8 +188,6 @@ class JobRecorder:
         if self._journal_active:
             self._journal_writer.on_event(event)
 
-    def close(self, limit_s: float) -> bool:
-        """Whether all was written in time. May block for so long."""
-        written = self._journal_lines.close(limit_s)
-        self._log_lines.close(1.0)
-        return written
+    def _append(self, kind: str, **fields: Any) -> None:
+        if self._journal_active:
+            self._journal_writer.append(kind, **fields)

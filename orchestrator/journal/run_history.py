@@ -1,18 +1,14 @@
-"""Fold journal -> RunHistory; may it be adopted.
+"""What is known of a job's last run, folded from its journal entries; and whether it can be adopted.
 
-From the lines of a journal to what is known of the last run. Pure.
-
-A line is a JSON object with `at_s` (Unix time), `kind`, and what the kind has. A line that is torn
-or of a later version is passed over.
-
-Whether a lost run can be gone on with by what was submitted now. Pure.
+Pure. A journal entry is a JSON object with `at_s` (Unix time), `kind`, and the fields of that kind.
+Unknown kinds and entries of a later version are ignored.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from rayzero.engine.config import parse_config, resolve_batch_sizes
@@ -31,31 +27,32 @@ from rayzero.orchestrator.spec import JobSpec
 from rayzero.workers.messages import WorkerInfo
 
 MAX_ENTRIES = 256
+"""Entries of one kind that are kept for display; the newest."""
 
+MAX_FAULTS = 1000
+"""Faults that are kept for budgets and counts; the newest."""
 
-_LISTED_KINDS = ("fault", "repaired", "resized", "checkpoint")
+_LISTED_KINDS = ("repaired", "resized", "checkpoint")
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """What the journal knows of a job's last run.
+    """The state of a job's last run.
 
     Args:
         spec: of its last process, without secrets.
-        run: the id of the last process.
+        run: the id of its last process.
         working_dir: the submitter's.
-        by_value: whether the training function was no name but a function.
-        began_at_s, at_s: of its first and last line, as Unix time.
-        step: it had finished so many at least.
-        best_step: the most it ever had, before it went back.
-        scaled: the limits for the number of workers, if they were changed while it ran.
-        counted: what its metrics had counted: `seconds` by cause, and totals.
-        faults: that count, their times Unix times.
-        repaired: how many repairs, by cause.
-        written, failed: checkpoints.
-        adoptions: how often it was gone on with.
-        ended: how it ended; empty while it has not.
-        turns: the newest `TURNS` lines of each kind that a page shows, by kind.
+        by_value: the training function was submitted as an object, not by name.
+        began_at_s, last_at_s: Unix time of its first and last entry.
+        step: finished steps.
+        best_step: the most finished steps it ever had, before it went back.
+        scaled_limits: the least and the most workers, if they were changed while it ran.
+        counters: of its metrics: `seconds` by cause, and totals.
+        fault_entries: the newest `MAX_FAULTS`.
+        adoptions: how often it was adopted.
+        end_state: its final state; empty while it has not ended.
+        entries: the newest `MAX_ENTRIES` entries of each kind that the status page lists.
     """
 
     spec: dict[str, Any]
@@ -71,7 +68,7 @@ class RunHistory:
     world_size: int = 0
     scaled_limits: tuple[int, int] | None = None
     counters: Mapping[str, Any] = field(default_factory=dict)
-    faults: tuple[Fault, ...] = field(default_factory=tuple)
+    fault_entries: tuple[dict[str, Any], ...] = ()
     repairs_by_cause: Mapping[str, int] = field(default_factory=dict)
     resizes: int = 0
     steps_redone: int = 0
@@ -88,160 +85,167 @@ class RunHistory:
     def total_repairs(self) -> int:
         return sum(self.repairs_by_cause.values())
 
+    @property
+    def faults(self) -> list[Fault]:
+        """Their times are Unix times."""
+        return [_decode_fault(entry) for entry in self.fault_entries]
 
-def begins_run(line: str) -> bool:
-    """Whether what is before that line is of other runs."""
-    found = _decode_line(line)
-    return found.get("kind") == "begun" and not found.get("adopted")
+    def to_json(self) -> bytes:
+        document = {item.name: getattr(self, item.name) for item in fields(self)}
+        return json.dumps({"format": 2, **document}, default=str).encode()
 
-
-def is_step_line(line: str) -> bool:
-    """Whether it says nothing but how far the run is."""
-    return '"kind": "step"' in line and _decode_line(line).get("kind") == "step"
-
-
-def fold_journal(lines: Iterable[str]) -> RunHistory | None:
-    """The run that the lines end with; None if they tell of none."""
-    past: RunHistory | None = None
-    for line in lines:
-        found = _decode_line(line)
-        if not found:
-            continue
+    @classmethod
+    def from_json(cls, content: bytes) -> RunHistory | None:
+        """None for what is not the state of a run."""
         try:
-            past = _apply_begun(past, found) if found["kind"] == "begun" else _apply(past, found)
+            document = dict(json.loads(content))
+            known = {
+                item.name: document[item.name] for item in fields(cls) if item.name in document
+            }
+            known["fault_entries"] = tuple(known.get("fault_entries", ()))
+            entries = dict(known.get("entries", {}))
+            known["entries"] = {kind: tuple(listed) for kind, listed in entries.items()}
+            if known.get("scaled_limits") is not None:
+                least, most = known["scaled_limits"]
+                known["scaled_limits"] = (int(least), int(most))
+            return cls(**known)
+        except (ValueError, TypeError):
+            return None
+
+
+def fold_entries(entries: Iterable[Mapping[str, Any]]) -> RunHistory | None:
+    """The run that these entries end with; None if there is none."""
+    history: RunHistory | None = None
+    for entry in entries:
+        try:
+            history = apply_entry(history, entry)
         except (KeyError, TypeError, ValueError):
-            continue
-    return past
+            continue  # of a later version, or damaged
+    return history
 
 
-def _decode_line(line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    known = isinstance(found, dict) and isinstance(found.get("at_s"), int | float)
-    return found if known and isinstance(found.get("kind"), str) else {}
+def apply_entry(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHistory | None:
+    """The history after one more entry.
 
-
-def _apply_begun(past: RunHistory | None, found: dict[str, Any]) -> RunHistory:
-    at_s, spec, run = float(found["at_s"]), dict(found["spec"]), str(found["run"])
-    if past is not None and found.get("adopted"):
-        return replace(
-            past,
-            spec=spec,
-            run=run,
-            last_at_s=at_s,
-            adoptions=past.adoptions + 1,
-            end_state="",
-            error="",
-        )
-    return RunHistory(spec, run, str(found["working_dir"]), bool(found["by_value"]), at_s, at_s)
-
-
-def _apply(past: RunHistory | None, found: dict[str, Any]) -> RunHistory | None:
-    if past is None:
+    Raises:
+        KeyError, TypeError, ValueError: the entry lacks what its kind has.
+    """
+    if entry["kind"] == "begun":
+        return _begin(history, entry)
+    if history is None:
         return None
-    past = replace(past, last_at_s=float(found["at_s"]))
-    if isinstance(counted := found.get("counted"), dict):
-        past = replace(past, counters=counted)
-    if found["kind"] in _LISTED_KINDS or found.get("state") == "running":
-        past = replace(past, entries=_append_entry(past.entries, found))
-    match found["kind"]:
+    kind, at_s = entry["kind"], float(entry["at_s"])
+    changes: dict[str, Any] = {"last_at_s": at_s}
+    if isinstance(counters := entry.get("counted"), dict):
+        changes["counters"] = counters
+    if kind in _LISTED_KINDS or entry.get("state") == "running":
+        changes["entries"] = _append_listed(history.entries, entry)
+    match kind:
         case "moved":
-            state = str(found["state"])
-            return replace(
-                past,
-                state=state,
-                generation=max(past.generation, int(found["generation"])),
-                world_size=int(found["world_size"]),
-                end_state=state if state in FINAL_STATES else past.end_state,
-                **_step_fields(past, int(found["step"])),
-            )
+            state = str(entry["state"])
+            changes |= {
+                "state": state,
+                "generation": max(history.generation, int(entry["generation"])),
+                "world_size": int(entry["world_size"]),
+                "end_state": state if state in FINAL_STATES else history.end_state,
+                **_step_fields(history, int(entry["step"])),
+            }
         case "step":
-            return replace(past, **_step_fields(past, int(found["step"])))
+            changes |= _step_fields(history, int(entry["step"]))
         case "picked":
-            redone = past.steps_redone + int(found["steps_redone"])
-            return replace(past, step=int(found["step"]), steps_redone=redone)
+            changes["step"] = int(entry["step"])
+            changes["steps_redone"] = history.steps_redone + int(entry["steps_redone"])
         case "fault":
-            return replace(past, faults=(*past.faults, _decode_fault(found)))
+            _decode_fault(entry)
+            changes["fault_entries"] = (*history.fault_entries, dict(entry))[-MAX_FAULTS:]
         case "repaired":
-            cause = str(found["cause"])
-            repaired = {**past.repairs_by_cause, cause: past.repairs_by_cause.get(cause, 0) + 1}
-            return replace(past, repairs_by_cause=repaired)
+            cause = str(entry["cause"])
+            count = history.repairs_by_cause.get(cause, 0) + 1
+            changes["repairs_by_cause"] = {**history.repairs_by_cause, cause: count}
         case "resized":
-            return replace(past, resizes=past.resizes + 1)
+            changes["resizes"] = history.resizes + 1
         case "checkpoint":
-            step = int(found["step"])
-            return replace(
-                past,
-                checkpoint_step=step,
-                checkpoint_at_s=past.last_at_s,
-                checkpoints_written=past.checkpoints_written + 1,
-                **_step_fields(past, max(past.step, step)),
-            )
+            step = int(entry["step"])
+            changes |= {
+                "checkpoint_step": step,
+                "checkpoint_at_s": at_s,
+                "checkpoints_written": history.checkpoints_written + 1,
+                **_step_fields(history, max(history.step, step)),
+            }
         case "checkpointfailed":
-            return replace(past, checkpoints_failed=past.checkpoints_failed + 1)
+            changes["checkpoints_failed"] = history.checkpoints_failed + 1
         case "scaled":
-            return replace(past, scaled_limits=(int(found["least"]), int(found["most"])))
+            changes["scaled_limits"] = (int(entry["least"]), int(entry["most"]))
         case "ended":
-            return replace(past, end_state=str(found["state"]), error=str(found.get("error", "")))
-    return past
+            changes["end_state"] = str(entry["state"])
+            changes["error"] = str(entry.get("error", ""))
+    return replace(history, **changes)
 
 
-def _append_entry(
-    turns: Mapping[str, tuple[dict[str, Any], ...]], found: dict[str, Any]
+def _begin(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHistory:
+    at_s, spec, run = float(entry["at_s"]), dict(entry["spec"]), str(entry["run"])
+    if history is None or not entry.get("adopted"):
+        return RunHistory(spec, run, str(entry["working_dir"]), bool(entry["by_value"]), at_s, at_s)
+    adoptions = history.adoptions + 1
+    return replace(
+        history, spec=spec, run=run, last_at_s=at_s, adoptions=adoptions, end_state="", error=""
+    )
+
+
+def _append_listed(
+    entries: Mapping[str, tuple[dict[str, Any], ...]], entry: Mapping[str, Any]
 ) -> dict[str, tuple[dict[str, Any], ...]]:
-    kind = found["kind"]
-    return {**turns, kind: (*turns.get(kind, ()), found)[-MAX_ENTRIES:]}
+    kind = entry["kind"]
+    listed = {key: value for key, value in entry.items() if key != "counted"}
+    return {**entries, kind: (*entries.get(kind, ()), listed)[-MAX_ENTRIES:]}
 
 
-def _step_fields(past: RunHistory, step: int) -> dict[str, Any]:
-    return {"step": step, "best_step": max(past.best_step, step)}
+def _step_fields(history: RunHistory, step: int) -> dict[str, Any]:
+    return {"step": step, "best_step": max(history.best_step, step)}
 
 
-def _decode_fault(found: dict[str, Any]) -> Fault:
-    rank = found["rank"]
+def _decode_fault(entry: Mapping[str, Any]) -> Fault:
+    rank = entry["rank"]
     return Fault(
-        FaultCause(found["cause"]),
-        WorkerInfo(**found["worker"]),
+        FaultCause(entry["cause"]),
+        WorkerInfo(**entry["worker"]),
         None if rank is None else int(rank),
-        int(found["step"]),
-        str(found["detail"]),
-        float(found["at_s"]),
-        int(found["generation"]),
+        int(entry["step"]),
+        str(entry["detail"]),
+        float(entry["at_s"]),
+        int(entry["generation"]),
     )
 
 
-def why_not_adoptable(past: RunHistory, spec: JobSpec) -> ConfigError | None:
-    """Why not; None when it can."""
-    found = not_covered_by(
-        diff_documents(past.spec, redact_document(to_document(spec))), ADOPTABLE_KEYS
-    )
-    found += _global_batch_diff(past, spec)
-    if not found:
+def why_not_adoptable(history: RunHistory, spec: JobSpec) -> ConfigError | None:
+    """Why this job must not continue a lost run; None if it may."""
+    document = redact_document(to_document(spec))
+    diffs = not_covered_by(diff_documents(history.spec, document), ADOPTABLE_KEYS)
+    diffs += _global_batch_diff(history, spec)
+    if not diffs:
         return None
-    listed = "\n".join(f"    {one}" for one in found)
+    listed = "\n".join(f"    {diff}" for diff in diffs)
     return ConfigError(
-        f"the last run of job {spec.name!r} was lost at step {past.step} and has not ended, and "
-        f"this is another job:\n{listed}",
+        f"the last run of job {spec.name!r} was lost at step {history.step} before its end, and "
+        f"this job differs from it:\n{listed}",
         allowed="the same training: entrypoint, args, seed, optimizer, schedule, global batch",
         fix=f"the job file, another name, or `rayzero stop {spec.name}`, which gives that run up",
     )
 
 
-def faults_on_clock(past: RunHistory, now_s: float, unix_s: float) -> list[Fault]:
-    """The faults of the past by the clock of today's controller."""
-    return [replace(one, at_s=now_s - (unix_s - one.at_s)) for one in past.faults]
+def faults_on_clock(history: RunHistory, now_s: float, unix_s: float) -> list[Fault]:
+    """The faults of a lost run, their times on this controller's clock."""
+    return [replace(fault, at_s=now_s - (unix_s - fault.at_s)) for fault in history.faults]
 
 
-def _global_batch_diff(past: RunHistory, spec: JobSpec) -> list[SpecDiff]:
-    """The global batch that the micro-batch and its number amount to."""
+def _global_batch_diff(history: RunHistory, spec: JobSpec) -> list[SpecDiff]:
+    """Compares the global batches, where they follow from the micro-batch size."""
     if not isinstance(spec.engine, dict) or "train_batch_size" in spec.engine:
         return []
-    before, after = past.spec.get("engine"), spec.engine
+    before, after = history.spec.get("engine"), spec.engine
     try:
-        least = int(past.spec["workers"]["min"])
-        old = resolve_batch_sizes(parse_config(dict(before or {})), least).global_batch
+        workers = int(history.spec["workers"]["min"])
+        old = resolve_batch_sizes(parse_config(dict(before or {})), workers).global_batch
         new = resolve_batch_sizes(parse_config(after), spec.workers.min).global_batch
     except (ConfigError, KeyError, TypeError, ValueError):
         return []

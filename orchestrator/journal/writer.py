@@ -1,24 +1,13 @@
-"""Journal entries and segments.
-
-From what happens to a job to the lines of its journal.
-
-The journal's files: small, numbered, each rewritten as a whole while it grows.
-
-So it is the same on a disk and in an object store, which cannot append.
-"""
+"""Turns a job's events into journal entries and the state of its run."""
 
 from __future__ import annotations
 
 import json
-import re
-import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rayzero.engine.checkpoint.open_store import open_store
-from rayzero.engine.checkpoint.store import is_remote, join_url
 from rayzero.engine.redact import redact_document
 from rayzero.orchestrator.job_events import (
     Checkpointed,
@@ -31,18 +20,13 @@ from rayzero.orchestrator.job_events import (
     Rewound,
     StateEntered,
 )
-from rayzero.orchestrator.journal.run_history import (
-    RunHistory,
-    begins_run,
-    fold_journal,
-    is_step_line,
-)
+from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
+from rayzero.orchestrator.journal.run_history import RunHistory, apply_entry
 from rayzero.orchestrator.policies.failure import Fault
 from rayzero.orchestrator.progress import StepRecord
 
 DEFAULT_STEP_INTERVAL_S = 5.0
-"""Steps are too many to be told each: one now and then says how far the run is at least."""
-
+"""Finished steps are too frequent to be written one by one."""
 
 JOURNAL_EVENTS: tuple[type[JobEvent], ...] = (
     StateEntered,
@@ -56,67 +40,74 @@ JOURNAL_EVENTS: tuple[type[JobEvent], ...] = (
     CheckpointFailed,
 )
 
-
 _KINDS_WITH_COUNTERS = ("moved", "step")
-"""Lines that say what was counted by then."""
+
+_STATE_ONLY_FIELDS = ("counted", "spec")
 
 
 class JournalWriter:
-    """An Observer, and the controller's `Note`. Used from one event loop.
+    """An observer of `JOURNAL_EVENTS`. Used from one event loop; opens no file.
 
     Args:
-        put: takes a line.
+        put: takes an update; must not block.
+        history: of the run that is adopted.
         now_s: Unix time.
-        step_every_s: between two steps that are told.
+        step_interval_s: between two updates of the number of finished steps.
     """
 
     def __init__(
         self,
-        put: Callable[[str], None],
+        put: Callable[[JournalUpdate], None],
+        history: RunHistory | None = None,
         now_s: Callable[[], float] = time.time,
-        step_every_s: float = DEFAULT_STEP_INTERVAL_S,
+        step_interval_s: float = DEFAULT_STEP_INTERVAL_S,
     ) -> None:
-        self._write_line = put
-        self._now_s = now_s
-        self._step_interval_s = step_every_s
-        self._next_step_s = 0.0
+        self.history = history
         self.counter_source: Callable[[], Mapping[str, Any]] = dict
-        """What the job's metrics have counted; a run that adopts this one goes on from there."""
+        """The counters of the job's metrics; a run that adopts this one continues them."""
+        self._put = put
+        self._now_s = now_s
+        self._step_interval_s = step_interval_s
+        self._next_step_s = 0.0
 
     def append(self, kind: str, **fields: Any) -> None:
-        """One line; secrets in it are taken out."""
-        if kind in _KINDS_WITH_COUNTERS and (counted := self.counter_source()):
-            fields["counted"] = counted
-        line = {"at_s": round(self._now_s(), 3), "kind": kind, **redact_document(fields)}
-        self._write_line(json.dumps(line, default=str))
+        """Adds one entry; secrets in it are redacted."""
+        if kind in _KINDS_WITH_COUNTERS and (counters := self.counter_source()):
+            fields["counted"] = counters
+        entry = {"at_s": round(self._now_s(), 3), "kind": kind, **redact_document(fields)}
+        self.history = apply_entry(self.history, entry)
+        if self.history is not None:
+            listed = {key: entry[key] for key in entry if key not in _STATE_ONLY_FIELDS}
+            line = "" if kind == "step" else json.dumps(listed, default=str)
+            self._put(JournalUpdate(self.history, line))
 
-    def on_event(self, notice: JobEvent) -> None:
-        match notice:
-            case StateEntered():
-                self.append(
-                    "moved",
-                    state=notice.state,
-                    event=notice.trigger,
-                    generation=notice.generation,
-                    world_size=notice.world_size,
-                    step=notice.step,
-                )
-            case FaultRecorded(fault, is_fatal=False):
-                self.append("fault", **_fault_fields(fault))
-            case Rewound():
-                self.append("picked", **asdict(notice))
-            case LimitsChanged():
-                self.append("scaled", least=notice.min_workers, most=notice.max_workers)
+    def on_event(self, event: JobEvent) -> None:
+        match event:
             case StepRecord(step=step):
                 if self._now_s() >= self._next_step_s:
                     self._next_step_s = self._now_s() + self._step_interval_s
                     self.append("step", step=step)
+            case StateEntered():
+                self.append(
+                    "moved",
+                    state=event.state,
+                    event=event.trigger,
+                    generation=event.generation,
+                    world_size=event.world_size,
+                    step=event.step,
+                )
+            case FaultRecorded(fault, is_fatal=False):
+                self.append("fault", **_fault_fields(fault))
+            case Rewound():
+                self.append("picked", **asdict(event))
+            case LimitsChanged():
+                self.append("scaled", least=event.min_workers, most=event.max_workers)
             case Repaired() | Resized():
-                self.append(_entry_kind(notice), **asdict(notice), total_s=notice.total_s)
+                self.append(type(event).__name__.lower(), **asdict(event), total_s=event.total_s)
             case CheckpointFailed():
-                self.append(_entry_kind(notice), **asdict(notice))
+                self.append("checkpointfailed", **asdict(event))
             case Checkpointed():
-                self.append("checkpoint", **asdict(notice))
+                self.append("checkpoint", **asdict(event))
 
 
 def _fault_fields(fault: Fault) -> dict[str, Any]:
@@ -126,102 +117,16 @@ def _fault_fields(fault: Fault) -> dict[str, Any]:
         "rank": fault.rank,
         "step": fault.step,
         "generation": fault.generation,
-        "detail": (fault.detail.splitlines() or [""])[0],
+        "detail": fault.detail.partition("\n")[0],
     }
 
 
-def _entry_kind(notice: JobEvent) -> str:
-    return type(notice).__name__.lower()
-
-
-JOURNAL_FOLDER = "journal"
-
-
-MAX_SEGMENT_BYTES = 64 * 1024
-"""A file that has grown so big is left alone, and the next one begun."""
-
-
-_SEGMENT_NAME = re.compile(r"(\d{6})-[0-9a-f]{8}\.jsonl")
-
-
-def journal_folder(archive: str) -> str:
-    """Where the journal of a job with these checkpoints lies."""
-    return join_url(archive, JOURNAL_FOLDER)
-
-
-def flush_interval_s(archive: str) -> float:
-    """How long lines are gathered: a store is asked less often than a disk."""
-    return 5.0 if is_remote(archive) else 0.5
-
-
-def read_journal(archive: str) -> RunHistory | None:
-    """What the journal tells of the last run; None when there is no journal.
+def write_end(job_folder: str, history: RunHistory, state: str, error: str) -> None:
+    """Ends a lost run in its journal. May block; the caller holds the folder's lease.
 
     Raises:
-        StoreError: the store cannot be read.
-        ConfigError: it is no path or URL of a store.
+        StoreError, OSError: nothing was changed.
     """
-    store = open_store(journal_folder(archive))
-    lines: list[str] = []
-    for name in reversed(_segment_names(archive)):
-        part = store.read(name).decode("utf-8", "replace").splitlines()
-        lines = part + lines
-        if any(begins_run(line) for line in part):
-            break
-    return fold_journal(lines)
-
-
-def step_interval_s(archive: str) -> float:
-    """How often it is told how far the run is; each time a file is written anew."""
-    return 30.0 if is_remote(archive) else 5.0
-
-
-class JournalSegments:
-    """Writes the journal of one process. Two of them never write the same file.
-
-    A line of kind `step` goes when another follows it, so a journal grows by what happens and not
-    with time.
-    """
-
-    def __init__(self, archive: str) -> None:
-        self._archive = archive
-        self._writer_id = secrets.token_hex(4)
-        self._number: int | None = None
-        self._lines: list[str] = []
-
-    def write(self, lines: Sequence[str]) -> None:
-        """Durable when it returns. Raises StoreError, and then nothing was written."""
-        if self._number is None:
-            self._number = self._next_number()
-        for part in _split_batches(lines):
-            if sum(map(len, self._lines)) > MAX_SEGMENT_BYTES:
-                self._number, self._lines = self._number + 1, []
-            now = _drop_superseded_steps([*self._lines, *part])
-            content = "".join(f"{line}\n" for line in now).encode()
-            name = f"{self._number:06d}-{self._writer_id}.jsonl"
-            open_store(journal_folder(self._archive)).replace(name, content)
-            self._lines = now
-
-    def _next_number(self) -> int:
-        names = _segment_names(self._archive)
-        return int(names[-1][:6]) + 1 if names else 1
-
-
-def _segment_names(archive: str) -> list[str]:
-    found = open_store(journal_folder(archive)).list_folder()
-    return sorted(one.name for one in found if _SEGMENT_NAME.fullmatch(one.name))
-
-
-def _drop_superseded_steps(lines: Sequence[str]) -> list[str]:
-    """Without steps that are directly followed by another."""
-    following = [*lines[1:], ""]
-    return [
-        line
-        for line, then in zip(lines, following, strict=True)
-        if not (is_step_line(line) and is_step_line(then))
-    ]
-
-
-def _split_batches(lines: Sequence[str]) -> Iterator[Sequence[str]]:
-    for at in range(0, len(lines), 200):
-        yield lines[at : at + 200]
+    updates: list[JournalUpdate] = []
+    JournalWriter(updates.append, history).append("ended", state=state, error=error)
+    JournalFiles(job_folder).write(updates)

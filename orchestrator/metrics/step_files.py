@@ -1,27 +1,20 @@
-"""Metrics.jsonl, TensorBoard, writer thread.
+"""Finished steps as files in the job's folder: `metrics.jsonl`, and TensorBoard event files.
 
-Steps as files in the job's folder: JSON lines, and TensorBoardWriter's event files.
-
-Files written behind the controller: one thread, a bounded queue, and nobody waits.
-
-TensorBoardWriter's event files, written by hand: the libraries that write them bring torch with them.
-
-A file is a row of records: the length as 8 bytes, its checksum, the data, its checksum (masked
-CRC-32C, all little-endian). The data are `Event` messages in protobuf's wire format, their fields
-numbered as in TensorBoardWriter's event.proto and summary.proto.
+The event files are encoded here, because the libraries that write them depend on torch. A file is
+a sequence of records: the length as 8 bytes, its checksum, the data, the checksum of the data
+(masked CRC-32C, all little-endian). The data are `Event` messages in protobuf's wire format, with
+the field numbers of TensorBoard's event.proto and summary.proto.
 """
 
 from __future__ import annotations
 
 import json
-import queue
 import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from threading import Thread
 from typing import Any, Protocol
 
 from rayzero.engine.errors import first_line
@@ -47,7 +40,7 @@ def frame_record(data: bytes) -> bytes:
 
 
 def version_event(at_s: float) -> bytes:
-    """What a file begins with. `at_s` is Unix time, here and below."""
+    """The first event of a file. `at_s` is Unix time, here and below."""
     return _double_field(1, at_s) + _string_field(3, "brain.Event:2")
 
 
@@ -59,7 +52,7 @@ def scalars_event(at_s: float, step: int, values: Mapping[str, float]) -> bytes:
 
 
 def restart_event(at_s: float, step: int) -> bytes:
-    """What the file says of this step and later ones up to here no longer holds."""
+    """Voids the earlier events of this step and later ones."""
     return (
         _double_field(1, at_s)
         + _int_field(2, step)
@@ -68,11 +61,11 @@ def restart_event(at_s: float, step: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*encoded, value])
 
 
 def _field_key(number: int, kind: int) -> bytes:
@@ -105,13 +98,13 @@ def _string_field(number: int, text: str) -> bytes:
 
 def _make_crc_table() -> tuple[int, ...]:
     """CRC-32C (Castagnoli, 1993), reflected, a byte at a time."""
-    found = []
+    table = []
     for byte in range(256):
         crc = byte
         for _ in range(8):
             crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-        found.append(crc)
-    return tuple(found)
+        table.append(crc)
+    return tuple(table)
 
 
 _CRC_TABLE = _make_crc_table()
@@ -141,12 +134,12 @@ _TENSORBOARD_TAGS = {
 
 
 _TAG_PREFIXES = {"phases/": "phase_seconds/", "bytes/": "memory_bytes/"}
-"""Gauges whose names go on under another folder."""
+"""Gauges that are shown under another TensorBoard folder."""
 
 
 class JsonLinesWriter:
-    """A line a step, `metrics.jsonl`. Later runs go on in the same file; of a step that was done
-    again the last line counts. A number that JSON has not, inf or nan, is null."""
+    """`metrics.jsonl`: one line per step. Later runs append to the same file; the last line of a
+    step is the valid one. inf and nan, which JSON does not have, are written as null."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / JSON_LINES_FILE).open("a", encoding="utf-8")
@@ -174,18 +167,18 @@ class JsonLinesWriter:
 
 
 class TensorBoardWriter:
-    """Event files under `tensorboard/`, one a run, in the format that TensorBoardWriter reads."""
+    """Event files under `tensorboard/`, one per run."""
 
     def __init__(self, folder: Path, now_s: float) -> None:
-        where = folder / TENSORBOARD_FOLDER
-        where.mkdir(parents=True, exist_ok=True)
+        event_folder = folder / TENSORBOARD_FOLDER
+        event_folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(now_s):010d}.{socket.gethostname()}.{time.time_ns()}"
-        self._file = (where / name).open("wb")
+        self._file = (event_folder / name).open("wb")
         self._last_step = 0
         self._file.write(frame_record(version_event(now_s)))
 
     def write(self, record: StepRecord) -> None:
-        if record.step <= self._last_step:  # what it shows of this step and later ones is void
+        if record.step <= self._last_step:  # recomputed after a recovery
             self._file.write(frame_record(restart_event(record.at_s, record.step)))
         self._last_step = record.step
         self._file.write(
@@ -200,33 +193,27 @@ class TensorBoardWriter:
 
 
 def _tensorboard_scalars(record: StepRecord) -> dict[str, float]:
-    """By TensorBoardWriter's tags; what the user reported of his own is under `user/`."""
-    found = {"speed/step_seconds": record.step_s, "job/world_size": float(record.world_size)}
+    """By TensorBoard tag; the metrics of user code are under `user/`."""
+    scalars = {"speed/step_seconds": record.step_s, "job/world_size": float(record.world_size)}
     if record.loss is not None:
-        found["train/loss"] = record.loss
+        scalars["train/loss"] = record.loss
     if record.tokens_per_s is not None:
-        found["speed/tokens_per_second"] = record.tokens_per_s
+        scalars["speed/tokens_per_second"] = record.tokens_per_s
     for name, value in record.gauges.items():
-        folder = next((one for one in _TAG_PREFIXES if name.startswith(one)), None)
+        prefix = next((prefix for prefix in _TAG_PREFIXES if name.startswith(prefix)), None)
         if name in _TENSORBOARD_TAGS:
-            found[_TENSORBOARD_TAGS[name]] = value
-        elif folder is not None:
-            found[_TAG_PREFIXES[folder] + name.removeprefix(folder)] = value
-    return found | {f"user/{name}": value for name, value in user_gauges(record.gauges)}
+            scalars[_TENSORBOARD_TAGS[name]] = value
+        elif prefix is not None:
+            scalars[_TAG_PREFIXES[prefix] + name.removeprefix(prefix)] = value
+    return scalars | {f"user/{name}": value for name, value in user_gauges(record.gauges)}
 
 
 def _json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-_MAX_QUEUED_STEPS = 4096
-
-
-_CLOSE_TIMEOUT_S = 10.0
-
-
 class StepSink(Protocol):
-    """A file of steps. Used by the writer's thread only; may raise what it likes."""
+    """A file of steps. Used by one thread; may raise anything."""
 
     def write(self, record: StepRecord) -> None: ...
 
@@ -235,54 +222,32 @@ class StepSink(Protocol):
     def close(self) -> None: ...
 
 
-class StepWriter:
-    """Owns the thread and the sinks, from its making to `close`.
+class StepFiles:
+    """Writes steps into several sinks. A sink that fails is left out from then on, with a warning.
 
-    What was put is in the files as soon as nothing else is waiting, so that a process that is
-    killed loses no step that a checkpoint has. A sink that fails is told once, and left out; steps
-    that come faster than they can be written are dropped, and counted.
-
-    Args:
-        tell: shows a warning; called in the writer's thread, or in that of `close`.
+    Used by the thread of a `BackgroundWriter`. Each batch is flushed, so that a process that is
+    killed loses no step that a checkpoint has.
     """
 
-    def __init__(self, sinks: Sequence[StepSink], tell: Callable[[str], None]) -> None:
+    def __init__(self, sinks: Sequence[StepSink], warn: Callable[[str], None]) -> None:
         self._sinks = list(sinks)
-        self._warn = tell
-        self._queue: queue.Queue[StepRecord | None] = queue.Queue(_MAX_QUEUED_STEPS)
-        self._dropped = 0
-        self._thread = Thread(target=self._run, name="rayzero-steps", daemon=True)
-        self._thread.start()
+        self._warn = warn
 
-    def enqueue(self, record: StepRecord) -> None:
-        """Never waits."""
-        try:
-            self._queue.put_nowait(record)
-        except queue.Full:
-            self._dropped += 1
+    def write(self, records: Sequence[StepRecord]) -> None:
+        for record in records:
+            self._for_each_sink(lambda sink, record=record: sink.write(record))  # type: ignore[misc]
+        self._for_each_sink(lambda sink: sink.flush())
 
     def close(self) -> None:
-        """Writes what is waiting, for a while at most, and closes the files."""
-        try:
-            self._queue.put(None, timeout=_CLOSE_TIMEOUT_S)
-        except queue.Full:
-            self._warn("metrics: the last steps were not written, because the disk is too slow")
-            return
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._dropped:
-            self._warn(f"metrics: {self._dropped} steps came too fast to be written")
-
-    def _run(self) -> None:
-        while (record := self._queue.get()) is not None:
-            self._for_each_sink(lambda sink, record=record: sink.write(record))  # type: ignore[misc]
-            if self._queue.empty():
-                self._for_each_sink(lambda sink: sink.flush())
         self._for_each_sink(lambda sink: sink.close())
 
     def _for_each_sink(self, act: Callable[[StepSink], None]) -> None:
         for sink in list(self._sinks):
             try:
                 act(sink)
-            except Exception as error:  # noqa: BLE001  # whatever it is, the others go on
+            except Exception as error:  # noqa: BLE001  # the other sinks continue
                 self._sinks.remove(sink)
-                self._warn(f"metrics: {type(sink).__name__} writes no more: {first_line(error)}")
+                self._warn(
+                    f"metrics: {type(sink).__name__} failed, and writes no further steps: "
+                    f"{first_line(error)}"
+                )

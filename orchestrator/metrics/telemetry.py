@@ -1,9 +1,8 @@
-"""Everything that listens to one job: the tally, its endpoint and its files, as one thing to own.
+"""The metrics of one job: counted from its events, served over HTTP, written per step.
 
-Lifetimes: `Telemetry` is opened before the controller begins and closed after it has ended; the
-endpoint and the writer's thread live exactly as long. Whoever reads the tally, which the endpoint's
-threads do, holds the lock that the controller's thread takes for every number it tells; only for
-as long as a copy of the ranks takes, which may be thousands.
+Lifetimes: the endpoint lives from `Telemetry`'s construction to its end. The endpoint's threads
+read the counters under the lock that the controller's thread takes for each event; they hold it
+only while they copy the rows of the ranks, of which there may be thousands.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from threading import Lock
 from time import time
-from types import TracebackType
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -20,6 +18,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.aio import Clock
+from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
 from rayzero.orchestrator.job_events import EventBus, JobEvent
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.metrics.catalog import job_families, rank_families, user_gauges
@@ -33,8 +32,8 @@ from rayzero.orchestrator.metrics.snapshot import (
 )
 from rayzero.orchestrator.metrics.step_files import (
     JsonLinesWriter,
+    StepFiles,
     StepSink,
-    StepWriter,
     TensorBoardWriter,
 )
 from rayzero.orchestrator.page import page_response
@@ -48,11 +47,14 @@ _PORT_LIMIT = 65536
 class Telemetry:
     """Counts a job's events, and serves the metrics.
 
+    Opens files and a socket: constructed outside the event loop.
+
     Args:
         clock: the controller's.
-        warn: is told what goes wrong with files, in threads of their own.
+        writer: writes the step files, and closes them when it ends.
+        warn: shows a warning; called in the writer's thread.
         unix: Unix time.
-        past: of a lost run, whose numbers go on.
+        past: of an adopted run, whose counters continue.
 
     Raises:
         ConfigError: the port is taken, or a file cannot be written.
@@ -62,6 +64,7 @@ class Telemetry:
         self,
         plan: JobPlan,
         clock: Clock,
+        writer: BackgroundWriter,
         warn: Callable[[str], None],
         unix: Callable[[], float] = time,
         past: RunHistory | None = None,
@@ -75,31 +78,24 @@ class Telemetry:
         if past is not None:
             restore_metrics(self._metrics, past, self._timestamps())
         with ExitStack() as opened:
-            self._step_writer = self._open_step_writer(plan, opened)
             self._endpoint = self._open_endpoint(plan, opened)
+            self._step_queue = self._open_step_files(plan, writer)
             self._exit_stack = opened.pop_all()
         self.url = self._endpoint.url if self._endpoint is not None else None
 
     def __enter__(self) -> Telemetry:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the endpoint. The step files are closed by the writer."""
         self._exit_stack.close()
 
-    def flush(self) -> None:
-        """Writes what is waiting for a file, and closes the files: nothing comes after it."""
-        behind, self._step_writer = self._step_writer, None
-        if behind is not None:
-            behind.close()
-
     async def await_final_scrape(self) -> None:
-        """Waits, for a while at most, until those who read regularly have read how it stands now: a
-        Prometheus that never saw a job fail could not tell of it."""
+        """Waits, with a limit, until each regular scraper has read the final values; otherwise
+        Prometheus could not alert on a failed job."""
         if self._endpoint is not None:
             await self._endpoint.await_final_scrape()
 
@@ -110,25 +106,23 @@ class Telemetry:
     def on_event(self, event: JobEvent) -> None:
         with self._lock:
             self._metrics.on_event(event, self._timestamps())
-        if self._step_writer is not None and isinstance(event, StepRecord):
-            self._step_writer.enqueue(event)
+        if self._step_queue is not None and isinstance(event, StepRecord):
+            self._step_queue.put(event)
 
     def snapshot(self) -> dict[str, Any]:
-        """The job as it stands; may be called from any thread."""
+        """The current state of the job as JSON-ready data. Thread-safe."""
         with self._lock:
-            value, ranks = (
-                make_snapshot(self._metrics, self._timestamps()),
-                self._metrics.ranks.copy(),
-            )
+            value = make_snapshot(self._metrics, self._timestamps())
+            ranks = self._metrics.ranks.copy()
         return {**value, "ranks": snapshot_ranks(ranks)}
 
     def dump_counters(self) -> dict[str, Any]:
-        """What goes into the journal, for a run that adopts this one."""
+        """The counters for the journal; a run that adopts this one continues them."""
         with self._lock:
             return dump_counters(self._metrics, self._timestamps())
 
     def families(self) -> list[Metric]:
-        """Its series; may be called from any thread."""
+        """The job's Prometheus metrics. Thread-safe."""
         with self._lock:
             job = list(job_families(self._metrics, self._timestamps()))
             if not self._per_rank:
@@ -139,35 +133,34 @@ class Telemetry:
     def _timestamps(self) -> Timestamps:
         return Timestamps(self._clock.now(), self._unix_clock())
 
-    def _open_step_writer(self, plan: JobPlan, opened: ExitStack) -> StepWriter | None:
-        wanted, folder = plan.spec.metrics, plan.output_dir
+    def _open_step_files(self, plan: JobPlan, writer: BackgroundWriter) -> WriteQueue | None:
+        config, folder = plan.spec.metrics, plan.output_dir
         sinks: list[StepSink] = []
         try:
-            if wanted.jsonl:
+            if config.jsonl:
                 sinks.append(JsonLinesWriter(folder))
-            if wanted.tensorboard:
+            if config.tensorboard:
                 sinks.append(TensorBoardWriter(folder, self._unix_clock()))
         except OSError as error:
             raise ConfigError(
                 f"metrics cannot be written into {str(folder)!r}: {error.strerror or error}",
-                allowed="a folder that can be written to",
+                allowed="a writable folder",
                 fix="checkpoint.path, or metrics.jsonl and metrics.tensorboard in the job file",
             ) from None
         if not sinks:
             return None
-        writer = StepWriter(sinks, self._warn)
-        opened.callback(self.flush)
-        return writer
+        files = StepFiles(sinks, self._warn)
+        return writer.add_queue("the metrics files", files.write, 0.0, files.close)
 
     def _open_endpoint(self, plan: JobPlan, opened: ExitStack) -> Endpoint | None:
-        wanted = plan.spec.metrics
-        if wanted.port is None:
+        config = plan.spec.metrics
+        if config.port is None:
             return None
         registry = CollectorRegistry()
         registry.register(_MetricsCollector(self.families))
         pages = {"/": page_response, "/snapshot.json": make_json_page(self.snapshot)}
-        ports = range(wanted.port, min(wanted.port + wanted.ports, _PORT_LIMIT))
-        endpoint = Endpoint(wanted.host, ports, registry, pages)
+        ports = range(config.port, min(config.port + config.ports, _PORT_LIMIT))
+        endpoint = Endpoint(config.host, ports, registry, pages)
         opened.callback(endpoint.close)
         return endpoint
 
@@ -180,7 +173,7 @@ class _MetricsCollector(Collector):
         yield from self._families()
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing is collected before somebody asks."""
+        """Empty, so that registration collects nothing."""
         yield from ()
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from benchmarks.token_head import TokenHead
-from rayzero.orchestrator.journal.writer import read_journal
+from rayzero.orchestrator.journal.files import read_journal
 from tests.integration.jobs.steady import ENGINE
 
 pytestmark = pytest.mark.slow

@@ -29,7 +29,7 @@ from rayzero.orchestrator.job_events import (
     RunAdopted,
     WorkersReady,
 )
-from rayzero.orchestrator.journal.writer import read_journal
+from rayzero.orchestrator.journal.files import read_journal
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
@@ -219,8 +219,8 @@ def test_two_jobs_on_one_cluster_and_all_that_is_told_of_them(tmp_path: Path):
     assert not [one for one in notes["second"].of(JobWarning) if "vault" in one.text]
     log = (tmp_path / "second" / "logs" / "job.log").read_text()
     assert "state: running\n" in log
-    lines = sorted((tmp_path / "second" / "journal").glob("*.jsonl"))
-    kinds = [json.loads(line)["kind"] for path in lines for line in path.read_text().splitlines()]
+    lines = (tmp_path / "second" / "events.jsonl").read_text().splitlines()
+    kinds = [json.loads(line)["kind"] for line in lines]
     assert (kinds[0], kinds[-1]) == ("begun", "ended")
 
 

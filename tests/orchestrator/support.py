@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rayzero.engine.validation import validate_document
+from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.job_events import EventBus, JobEvent, JobWarning, StateEntered
@@ -26,6 +27,9 @@ from rayzero.workers.messages import Assignment
 from tests.orchestrator.world import Group, Shelf, World
 
 N = TypeVar("N")
+
+NO_FILES = BackgroundWriter(print)
+"""Writes nothing, because these jobs ask for no step files."""
 
 
 class _Alarm:
@@ -128,7 +132,7 @@ class Stage:
         self.plan = plan(folder, **changes)
         group: Any = Group(self.world)
         unix = self.clock.now if past is None else time.time
-        self.told = Telemetry(self.plan, self.clock, self._warn, unix, past)
+        self.told = Telemetry(self.plan, self.clock, NO_FILES, self._warn, unix, past)
         self.events = EventBus()
         self.events.subscribe(self.notebook.on_event)
         self.told.subscribe_to(self.events)

@@ -13,7 +13,8 @@ import rayzero
 from rayzero.orchestrator.cli import run
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.job_file import to_document
-from rayzero.orchestrator.journal.writer import JournalSegments, JournalWriter
+from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
+from rayzero.orchestrator.journal.writer import JournalWriter
 from tests.orchestrator.support import plan
 
 
@@ -28,9 +29,9 @@ def command(*words: object) -> Result:
 
 
 def written(runs: Path, *notes: tuple[str, dict[str, Any]], **changes: Any) -> None:
-    lines: list[str] = []
+    updates: list[JournalUpdate] = []
     made = plan(runs, **changes)
-    note = JournalWriter(lines.append, lambda: 1000.0).append
+    note = JournalWriter(updates.append, now_s=lambda: 1000.0).append
     note(
         "begun",
         run="1",
@@ -42,7 +43,7 @@ def written(runs: Path, *notes: tuple[str, dict[str, Any]], **changes: Any) -> N
     note("moved", state="running", event="e", generation=3, world_size=2, step=40)
     for kind, fields in notes:
         note(kind, **fields)
-    JournalSegments(made.job_folder).write(lines)
+    JournalFiles(made.job_folder).write(updates)
 
 
 def test_a_lost_job_is_told_as_such_listed_and_given_up(tmp_path: Path):

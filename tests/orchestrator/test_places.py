@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator.job.lookup import check_job_name, job_folder
-from rayzero.orchestrator.journal.writer import journal_folder
+from rayzero.orchestrator.journal.files import state_url
 from rayzero.orchestrator.spec import JobSpec
 from rayzero.workers.vault.server import make_address
 
@@ -57,8 +57,8 @@ def test_the_job_file_and_the_commands_take_the_same_names(name: str):
             results.append(False)
     assert results[0] == results[1]
     if results[0]:
-        path = os.path.normpath(journal_folder(job_folder("/top/runs", name)))
-        assert path == f"/top/runs/{name}/journal"
+        path = os.path.normpath(state_url(job_folder("/top/runs", name)))
+        assert path == f"/top/runs/{name}/job.json"
         assert (
             job_folder("s3://k:s@bucket/runs?region=x", name)
             == f"s3://k:s@bucket/runs/{name}?region=x"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.redact import REDACTED, redact_document, redact_url, redacted_keys
-from rayzero.orchestrator.job import recorder as behind_module
-from rayzero.orchestrator.job.recorder import BackgroundLineWriter
+from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.orchestrator.job.lease_holder import LeaseLostError
 from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed, FaultDetected, Repaired
 from rayzero.orchestrator.job_file import (
     ADOPTABLE_KEYS,
@@ -25,20 +25,21 @@ from rayzero.orchestrator.job_file import (
     not_covered_by,
     to_document,
 )
+from rayzero.orchestrator.journal import files as files_module
+from rayzero.orchestrator.journal.files import (
+    JournalFiles,
+    JournalUpdate,
+    has_journal,
+    read_journal,
+)
 from rayzero.orchestrator.journal.run_history import (
     MAX_ENTRIES,
     RunHistory,
     faults_on_clock,
-    fold_journal,
+    fold_entries,
     why_not_adoptable,
 )
-from rayzero.orchestrator.journal.writer import (
-    DEFAULT_STEP_INTERVAL_S,
-    MAX_SEGMENT_BYTES,
-    JournalSegments,
-    JournalWriter,
-    read_journal,
-)
+from rayzero.orchestrator.journal.writer import DEFAULT_STEP_INTERVAL_S, JournalWriter
 from rayzero.orchestrator.metrics.catalog import user_gauges
 from rayzero.orchestrator.metrics.job_metrics import JobInfo, JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.snapshot import restore_metrics
@@ -52,33 +53,41 @@ ENGINE = {
 }
 
 
-def begun(folder: Path, **changes: Any) -> list[str]:
-    lines: list[str] = []
-    spec = plan(folder, **changes).spec
-    at_s = iter(range(100, 10_000))
-    chronicle = JournalWriter(lines.append, lambda: float(next(at_s)))
-    chronicle.append(
-        "begun", run="1", adopted=False, spec=to_document(spec), working_dir="/w", by_value=False
+def begun(
+    folder: Path,
+    now_s: Callable[[], float] = time.time,
+    put: Callable[[JournalUpdate], None] = lambda _: None,
+    **changes: Any,
+) -> JournalWriter:
+    journal = JournalWriter(put, now_s=now_s)
+    journal.append(
+        "begun",
+        run="1",
+        adopted=False,
+        spec=to_document(plan(folder, **changes).spec),
+        working_dir="/w",
+        by_value=False,
     )
-    return lines
+    return journal
 
 
-def known(lines: Sequence[str]) -> RunHistory:
-    past = fold_journal(lines)
-    assert past is not None
-    return past
+def known(journal: JournalWriter) -> RunHistory:
+    """As another process reads it."""
+    assert journal.history is not None
+    history = RunHistory.from_json(journal.history.to_json())
+    assert history is not None
+    return history
 
 
 @played
 async def test_a_run_is_read_as_it_went(folder: Path):
-    lines = begun(folder)
-    chronicle = JournalWriter(lines.append, count(200.0, DEFAULT_STEP_INTERVAL_S).__next__)
+    chronicle = begun(folder, count(200.0, DEFAULT_STEP_INTERVAL_S).__next__)
     stage = Stage(folder, journal=chronicle, workers={"min": 1, "max": 2})
     await stage.steps(3)
     stage.world.kill(1)
     await stage.clock.turn(1)
     await stage.steps(2)
-    past = known(lines)
+    past = known(chronicle)
     (seen,) = stage.notebook.of(FaultDetected)
     (repaired,) = stage.notebook.of(Repaired)
     assert (past.state, past.end_state) == ("running", "")
@@ -92,92 +101,169 @@ async def test_a_run_is_read_as_it_went(folder: Path):
 
 
 @given(st.data())
-def test_any_torn_journal_tells_of_an_earlier_moment(data: st.DataObject):
-    lines = begun(Path("/tmp/rz-journal"))
-    chronicle = JournalWriter(lines.append, lambda: 1.0)
-    for n in range(1, 6):
-        chronicle.append("moved", state="running", event="e", generation=n, world_size=2, step=n)
+def test_any_torn_journal_of_earlier_releases_shows_an_earlier_moment(data: st.DataObject):
+    spec = to_document(plan(Path("/tmp/rz-journal")).spec)
+    entries = [
+        {"kind": "begun", "run": "1", "spec": spec, "working_dir": "/w", "by_value": False},
+        *(
+            {"kind": "moved", "state": "running", "generation": n, "world_size": 2, "step": n}
+            for n in range(1, 6)
+        ),
+    ]
+    lines = [json.dumps({"at_s": 1.0, **entry}) for entry in entries]
     ends = list(accumulate(len(line) + 1 for line in lines))
     cut = data.draw(st.integers(ends[0], ends[-1]))
-    past = known("\n".join(lines)[:cut].splitlines())
-    whole = sum(end - 1 <= cut for end in ends) - 1
-    assert (past.step, past.generation) == (whole, whole)
+    with tempfile.TemporaryDirectory() as folder:
+        segments = Path(folder, "journal")
+        segments.mkdir()
+        (segments / "000001-00000000.jsonl").write_text("\n".join(lines)[:cut])
+        history = read_journal(folder)
+    assert history is not None
+    complete = sum(end - 1 <= cut for end in ends) - 1
+    assert (history.step, history.generation) == (complete, complete)
 
 
-@given(st.lists(st.text()))
-def test_what_is_no_journal_is_passed_over(lines: list[str]):
-    assert fold_journal([*lines, "[]", "{}", '{"at_s": 1, "kind": "moved"}']) is None
+@given(st.lists(st.dictionaries(st.text(), st.integers()) | st.just({"kind": "moved", "at_s": 1})))
+def test_unknown_entries_are_ignored(entries: list[dict[str, Any]]):
+    assert fold_entries(entries) is None
 
 
-def test_files_are_numbered_and_a_later_process_goes_on_behind(tmp_path: Path):
-    first = JournalSegments(str(tmp_path))
-    first.write(begun(tmp_path))
-    filler = json.dumps({"at_s": 1.0, "kind": "noted", "step": 1})
-    first.write([filler] * (2 * MAX_SEGMENT_BYTES // len(filler)))
-    JournalSegments(str(tmp_path)).write([json.dumps({"at_s": 9.0, "kind": "step", "step": 7})])
-    names = sorted(path.name for path in (tmp_path / "journal").iterdir())
-    assert [name[:6] for name in names] == [f"{n:06d}" for n in range(1, len(names) + 1)]
-    assert len(names) > 2
-    past = read_journal(str(tmp_path))
-    assert past is not None
-    assert (past.step, past.working_dir) == (7, "/w")
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"format": 9}', b"\x00"])
+def test_a_file_that_is_no_state_is_no_run(tmp_path: Path, content: bytes):
+    (tmp_path / "job.json").write_bytes(content)
+    assert read_journal(str(tmp_path)) is None
+
+
+def test_a_journal_of_an_earlier_release_is_read_and_continued(tmp_path: Path):
+    """Segments as rayzero wrote them before there was a state file."""
+    spec = to_document(plan(tmp_path).spec)
+    worker = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
+    first = [
+        {
+            "kind": "begun",
+            "adopted": False,
+            "run": "1",
+            "spec": spec,
+            "working_dir": "/w",
+            "by_value": False,
+        },
+        {
+            "kind": "moved",
+            "state": "running",
+            "generation": 3,
+            "world_size": 2,
+            "step": 40,
+            "counted": {"seconds": {"productive": 60.0}},
+        },
+        {
+            "kind": "fault",
+            "cause": "lost",
+            "worker": worker,
+            "rank": 1,
+            "step": 41,
+            "generation": 3,
+            "detail": "",
+        },
+    ]
+    second = [
+        {
+            "kind": "begun",
+            "adopted": True,
+            "run": "2",
+            "spec": spec,
+            "working_dir": "/w",
+            "by_value": False,
+        },
+        {"kind": "step", "step": 75},
+    ]
+    folder = tmp_path / "journal"
+    folder.mkdir()
+    for number, entries in enumerate((first, second), 1):
+        lines = "".join(json.dumps({"at_s": 10.0 * number, **entry}) + "\n" for entry in entries)
+        (folder / f"{number:06d}-0123abcd.jsonl").write_text(lines)
+    assert has_journal(str(tmp_path))
+    history = read_journal(str(tmp_path))
+    assert history is not None
+    assert (history.step, history.generation, history.adoptions) == (75, 3, 1)
+    assert [fault.cause for fault in history.faults] == ["lost"]
+    updates: list[JournalUpdate] = []
+    JournalWriter(updates.append, history).append("step", step=80)
+    JournalFiles(str(tmp_path)).write(updates)
+    continued = read_journal(str(tmp_path))
+    assert continued is not None
+    assert (continued.step, continued.run, continued.counters) == (80, "2", history.counters)
+
+
+def test_a_journal_is_one_state_file_and_a_list_of_events(tmp_path: Path):
+    updates: list[JournalUpdate] = []
+    journal = begun(tmp_path, put=updates.append)
+    files = JournalFiles(str(tmp_path))
+    for step in range(0, 3000, 10):
+        journal.append("step", step=step)
+        files.write(updates)
+        updates.clear()
+    journal.append("moved", state="running", event="e", generation=1, world_size=2, step=5000)
+    journal.append("step", step=5002)
+    files.write(updates)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "job", "job.json"]
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["begun", "moved"]
+    history = read_journal(str(tmp_path))
+    assert history is not None
+    assert (history.step, history.working_dir) == (5002, "/w")
     assert read_journal(str(tmp_path / "other")) is None
+    assert not has_journal(str(tmp_path / "other"))
 
 
-def test_a_journal_grows_by_what_happens_and_not_with_time(tmp_path: Path):
-    def line(kind: str, step: int) -> str:
-        moved = {"state": "running", "generation": 1, "world_size": 2}
-        return json.dumps({"at_s": float(step), "kind": kind, "step": step, **moved})
-
-    segments = JournalSegments(str(tmp_path))
-    segments.write(begun(tmp_path))
-    for step in range(0, 3000, 10):  # a few at a time, and some of them alone
-        segments.write([line("step", step + n) for n in range(step % 4)] or [line("step", step)])
-    segments.write([line("moved", 5000), line("step", 5001), line("step", 5002)])
-    (file,) = (tmp_path / "journal").iterdir()
-    kinds = [json.loads(one)["kind"] for one in file.read_text().splitlines()]
-    assert kinds == ["begun", "step", "moved", "step"]
-    past = read_journal(str(tmp_path))
-    assert past is not None
-    assert (past.step, past.last_at_s) == (5002, 5002.0)
+def test_the_list_of_events_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(files_module, "MAX_EVENTS_BYTES", 1000)
+    updates: list[JournalUpdate] = []
+    journal = begun(tmp_path, put=updates.append)
+    for generation in range(1, 60):
+        journal.append(
+            "moved", state="running", event="e", generation=generation, world_size=2, step=1
+        )
+        JournalFiles(str(tmp_path)).write(updates)
+        updates.clear()
+    assert (tmp_path / "events.jsonl").stat().st_size < 1500
+    assert (tmp_path / "events.jsonl.1").stat().st_size < 1500
 
 
-@pytest.mark.parametrize(
-    "failure", [StoreError("full", "disk", "No space left on device"), ValueError("odd")]
-)
-def test_a_store_that_fails_is_told_once_and_tried_again(
-    failure: Exception, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(behind_module, "RETRY_DELAYS_S", (0.01,))
-    told: list[str] = []
-    written: list[str] = []
-    failures = iter([True, True, True])
-    done = threading.Event()
+def test_another_process_s_folder_is_not_written(tmp_path: Path):
+    def fence() -> None:
+        raise LeaseLostError("lost")
 
-    def write(lines: Sequence[str]) -> None:
-        if next(failures, False):
-            raise failure
-        written.extend(lines)
-        done.set()
-
-    behind = BackgroundLineWriter("the journal", write, 0.01, told.append)
-    behind.enqueue("a")
-    behind.enqueue("b")
-    assert done.wait(10)
-    assert behind.close(5)
-    assert written == ["a", "b"]
-    assert len(told) == 1
-    assert "the journal cannot be written" in told[0]
+    updates: list[JournalUpdate] = []
+    begun(tmp_path, put=updates.append)
+    with pytest.raises(LeaseLostError):
+        JournalFiles(str(tmp_path), fence).write(updates)
+    assert not has_journal(str(tmp_path))
 
 
-def test_a_store_that_never_answers_holds_nobody_up():
-    release = threading.Event()
-    behind = BackgroundLineWriter(
-        "the log", lambda _: release.wait(10) and None, 0.0, lambda _: None
-    )
-    behind.enqueue("a")
-    assert not behind.close(0.2)
-    release.set()
+@played
+async def test_a_hung_disk_does_not_stop_the_controller(folder: Path):
+    """All writes of the job hang while a worker dies: the job recovers and continues."""
+    disk = threading.Event()
+    hung = threading.Event()
+
+    def write(updates: Sequence[JournalUpdate]) -> None:
+        hung.set()
+        disk.wait(60)
+
+    writer = BackgroundWriter(lambda _: None)
+    queue = writer.add_queue("the journal", write, 0.0)
+    journal = begun(folder, put=queue.put)
+    stage = Stage(folder, journal=journal, workers={"min": 1, "max": 2})
+    await stage.steps(3)
+    assert hung.wait(10)
+    stage.world.kill(1)
+    await stage.clock.turn(1)
+    await stage.steps(2)
+    assert len(stage.notebook.of(Repaired)) == 1
+    await stage.finish()
+    assert not queue.is_empty
+    disk.set()
+    assert writer.close(10)
 
 
 def test_no_secret_is_written():
@@ -250,25 +336,24 @@ def test_a_difference_is_seen_from_both_sides(old: dict[str, Any], new: dict[str
 
 
 def test_faults_keep_their_age(tmp_path: Path):
-    lines = begun(tmp_path)
+    chronicle = begun(tmp_path, lambda: 1000.0)
     worker = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
     found = {"cause": "lost", "worker": worker, "rank": 1, "step": 5, "generation": 1}
-    JournalWriter(lines.append, lambda: 1000.0).append("fault", **found, detail="it was killed")
-    (fault,) = faults_on_clock(known(lines), now_s=50.0, unix_s=1030.0)
+    chronicle.append("fault", **found, detail="it was killed")
+    (fault,) = faults_on_clock(known(chronicle), now_s=50.0, unix_s=1030.0)
     assert (fault.at_s, fault.detail, fault.worker.pid) == (20.0, "it was killed", 7)
 
 
 @played
 async def test_an_adopted_run_keeps_its_numbers_and_its_budget(folder: Path):
-    lines = begun(folder)
-    chronicle = JournalWriter(lines.append)
+    chronicle = begun(folder)
     worker = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
     for generation in (4, 5):
         found = {"cause": "lost", "worker": worker, "rank": 1, "step": 5, "generation": generation}
         chronicle.append("fault", **found, detail="")
     chronicle.append("moved", state="running", event="e", generation=5, world_size=2, step=40)
     chronicle.on_event(Checkpointed(42, "f", 1, 0.1, 0.0))
-    stage = Stage(folder, past=known(lines), recovery={"max_faults": 2})
+    stage = Stage(folder, past=known(chronicle), recovery={"max_faults": 2})
     await stage.steps(2)
     status = stage.controller.status()
     assert (status.generation, status.faults) == (6, {"lost": 2})
@@ -281,8 +366,7 @@ async def test_an_adopted_run_keeps_its_numbers_and_its_budget(folder: Path):
 
 @played
 async def test_what_a_page_lists_goes_on(folder: Path):
-    lines = begun(folder)
-    chronicle = JournalWriter(lines.append)
+    chronicle = begun(folder)
     stage = Stage(folder, journal=chronicle, workers={"min": 1, "max": 2})
     await stage.steps(3)
     stage.world.kill(1)
@@ -294,7 +378,7 @@ async def test_what_a_page_lists_goes_on(folder: Path):
     before = stage.told.snapshot()
     stage.run.cancel()
     await settle()
-    again = Stage(folder, past=known(lines), workers={"min": 1, "max": 2})
+    again = Stage(folder, past=known(chronicle), workers={"min": 1, "max": 2})
     after = again.told.snapshot()
     for key in ("generations", "faults", "recoveries", "checkpoints"):
         assert len(before[key]) > 0, key
@@ -312,17 +396,16 @@ def untimed(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_journals_list_has_a_bound_and_passes_over_what_it_does_not_know(tmp_path: Path):
-    lines = begun(tmp_path)
-    chronicle = JournalWriter(lines.append)
+    chronicle = begun(tmp_path)
     for generation in range(1, MAX_ENTRIES + 10):
         chronicle.append(
             "moved", state="running", event="e", generation=generation, world_size=2, step=1
         )
-    chronicle.append("resized", reason="of a later version")
+    chronicle.append("of a later version", reason="?")
     tally = JobMetrics(
         JobInfo("j", 1, None, 1, 1, 1.0, FaultBudget(1, 1.0)), Timestamps(0.0, 0.0), user_gauges
     )
-    restore_metrics(tally, known(lines), Timestamps(0.0, 0.0))
+    restore_metrics(tally, known(chronicle), Timestamps(0.0, 0.0))
     assert [one["generation"] for one in tally.history.generations][-1] == MAX_ENTRIES + 9
     assert len(tally.history.generations) == MAX_ENTRIES
     assert not tally.history.recoveries
@@ -331,10 +414,9 @@ def test_a_journals_list_has_a_bound_and_passes_over_what_it_does_not_know(tmp_p
 @played
 async def test_what_was_counted_goes_on(folder: Path):
     """From one process to the next and the one after: sums, and the wall time since the first."""
-    lines = begun(folder)
     began_s = time.time() - 500
-    lines = [json.dumps(json.loads(line) | {"at_s": began_s}) for line in lines]
-    chronicle = JournalWriter(lines.append, lambda: began_s + 100)
+    now_s = count(began_s, 100).__next__
+    chronicle = begun(folder, lambda: min(now_s(), began_s + 100))
     worker = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
     chronicle.append("fault", cause="lost", worker=worker, rank=1, step=5, generation=1, detail="")
     chronicle.on_event(Repaired("lost", ("rank 1",), 9, 0, 2, 2, {"load": 1.0}))
@@ -344,7 +426,7 @@ async def test_what_was_counted_goes_on(folder: Path):
     chronicle.counter_source = lambda: counted
     chronicle.append("moved", state="running", event="e", generation=1, world_size=2, step=12)
 
-    stage = Stage(folder, past=known(lines), journal=chronicle)  # there is no checkpoint
+    stage = Stage(folder, past=known(chronicle), journal=chronicle)  # there is no checkpoint
     chronicle.counter_source = stage.told.dump_counters
     assert stage.controller.status().step == 12
     await stage.steps(2)
@@ -368,7 +450,7 @@ async def test_what_was_counted_goes_on(folder: Path):
     assert series["rayzero_checkpoint_failures_total", "job"] == 1
     assert series["rayzero_steps_total", "job"] == 13
     chronicle.append("moved", state="running", event="e", generation=2, world_size=2, step=2)
-    again = known(lines)
+    again = known(chronicle)
     assert (
         again.steps_redone,
         again.total_repairs,

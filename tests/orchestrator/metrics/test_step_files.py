@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.metrics.step_files import (
     JSON_LINES_FILE,
     TENSORBOARD_FOLDER,
     JsonLinesWriter,
-    StepWriter,
+    StepFiles,
     TensorBoardWriter,
 )
 from rayzero.orchestrator.metrics.step_files import frame_record as framed
@@ -123,32 +124,17 @@ def test_records_of_any_length(length: int):
     assert int.from_bytes(data[-4:], "little") == masked_crc32c(body)
 
 
-def test_a_slow_disk_makes_nobody_wait_and_what_was_dropped_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr("rayzero.orchestrator.metrics.step_files._MAX_QUEUED_STEPS", 4)
-    slow, told = Held(), []
-    behind = StepWriter([slow], told.append)
-    for number in range(1, 11):
-        behind.enqueue(step(number))  # would hang here
-    slow.go.set()
-    behind.close()
-    assert slow.written[:4] == [1, 2, 3, 4]
-    assert slow.closed
-    (text,) = told
-    assert f"{10 - len(slow.written)} steps came too fast" in text
-
-
 def test_steps_are_in_the_files_though_the_next_ones_never_stop_coming():
     sink = Held()
     sink.go.set()
-    behind = StepWriter([sink], print)
+    writer = BackgroundWriter(print)
+    behind = writer.add_queue("the metrics files", StepFiles([sink], print).write, 0.0)
     until_s, number = time.monotonic() + 5, 0
     while not sink.flushed and time.monotonic() < until_s:
-        behind.enqueue(step(number := number + 1))
+        behind.put(step(number := number + 1))
         time.sleep(0.02)
     flushed = sink.flushed
-    behind.close()
+    assert writer.close(10)
     assert 1 in flushed
 
 
@@ -159,10 +145,10 @@ def test_a_file_that_fails_is_told_once_and_the_others_go_on(what: Exception):
     full, good, told = Held(what), Held(), []
     full.go.set()
     good.go.set()
-    behind = StepWriter([full, good], told.append)
+    files = StepFiles([full, good], told.append)
     for number in (1, 2, 3):
-        behind.enqueue(step(number))
-    behind.close()
+        files.write([step(number)])
+    files.close()
     assert good.written == [1, 2, 3]
     assert len(told) == 1
     assert "No space left" in told[0]

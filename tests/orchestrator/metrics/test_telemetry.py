@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from pathlib import Path
 
 import pytest
 from prometheus_client.core import Metric
 
 from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.machine import State, StopRequested
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.workers.messages import Pinned
-from tests.orchestrator.support import Stage, VirtualClock, plan, played, settle
+from tests.orchestrator.support import NO_FILES, Stage, VirtualClock, plan, played, settle
 from tests.orchestrator.world import World
 
 
@@ -119,36 +119,38 @@ def counted(family: Metric) -> dict[str, float]:
 def test_files_and_the_endpoint_live_as_long_as_it(tmp_path: Path):
     metrics = {"port": 0, "jsonl": True, "tensorboard": True}
     wanted = plan(tmp_path, metrics=metrics)
-    with Telemetry(wanted, VirtualClock(), [].append) as told:
+    writer = BackgroundWriter(print)
+    with Telemetry(wanted, VirtualClock(), writer, [].append) as told:
         assert told.url is not None
         assert told.url.startswith("http://127.0.0.1:")
         port = int(told.url.rsplit(":", 1)[1])
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
+    assert writer.close(10)
     names = {path.name for path in wanted.output_dir.iterdir()}
     assert {"metrics.jsonl", "tensorboard"} <= names
 
 
 def test_nothing_is_opened_that_nobody_asked_for(tmp_path: Path):
     wanted = plan(tmp_path)
-    with Telemetry(wanted, VirtualClock(), [].append) as told:
+    with Telemetry(wanted, VirtualClock(), NO_FILES, [].append) as told:
         assert told.url is None
         json.dumps(told.snapshot())
     assert list(wanted.output_dir.iterdir()) == []
 
 
-def test_when_the_port_is_taken_the_files_are_closed_again(tmp_path: Path):
+def test_when_the_port_is_taken_no_file_is_opened(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         wanted = plan(tmp_path, metrics={"port": port, "jsonl": True})
         with pytest.raises(ConfigError, match=rf"metrics\.port.*{port}"):
-            Telemetry(wanted, VirtualClock(), [].append)
-    assert "rayzero-steps" not in {thread.name for thread in threading.enumerate()}
+            Telemetry(wanted, VirtualClock(), NO_FILES, [].append)
+    assert list(wanted.output_dir.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path):
     wanted = plan(tmp_path, metrics={"jsonl": True})
     (wanted.output_dir / "metrics.jsonl").mkdir()
     with pytest.raises(ConfigError, match="metrics cannot be written"):
-        Telemetry(wanted, VirtualClock(), [].append)
+        Telemetry(wanted, VirtualClock(), NO_FILES, [].append)

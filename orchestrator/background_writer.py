@@ -1,0 +1,171 @@
+"""One background thread for all files that a job's process writes."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import Condition, Thread
+from typing import Any
+
+from rayzero.engine.errors import first_line
+
+MAX_QUEUED_ITEMS = 10_000
+"""Per queue; beyond that the oldest are dropped, with a warning."""
+
+
+RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Pause after each consecutive failure; the last applies from then on."""
+
+
+_CLOSING_RETRY_S = 0.2
+
+
+class WriteQueue:
+    """Items for one destination; made by `BackgroundWriter.add_queue`. Guarded by its lock."""
+
+    def __init__(
+        self,
+        changed: Condition,
+        subject: str,
+        write: Callable[[Sequence[Any]], None],
+        interval_s: float,
+        on_close: Callable[[], None],
+    ) -> None:
+        self.subject = subject
+        self.write = write
+        self.interval_s = interval_s
+        self.on_close = on_close
+        self.items: deque[Any] = deque(maxlen=MAX_QUEUED_ITEMS)
+        self.dropped = 0
+        self.failures = 0
+        self.due_s = 0.0
+        self._changed = changed
+
+    def put(self, item: Any) -> None:
+        """Queues one item. Never waits for a disk."""
+        with self._changed:
+            if not self.items:
+                self.due_s = time.monotonic() + self.interval_s
+                self._changed.notify_all()
+            self.dropped += len(self.items) == self.items.maxlen
+            self.items.append(item)
+
+    def discard(self) -> None:
+        """Drops what is not written yet."""
+        with self._changed:
+            self.dropped += len(self.items)
+            self.items.clear()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.items
+
+
+class BackgroundWriter:
+    """Owns the daemon thread `rayzero-writer`, from its first queue to `close`.
+
+    Nobody waits for a disk: items queue up, bounded, while a write hangs. A write that raises is
+    retried with the same items.
+
+    Args:
+        warn: shows a warning; called in the thread.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._queues: list[WriteQueue] = []
+        self._changed = Condition()
+        self._deadline_s: float | None = None
+        self._thread = Thread(target=self._run, name="rayzero-writer", daemon=True)
+
+    def add_queue(
+        self,
+        subject: str,
+        write: Callable[[Sequence[Any]], None],
+        interval_s: float,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> WriteQueue:
+        """
+        Args:
+            subject: what is written, for warnings.
+            write: writes items in order, or raises; called in the thread.
+            interval_s: how long items are collected before they are written.
+            on_close: called in the thread when it ends.
+        """
+        queue = WriteQueue(self._changed, subject, write, interval_s, on_close)
+        with self._changed:
+            self._queues.append(queue)
+            if len(self._queues) == 1:
+                self._thread.start()
+        return queue
+
+    def close(self, limit_s: float) -> bool:
+        """Writes what is queued, and ends the thread. Blocks for up to `limit_s`.
+
+        Returns:
+            Whether everything was written in time.
+        """
+        with self._changed:
+            now_s = time.monotonic()
+            self._deadline_s = now_s + limit_s
+            for queue in self._queues:
+                queue.due_s = min(queue.due_s, now_s + _CLOSING_RETRY_S * bool(queue.failures))
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(limit_s)
+        return not self._thread.is_alive() and all(queue.is_empty for queue in self._queues)
+
+    def _run(self) -> None:
+        while (queue := self._wait_due()) is not None:
+            self._flush(queue)
+        for queue in self._queues:
+            try:
+                queue.on_close()
+            except Exception as error:  # noqa: BLE001  # the other files are closed, too
+                self._warn(f"{queue.subject} cannot be closed: {first_line(error)}")
+
+    def _wait_due(self) -> WriteQueue | None:
+        """The next queue to write; None at the end."""
+        with self._changed:
+            while True:
+                pending = [queue for queue in self._queues if queue.items]
+                now_s = time.monotonic()
+                if self._deadline_s is not None and (not pending or now_s > self._deadline_s):
+                    return None
+                if not pending:
+                    self._changed.wait()
+                    continue
+                queue = min(pending, key=lambda queue: queue.due_s)
+                if queue.due_s <= now_s or (self._deadline_s is not None and not queue.failures):
+                    return queue
+                self._changed.wait(queue.due_s - now_s)
+
+    def _flush(self, queue: WriteQueue) -> None:
+        with self._changed:
+            items, dropped = list(queue.items), queue.dropped
+        try:
+            queue.write(items)
+        except Exception as error:  # noqa: BLE001  # the thread must outlive any of its files
+            self._schedule_retry(queue, error)
+            return
+        with self._changed:
+            queue.failures = 0
+            queue.due_s = time.monotonic() + queue.interval_s
+            # What was dropped meanwhile was at the front, and is among what was written.
+            for _ in range(min(len(queue.items), len(items) - (queue.dropped - dropped))):
+                queue.items.popleft()
+        if dropped:
+            with self._changed:
+                queue.dropped -= dropped
+            self._warn(f"{queue.subject}: {dropped} entries were dropped, the disk is too slow")
+
+    def _schedule_retry(self, queue: WriteQueue, error: Exception) -> None:
+        """Warns once for each series of failures."""
+        if queue.failures == 0:
+            self._warn(f"{queue.subject} cannot be written, retrying: {first_line(error)}")
+        with self._changed:
+            delay_s = RETRY_DELAYS_S[min(queue.failures, len(RETRY_DELAYS_S) - 1)]
+            closing = self._deadline_s is not None
+            queue.due_s = time.monotonic() + (_CLOSING_RETRY_S if closing else delay_s)
+            queue.failures += 1

@@ -1,0 +1,122 @@
+"""What one run of a job consists of in its process, from the lease of its folder to its summary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.aio import SystemClock
+from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.orchestrator.checkpoint_store import FileCheckpointStore
+from rayzero.orchestrator.cluster.actor_pool import remove_stale_reservations
+from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
+from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
+from rayzero.orchestrator.control.context import Dependencies
+from rayzero.orchestrator.control.controller import Controller
+from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
+from rayzero.orchestrator.job.lease_holder import Lease
+from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
+from rayzero.orchestrator.job_events import EventBus, MetricsServed
+from rayzero.orchestrator.journal.files import read_journal
+from rayzero.orchestrator.journal.run_history import RunHistory, why_not_adoptable
+from rayzero.orchestrator.metrics.telemetry import Telemetry
+from rayzero.orchestrator.plan import JobPlan
+from rayzero.orchestrator.results import JobResult, remove_summary, write_summary
+
+SUMMARY_TIMEOUT_S = 10.0
+"""Limit for writing `summary.json`."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a job's events go; it outlives the run. `warn` is thread-safe."""
+
+    buffer: EventBuffer
+    writer: BackgroundWriter
+    warn: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class JobRun:
+    """The parts of a run; complete from the start."""
+
+    recorder: JobRecorder
+    telemetry: Telemetry
+    controller: Controller
+
+
+async def load_adoptable_run(plan: JobPlan) -> RunHistory | None:
+    """The last run of this job, if it was lost before its end.
+
+    Raises:
+        ConfigError: it was, and this job differs from it.
+        JobStoppedError: this process was restarted just after the job's end.
+    """
+    await asyncio.to_thread(remove_stale_reservations, plan.spec.name)
+    history = await asyncio.to_thread(read_journal, plan.job_folder)
+    if history is None:
+        return None
+    if history.end_state:
+        if history.run == plan.worker_spec.run:
+            raise JobStoppedError(f"job {plan.spec.name!r} has ended before: {history.end_state}")
+        return None
+    if (refusal := why_not_adoptable(history, plan.spec)) is not None:
+        raise refusal
+    workers, before = plan.spec.workers, history.spec.get("workers", {})
+    same_limits = (before.get("min"), before.get("max")) == (workers.min, workers.most)
+    return history if same_limits else replace(history, scaled_limits=None)
+
+
+async def open_run(
+    plan: JobPlan, can_grow: bool, history: RunHistory | None, lease: Lease, output: Output
+) -> JobRun:
+    """Builds a run of a job whose folder is leased.
+
+    Args:
+        history: of the lost run to adopt.
+
+    Raises:
+        As `Telemetry`.
+    """
+    warn, writer = output.warn, output.writer
+    await asyncio.to_thread(remove_summary, plan.output_dir)
+    clock = SystemClock()
+    telemetry = await asyncio.to_thread(lambda: Telemetry(plan, clock, writer, warn, past=history))
+    recorder = JobRecorder(plan, output.buffer, writer, history, lease.check)
+    recorder.set_counter_source(telemetry.dump_counters)
+    recorder.begin(adopted=history is not None)
+    events = EventBus()
+    telemetry.subscribe_to(events)  # before the journal, whose entries include its counters
+    recorder.subscribe_to(events)
+    if telemetry.url is not None:
+        events.emit(MetricsServed(telemetry.url))
+    if plan.output_is_temporary:
+        warn(
+            f"Ray removes {plan.output_dir} some time after the job, with its log and summary: "
+            "checkpoint.path with a shared folder or a URL keeps them"
+        )
+    spec = plan.spec
+    vaults = RayVaultGroup(spec.name, faults=spec.faults, output_dir=str(plan.output_dir))
+    workers = RayWorkerGroup(plan.worker_spec, clock, can_grow, vaults)
+    store = FileCheckpointStore(plan, warn, adopting=history is not None, fence=lease.check)
+    dependencies = Dependencies(workers, vaults, store, events, clock)
+    return JobRun(recorder, telemetry, Controller(plan, dependencies, history))
+
+
+async def save_summary(plan: JobPlan, result: JobResult) -> None:
+    """Writes `summary.json`.
+
+    Raises:
+        JobFailedError: the disk does not take it, or does not answer.
+    """
+    try:
+        async with asyncio.timeout(SUMMARY_TIMEOUT_S):
+            await asyncio.to_thread(write_summary, plan.output_dir, result.metrics)
+    except (OSError, RayzeroError) as error:  # TimeoutError is an OSError
+        reason = str(error) or f"no answer from the disk for {SUMMARY_TIMEOUT_S:g} s"
+        raise JobFailedError(
+            f"training has succeeded, but {result.summary_path} cannot be written: {reason}",
+            fix="checkpoint.path, or the disk it is on",
+        ) from None

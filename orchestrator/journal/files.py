@@ -1,0 +1,168 @@
+"""The files of a journal: one state file, replaced atomically, and one append-only list of events.
+
+The state file alone is what adoption, `status` and `resume` read. On an object store, which cannot
+append, the events are numbered segments, each rewritten as it grows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.open_store import open_store
+from rayzero.engine.checkpoint.store import is_remote, join_url
+from rayzero.orchestrator.journal.run_history import RunHistory, fold_entries
+
+STATE_FILE = "job.json"
+
+EVENTS_FILE = "events.jsonl"
+
+MAX_EVENTS_BYTES = 16 * 2**20
+"""A list of events of this size becomes `events.jsonl.1`, and a new one is started."""
+
+SEGMENTS_FOLDER = "journal"
+"""Events on an object store; also the whole journal of runs before there was a state file."""
+
+MAX_SEGMENT_BYTES = 64 * 1024
+"""A segment of this size is complete, and the next one is started."""
+
+_SEGMENT_NAME = re.compile(r"(\d{6})-[0-9a-f]{8}\.jsonl")
+
+
+@dataclass(frozen=True)
+class JournalUpdate:
+    """The run's state after an event, and the line for the list of events, if it has one."""
+
+    history: RunHistory
+    line: str = ""
+
+
+def state_url(job_folder: str) -> str:
+    """Path or URL of a job's state file."""
+    return join_url(job_folder, STATE_FILE)
+
+
+def flush_interval_s(job_folder: str) -> float:
+    """How long updates are collected: requests to a store cost more than writes to a disk."""
+    return 5.0 if is_remote(job_folder) else 0.5
+
+
+def step_interval_s(job_folder: str) -> float:
+    """How often the number of finished steps is written."""
+    return 30.0 if is_remote(job_folder) else 5.0
+
+
+def has_journal(job_folder: str) -> bool:
+    """May raise StoreError."""
+    names = {entry.name for entry in open_store(job_folder).list_folder()}
+    return not names.isdisjoint((STATE_FILE, SEGMENTS_FOLDER))
+
+
+def read_journal(job_folder: str) -> RunHistory | None:
+    """The state of the last run; None when there is no journal.
+
+    Raises:
+        StoreError: the store cannot be read.
+        ConfigError: `job_folder` is neither a path nor the URL of a store.
+    """
+    try:
+        content = open_store(job_folder).read(STATE_FILE)
+    except StoreError as error:
+        if error.kind != "gone":
+            raise
+        return _read_segments(job_folder)
+    return RunHistory.from_json(content)
+
+
+class JournalFiles:
+    """Writes one process's journal.
+
+    Args:
+        fence: called before each write; raises when another process owns the folder.
+    """
+
+    def __init__(self, job_folder: str, fence: Callable[[], None] = lambda: None) -> None:
+        self._job_folder = job_folder
+        self._fence = fence
+        self._segments = _Segments(job_folder) if is_remote(job_folder) else None
+
+    def write(self, updates: Sequence[JournalUpdate]) -> None:
+        """The state is durable when this returns.
+
+        Raises:
+            StoreError, OSError: the state is the one before or the one after, never half of it.
+        """
+        self._fence()
+        state = updates[-1].history.to_json()
+        open_store(self._job_folder).replace(STATE_FILE, state)
+        lines = [update.line for update in updates if update.line]
+        if lines and self._segments is not None:
+            self._segments.write(lines)
+        elif lines:
+            _append_events(Path(self._job_folder.removeprefix("file://")) / EVENTS_FILE, lines)
+
+
+def _append_events(path: Path, lines: Sequence[str]) -> None:
+    if path.exists() and path.stat().st_size > MAX_EVENTS_BYTES:
+        os.replace(path, path.with_suffix(".jsonl.1"))
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+class _Segments:
+    """Events in an object store. Two processes never write the same object."""
+
+    def __init__(self, job_folder: str) -> None:
+        self._store_url = join_url(job_folder, SEGMENTS_FOLDER)
+        self._writer_id = secrets.token_hex(4)
+        self._number: int | None = None
+        self._lines: list[str] = []
+
+    def write(self, lines: Sequence[str]) -> None:
+        """Durable when it returns. Raises StoreError, and then a part of the lines is missing."""
+        store = open_store(self._store_url)
+        if self._number is None:
+            names = _segment_names(self._store_url)
+            self._number = int(names[-1][:6]) + 1 if names else 1
+        for start in range(0, len(lines), 200):
+            if sum(map(len, self._lines)) > MAX_SEGMENT_BYTES:
+                self._number, self._lines = self._number + 1, []
+            content = [*self._lines, *lines[start : start + 200]]
+            name = f"{self._number:06d}-{self._writer_id}.jsonl"
+            store.replace(name, "".join(f"{line}\n" for line in content).encode())
+            self._lines = content
+
+
+def _segment_names(url: str) -> list[str]:
+    entries = open_store(url).list_folder()
+    return sorted(entry.name for entry in entries if _SEGMENT_NAME.fullmatch(entry.name))
+
+
+def _read_segments(job_folder: str) -> RunHistory | None:
+    """The journal of a run from before there was a state file: all of it is in the segments."""
+    url = join_url(job_folder, SEGMENTS_FOLDER)
+    store = open_store(url)
+    entries: list[dict[str, Any]] = []
+    for name in reversed(_segment_names(url)):
+        segment = list(_parse_lines(store.read(name)))
+        entries = segment + entries
+        if any(entry["kind"] == "begun" and not entry.get("adopted") for entry in segment):
+            break
+    return fold_entries(entries)
+
+
+def _parse_lines(content: bytes) -> Iterator[dict[str, Any]]:
+    for line in content.decode("utf-8", "replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # torn
+        if isinstance(entry, dict) and isinstance(entry.get("kind"), str):
+            yield entry

@@ -1,0 +1,105 @@
+"""The background writer: failures, hung disks, bounds, and its end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.orchestrator import background_writer
+from rayzero.orchestrator.background_writer import BackgroundWriter
+
+
+@pytest.mark.parametrize(
+    "failure", [StoreError("full", "disk", "No space left on device"), ValueError("odd")]
+)
+def test_a_write_that_fails_is_warned_of_once_and_retried(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(background_writer, "RETRY_DELAYS_S", (0.01,))
+    warnings: list[str] = []
+    written: list[str] = []
+    failures = iter([True, True, True])
+    done = threading.Event()
+
+    def write(lines: Sequence[str]) -> None:
+        if next(failures, False):
+            raise failure
+        written.extend(lines)
+        done.set()
+
+    writer = BackgroundWriter(warnings.append)
+    queue = writer.add_queue("the journal", write, 0.01)
+    queue.put("a")
+    queue.put("b")
+    assert done.wait(10)
+    assert writer.close(5)
+    assert written == ["a", "b"]
+    assert len(warnings) == 1
+    assert "the journal cannot be written" in warnings[0]
+
+
+def test_a_write_that_hangs_delays_neither_put_nor_close_beyond_its_limit():
+    release = threading.Event()
+    writer = BackgroundWriter(lambda _: None)
+    queue = writer.add_queue("the log", lambda _: release.wait(10) and None, 0.0)
+    queue.put("a")
+    began_s = time.monotonic()
+    queue.put("b")
+    assert not writer.close(0.2)
+    assert time.monotonic() - began_s < 5
+    assert not queue.is_empty
+    release.set()
+
+
+def test_a_failing_queue_does_not_delay_the_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(background_writer, "RETRY_DELAYS_S", (60.0,))
+    written: list[str] = []
+
+    def fail(lines: Sequence[str]) -> None:
+        raise OSError("full")
+
+    writer = BackgroundWriter(lambda _: None)
+    bad = writer.add_queue("bad", fail, 0.0)
+    good = writer.add_queue("good", written.extend, 0.0)
+    bad.put("x")
+    good.put("a")
+    deadline_s = time.monotonic() + 10
+    while not written and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert written == ["a"]
+    assert not writer.close(0.5)
+    assert good.is_empty
+    assert not bad.is_empty
+
+
+def test_items_beyond_the_bound_are_dropped_with_a_warning(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(background_writer, "MAX_QUEUED_ITEMS", 4)
+    release, written, warnings = threading.Event(), [], []
+
+    def write(numbers: Sequence[int]) -> None:
+        assert release.wait(10)
+        written.extend(numbers)
+
+    writer = BackgroundWriter(warnings.append)
+    queue = writer.add_queue("the metrics files", write, 0.0)
+    for number in range(1, 11):
+        queue.put(number)
+    release.set()
+    assert writer.close(10)
+    assert written[-4:] == [7, 8, 9, 10]
+    dropped = 10 - len(set(written))
+    assert sum(int(text.split(": ")[1].split()[0]) for text in warnings) >= dropped
+
+
+def test_files_are_closed_in_the_thread_at_the_end():
+    closed: list[str] = []
+    writer = BackgroundWriter(lambda _: None)
+    writer.add_queue(
+        "a", lambda _: None, 0.0, lambda: closed.append(threading.current_thread().name)
+    )
+    assert writer.close(10)
+    assert closed == ["rayzero-writer"]
