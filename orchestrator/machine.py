@@ -139,7 +139,7 @@ class Instruction(StrEnum):
     RELEASE_WORKERS = "release workers"
     """End the workers' processes and free the resources. Always the last or next to last."""
     WRITE_SUMMARY = "write summary"
-    """Write `summary.json`."""
+    """Compute the summary of the run, which is written once the controller has ended."""
 
 
 class NoTransition(Enum):
