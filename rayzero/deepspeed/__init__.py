@@ -1,22 +1,23 @@
 """DeepSpeed's names over rayzero's engine, for scripts that say `import deepspeed`.
 
-`rayzero.deepspeed.install()` makes `import deepspeed`, and its submodules that are here, mean this
-package; `python -m rayzero.deepspeed script.py ...` runs a script with that done. The files here
-only rename: what a name means is written in `rayzero.engine`.
+`rayzero.deepspeed.install()` makes `import deepspeed` and its submodules mean this package;
+`python -m rayzero.deepspeed script.py ...` runs a script with that done. The names are defined in
+`rayzero.engine`; the files here hold what only DeepSpeed's scripts need.
 """
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
+from functools import wraps
 from typing import Any
 
-from rayzero.deepspeed import checkpointing, comm, ops, runtime, utils, zero
+from rayzero.deepspeed import comm, ops, utils
 from rayzero.deepspeed.accelerator import get_accelerator
-from rayzero.deepspeed.arguments import add_config_arguments
-from rayzero.deepspeed.install import install
-from rayzero.deepspeed.refused import unsupported_message
-from rayzero.deepspeed.start import initialize
-from rayzero.deepspeed.utils.logging import log_dist, logger
+from rayzero.deepspeed.install import add_alias_modules, install
+from rayzero.deepspeed.unsupported import unsupported_message
+from rayzero.deepspeed.utils import log_dist, logger
 from rayzero.engine.api.deepspeed_engine import DeepSpeedEngine
+from rayzero.engine.api.initialize import initialize as rayzero_initialize
 from rayzero.engine.comm.process_group import init_distributed
 from rayzero.engine.errors import ConfigError as DeepSpeedConfigError
 
@@ -28,7 +29,6 @@ __all__ = [
     "DeepSpeedEngine",
     "__version__",
     "add_config_arguments",
-    "checkpointing",
     "comm",
     "get_accelerator",
     "init_distributed",
@@ -37,11 +37,39 @@ __all__ = [
     "log_dist",
     "logger",
     "ops",
-    "runtime",
     "utils",
-    "zero",
 ]
+__all__ += ["checkpointing", "runtime", "zero"]  # set by `add_alias_modules`
+
+
+@wraps(rayzero_initialize)
+def initialize(*arguments: Any, **options: Any) -> Any:
+    """`rayzero.initialize`, after which there is always a process group.
+
+    A script that runs alone gets a group of one rank: its code may ask torch.distributed for the
+    rank.
+    """
+    init_distributed(
+        distributed_port=options.get("distributed_port", 29500),
+        dist_init_required=options.get("dist_init_required"),
+    )
+    return rayzero_initialize(*arguments, **options)
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds `--deepspeed` and `--deepspeed_config FILE`, and their old names; returns the parser."""
+    group = parser.add_argument_group("DeepSpeed", "configuration of the training engine")
+    group.add_argument(
+        "--deepspeed", action="store_true", help="for the script's own use; the engine ignores it"
+    )
+    group.add_argument("--deepspeed_config", type=str, help="path of the config file")
+    group.add_argument("--deepscale", action="store_true", help="old name of --deepspeed")
+    group.add_argument("--deepscale_config", type=str, help="old name of --deepspeed_config")
+    return parser
 
 
 def __getattr__(name: str) -> Any:
     raise AttributeError(unsupported_message(f"deepspeed.{name}", __all__))
+
+
+add_alias_modules()

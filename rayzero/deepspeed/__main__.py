@@ -3,7 +3,7 @@
     python -m rayzero.deepspeed script.py ...
     torchrun --nproc-per-node 2 -m rayzero.deepspeed script.py ...
 
-What the engine logs (`steps_per_print`, what became of the config) is printed, as in DeepSpeed.
+The engine's log (`steps_per_print`, changes of the config) is printed, as in DeepSpeed.
 `-m package.module` runs a module, as python itself does.
 """
 
@@ -14,13 +14,13 @@ import sys
 from pathlib import Path
 
 from rayzero.deepspeed.install import install
-from rayzero.deepspeed.utils.logging import make_stderr_logger
+from rayzero.deepspeed.utils import make_stderr_logger
 
 _USAGE = "usage: python -m rayzero.deepspeed (script.py | -m module) [arguments]"
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code, 2 for a mistake in the command; the script's own errors go through."""
+    """The exit code, 2 for a mistake in the command; the script's errors propagate."""
     as_module = arguments[:1] == ["-m"]
     rest = arguments[1:] if as_module else arguments
     if not rest or rest[0] in ("-h", "--help"):

@@ -1,77 +1,141 @@
-"""Makes `import deepspeed` mean rayzero's alias package, in this process."""
+"""The modules of `deepspeed` as one table, and `install`, which aliases `import deepspeed` to them.
+
+A row of `MODULES` is a module of DeepSpeed's and where its names are defined. Modules with a file
+here (`comm`, `utils`, ...) have no row.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pkgutil import walk_packages
 from types import ModuleType
 from typing import Any
 
-from rayzero.deepspeed.refused import ALTERNATIVES, unsupported_message
+from rayzero.deepspeed.unsupported import ALTERNATIVES, unsupported_message
 from rayzero.engine.errors import ConfigError
 
 log = logging.getLogger("rayzero.deepspeed")
 
 _PACKAGE = "rayzero.deepspeed"
-_NOT_ALIASED = {f"{_PACKAGE}.{name}" for name in ("__main__", "install", "refused", "start")}
+_FILES = ("accelerator", "comm", "ops", "utils")
+_INTERNAL = {f"{_PACKAGE}.{name}" for name in ("__main__", "install", "unsupported", *_FILES)}
+_INTERNAL.add(f"{_PACKAGE}.zero_to_fp32")
+
+
+def _names(home: str, *names: str) -> dict[str, str]:
+    return {name: f"{home}:{name}" for name in names}
+
+
+_ZERO = _names("rayzero.engine.api.params", "GatheredParameters", "Init")
+_CHECKPOINTING = _names(
+    "rayzero.engine.api.activation_checkpointing",
+    *("checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"),
+)
+
+MODULES: Mapping[str, Mapping[str, str]] = {
+    "accelerator.real_accelerator": _names("rayzero.deepspeed.accelerator", "get_accelerator"),
+    "checkpointing": _CHECKPOINTING,
+    "ops.adam": _names("rayzero.deepspeed.ops", "DeepSpeedCPUAdam", "FusedAdam"),
+    "runtime": {},
+    "runtime.activation_checkpointing": {},
+    "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "runtime.dataloader": _names("rayzero.deepspeed.utils", "RepeatingLoader"),
+    "runtime.engine": _names("rayzero.deepspeed", "DeepSpeedEngine"),
+    "runtime.lr_schedules": _names(
+        "rayzero.deepspeed.ops",
+        *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
+    ),
+    "runtime.zero": _ZERO,
+    "runtime.zero.partition_parameters": _ZERO,
+    "utils.logging": _names("rayzero.deepspeed.utils", "log_dist", "logger"),
+    "utils.zero_to_fp32": _names(
+        "rayzero.deepspeed.zero_to_fp32",
+        "convert_zero_checkpoint_to_fp32_state_dict",
+        "get_fp32_state_dict_from_zero_checkpoint",
+        "load_state_dict_from_zero_checkpoint",
+    ),
+    "zero": _ZERO,
+}
+"""{module below `deepspeed`: {name in it: "module:name" of its definition}}."""
+
+
+class _AliasModule(ModuleType):
+    """A row of `MODULES` as a module; its names are imported on first use."""
+
+    def __init__(self, name: str, homes: Mapping[str, str]) -> None:
+        super().__init__(f"{_PACKAGE}.{name}", f"`deepspeed.{name}`.")
+        self.__all__ = sorted(homes)
+        self.__path__: list[str] = []  # a package, so that submodules are asked of the finder
+        self._homes = homes
+
+    def __getattr__(self, name: str) -> Any:
+        home, _, attribute = self._homes.get(name, "").partition(":")
+        if not home:
+            full = f"{self.__name__}.{name}".replace(_PACKAGE, "deepspeed", 1)
+            raise AttributeError(unsupported_message(full, self.__all__))
+        value = getattr(import_module(home), attribute)
+        setattr(self, name, value)
+        return value
+
+
+def add_alias_modules() -> None:
+    """Enters the table's modules in `sys.modules`, below this package. Called by its `__init__`."""
+    for name in _FILES:
+        import_module(f"{_PACKAGE}.{name}").__path__ = []
+    for name, homes in MODULES.items():
+        _add_module(name, _AliasModule(name, homes))
+    _add_module("comm.comm", sys.modules[f"{_PACKAGE}.comm"])
+
+
+def _add_module(name: str, module: ModuleType) -> None:
+    full = f"{_PACKAGE}.{name}"
+    sys.modules[full] = module
+    parent, _, child = full.rpartition(".")
+    setattr(sys.modules[parent], child, module)
+    if isinstance(above := sys.modules[parent], _AliasModule):
+        above.__all__.append(child)
 
 
 def install() -> None:
-    """Puts this package, and every module in it, into `sys.modules` as `deepspeed`.
+    """Makes `import deepspeed`, and its submodules, mean this package in this process.
 
-    Said once, on rank 0. Safe to repeat.
+    Logged once, on rank 0. Safe to repeat.
 
     Raises:
         ConfigError: DeepSpeed itself has been imported already.
     """
-    home = import_module(_PACKAGE)
+    package = import_module(_PACKAGE)
     loaded = sys.modules.get("deepspeed")
-    if loaded is home:
+    if loaded is package:
         return
     if loaded is not None:
         raise ConfigError(
             f"deepspeed was imported before, from {loaded.__file__}",
             fix="rayzero.deepspeed.install() before the first `import deepspeed`",
         )
-    for name in _list_modules(home):
-        sys.modules[name.replace(_PACKAGE, "deepspeed", 1)] = import_module(name)
+    sys.modules["deepspeed"] = package
+    for name in (*_FILES, *MODULES, "comm.comm"):
+        sys.modules[f"deepspeed.{name}"] = sys.modules[f"{_PACKAGE}.{name}"]
     sys.meta_path.insert(0, _UnsupportedFinder())
     if int(os.environ.get("RANK", "0")) == 0:
         log.warning("`import deepspeed` means rayzero's engine in this process")
 
 
-def _list_modules(home: ModuleType) -> list[str]:
-    found = walk_packages(home.__path__, f"{_PACKAGE}.")
-    return [_PACKAGE, *(one.name for one in found if one.name not in _NOT_ALIASED)]
-
-
 class _UnsupportedFinder:
-    """Asked for submodules that are not in `sys.modules`, before anybody else: says what is."""
+    """Refuses submodules that are not in `sys.modules`, naming those that are."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> Any:
         full = name.replace(_PACKAGE, "deepspeed", 1)
-        if full.partition(".")[0] != "deepspeed" or name in _NOT_ALIASED:
+        if full.partition(".")[0] != "deepspeed" or name in _INTERNAL:
             return None
-        parent = full.rpartition(".")[0]
         top = ".".join(full.split(".")[:2])
+        subject = top if full not in ALTERNATIVES and top in ALTERNATIVES else full
         raise ModuleNotFoundError(
-            unsupported_message(
-                full if full in ALTERNATIVES else top if top in ALTERNATIVES else full,
-                _public_names(parent),
-            ),
+            unsupported_message(subject, sys.modules[full.rpartition(".")[0]].__all__),
             name=full,  # not `name`: from-imports swallow an error about just that
         )
-
-
-def _public_names(parent: str) -> list[str]:
-    """What a module of ours offers."""
-    module = sys.modules.get(parent)
-    return list(getattr(module, "__all__", ())) or [
-        name.rpartition(".")[2] for name in sys.modules if name.startswith(f"{parent}.")
-    ]

@@ -1,4 +1,4 @@
-"""What of DeepSpeed is not here, and what to use instead."""
+"""Names of DeepSpeed that rayzero does not have, and what to use instead."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ ALTERNATIVES: Mapping[str, str] = {
 }
 
 
-def unsupported_message(name: str, there: Iterable[str]) -> str:
-    """The message for a name of DeepSpeed's that is not here."""
-    known = sorted(one for one in there if not one.startswith("_"))
+def unsupported_message(name: str, available: Iterable[str]) -> str:
+    """The message for a name that rayzero does not have."""
+    known = sorted(entry for entry in available if not entry.startswith("_"))
     if name in ALTERNATIVES:
         return f"{name} is not part of rayzero; use {ALTERNATIVES[name]}"
     hint = did_you_mean(name.rpartition(".")[2], known)
-    return f"rayzero's {name} is not there{hint}; there are: {', '.join(known)}"
+    return f"rayzero has no {name}{hint}; available: {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""The everyday part of DeepSpeed's accelerator: CUDA where there is a GPU, else the CPU."""
+"""`deepspeed.accelerator`: this rank's device, CUDA where there is a GPU, else the CPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from rayzero.deepspeed.refused import unsupported_message
+from rayzero.deepspeed.unsupported import unsupported_message
+
+__all__ = ["Accelerator", "get_accelerator"]
 
 
 class Accelerator:
-    """What a script asks of its device. On the CPU, memory readings are 0 and waits are nothing."""
+    """DeepSpeed's accelerator; on the CPU memory readings are 0 and `synchronize` is a no-op."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -108,5 +110,5 @@ class Accelerator:
 
 @cache
 def get_accelerator() -> Accelerator:
-    """This process's one."""
+    """The process's accelerator."""
     return Accelerator("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,6 +1,6 @@
 """`deepspeed.comm`: torch.distributed, and a few names that it does not have.
 
-What scripts call here are their own collectives. The engine's go through `engine/comm`.
+For the script's collectives; the engine's go through `engine/comm`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rayzero.deepspeed.refused import unsupported_message
+from rayzero.deepspeed.unsupported import unsupported_message
 from rayzero.engine.comm.process_group import init_distributed
 
 __all__ = ["get_local_rank", "get_rank", "get_world_group", "get_world_size", "init_distributed"]

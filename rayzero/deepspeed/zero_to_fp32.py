@@ -1,4 +1,4 @@
-"""`deepspeed.utils.zero_to_fp32`: whole fp32 weights out of a checkpoint, ours or DeepSpeed's."""
+"""`deepspeed.utils.zero_to_fp32`: whole fp32 weights of a checkpoint, rayzero's or DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises:
         DataError: there is no checkpoint, or it is damaged.
     """
-    place = resolve_checkpoint(str(checkpoint_dir), tag)
-    if place is None:
+    location = resolve_checkpoint(str(checkpoint_dir), tag)
+    if location is None:
         raise DataError(f"there is no checkpoint in {checkpoint_dir}", fix="checkpoint_dir, or tag")
-    source = open_checkpoint(place)
+    source = open_checkpoint(location)
     try:
-        tensors, small = WholeTensors(source), source.metadata(0)
-        trained = {name for group in small.get("groups", ()) for name in group.get("params", ())}
-        found = {
+        tensors, metadata = WholeTensors(source), source.metadata(0)
+        trained = {name for group in metadata.get("groups", ()) for name in group.get("params", ())}
+        weights = {
             name: _to_fp32(tensors.read(full))
             for name, full in tensors.names_of_kind("weights").items()
             if name in trained or not exclude_frozen_parameters
         }
-        found |= {
+        weights |= {
             name: tensors.read(full) for name, full in tensors.names_of_kind("buffers").items()
         }
-        ties = small.get("ties", {})
-        return found | {name: found[known] for name, known in ties.items() if known in found}
+        ties = metadata.get("ties", {})
+        return weights | {name: weights[tied] for name, tied in ties.items() if tied in weights}
     finally:
         source.close()
 
@@ -58,20 +58,22 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes them as one file in `output_dir`: `model.safetensors` or `pytorch_model.bin`.
+    """Writes the weights to one file in `output_dir`: `model.safetensors` or `pytorch_model.bin`.
 
     Args:
-        max_shard_size: of no use: it is one file. `rayzero ckpt export` writes several.
+        max_shard_size: no effect: it is one file. `rayzero ckpt export` writes several.
     """
-    whole = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    weights = get_fp32_state_dict_from_zero_checkpoint(
+        checkpoint_dir, tag, exclude_frozen_parameters
+    )
     name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
-    write_model_file(whole, Path(output_dir) / name)
+    write_model_file(weights, Path(output_dir) / name)
 
 
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Puts them into a model that no engine has; returns it on the CPU."""
+    """Loads the weights into a model without an engine; returns it on the CPU."""
     model = model.cpu()
     model.load_state_dict(
         get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False

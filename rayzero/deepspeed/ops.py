@@ -1,4 +1,4 @@
-"""`deepspeed.ops.adam`: torch's fused Adam, under DeepSpeed's names and arguments."""
+"""DeepSpeed's optimizer and schedule classes, for `ops.adam` and `runtime.lr_schedules`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from rayzero.engine.config import SchedulerConfig
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.optim.schedule import StepSchedule, make_lr_curve
 
-__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
+__all__ = [
+    "DeepSpeedCPUAdam",
+    "FusedAdam",
+    "LRRangeTest",
+    "OneCycle",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+]
 
 
 class FusedAdam(torch.optim.Adam):
@@ -19,7 +29,7 @@ class FusedAdam(torch.optim.Adam):
     Args:
         bias_correction: only True.
         adam_w_mode: decoupled weight decay (Loshchilov and Hutter, 2019).
-        set_grad_none: of no use: gradients are the engine's.
+        set_grad_none: no effect: gradients are the engine's.
     """
 
     def __init__(
@@ -40,7 +50,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """The same: where its state rests is `zero_optimization.offload_optimizer`'s to say.
+    """`FusedAdam`: `zero_optimization.offload_optimizer` decides where its state is kept.
 
     Args:
         adamw_mode: as `adam_w_mode`.
@@ -61,3 +71,31 @@ class DeepSpeedCPUAdam(FusedAdam):
                 allowed="True: moments have the dtype of main weights",
             )
         super().__init__(model_params, lr, adam_w_mode=adamw_mode, **options)
+
+
+class _ConfiguredSchedule(StepSchedule):
+    """The schedule of a config's `scheduler` section with the class's name as `type`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, **params: Any) -> None:
+        config = SchedulerConfig.model_validate({"type": type(self).__name__, "params": params})
+        super().__init__(optimizer, make_lr_curve(config))
+
+
+class WarmupLR(_ConfiguredSchedule):
+    """Warm-up to the maximum, then constant. Parameters as in the config."""
+
+
+class WarmupDecayLR(_ConfiguredSchedule):
+    """Warm-up to the maximum, then linear decay to zero."""
+
+
+class WarmupCosineLR(_ConfiguredSchedule):
+    """Warm-up to the configured lr, then cosine decay."""
+
+
+class OneCycle(_ConfiguredSchedule):
+    """One cycle between two rates, then decay; Adam's first beta cycles inversely."""
+
+
+class LRRangeTest(_ConfiguredSchedule):
+    """Increases from the lowest rate without bound."""

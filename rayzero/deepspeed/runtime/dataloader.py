@@ -1,7 +1,0 @@
-"""`deepspeed.runtime.dataloader`."""
-
-from __future__ import annotations
-
-from rayzero.deepspeed.utils.repeating import RepeatingLoader
-
-__all__ = ["RepeatingLoader"]

@@ -1,7 +1,0 @@
-"""`deepspeed.runtime.engine`."""
-
-from __future__ import annotations
-
-from rayzero.engine.api.deepspeed_engine import DeepSpeedEngine
-
-__all__ = ["DeepSpeedEngine"]

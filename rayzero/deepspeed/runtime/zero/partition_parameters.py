@@ -1,7 +1,0 @@
-"""`deepspeed.runtime.zero.partition_parameters`."""
-
-from __future__ import annotations
-
-from rayzero.engine.api.params import GatheredParameters, Init
-
-__all__ = ["GatheredParameters", "Init"]

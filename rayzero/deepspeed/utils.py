@@ -1,0 +1,96 @@
+"""`deepspeed.utils`: logging, `RepeatingLoader`, and the engine's tensor fragments API.
+
+Messages are printed from INFO on, as in DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from logging import (
+    INFO,
+    Formatter,
+    Logger,
+    StreamHandler,
+    getLogger,
+)  # `utils.logging` is a submodule
+from typing import Any
+
+from rayzero.deepspeed.comm import get_rank
+from rayzero.deepspeed.unsupported import unsupported_message
+from rayzero.engine.api.tensor_fragments import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
+
+__all__ = [
+    "RepeatingLoader",
+    "log_dist",
+    "logger",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+]
+
+
+def make_stderr_logger(name: str) -> Logger:
+    """A logger whose messages go to stderr, unless it has a handler already."""
+    new = getLogger(name)
+    if not new.handlers:
+        handler = StreamHandler(sys.stderr)
+        handler.setFormatter(Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        new.addHandler(handler)
+        new.setLevel(INFO)
+        new.propagate = False  # a root logger that prints too would print it twice
+    return new
+
+
+logger = make_stderr_logger("DeepSpeed")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
+    """Logs on these ranks; on all of them for None, an empty list, or one with -1."""
+    rank = get_rank()
+    if not ranks or -1 in ranks or rank in ranks:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+class RepeatingLoader:
+    """Iterates over a loader again and again."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._iterator: Iterator[Any] = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self.loader)
+            return next(self._iterator)
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(unsupported_message(f"deepspeed.utils.{name}", __all__))
