@@ -1,11 +1,4 @@
-"""YAML + --set -> JobSpec; diff of two specs; MIN:MAX.
-
-From a job file and `--set` to a checked JobSpec. Every mistake is a ConfigError.
-
-What differs between two specs of one job, key by key, and which of it matters when. Pure.
-
-How many workers somebody wants: `4`, `2:4`, (2, 4).
-"""
+"""Loads job files, with overrides, into a `JobSpec`; compares specs; parses numbers of workers."""
 
 from __future__ import annotations
 
@@ -30,7 +23,7 @@ _FLOAT_WITH_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML whose floats may be written 1e-4: PyYAML's own older rules make a string of that."""
+    """Also reads 1e-4 as a float: PyYAML implements YAML 1.1, where it is a string."""
 
 
 _YamlLoader.add_implicit_resolver(
@@ -39,12 +32,12 @@ _YamlLoader.add_implicit_resolver(
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
-    """Reads and checks a job file; the engine config comes back inline.
+    """Reads and validates a job file, with its engine config inline.
 
     Args:
         path: a YAML file.
-        overrides: `key=value` with a dotted key and a YAML value; they win over the file, and
-            reach into the engine config too: `engine.zero_optimization.stage=3`.
+        overrides: `key=value` with a dotted key and a YAML value. They take precedence over the
+            file and its engine config: `engine.zero_optimization.stage=3`.
 
     Raises:
         ConfigError: a file is missing or is not YAML, or a key or a value is wrong.
@@ -60,11 +53,11 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
 
 
 def resolve_engine_config(spec: JobSpec, engine_folder: Path) -> JobSpec:
-    """The spec with its engine config read and checked for every size it may run in.
+    """The spec with its engine config inline, validated for every world size of the job.
 
     Raises:
-        ConfigError: the engine config cannot be read, is wrong, or would have another global batch
-            at another number of workers.
+        ConfigError: the engine config cannot be read or is invalid, or its global batch would
+            change with the number of workers.
     """
     if spec.engine is None:
         return spec
@@ -75,19 +68,20 @@ def resolve_engine_config(spec: JobSpec, engine_folder: Path) -> JobSpec:
     return spec.model_copy(update={"engine": fill_total_steps(read_config(source), spec.steps)})
 
 
-def check_batch_sizes(config: EngineConfig, least: int, most: int) -> None:
-    """Whether a job can run with any number of workers between these.
+def check_batch_sizes(config: EngineConfig, min_workers: int, max_workers: int) -> None:
+    """Checks that the global batch is the same for every number of workers.
 
     Raises:
-        ConfigError: the batch sizes do not work out, or the global batch would change.
+        ConfigError: the batch sizes are inconsistent, or the global batch would change.
     """
-    totals = {resolve_batch_sizes(config, size).global_batch for size in range(least, most + 1)}
+    sizes = range(min_workers, max_workers + 1)
+    totals = {resolve_batch_sizes(config, size).global_batch for size in sizes}
     if len(totals) > 1:
         raise ConfigError(
-            f"with {least} to {most} workers the global batch would be anything from "
-            f"{min(totals)} to {max(totals)} samples, because train_batch_size is not given",
-            allowed="a global batch that does not depend on how many workers there are",
-            fix="train_batch_size in the engine config, or the same workers.min and workers.max",
+            f"with {min_workers} to {max_workers} workers the global batch would vary from "
+            f"{min(totals)} to {max(totals)} samples, because train_batch_size is not set",
+            allowed="a global batch that does not depend on the number of workers",
+            fix="set train_batch_size in the engine config, or make workers.min and workers.max equal",
         )
 
 
@@ -124,25 +118,22 @@ def _yaml_error_line(error: yaml.YAMLError) -> str:
 def _apply_override(document: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not (equals and key):
-        raise ConfigError(
-            f"--set {override!r}: there is no '='", allowed="--set key=value", fix="--set"
-        )
+        raise ConfigError(f"--set {override!r} has no '='", allowed="--set key=value", fix="--set")
     try:
         value = yaml.load(text, _YamlLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {override!r} is not YAML: {_yaml_error_line(error)}") from None
     *parents, last = key.split(".")
-    here = document
+    section = document
     for parent in parents:
-        inner = here.setdefault(parent, {})
-        if not isinstance(inner, dict):
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
             raise ConfigError(f"--set {override!r}: {parent!r} is not a mapping in the job file")
-        here = inner
-    here[last] = value
+    section[last] = value
 
 
 LIVE_KEYS = ("workers.min", "workers.max")
-"""What can be changed of a job while it runs."""
+"""Keys that can be changed while a job runs."""
 
 
 ADOPTABLE_KEYS = (
@@ -151,7 +142,8 @@ ADOPTABLE_KEYS = (
     "checkpoint.every_steps",
     "checkpoint.keep",
     "checkpoint.keep_every",
-    "checkpoint.notice_s",
+    "checkpoint.grace_period_s",
+    "checkpoint.notice_s",  # its old name, in older journals
     "checkpoint.lease_s",
     "checkpoint.resume",
     "recovery",
@@ -165,20 +157,21 @@ ADOPTABLE_KEYS = (
     "engine.wall_clock_breakdown",
     "engine.steps_per_print",
 )
-"""What may be another when a lost run is gone on with, with all below it: where, how fast and how
-safely it is trained. All the rest says what is trained: the same run cannot go on with it."""
+"""Keys, with all below them, that may differ when a lost run is adopted: they determine where, how
+fast and how safely it trains. All others determine what is trained, which cannot change within a run.
+"""
 
 
 @dataclass(frozen=True)
 class SpecDiff:
-    """One key. `ABSENT` stands for a key that one of the two has not. Its text tells no secret."""
+    """One key with different values; `ABSENT` where a spec does not have it. `str()` hides secrets."""
 
     key: str
     old: str
     new: str
 
     def __str__(self) -> str:
-        old, new = (self._redact_value(one) for one in (self.old, self.new))
+        old, new = (self._redact_value(value) for value in (self.old, self.new))
         return f"{self.key}: {old} -> {new}"
 
     def _redact_value(self, value: str) -> str:
@@ -190,14 +183,14 @@ ABSENT = "(none)"
 
 
 def to_document(spec: JobSpec) -> dict[str, Any]:
-    """A spec as plain data, with all defaults."""
-    found: dict[str, Any] = spec.model_dump(mode="json")
-    found["workers"]["max"] = spec.workers.most  # what `None` stands for
-    return found
+    """A spec as JSON data, with all defaults filled in."""
+    document: dict[str, Any] = spec.model_dump(mode="json")
+    document["workers"]["max"] = spec.workers.most
+    return document
 
 
 def diff_documents(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[SpecDiff]:
-    """Between two documents, by dotted key, sorted."""
+    """The keys (dotted, sorted) with different values in two documents."""
     before, after = dict(_flatten_document("", old)), dict(_flatten_document("", new))
     return [
         SpecDiff(key, before.get(key, ABSENT), after.get(key, ABSENT))
@@ -206,17 +199,17 @@ def diff_documents(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[SpecD
     ]
 
 
-def not_covered_by(found: Sequence[SpecDiff], allowed: Sequence[str]) -> list[SpecDiff]:
-    """Those that are at none of the allowed keys, nor below one."""
+def not_covered_by(diffs: Sequence[SpecDiff], allowed: Sequence[str]) -> list[SpecDiff]:
+    """The differences whose key is none of the allowed ones, nor below one of them."""
     return [
-        one
-        for one in found
-        if not any(one.key == key or one.key.startswith(key + ".") for key in allowed)
+        diff
+        for diff in diffs
+        if not any(diff.key == key or diff.key.startswith(key + ".") for key in allowed)
     ]
 
 
 def _flatten_document(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Leaves by dotted key; an empty mapping is the same as none."""
+    """(dotted key, JSON) of every leaf; None and empty mappings are left out."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flatten_document(f"{prefix}.{key}" if prefix else str(key), inner)
@@ -227,22 +220,22 @@ def _flatten_document(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
 _WORKER_LIMITS_TEXT = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")
 
 
-def parse_worker_limits(wanted: int | tuple[int, int] | str) -> tuple[int, int]:
-    """The least and the most workers; a single number is both.
+def parse_worker_limits(limits: int | tuple[int, int] | str) -> tuple[int, int]:
+    """(minimum, maximum) of `4`, `"2:4"` or `(2, 4)`; a single number is both.
 
     Raises:
-        ConfigError: it is something else, or the least is below 1 or above the most.
+        ConfigError: anything else, or not 1 <= minimum <= maximum.
     """
-    if isinstance(wanted, str):
-        found = _WORKER_LIMITS_TEXT.fullmatch(wanted)
-        pair = (int(found[1]), int(found[2] or found[1])) if found else None
-    elif isinstance(wanted, int):
-        pair = (wanted, wanted)
+    if isinstance(limits, str):
+        match = _WORKER_LIMITS_TEXT.fullmatch(limits)
+        pair = (int(match[1]), int(match[2] or match[1])) if match else None
+    elif isinstance(limits, int):
+        pair = (limits, limits)
     else:
-        pair = (int(wanted[0]), int(wanted[1]))
+        pair = (int(limits[0]), int(limits[1]))
     if pair is None or not 1 <= pair[0] <= pair[1]:
         raise ConfigError(
-            f"{wanted!r} is no number of workers",
+            f"{limits!r} is not a number of workers",
             allowed="MIN:MAX with 1 <= MIN <= MAX, such as 2:8, or one number for both",
         )
     return pair

@@ -1,4 +1,4 @@
-"""The job file, as a model: what may stand in it, in which units, and with which defaults."""
+"""The job file as a model: its keys, their units and defaults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pydantic import (
 from rayzero.engine.validation import error_lines, raise_config_error
 
 SCHEMES = ("file", "s3", "gs", "gcs", "hdfs")
-"""What the URL of a checkpoint folder may begin with."""
+"""URL schemes of checkpoint folders."""
 
 _SCHEMES = ", ".join(f"{scheme}://" for scheme in SCHEMES)
 _ENTRYPOINT = re.compile(r"[\w.]+:[\w.<>]+")
@@ -30,27 +30,29 @@ class _Section(BaseModel):
 
 
 class Workers(_Section):
-    """How many workers, and what each of them needs."""
+    """Number of workers, and the resources of each."""
 
-    min: int = Field(default=1, ge=1, description="workers the job cannot go below")
+    min: int = Field(default=1, ge=1, description="minimum number of workers")
     max: int | None = Field(
-        default=None, ge=1, description="workers the job can make use of; by default as many as min"
+        default=None, ge=1, description="maximum number of workers; default: min"
     )
-    cpus: float = Field(default=1, gt=0, description="CPUs of a worker, and its compute threads")
-    gpus: float = Field(default=0, ge=0, le=1, description="GPUs of a worker: 0 or 1")
+    cpus: float = Field(
+        default=1, gt=0, description="CPUs of each worker, and its number of compute threads"
+    )
+    gpus: float = Field(default=0, ge=0, le=1, description="GPUs of each worker: 0 or 1")
     spares: int = Field(
-        default=0, ge=0, description="workers kept ready beyond max, to take a lost one's place"
+        default=0, ge=0, description="standby workers beyond max, which replace lost ones"
     )
     start_timeout_s: float = Field(
-        default=300, gt=0, description="seconds to wait for the resources of `min` workers"
+        default=300, gt=0, description="seconds to wait until `min` workers have started"
     )
 
     @field_validator("max")
     @classmethod
     def _check_max(cls, value: int | None, info: ValidationInfo) -> int | None:
-        least = info.data.get("min", 1)
-        if value is not None and value < least:
-            raise ValueError(f"must not be less than workers.min, which is {least}")
+        minimum = info.data.get("min", 1)
+        if value is not None and value < minimum:
+            raise ValueError(f"must not be less than workers.min, which is {minimum}")
         return value
 
     @model_validator(mode="wrap")
@@ -58,7 +60,7 @@ class Workers(_Section):
     def _raise_config_error(
         cls, value: Any, handler: ModelWrapValidatorHandler[Workers], info: ValidationInfo
     ) -> Workers:
-        """`rayzero.Workers(...)` is refused in the words that `workers:` of a job file is."""
+        """Makes errors of `rayzero.Workers(...)` read like those of `workers:` in a job file."""
         try:
             return handler(value)
         except ValidationError as error:
@@ -71,37 +73,65 @@ class Workers(_Section):
         return self.min if self.max is None else self.max
 
 
+_OLD_CHECKPOINT_KEYS = {"notice_s": "grace_period_s"}
+
+
+def _add_old_names(schema: dict[str, Any]) -> None:
+    """Adds the deprecated names of keys to the JSON schema of `CheckpointSpec`."""
+    properties = schema["properties"]
+    for old, new in _OLD_CHECKPOINT_KEYS.items():
+        field = {key: value for key, value in properties[new].items() if key != "default"}
+        properties[old] = field | {"deprecated": True, "description": f"old name of {new}"}
+
+
 class CheckpointSpec(_Section):
-    """Where the job's files go, and how often its state does."""
+    """Where checkpoints are written, and how often."""
+
+    model_config = ConfigDict(json_schema_extra=_add_old_names)
 
     path: str = Field(
         default="runs",
         min_length=1,
-        description="folder for the job's output, relative to the working directory, or a URL "
-        "(s3://, gs://, hdfs://) for its checkpoints; the job's own folder in it has its name",
+        description="folder relative to the working directory, or a URL (s3://, gs://, hdfs://); the job "
+        "writes its checkpoints and journal to a subfolder with its name",
     )
     every_steps: int | None = Field(default=None, ge=1, description="steps between checkpoints")
-    keep: int = Field(default=3, ge=1, description="newest checkpoints kept")
+    keep: int = Field(default=3, ge=1, description="number of newest checkpoints to keep")
     keep_every: int | None = Field(
         default=None,
         ge=1,
-        description="checkpoints of multiples of so many steps are kept for ever",
+        description="also keep the checkpoints of all multiples of this many steps",
     )
     resume: str = Field(
         default="auto",
         min_length=1,
-        description="what to begin from: `auto` is the newest whole checkpoint of the job's "
-        "folder, if any; `never` refuses a folder with checkpoints; or a checkpoint's path",
+        description="checkpoint to start from: `auto` is the newest complete one in the job's folder, "
+        "if any; `never` fails if the folder has checkpoints; or the path of a checkpoint",
     )
-    notice_s: float = Field(
-        default=30, gt=0, description="seconds a stop may take for a last checkpoint"
+    grace_period_s: float = Field(
+        default=30,
+        gt=0,
+        description="seconds that a stop may take, including a last checkpoint",
     )
     lease_s: float = Field(
         default=20,
         ge=1,
-        description="seconds without a sign of life of the controller after which another cluster "
-        "may take the job's folder over",
+        description="seconds without a lease renewal by the controller after which another cluster may "
+        "take over the job's folder",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_old_keys(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        renamed = dict(value)
+        for old, new in _OLD_CHECKPOINT_KEYS.items():
+            if old in renamed and new in renamed:
+                raise ValueError(f"{old} is the old name of {new}: set only {new}")
+            if old in renamed:
+                renamed[new] = renamed.pop(old)
+        return renamed
 
     @field_validator("path")
     @classmethod
@@ -117,7 +147,7 @@ class CheckpointSpec(_Section):
 
 
 class RecoverySpec(_Section):
-    """What happens when something breaks."""
+    """Fault tolerance."""
 
     replicas: int = Field(
         default=1,
@@ -128,76 +158,87 @@ class RecoverySpec(_Section):
     mirror_every: int | None = Field(
         default=None,
         ge=1,
-        description="steps between two copies; by default chosen so that they cost little",
+        description="steps between in-memory copies; default: chosen from their measured cost",
     )
     hang_timeout_s: float = Field(
-        default=120, gt=0, description="seconds without progress that make a rank hung"
+        default=120,
+        gt=0,
+        description="seconds without progress after which a rank is considered hung",
     )
-    max_faults: int = Field(default=20, ge=0, description="hardware faults allowed in the window")
-    fault_window_s: float = Field(default=3600, gt=0, description="seconds of the fault window")
+    max_faults: int = Field(
+        default=20, ge=0, description="maximum number of hardware faults in the fault window"
+    )
+    fault_window_s: float = Field(
+        default=3600, gt=0, description="length of the fault window in seconds"
+    )
     balance: Literal["even", "auto"] = Field(
-        default="even", description="samples of a step: the same for all, or by measured speed"
+        default="even",
+        description="samples of a step: the same number for all ranks, or by measured speed",
     )
 
 
 class MetricsSpec(_Section):
-    """What the job tells of itself in numbers."""
+    """Metrics endpoint and metric files."""
 
     port: int | None = Field(
         default=None,
         ge=0,
         le=65535,
-        description="port of /metrics and /snapshot.json on the controller's machine; 0 is any "
-        "free one, and which is told; by default nothing is served",
+        description="port of /metrics and /snapshot.json on the controller's machine; 0: any free port, "
+        "which is printed; default: no endpoint",
     )
     ports: int = Field(
         default=1,
         ge=1,
         le=1000,
-        description="how many ports, from `port` on, are tried in turn: as many as jobs share a "
-        "head",
+        description="number of ports tried in turn, starting at `port`: as many as jobs share a head node",
     )
     host: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="address to serve at; 0.0.0.0 for all, as a pod needs it",
+        description="address to listen on; 0.0.0.0 for all interfaces, which a pod needs",
     )
     per_rank: bool = Field(
         default=True,
-        description="series with a row for each rank, 16 of them: 1 MB a scrape at 1,000 ranks",
+        description="16 metrics with a series for each rank: 1 MB a scrape at 1,000 ranks",
     )
     tensorboard: bool = Field(
-        default=False, description="TensorBoard's event files, in tensorboard/ of the job's folder"
+        default=False,
+        description="write TensorBoard event files to tensorboard/ in the job's folder",
     )
     jsonl: bool = Field(
-        default=False, description="a line a step in metrics.jsonl of the job's folder"
+        default=False, description="write a line for each step to metrics.jsonl in the job's folder"
     )
 
 
 class JobSpec(_Section):
-    """A whole job file."""
+    """A job file."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=63)] = Field(
-        description="letters, digits, '.', '_' and '-'; the job's output folder is called so"
+        description="letters, digits, '.', '_' and '-'; also the name of the job's output folder"
     )
     entrypoint: str = Field(description="module:function, imported on the workers")
-    args: dict[str, Any] = Field(default_factory=dict, description="handed over as ctx.args")
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="passed to the function as ctx.args"
+    )
     engine: str | dict[str, Any] | None = Field(
         default=None,
-        description="a DeepSpeed config file, relative to the job file, or the same inline",
+        description="DeepSpeed config: a file relative to the job file, or its contents inline",
     )
     workers: Workers = Workers()
-    steps: int | None = Field(default=None, ge=1, description="optimizer steps, as ctx.steps")
+    steps: int | None = Field(
+        default=None, ge=1, description="number of optimizer steps, as ctx.steps"
+    )
     seed: int = Field(default=0, ge=0, description="the data order follows from it")
     checkpoint: CheckpointSpec = CheckpointSpec()
     recovery: RecoverySpec = RecoverySpec()
     metrics: MetricsSpec = MetricsSpec()
     faults: list[str] = Field(
         default_factory=list,
-        description="faults to inject, such as kill(rank=1, step=7): for tests and trials",
+        description="faults to inject, such as kill(rank=1, step=7), for tests",
     )
     ledger: bool = Field(
-        default=False, description="write down which samples each step consumed, under ledger/"
+        default=False, description="record the samples that each step consumes, in ledger/"
     )
 
     @field_validator("entrypoint")

@@ -104,7 +104,7 @@ def stop(name: JobName, address: ClusterAddress = None, path: JobsPath = "runs")
     except ConfigError as not_found:
         _abandon_lost_run(name, path, not_found)
         return
-    limit_s = STOP_MARGIN_S + job.spec.checkpoint.notice_s
+    limit_s = STOP_MARGIN_S + job.spec.checkpoint.grace_period_s
     deadline_s = time.monotonic() + limit_s
     with closing(job.cluster):
         try:

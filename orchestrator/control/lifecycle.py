@@ -22,7 +22,7 @@ UNWIND_TIMEOUT_S = 4.0
 
 
 class JobShutdown:
-    """Unwinds the workers; with checkpoints on, writes a last one within `checkpoint.notice_s`."""
+    """Unwinds the workers; with checkpoints on, writes a last one within `checkpoint.grace_period_s`."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class JobShutdown:
 
     async def _stop_with_checkpoint(self) -> None:
         ctx, generation = self._context, self._context.generation
-        notice_s = ctx.plan.spec.checkpoint.notice_s
-        until_s = ctx.now_s() + notice_s
+        grace_period_s = ctx.plan.spec.checkpoint.grace_period_s
+        until_s = ctx.now_s() + grace_period_s
         if generation.all_restored and not generation.fenced:
             drained = ctx.deps.workers.broadcast(
                 generation.active, WorkerCalls.drain, generation.number
@@ -58,7 +58,7 @@ class JobShutdown:
             # Half of the time for the current step; no more once a rank is lost, because its peers
             # would wait for it in vain.
             await ctx.wait_for(
-                notice_s / 2, lambda: generation.all_left or bool(generation.pending_faults)
+                grace_period_s / 2, lambda: generation.all_left or bool(generation.pending_faults)
             )
         self._unwind(softly=False)
         await self._wait_unwound(min(UNWIND_TIMEOUT_S, until_s - ctx.now_s()))

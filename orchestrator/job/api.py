@@ -177,7 +177,7 @@ class Job:
             actor,
             cluster,
             observer or NullObserver(),
-            notice_s=_grace_period_s(self.spec),
+            grace_period_s=_grace_period_s(self.spec),
         )
 
     @classmethod
@@ -199,8 +199,8 @@ class Job:
         found = find_any(name, address)
         if isinstance(found, EndedJobRecord):
             return JobHandle.from_record(found)
-        observer, notice_s = observer or NullObserver(), _grace_period_s(found.spec)
-        return JobHandle(name, found.actor, found.cluster, observer, LATEST, notice_s)
+        observer, grace_period_s = observer or NullObserver(), _grace_period_s(found.spec)
+        return JobHandle(name, found.actor, found.cluster, observer, LATEST, grace_period_s)
 
     def run(self, address: str | None = None, observer: JobObserver | None = None) -> JobResult:
         """Runs the job and waits for its end. An exception here, Ctrl-C too, stops the job.
@@ -234,7 +234,7 @@ class Job:
 
 
 def _grace_period_s(spec: JobSpec) -> float:
-    return spec.checkpoint.notice_s if spec.checkpoint.every_steps is not None else 0.0
+    return spec.checkpoint.grace_period_s if spec.checkpoint.every_steps is not None else 0.0
 
 
 def _entrypoint_name(entrypoint: EntryPoint) -> str:

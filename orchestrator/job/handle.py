@@ -47,17 +47,17 @@ class JobHandle:
         cluster: ClusterConnection,
         observer: JobObserver,
         since: int = 0,
-        notice_s: float = 0.0,
+        grace_period_s: float = 0.0,
         record: EndedJobRecord | None = None,
     ) -> None:
         """
         Args:
             actor: None if the job has ended, and `record` says how.
             since: as for `EventBuffer.news`.
-            notice_s: how long a stop may take for a last checkpoint.
+            grace_period_s: how long a stop may take for a last checkpoint.
         """
         self.name = name
-        self._grace_period_s = notice_s
+        self._grace_period_s = grace_period_s
         self._actor = actor
         self._record = record
         self._log_readers = LogReaders()

@@ -240,17 +240,17 @@ def test_numbers_of_the_job_file_stay_numbers(tmp_path: Path) -> None:
 def test_a_stop_has_time_for_the_last_checkpoint(scenario: str) -> None:
     objects = rendered(scenario)
     (data,) = [o["data"] for o in of_kind(objects, "ConfigMap") if "job.yaml" in o["data"]]
-    notice_s = json.loads(data["job.yaml"])["checkpoint"]["notice_s"]
+    grace_period_s = json.loads(data["job.yaml"])["checkpoint"]["grace_period_s"]
     for role in ("head", "worker"):
         spec = pod_of(objects, role)["spec"]
-        assert spec["terminationGracePeriodSeconds"] > notice_s
+        assert spec["terminationGracePeriodSeconds"] > grace_period_s
     told = {role: pod_of(objects, role)["spec"]["containers"][0] for role in ("head", "worker")}
     before = {role: one["lifecycle"]["preStop"]["exec"]["command"] for role, one in told.items()}
-    assert before["worker"] == ["python", "-m", "rayzero.workers.prestop", str(notice_s)]
+    assert before["worker"] == ["python", "-m", "rayzero.workers.prestop", str(grace_period_s)]
     *module, limit_s = before["head"]
     assert module == ["python", "-m", "rayzero.orchestrator.job.prestop"]
     grace_s = pod_of(objects, "head")["spec"]["terminationGracePeriodSeconds"]
-    assert notice_s < int(limit_s) < grace_s
+    assert grace_period_s < int(limit_s) < grace_s
 
 
 @WITH_SCENARIOS

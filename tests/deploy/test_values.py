@@ -38,8 +38,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "job's workers": ({"job": {"spec": {"workers": {"min": 0}}}}, "/job/spec/workers/min"),
     "job's GPUs": ({"job": {"spec": {"workers": {"gpus": 2}}}}, "/job/spec/workers/gpus"),
     "job's notice": (
-        {"job": {"spec": {"checkpoint": {"notice_s": 0}}}},
-        "/job/spec/checkpoint/notice_s",
+        {"job": {"spec": {"checkpoint": {"grace_period_s": 0}}}},
+        "/job/spec/checkpoint/grace_period_s",
     ),
     "engine as text": ({"job": {"engine": "engine.json"}}, "/job/engine"),
     "no memory limit": ({"head": {"resources": {"limits": {"memory": None}}}}, "/head/resources"),
@@ -177,7 +177,7 @@ AT_ODDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a group twice": ({"workerGroups": [{"name": "a"}, {"name": "a"}]}, ("workerGroups[1].name",)),
     "no time for the last checkpoint": (
         {"workers": {"terminationGracePeriodSeconds": 10}},
-        ("workers.terminationGracePeriodSeconds", "notice_s"),
+        ("workers.terminationGracePeriodSeconds", "grace_period_s"),
     ),
     "too few GPUs": (
         {"job": {"spec": {"workers": {"min": 5, "max": 8}}}},

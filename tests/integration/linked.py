@@ -26,6 +26,7 @@ from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import Repaired
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.workers.chaos.inject import read_fired_faults
+from rayzero.workers.vault.vault import Vault
 from tests.integration.namespaces import command, prepare
 from tests.integration.test_jobs_on_nodes import running, size, step, wait
 from tests.integration.tiny import TinyWorker, lost, setup
@@ -82,7 +83,7 @@ async def cut_link(folder: Path) -> dict[str, Any]:
                 await workers.release_worker(one.index)  # room for those that are going to be lost
         polls: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(lost(workers, *(one.index for one in there))),
-            asyncio.ensure_future(vaults.poll(there[0].node_id, 60)),
+            asyncio.ensure_future(vaults.call(there[0].node_id, Vault.poll, 60)),
         ]
         await asyncio.sleep(0.5)
         command("ip", "link", "set", "cable", "down")

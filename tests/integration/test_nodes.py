@@ -17,6 +17,7 @@ from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
 from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
 from rayzero.orchestrator.interfaces import VaultLostError, WorkerCalls, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
+from rayzero.workers.vault.vault import Vault
 from tests.integration.namespaces import alone
 from tests.integration.nodes import Nodes
 from tests.integration.tiny import TinyWorker, lost, setup
@@ -68,7 +69,10 @@ def test_a_lost_node_takes_its_workers_and_vault_and_its_seats_move(nodes: Nodes
             await vaults.open([first, second])
             gone = [one for one in four if one.node_id == second]
             deaths = lost(workers, *(one.index for one in gone))
-            polls = [asyncio.ensure_future(deaths), asyncio.ensure_future(vaults.poll(second, 30))]
+            polls = [
+                asyncio.ensure_future(deaths),
+                asyncio.ensure_future(vaults.call(second, Vault.poll, 30)),
+            ]
             await asyncio.sleep(0.5)
             nodes.lose(second)
             answers = await asyncio.wait_for(asyncio.gather(*polls, return_exceptions=True), WAIT_S)

@@ -146,7 +146,7 @@ def test_a_stopped_worker_is_killed_at_once_and_its_vault_says_so(tmp_path: Path
             }
             await workers.assign(GenerationSpec(1, 2, "", 0), places).wait_all()
             os.kill(first[1].pid, signal.SIGSTOP)
-            notice = asyncio.ensure_future(vaults.poll(node, WAIT_S))
+            notice = asyncio.ensure_future(vaults.call(node, Vault.poll, WAIT_S))
             await asyncio.sleep(0.1)
             await workers.kill(1)
             assert await notice == [ConnectionLost(1, first[1].pid)]
@@ -245,7 +245,7 @@ def test_a_lost_vault_is_noticed_and_opened_again(head: Head, tmp_path: Path):
             assert await vaults.open([node, node]) == first
             assert await vaults.call(node, Vault.inventory) == []
             (vault,) = head.processes("ray::VaultActor")
-            poll = asyncio.ensure_future(vaults.poll(node, 30))
+            poll = asyncio.ensure_future(vaults.call(node, Vault.poll, 30))
             await asyncio.sleep(0.2)
             vault.kill()
             with pytest.raises(VaultLostError):

@@ -198,7 +198,7 @@ async def test_a_stop_writes_a_last_checkpoint_at_the_end_of_the_step(folder: Pa
 
 @played
 async def test_a_stop_that_cannot_wait_for_the_step_keeps_the_one_before(folder: Path):
-    stage = often(folder, every=100, checkpoint={"notice_s": 10.0})
+    stage = often(folder, every=100, checkpoint={"grace_period_s": 10.0})
     await stage.steps(6)
     stage.controller.post_event(machine.StopRequested())
     await stage.clock.turn(5)
@@ -222,7 +222,7 @@ async def test_a_death_during_the_stop_does_not_cost_the_last_checkpoint(folder:
 
 @played
 async def test_a_stop_takes_no_longer_than_its_notice(folder: Path):
-    stage = often(folder, every=100, checkpoint={"notice_s": 10.0})
+    stage = often(folder, every=100, checkpoint={"grace_period_s": 10.0})
     await stage.steps(6)
     stage.world.vaults.may_write.clear()
     stage.controller.post_event(machine.StopRequested())

@@ -19,7 +19,7 @@ engine: engine.json
 workers: {min: 2, max: 4, cpus: 1, gpus: 0}
 steps: 200
 seed: 0
-checkpoint: {path: runs, every_steps: 50, keep: 3, keep_every: 100, resume: auto, notice_s: 30}
+checkpoint: {path: runs, every_steps: 50, keep: 3, keep_every: 100, resume: auto, grace_period_s: 30}
 recovery: {replicas: 1, hang_timeout_s: 30, max_faults: 20, fault_window_s: 3600, balance: even}
 metrics: {port: 9400}
 faults: ['kill(rank=1, step=7, phase="reduce")']
@@ -121,7 +121,7 @@ def test_the_engine_config_may_stand_in_the_job_file_or_be_replaced(folder: Path
         ({"workers": {"spares": -1}}, ["workers.spares"]),
         (
             {"engine": {"zero_optimization": {"stage": 1}}, "workers": {"min": 2, "max": 4}},
-            ["anything from 2 to 4 samples", "train_batch_size"],
+            ["vary from 2 to 4 samples", "train_batch_size"],
         ),
         ({"metrics": {"port": 99999}}, ["metrics.port", "65535"]),
         ({"seed": -1, "steps": 0}, ["2 mistakes", "seed:", "steps:"]),
@@ -171,8 +171,8 @@ def test_a_job_file_that_cannot_be_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("steps", "there is no '='"),
-        ("=3", "there is no '='"),
+        ("steps", "has no '='"),
+        ("=3", "has no '='"),
         ("steps=[", "is not YAML"),
         ("name.x=3", "'name' is not a mapping"),
         ("stepz=3", "unknown key"),
@@ -196,7 +196,20 @@ def test_workers_of_a_script_are_refused_in_the_same_words(values: dict[str, int
     assert words in str(refused.value)
 
 
+def test_an_old_key_name_is_accepted(folder: Path):
+    spec = load(folder, {**SMALL, "checkpoint": {"notice_s": 7}})
+    assert spec.checkpoint.grace_period_s == 7
+    with pytest.raises(ConfigError, match="notice_s is the old name of grace_period_s"):
+        load(folder, {**SMALL, "checkpoint": {"notice_s": 7, "grace_period_s": 8}})
+    assert (
+        "deprecated"
+        in JobSpec.model_json_schema()["$defs"]["CheckpointSpec"]["properties"]["notice_s"]
+    )
+
+
 def test_editors_can_have_a_schema():
     schema = JobSpec.model_json_schema()
     assert set(yaml.safe_load(WHOLE)) == set(schema["properties"])
-    assert "seconds" in schema["$defs"]["Recovery"]["properties"]["hang_timeout_s"]["description"]
+    assert (
+        "seconds" in schema["$defs"]["RecoverySpec"]["properties"]["hang_timeout_s"]["description"]
+    )

@@ -41,10 +41,10 @@
 {{- fail (printf "workerGroups[%d].name: %s is there twice" $index $group.name) -}}
 {{- end -}}
 {{- $names = append $names $group.name -}}
-{{- $notice := include "rayzero.notice" $ | int -}}
+{{- $gracePeriod := include "rayzero.gracePeriod" $ | int -}}
 {{- with $group.terminationGracePeriodSeconds -}}
-{{- if lt (int .) $notice -}}
-{{- fail (printf "workers.terminationGracePeriodSeconds: %d is less than job.spec.checkpoint.notice_s, which is %d: the last checkpoint would be cut off" (int .) $notice) -}}
+{{- if lt (int .) $gracePeriod -}}
+{{- fail (printf "workers.terminationGracePeriodSeconds: %d is less than job.spec.checkpoint.grace_period_s, which is %d: the last checkpoint would be cut off" (int .) $gracePeriod) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -1,13 +1,13 @@
 {{/* The pods of a cluster: (dict "root" $ "role" "head" or "worker" "pod" its values) */}}
 
-{{- define "rayzero.notice" -}}
+{{- define "rayzero.gracePeriod" -}}
 {{- $checkpoint := .Values.job.spec.checkpoint | default dict -}}
-{{- $checkpoint.notice_s | default 30 | float64 | ceil | int -}}
+{{- $checkpoint.grace_period_s | default $checkpoint.notice_s | default 30 | float64 | ceil | int -}}
 {{- end -}}
 
 {{- define "rayzero.pod" -}}
 {{- $root := .root -}}
-{{- $notice := include "rayzero.notice" $root | int -}}
+{{- $gracePeriod := include "rayzero.gracePeriod" $root | int -}}
 metadata:
   labels:
     {{- include "rayzero.selector" $root | nindent 4 }}
@@ -29,7 +29,7 @@ spec:
   {{- $scaled := and $root.Values.autoscaler.enabled (eq $root.Values.autoscaler.version "v2") }}
   {{- $beside := and (eq .role "head") (eq $root.Values.mode "job") (eq $root.Values.job.submissionMode "SidecarMode") }}
   restartPolicy: {{ ternary "Never" "Always" (or $scaled $beside) }}
-  terminationGracePeriodSeconds: {{ .pod.terminationGracePeriodSeconds | default (add $notice 15) | int }}
+  terminationGracePeriodSeconds: {{ .pod.terminationGracePeriodSeconds | default (add $gracePeriod 15) | int }}
   securityContext:
     {{- include "rayzero.pod.security" $root | nindent 4 }}
   {{- with $root.Values.imagePullSecrets }}
@@ -69,7 +69,7 @@ spec:
       lifecycle:
         preStop:
           exec:
-            command: [python, -m, rayzero.orchestrator.job.prestop, {{ add $notice 5 | quote }}]
+            command: [python, -m, rayzero.orchestrator.job.prestop, {{ add $gracePeriod 5 | quote }}]
       {{- end }}
       {{- else }}
       ports:
@@ -78,7 +78,7 @@ spec:
       lifecycle:
         preStop:
           exec:
-            command: [python, -m, rayzero.workers.prestop, {{ $notice | quote }}]
+            command: [python, -m, rayzero.workers.prestop, {{ $gracePeriod | quote }}]
       {{- end }}
       {{- end }}
       env:
