@@ -1,4 +1,4 @@
-"""A script's own values in a checkpoint (`client_state`), as JSON: nothing is ever unpickled."""
+"""JSON encoding of a script's own values in a checkpoint (`client_state`); no pickle involved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rayzero.engine.errors import EngineError
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
 
 MAX_ARRAY_BYTES = 4 << 20
-"""The largest tensor or array that is taken: a checkpoint's JSON part is read as a whole."""
+"""Maximum size of a tensor or array, since a checkpoint's JSON part is read as a whole."""
 
 _TYPE_TAG = "__rayzero__"
 _ALLOWED_TYPES = (
@@ -28,10 +28,10 @@ _ALLOWED_TYPES = (
 
 
 def encode_client_state(value: Any, where: str = "client_state") -> Any:
-    """`value` as JSON can hold it.
+    """Encode `value` as JSON.
 
     Raises:
-        EngineError: naming the place of what cannot be kept.
+        EngineError: a value's type is not supported; the message has its path.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and isfinite(value)):
@@ -39,17 +39,17 @@ def encode_client_state(value: Any, where: str = "client_state") -> Any:
     if kind is list:
         return _encode_items(value, where)
     if kind in (dict, OrderedDict) and all(type(key) is str and key != _TYPE_TAG for key in value):
-        return {key: encode_client_state(one, f"{where}[{key!r}]") for key, one in value.items()}
+        return {key: encode_client_state(item, f"{where}[{key!r}]") for key, item in value.items()}
     return _encode_tagged(value, where)
 
 
 def _encode_tagged(value: Any, where: str) -> dict[str, Any]:
-    """What JSON has no word for."""
+    """Encode a type that JSON lacks as an object with a type tag."""
     kind = type(value)
     if kind is float:
         return {_TYPE_TAG: "float", "value": repr(value)}
     if kind in (dict, OrderedDict):
-        pairs = [[key, one] for key, one in value.items()]
+        pairs = [[key, item] for key, item in value.items()]
         return {_TYPE_TAG: "dict", "value": _encode_items(pairs, where)}
     if kind in (tuple, torch.Size):
         return {_TYPE_TAG: "tuple", "value": _encode_items(value, where)}
@@ -75,12 +75,12 @@ def _encode_tagged(value: Any, where: str) -> dict[str, Any]:
     raise EngineError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold",
         allowed=_ALLOWED_TYPES,
-        fix="save what it is made of, e.g. its state_dict() or vars(), or keep it in a file",
+        fix="save its content, e.g. its state_dict() or vars(), or write it to a separate file",
     )
 
 
 def _encode_items(values: Any, where: str) -> list[Any]:
-    return [encode_client_state(one, f"{where}[{number}]") for number, one in enumerate(values)]
+    return [encode_client_state(item, f"{where}[{number}]") for number, item in enumerate(values)]
 
 
 def _encode_array(array: Any, where: str) -> dict[str, Any]:
@@ -88,19 +88,19 @@ def _encode_array(array: Any, where: str) -> dict[str, Any]:
         raise EngineError(
             f"{where} has {array.nbytes} bytes",
             allowed=f"tensors and arrays of at most {MAX_ARRAY_BYTES} bytes",
-            fix="make it a buffer of the model, or keep it in a file of its own",
+            fix="make it a buffer of the model, or write it to a separate file",
         )
     return {"shape": list(array.shape), "value": b64encode(array.tobytes()).decode()}
 
 
 def decode_client_state(value: Any) -> Any:
-    """What `encode` was given; tensors on the CPU, frozen sets as sets."""
+    """Decode `encode_client_state`: tensors on the CPU, frozen sets as sets."""
     if isinstance(value, list):
-        return [decode_client_state(one) for one in value]
+        return [decode_client_state(item) for item in value]
     if not isinstance(value, dict):
         return value
     if _TYPE_TAG not in value:
-        return {key: decode_client_state(one) for key, one in value.items()}
+        return {key: decode_client_state(item) for key, item in value.items()}
     return _decode_tagged(value)
 
 

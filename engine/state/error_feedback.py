@@ -1,18 +1,17 @@
-"""Error feedback as named ranges: what compression has kept back of the gradients so far.
+"""Error feedback residuals of gradient compression as named ranges.
 
-Over all ranks it adds up to the gradient that has not been applied, and that sum is what any change
-of world size must keep.
+Summed over all ranks they are the gradient that has not been applied yet; every change of world
+size preserves that sum.
 
-| name | what | who holds it |
+| name | contents | held by |
 |---|---|---|
-| `residual.terms.<rank>/<parameter>` | what coding that rank's gradients lost | that rank |
-| `residual.sum/<parameter>` | what coding the sums lost (stage 0) | each rank its shard |
-| `lowrank/<parameter>` | the last right factor | all; it is in rank 0's share |
+| `residual.terms.<rank>/<parameter>` | compression error of that rank's gradients | that rank |
+| `residual.sum/<parameter>` | compression error of the sums (stage 0) | each rank its shard |
+| `lowrank/<parameter>` | the last right factor | all; saved by rank 0 |
 
-On a load, rank r takes the terms of the saved ranks r, r + W, r + 2 W, ..., with W ranks now: at
-the same W its own, bit by bit; of a larger world the sum of several; in a larger world some begin
-with none. Sums are cut anew as any other tensor; where they have no place any more, they go with
-the terms.
+With W ranks now, rank r loads the local residuals of saved ranks r, r + W, r + 2 W, ...: its own
+bit for bit at the same W, a sum in a smaller world; in a larger world some ranks start with zero.
+Residuals of sums are resharded like other tensors, or added to the local ones if this run has none.
 """
 
 from __future__ import annotations
@@ -43,23 +42,26 @@ ReadRanges = Callable[[Sequence[StateRange]], None]
 
 
 def residual_ranges(runtime: ZeroRuntime) -> list[StateRange]:
-    """This rank's share, which nobody else has in theirs."""
+    """The residuals that this rank saves; no other rank saves them."""
     rank = runtime.collectives.rank
     parts = []
-    for kept in runtime.grad_reduction.residuals:
-        parts.append(_local_range(kept.unit, f"{LOCAL_PREFIX}{rank}", kept.feedback.local))
-        if kept.feedback.reduced is not None:
-            parts.append(_reduced_range(kept.unit, kept.feedback.reduced))
+    for residuals in runtime.grad_reduction.residuals:
+        parts.append(
+            _local_range(residuals.unit, f"{LOCAL_PREFIX}{rank}", residuals.feedback.local)
+        )
+        if residuals.feedback.reduced is not None:
+            parts.append(_reduced_range(residuals.unit, residuals.feedback.reduced))
     if rank == 0:
         parts += [
-            whole_tensor_range(name, one) for name, one in runtime.grad_reduction.replicated_state()
+            whole_tensor_range(name, value)
+            for name, value in runtime.grad_reduction.replicated_state()
         ]
     return parts
 
 
-def residual_metadata(way: GradReduction) -> dict[str, Any]:
-    """What the JSON part says of residuals."""
-    return {"residual_factor": way.residual_factor} if way.residuals else {}
+def residual_metadata(reduction: GradReduction) -> dict[str, Any]:
+    """The JSON part of the residuals."""
+    return {"residual_factor": reduction.residual_factor} if reduction.residuals else {}
 
 
 def load_residuals(
@@ -68,52 +70,55 @@ def load_residuals(
     document: Mapping[str, Any],
     fill: ReadRanges,
 ) -> None:
-    """Takes over what another world has kept back.
+    """Load residuals saved by any number of ranks.
 
     Args:
-        held: every logical tensor of the state that is loaded.
+        held: every logical tensor of the loaded state.
         document: its JSON part.
-        fill: reads parts from it.
+        fill: reads ranges from it.
     """
-    saved = sorted({int(found[1]) for name in held if (found := _LOCAL_PATTERN.match(name))})
+    saved = sorted({int(match[1]) for name in held if (match := _LOCAL_PATTERN.match(name))})
     if saved and not runtime.grad_reduction.residuals:
         log.warning(
-            "the state holds gradients that compression kept back; without error feedback they "
-            "are dropped"
+            "the loaded state has error feedback residuals, which are dropped: this run compresses "
+            "gradients without error feedback"
         )
     _load_replicated(runtime.grad_reduction, held, fill)
     rank, world_size = runtime.collectives.rank, runtime.collectives.world_size
-    mine = [one for one in saved if one % world_size == rank]
+    own = [saved_rank for saved_rank in saved if saved_rank % world_size == rank]
     factor = document.get("residual_factor", 1.0) / runtime.grad_reduction.residual_factor
-    for kept in runtime.grad_reduction.residuals:
-        _load_unit_residuals(kept, mine, held, fill)
+    for residuals in runtime.grad_reduction.residuals:
+        _load_unit_residuals(residuals, own, held, fill)
         if factor != 1.0:
-            kept.feedback.scale(factor)
+            residuals.feedback.scale(factor)
 
 
 def _load_replicated(
-    way: GradReduction, held: Mapping[str, LogicalTensor], fill: ReadRanges
+    reduction: GradReduction, held: Mapping[str, LogicalTensor], fill: ReadRanges
 ) -> None:
-    """What is equal on all ranks; it begins anew where the state has it in another shape."""
+    """Load what is equal on all ranks; tensors saved in another shape keep their initial value."""
     fill(
         [
-            whole_tensor_range(name, one)
-            for name, one in way.replicated_state()
-            if name in held and held[name].shape == tuple(one.shape)
+            whole_tensor_range(name, value)
+            for name, value in reduction.replicated_state()
+            if name in held and held[name].shape == tuple(value.shape)
         ]
     )
 
 
 def _load_unit_residuals(
-    kept: UnitResiduals, saved: Sequence[int], held: Mapping[str, LogicalTensor], fill: ReadRanges
+    residuals: UnitResiduals,
+    saved: Sequence[int],
+    held: Mapping[str, LogicalTensor],
+    fill: ReadRanges,
 ) -> None:
-    unit, feedback = kept.unit, kept.feedback
+    unit, feedback = residuals.unit, residuals.feedback
     landing = torch.empty_like(feedback.local)
-    kept.feedback.reset()
-    for other in saved:
+    residuals.feedback.reset()
+    for saved_rank in saved:
         _add_saved(
             feedback.local,
-            _local_range(unit, f"{LOCAL_PREFIX}{other}", landing.zero_()),
+            _local_range(unit, f"{LOCAL_PREFIX}{saved_rank}", landing.zero_()),
             held,
             fill,
         )
@@ -124,8 +129,8 @@ def _load_unit_residuals(
 def _add_saved(
     target: Tensor, landing: StateRange, held: Mapping[str, LogicalTensor], fill: ReadRanges
 ) -> None:
-    """Adds what the state holds of a part to `target`; nothing, where it holds nothing."""
-    ranges = tuple(one for one in landing.ranges if one.name in held)
+    """Add the ranges of `landing` that the state holds to `target`."""
+    ranges = tuple(held_range for held_range in landing.ranges if held_range.name in held)
     if ranges:
         fill([replace(landing, ranges=ranges)])
         target.add_(landing.memory)

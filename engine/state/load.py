@@ -1,12 +1,4 @@
-"""From a source into an engine; foreign names -> ours.
-
-Brings the ranges that a rank needs from a state source into its tensors.
-
-A weights file's names as those that the model's state has.
-
-Such a file may call a tied parameter by any of its names, or hold it under several, and keeps
-buffers among weights. In the state a parameter goes by its first name, and buffers are apart.
-"""
+"""Loads the ranges that a rank needs from a state source into its tensors."""
 
 from __future__ import annotations
 
@@ -30,18 +22,20 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 
 
 def rename_to_model(source: TensorSource, model: nn.Module) -> None:
-    """Renames what the model knows under another name; what it does not know stays as it is.
+    """Rename the tensors of a weights file to the names of the model's state.
 
-    Buffers that the model does not keep in its state dict are left out.
+    Such a file may hold a tied parameter under any or several of its names, and buffers among the
+    weights. In the state a parameter has its first name, and buffers have their own kind. Unknown
+    names are left unchanged; buffers that are not in the model's state dict are dropped.
     """
     first = {id(param): name for name, param in model.named_parameters()}
     names: dict[str, str | None] = {
         f"weights/{name}": f"weights/{first[id(param)]}"
         for name, param in model.named_parameters(remove_duplicate=False)
     }
-    kept = {name for name, _ in persistent_buffers(model)}
+    persistent = {name for name, _ in persistent_buffers(model)}
     for name, _ in model.named_buffers():
-        names[f"weights/{name}"] = f"buffers/{name}" if name in kept else None
+        names[f"weights/{name}"] = f"buffers/{name}" if name in persistent else None
     source.rename(names)
 
 
@@ -50,16 +44,15 @@ log = logging.getLogger("rayzero.engine")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How much of a state is taken over.
+    """Parts of a state to load.
 
     Attributes:
-        strict: every weight of the model must be in the state, and every one of the state in the
-            model; else those in both are taken.
-        optimizer: the optimizer's state and options. Without, they stay as they are.
-        scheduler: the schedule's place.
-        progress: step, sample cursor, random states.
-        options: the optimizer's options, such as its learning rate, also where no schedule sets
-            them; they are this run's config's otherwise.
+        strict: the state's weights must be exactly the model's; otherwise load those in both.
+        optimizer: load the optimizer's state; otherwise it is left unchanged.
+        scheduler: load the scheduler's state.
+        progress: load step, sample cursor and random-number generators.
+        optimizer_options: load the optimizer's options, such as lr, even without a scheduler;
+            otherwise this shard's config sets them.
     """
 
     strict: bool = True
@@ -78,12 +71,12 @@ def load_tensors(
     runtime: ZeroRuntime,
     optimizer: ShardedOptimizer,
     source: StateSource,
-    choice: LoadOptions = LOAD_ALL,
+    options: LoadOptions = LOAD_ALL,
 ) -> None:
-    """Fills this rank's weights, buffers and optimizer state. No collectives.
+    """Load this rank's weights, buffers and optimizer state. Not collective.
 
-    A buffer that the source does not have keeps its value, as do frozen parameters that were left
-    out on purpose; an optimizer begins anew when the source has weights only.
+    Buffers that the source lacks keep their values, as do frozen parameters if it was saved without
+    them. The optimizer starts from its initial state if the source has weights only.
 
     Raises:
         CheckpointMismatchError: the source is of another model.
@@ -94,24 +87,24 @@ def load_tensors(
         rename_to_model(source, model)
     held = {name: one for table in source.block_indexes for name, one in table.tensors.items()}
     wanted = _model_tensors(model, runtime)
-    absent = _find_absent(model, wanted, held, source, choice)
+    absent = _find_absent(model, wanted, held, source, options)
     check_state_fits_model(
         {name: one for name, one in wanted.items() if name not in absent},
         {
             name: one
             for name, one in held.items()
-            if name.startswith(("weights/", "buffers/")) and (choice.strict or name in wanted)
+            if name.startswith(("weights/", "buffers/")) and (options.strict or name in wanted)
         },
     )
-    if choice.optimizer:
+    if options.optimizer:
         optimizer.reset_state()
     parts = [
         _drop_ranges(part, absent)
         for part in held_ranges(model, runtime, optimizer)
-        if choice.optimizer or not part.is_optimizer_state
+        if options.optimizer or not part.is_optimizer_state
     ]
-    for run in optimizer.shards if choice.optimizer else ():
-        parts += _make_optimizer_state(optimizer, run, held)
+    for shard in optimizer.shards if options.optimizer else ():
+        parts += _make_optimizer_state(optimizer, shard, held)
     _read_ranges(parts, source)
     load_residuals(runtime, held, source.metadata(0), lambda parts: _read_ranges(parts, source))
 
@@ -127,9 +120,9 @@ def _find_absent(
     wanted: Mapping[str, LogicalTensor],
     held: Mapping[str, LogicalTensor],
     source: StateSource,
-    choice: LoadOptions,
+    options: LoadOptions,
 ) -> set[str]:
-    """What the model has, the source has not, and may do without."""
+    """Tensors of the model that the source lacks and that need not be loaded."""
     frozen = set[str]()
     if source.metadata(0).get("frozen") is False:
         names = model.named_parameters(remove_duplicate=False)
@@ -137,11 +130,12 @@ def _find_absent(
     absent = {
         name
         for name in wanted
-        if name not in held and (not choice.strict or name.startswith("buffers/") or name in frozen)
+        if name not in held
+        and (not options.strict or name.startswith("buffers/") or name in frozen)
     }
     if absent:
         log.warning(
-            "%d tensors of the model are not in the state that is loaded, and stay", len(absent)
+            "%d tensors of the model are not in the loaded state and keep their values", len(absent)
         )
     return absent
 
@@ -151,25 +145,28 @@ def _drop_ranges(part: StateRange, absent: set[str]) -> StateRange:
 
 
 def _model_tensors(model: nn.Module, runtime: ZeroRuntime) -> dict[str, LogicalTensor]:
-    """Every weight and buffer of the whole model, whichever rank holds it."""
-    found = {}
+    """Every weight and buffer of the model, on whichever rank."""
+    tensors = {}
     for unit in runtime.units:
         memory = unit.weights.persistent_tensor if unit.main_weights is None else unit.main_weights
         for spec in unit.layout.params:
-            found[f"weights/{spec.name}"] = LogicalTensor(dtype_name(memory.dtype), spec.shape)
+            tensors[f"weights/{spec.name}"] = LogicalTensor(dtype_name(memory.dtype), spec.shape)
     for name, param in model.named_parameters():
         full = f"weights/{name}"
-        found.setdefault(full, LogicalTensor(dtype_name(param.dtype), tuple(param.shape)))
+        tensors.setdefault(full, LogicalTensor(dtype_name(param.dtype), tuple(param.shape)))
     for name, buffer in persistent_buffers(model):
-        found[f"buffers/{name}"] = LogicalTensor(dtype_name(buffer.dtype), tuple(buffer.shape))
-    return found
+        tensors[f"buffers/{name}"] = LogicalTensor(dtype_name(buffer.dtype), tuple(buffer.shape))
+    return tensors
 
 
 def _make_optimizer_state(
-    optimizer: ShardedOptimizer, run: OptimizerShard, held: Mapping[str, LogicalTensor]
+    optimizer: ShardedOptimizer, shard: OptimizerShard, held: Mapping[str, LogicalTensor]
 ) -> list[StateRange]:
-    """Makes the state tensors that the source has for a run's group; a run may be all padding."""
-    names = {spec.name for spec in run.unit.layout.params if spec.group == run.group}
+    """Create the state tensors that the source has for a shard's group.
+
+    By group, not by parameter: a shard may consist of padding only.
+    """
+    names = {spec.name for spec in shard.unit.layout.params if spec.group == shard.group}
     keys = {
         prefix.removeprefix("optimizer."): one.dtype
         for full, one in held.items()
@@ -179,17 +176,17 @@ def _make_optimizer_state(
     made = []
     for key, dtype in sorted(keys.items()):
         floats = DTYPE_BY_NAME[dtype].is_floating_point
-        kind = run.weight.dtype if floats else DTYPE_BY_NAME[dtype]
-        value = run.unit.state_store.zeros(run.weight.numel(), kind)
-        optimizer.torch_optimizer.state[run.weight][key] = value
-        made.append(optimizer_range(run, key, value))
+        kind = shard.weight.dtype if floats else DTYPE_BY_NAME[dtype]
+        value = shard.unit.state_store.zeros(shard.weight.numel(), kind)
+        optimizer.torch_optimizer.state[shard.weight][key] = value
+        made.append(optimizer_range(shard, key, value))
     return made
 
 
 def _execute_copies(
     copies: Sequence[RangeCopy], of: Mapping[TensorRange, StateRange], source: StateSource
 ) -> None:
-    """Reads each copy's bytes, in the order in which they lie."""
+    """Read the bytes of each copy, in the order in which they are stored."""
     tables = source.block_indexes
     placed: defaultdict[int, list[tuple[int, RangeCopy]]] = defaultdict(list)
     for copy in copies:
@@ -207,7 +204,7 @@ def _execute_copies(
 def _read_into(
     source: StateSource, block: int, at: int, target: Tensor, dtype: torch.dtype
 ) -> None:
-    """Straight into the target where it is host memory of that dtype, through a copy elsewhere."""
+    """Read directly into host memory of the same dtype, otherwise through a temporary copy."""
     direct = target.dtype is dtype and target.device.type == "cpu"
     landing = target if direct else torch.empty(target.numel(), dtype=dtype)
     source.read(block, at, landing.view(torch.uint8).numpy().data)

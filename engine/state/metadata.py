@@ -1,9 +1,4 @@
-"""JSON part: groups, scalars, RNG.
-
-The JSON part of the state: what is not a tensor as large as the weights.
-
-The random states of a rank, as JSON can hold them.
-"""
+"""The JSON part of the state: parameter groups, scalars, schedule, random-number generators."""
 
 from __future__ import annotations
 
@@ -27,24 +22,20 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 
 log = logging.getLogger("rayzero.engine")
 
-_KERNEL_OPTIONS = {
-    "fused",
-    "foreach",
-    "capturable",
-    "differentiable",
-}  # how this run computes, not what
+# Options that select a kernel and do not change the result: never restored.
+_KERNEL_OPTIONS = {"fused", "foreach", "capturable", "differentiable"}
 
 
 def optimizer_metadata(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    """Each parameter group's options, and the numbers its optimizer state has.
+    """Each parameter group's options and the scalars of its optimizer state.
 
-    Those are the same for all of a group's parameters (`step`), so any run tells them. A rank with
-    no run of a group leaves its `scalars` out.
+    Scalars (`step`) are equal for all parameters of a group, so they are read from the first shard.
+    A rank without a shard of a group omits `scalars`.
     """
     groups: list[dict[str, Any]] = []
     for number, options in enumerate(optimizer.torch_optimizer.param_groups):
-        kept = {key: one for key, one in options.items() if key != "params" and _is_json(one)}
-        first = next((run for run in optimizer.shards if run.group == number), None)
+        kept = {key: value for key, value in options.items() if key != "params" and _is_json(value)}
+        first = next((shard for shard in optimizer.shards if shard.group == number), None)
         state = optimizer.torch_optimizer.state.get(first.weight, {}) if first is not None else {}
         scalars = {key: _scalar_to_json(value) for key, value in state.items() if _is_scalar(value)}
         groups.append({"options": kept} | ({"scalars": scalars} if state else {}))
@@ -54,30 +45,31 @@ def optimizer_metadata(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
 def restore_optimizer_metadata(
     optimizer: ShardedOptimizer, source: StateSource, *, keep_options: bool
 ) -> None:
-    """Gives every run its group's numbers.
+    """Restore the scalars of every shard, and the groups' options.
 
     Args:
-        keep_options: the groups' options, such as lr, are those of this run's config, and stay. A
-            scheduler changes them as it goes; then they are taken over, unless they follow from
-            the step alone.
+        keep_options: keep the groups' options, such as lr, of this run's config. With a scheduler,
+            which changes them during training, they are restored.
     """
     documents = [source.metadata(rank) for rank in range(len(source.block_indexes))]
     for number, group in enumerate(optimizer.torch_optimizer.param_groups):
         saved = [doc["groups"][number] for doc in documents if number < len(doc.get("groups", ()))]
-        scalars: dict[str, Any] = next((one["scalars"] for one in saved if "scalars" in one), {})
-        for run in optimizer.shards:
-            if run.group == number:
+        scalars: dict[str, Any] = next(
+            (group["scalars"] for group in saved if "scalars" in group), {}
+        )
+        for shard in optimizer.shards:
+            if shard.group == number:
                 for key, value in scalars.items():
-                    optimizer.torch_optimizer.state[run.weight][key] = _scalar_from_json(
-                        key, value, group, run
+                    optimizer.torch_optimizer.state[shard.weight][key] = _scalar_from_json(
+                        key, value, group, shard
                     )
         if saved and not keep_options:
             options = saved[0]["options"]
-            group.update({key: one for key, one in options.items() if key not in _KERNEL_OPTIONS})
+            group.update({key: options[key] for key in options.keys() - _KERNEL_OPTIONS})
 
 
 def scheduler_metadata(scheduler: Scheduler | None) -> dict[str, Any] | None:
-    """A schedule's state, as far as JSON can hold it."""
+    """A scheduler's state, without the values that JSON cannot represent."""
     if scheduler is None or not hasattr(scheduler, "state_dict"):
         return None
     state = scheduler.state_dict()
@@ -88,19 +80,22 @@ def restore_scheduler(scheduler: Scheduler | None, state: dict[str, Any] | None)
     if scheduler is None or state is None:
         return
     if not hasattr(scheduler, "load_state_dict"):
-        log.warning("the %s has no load_state_dict: it begins anew", type(scheduler).__name__)
+        log.warning(
+            "the scheduler %s has no load_state_dict and starts from its initial state",
+            type(scheduler).__name__,
+        )
         return
     scheduler.load_state_dict(state)
 
 
 def param_name_metadata(model: nn.Module, runtime: ZeroRuntime) -> dict[str, Any]:
-    """What an export needs to know: tied names, and the dtype of each model weight."""
+    """For exports: tied names, and the dtype of each model weight."""
     first: dict[int, str] = {}
     ties = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(param), name)
-        if known != name:
-            ties[name] = known
+        first_name = first.setdefault(id(param), name)
+        if first_name != name:
+            ties[name] = first_name
     dtypes = {
         spec.name: dtype_name(unit.weights.persistent_tensor.dtype)
         for unit in runtime.units
@@ -129,12 +124,12 @@ def _scalar_to_json(value: Any) -> Any:
     return value
 
 
-def _scalar_from_json(key: str, saved: Any, group: dict[str, Any], run: OptimizerShard) -> Any:
-    """A saved number as the optimizer keeps it: `step` on the CPU unless a kernel reads it."""
+def _scalar_from_json(key: str, saved: Any, group: dict[str, Any], shard: OptimizerShard) -> Any:
+    """A saved scalar as the optimizer keeps it: `step` on the CPU unless a kernel reads it."""
     if not isinstance(saved, dict):
         return saved
     on_device = key != "step" or group.get("fused") or group.get("capturable")
-    device = run.weight.device if on_device else torch.device("cpu")
+    device = shard.weight.device if on_device else torch.device("cpu")
     return torch.tensor(saved["value"], dtype=DTYPE_BY_NAME[saved["dtype"]], device=device)
 
 
@@ -147,7 +142,7 @@ def _is_json(value: Any) -> bool:
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
-    """The states of torch's (and its device's), Python's and NumPy's generators."""
+    """States of the generators of torch, its device, Python and NumPy."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states = {
@@ -167,7 +162,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(states: dict[str, Any], device: torch.device) -> None:
-    """Sets the generators to states that `taken` gave. What is not in them stays as it is."""
+    """Restore generator states from `capture_rng`; a missing device state is left unchanged."""
     torch.set_rng_state(_decode_tensor(states["torch"]))
     version, words, gauss = states["python"]
     random.setstate((version, tuple(_decode_array(words, np.uint64).tolist()), gauss))
@@ -178,7 +173,7 @@ def restore_rng(states: dict[str, Any], device: torch.device) -> None:
 
 
 def fork_rng(states: dict[str, Any], rank: int, device: torch.device) -> None:
-    """Seeds the generators of a rank that has no state of its own from another rank's."""
+    """Seed the generators of a rank without a saved state from another rank's state."""
     seed = xxhash.xxh3_64_intdigest(b64decode(states["torch"]), seed=rank)
     torch.manual_seed(seed % 2**63)
     random.seed(seed)

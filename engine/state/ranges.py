@@ -1,9 +1,8 @@
-"""What one rank holds of the training state: stretches of its tensors, and the names of what is
-in them.
+"""Ranges of the training state that one rank holds: views of its tensors, and names.
 
-Names: `weights/<parameter>` (main weights; model weights of what is frozen),
-`optimizer.<key>/<parameter>`, `buffers/<name>`; `residuals` has those of error feedback. All are
-logical tensors: the same at every stage and world size.
+Names: `weights/<parameter>` (main weights; model weights of frozen parameters),
+`optimizer.<key>/<parameter>`, `buffers/<name>`; `error_feedback` has those of residuals. All are
+logical tensors, the same at every stage and world size.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ ALIGN_BYTES = 128  # of a part in a block, for copies and for views of any dtype
 
 @dataclass(frozen=True)
 class StateRange:
-    """A contiguous stretch of one tensor.
+    """A contiguous range of one tensor.
 
     Attributes:
-        memory: flat, a view of the engine's own.
-        ranges: what of the state lies in it; offsets are counted in its elements.
-        shapes: the whole shape of each logical tensor in it.
+        memory: flat view of the engine's memory.
+        ranges: the ranges of logical tensors in it; offsets count its elements.
+        shapes: the full shape of each logical tensor in it.
         constant: whether training never changes it.
     """
 
@@ -48,19 +47,19 @@ class StateRange:
 def owned_ranges(
     model: nn.Module, runtime: ZeroRuntime, optimizer: ShardedOptimizer
 ) -> list[StateRange]:
-    """This rank's share of the state: over all ranks, every element of it once.
+    """This rank's share of the state; over all ranks every element occurs exactly once.
 
-    Optimizer state is in it as far as it exists: torch makes it at the first update.
+    Includes optimizer state once it exists: torch creates it at the first update.
     """
     rank, world_size = runtime.collectives.rank, runtime.collectives.world_size
     parts = _frozen_ranges(model, runtime, rank, world_size)
     for unit in runtime.units:
         parts += _weight_ranges(unit, unit.shard)
-    for run in optimizer.shards:
-        within = _intersect(run.layout_range, run.unit.shard)
+    for shard in optimizer.shards:
+        within = _intersect(shard.layout_range, shard.unit.shard)
         parts += [
-            range_of_unit(run.unit.layout, f"optimizer.{key}", value, run.layout_range, within)
-            for key, value in elementwise_state(optimizer, run).items()
+            range_of_unit(shard.unit.layout, f"optimizer.{key}", value, shard.layout_range, within)
+            for key, value in elementwise_state(optimizer, shard).items()
         ]
     if rank == 0:
         parts += [
@@ -72,51 +71,51 @@ def owned_ranges(
 def held_ranges(
     model: nn.Module, runtime: ZeroRuntime, optimizer: ShardedOptimizer
 ) -> list[StateRange]:
-    """Everything that this rank holds of the state, whoever else holds it too."""
+    """All of the state that this rank holds, including what other ranks hold as well."""
     parts = _frozen_ranges(model, runtime, 0, 1)
     for unit in runtime.units:
         parts += _weight_ranges(unit, unit.owned)
-    for run in optimizer.shards:
+    for shard in optimizer.shards:
         parts += [
             range_of_unit(
-                run.unit.layout, f"optimizer.{key}", value, run.layout_range, run.layout_range
+                shard.unit.layout, f"optimizer.{key}", value, shard.layout_range, shard.layout_range
             )
-            for key, value in elementwise_state(optimizer, run).items()
+            for key, value in elementwise_state(optimizer, shard).items()
         ]
     parts += [whole_tensor_range(f"buffers/{name}", one) for name, one in persistent_buffers(model)]
     return [part for part in parts if part.ranges]
 
 
-def optimizer_range(run: OptimizerShard, key: str, value: Tensor) -> StateRange:
-    """A run's tensor of optimizer state, all of it."""
+def optimizer_range(shard: OptimizerShard, key: str, value: Tensor) -> StateRange:
+    """One tensor of a shard's optimizer state."""
     return range_of_unit(
-        run.unit.layout, f"optimizer.{key}", value, run.layout_range, run.layout_range
+        shard.unit.layout, f"optimizer.{key}", value, shard.layout_range, shard.layout_range
     )
 
 
-def elementwise_state(optimizer: ShardedOptimizer, run: OptimizerShard) -> dict[str, Tensor]:
-    """A run's optimizer state that has an element for each of its own.
+def elementwise_state(optimizer: ShardedOptimizer, shard: OptimizerShard) -> dict[str, Tensor]:
+    """A shard's optimizer state with one element for each weight.
 
     Raises:
         EngineError: the optimizer keeps a tensor of another shape.
     """
-    found = {}
-    for key, value in optimizer.torch_optimizer.state.get(run.weight, {}).items():
+    state = {}
+    for key, value in optimizer.torch_optimizer.state.get(shard.weight, {}).items():
         if not isinstance(value, Tensor) or value.ndim == 0:
             continue
-        if value.shape != run.weight.shape:
+        if value.shape != shard.weight.shape:
             raise EngineError(
-                f"{type(optimizer.torch_optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for "
-                f"{run.weight.numel()} weights",
-                allowed="state with one element for each weight, and single numbers",
+                f"{type(optimizer.torch_optimizer).__name__} keeps {key!r} of shape "
+                f"{tuple(value.shape)} for {shard.weight.numel()} weights",
+                allowed="state with one element for each weight, and scalars",
                 fix="initialize(optimizer=...)",
             )
-        found[key] = value
-    return found
+        state[key] = value
+    return state
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that belong to the model's state dict, each once."""
+    """The buffers in the model's state dict, each once."""
     kept = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
         if name in kept:
@@ -124,7 +123,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def pack_block(parts: Sequence[StateRange]) -> tuple[BlockIndex, list[int]]:
-    """A table of these parts behind one another, constant ones first; the offset of each."""
+    """Index of a block that holds these ranges in sequence, constant ones first; their offsets."""
     order = sorted(range(len(parts)), key=lambda index: not parts[index].constant)
     offsets, ranges = [0] * len(parts), []
     tensors: dict[str, LogicalTensor] = {}
@@ -143,7 +142,7 @@ def pack_block(parts: Sequence[StateRange]) -> tuple[BlockIndex, list[int]]:
 
 
 def _weight_ranges(unit: Unit, within: slice) -> list[StateRange]:
-    """A unit's weights: those that the optimizer updates, or the model's own where none does."""
+    """A unit's main weights, or the model weights if it is frozen."""
     if unit.main_weights is not None:
         return [range_of_unit(unit.layout, "weights", unit.main_weights, unit.owned, within)]
     shard = unit.weights.owned_range(unit.shard)
@@ -153,7 +152,7 @@ def _weight_ranges(unit: Unit, within: slice) -> list[StateRange]:
 def _frozen_ranges(
     model: nn.Module, runtime: ZeroRuntime, rank: int, world_size: int
 ) -> list[StateRange]:
-    """Frozen parameters that are in no unit: each rank answers for an equal stretch of each."""
+    """Frozen parameters outside of units: each rank saves an equal part of each."""
     addresses = {tensor.untyped_storage().data_ptr() for tensor in runtime.ungrouped_params}
     parts = []
     for name, param in model.named_parameters():
@@ -170,7 +169,7 @@ def _frozen_ranges(
 
 
 def whole_tensor_range(name: str, tensor: Tensor) -> StateRange:
-    """One whole tensor; empty ones hold nothing."""
+    """A whole tensor as a range."""
     flat = tensor.detach().reshape(-1)
     ranges = (TensorRange(name, 0, flat.numel(), 0),) if flat.numel() else ()
     return StateRange(flat, ranges, {name: tuple(tensor.shape)})
@@ -180,15 +179,15 @@ def range_of_unit(
     layout: UnitLayout,
     kind: str,
     memory: Tensor,
-    lies: slice,
+    memory_range: slice,
     within: slice,
     *,
     constant: bool = False,
 ) -> StateRange:
-    """The part of `memory`, which lies at `lies` in the unit's flat layout, inside `within`."""
+    """The part of `memory`, which is `memory_range` of the unit's flat layout, inside `within`."""
     if within.start >= within.stop:
         return StateRange(memory[:0], (), {})
-    stretch = memory[within.start - lies.start : within.stop - lies.start]
+    view = memory[within.start - memory_range.start : within.stop - memory_range.start]
     ranges, shapes = [], {}
     for index, start, stop in layout.overlaps(within):
         spec = layout.params[index]
@@ -196,7 +195,7 @@ def range_of_unit(
         at = layout.offsets[index] + start - within.start
         ranges.append(TensorRange(name, start, stop, at))
         shapes[name] = spec.shape
-    return StateRange(stretch, tuple(ranges), shapes, constant)
+    return StateRange(view, tuple(ranges), shapes, constant)
 
 
 def _intersect(one: slice, other: slice) -> slice:

@@ -1,11 +1,7 @@
-"""Rank-written checkpoint, full state dict.
+"""Saves from a running engine: a checkpoint written by the ranks; the full state dict on rank 0.
 
-A living engine's state as a checkpoint, written by the ranks themselves.
-
-A job's checkpoints are written by its vaults, behind training; this is for scripts that save when
-they choose to, under torchrun or in a job. The format is the same.
-
-The whole model on one rank, from wherever its ranges lie, a unit at a time.
+A job's own checkpoints are written by its vaults in the background. `RankSaver` is for explicit
+saves of a script, under torchrun or in a job; the format is the same.
 """
 
 from __future__ import annotations
@@ -30,14 +26,14 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.unit import Unit
 
 LATEST_FILE = "latest"
-"""The file beside the checkpoints that names one of them."""
+"""The file beside the checkpoints that names the latest one."""
 
 
 class RankSaver:
     """Saves one engine's state.
 
     Args:
-        device: where the group's backend can read from.
+        device: device of the tensors that the process group's backend communicates.
     """
 
     def __init__(
@@ -49,36 +45,39 @@ class RankSaver:
         self._stage = stage
 
     def save(self, folder: str, tag: str, client_state: Any, *, latest: bool, frozen: bool) -> None:
-        """Writes `<folder>/<tag>`; returns when it is durable. Collective.
+        """Write `<folder>/<tag>` and return when it is durable. Collective.
 
         Args:
-            client_state: rank 0's, as `client_state.encode` gives it.
-            latest: the file `latest` names it from then on.
-            frozen: with the frozen parameters.
+            client_state: rank 0's, encoded by `encode_client_state`.
+            latest: update the file `latest`.
+            frozen: include frozen parameters.
 
         Raises:
-            StoreError: the store cannot take it. EngineError on the ranks that could write.
+            StoreError: on the ranks whose write failed; EngineError on the others.
         """
-        place = join_url(folder, tag)
+        url = join_url(folder, tag)
         extra = {"client_state": client_state, "frozen": frozen}
-        answers = run_on_all_ranks(
-            self._collectives, self._device, lambda: self._write_own_file(place, extra, frozen)
+        documents = run_on_all_ranks(
+            self._collectives, self._device, lambda: self._write_own_file(url, extra, frozen)
         )
-        files = [WrittenFile(**(one | {"blocks": tuple(one["blocks"])})) for one in answers]
+        files = [
+            WrittenFile(**(document | {"blocks": tuple(document["blocks"])}))
+            for document in documents
+        ]
 
         def finish() -> None:
             if self._collectives.rank:
                 return
             manifest = make_manifest(tag, files[0].small["step"], 0, files, stage=self._stage)
-            commit_checkpoint(place, manifest)
+            commit_checkpoint(url, manifest)
             if latest:
                 open_store(folder).replace(LATEST_FILE, tag.encode())
-            _remove_stale(place, {one.name for one in files})
+            _remove_stale(url, {file.name for file in files})
 
         run_on_all_ranks(self._collectives, self._device, finish)
 
-    def _write_own_file(self, place: str, extra: dict[str, Any], frozen: bool) -> dict[str, Any]:
-        """This rank's file, durable; what the manifest will say of it."""
+    def _write_own_file(self, url: str, extra: dict[str, Any], frozen: bool) -> dict[str, Any]:
+        """Write this rank's file durably; returns its manifest entry."""
         _, parts, _ = self._state.describe_block(whole=False)
         if not frozen:
             parts = [part for part in parts if not part.constant]
@@ -88,14 +87,14 @@ class RankSaver:
         small = json.loads(self._state.metadata()) | extra
         rank, world_size = self._collectives.rank, self._collectives.world_size
         written = write_rank_file(
-            place, rank, table, small, memory, generation=0, world_size=world_size
+            url, rank, table, small, memory, generation=0, world_size=world_size
         )
         return asdict(written)
 
 
-def _remove_stale(place: str, names: set[str]) -> None:
-    """What an earlier save under the same tag left: the manifest does not name it any more."""
-    store = open_store(place)
+def _remove_stale(url: str, names: set[str]) -> None:
+    """Remove files of an earlier save under the same tag, which the manifest no longer lists."""
+    store = open_store(url)
     for entry in store.list_folder():
         if is_checkpoint_file(entry.name) and entry.name not in names | {MANIFEST_NAME}:
             store.remove(entry.name)
@@ -105,8 +104,8 @@ def _remove_stale(place: str, names: set[str]) -> None:
 def full_state_dict(model: nn.Module, runtime: ZeroRuntime) -> dict[str, Tensor]:
     """The model's state dict in CPU memory on rank 0, empty on the others. Collective.
 
-    Names, tied entries and dtypes are those of `model.state_dict()`. No more than one unit is
-    whole on the model's device at a time.
+    Names, tied entries and dtypes are those of `model.state_dict()`. At most one unit at a time is
+    gathered on the model's device.
     """
     whole: dict[int, Tensor] = {}  # by the parameter's identity: tied entries stay one tensor
     target = runtime.collectives.rank == 0
@@ -129,7 +128,7 @@ def _gather_unit(unit: Unit, runtime: ZeroRuntime) -> list[Tensor] | None:
     collectives = runtime.collectives
     if not isinstance(unit.weights, ShardedWeights):
         return None
-    shard = unit.weights.shard.to(unit.weights.device)  # it may rest in host memory
+    shard = unit.weights.shard.to(unit.weights.device)  # it may be offloaded
     numel = unit.layout.numel if collectives.rank == 0 else 0
     full = shard.new_empty(numel)
     collectives.gather(full, shard).wait()
@@ -137,7 +136,7 @@ def _gather_unit(unit: Unit, runtime: ZeroRuntime) -> list[Tensor] | None:
 
 
 def _copy_to_cpu(value: Tensor, whole: dict[int, Tensor], key: int) -> Tensor:
-    """A copy of our own in CPU memory, the same one for every entry of a tied tensor."""
+    """A copy in CPU memory, shared by all entries of a tied tensor."""
     copied = whole.get(-key)
     if copied is None:
         copied = whole[-key] = value.to("cpu", copy=True)

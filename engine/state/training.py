@@ -1,6 +1,6 @@
-"""The engine's whole training state as named ranges and a small JSON part.
+"""The engine's training state as named ranges and a JSON part.
 
-Everything that mirrors, moves, saves or loads state goes through here.
+Mirroring, resharding, saving and loading all use it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.state_index import BlockIndex, StateSource
 from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
-from rayzero.engine.state import metadata as randomness
-from rayzero.engine.state import metadata as small
+from rayzero.engine.state import metadata
 from rayzero.engine.state.error_feedback import residual_metadata, residual_ranges
 from rayzero.engine.state.load import LOAD_ALL, LoadOptions, load_tensors
 from rayzero.engine.state.ranges import (
@@ -33,10 +32,10 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 
 
 class TrainingState:
-    """One rank's view of the state. Used by the training thread, or when that has ended.
+    """One rank's view of the state. For the training thread only, until that has ended.
 
     Attributes:
-        whole: whether this rank's memory holds all of the state, as at stage 0.
+        complete_on_rank: whether this rank's memory holds the complete state, as at stage 0.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class TrainingState:
         device: torch.device,
     ) -> None:
         self.progress = progress
-        # What compression kept back of each rank's gradients is in that rank's memory only.
+        # Each rank's error feedback residuals are in its own memory only.
         self.complete_on_rank = runtime.stage.state_replicated and (
             not runtime.grad_reduction.residuals or runtime.collectives.world_size == 1
         )
@@ -63,24 +62,28 @@ class TrainingState:
         self._ranges: list[StateRange] = []
         self._block_index = BlockIndex()
         self._offsets: list[int] = []
-        self._param_names: dict[str, Any] = {}  # of the whole model, told by rank 0
+        self._param_names: dict[str, Any] = {}  # of the whole model, saved by rank 0
         self._group_params: dict[int, list[str]] = {}
 
     @property
     def consistent(self) -> bool:
-        """Whether all of it is of one step: not in the middle of an update."""
+        """Whether all of the state belongs to one step; false during an update."""
         return not self._is_updating
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around an update. When that breaks off, what is there belongs to no step any more."""
+        """Mark the state inconsistent during an update.
+
+        Deliberately no `finally`: after an exception it stays marked, so that a half-updated step
+        is never mirrored or saved.
+        """
         self._is_updating = True
         yield
         self._is_updating = False
 
     def block_index(self) -> BlockIndex:
-        """What this rank's share is made of. It changes when the optimizer makes its state, and
-        never after that."""
+        """Index of this rank's share. It changes when the optimizer creates its state, then never
+        again."""
         signature = self._memory_signature()
         if signature != self._packed_signature:
             parts = owned_ranges(self._model, self._runtime, self._optimizer)
@@ -90,25 +93,25 @@ class TrainingState:
         return self._block_index
 
     def write_block(self, block: memoryview, *, constants: bool) -> None:
-        """Copies this rank's share into a block of `table().nbytes` bytes.
+        """Copy this rank's share into a block of `block_index().nbytes` bytes.
 
         Args:
             block: writable.
-            constants: also what never changes; the block has it from an earlier call otherwise.
+            constants: include constant ranges; otherwise the block has them from an earlier call.
         """
         self.block_index()
         copy_to_block(self._ranges, self._offsets, block, constants=constants)
 
     def describe_block(self, *, whole: bool) -> tuple[BlockIndex, list[StateRange], list[int]]:
-        """A table, its parts, and their offsets: of this rank's share, or of all that it holds.
+        """Index, ranges and offsets of this rank's share, or of the complete state (`whole`).
 
         Raises:
-            EngineError: the whole is wanted, and this rank holds its share only.
+            EngineError: `whole`, but this rank holds only its share.
         """
         if not whole:
             return self.block_index(), self._ranges, self._offsets
         if not self.complete_on_rank:
-            raise EngineError("this rank's memory holds its own share of the state only")
+            raise EngineError("this rank holds only its share of the training state")
         parts = held_ranges(self._model, self._runtime, self._optimizer)
         parts += residual_ranges(self._runtime)
         table, offsets = pack_block(parts)
@@ -126,46 +129,46 @@ class TrainingState:
             "micro_batch": self.progress.micro_batch,
             "skipped_steps": self.progress.skipped_steps,
             "loss_scale": self._runtime.precision.scaler.state_dict(),
-            "groups": small.optimizer_metadata(self._optimizer),
-            "scheduler": small.scheduler_metadata(self._scheduler),
-            "rng": randomness.capture_rng(self._device),
+            "groups": metadata.optimizer_metadata(self._optimizer),
+            "scheduler": metadata.scheduler_metadata(self._scheduler),
+            "rng": metadata.capture_rng(self._device),
             **residual_metadata(self._runtime.grad_reduction),
         }
         if self._runtime.collectives.rank == 0:
             if not self._param_names:
-                self._param_names = small.param_name_metadata(self._model, self._runtime)
-                self._group_params = small.group_param_names(self._runtime)
+                self._param_names = metadata.param_name_metadata(self._model, self._runtime)
+                self._group_params = metadata.group_param_names(self._runtime)
             document |= self._param_names
             for number, group in enumerate(document["groups"]):
                 group["params"] = self._group_params.get(number, [])
         return json.dumps(document, separators=(",", ":")).encode()
 
     def load(self, source: StateSource) -> None:
-        """Takes over a state of any stage and world size. Collective.
+        """Load a state of any stage and world size. Collective.
 
         Raises:
-            As `take`.
+            As `load_from`.
         """
         self.load_from(source, LOAD_ALL)
         self.sync_model_weights()
 
     @torch.no_grad()
-    def load_from(self, source: StateSource, choice: LoadOptions) -> None:
-        """Reads what this rank needs. No collectives; `publish` must follow on every rank.
+    def load_from(self, source: StateSource, options: LoadOptions) -> None:
+        """Read what this rank needs. Not collective; call `sync_model_weights` on every rank next.
 
         Raises:
-            CheckpointMismatchError: it is another model's.
-            DataError: it is damaged, or incomplete.
+            CheckpointMismatchError: the state is of another model.
+            DataError: the state is damaged or incomplete.
         """
         rank = self._runtime.collectives.rank
         document = source.metadata(rank)
-        load_tensors(self._model, self._runtime, self._optimizer, source, choice)
-        if choice.optimizer:
-            keep = self._scheduler is None and not choice.optimizer_options
-            small.restore_optimizer_metadata(self._optimizer, source, keep_options=keep)
-        if choice.scheduler:
-            small.restore_scheduler(self._scheduler, document.get("scheduler"))
-        if not choice.progress:
+        load_tensors(self._model, self._runtime, self._optimizer, source, options)
+        if options.optimizer:
+            keep = self._scheduler is None and not options.optimizer_options
+            metadata.restore_optimizer_metadata(self._optimizer, source, keep_options=keep)
+        if options.scheduler:
+            metadata.restore_scheduler(self._scheduler, document.get("scheduler"))
+        if not options.progress:
             return
         self.progress.step = document["step"]
         self.progress.micro_step = 0
@@ -174,16 +177,16 @@ class TrainingState:
         self._runtime.load_loss_scale(document.get("loss_scale"))
         if rng := document.get("rng"):
             if document.get("rank") == rank:
-                randomness.restore_rng(rng, self._device)
+                metadata.restore_rng(rng, self._device)
             else:
-                randomness.fork_rng(rng, rank, self._device)
+                metadata.fork_rng(rng, rank, self._device)
 
     def sync_model_weights(self) -> None:
-        """Makes model weights of the main weights that were taken. Collective."""
+        """Update model weights from the loaded main weights. Collective."""
         self._runtime.sync_model_weights()
 
     def _memory_signature(self) -> tuple[object, ...]:
-        """Equal as long as the parts are the same memory."""
+        """Equal as long as the ranges are in the same memory."""
         state = self._optimizer.torch_optimizer.state
         runs = tuple(
             value.data_ptr()
@@ -197,7 +200,7 @@ class TrainingState:
 def copy_to_block(
     parts: Sequence[StateRange], offsets: Sequence[int], block: memoryview, *, constants: bool
 ) -> None:
-    """Copies parts to their places in a block of bytes."""
+    """Copy ranges to their offsets in a block of bytes."""
     for part, offset in zip(parts, offsets, strict=True):
         if part.constant and not constants:
             continue

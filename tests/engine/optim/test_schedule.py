@@ -247,7 +247,7 @@ class TestTorchSchedules:
 
     def test_one_that_wants_a_metric_is_the_users_to_step(self) -> None:
         made = optimizer(1.0)
-        with pytest.raises(ConfigError, match="ReduceLROnPlateau has to be told something"):
+        with pytest.raises(ConfigError, match="ReduceLROnPlateau requires arguments"):
             check_schedule(torch.optim.lr_scheduler.ReduceLROnPlateau(made), made)
 
     def test_one_of_another_optimizer_is_refused(self) -> None:
