@@ -1,12 +1,6 @@
-"""Clock, Tasks, change notifier, pending replies.
+"""The controller's asyncio helpers: clock, change notifier, background tasks, pending replies.
 
-Time as the controller sees it, so that a test can turn it by hand.
-
-A bell for those who wait for news, in one event loop.
-
-Background tasks with an owner, and waits with a limit.
-
-One command that went to many workers, and who has answered it.
+All of it belongs to one event loop. The clock is an interface, so that tests run in virtual time.
 """
 
 from __future__ import annotations
@@ -20,17 +14,17 @@ from typing import Any, Protocol, TypeVar
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds; only differences mean anything."""
+        """Seconds, of which only differences have a meaning."""
 
     async def sleep(self, seconds: float) -> None:
-        """Returns after that long. Can be cancelled."""
+        """Waits that long. Can be cancelled."""
 
     def timeout(self, seconds: float) -> AbstractAsyncContextManager[Any]:
-        """A block that raises TimeoutError when it takes longer; what it awaits is cancelled."""
+        """A block that raises TimeoutError when it takes longer, and cancels its await."""
 
 
 class SystemClock:
-    """The real one."""
+    """Monotonic time of the operating system."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -43,36 +37,39 @@ class SystemClock:
 
 
 class ChangeNotifier:
-    """Rung whenever something changed that somebody may be waiting for."""
+    """Wakes coroutines that wait for a predicate on shared state.
+
+    Like asyncio.Condition without a lock: `notify` is synchronous, which one event loop permits.
+    """
 
     def __init__(self) -> None:
         self._waiters: set[asyncio.Future[None]] = set()
 
     def notify(self) -> None:
-        waiting, self._waiters = self._waiters, set()
-        for one in waiting:
-            if not one.done():
-                one.set_result(None)
+        waiters, self._waiters = self._waiters, set()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
-    async def wait_until(self, so: Callable[[], bool]) -> None:
-        """Returns once `so()` holds; asks at once, and again at every ring."""
-        while not so():
-            rung = asyncio.get_running_loop().create_future()
-            self._waiters.add(rung)
+    async def wait_until(self, predicate: Callable[[], bool]) -> None:
+        """Waits until the predicate holds; evaluates it at once, and after every `notify`."""
+        while not predicate():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
             try:
-                await rung
+                await waiter
             finally:
-                self._waiters.discard(rung)
+                self._waiters.discard(waiter)
 
 
 T = TypeVar("T")
 
 LARGE_JOB_WORKERS = 500
-"""Workers from which on long work lets others have a turn."""
+"""Number of workers from which long computations yield to other tasks."""
 
 
 class BackgroundTasks:
-    """Owns the controller's background tasks: none outlives `end`, and none fails in silence."""
+    """Owns the controller's background tasks: `cancel_all` ends them, errors are reported."""
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
         self._on_error = on_error
@@ -82,13 +79,13 @@ class BackgroundTasks:
         task = asyncio.get_running_loop().create_task(self._report_errors(work))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        task.add_done_callback(lambda _: work.close())  # one that was cancelled before it began
+        task.add_done_callback(lambda _: work.close())  # if it was cancelled before it began
         return task
 
     async def cancel_all(self) -> None:
-        """Cancels everything but the caller, and waits until it is over."""
-        mine = asyncio.current_task()
-        tasks = [task for task in self._running if task is not mine]
+        """Cancels all tasks but the caller's, and waits until they have ended."""
+        caller = asyncio.current_task()
+        tasks = [task for task in self._running if task is not caller]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -96,61 +93,61 @@ class BackgroundTasks:
     async def _report_errors(self, work: Coroutine[Any, Any, Any]) -> None:
         try:
             await work
-        except Exception as error:  # noqa: BLE001  # whatever it is, somebody must judge it
+        except Exception as error:  # noqa: BLE001  # the owner decides what each means
             self._on_error(error)
 
 
 async def with_timeout(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
-    """What `work` brings.
+    """The result of `work`.
 
     Raises:
-        TimeoutError: it took longer; it is cancelled.
+        TimeoutError: it took longer and was cancelled.
     """
-    async with clock.timeout(limit_s):  # no task of its own: there are thousands of these a second
+    async with clock.timeout(limit_s):  # without a task: there are thousands of calls a second
         return await work
 
 
 async def yield_if_large(workers: int) -> None:
-    """In the middle of something long, as it is with so many workers: a death must not wait for
-    all of it. In small jobs nothing else gets a turn here."""
+    """Yields to other tasks in the middle of a long computation for many workers, so that the
+    report of a loss does not wait for all of it. Does nothing in small jobs."""
     if workers >= LARGE_JOB_WORKERS:
         await asyncio.sleep(0)
 
 
 class PendingReplies:
-    """Filled by the group that sent the command, in its event loop.
+    """The replies to one command that was sent to many workers.
 
-    Whoever is lost on the way is no longer waited for: `WorkerGroup.hear` tells of it.
+    The sender marks them. A worker that is lost counts as done: `WorkerGroup.receive` reports it.
     """
 
     def __init__(self, workers: Iterable[int] = ()) -> None:
         self.pending = set(workers)
-        """Who has not answered yet."""
+        """Workers that have not replied yet."""
         self._error: Exception | None = None
         self._changed = ChangeNotifier()
 
     def mark_done(self, workers: Iterable[int]) -> None:
-        """These have answered, or are lost."""
+        """These workers have replied, or are lost."""
         self.pending.difference_update(workers)
         self._changed.notify()
 
     def mark_failed(self, error: Exception) -> None:
-        """One of them could not do it; the first such error is raised by those who wait."""
+        """A worker failed to execute the command; waiters raise the first such error."""
         self._error = self._error or error
         self._changed.notify()
 
     async def wait_any(self, workers: frozenset[int]) -> None:
-        """Returns once somebody of these is missing no longer."""
+        """Waits until at least one of these workers is done."""
         await self._changed.wait_until(
             lambda: self._error is not None or not workers <= self.pending
         )
         self._raise_error()
 
     async def wait_all(self) -> None:
-        """Returns once nobody is missing.
+        """Waits until all workers are done.
 
         Raises:
-            RayzeroError: one of them could not do it.
+            RayzeroError: a worker failed to execute the command.
         """
         await self._changed.wait_until(lambda: self._error is not None or not self.pending)
         self._raise_error()

@@ -1,4 +1,4 @@
-"""Everything a run of a job is made from, worked out before anything is started."""
+"""A checked job with everything derived from its spec, before anything is started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rayzero.workers.chaos.spec import parse_fault
 from rayzero.workers.messages import MirrorPolicy, WorkerSpec
 
 _RAY_WORKING_DIR = re.compile(r"/working_dir_files/_ray_pkg_[^/]+")
-"""Where Ray unpacks a `--working-dir`; it is removed some time after the job."""
+"""Path of an unpacked `--working-dir`; Ray removes it some time after the job."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class JobPlan:
     """A checked job, ready to run.
 
     Args:
-        setup: what each worker is told.
-        need: the workers to ask for, spares among them.
-        output_dir: where the job's local files go.
-        archive: where its checkpoints go: a path or a URL.
-        stage: the ZeRO stage of the job's engine config; None when the job has no such config.
+        worker_spec: what every worker gets.
+        resources: the workers to request, including spares.
+        output_dir: the folder of the job's local files.
+        job_folder: the folder of its checkpoints: a path or a URL.
+        stage: the ZeRO stage of the job's engine config; None if the job has no such config.
     """
 
     spec: JobSpec
@@ -41,7 +41,7 @@ class JobPlan:
 
     @property
     def output_is_temporary(self) -> bool:
-        """Whether the local files go some time after the job."""
+        """Whether Ray removes the local files some time after the job."""
         return _RAY_WORKING_DIR.search(str(self.output_dir)) is not None
 
 
@@ -51,31 +51,32 @@ def make_plan(
     """Plans a run from the current working directory.
 
     Args:
-        spec: checked, its engine config inline.
-        entrypoint: what the workers resolve: the spec's own, or a callable pickled by value.
-        import_paths: where the workers may import from, after the working directory.
+        spec: the checked spec, with its engine config inline.
+        entrypoint: the spec's entrypoint, or a callable pickled by value.
+        import_paths: where the workers import from, after the working directory.
 
     Raises:
-        ConfigError: the output folder cannot be made, is one that Ray removes, or a fault is none.
+        ConfigError: the output folder cannot be created or will be removed by Ray, or a fault is
+            invalid.
     """
     cwd = os.getcwd()
     path = spec.checkpoint.path
     _refuse_temporary_folder(spec, cwd)
     output_dir = Path(cwd, "runs" if spec.checkpoint.is_url else path, spec.name)
-    archive = join_url(path, spec.name) if spec.checkpoint.is_url else str(output_dir)
+    job_folder = join_url(path, spec.name) if spec.checkpoint.is_url else str(output_dir)
     for fault in spec.faults:
-        parse_fault(fault)  # refused now, not when it should happen
+        parse_fault(fault)  # an invalid one is refused here
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the job's output folder {str(output_dir)!r} cannot be made: {error.strerror}",
+            f"the job's output folder {str(output_dir)!r} cannot be created: {error.strerror}",
             allowed="a folder that can be written to",
             fix="checkpoint.path in the job file",
         ) from None
     engine = spec.engine if isinstance(spec.engine, dict) else None
     workers = spec.workers
-    setup = WorkerSpec(
+    worker_spec = WorkerSpec(
         name=spec.name,
         entrypoint=entrypoint,
         args=spec.args,
@@ -97,21 +98,26 @@ def make_plan(
         ledger=spec.ledger,
         run=f"{time_ns():020d}",
     )
-    most = workers.most + workers.spares
-    need = ResourceRequest(workers.min, most, workers.cpus, workers.gpus, workers.start_timeout_s)
+    resources = ResourceRequest(
+        workers.min,
+        workers.most + workers.spares,
+        workers.cpus,
+        workers.gpus,
+        workers.start_timeout_s,
+    )
     stage = None if engine is None else parse_config(engine).zero_optimization.stage
-    return JobPlan(spec, setup, need, output_dir, archive, stage)
+    return JobPlan(spec, worker_spec, resources, output_dir, job_folder, stage)
 
 
 def _refuse_temporary_folder(spec: JobSpec, cwd: str) -> None:
-    """A run whose checkpoints go with its job cannot be gone on with."""
-    wanted = spec.checkpoint
-    relative = not (wanted.is_url or Path(wanted.path).is_absolute())
-    if relative and wanted.every_steps is not None and _RAY_WORKING_DIR.search(cwd):
+    """Refuses checkpoints in a folder that Ray removes: no run could resume from them."""
+    checkpoint = spec.checkpoint
+    relative = not (checkpoint.is_url or Path(checkpoint.path).is_absolute())
+    if relative and checkpoint.every_steps is not None and _RAY_WORKING_DIR.search(cwd):
         raise ConfigError(
-            f"checkpoint.path is {wanted.path!r}, which here is in Ray's copy of the working "
-            f"directory: it is removed after the job, and all checkpoints with it",
-            allowed="a folder that outlives the job and that all nodes share, or a store's URL",
-            fix=f"checkpoint.path: /shared/{wanted.path} or s3://bucket/{wanted.path}, such as "
-            "with --set checkpoint.path=...; for a trial, no checkpoint.every_steps",
+            f"checkpoint.path is {checkpoint.path!r}, which is in Ray's copy of the working "
+            "directory: Ray removes it after the job, with all checkpoints",
+            allowed="a folder that outlives the job and that all nodes share, or an object store URL",
+            fix=f"checkpoint.path: /shared/{checkpoint.path} or s3://bucket/{checkpoint.path}, for "
+            "example with --set checkpoint.path=...; for a trial, remove checkpoint.every_steps",
         )

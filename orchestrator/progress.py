@@ -1,9 +1,4 @@
-"""Rank reports -> StepRecord.
-
-From the ranks' reports to one record a step, and to the totals of the job. Pure.
-
-What thousands of rows of named numbers add up to, at about a microsecond a row. Pure.
-"""
+"""Aggregates the ranks' step reports to one record per step, and to the job's totals. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +9,11 @@ from dataclasses import dataclass, field
 from rayzero.workers.messages import StepReport
 
 FOLD_ROWS = 256
-"""Rows that are added up at once: so the last row of all costs no more than any other."""
+"""Rows that are aggregated at once, so that the last row of a step is as cheap as any other."""
 
 
 class _RowBlock:
-    """Rows with the same names in the same order, which is what nearly all ranks report."""
+    """Rows with the same names in the same order, as nearly all ranks report them."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -27,7 +22,8 @@ class _RowBlock:
 
 
 class RowAggregator:
-    """Sums and extremes by name. Rows are only gathered; now and then they are added up in C."""
+    """Sums and extremes of named numbers, at about a microsecond per row: rows are collected, and
+    aggregated in C from time to time."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[str, ...], _RowBlock] = {}
@@ -38,7 +34,6 @@ class RowAggregator:
         self._minima: dict[str, float] = {}
 
     def add_row(self, row: Mapping[str, float]) -> None:
-        """One more row."""
         names, block = tuple(row), self._last_block
         if names != block.names:
             block = self._last_block = self._blocks.setdefault(names, _RowBlock(names))
@@ -47,17 +42,19 @@ class RowAggregator:
             self._fold(block)
 
     def maxima(self) -> Mapping[str, float]:
-        """The largest value under each name."""
+        """The largest value of each name."""
         self._fold_all()
         return self._maxima
 
     def minima(self, rows: int) -> dict[str, float]:
-        """The smallest value under each name that so many rows have."""
+        """The smallest value of each name that exactly `rows` rows have."""
         self._fold_all()
-        return {name: least for name, least in self._minima.items() if self._counts[name] == rows}
+        return {
+            name: minimum for name, minimum in self._minima.items() if self._counts[name] == rows
+        }
 
     def means(self) -> dict[str, float]:
-        """The mean under each name, over the rows that have it."""
+        """The mean of each name, over the rows that have it."""
         self._fold_all()
         return {name: total / self._counts[name] for name, total in self._sums.items()}
 
@@ -68,8 +65,8 @@ class RowAggregator:
 
     def _fold(self, block: _RowBlock) -> None:
         values, width = block.values, len(block.names)
-        for place, name in enumerate(block.names):
-            column = values[place::width]
+        for index, name in enumerate(block.names):
+            column = values[index::width]
             self._counts[name] = self._counts.get(name, 0) + len(column)
             self._sums[name] = self._sums.get(name, 0.0) + sum(column)
             self._maxima[name] = max(self._maxima.get(name, column[0]), max(column))
@@ -78,25 +75,23 @@ class RowAggregator:
 
 
 _BYTES_PREFIX = "bytes/"
-
-
 _WAIT_GAUGES = ("phases/data", "phases/mirror", "checkpoint_s")
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step, over all ranks.
+    """One step, aggregated over all ranks.
 
     Args:
         loss: the mean over ranks (an engine's loss is already global and the same on each).
         tokens: counted by all ranks since the last record: by the user, else by the engine.
         step_s: the slowest rank's time.
-        gauges: the mean over ranks of everything else they reported.
-        waits: seconds of the rank that did worst, for what peers have to wait for as well.
+        gauges: the mean over ranks of all other reported values.
+        waits: seconds of the slowest rank, for phases that its peers have to wait for.
         at_s: when the last rank finished it, as Unix time on that rank's node.
-        mirrored_step: the newest step of which every rank's share lies in its node's vault; None
-            while some rank's does not.
-        mirrored_bytes: all that the ranks have there.
+        mirrored_step: the newest step that every rank has mirrored to its node's vault; None if
+            some rank has mirrored none.
+        mirrored_bytes: total size of these mirrors.
     """
 
     step: int
@@ -126,7 +121,7 @@ class _OpenStep:
         self.gauges = RowAggregator()
 
     def add(self, report: StepReport) -> int:
-        """How many ranks have finished it now; each reports a step once."""
+        """Returns the number of ranks that have finished it; each counts once."""
         if report.rank not in self.ranks:
             self.ranks.add(report.rank)
             if report.counters:
@@ -137,13 +132,13 @@ class _OpenStep:
 
 
 class JobProgress:
-    """Collects reports until a step is complete, which is when every rank has finished it."""
+    """Collects reports until a step is complete, that is, finished by every rank."""
 
     def __init__(self) -> None:
         self.steps = 0
-        """Finished steps in the state of the job: those it went back behind do not count."""
+        """Finished steps that the job's state contains: steps lost by a recovery do not count."""
         self.steps_executed = 0
-        """Steps finished by this run, those that were done again too."""
+        """Steps finished by this run, including redone ones."""
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.tokens = 0.0
@@ -152,35 +147,32 @@ class JobProgress:
         self._steady_s = 0.0
         self.peak_bytes: dict[str, int] = {}
         self.world_sizes: list[int] = []
-        """Every change of it."""
+        """The world size of each generation, without repetitions."""
         self._generation = 0
         self._world_size = 0
         self._open_steps: defaultdict[int, _OpenStep] = defaultdict(_OpenStep)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Over all steps but each generation's first, which holds what happens once.
-
-        Of a job with a single step, that step's.
-        """
+        """Over all steps but each generation's first, which includes one-time work; of a job with a
+        single step, over that step."""
         if self._steady_tokens and self._steady_s > 0:
             return self._steady_tokens / self._steady_s
         return self._first_step.tokens_per_s if self._first_step else None
 
     def start_generation(self, generation: int, world_size: int, step: int = 0) -> list[StepRecord]:
-        """A new generation begins at a finished step; what the old one left undone is forgotten.
+        """A new generation begins at a finished step; incomplete later steps are dropped.
 
         Returns:
-            The steps up to there that some rank of the old one did not live to report: they were
-            finished, and are told by what the others said.
+            The records of finished steps that a lost rank did not report, from its peers' reports.
         """
         late = [
             self._complete_step(number, self._open_steps.pop(number))
             for number in sorted(self._open_steps)
             if self.steps < number <= step
         ]
-        for left in self._open_steps.values():
-            self._update_byte_peaks(left.gauges.maxima())
+        for incomplete in self._open_steps.values():
+            self._update_byte_peaks(incomplete.gauges.maxima())
         self._generation, self._world_size = generation, world_size
         if not self.world_sizes or self.world_sizes[-1] != world_size:
             self.world_sizes.append(world_size)
@@ -190,13 +182,13 @@ class JobProgress:
         return late
 
     def rewind(self, step: int) -> int:
-        """Goes back to an earlier step; how many finished ones are to be done again."""
+        """Goes back to an earlier step. Returns the number of finished steps to redo."""
         redone = max(0, self.steps - step)
         self.steps = min(self.steps, step)
         return redone
 
     def add_report(self, report: StepReport) -> StepRecord | None:
-        """The record of the step that this report completes, if it does."""
+        """Returns the record of the step that this report completes, if any."""
         if report.generation != self._generation:
             return None
         if self._open_steps[report.step].add(report) < self._world_size:
@@ -204,11 +196,11 @@ class JobProgress:
         return self._complete_step(report.step, self._open_steps.pop(report.step))
 
     def add_counters(self, counters: dict[str, float]) -> None:
-        """Adds what a rank counted after its last step."""
+        """Adds the counters of a rank after its last step."""
         self.tokens += counters.get("tokens", 0.0)
 
     def update_peaks(self, held: dict[str, int]) -> None:
-        """Notes the bytes a rank holds, by class; the most of any rank stays."""
+        """Updates the peak memory per class, over ranks and time."""
         for name, amount in held.items():
             self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), amount)
 
@@ -217,7 +209,7 @@ class JobProgress:
         self.update_peaks({name.removeprefix(_BYTES_PREFIX): int(maxima[name]) for name in held})
 
     def _complete_step(self, step: int, done: _OpenStep) -> StepRecord:
-        """Costs what a report costs, however many ranks there are."""
+        """Costs as much as one report, however many ranks there are."""
         maxima, means = done.gauges.maxima(), done.gauges.means()
         self._update_byte_peaks(maxima)
         mirrored = done.gauges.minima(self._world_size).get("replica_step")

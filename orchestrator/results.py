@@ -1,9 +1,4 @@
-"""JobStatus, JobResult, summary.json.
-
-What a job leaves behind when it succeeded: a JobResult, and the same as `summary.json`.
-
-What a job's process tells of the job: how it stands, what is new, how it ended.
-"""
+"""The status, the events and the outcome of a job, as its process reports them; `summary.json`."""
 
 from __future__ import annotations
 
@@ -25,8 +20,8 @@ class JobResult:
     """The outcome of a successful job.
 
     Args:
-        metrics: the summary, as it stands in `summary.json`.
-        summary_path: where that is.
+        metrics: the contents of `summary.json`.
+        summary_path: the path of that file.
     """
 
     name: str
@@ -40,12 +35,12 @@ class JobResult:
 
 @dataclass(frozen=True)
 class JobTotals:
-    """What the controller knows of a finished job beside its progress.
+    """Data about a finished job beside its progress.
 
     Args:
         seconds: from submission to the last rank's end.
-        returned: what rank 0's training function returned.
-        history: what the job went through: faults, repairs, steps_redone, checkpoints.
+        return_value: the return value of rank 0's training function.
+        history: faults, repairs, steps_redone, checkpoints.
     """
 
     name: str
@@ -57,7 +52,7 @@ class JobTotals:
 
 
 def summarize(totals: JobTotals, progress: JobProgress) -> dict[str, Any]:
-    """The summary; what the training function returned is merged in and wins."""
+    """The summary; the training function's return value is merged in and takes precedence."""
     return {
         "job": totals.name,
         "steps": progress.steps,
@@ -74,11 +69,11 @@ def summarize(totals: JobTotals, progress: JobProgress) -> dict[str, Any]:
 
 
 def write_summary(output_dir: Path, summary: dict[str, Any]) -> Path:
-    """Writes `summary.json` so that it is there whole or not at all."""
+    """Writes `summary.json` atomically."""
     path = summary_path(output_dir)
-    half = path.with_suffix(".tmp")
-    half.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(half, path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
     return path
 
 
@@ -101,7 +96,7 @@ class JobEnd:
     def unwrap(self) -> JobResult:
         """
         Raises:
-            JobFailedError, ConfigError: the job failed, and why.
+            JobFailedError, ConfigError: the job failed.
             JobStoppedError: it was stopped.
         """
         if self.result is None:
@@ -111,14 +106,14 @@ class JobEnd:
 
 @dataclass(frozen=True)
 class EventPage:
-    """What happened since somebody asked last.
+    """The events since the last request.
 
     Args:
-        run: which process tells it; another one counts its notices anew.
-        notices: in order.
-        upto: the number of the last of them; to be given with the next question.
-        missed: how many were dropped because they were not fetched in time.
-        ended: the end, once there is nothing more to come.
+        run: id of the process that sent it; another process numbers its events anew.
+        events: in order.
+        next_index: where the next request starts.
+        dropped: number of events that were dropped because they were not fetched in time.
+        ended: the outcome, once no more events follow.
     """
 
     run: str
@@ -130,19 +125,19 @@ class EventPage:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """How a job stands.
+    """A snapshot of a job.
 
     Args:
-        state: a `OptimizerStateMap`; None when its process is gone and no end was recorded.
-        step: finished steps.
-        steps: that were asked for; None when nobody knows.
-        workers_min, workers_max: the limits as they are now.
-        began_at_s, at_s: when it was submitted, and of when this is, as Unix time.
-        faults: by cause.
-        checkpoint_step: of the newest checkpoint.
+        state: None if its process is gone and no outcome was recorded.
+        step: number of finished steps.
+        steps: number of requested steps; None if unknown.
+        workers_min, workers_max: the current limits.
+        began_at_s, at_s: when it was submitted, and when this snapshot was taken, as Unix time.
+        faults: number of faults by cause.
+        checkpoint_step: step of the newest checkpoint.
         journal: the folder of its journal, a path or a URL.
-        log: the file of all that it printed, on the cluster's head.
-        error: why it failed; the first line.
+        log: path of its log file, on the head node.
+        error: the first line of the error it failed with.
     """
 
     name: str

@@ -93,7 +93,7 @@ class FailureHandler:
         self.evaluate()
 
     def expel(self, worker: int, reason: str) -> None:
-        """Kills a member that does not leave a fenced generation; part of the fault that fenced it."""
+        """Kills a member that does not leave a fenced generation; part of the same fault."""
         ctx = self._context
         ctx.registry.mark_lost(worker)
         fault = ctx.generation.on_lost(worker, FaultCause.HANG, reason, ctx.now_s())
@@ -213,8 +213,8 @@ def _format_member(fault: Fault) -> str:
 
 
 class StragglerMonitor:
-    """Measures each worker's speed: warns of slow ones, and with `recovery.balance: auto` splits the
-    next generation's samples accordingly."""
+    """Measures each worker's speed: warns of slow ones, and with `recovery.balance: auto` splits
+    the next generation's samples accordingly."""
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
@@ -223,7 +223,7 @@ class StragglerMonitor:
         self._shares: tuple[float, ...] = ()
 
     def start_generation(self, workers: Sequence[WorkerInfo]) -> tuple[float, ...]:
-        """A generation of these workers, by rank, begins. Returns their shares of a step's samples."""
+        """A generation of these workers, by rank, begins. Returns their sample shares."""
         members = tuple(worker.index for worker in workers)
         current = self._shares if members == self._members else ()
         self._members, self._shares = members, ()

@@ -165,7 +165,7 @@ class GenerationState:
         return self.all_restored
 
     def on_left(self, worker: int, message: Finished | Stopped | Crashed, at_s: float) -> bool:
-        """Records a member that left; a crash goes to `pending_faults`. False if it was not active."""
+        """Records a member that left; a crash becomes a fault. False if it was not active."""
         if message.generation != self.number or worker not in self._active:
             return False
         self._active.discard(worker)
@@ -268,7 +268,7 @@ class RecoveryTimer:
         self.steps_redone += steps_redone
 
     def completed(self, step_s: float, world_size: int, now_s: float) -> CompletedRecovery | None:
-        """A step was finished that took `step_s`. Returns the recovery that it completes, if any."""
+        """A step was finished that took `step_s`. Returns the recovery it completes, if any."""
         timeline = self._current
         if timeline is None or timeline.phase not in ("load", "recompute"):
             return None  # a step of the previous generation

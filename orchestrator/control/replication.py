@@ -24,7 +24,7 @@ RETRY_BACKOFF_S = (1.0, 4.0, 16.0, 60.0)
 
 
 class Replication:
-    """Owns the work on pinned steps. It continues during recoveries: a pinned step does not change."""
+    """Owns the work on pinned steps, which continues during recoveries: they do not change."""
 
     def __init__(self, context: JobContext, checkpoints: CheckpointWriter) -> None:
         self._context = context

@@ -96,8 +96,8 @@ class VaultManager:
         self._refresh_changed()
 
     def on_step_finished(self) -> None:
-        """The newest generation progresses: closes vaults on nodes without workers after a while, so
-        that the autoscaler can remove these nodes."""
+        """The newest generation progresses: after a while, closes vaults on nodes without
+        workers, so that the autoscaler can remove these nodes."""
         ctx, now_s = self._context, self._context.now_s()
         unused = ctx.vault_addresses.keys() - set(ctx.registry.nodes)
         self._unused_since_s = {node: self._unused_since_s.get(node, now_s) for node in unused}
@@ -136,8 +136,8 @@ class VaultManager:
                     self._on_lost(event.worker)
 
     async def _reopen(self, node: str) -> None:
-        """Retries until it is up again, or its node has no workers. Its slots are lost: a resize with
-        the same members gives them the new address, and their mirrors fill it again."""
+        """Retries until it is up again, or its node has no workers. Its slots are lost: a resize
+        with the same members gives them the new address, and their mirrors fill it again."""
         if await self.open_with_retries(node, lambda: node in self._context.registry.nodes):
             self._context.changed.notify()
 

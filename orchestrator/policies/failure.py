@@ -1,7 +1,7 @@
-"""What a fault means for the job: to wait, to repair, or to end it. Budgets are kept by cause.
+"""The failure policy: wait for details, recover, or fail the job. Budgets are kept by cause.
 
-Faults come in flocks: when one worker dies, its peers' collectives fail, often before the death
-itself is known. So a failed collective is not judged until a better explanation had time to come.
+Faults arrive in groups: when a worker dies, its peers' collectives fail, often before the death
+itself is reported. So a failed collective is decided only after a grace period.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rayzero.workers.messages import WorkerInfo
 
 
 class FaultCause(StrEnum):
-    """Why a worker is no longer training; the first names outrank the last as an explanation."""
+    """Why a worker no longer trains, in order of precedence as the root cause."""
 
     NODE_LOST = "node"
     PROCESS_LOST = "lost"
@@ -34,11 +34,11 @@ class FaultCause(StrEnum):
 HARDWARE_CAUSES = frozenset(
     {FaultCause.NODE_LOST, FaultCause.PROCESS_LOST, FaultCause.HANG, FaultCause.COLLECTIVE}
 )
-"""What machines do; spent from `recovery.max_faults`."""
+"""Causes outside the training function; they use the budget `recovery.max_faults`."""
 USER_CODE_CAUSES = frozenset({FaultCause.DATA, FaultCause.USER_CODE})
-"""What the training function does; spent from as many of its own."""
+"""Causes in the training function; they have a budget of their own, of the same size."""
 
-_CAUSE_RANK = {cause: place for place, cause in enumerate(FaultCause)}
+_CAUSE_RANK = {cause: index for index, cause in enumerate(FaultCause)}
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,9 @@ class Fault:
 
     Args:
         rank: in the generation it was a member of; None for a worker that was no member.
-        step: the step that was being worked on, counted from 1; 0 before the first.
-        detail: the exception, or what the cluster says about the process; empty while it has not
-            said anything yet.
-        at_s: when the controller learnt of it.
+        step: the step in progress, counted from 1; 0 before the first.
+        detail: the exception, or the cluster's report on the process; empty until it arrives.
+        at_s: when the controller detected it.
         traceback: the user's frames, for user code.
     """
 
@@ -66,7 +65,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultBudget:
-    """How many faults of a kind may happen in any window of time."""
+    """How many faults of a kind may happen within any window of that length."""
 
     max_faults: int
     window_s: float
@@ -74,11 +73,11 @@ class FaultBudget:
 
 @dataclass(frozen=True)
 class FailureContext:
-    """What a judgement depends on beside the faults.
+    """Inputs of a decision beside the faults.
 
     Args:
-        steps: finished by this run of the job.
-        restored: whether the generation began from a state that could be damaged.
+        steps: steps finished by this run of the job.
+        restored: whether the generation loaded a state, which may be damaged.
     """
 
     budget: FaultBudget
@@ -88,7 +87,7 @@ class FailureContext:
 
 @dataclass(frozen=True)
 class WaitForDetails:
-    """Not clear yet: decide again when another fault comes, or when the grace is over."""
+    """Decide again when another fault arrives, or when the grace period is over."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class FailJob:
 
 @dataclass(frozen=True)
 class RecoverJob:
-    """Go on without the lost ones. `root` explains the faults."""
+    """Continue without the lost workers. `root` explains the faults."""
 
     root: Fault
 
@@ -111,11 +110,11 @@ Decision: TypeAlias = WaitForDetails | FailJob | RecoverJob
 def decide(
     faults: Sequence[Fault], earlier: Sequence[Fault], job: FailureContext, *, grace_over: bool
 ) -> Decision:
-    """Judges the faults of a generation that are not judged yet.
+    """Decides about the pending faults of a generation.
 
     Args:
-        faults: in the order they became known; at least one.
-        earlier: the roots of the repairs so far, the oldest first.
+        faults: in the order of detection; at least one.
+        earlier: the faults recovered from so far, the oldest first.
         grace_over: whether the wait for a better explanation has ended.
     """
     root = root_cause(faults)
@@ -125,25 +124,25 @@ def decide(
     if error is None:
         return RecoverJob(root)
     if root.cause in HARDWARE_CAUSES and not root.detail and not grace_over:
-        return WaitForDetails()  # the user should be told what the cluster will know in a moment
+        return WaitForDetails()  # the cluster is about to report details for the error message
     return FailJob(error)
 
 
 def root_cause(faults: Sequence[Fault]) -> Fault:
-    """The one that explains the others."""
+    """The fault that explains the others."""
     return min(faults, key=lambda fault: _CAUSE_RANK[fault.cause])
 
 
 def budget_used(faults: Sequence[Fault], budget: FaultBudget, now_s: float) -> int:
-    """How many of these count against the budget of hardware faults at a moment."""
+    """How many of these faults count against the hardware budget at `now_s`."""
     since_s = now_s - budget.window_s
-    members = [one for one in faults if one.rank is not None and one.cause in HARDWARE_CAUSES]
-    return len(incidents([one for one in members if one.at_s > since_s]))
+    members = [f for f in faults if f.rank is not None and f.cause in HARDWARE_CAUSES]
+    return len(incidents([fault for fault in members if fault.at_s > since_s]))
 
 
 def incidents(faults: Sequence[Fault]) -> list[Fault]:
-    """One fault for each time that something happened to a node, however many workers it cost."""
-    return list({(one.generation, one.worker.node_id): one for one in faults}.values())
+    """One fault per generation and node, however many of its workers were lost."""
+    return list({(fault.generation, fault.worker.node_id): fault for fault in faults}.values())
 
 
 def describe_fault(fault: Fault) -> str:
@@ -159,12 +158,12 @@ def describe_fault(fault: Fault) -> str:
         FaultCause.COLLECTIVE: "had a collective fail, though no worker died,",
         FaultCause.STATE: "could not load the state",
     }.get(fault.cause, "raised an exception")
-    detail = fault.detail or "its process is gone"
+    detail = fault.detail or "its process ended"
     return f"{who} on node {worker.node} (pid {worker.pid}) {what} {when}: {detail}"
 
 
 def _fatal_error(root: Fault, earlier: Sequence[Fault], job: FailureContext) -> RayzeroError | None:
-    """The error that ends the job; None when it can go on."""
+    """The error that fails the job; None if it can continue."""
     if root.cause in (FaultCause.CONFIG, FaultCause.ENTRYPOINT):
         return JobConfigError(root.detail, traceback=root.traceback)
     if root.cause is FaultCause.STATE:
@@ -181,17 +180,19 @@ def _fatal_error(root: Fault, earlier: Sequence[Fault], job: FailureContext) -> 
 def _user_code_error(
     root: Fault, earlier: Sequence[Fault], job: FailureContext
 ) -> JobFailedError | None:
-    again = any(
-        _signature(one) == _signature(root) for one in earlier if one.cause in USER_CODE_CAUSES
+    repeated = any(
+        _signature(fault) == _signature(root)
+        for fault in earlier
+        if fault.cause in USER_CODE_CAUSES
     )
     if not (
-        job.steps == 0 or again or _exceeds_budget(USER_CODE_CAUSES, root, earlier, job.budget)
+        job.steps == 0 or repeated or _exceeds_budget(USER_CODE_CAUSES, root, earlier, job.budget)
     ):
         return None
     if root.cause is FaultCause.DATA:
         return JobFailedError(root.detail)
     when = f"in step {root.step}" if root.step else "before the first step"
-    twice = ", a second time in the same way" if again else ""
+    twice = ", a second time in the same way" if repeated else ""
     worker = root.worker
     return JobFailedError(
         f"the training function failed {when} on rank {root.rank} on node {worker.node} "
@@ -201,28 +202,28 @@ def _user_code_error(
 
 
 def _signature(fault: Fault) -> tuple[FaultCause, int, str]:
-    """The same exception at the same step: its text may hold an address or a time."""
+    """Identifies the same exception at the same step; its text may contain an address or a time."""
     return fault.cause, fault.step, fault.detail.partition(":")[0]
 
 
 def _exceeds_budget(
-    kind: frozenset[FaultCause], root: Fault, earlier: Sequence[Fault], budget: FaultBudget
+    causes: frozenset[FaultCause], root: Fault, earlier: Sequence[Fault], budget: FaultBudget
 ) -> bool:
-    """Whether this fault is one more than the budget of its kind allows."""
-    return len(_faults_in_window(kind, root, earlier, budget)) > budget.max_faults
+    """Whether this fault exceeds the budget of its kind."""
+    return len(_faults_in_window(causes, root, earlier, budget)) > budget.max_faults
 
 
 def _faults_in_window(
-    kind: frozenset[FaultCause], root: Fault, earlier: Sequence[Fault], budget: FaultBudget
+    causes: frozenset[FaultCause], root: Fault, earlier: Sequence[Fault], budget: FaultBudget
 ) -> list[Fault]:
     since_s = root.at_s - budget.window_s
-    members = [one for one in (*earlier, root) if one.rank is not None]  # others cost no repair
-    return incidents([one for one in members if one.cause in kind and one.at_s > since_s])
+    members = [fault for fault in (*earlier, root) if fault.rank is not None]  # no spares
+    return incidents([f for f in members if f.cause in causes and f.at_s > since_s])
 
 
 def _hardware_error(root: Fault, earlier: Sequence[Fault], budget: FaultBudget) -> JobFailedError:
     counted = _faults_in_window(HARDWARE_CAUSES, root, earlier, budget)
-    others = [f"\n    before that: {describe_fault(one)}" for one in reversed(counted[:-1])]
+    others = [f"\n    before that: {describe_fault(fault)}" for fault in reversed(counted[:-1])]
     fix = "the machines named here, or recovery.max_faults and recovery.fault_window_s"
     if root.cause is FaultCause.COLLECTIVE:
         fix = f"the training function, recovery.hang_timeout_s, or {fix}"

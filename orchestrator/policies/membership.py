@@ -1,9 +1,4 @@
-"""Who is in the next generation; worker registry.
-
-Who takes part in the next generation.
-
-Which workers there are, and which of them may take part. Pure.
-"""
+"""The registry of workers, and the selection of the next generation's members. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +13,7 @@ from rayzero.workers.messages import WorkerInfo
 
 @dataclass(frozen=True)
 class Candidate:
-    """A worker whose process is alive.
-
-    Args:
-        member: whether it takes part now: its process and its memory are warm.
-        leaving: whether its node is about to go.
-    """
+    """A worker whose process is alive; members come first, because they hold the state."""
 
     worker: WorkerInfo
     is_member: bool
@@ -32,7 +22,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """How many members, and how many more workers are kept ready."""
+    """How many members a generation has, and how many more workers are kept ready."""
 
     min: int
     max: int
@@ -44,9 +34,9 @@ class Selected:
     """The next generation.
 
     Args:
-        chosen: its members, by index.
-        moved: left out because their nodes are leaving: their work goes on elsewhere.
-        surplus: nobody needs them any more.
+        members: its members, by index.
+        displaced: not selected because their nodes are draining; to be replaced on other nodes.
+        surplus: not needed any more.
     """
 
     members: tuple[WorkerInfo, ...]
@@ -55,13 +45,13 @@ class Selected:
 
     @cached_property
     def indices(self) -> frozenset[int]:
-        """The chosen ones'."""
+        """Indices of the members."""
         return frozenset(worker.index for worker in self.members)
 
 
 @dataclass(frozen=True)
 class NotEnough:
-    """There are too few to go on."""
+    """Too few workers are available."""
 
     available: int
 
@@ -69,59 +59,57 @@ class NotEnough:
 MembershipSelection: TypeAlias = Selected | NotEnough
 
 
-def select_members(candidates: Sequence[Candidate], wanted: WorkerLimits) -> MembershipSelection:
-    """Survivors first, then whoever is ready; those on leaving nodes only where nobody else is.
+def select_members(candidates: Sequence[Candidate], limits: WorkerLimits) -> MembershipSelection:
+    """Members first, then ready workers; workers on draining nodes only if there are no others.
 
-    It is stable: asked again with the chosen ones as members, it chooses the same.
+    Stable: with the selected workers as members, it selects the same ones again.
     """
-    order = sorted(
-        candidates, key=lambda one: (one.on_draining_node, not one.is_member, one.worker.index)
-    )
-    staying = [one for one in order if not one.on_draining_node]
-    size = min(wanted.max, max(wanted.min, len(staying)))
-    if len(order) < wanted.min:
+    order = sorted(candidates, key=lambda c: (c.on_draining_node, not c.is_member, c.worker.index))
+    staying = [candidate for candidate in order if not candidate.on_draining_node]
+    size = min(limits.max, max(limits.min, len(staying)))
+    if len(order) < limits.min:
         return NotEnough(len(order))
-    chosen, rest = order[:size], order[size:]
-    moved = [one.worker for one in rest if one.on_draining_node]
-    ready = [one.worker for one in rest if not one.on_draining_node]
+    members, rest = order[:size], order[size:]
+    displaced = [c.worker for c in rest if c.on_draining_node]
+    spares = [c.worker for c in rest if not c.on_draining_node]
     return Selected(
-        tuple(sorted((one.worker for one in chosen), key=lambda worker: worker.index)),
-        tuple(moved),
-        tuple(ready[wanted.spares :]),
+        tuple(sorted((c.worker for c in members), key=lambda worker: worker.index)),
+        tuple(displaced),
+        tuple(spares[limits.spares :]),
     )
 
 
-def not_enough_error(short: NotEnough, wanted: WorkerLimits, waited_s: float) -> JobFailedError:
-    """The error for a job that cannot go on, and got no workers in time."""
+def not_enough_error(selection: NotEnough, limits: WorkerLimits, waited_s: float) -> JobFailedError:
+    """The error of a job that has too few workers, and got no replacements in time."""
     return JobFailedError(
-        f"{short.available} of at least {wanted.min} workers are left, and no replacement was ready "
-        f"within {waited_s:g} s",
-        allowed=f"{wanted.min} to {wanted.max} workers (workers.min, workers.max)",
+        f"{selection.available} of at least {limits.min} workers are left, and no replacement was "
+        f"ready within {waited_s:g} s",
+        allowed=f"{limits.min} to {limits.max} workers (workers.min, workers.max)",
         fix="workers.min or workers.start_timeout_s in the job file, or the size of the cluster",
     )
 
 
 class WorkerRegistry:
-    """Every worker the job ever had, by index, and what became of it.
+    """Every worker the job ever had, by index.
 
-    A worker is ready from `add` on: its process answers, and its node has a vault. It stays so
-    until it is lost, or is let go.
+    A worker is ready from `add` on: its process responds, and its node has a vault. It stays ready
+    until it is lost or removed.
     """
 
-    def __init__(self, wanted: WorkerLimits) -> None:
-        self.limits = wanted
+    def __init__(self, limits: WorkerLimits) -> None:
+        self.limits = limits
         self.draining_nodes: frozenset[str] = frozenset()
-        """Ids of nodes that are about to go."""
+        """Ids of nodes that are about to be removed."""
         self.members: frozenset[int] = frozenset()
-        """Of the newest generation."""
+        """Indices of the newest generation's members."""
         self.awaiting_replacement: list[WorkerInfo] = []
-        """Workers that are gone and whose seats wait for a replacement."""
+        """Lost workers whose reservations wait for a replacement."""
         self._all: dict[int, WorkerInfo] = {}
         self._alive: dict[int, WorkerInfo] = {}
         self._ready: tuple[WorkerInfo, ...] | None = ()
         self._nodes: tuple[str, ...] | None = ()
         self._selection: tuple[tuple[object, ...], MembershipSelection] | None = None
-        """The last one, and what it was made of."""
+        """The last selection, with the inputs it was made from."""
         self._version = 0
 
     def add(self, workers: Iterable[WorkerInfo]) -> None:
@@ -134,7 +122,7 @@ class WorkerRegistry:
         return self._all[worker]
 
     def owns_process(self, worker: int, pid: int) -> bool:
-        """Whether that was this worker's process, and not one of an earlier job's."""
+        """Whether that is this worker's process, and not one of an earlier job."""
         return worker in self._all and self._all[worker].pid == pid
 
     def is_alive(self, worker: int) -> bool:
@@ -142,47 +130,45 @@ class WorkerRegistry:
 
     @property
     def ready(self) -> tuple[WorkerInfo, ...]:
-        """Everyone who is ready, members or not, by index."""
+        """All ready workers, members or not, by index."""
         if self._ready is None:
             self._ready = tuple(map(self._alive.__getitem__, sorted(self._alive)))
         return self._ready
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes of those who are ready, each once, in order of their first worker."""
+        """The nodes of the ready workers, each once, in order of their first worker."""
         if self._nodes is None:
             self._nodes = tuple(dict.fromkeys(worker.node_id for worker in self.ready))
         return self._nodes
 
     def mark_lost(self, worker: int) -> None:
-        """Its process is gone; its seat waits for a replacement."""
+        """Its process ended; its reservation waits for a replacement."""
         self.remove(worker)
         self.awaiting_replacement.append(self._all[worker])
 
     def remove(self, worker: int) -> None:
-        """It is about to be ended, by wish."""
+        """It is about to be ended on purpose."""
         self._alive.pop(worker, None)
         self._invalidate()
 
     def select_members(self) -> MembershipSelection:
-        """Who takes part next, as things stand. It is asked for at every turn of things, and
-        worked out again only when something changed."""
-        made_of = (self._version, self.limits, self.draining_nodes, self.members)
-        if self._selection is None or self._selection[0] != made_of:
-            self._selection = (made_of, self._compute_selection())
+        """The members of the next generation as of now. Called often, and cached until an input
+        changes."""
+        inputs = (self._version, self.limits, self.draining_nodes, self.members)
+        if self._selection is None or self._selection[0] != inputs:
+            self._selection = (inputs, self._compute_selection())
         return self._selection[1]
 
     def _compute_selection(self) -> MembershipSelection:
-        there, wanted = self.ready, self.limits
-        if not self.draining_nodes and wanted.min <= len(there) <= wanted.max:
-            return Selected(there)  # as mostly: all of them, whoever is a member now
-        return select_members(
-            [
-                Candidate(one, one.index in self.members, one.node_id in self.draining_nodes)
-                for one in there
-            ],
-            wanted,
-        )
+        limits = self.limits
+        if not self.draining_nodes and limits.min <= len(self.ready) <= limits.max:
+            return Selected(self.ready)  # the usual case: all of them
+        candidates = [
+            Candidate(worker, worker.index in self.members, worker.node_id in self.draining_nodes)
+            for worker in self.ready
+        ]
+        return select_members(candidates, limits)
 
     def _invalidate(self) -> None:
         self._ready = self._nodes = None

@@ -1,10 +1,7 @@
-"""Resources, ranks, node packing, node back-off.
+"""Placement policy: resources of a job, ranks of workers, preferred nodes, avoidance of bad nodes.
 
-How many workers, and which rank each of them gets.
-
-Which node a worker's seat should be on: as few nodes as can be, so that neighbours share one.
-
-Where a replacement starts, and when: nodes that keep failing wait longer, then are avoided.
+Neighbouring ranks share a node, and a job uses as few nodes as possible. A replacement on a node
+that keeps failing starts with a growing delay; then the node is avoided.
 """
 
 from __future__ import annotations
@@ -15,13 +12,13 @@ from math import floor
 from typing import NamedTuple
 
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.policies.failure import HARDWARE_CAUSES, Fault, incidents
+from rayzero.orchestrator.policies.failure import HARDWARE_CAUSES, Fault, FaultCause, incidents
 from rayzero.workers.messages import WorkerInfo
 
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """What the job asks for: between `least` and `most` workers of so many CPUs and GPUs each."""
+    """The job's request: `min_workers` to `max_workers` workers with `cpus` and `gpus` each."""
 
     min_workers: int
     max_workers: int
@@ -32,20 +29,20 @@ class ResourceRequest:
 
 @dataclass(frozen=True)
 class Capacity:
-    """CPUs and GPUs: a node's, or what is free in the whole cluster."""
+    """CPUs and GPUs of a node, or free in the whole cluster."""
 
     cpus: float
     gpus: float
 
     def fits(self, need: ResourceRequest) -> int:
-        """How many workers fit in here."""
-        rooms = [floor(self.cpus / need.cpus)] if need.cpus else []
-        rooms += [floor(self.gpus / need.gpus)] if need.gpus else []
-        return min(rooms)
+        """Number of workers that fit."""
+        counts = [floor(self.cpus / need.cpus)] if need.cpus else []
+        counts += [floor(self.gpus / need.gpus)] if need.gpus else []
+        return min(counts)
 
 
 class RankPlacement(NamedTuple):
-    """A worker's place in a generation."""
+    """A worker's ranks in a generation."""
 
     worker: int
     rank: int
@@ -54,14 +51,14 @@ class RankPlacement(NamedTuple):
 
 
 def total_fit(nodes: Sequence[Capacity], need: ResourceRequest) -> int:
-    """How many workers the nodes could hold if they were free: a worker never spans two nodes."""
+    """Number of workers that fit on the nodes when they are free."""
     return sum(node.fits(need) for node in nodes)
 
 
 def cluster_too_small_error(
     nodes: Sequence[Capacity], free: Capacity, need: ResourceRequest, waited_s: float
 ) -> JobFailedError:
-    """The error for a cluster that has no room for the least number of workers."""
+    """The error for a cluster that is too small for `min_workers`."""
     each = f"{need.cpus:g} CPU" + (f" and {need.gpus:g} GPU" if need.gpus else "")
     cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
     waited = f" after {waited_s:g} s" if waited_s else ""
@@ -78,50 +75,53 @@ def cluster_too_small_error(
 
 
 def rank_zero(workers: Sequence[WorkerInfo]) -> WorkerInfo:
-    """Who gets rank 0."""
-    return min(workers, key=lambda one: one.index)
+    """The worker that gets rank 0."""
+    return min(workers, key=lambda worker: worker.index)
 
 
 def assign_ranks(workers: Sequence[WorkerInfo]) -> tuple[RankPlacement, ...]:
     """Ranks in the workers' order, but node by node, so that neighbours in rank share a node."""
     nodes: dict[str, list[WorkerInfo]] = {}
-    for worker in sorted(workers, key=lambda one: one.index):
+    for worker in sorted(workers, key=lambda worker: worker.index):
         nodes.setdefault(worker.node_id, []).append(worker)
-    seated = ((one, local, len(mine)) for mine in nodes.values() for local, one in enumerate(mine))
+    ordered = (
+        (worker, local_rank, len(local_workers))
+        for local_workers in nodes.values()
+        for local_rank, worker in enumerate(local_workers)
+    )
     return tuple(
-        RankPlacement(one.index, rank, local, size)
-        for rank, (one, local, size) in enumerate(seated)
+        RankPlacement(worker.index, rank, local_rank, local_world_size)
+        for rank, (worker, local_rank, local_world_size) in enumerate(ordered)
     )
 
 
 def preferred_nodes(
     count: int, need: ResourceRequest, free: Mapping[str, Capacity], in_use: Collection[str]
 ) -> list[str | None]:
-    """A node to wish for, for each of `count` new seats; None where none has room.
+    """The preferred node of each of `count` new reservations; None where no node has room.
 
-    Wishes only: by the time a seat is made, its node may be full, and it goes elsewhere.
+    Preferences only: by the time a reservation is made its node may be full, and another is used.
 
     Args:
-        free: what each node has left, by its id.
-        in_use: nodes that hold seats of the job already; these come first.
+        free: free resources by node id.
+        in_use: nodes that have reservations of the job already; these come first.
     """
-    rooms = {node: capacity.fits(need) for node, capacity in free.items()}
-    order = sorted(rooms, key=lambda node: (node not in in_use, -rooms[node], node))
-    wishes = [node for node in order for _ in range(rooms[node])][:count]
-    return [*wishes, *[None] * (count - len(wishes))]
+    fits = {node: capacity.fits(need) for node, capacity in free.items()}
+    order = sorted(fits, key=lambda node: (node not in in_use, -fits[node], node))
+    preferred = [node for node in order for _ in range(fits[node])][:count]
+    return [*preferred, *[None] * (count - len(preferred))]
 
 
 MAX_BACKOFF_S = 60.0
 
-
 QUARANTINE_FAULTS = 3
-"""So many hardware faults of one node within the window, and it is avoided."""
+"""Number of hardware faults within the window after which a node is avoided."""
 
 
 def restart_backoff_s(
     faults: Sequence[Fault], node_id: str, window_s: float, now_s: float
 ) -> float:
-    """How long a replacement on that node waits: 0 for its first fault, then 1, 2, 4 ... 60."""
+    """Start delay of a replacement on that node: 0 for its first fault, then 1, 2, 4 ... 60."""
     count = _count_hardware_faults(faults, node_id, window_s, now_s)
     return 0.0 if count <= 1 else min(MAX_BACKOFF_S, 2.0 ** (count - 2))
 
@@ -129,26 +129,29 @@ def restart_backoff_s(
 def quarantined_nodes(
     faults: Sequence[Fault], nodes: Iterable[str], window_s: float, now_s: float
 ) -> frozenset[str]:
-    """The nodes to avoid; none when that would leave no node of the job's to go to."""
-    known = frozenset(nodes)
+    """The nodes to avoid; none if that would leave no node of the job."""
+    all_nodes = frozenset(nodes)
     bad = frozenset(
-        one
-        for one in known
-        if _count_hardware_faults(faults, one, window_s, now_s) >= QUARANTINE_FAULTS
+        node
+        for node in all_nodes
+        if _count_hardware_faults(faults, node, window_s, now_s) >= QUARANTINE_FAULTS
     )
-    return bad if bad < known else frozenset()
+    return bad if bad < all_nodes else frozenset()
 
 
 def _count_hardware_faults(
     faults: Sequence[Fault], node_id: str, window_s: float, now_s: float
 ) -> int:
-    """Hardware faults of a node. A collective that failed says nothing about who is at fault."""
-    mine = [
-        one
-        for one in faults
-        if one.worker.node_id == node_id
-        and one.cause in HARDWARE_CAUSES
-        and one.cause != "collective"
-        and one.at_s > now_s - window_s
-    ]
-    return len(incidents(mine))
+    """Hardware faults of a node, without failed collectives: those do not point to a node."""
+    causes = HARDWARE_CAUSES - {FaultCause.COLLECTIVE}
+    return len(
+        incidents(
+            [
+                fault
+                for fault in faults
+                if fault.worker.node_id == node_id
+                and fault.cause in causes
+                and fault.at_s > now_s - window_s
+            ]
+        )
+    )

@@ -1,9 +1,4 @@
-"""Recovery point; replica ring.
-
-Which step a new generation begins from: the newest of which everything is held somewhere.
-
-Which node holds copies of which other nodes' slots.
-"""
+"""Recovery policy: the step a generation resumes from, and the nodes that replicate each slot."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from rayzero.workers.vault.records import SlotInfo, SlotRef
 
 
 class StoredSlot(NamedTuple):
-    """A version in a vault."""
+    """A complete slot in a vault."""
 
     slot: SlotInfo
     node_id: str
@@ -25,11 +20,11 @@ class StoredSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class InProcessStates:
-    """What the unwound workers of one generation still have in their own memory.
+    """The states in the memory of one generation's unwound workers.
 
     Args:
         world_size: of that generation.
-        by_rank: for each rank whose process lives, its worker and its memory.
+        by_rank: the worker and its state, for each rank whose process is alive.
     """
 
     world_size: int = 0
@@ -38,7 +33,7 @@ class InProcessStates:
 
 @dataclass(frozen=True)
 class CheckpointRef:
-    """A whole checkpoint: its step and its folder, a path or a URL."""
+    """A complete checkpoint: its step and its folder, a path or a URL."""
 
     step: int
     folder: str
@@ -46,7 +41,7 @@ class CheckpointRef:
 
 @dataclass(frozen=True)
 class FromVaults:
-    """Everything of `step` lies in vaults."""
+    """The vaults hold the complete state of `step`."""
 
     step: int
     slots: tuple[SlotRef, ...]
@@ -54,7 +49,7 @@ class FromVaults:
 
 @dataclass(frozen=True)
 class FromWorkers:
-    """Everything of `step` is in the memory of these workers, to be copied into their vaults."""
+    """These workers' memories hold the complete state of `step`, to be copied into their vaults."""
 
     step: int
     workers: tuple[int, ...]
@@ -68,7 +63,7 @@ class FromCheckpoint:
 
 @dataclass(frozen=True)
 class FreshStart:
-    """From the beginning."""
+    """Start at step 0 without a state."""
 
     step: int = 0
 
@@ -78,7 +73,7 @@ RecoveryPoint: TypeAlias = FromVaults | FromWorkers | FromCheckpoint | FreshStar
 
 @dataclass(frozen=True)
 class Excluded:
-    """What turned out not to be readable.
+    """Sources that turned out to be unreadable.
 
     Args:
         versions: (generation, step) of slots.
@@ -94,72 +89,71 @@ NOTHING_EXCLUDED = Excluded()
 
 def select_recovery_step(
     held: Sequence[StoredSlot],
-    remembered: InProcessStates,
+    in_process: InProcessStates,
     stored: CheckpointRef | None,
-    damaged: Excluded,
+    excluded: Excluded,
 ) -> RecoveryPoint:
-    """The newest step wins; of one step, what is nearest to hand."""
-    found: list[RecoveryPoint] = [FreshStart()]
-    if stored is not None and stored.step not in damaged.checkpoints:
-        found.append(FromCheckpoint(stored.step, stored.folder))
-    found += _worker_recovery_points(remembered)
-    if (newest := newest_complete_in_vaults(held, damaged)) is not None:
-        found.append(newest)
-    # max keeps the first of equals, so the nearest comes first.
-    return max(reversed(found), key=lambda one: one.step)
+    """The newest step; of sources of the same step, the fastest: vaults, workers, checkpoint."""
+    points: list[RecoveryPoint] = [FreshStart()]
+    if stored is not None and stored.step not in excluded.checkpoints:
+        points.append(FromCheckpoint(stored.step, stored.folder))
+    points += _worker_recovery_points(in_process)
+    if (newest := newest_complete_in_vaults(held, excluded)) is not None:
+        points.append(newest)
+    # max keeps the first of equals, so the fastest comes first.
+    return max(reversed(points), key=lambda point: point.step)
 
 
 def newest_complete_in_vaults(
-    held: Iterable[StoredSlot], damaged: Excluded = NOTHING_EXCLUDED
+    held: Iterable[StoredSlot], excluded: Excluded = NOTHING_EXCLUDED
 ) -> FromVaults | None:
-    """The newest version of which all ranks are held; originals before replicas. Counts first:
-    only that one's slots are put in order, and there may be thousands of each version."""
-    # A state that was salvaged as a whole stands beside the parts it was cut from.
+    """The newest version of which all ranks are held; originals before replicas.
+
+    Counts first and sorts only the slots of the result: there may be thousands per version.
+    """
+    # By world size too: a state that was salvaged as a whole exists beside the shards of its step.
     versions: defaultdict[tuple[int, int, int], list[StoredSlot]] = defaultdict(list)
-    for one in held:
-        slot = one.slot
-        versions[slot.step, slot.generation, slot.world_size].append(one)
+    for stored in held:
+        slot = stored.slot
+        versions[slot.step, slot.generation, slot.world_size].append(stored)
     for step, generation, world_size in sorted(versions, reverse=True):
-        there = versions[step, generation, world_size]
-        if len(there) < world_size or (generation, step) in damaged.versions:
+        slots = versions[step, generation, world_size]
+        if len(slots) < world_size or (generation, step) in excluded.versions:
             continue
-        if len(there) > world_size:
-            there.sort(key=lambda one: (one.slot.replica, one.node_id), reverse=True)
-        ranks = {one.slot.rank: one for one in there}  # the last of equals stays
+        if len(slots) > world_size:
+            slots.sort(key=lambda stored: (stored.slot.replica, stored.node_id), reverse=True)
+        ranks = {stored.slot.rank: stored for stored in slots}  # the last of a rank wins
         if len(ranks) == world_size:
             return FromVaults(step, slot_refs([ranks[rank] for rank in sorted(ranks)]))
     return None
 
 
-def _worker_recovery_points(remembered: InProcessStates) -> list[RecoveryPoint]:
-    """Every rank, all at the same step; better, a survivor that holds all of the state."""
-    there = sorted((remembered.by_rank or {}).items())
-    steps = {memory.step for _, (_, memory) in there}
-    picks: list[RecoveryPoint] = []
-    if len(steps) == 1 and len(there) == remembered.world_size:
-        picks.append(FromWorkers(steps.pop(), tuple(worker for _, (worker, _) in there)))
-    whole = [(worker, memory.step) for _, (worker, memory) in there if memory.whole]
-    return picks + [FromWorkers(step, (worker,)) for worker, step in whole]
+def _worker_recovery_points(in_process: InProcessStates) -> list[RecoveryPoint]:
+    """All ranks at the same step; and each worker that holds the complete state (preferred)."""
+    states = [worker_state for _, worker_state in sorted((in_process.by_rank or {}).items())]
+    steps = {state.step for _, state in states}
+    points: list[RecoveryPoint] = []
+    if len(steps) == 1 and len(states) == in_process.world_size:
+        points.append(FromWorkers(steps.pop(), tuple(worker for worker, _ in states)))
+    return points + [FromWorkers(state.step, (worker,)) for worker, state in states if state.whole]
 
 
 def slot_refs(held: Sequence[StoredSlot]) -> tuple[SlotRef, ...]:
-    return tuple(
-        SlotRef(one.slot.generation, one.slot.rank, one.slot.step, one.node_id) for one in held
-    )
+    return tuple(SlotRef(slot.generation, slot.rank, slot.step, node_id) for slot, node_id in held)
 
 
 def replica_targets(slots: Sequence[SlotRef], replicas: int) -> dict[str, list[SlotRef]]:
-    """What each node is to copy from others: each node's slots go to the next `replicas` nodes
-    of the ring, in the order of ranks. Nothing, where there is one node only.
+    """The slots each node copies from others: a node's slots go to the next `replicas` nodes of
+    the ring, which is in rank order. Empty if there is only one node.
 
     Args:
         slots: originals, by rank.
     """
     ring = list(dict.fromkeys(slot.node_id for slot in slots))
-    homes = {node: place for place, node in enumerate(ring)}
-    wanted: defaultdict[str, list[SlotRef]] = defaultdict(list)
+    positions = {node: position for position, node in enumerate(ring)}
+    targets: defaultdict[str, list[SlotRef]] = defaultdict(list)
     for slot in slots:
-        home = homes[slot.node_id]
-        for ahead in range(1, min(replicas, len(ring) - 1) + 1):
-            wanted[ring[(home + ahead) % len(ring)]].append(slot)
-    return dict(wanted)
+        position = positions[slot.node_id]
+        for offset in range(1, min(replicas, len(ring) - 1) + 1):
+            targets[ring[(position + offset) % len(ring)]].append(slot)
+    return dict(targets)

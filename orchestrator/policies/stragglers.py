@@ -1,9 +1,4 @@
-"""Speed tracking, load balancing.
-
-How fast each worker computes, measured step by step, and who is steadily slow.
-
-How a step's samples are shared between ranks that are not equally fast. Pure.
-"""
+"""Straggler policy: detects steadily slow workers, and splits samples by measured speed. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +9,18 @@ from dataclasses import dataclass, field
 from statistics import median
 
 WINDOW_STEPS = 20
-"""Steps that a median is taken over."""
+"""Number of steps in a median."""
 
 SLOW_RATIO = 1.3
-"""A worker is slow when its compute time is above so many times that of the others."""
+"""A worker is slow if its compute time exceeds the others' median by this factor."""
 
 RECOVERED_RATIO = 1.15
-"""A slow one is fast again below so many times that."""
+"""A slow worker counts as recovered below this factor."""
 
 MIN_DIFFERENCE_S = 0.03
-"""Seconds a step that are worth a word: below that a busy machine's noise looks like slowness."""
+"""Smallest difference per step that counts: less is noise on a busy machine."""
 
-_CONSECUTIVE_STEPS = 10  # judgements in a row that agree before anything is said
+_CONSECUTIVE_STEPS = 10  # steps in a row that must agree before a change is reported
 
 
 @dataclass(frozen=True)
@@ -33,8 +28,8 @@ class SpeedChange:
     """A worker became steadily slow, or fast again.
 
     Args:
-        compute_s: its compute seconds a step.
-        others_s: the median of the others'.
+        compute_s: its compute seconds per step.
+        others_s: the median of the other workers'.
     """
 
     worker: int
@@ -44,7 +39,7 @@ class SpeedChange:
 
     def __str__(self) -> str:
         ratio = self.compute_s / self.others_s
-        times = f"{self.compute_s:.3f} s a step, the others {self.others_s:.3f} s"
+        times = f"{self.compute_s:.3f} s per step, the others {self.others_s:.3f} s"
         if self.slow:
             return f"worker {self.worker} is {ratio:.1f} times slower than the others: {times}"
         return f"worker {self.worker} is no longer slow: {times}"
@@ -55,8 +50,8 @@ class _WorkerSamples:
     """One worker's last steps.
 
     Attributes:
-        typical_s: the median of `compute_s`, once there are enough.
-        against: judgements in a row that say otherwise than `slow`.
+        median_s: the median of `compute_s`, once there are enough steps.
+        contrary_steps: number of steps in a row that contradict `slow`.
     """
 
     compute_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
@@ -67,20 +62,20 @@ class _WorkerSamples:
 
 
 class SpeedTracker:
-    """Collects the compute seconds of every worker's steps. Knows no clock.
+    """Collects the compute seconds of every worker's steps.
 
-    Compute time is a step's time less the time in which the worker stood waiting for others:
+    Compute time is a step's time minus the time the worker waited for others:
     `step_s - exposed_comm_s`.
     """
 
     def __init__(self) -> None:
         self._workers: dict[int, _WorkerSamples] = {}
         self._sorted_medians_s: list[float] = []
-        """Every worker's that has one, in order: thousands of workers ask for medians of it."""
+        """The medians of all workers that have one, kept sorted: thousands of workers read them."""
 
     def start_generation(self, workers: Sequence[int]) -> None:
-        """A generation of these workers begins. Those who stay are still known; the split of the
-        samples may be another one now, so times are measured anew."""
+        """A generation of these workers begins. Workers that stay keep their state, but times are
+        measured anew because the split of the samples may have changed."""
         self._workers = {
             worker: self._workers.get(worker) or _WorkerSamples() for worker in workers
         }
@@ -90,9 +85,9 @@ class SpeedTracker:
             record.median_s = None
 
     def add_step(self, worker: int, compute_s: float, samples: float) -> SpeedChange | None:
-        """A worker finished a step with so many samples; what is to be said about it.
+        """A worker finished a step with that many samples. Returns a change to report, if any.
 
-        A step that took no time is left out: it was not measured.
+        A step without a compute time was not measured, and is skipped.
         """
         record = self._workers.setdefault(worker, _WorkerSamples())
         if compute_s <= 0:
@@ -113,12 +108,13 @@ class SpeedTracker:
 
     def samples_per_s(self, workers: Sequence[int]) -> tuple[float | None, ...]:
         """Measured samples per compute second; None for a worker with too few steps."""
-        found: list[float | None] = []
-        for worker in workers:
-            record = self._workers.get(worker)
-            known = record is not None and len(record.samples_per_s) >= _CONSECUTIVE_STEPS
-            found.append(median(record.samples_per_s) if record is not None and known else None)
-        return tuple(found)
+        records = (self._workers.get(worker) for worker in workers)
+        return tuple(
+            median(record.samples_per_s)
+            if record is not None and len(record.samples_per_s) >= _CONSECUTIVE_STEPS
+            else None
+            for record in records
+        )
 
     def _detect_change(
         self, worker: int, record: _WorkerSamples, compute_s: float, others_s: float
@@ -140,10 +136,10 @@ def _median_of_sorted(ordered: Sequence[float]) -> float | None:
 
 
 MIN_SHARE, MAX_SHARE = 0.25, 2.0
-"""Bounds of a share, in even shares: a measurement may be wrong, and memory is limited."""
+"""Bounds of a share, relative to an even share: measurements can be wrong, memory is limited."""
 
 MIN_GAIN = 0.05
-"""The part of a step's compute time that other shares must save, or things stay as they are."""
+"""Fraction of a step's compute time that new shares must save to replace the current ones."""
 
 _BISECTIONS = 60  # more than a float has bits
 
@@ -154,10 +150,10 @@ def balance_shares(
     """Each rank's share of a step's samples in the next generation; empty for even shares.
 
     Args:
-        samples_per_s: each rank's measured speed, a median over steps; None where it is not known:
-            such a rank counts as one in the middle.
-        current: the shares that these ranks have now; empty for even shares, and for other ranks
-            than before.
+        samples_per_s: each rank's measured speed, a median over steps; None if it is unknown, which
+            counts as the median speed.
+        current: the shares that these ranks have now; empty for even shares, or if the ranks
+            changed.
     """
     ranks = len(samples_per_s)
     known = [speed for speed in samples_per_s if speed]
@@ -171,19 +167,19 @@ def balance_shares(
 
 
 def _slowest_rank_s(shares: Sequence[float], speeds: Sequence[float]) -> float:
-    """The slowest rank's compute time, in steps of one sample."""
+    """The slowest rank's compute time for one sample per step."""
     return max(share / speed for share, speed in zip(shares, speeds, strict=True))
 
 
-def _clamped_shares(weights: Sequence[float], least: float, most: float) -> list[float]:
-    """Shares in proportion to `weights` where the bounds allow it, adding up to 1.
+def _clamped_shares(weights: Sequence[float], min_share: float, max_share: float) -> list[float]:
+    """Shares proportional to `weights` within the bounds, with sum 1.
 
-    The sum of the clamped products grows with the factor, so halving finds the one that gives 1.
+    The sum of the clamped products grows with the factor, so bisection finds the factor.
     """
     low, high = 0.0, 1 / min(weights)  # with `high` every share is at its upper bound
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        total = sum(min(most, max(least, middle * weight)) for weight in weights)
+        total = sum(min(max_share, max(min_share, middle * weight)) for weight in weights)
         low, high = (middle, high) if total < 1 else (low, middle)
-    shares = [min(most, max(least, high * weight)) for weight in weights]
+    shares = [min(max_share, max(min_share, high * weight)) for weight in weights]
     return [share / sum(shares) for share in shares]

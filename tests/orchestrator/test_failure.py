@@ -73,7 +73,7 @@ def test_a_fault_is_named_with_rank_node_pid_and_cause():
     )
     unknown = replace(LOST, rank=None, step=0, detail="")
     assert describe_fault(unknown) == (
-        "worker 1 on node node-b (pid 4711) was lost before the first step: its process is gone"
+        "worker 1 on node node-b (pid 4711) was lost before the first step: its process ended"
     )
 
 
@@ -168,7 +168,7 @@ def test_an_error_waits_for_what_the_cluster_knows():
     unknown = replace(LOST, detail="")
     assert judged(unknown, budget=FaultBudget(0, 50)) == WaitForDetails()
     assert judged(unknown) == RecoverJob(unknown)  # a repair waits for nobody
-    assert "its process is gone" in str(
+    assert "its process ended" in str(
         error(judged(unknown, budget=FaultBudget(0, 50), grace_over=True))
     )
 

@@ -29,7 +29,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_checkpoints_do_not_go_where_ray_removes_them(copy: Path, tmp_path: Path):
     with pytest.raises(ConfigError) as refused:
         planned(path="runs", every_steps=10)
-    assert "checkpoint.path is 'runs', which here is in Ray's copy" in str(refused.value)
+    assert "checkpoint.path is 'runs', which is in Ray's copy" in str(refused.value)
     assert "--set checkpoint.path=" in str(refused.value)
     assert not (copy / "runs").exists()
     assert not planned(path=str(tmp_path / "runs"), every_steps=10).output_is_temporary

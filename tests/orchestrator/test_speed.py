@@ -27,7 +27,7 @@ def test_a_slow_worker_is_told_once_and_once_when_it_is_over() -> None:
     (told,) = run(speed, 200, times)
     assert (told.worker, told.slow) == (2, True)
     assert str(told) == (
-        "worker 2 is 1.5 times slower than the others: 0.150 s a step, the others 0.100 s"
+        "worker 2 is 1.5 times slower than the others: 0.150 s per step, the others 0.100 s"
     )
     (over,) = run(speed, 200, {**times, 2: 0.1})
     assert (over.worker, over.slow) == (2, False)
