@@ -1,4 +1,4 @@
-"""What a job tells of itself in numbers: the table of series, their sources, and the ways out.
+"""Metrics of a job: counts of its events, their export to Prometheus, its page, and its step files.
 
-No torch, no Ray. Everything here only listens: nothing that happens in here changes a job.
+No torch, no Ray. Nothing in this package changes the job.
 """

@@ -1,8 +1,8 @@
-"""Where a job's wall time went: every second since it began belongs to one cause. Pure.
+"""Attributes every second of a job's wall time to one category. No clock, no I/O.
 
-Time that is not booked yet lies in a pool: what it was becomes known when it is over. A finished
-step takes its own seconds out of the pool; what is left beside a step is what stood in its way.
-Causes and pool add up to the wall time, in whole nanoseconds, whatever comes in which order.
+Time is first unattributed: its category is known when it has passed. A finished step takes its own
+duration; the rest belongs to what delayed the step. The categories and the unattributed time always
+add up to the wall time, in whole nanoseconds, in any order of events.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ _NS_PER_S = 1_000_000_000
 
 
 class TimeCategory(StrEnum):
-    """What a second was spent on."""
+    """What time was spent on. The values are the `cause` label of `rayzero_time_seconds_total`."""
 
     PRODUCTIVE = "productive"
     """A step that counts."""
     REDONE = "redone"
-    """A step that had been finished before, and was lost."""
+    """A step that had finished before, and was lost."""
     INTERRUPTED = "interrupted"
-    """A step that a fault broke off, and the wait until that fault showed."""
+    """A step that a fault aborted, and the time until the fault was detected."""
     DATA = "data"
-    """Waiting for samples, on the rank that waited longest."""
+    """Waiting for data, on the rank that waited longest."""
     MIRROR = "mirror"
-    """Copying the state into the vaults."""
+    """Copying the training state into the vaults."""
     CHECKPOINT = "checkpoint"
-    """The same for a checkpoint."""
+    """Copying it for a checkpoint."""
     DETECT = "recovery_detect"
     FENCE = "recovery_fence"
     SELECT_STEP = "recovery_select_step"
     RENDEZVOUS = "recovery_rendezvous"
     LOAD = "recovery_load"
     RECOMPUTE = "recovery_recompute"
-    """Getting from the loaded state to the next finished step, without that step."""
+    """From the loaded state to the next finished step, without that step."""
     WAITING = "waiting"
-    """Waiting for workers, in a repair or a resize."""
+    """Waiting for workers, in a recovery or a resize."""
     RESIZING = "resizing"
     STARTING = "starting"
     """Everything before the first step."""
@@ -47,7 +47,7 @@ class TimeCategory(StrEnum):
     """From the last step to the end."""
     STOPPING = "stopping"
     ADOPTION = "adoption"
-    """From the last that a lost run wrote down to its adoption."""
+    """From the last journal entry of a lost run to its adoption."""
 
 
 PHASE_CATEGORY = {
@@ -60,20 +60,14 @@ PHASE_CATEGORY = {
     "load": TimeCategory.LOAD,
     "recompute": TimeCategory.RECOMPUTE,
 }
-"""The parts of a `Repaired`, as causes."""
+"""Categories of the phases in `Repaired.seconds`."""
 
 _RECONFIGURING_STATES = (State.RECOVERING, State.RESIZING)
 
 
 @dataclass(frozen=True)
 class TimeBreakdown:
-    """An account at one moment.
-
-    Args:
-        seconds: what is booked, by cause.
-        pending_s: what is not booked yet.
-        wall_s: all of it.
-    """
+    """The attribution at one moment; `seconds` and `unattributed_s` add up to `wall_s`."""
 
     seconds: Mapping[TimeCategory, float]
     unattributed_s: float
@@ -81,16 +75,16 @@ class TimeBreakdown:
 
     @property
     def goodput(self) -> float:
-        """The share of the wall time that went into steps that count; 0 at the very beginning."""
+        """Share of the wall time that was spent in steps that count; 0 at the start."""
         return self.seconds[TimeCategory.PRODUCTIVE] / self.wall_s if self.wall_s else 0.0
 
 
 class TimeAccounting:
-    """Books one run's time, up to its final state. Times are of one clock; one that goes back
-    counts as no time.
+    """Attributes one run's time, up to its final state. Times are of one clock; if it goes back, no
+    time has passed.
 
     Args:
-        now_s: when the run began.
+        now_s: start of the run.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -100,41 +94,43 @@ class TimeAccounting:
         self._deferred_ns = dict.fromkeys(
             (TimeCategory.DATA, TimeCategory.MIRROR, TimeCategory.CHECKPOINT), 0
         )
-        """Waits inside of steps that were told before their time came in: steps come in bunches."""
+        """Waits within steps whose time has not passed here yet: records of steps arrive late, and
+        several at once."""
         self._state = State.PENDING
         self._reconfiguration: State | None = None
         self._best_step: int | None = None
-        """The furthest step ever finished; None before the first."""
+        """The highest step ever finished; None before the first."""
         self._has_stepped = False
-        """Whether a step was finished since the job's process began."""
+        """A step finished in this process."""
 
     def restore(self, seconds: Mapping[str, float], best_step: int, ago_s: float) -> None:
-        """Goes on with the account of a lost run, before anything is told to this one. What that
-        run had not booked, and the time since, is ADOPTION.
+        """Continues the attribution of a lost run, before any event of this one. The time that the
+        lost run had not attributed, and the time since, is ADOPTION.
 
         Args:
-            seconds: what it had booked, by cause.
-            best_step: the furthest step that it had finished.
-            ago_s: how long ago it began.
+            seconds: by category.
+            best_step: the highest step that it had finished.
+            ago_s: time since its start.
         """
-        for why in TimeCategory:
-            self._booked_ns[why] = max(0, _to_ns(seconds.get(why, 0.0)))
+        for category in TimeCategory:
+            self._booked_ns[category] = max(0, _to_ns(seconds.get(category, 0.0)))
         booked_ns = sum(self._booked_ns.values())
-        self._start_ns = self._now_ns - max(booked_ns, _to_ns(ago_s))  # clocks may have been set
+        self._start_ns = self._now_ns - max(
+            booked_ns, _to_ns(ago_s)
+        )  # clocks may have been adjusted
         self._booked_ns[TimeCategory.ADOPTION] += self._now_ns - self._start_ns - booked_ns
         self._best_step = best_step or None
 
     def on_state(self, state: State, now_s: float) -> None:
-        """The job is in another state."""
+        """The job entered a state."""
         if self._state.is_final:
             return
         self._advance(now_s)
         before, self._state = self._state, state
         if state in _RECONFIGURING_STATES:
-            # A fault on the way of a resize makes a repair of it.
-            self._reconfiguration = (
-                state if self._reconfiguration is not State.RECOVERING else self._reconfiguration
-            )
+            # A fault during a resize turns it into a recovery.
+            if self._reconfiguration is not State.RECOVERING:
+                self._reconfiguration = state
         elif state is State.STOPPING:
             if self._reconfiguration is not None:
                 self._book_all(self._unfinished_category)
@@ -146,30 +142,29 @@ class TimeAccounting:
     def on_step(
         self, step: int, step_s: float, waits_s: Mapping[TimeCategory, float], now_s: float
     ) -> None:
-        """A step was finished.
+        """A step finished.
 
         Args:
-            step_s: how long it took.
-            waits_s: of that, what was no training: data, mirror, checkpoint.
+            step_s: its duration.
+            waits_s: the part of it that was not training: data, mirror, checkpoint.
         """
         self._advance(now_s)
-        for why in self._deferred_ns:
-            self._deferred_ns[why] += max(0, _to_ns(waits_s.get(why, 0.0)))
+        for category in self._deferred_ns:
+            self._deferred_ns[category] += max(0, _to_ns(waits_s.get(category, 0.0)))
         first, self._has_stepped = not self._has_stepped, True
         again = self._best_step is not None and step <= self._best_step
-        # One that was finished, but that no rank lived to report, counts as this one does.
+        # A step that finished but that no surviving rank reported counts like this one.
         count = 1 if first else max(1, step - (self._best_step or 0))
         steady = self._state is State.RUNNING and self._reconfiguration is None and not first
-        # Steady, all the time since the last step was this one's, and its bunch's.
-        spent_ns = (
-            self._unattributed_ns
-            if steady
-            else min(self._unattributed_ns, max(0, _to_ns(step_s) * count))
-        )
+        # In steady state all time since the last record belongs to this step, or to the steps that
+        # are reported with it.
+        spent_ns = self._unattributed_ns
+        if not steady:
+            spent_ns = min(spent_ns, max(0, _to_ns(step_s) * count))
         rest_ns = self._unattributed_ns - spent_ns
         self._unattributed_ns = spent_ns
-        for why in self._deferred_ns:
-            self._deferred_ns[why] -= self._book(why, self._deferred_ns[why])
+        for category in self._deferred_ns:
+            self._deferred_ns[category] -= self._book(category, self._deferred_ns[category])
         self._book_all(TimeCategory.REDONE if again else TimeCategory.PRODUCTIVE)
         self._unattributed_ns = rest_ns
         if first and self._reconfiguration is None and self._state is State.RUNNING:
@@ -177,40 +172,41 @@ class TimeAccounting:
         self._best_step = max(self._best_step or 0, step)
 
     def recovery_finished(self, seconds: Mapping[str, float], now_s: float) -> None:
-        """The job is past a fault or a resize: what each part of the way took, as in `Repaired`.
-        Comes behind the first step after it."""
+        """A recovery or a resize finished; the durations of its phases are those of `Repaired`.
+        Follows the first step after it."""
         self._advance(now_s)
-        whys = dict.fromkeys(PHASE_CATEGORY.values(), 0)
-        for part, took_s in seconds.items():
-            whys[PHASE_CATEGORY.get(part, TimeCategory.RECOMPUTE)] += max(0, _to_ns(took_s))
+        phases_ns = dict.fromkeys(PHASE_CATEGORY.values(), 0)
+        for phase, took_s in seconds.items():
+            phases_ns[PHASE_CATEGORY.get(phase, TimeCategory.RECOMPUTE)] += max(0, _to_ns(took_s))
         if self._reconfiguration is State.RESIZING:
-            self._book(TimeCategory.WAITING, whys[TimeCategory.WAITING])
+            self._book(TimeCategory.WAITING, phases_ns[TimeCategory.WAITING])
             self._book_all(TimeCategory.RESIZING)
         else:
-            told_ns, pool_ns = sum(whys.values()), self._unattributed_ns
-            for why, took_ns in whys.items():
-                # What was told as well as a step's time cannot be had twice.
-                fits = took_ns if told_ns <= pool_ns else took_ns * pool_ns // told_ns
-                self._book(why, fits)
+            total_ns, available_ns = sum(phases_ns.values()), self._unattributed_ns
+            for category, took_ns in phases_ns.items():
+                # Phases that overlap the time of a step are scaled down.
+                fits = total_ns <= available_ns
+                self._book(category, took_ns if fits else took_ns * available_ns // total_ns)
             self._book_all(TimeCategory.INTERRUPTED)
         self._reconfiguration = None
 
     def breakdown_at(self, now_s: float) -> TimeBreakdown:
-        """The account as it stands; it is not changed."""
-        late_ns = 0 if self._state.is_final else max(0, _to_ns(now_s) - self._now_ns)
-        booked, pool_ns, wall_ns = self.totals_ns()
-        seconds = {why: spent / _NS_PER_S for why, spent in booked.items()}
+        """The attribution at `now_s`."""
+        since_ns = 0 if self._state.is_final else max(0, _to_ns(now_s) - self._now_ns)
+        booked_ns, unattributed_ns, wall_ns = self.totals_ns()
         return TimeBreakdown(
-            seconds, (pool_ns + late_ns) / _NS_PER_S, (wall_ns + late_ns) / _NS_PER_S
+            {category: spent_ns / _NS_PER_S for category, spent_ns in booked_ns.items()},
+            (unattributed_ns + since_ns) / _NS_PER_S,
+            (wall_ns + since_ns) / _NS_PER_S,
         )
 
     def totals_ns(self) -> tuple[dict[TimeCategory, int], int, int]:
-        """(booked by cause, in the pool, in all), up to the last that was told."""
+        """(by category, unattributed, wall time), up to the last event."""
         return dict(self._booked_ns), self._unattributed_ns, self._now_ns - self._start_ns
 
     @property
     def _unfinished_category(self) -> TimeCategory:
-        """What a way was that came to nothing."""
+        """The category of a reconfiguration that did not finish."""
         return (
             TimeCategory.RESIZING
             if self._reconfiguration is State.RESIZING
@@ -218,15 +214,12 @@ class TimeAccounting:
         )
 
     def _final_category(self, before: State, final: State) -> TimeCategory:
-        """What the time up to the job's end was."""
+        """The category of the time between the last event and the job's end."""
         if before is State.STOPPING:
             return TimeCategory.STOPPING
         if self._reconfiguration is not None:
-            return (
-                self._unfinished_category
-                if final is not State.SUCCEEDED
-                else TimeCategory.FINISHING
-            )
+            is_success = final is State.SUCCEEDED
+            return TimeCategory.FINISHING if is_success else self._unfinished_category
         if before is not State.RUNNING:
             return TimeCategory.STARTING
         return TimeCategory.FINISHING if final is State.SUCCEEDED else TimeCategory.INTERRUPTED
@@ -238,15 +231,15 @@ class TimeAccounting:
         self._unattributed_ns += now_ns - self._now_ns
         self._now_ns = now_ns
 
-    def _book(self, why: TimeCategory, wanted_ns: int) -> int:
-        """As much of it as there is; how much that was."""
-        booked_ns = min(wanted_ns, self._unattributed_ns)
-        self._booked_ns[why] += booked_ns
+    def _book(self, category: TimeCategory, spent_ns: int) -> int:
+        """Attributes at most the time that is unattributed; returns how much."""
+        booked_ns = min(spent_ns, self._unattributed_ns)
+        self._booked_ns[category] += booked_ns
         self._unattributed_ns -= booked_ns
         return booked_ns
 
-    def _book_all(self, why: TimeCategory) -> None:
-        self._book(why, self._unattributed_ns)
+    def _book_all(self, category: TimeCategory) -> None:
+        self._book(category, self._unattributed_ns)
 
 
 def _to_ns(seconds: float) -> int:

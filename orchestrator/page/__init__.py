@@ -1,10 +1,6 @@
-"""Live page: assembly (static files beside it).
+"""The live page of a job: one HTML file, assembled from the sources in this folder.
 
-The live page of a job: its sources, and what puts them together into one file.
-
-The page knows /snapshot.json and nothing else. It shows; it has no control.
-
-The page as it is served: one HTML file that asks for nothing but /snapshot.json.
+It reads /snapshot.json and nothing else, and cannot change the job.
 """
 
 from __future__ import annotations
@@ -15,18 +11,14 @@ from hashlib import sha256
 from importlib.resources import files
 
 STYLES = ("page.css",)
-
-
-SCRIPTS = ("words.js", "charts.js", "parts.js", "page.js")
-
-
+SCRIPTS = ("format.js", "charts.js", "parts.js", "page.js")
 CONTENT_TYPE = "text/html; charset=utf-8"
 
 
 @cache
 def render_page() -> str:
-    """The file's text. Its policy lets only its own style and script run, named by their hashes,
-    and lets it read from where it came from."""
+    """The HTML text. Its content security policy allows its own style and script, by their hashes,
+    and requests to its own origin."""
     style, script = _concat_assets(STYLES), _concat_assets(SCRIPTS)
     policy = "; ".join(
         (
@@ -40,8 +32,8 @@ def render_page() -> str:
         )
     )
     text = _read_asset("page.html")
-    for mark, part in (("POLICY", policy), ("STYLE", style), ("SCRIPT", script)):
-        text = text.replace(f"@@{mark}@@", part)
+    for mark, content in (("POLICY", policy), ("STYLE", style), ("SCRIPT", script)):
+        text = text.replace(f"@@{mark}@@", content)
     return text
 
 
@@ -59,5 +51,5 @@ def _read_asset(name: str) -> str:
 
 
 def _csp_hash(text: str) -> str:
-    """As a content security policy names an inline script."""
+    """The source expression for an inline style or script in a content security policy."""
     return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"

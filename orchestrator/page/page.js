@@ -1,17 +1,17 @@
-// Asks for the snapshot again and again, and shows it. Nothing here can change the job.
+// Polls the snapshot and shows it. Nothing here can change the job.
 
 const FORMAT = 2;
-const EVERY_MS = 1000;
+const INTERVAL_MS = 1000;
 const HIDDEN_MS = 15000;
-const ANSWER_MS = 5000;
+const TIMEOUT_MS = 5000;
 const FINAL = ["succeeded", "failed", "stopped"];
 let newest = null;
-let heardAt = null;
+let updatedAt = null;
 
 function show(now) {
   byId("job").textContent = now.job;
   document.title = `${now.state} · ${now.job}`;
-  byId("made").textContent = `rayzero ${now.version}` +
+  byId("version").textContent = `rayzero ${now.version}` +
     (now.stage === null ? "" : ` · ZeRO stage ${now.stage}`) + ` · generation ${now.generation}`;
   const state = byId("state");
   if (state.textContent !== now.state) state.textContent = now.state;
@@ -23,25 +23,25 @@ function show(now) {
     ["Gradient norm", figure(training.gradient_norm)],
     ...(known(training.loss_scale) && training.loss_scale !== 1 ? [["Loss scale", figure(training.loss_scale)]] : []),
     ...(training.skipped_steps ? [["Skipped steps", count(training.skipped_steps)]] : []),
-    ...(known(training.model_flops_utilization) ? [["Flops used", percent(training.model_flops_utilization)]] : []),
+    ...(known(training.model_flops_utilization) ? [["Flops utilization", percent(training.model_flops_utilization)]] : []),
   ]);
-  put("goodput", now.goodput, goodput);
-  put("events", { faults: now.faults, recoveries: now.recoveries }, happened);
-  put("checkpoints", now.checkpoints, saved);
+  render("goodput", now.goodput, goodput);
+  render("events", { faults: now.faults, recoveries: now.recoveries }, eventTable);
+  render("checkpoints", now.checkpoints, checkpointTable);
   const replica = now.replicas;
   facts("replicas", [
-    ["Replica of step", replica.step === null ? "none" : count(replica.step)],
-    ["Replicas hold", bytes(replica.bytes)],
-    ["Failed tries", count(now.checkpoint_failures)],
-    ["Steps done again", count(now.steps_redone)],
+    ["Replicated step", replica.step === null ? "none" : count(replica.step)],
+    ["Replica size", bytes(replica.bytes)],
+    ["Failed writes", count(now.checkpoint_failures)],
+    ["Steps redone", count(now.steps_redone)],
   ]);
-  put("phases", now.ranks.map((one) => one.phase), () => phaseLegend(now.ranks));
-  put("ranks", now.ranks, rankTiles);
+  render("phases", now.ranks.map((rank) => rank.phase), () => phaseLegend(now.ranks));
+  render("ranks", now.ranks, rankTiles);
   draw(now);
 }
 
 function showProgress(now) {
-  const { step, steps, remaining_s: left, step_s: pace, tokens_per_s: speed } = now.progress;
+  const { step, steps, remaining_s: left, step_s: stepTime, tokens_per_s: speed } = now.progress;
   const done = steps ? Math.min(1, step / steps) : 0;
   byId("fill").style.width = `${100 * done}%`;
   const bar = byId("bar");
@@ -52,58 +52,58 @@ function showProgress(now) {
     ["Step", steps ? `${count(step)} of ${count(steps)}` : count(step)],
     ["Time left", FINAL.includes(now.state) ? "–" : duration(left)],
     ["Running for", duration(now.at_s - now.began_s)],
-    ["Step time", duration(pace)],
+    ["Step time", duration(stepTime)],
     ...(known(speed) ? [["Tokens/s", count(speed)]] : []),
     ["Ranks", `${count(now.world_size)} (of ${range(now.workers.min, now.workers.max)})`],
   ]);
 }
 
 function draw(now) {
-  put("loss", [byId("loss").clientWidth, now.loss], () => lossChart(now.loss));
+  render("loss", [byId("loss").clientWidth, now.loss], () => lossChart(now.loss));
   const until = FINAL.includes(now.state) ? now.state_since_s : now.at_s;
-  const seen = {
+  const history = {
     began: now.began_s, until, generations: now.generations, faults: now.faults,
-    checkpoints: now.checkpoints, most: now.workers.max,
+    checkpoints: now.checkpoints, maxWorkers: now.workers.max,
   };
-  put("world", [byId("world").clientWidth, seen], () => worldChart(seen));
+  render("world", [byId("world").clientWidth, history], () => worldChart(history));
 }
 
-function tell(kind, text) {
+function showConnection(kind, text) {
   const contact = byId("contact");
   contact.className = `contact ${kind}`;
   if (contact.textContent !== text) contact.textContent = text;
   document.body.classList.toggle("stale", kind === "lost");
 }
 
-async function ask() {
+async function poll() {
   const stop = new AbortController();
-  const limit = setTimeout(() => stop.abort(), ANSWER_MS);
+  const limit = setTimeout(() => stop.abort(), TIMEOUT_MS);
   try {
-    const answer = await fetch("snapshot.json", { cache: "no-store", signal: stop.signal });
-    if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
-    const now = await answer.json();
+    const response = await fetch("snapshot.json", { cache: "no-store", signal: stop.signal });
+    if (!response.ok) throw new Error(`HTTP ${response.status}`);
+    const now = await response.json();
     if (now.format !== FORMAT) {
-      tell("lost", "this page is older than the job: reload it");
+      showConnection("lost", "the job runs another version than this page: reload it");
       return;
     }
     newest = now;
-    heardAt = new Date();
+    updatedAt = new Date();
     show(now);
-    tell(FINAL.includes(now.state) ? "ended" : "", "in contact");
+    showConnection(FINAL.includes(now.state) ? "ended" : "", "connected");
   } catch {
-    const since = heardAt ? `since ${heardAt.toLocaleTimeString()}` : "yet";
-    if (newest && FINAL.includes(newest.state)) tell("ended", "the job has ended, and serves no more");
-    else tell("lost", heardAt ? `no contact ${since}: these numbers are old` : "no contact yet");
+    const since = updatedAt ? `since ${updatedAt.toLocaleTimeString()}` : "yet";
+    if (newest && FINAL.includes(newest.state)) showConnection("ended", "the job has ended");
+    else showConnection("lost", updatedAt ? `no response ${since}: these values are out of date` : "no response yet");
   } finally {
     clearTimeout(limit);
   }
 }
 
 async function follow() {
-  await ask();
-  setTimeout(follow, document.hidden ? HIDDEN_MS : EVERY_MS);
+  await poll();
+  setTimeout(follow, document.hidden ? HIDDEN_MS : INTERVAL_MS);
 }
 
 addEventListener("resize", () => { if (newest) draw(newest); });
-document.addEventListener("visibilitychange", () => { if (!document.hidden) ask(); });
+document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
 follow();

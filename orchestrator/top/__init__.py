@@ -1,1 +1,1 @@
-"""`rayzero top`: a job in a terminal, from the same JSON that the page shows."""
+"""`rayzero top`: a job in a terminal, from the same JSON as its page."""

@@ -1,4 +1,4 @@
-"""A snapshot as a board for a terminal, or as one line for a file. Pure."""
+"""Renders a snapshot as a board for a terminal, or as one line of text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SILENT_RANK_S = 10.0
 _MAX_EVENTS = 6
 _MAX_CHECKPOINTS = 3
 _MAX_RANK_TILES = 128
-"""More ranks than this are only counted, by phase."""
+"""More ranks than this are only counted by phase."""
 
 _STATE_STYLES = {
     State.RUNNING: "black on green",
@@ -66,8 +66,7 @@ _CATEGORY_STYLES = {
 
 
 def has_ended(now: Snapshot) -> bool:
-    """Whether that is how it ended."""
-    return now["state"] in {one.value for one in State if one.is_final}
+    return now["state"] in {state.value for state in State if state.is_final}
 
 
 def snapshot_line(now: Snapshot) -> str:
@@ -87,30 +86,30 @@ def snapshot_line(now: Snapshot) -> str:
     return ", ".join(parts)
 
 
-def render_board(now: Snapshot, trouble: str | None = None) -> RenderableType:
-    """All of it. `trouble`: why the numbers are old, if they are."""
-    rows: list[RenderableType] = [_header(now, trouble), _progress_panel(now)]
+def render_board(now: Snapshot, error: str | None = None) -> RenderableType:
+    """Renders the whole board. `error`: why the snapshot is out of date, if it is."""
+    rows: list[RenderableType] = [_header(now, error), _progress_panel(now)]
     rows.append(Panel(_training_panel(now), title="loss, world size", title_align="left"))
     rows.append(Panel(_goodput_bar(now["goodput"]), title="goodput", title_align="left"))
     rows.append(Panel(_rank_tiles(now["ranks"]), title="ranks", title_align="left"))
-    rows.append(Panel(_events_table(now), title="what happened", title_align="left"))
+    rows.append(Panel(_events_table(now), title="events", title_align="left"))
     rows.append(
         Panel(_checkpoints_table(now), title="checkpoints and replicas", title_align="left")
     )
     return Group(*rows)
 
 
-def _header(now: Snapshot, trouble: str | None) -> Text:
+def _header(now: Snapshot, error: str | None) -> Text:
     state = printable_text(now["state"])
     style = next(
-        (style for one, style in _STATE_STYLES.items() if one.value == state), "black on white"
+        (style for key, style in _STATE_STYLES.items() if key.value == state), "black on white"
     )
     stage = "" if now["stage"] is None else f", ZeRO stage {now['stage']}"
-    made = f"  rayzero {printable_text(now['version'])}{stage}, generation {now['generation']}"
+    version = f"  rayzero {printable_text(now['version'])}{stage}, generation {now['generation']}"
     head = Text.assemble(
-        (printable_text(now["job"]), "bold"), "  ", (f" {state} ", style), (made, "dim")
+        (printable_text(now["job"]), "bold"), "  ", (f" {state} ", style), (version, "dim")
     )
-    return Text.assemble(head, "\n", (trouble, "bold red")) if trouble else head
+    return Text.assemble(head, "\n", (error, "bold red")) if error else head
 
 
 def _progress_panel(now: Snapshot) -> RenderableType:
@@ -133,9 +132,9 @@ def _progress_panel(now: Snapshot) -> RenderableType:
 
 
 def _labelled_values(facts: dict[str, str]) -> RenderableType:
-    """Side by side, as many as fit; without those that nobody knows."""
-    told = {key: value for key, value in facts.items() if value != "-"}
-    rows = [Text.assemble((f"{key} ", "dim"), value) for key, value in told.items()]
+    """Side by side, as many as fit; unknown values are left out."""
+    known = {key: value for key, value in facts.items() if value != "-"}
+    rows = [Text.assemble((f"{key} ", "dim"), value) for key, value in known.items()]
     return Columns(rows, padding=(0, 3))
 
 
@@ -159,88 +158,90 @@ def _training_panel(now: Snapshot) -> RenderableType:
 
 
 def _world_size_rows(now: Snapshot) -> Iterator[RenderableType]:
-    """World size over time, and below it where faults were."""
+    """World size over time, with marks for faults below."""
     began, until = now["began_s"], max(now["at_s"], now["began_s"] + 1e-9)
 
     def column(at_s: float) -> int:
         return min(BAR_WIDTH - 1, max(0, int((at_s - began) / (until - began) * BAR_WIDTH)))
 
     sizes: list[int] = [0] * BAR_WIDTH
-    for one in now["generations"]:
-        start = column(one["at_s"])
-        sizes[start:] = [one["world_size"]] * (BAR_WIDTH - start)
+    for generation in now["generations"]:
+        start = column(generation["at_s"])
+        sizes[start:] = [generation["world_size"]] * (BAR_WIDTH - start)
     if any(sizes):
-        most = max(sizes)
-        blocks = "".join(" ▁▂▃▄▅▆▇█"[round(8 * each / most)] for each in sizes)
+        largest = max(sizes)
+        blocks = "".join(" ▁▂▃▄▅▆▇█"[round(8 * size / largest)] for size in sizes)
         yield Text.assemble((blocks, "blue"), (f" {sizes[-1]}", "dim"))
-        marks = Counter(column(one["at_s"]) for one in now["faults"])
+        marks = Counter(column(fault["at_s"]) for fault in now["faults"])
         if marks:
-            text = "".join("x" if at in marks else " " for at in range(BAR_WIDTH))
+            text = "".join("x" if index in marks else " " for index in range(BAR_WIDTH))
             yield Text.assemble((text, "bold red"), (f" {sum(marks.values())} faults", "dim"))
 
 
-def _goodput_bar(told: dict[str, Any]) -> RenderableType:
-    seconds = {**told["seconds"], "in progress": told["unattributed_s"]}
-    ordered = sorted(seconds, key=lambda one: (one != "productive", -seconds[one]))
-    causes = [one for one in ordered if seconds[one] > 0]
-    columns = split_width([seconds[one] for one in causes], BAR_WIDTH)
+def _goodput_bar(goodput: dict[str, Any]) -> RenderableType:
+    seconds = {**goodput["seconds"], "in progress": goodput["unattributed_s"]}
+    ordered = sorted(seconds, key=lambda cause: (cause != "productive", -seconds[cause]))
+    causes = [cause for cause in ordered if seconds[cause] > 0]
+    columns = split_width([seconds[cause] for cause in causes], BAR_WIDTH)
     styles = {
-        one: _CATEGORY_STYLES.get(one, "magenta" if one.startswith("recovery") else "white")
-        for one in causes
+        cause: _CATEGORY_STYLES.get(cause, "magenta" if cause.startswith("recovery") else "white")
+        for cause in causes
     }
     bar = Text.assemble(
-        *(("█" * many, styles[one]) for one, many in zip(causes, columns, strict=True))
+        *(("█" * width, styles[cause]) for cause, width in zip(causes, columns, strict=True))
     )
-    bar.append(f" {told['ratio']:.1%}", "bold")
+    bar.append(f" {goodput['ratio']:.1%}", "bold")
     parts = (
         Text.assemble(
-            ("█ ", styles[one]), printable_text(one), (f" {format_duration(seconds[one])}", "dim")
+            ("█ ", styles[cause]),
+            printable_text(cause),
+            (f" {format_duration(seconds[cause])}", "dim"),
         )
-        for one in causes
+        for cause in causes
     )
     return Group(bar, Columns(parts, padding=(0, 2)))
 
 
 def _rank_tiles(ranks: list[dict[str, Any]]) -> RenderableType:
     if not ranks:
-        return Text("no rank has said anything yet", "dim")
+        return Text("no rank has reported yet", "dim")
     if len(ranks) > _MAX_RANK_TILES:
-        phases = Counter(printable_text(one["phase"] or "unknown") for one in ranks)
-        silent = sum((one["silent_s"] or 0.0) >= SILENT_RANK_S for one in ranks)
+        phases = Counter(printable_text(rank["phase"] or "unknown") for rank in ranks)
+        silent = sum((rank["silent_s"] or 0.0) >= SILENT_RANK_S for rank in ranks)
         counts = Text("   ").join(
-            Text.assemble(("■ ", _PHASE_STYLES.get(phase, "white")), f"{phase} {many}")
-            for phase, many in sorted(phases.items())
+            Text.assemble(("■ ", _PHASE_STYLES.get(phase, "white")), f"{phase} {number}")
+            for phase, number in sorted(phases.items())
         )
         return Group(counts, Text(f"{silent} silent", "red")) if silent else counts
-    return Columns([_rank_tile(one) for one in ranks], padding=(0, 2))
+    return Columns([_rank_tile(rank) for rank in ranks], padding=(0, 2))
 
 
-def _rank_tile(one: dict[str, Any]) -> Text:
-    phase = printable_text(one["phase"] or "unknown")
-    waiting = " (waiting)" if one["waiting"] else ""
+def _rank_tile(rank: dict[str, Any]) -> Text:
+    phase = printable_text(rank["phase"] or "unknown")
+    waiting = " (waiting)" if rank["waiting"] else ""
     tile = Text.assemble(
-        ("■ ", _PHASE_STYLES.get(phase, "white")), f"{one['rank']} {phase}{waiting}"
+        ("■ ", _PHASE_STYLES.get(phase, "white")), f"{rank['rank']} {phase}{waiting}"
     )
-    if (one["silent_s"] or 0.0) >= SILENT_RANK_S:
-        tile.append(f" silent {format_duration(one['silent_s'])}", "bold red")
+    if (rank["silent_s"] or 0.0) >= SILENT_RANK_S:
+        tile.append(f" silent {format_duration(rank['silent_s'])}", "bold red")
     return tile
 
 
 def _events_table(now: Snapshot) -> RenderableType:
     rows = [
-        (one["at_s"], Text(printable_text(one["cause"]), "red"), printable_text(one["text"]))
-        for one in now["faults"]
+        (fault["at_s"], Text(printable_text(fault["cause"]), "red"), printable_text(fault["text"]))
+        for fault in now["faults"]
     ]
-    for one in now["recoveries"]:
-        passed = "repaired" if one["kind"] == "repair" else "resized"
-        sizes = f"{one['world_size_before']} -> {one['world_size']} ranks"
-        told = f"in {format_duration(one['total_s'])}: {sizes} after step {one['step']:,}"
-        rows.append((one["at_s"], Text(passed, "green"), told))
+    for event in now["recoveries"]:
+        kind = "repaired" if event["kind"] == "repair" else "resized"
+        sizes = f"{event['world_size_before']} -> {event['world_size']} ranks"
+        text = f"in {format_duration(event['total_s'])}: {sizes} after step {event['step']:,}"
+        rows.append((event["at_s"], Text(kind, "green"), text))
     if not rows:
-        return Text("no fault, no resize", "dim")
+        return Text("no faults, no resizes", "dim")
     table = Table.grid(padding=(0, 2))
-    for at_s, kind, told in sorted(rows, key=lambda row: -row[0])[:_MAX_EVENTS]:
-        table.add_row(Text(_clock_text(at_s), "dim"), kind, Text(told))
+    for at_s, label, text in sorted(rows, key=lambda row: -row[0])[:_MAX_EVENTS]:
+        table.add_row(Text(_clock_text(at_s), "dim"), label, Text(text))
     return table
 
 
@@ -249,15 +250,16 @@ def _checkpoints_table(now: Snapshot) -> RenderableType:
     step = "none" if replica["step"] is None else f"step {replica['step']:,}"
     text = Text.assemble(("replica ", "dim"), f"{step}, {format_size(replica['bytes'])}")
     if now["checkpoint_failures"]:
-        text.append(f"   {now['checkpoint_failures']} tries to write failed", "yellow")
+        text.append(f"   {now['checkpoint_failures']} failed write attempts", "yellow")
     rows = [
         Text.assemble(
-            (f"{_clock_text(one['at_s'])}  ", "dim"),
-            f"step {one['step']:,}, {format_size(one['bytes'])} in {format_duration(one['seconds'])}",
+            (f"{_clock_text(entry['at_s'])}  ", "dim"),
+            f"step {entry['step']:,}, {format_size(entry['bytes'])}"
+            f" in {format_duration(entry['seconds'])}",
         )
-        for one in reversed(now["checkpoints"][-_MAX_CHECKPOINTS:])
+        for entry in reversed(now["checkpoints"][-_MAX_CHECKPOINTS:])
     ]
-    return Group(text, *(rows or [Text("no checkpoint by this run", "dim")]))
+    return Group(text, *(rows or [Text("no checkpoint written by this run", "dim")]))
 
 
 def _step_text(now: Snapshot) -> str:

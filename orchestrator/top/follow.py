@@ -1,9 +1,4 @@
-"""Follow live or through another cluster.
-
-Asks for a job's snapshot again and again, and shows it.
-
-Snapshots out of what `rayzero top --json` prints in another cluster, shown as they come.
-"""
+"""Displays of a job: its polled snapshot, or the output of `rayzero top --json` elsewhere."""
 
 from __future__ import annotations
 
@@ -26,20 +21,16 @@ from rayzero.orchestrator.top.source import (
 )
 
 REFRESH_S = 1.0
-
-
 LINE_INTERVAL_S = 5.0
-
-
 LOST_CONTACT_S = 60.0
-"""How long a job may be out of contact before lines for a file end."""
+"""Without a terminal, `follow_job` fails after this time without a response."""
 
 
 def show_snapshot(source: SnapshotSource, as_json: bool, out: TextIO | None = None) -> None:
-    """The job at this moment.
+    """Prints the job's current snapshot.
 
     Raises:
-        SnapshotUnavailableError: nothing answers.
+        SnapshotUnavailableError: no response.
     """
     now, out = source(), out or sys.stdout
     if as_json:
@@ -51,49 +42,49 @@ def show_snapshot(source: SnapshotSource, as_json: bool, out: TextIO | None = No
 
 
 def follow_job(source: SnapshotSource, as_json: bool, out: TextIO | None = None) -> None:
-    """The job until its end, or until Ctrl-C.
+    """Shows the job until it ends, or until Ctrl-C.
 
     Raises:
-        SnapshotUnavailableError: nothing answers at first, or, without a terminal, for a minute.
+        SnapshotUnavailableError: no first response, or, without a terminal, none for a minute.
     """
     out = out or sys.stdout
     if out.isatty() and not as_json:
         _follow_live(source, rich.console.Console(file=out))
     else:
-        _follow_lines(source, (lambda now: json.dumps(now)) if as_json else snapshot_line, out)
+        _follow_lines(source, json.dumps if as_json else snapshot_line, out)
 
 
 def _follow_live(source: SnapshotSource, terminal: rich.console.Console) -> None:
-    now, heard_at_s = source(), monotonic()
+    now, updated_s = source(), monotonic()
     with Live(
         render_board(now), console=terminal, auto_refresh=False, vertical_overflow="crop"
     ) as live:
         while not has_ended(now):
             sleep(REFRESH_S)
             try:
-                now, heard_at_s = source(), monotonic()
-                trouble = None
+                now, updated_s = source(), monotonic()
+                error_text = None
             except SnapshotUnavailableError as error:
-                trouble = f"no contact for {monotonic() - heard_at_s:.0f} s: {error}"
-            live.update(render_board(now, trouble), refresh=True)
+                error_text = f"no response for {monotonic() - updated_s:.0f} s: {error}"
+            live.update(render_board(now, error_text), refresh=True)
 
 
 def _follow_lines(
     source: SnapshotSource,
-    words: Callable[[Snapshot], str],
+    to_line: Callable[[Snapshot], str],
     out: TextIO,
     clock: Callable[[], float] = monotonic,
     wait: Callable[[float], None] = sleep,
 ) -> None:
-    now, heard_at_s = source(), clock()
-    print(words(now), file=out, flush=True)
+    now, updated_s = source(), clock()
+    print(to_line(now), file=out, flush=True)
     while not has_ended(now):
         wait(LINE_INTERVAL_S)
         try:
-            now, heard_at_s = source(), clock()
-            print(words(now), file=out, flush=True)
+            now, updated_s = source(), clock()
+            print(to_line(now), file=out, flush=True)
         except SnapshotUnavailableError:
-            if clock() - heard_at_s > LOST_CONTACT_S:
+            if clock() - updated_s > LOST_CONTACT_S:
                 raise
 
 
@@ -101,10 +92,10 @@ ShowSnapshot = Callable[[Snapshot], None]
 
 
 class SnapshotParser:
-    """Takes text in any pieces, and shows each whole line that is a snapshot.
+    """Shows each line of a text stream that is a snapshot.
 
     Attributes:
-        rest: the other lines, such as errors and Ray's own; the newest ones.
+        other_lines: the newest of the other lines, such as errors and Ray's log lines.
     """
 
     def __init__(self, show: ShowSnapshot, where: str) -> None:
@@ -114,17 +105,18 @@ class SnapshotParser:
         self.other_lines: list[str] = []
 
     def feed(self, text: str) -> None:
-        """
+        """Adds a piece of the stream, which may end within a line.
+
         Raises:
-            ConfigError: it is a snapshot that cannot be read here.
+            ConfigError: a snapshot has an unsupported format.
         """
-        *whole, self._partial_line = (self._partial_line + text).split("\n")
-        for one in whole:
-            value = _decode_snapshot(one)
+        *lines, self._partial_line = (self._partial_line + text).split("\n")
+        for line in lines:
+            value = _decode_snapshot(line)
             if value is not None:
                 self._show(check_snapshot(value, self._where))
-            elif one.strip():
-                self.other_lines = [*self.other_lines[-50:], one]
+            elif line.strip():
+                self.other_lines = [*self.other_lines[-50:], line]
 
 
 def _decode_snapshot(text: str) -> dict[str, Any] | None:
@@ -137,11 +129,11 @@ def _decode_snapshot(text: str) -> dict[str, Any] | None:
 
 @contextmanager
 def open_display(as_json: bool, once: bool, out: TextIO | None = None) -> Iterator[ShowSnapshot]:
-    """How snapshots are shown: JSON lines, a live board, or lines for a file."""
+    """Yields a function that shows a snapshot: as JSON, on a live board, or as a text line."""
     out = out or sys.stdout
     if as_json or not out.isatty():
-        words = json.dumps if as_json else snapshot_line
-        yield lambda now: print(words(now), file=out, flush=True)
+        to_line = json.dumps if as_json else snapshot_line
+        yield lambda now: print(to_line(now), file=out, flush=True)
         return
     terminal = rich.console.Console(file=out)
     if once:

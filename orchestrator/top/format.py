@@ -1,4 +1,4 @@
-"""Numbers and curves in the few characters of a terminal. Pure."""
+"""Numbers, durations and curves as short text."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def printable_text(text: object) -> str:
-    """In one line, and without what a terminal would obey."""
-    return "".join(one if one.isprintable() else " " for one in str(text))
+    """In one line, without control characters."""
+    return "".join(char if char.isprintable() else " " for char in str(text))
 
 
 def format_duration(seconds: float | None) -> str:
-    """`1 h 5 min`, in its two largest units; `-` where nobody knows."""
+    """`1 h 5 min`, in its two largest units; `-` if unknown."""
     if seconds is None:
         return "-"
     if seconds < 0.9995:
@@ -28,18 +26,18 @@ def format_duration(seconds: float | None) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     parts = ((days, "d"), (hours, "h"), (minutes, "min"), (rest, "s"))
-    first = next(at for at, (many, _) in enumerate(parts) if many)
-    return " ".join(f"{many} {unit}" for many, unit in parts[first : first + 2] if many)
+    first = next(index for index, (amount, _) in enumerate(parts) if amount)
+    return " ".join(f"{amount} {unit}" for amount, unit in parts[first : first + 2] if amount)
 
 
 def format_size(nbytes: float | None) -> str:
     """`1.8 GiB`"""
     if nbytes is None:
         return "-"
-    at = 0
-    while nbytes >= 1024 and at < len(_UNITS) - 1:
-        nbytes, at = nbytes / 1024, at + 1
-    return f"{nbytes:.3g} {_UNITS[at]}" if nbytes < 1000 else f"{nbytes:.0f} {_UNITS[at]}"
+    power = 0
+    while nbytes >= 1024 and power < len(_UNITS) - 1:
+        nbytes, power = nbytes / 1024, power + 1
+    return f"{nbytes:.3g} {_UNITS[power]}" if nbytes < 1000 else f"{nbytes:.0f} {_UNITS[power]}"
 
 
 def format_number(value: float | None, form: str = ".4g") -> str:
@@ -47,7 +45,7 @@ def format_number(value: float | None, form: str = ".4g") -> str:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """A curve as blocks, one a column: the mean of what falls into it, blank for nothing known."""
+    """A curve as block characters: each is the mean of its values, blank if unknown."""
     cells = [_mean_known(cell) for cell in _split_cells(values, width)]
     known = [value for value in cells if value is not None]
     if not known:
@@ -57,21 +55,21 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 
 def split_width(values: Sequence[float], width: int) -> list[int]:
-    """How many of `width` columns each value gets; together exactly those, if there are values."""
-    whole = sum(values)
-    if whole <= 0:
+    """Columns for each value, in proportion; they add up to `width` unless all values are 0."""
+    total = sum(values)
+    if total <= 0:
         return [0] * len(values)
-    exact = [value / whole * width for value in values]
-    given = [int(one) for one in exact]
-    by_rest = sorted(range(len(values)), key=lambda at: given[at] - exact[at])
-    for at in by_rest[: width - sum(given)]:
-        given[at] += 1
-    return given
+    exact = [value / total * width for value in values]
+    columns = [int(share) for share in exact]
+    by_remainder = sorted(range(len(values)), key=lambda index: columns[index] - exact[index])
+    for index in by_remainder[: width - sum(columns)]:
+        columns[index] += 1
+    return columns
 
 
 def _split_cells(values: Sequence[float | None], width: int) -> list[Sequence[float | None]]:
     columns = min(width, len(values))
-    edges = [len(values) * at // columns for at in range(columns + 1)] if columns else []
+    edges = [len(values) * index // columns for index in range(columns + 1)] if columns else []
     return [values[start:stop] for start, stop in pairwise(edges)]
 
 

@@ -1,4 +1,4 @@
-"""Where `rayzero top` gets its snapshots from."""
+"""Snapshot sources of `rayzero top`: a job's HTTP endpoint, and the check of what it returns."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Snapshot = dict[str, Any]
 SnapshotSource = Callable[[], Snapshot]
 
 SUPPORTED_FORMAT = 2
-"""The snapshots that can be read."""
+"""Of /snapshot.json."""
 _HTTP_TIMEOUT_S = 5.0
 _MAX_RESPONSE_BYTES = 64 << 20
 
 
 class SnapshotUnavailableError(EngineError):
-    """Nothing answers now."""
+    """The job's endpoint does not respond."""
 
 
 def is_url(target: str) -> bool:
@@ -30,34 +30,34 @@ def is_url(target: str) -> bool:
 
 
 def endpoint_source(url: str) -> SnapshotSource:
-    """The snapshots of the job whose endpoint that is: the address of its page, or what is below.
+    """Snapshots from the endpoint of a job, given the URL of its page or of a path below it.
 
     Raises:
-        ConfigError: no such address can be.
+        ConfigError: it is not an HTTP URL.
     """
     try:
         parts = urlsplit(url)
-        named = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        is_valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
-        named = False
-    if not named:
+        is_valid = False
+    if not is_valid:
         raise ConfigError(
-            f"{url!r} is no address of a job's page",
+            f"{url!r} is not the URL of a job's page",
             allowed="http://HOST:PORT, or a job's name",
-            fix="the address that the job told when it began (metrics.port)",
+            fix="use the URL that the job printed at its start (metrics.port in the job file)",
         )
     folder = parts.path.rsplit("/", 1)[0]
     address = parts._replace(path=f"{folder}/snapshot.json", query="", fragment="").geturl()
 
     def fetch() -> Snapshot:
         try:
-            with urlopen(address, timeout=_HTTP_TIMEOUT_S) as answer:
-                return check_snapshot(json.loads(answer.read(_MAX_RESPONSE_BYTES)), address)
+            with urlopen(address, timeout=_HTTP_TIMEOUT_S) as response:
+                return check_snapshot(json.loads(response.read(_MAX_RESPONSE_BYTES)), address)
         except (URLError, HTTPException, OSError) as error:
             reason = getattr(error, "reason", None) or error
             raise SnapshotUnavailableError(
-                f"nothing answers at {address}: {reason}",
-                fix="is the job running, and metrics.port set in its job file?",
+                f"no response from {address}: {reason}",
+                fix="check that the job is running, and that its job file sets metrics.port",
             ) from None
         except ValueError:
             raise _not_a_snapshot(address) from None
@@ -66,25 +66,25 @@ def endpoint_source(url: str) -> SnapshotSource:
 
 
 def check_snapshot(value: Any, where: str) -> Snapshot:
-    """The snapshot, if it is one that can be read.
+    """Returns the snapshot.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is not a snapshot, or has another format.
     """
     if not isinstance(value, dict) or "format" not in value:
         raise _not_a_snapshot(where)
     if value["format"] != SUPPORTED_FORMAT:
         raise ConfigError(
-            f"{where} tells its job in format {value['format']!r}",
+            f"the snapshot of {where} has format {value['format']!r}",
             allowed=f"format {SUPPORTED_FORMAT}",
-            fix="the same version of rayzero here as in the job",
+            fix="use the same version of rayzero here as in the job",
         )
     return value
 
 
 def _not_a_snapshot(where: str) -> ConfigError:
     return ConfigError(
-        f"{where} is no job's snapshot",
-        allowed="what a job of rayzero serves at its metrics.port",
-        fix="the address that the job told when it began",
+        f"{where} did not return a job's snapshot",
+        allowed="the endpoint that a rayzero job serves on its metrics.port",
+        fix="use the URL that the job printed at its start",
     )

@@ -118,7 +118,7 @@ def test_everything_told_is_shown(tab: Browser, shows: Callable[[str], None], to
         "65,536",
         "2.346",  # loss
         "90.3 %",  # goodput
-        "steps done again",
+        "steps redone",
         "recovering from faults",
         "16 s · 0.4 %",  # its parts in one
         "rank 3",
@@ -164,7 +164,7 @@ def test_even_a_script_in_it_would_not_run(tab: Browser, shows: Callable[[str], 
 def test_a_job_that_has_only_begun(tab: Browser, shows: Callable[[str], None], told: Told) -> None:
     told.value = empty()
     shows("No loss has been reported yet.")
-    for part in ("No process group has formed yet.", "no rank has said anything yet", "pending"):
+    for part in ("No process group has formed yet.", "no rank has reported yet", "pending"):
         assert part in tab.evaluate(TEXT)
     assert "NaN" not in tab.evaluate(TEXT)
     assert "undefined" not in tab.evaluate(TEXT)
@@ -187,9 +187,9 @@ def test_a_thousand_ranks(
 def test_it_says_when_it_lost_contact_and_when_it_is_back(
     tab: Browser, shows: Callable[[str], None], told: Told
 ) -> None:
-    shows("in contact")
+    shows("connected")
     told.value = None
-    tab.wait_for(f"{TEXT}.includes('these numbers are old')")
+    tab.wait_for(f"{TEXT}.includes('these values are out of date')")
     assert tab.evaluate("document.body.classList.contains('stale')")
     told.value = sample()
     told.value["progress"]["step"] = 12_999
@@ -221,7 +221,7 @@ def test_all_that_can_be_scrolled_is_reached_by_keys(
     for _ in range(3):
         tab.press("Tab")
         reached.append(tab.evaluate("document.activeElement.getAttribute('aria-label')"))
-    assert reached == [None, "What happened", "Checkpoints"]
+    assert reached == [None, "Events", "Checkpoints"]
 
 
 def test_readers_of_screens_get_names(tab: Browser, shows: Callable[[str], None]) -> None:

@@ -39,7 +39,7 @@ def test_the_board_has_everything() -> None:
         "resized",
         "1 faults",
         "step 10,000, 2.98 GiB in 4.2 s",
-        "1 tries to write failed",
+        "1 failed write attempts",
     ):
         assert part in text, part
 

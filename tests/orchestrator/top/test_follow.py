@@ -114,7 +114,7 @@ def test_the_command_shows_a_job(url: str) -> None:
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b'{"format": 99}'])
 def test_what_is_no_snapshot_is_refused(url: str, body: bytes) -> None:
     Handler.bodies = {"/snapshot.json": body}
-    with pytest.raises(ConfigError, match=r"no job's snapshot|in format 99"):
+    with pytest.raises(ConfigError, match=r"did not return a job's snapshot|has format 99"):
         endpoint_source(url)()
     assert CliRunner().invoke(app, ["top", url, "--once"]).exit_code == 2
 
@@ -122,7 +122,7 @@ def test_what_is_no_snapshot_is_refused(url: str, body: bytes) -> None:
 def test_nobody_there_is_one_line(url: str) -> None:
     shown = CliRunner().invoke(app, ["top", "http://127.0.0.1:9", "--once"])
     assert shown.exit_code == 1
-    assert "nothing answers at http://127.0.0.1:9/snapshot.json" in shown.stderr
+    assert "no response from http://127.0.0.1:9/snapshot.json" in shown.stderr
     Handler.bodies = {}
     assert CliRunner().invoke(app, ["top", url, "--once"]).exit_code == 1
 

@@ -1,20 +1,20 @@
 "use strict";
-// Numbers as people read them, and elements whose text is only ever text.
+// Formatting of numbers, and creation of DOM elements. Values from the job are only ever inserted as text.
 
 const byId = (id) => document.getElementById(id);
 
 function element(tag, attributes, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes || {})) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
+  const created = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes || {})) created.setAttribute(name, value);
+  created.append(...children);
+  return created;
 }
 
 function shape(tag, attributes, ...children) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes || {})) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
+  const created = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes || {})) created.setAttribute(name, value);
+  created.append(...children);
+  return created;
 }
 
 const known = (value) => typeof value === "number" && Number.isFinite(value);
@@ -34,9 +34,9 @@ const percent = (value) => (known(value) ? `${(value * 100).toFixed(1)} %` : "â€
 function bytes(value) {
   if (!known(value)) return "â€“";
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-  let at = 0;
-  while (value >= 1024 && at < units.length - 1) { value /= 1024; at += 1; }
-  return `${figure(value, 3)} ${units[at]}`;
+  let power = 0;
+  while (value >= 1024 && power < units.length - 1) { value /= 1024; power += 1; }
+  return `${figure(value, 3)} ${units[power]}`;
 }
 
 function duration(seconds) {
@@ -54,18 +54,18 @@ function duration(seconds) {
 
 const clock = (unixSeconds) => new Date(unixSeconds * 1000).toLocaleTimeString();
 
-// Rebuilds a part only if what it shows has changed, so that selections and scrolling stay.
-const shown = new Map();
-function put(id, value, build) {
+// Rebuilds an element only if its value has changed, which keeps selections and scroll positions.
+const rendered = new Map();
+function render(id, value, build) {
   const key = JSON.stringify(value);
-  if (shown.get(id) === key) return;
-  shown.set(id, key);
+  if (rendered.get(id) === key) return;
+  rendered.set(id, key);
   byId(id).replaceChildren(...build(value));
 }
 
 function facts(id, pairs) {
-  put(id, pairs, (rows) => rows.map(([name, value]) =>
+  render(id, pairs, (rows) => rows.map(([name, value]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, value))));
 }
 
-const range = (least, most) => (least === most ? count(most) : `${count(least)} to ${count(most)}`);
+const range = (min, max) => (min === max ? count(max) : `${count(min)} to ${count(max)}`);
