@@ -1,7 +1,4 @@
-"""The errors of rayzero. They say what was seen, what is allowed, and which setting changes it.
-
-All of them survive pickling, because they cross process boundaries.
-"""
+"""rayzero's errors: what was seen, what is allowed, which setting changes it. All are picklable."""
 
 from __future__ import annotations
 
@@ -12,14 +9,13 @@ from rayzero.engine.redact import redact_url
 
 
 class RayzeroError(Exception):
-    """The base of every error that rayzero raises on purpose.
+    """Base class of rayzero's errors.
 
-    Credentials in URLs are taken out, whatever the text comes from: errors are printed, logged and
-    sent to whoever asks.
+    Credentials in URLs are removed from the text: errors are printed, logged and sent to clients.
 
     Args:
         seen: what went wrong, with the value that was seen.
-        allowed: what would have been right, when that can be said.
+        allowed: the valid values, if known.
         fix: what to change: a setting's name, a command, a file.
     """
 
@@ -40,15 +36,15 @@ class RayzeroError(Exception):
 
 
 class ConfigError(RayzeroError):
-    """A mistake in something the user wrote: a config file, a job file, an argument."""
+    """A mistake in the user's input: a config file, a job file, an argument."""
 
 
 class EngineError(RayzeroError):
-    """The engine was used in a way that cannot work, at run time."""
+    """Invalid use of the engine at run time."""
 
 
 class DataError(RayzeroError):
-    """Training data that is missing, empty, or not what it says it is."""
+    """Training data is missing, empty or inconsistent."""
 
 
 class CollectiveError(RayzeroError):
@@ -56,12 +52,12 @@ class CollectiveError(RayzeroError):
 
 
 def did_you_mean(word: str, allowed: list[str]) -> str:
-    """` (did you mean 'x'?)`, or nothing when no allowed word is near."""
+    """` (did you mean 'x'?)`, or an empty string if no allowed word is similar."""
     close = get_close_matches(word, allowed, n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its type where it says nothing."""
+    """The first line of an error's message; its type if the message is empty."""
     text = error.seen if isinstance(error, RayzeroError) else str(error)
     return (text.strip().splitlines() or [type(error).__name__])[0]

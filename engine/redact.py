@@ -1,4 +1,4 @@
-"""What must not be told: values that look like secrets, and credentials in URLs. Pure."""
+"""Redaction of secrets: values under secret-looking keys, and credentials in URLs."""
 
 from __future__ import annotations
 
@@ -43,35 +43,35 @@ _VOCABULARY_TOKENS = frozenset(
 
 
 def redact_url(text: str) -> str:
-    """A text without the credentials of URLs in it."""
+    """The text with credentials in URLs redacted."""
     return _SECRET_URL_OPTIONS.sub(rf"\1{REDACTED}", _URL_CREDENTIALS.sub(f"{REDACTED}@", text))
 
 
 def redact_document(value: Any, key: str = "") -> Any:
-    """Plain data without secrets: texts under a key that says so, and credentials in URLs."""
+    """Plain data with texts under secret keys and credentials in URLs redacted."""
     if isinstance(value, Mapping):
         return {name: redact_document(inner, str(name)) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [redact_document(one, key) for one in value]
+        return [redact_document(item, key) for item in value]
     if isinstance(value, str):
         return REDACTED if value and is_secret_key(key) else redact_url(value)
     return value
 
 
 def redacted_keys(value: Any, path: str = "") -> Iterator[str]:
-    """The dotted keys of what was taken out."""
+    """The dotted keys of redacted values."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from redacted_keys(inner, f"{path}.{name}" if path else str(name))
     elif isinstance(value, list):
-        for one in value:
-            yield from redacted_keys(one, path)
+        for item in value:
+            yield from redacted_keys(item, path)
     elif isinstance(value, str) and REDACTED in value:
         yield path
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether what stands under a key of that name must not be told."""
+    """Whether values under a key of that name are secrets."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower())
     if _VOCABULARY_TOKENS & set(words):
         return False

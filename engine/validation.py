@@ -1,10 +1,10 @@
-"""One clear message out of a failed pydantic validation. Used for engine configs and job files."""
+"""Pydantic validation with one readable `ConfigError`, for engine configs and job files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from reprlib import Repr
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -15,11 +15,11 @@ from rayzero.engine.redact import redact_document
 M = TypeVar("M", bound=BaseModel)
 
 DOCUMENT_CONTEXT = {"document": True}
-"""The validation context of what was read: a model that is made by a script has none."""
+"""Validation context of documents that were read; models constructed by a script have none."""
 
 
 class _ShortRepr(Repr):
-    """Long values are cut: a message must stay readable."""
+    """Truncates long values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ _SHORT_REPR = _ShortRepr()
 
 
 def repr_value(value: Any) -> str:
-    """A value as it is told in messages."""
+    """A value for messages, truncated."""
     return _SHORT_REPR.repr(value)
 
 
@@ -40,8 +40,8 @@ def validate_document(model: type[M], value: Any, what: str) -> M:
 
     Args:
         model: the pydantic model of the whole document.
-        value: what was read; a mapping, if it is right.
-        what: what the document is called in messages: "engine config", a file's name.
+        value: the document; must be a mapping.
+        what: the document's name in messages: "engine config", a file's name.
 
     Raises:
         ConfigError: naming every wrong key by its path, what was seen, and what is allowed.
@@ -50,10 +50,10 @@ def validate_document(model: type[M], value: Any, what: str) -> M:
         raise ConfigError(
             f"{what}: a mapping of keys to values was expected, not {type(value).__name__}"
         )
-    made, mistakes = validate_model(model, value)
-    if made is None:
+    validated, mistakes = validate_model(model, value)
+    if validated is None:
         raise_config_error(what, mistakes)
-    return made
+    return validated
 
 
 def validate_model(model: type[M], value: dict[str, Any]) -> tuple[M | None, list[str]]:
@@ -65,9 +65,9 @@ def validate_model(model: type[M], value: dict[str, Any]) -> tuple[M | None, lis
 
 
 def error_lines(model: type[BaseModel], error: ValidationError) -> list[str]:
-    """A line for each place: what the members of a union each say is one mistake."""
-    places = {one["loc"]: one for one in reversed(error.errors(include_url=False))}
-    return [_error_line(model, one) for one in reversed(places.values())]
+    """A line for each location: the errors of a union's members count as one."""
+    by_location = {entry["loc"]: entry for entry in reversed(error.errors(include_url=False))}
+    return [_error_line(model, entry) for entry in reversed(by_location.values())]
 
 
 def raise_config_error(what: str, mistakes: Sequence[str]) -> NoReturn:
@@ -95,20 +95,18 @@ def _error_line(model: type[BaseModel], error: ErrorDetails) -> str:
 
 
 def _allowed_keys(model: type[BaseModel], path: list[str]) -> list[str]:
-    """The keys the document allows at `path`, following nested models through optional types."""
-    here: type[BaseModel] | None = model
+    """The keys that the document allows at `path`."""
+    section: type[BaseModel] | None = model
     for part in path:
-        field = here.model_fields.get(part) if here else None
-        here = _nested_model(field.annotation) if field else None
-    if here is None:
+        field = section.model_fields.get(part) if section else None
+        section = nested_section(field.annotation) if field else None
+    if section is None:
         return []
-    return sorted(field.alias or name for name, field in here.model_fields.items())
+    return sorted(field.alias or name for name, field in section.model_fields.items())
 
 
-def _nested_model(annotation: Any) -> type[BaseModel] | None:
+def nested_section(annotation: Any) -> type[BaseModel] | None:
+    """The model of a field that is a section, also of an optional one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    for part in getattr(annotation, "__args__", ()):
-        if found := _nested_model(part):
-            return found
-    return None
+    return next(filter(None, map(nested_section, get_args(annotation))), None)

@@ -89,7 +89,7 @@ def _refuse_arguments(**given: Any) -> None:
 def _choose_config(
     args: Any, config: ConfigLike | None, config_params: ConfigLike | None
 ) -> ConfigLike | None:
-    """The config, from whichever argument it was given in; None if it was given in none."""
+    """The config from the argument that has it; None if none has."""
     places = {
         "initialize(config=...)": config,
         "initialize(config_params=...)": config_params,

@@ -1,8 +1,7 @@
-"""The engine's config: DeepSpeed's keys and a few of our own, read, checked and explained.
+"""The engine's config: DeepSpeed's keys and rayzero's, parsed, checked and explained. No torch.
 
-No torch. `document` is the config as a model, its sections lie beside it by theme; `keys` is the
-table that says of every key of DeepSpeed whether it is implemented, a no-op or refused; `parse` is
-the way from what a user gave to a checked config. This file is the door to them.
+`model` is the whole document and its fields carry their `Key` metadata; `unsupported` has the keys
+of DeepSpeed without a field; `parse` turns a file or dict into a checked config.
 """
 
 from rayzero.engine.config.batch_sizes import BatchSizes, resolve_batch_sizes

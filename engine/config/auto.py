@@ -1,8 +1,8 @@
-"""What `"auto"` becomes: one table.
+"""Resolution of `"auto"`.
 
-A file with "auto" was written for a trainer that fills the values in from its own arguments. Here
-there are none, so a value becomes what that trainer's default would have made of it, what follows
-from other keys, or the key's own default.
+A file with "auto" was written for a trainer that fills in values from its arguments. Without one,
+"auto" becomes that trainer's default, a value that follows from other keys, or the key's default.
+Rules of keys that are fields are declared with them; those of free-form params are here.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ AutoFn = Callable[[dict[str, Any]], Any]
 
 @dataclass(frozen=True)
 class AutoRule:
-    """What "auto" becomes at one key.
+    """The rule of one key.
 
     Attributes:
-        path: the key's.
-        rule: from the document, whose rows above are done, to the value; None leaves the key out.
-        says: the rule in words.
+        resolve: maps the document, to which the rules before were applied, to the value; None
+            leaves the key out.
+        description: the rule as text, for messages and docs.
     """
 
     path: str
@@ -72,32 +72,32 @@ OTHER_KEYS_TEXT = "left out: the key's default"
 TOTAL_STEPS_PATH = "scheduler.params.total_num_steps"
 
 
-def resolve_auto(document: dict[str, Any], told: dict[str, str], mistakes: list[str]) -> None:
-    """Puts a value in the place of every "auto"; the document is changed.
+def resolve_auto(document: dict[str, Any], provenance: dict[str, str], mistakes: list[str]) -> None:
+    """Replaces every "auto" in the document, in place.
 
     Args:
-        told: gets {path: what it became, and why}, for keys left out as well.
-        mistakes: gets a line for what nobody can work out.
+        provenance: gets {path: the rule that was applied}, for keys left out as well.
+        mistakes: gets a line for every "auto" that cannot be resolved.
     """
     if get_path(document, TOTAL_STEPS_PATH) == AUTO:
         pop_path(document, TOTAL_STEPS_PATH)
         mistakes.append(
-            f"{TOTAL_STEPS_PATH}: auto is the number of steps of a job (`steps:` in its job file), and "
-            "there is no job here; write the number"
+            f"{TOTAL_STEPS_PATH}: auto is the number of steps of a job (`steps:` in its job file), "
+            "but this is no job; write the number"
         )
-    for one in AUTO_RULES:
-        if get_path(document, one.path) == AUTO:
-            value = one.resolve(document)
+    for rule in AUTO_RULES:
+        if get_path(document, rule.path) == AUTO:
+            value = rule.resolve(document)
             if value is None:
-                pop_path(document, one.path)
+                pop_path(document, rule.path)
             else:
-                set_path(document, one.path, value)
-            told[one.path] = f"auto: {one.description}"
-    _drop_remaining(document, "", told)
+                set_path(document, rule.path, value)
+            provenance[rule.path] = f"auto: {rule.description}"
+    _drop_remaining(document, "", provenance)
 
 
 def fill_total_steps(document: dict[str, Any], steps: int | None) -> dict[str, Any]:
-    """The document with a job's number of steps where a schedule asks for it by "auto"."""
+    """The document with a job's number of steps where the schedule's is "auto"."""
     section = document.get("scheduler")
     if (
         steps is None
@@ -111,10 +111,11 @@ def fill_total_steps(document: dict[str, Any], steps: int | None) -> dict[str, A
     }
 
 
-def _drop_remaining(here: dict[str, Any], prefix: str, told: dict[str, str]) -> None:
-    for name, value in list(here.items()):
+def _drop_remaining(section: dict[str, Any], prefix: str, provenance: dict[str, str]) -> None:
+    """Leaves out every other "auto"."""
+    for name, value in list(section.items()):
         if isinstance(value, dict):
-            _drop_remaining(value, f"{prefix}{name}.", told)
+            _drop_remaining(value, f"{prefix}{name}.", provenance)
         elif value == AUTO:
-            del here[name]
-            told[prefix + name] = f"auto: {OTHER_KEYS_TEXT}"
+            del section[name]
+            provenance[prefix + name] = f"auto: {OTHER_KEYS_TEXT}"

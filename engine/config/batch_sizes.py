@@ -1,4 +1,4 @@
-"""The batch triangle: samples a step, samples a micro-batch, micro-batches a step."""
+"""Batch sizes: global batch = micro-batch x ranks x gradient accumulation steps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rayzero.engine.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The batch triangle, solved. All counts are samples but `micro_steps`.
+    """Resolved batch sizes, in samples; `micro_steps` are micro-batches per step.
 
-    `shares` are each rank's share of a step's samples; empty for even shares.
+    `shares` are each rank's fraction of a step's samples; empty if they are equal.
     """
 
     global_batch: int
@@ -27,19 +27,19 @@ class BatchSizes:
 def resolve_batch_sizes(
     config: EngineConfig, world_size: int, shares: Sequence[float] = ()
 ) -> BatchSizes:
-    """Solves the batch triangle for one world size.
+    """Resolves the batch sizes for one world size.
 
-    With a global and a micro batch given, any world size will do: the step's samples are split as
-    evenly as possible and every rank runs the same number of micro-steps. When all three are
-    given they must multiply, as in DeepSpeed.
+    Given a global batch and a micro-batch, any world size is valid: the step's samples are split
+    as evenly as possible and every rank runs the same number of micro-steps. If all three sizes
+    are given, they must multiply to the global batch, as in DeepSpeed.
 
     Args:
-        shares: each rank's share of a step's samples; empty for even shares. The config is judged
-            by even shares. Uneven ones keep a given micro-batch, which is a limit of memory, and
-            take more micro-steps; without one they keep the micro-steps.
+        shares: each rank's fraction of a step's samples; empty for equal ones. The config is
+            checked with equal shares. Unequal ones keep a given micro-batch, which bounds memory,
+            and take more micro-steps; without one they keep the micro-steps.
 
     Raises:
-        ConfigError: the three numbers disagree, or there are fewer samples than ranks.
+        ConfigError: the three sizes disagree, or there are fewer samples than ranks.
     """
     total = config.train_batch_size
     micro = config.train_micro_batch_size_per_gpu
@@ -52,19 +52,19 @@ def resolve_batch_sizes(
             f"the batch sizes disagree: train_batch_size is {total}, but "
             f"train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps} x "
             f"world size {world_size} is {micro * steps * world_size}",
-            fix="leave one of the three out and it is worked out",
+            fix="leave one of the three out: it is computed from the others",
         )
     if total < world_size:
         raise ConfigError(
             f"train_batch_size {total} is less than the world size {world_size}",
-            allowed="at least one sample a rank",
+            allowed="at least one sample per rank",
             fix="train_batch_size, or workers.max in the job file",
         )
     per_rank = ceil(total / world_size)
     even = ceil(per_rank / (steps or 1)) if micro is None else micro
     if steps is not None and ceil(per_rank / even) != steps:
         raise ConfigError(
-            f"train_batch_size {total} on {world_size} ranks is {per_rank} samples a rank, which "
+            f"train_batch_size {total} on {world_size} ranks is {per_rank} samples per rank, which "
             f"does not make gradient_accumulation_steps {steps} micro-batches of equal size",
             fix="train_batch_size, or leave gradient_accumulation_steps out",
         )

@@ -1,9 +1,4 @@
-"""Unknown/refused keys, conflicting keys.
-
-A document against the table of keys: what is known, and what is refused.
-
-Keys that cannot stand together: what can be told before anything is built.
-"""
+"""Checks of a document against the table of keys: unknown, refused and conflicting keys."""
 
 from __future__ import annotations
 
@@ -22,13 +17,13 @@ _DEFAULT_CONFIG = EngineConfig()
 
 
 def list_children() -> dict[str, list[str]]:
-    """{path of a section: the names that stand in it}; the top of the document is ""."""
-    found: dict[str, dict[str, None]] = {}
+    """{path of a section: the names of its keys}; the top of the document is ""."""
+    children: dict[str, dict[str, None]] = {}
     for path in KEYS:
         parts = path.split(".")
         for depth, part in enumerate(parts):
-            found.setdefault(".".join(parts[:depth]), {})[part] = None
-    return {section: sorted(names) for section, names in found.items()}
+            children.setdefault(".".join(parts[:depth]), {})[part] = None
+    return {section: sorted(names) for section, names in children.items()}
 
 
 _CHILDREN = list_children()
@@ -37,11 +32,11 @@ _CHILDREN = list_children()
 def split_known_keys(
     document: dict[str, Any], mistakes: list[str], prefix: str = ""
 ) -> dict[str, Any]:
-    """What of the document the config's model is to check: keys that are fields of it.
+    """The part of the document that `EngineConfig` validates: keys that are its fields.
 
     Args:
-        mistakes: gets a line for every unknown key, and for every refused key outside the model
-            that asks for something.
+        mistakes: gets a line for every unknown key, and for every refused key without a field whose
+            value is active.
     """
     kept = {}
     for name, value in document.items():
@@ -55,7 +50,7 @@ def split_known_keys(
         elif path in _CHILDREN and isinstance(value, dict):
             kept[name] = split_known_keys(value, mistakes, f"{path}.")
         elif key is not None or path in _CHILDREN:
-            if value is not None:  # null is as if the key were not there
+            if value is not None:  # null means that the key is absent
                 kept[name] = value
         else:
             known = _CHILDREN[prefix.rstrip(".")]
@@ -67,7 +62,7 @@ def split_known_keys(
 
 
 def _check_free_form(section: str, params: dict[str, Any], mistakes: list[str]) -> dict[str, Any]:
-    """All keys, but for those that have a row."""
+    """The params without the keys that have an entry in `KEYS`, which are not the optimizer's."""
     rows = {name: KEYS.get(f"{section}.{name}") for name in params}
     for name, row in rows.items():
         if (
@@ -81,7 +76,7 @@ def _check_free_form(section: str, params: dict[str, Any], mistakes: list[str]) 
 
 
 def refused_fields(config: EngineConfig) -> Iterator[str]:
-    """A line for every refused field of the model whose value is not its default."""
+    """A line for every refused field whose value is not its default."""
     for key in KEYS.values():
         if key.status is REFUSED and key.is_active is None and is_in_force(config, key.path):
             value = get_field(config, key.path)
@@ -90,28 +85,28 @@ def refused_fields(config: EngineConfig) -> Iterator[str]:
 
 
 def refusal_message(key: Key, seen: Any) -> str:
-    """Why this value of the key is not taken."""
+    """The message for a refused value of a key."""
     use = f"; use {key.alternative}" if key.alternative else ""
     return f"{key.path}: refused: {key.reason}{use} (seen: {repr_value(seen)})"
 
 
 def get_field(config: EngineConfig, path: str) -> Any:
-    """A field's value; None below a section that is not there."""
-    here: Any = config
+    """A field's value; None below a section that is None."""
+    value: Any = config
     for part in path.split("."):
-        here = getattr(here, part, None)
-    return here
+        value = getattr(value, part, None)
+    return value
 
 
 def is_in_force(config: EngineConfig, path: str) -> bool:
-    """Whether the key is in no section that says `enabled: false` or offloads to `none`."""
+    """Whether the key's section is present, not `enabled: false` and not `device: none`."""
     *outer, last = path.split(".")
-    here: Any = config
+    section: Any = config
     for part in outer:
-        here = getattr(here, part, None)
-        if here is None:
+        section = getattr(section, part, None)
+        if section is None:
             return False
-    off = not getattr(here, "enabled", True) or getattr(here, "device", "") == "none"
+    off = not getattr(section, "enabled", True) or getattr(section, "device", "") == "none"
     return last in ("enabled", "device") or not off
 
 
@@ -120,9 +115,9 @@ class Conflict:
     """Keys that contradict each other.
 
     Attributes:
-        path: the key that is named, or two.
-        holds: whether a config has this clash.
-        says: what is wrong, and what to change.
+        path: the key, or both keys, as the message names them.
+        applies_to: whether a config has this conflict.
+        message: what is wrong, and what to change.
     """
 
     path: str
@@ -130,15 +125,15 @@ class Conflict:
     message: str
 
 
-def _both_enabled(one: str, other: str) -> Conflict:
+def _both_enabled(first: str, second: str) -> Conflict:
     return Conflict(
-        f"{one} and {other}",
-        lambda config: getattr(config, one).enabled and getattr(config, other).enabled,
+        f"{first} and {second}",
+        lambda config: getattr(config, first).enabled and getattr(config, second).enabled,
         'both are enabled; "enabled": false in one of them',
     )
 
 
-_MAX_SCALE_POWER = 64  # far beyond what any gradient survives
+_MAX_SCALE_POWER = 64  # far beyond the range of useful loss scales
 
 
 def _uses_dynamic_scale(config: EngineConfig) -> bool:
@@ -146,8 +141,6 @@ def _uses_dynamic_scale(config: EngineConfig) -> bool:
 
 
 _OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer"
-
-
 _OFFLOAD_PARAM = "zero_optimization.offload_param"
 
 
@@ -173,7 +166,7 @@ CONFLICTS = (
     Conflict(
         "fp16.min_loss_scale",
         lambda config: _uses_dynamic_scale(config) and not config.fp16.min_loss_scale,
-        "more than 0: a scale that is halved for ever never gets there",
+        "more than 0: halving a scale never reaches 0",
     ),
     Conflict(
         f"{_OFFLOAD_PARAM}.device",
@@ -181,12 +174,12 @@ CONFLICTS = (
             config.zero_optimization.offload_param.device == "cpu"
             and config.zero_optimization.stage != 3
         ),
-        "model weights can be offloaded at stage 3 only; at the others they are in use as a whole",
+        "model weights can be offloaded at stage 3 only; others use all of them all the time",
     ),
     Conflict(
         f"{_OFFLOAD_PARAM}.device",
         lambda config: config.zero_optimization.offload_param.device == "nvme",
-        "refused: every unit would be read from the disk twice in each micro-step; use cpu, and "
+        "refused: every unit would be read from disk twice per micro-step; use cpu, and "
         f"{_OFFLOAD_OPTIMIZER}.device nvme for main weights and optimizer state",
     ),
     Conflict(
@@ -201,7 +194,7 @@ CONFLICTS = (
 
 
 def find_conflicts(config: EngineConfig) -> Iterator[str]:
-    """A line for every clash in a config."""
-    for one in CONFLICTS:
-        if one.applies_to(config):
-            yield f"{one.path}: {one.message}"
+    """A line for every conflict in a config."""
+    for conflict in CONFLICTS:
+        if conflict.applies_to(config):
+            yield f"{conflict.path}: {conflict.message}"

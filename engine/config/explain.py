@@ -1,9 +1,4 @@
-"""`config explain`, JSON schema.
-
-What is in force: every key with its status, its value, and where the value came from.
-
-The JSON schema of a config, for editors: every known key, with what it asks for.
-"""
+"""`rayzero config explain` (every key, its value and source), and the JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -24,8 +19,6 @@ from rayzero.engine.validation import repr_value
 log = logging.getLogger(__name__)
 
 _MISSING = object()
-
-
 _DEFAULT_CONFIG = EngineConfig()
 
 
@@ -34,14 +27,13 @@ class KeyInfo:
     """One key of a config.
 
     Attributes:
-        group: what it is about.
-        key: its path.
-        status: what becomes of it.
-        value: what holds, as JSON knows it.
-        source: "file", "default", or how the value came to be.
-        in_force: whether it has an effect in this config.
-        what: what the key asks for.
-        reason: why it does nothing or would be refused; empty for an implemented key.
+        group: subject.
+        key: path.
+        value: effective value, JSON-compatible.
+        source: "file", "default", or how the value was derived.
+        in_force: whether the key has an effect in this config.
+        what: what the key requests.
+        reason: why it has no effect or would be refused; empty for an implemented key.
     """
 
     group: str
@@ -55,8 +47,8 @@ class KeyInfo:
 
 
 def key_infos(parsed: ParsedConfig) -> Iterator[KeyInfo]:
-    """A fact for every row of the table, in its order, and for every parameter of the optimizer
-    and the schedule."""
+    """One entry for every key, in the order of `KEY_GROUPS`, and for every parameter of the
+    optimizer and the schedule."""
     dump = parsed.config.model_dump(mode="json")
     for group, keys in KEY_GROUPS.items():
         for key in keys:
@@ -66,16 +58,16 @@ def key_infos(parsed: ParsedConfig) -> Iterator[KeyInfo]:
                 yield _key_info(group, key, parsed, dump)
 
 
-def is_set_or_active(fact: KeyInfo) -> bool:
-    """Whether the key is in force, or somebody wrote it."""
-    return fact.source != "default" or (fact.in_force and fact.status is IMPLEMENTED)
+def is_set_or_active(info: KeyInfo) -> bool:
+    """Whether the key is in force, or the config contains it."""
+    return info.source != "default" or (info.in_force and info.status is IMPLEMENTED)
 
 
 def log_explanation(parsed: ParsedConfig) -> None:
-    """Logs, once a process, what a config became that its text does not say."""
+    """Logs derived values and keys without effect; once per process."""
     for path, how in parsed.provenance.items():
         _log_once(f"config: {path} is {repr_value(_current_value(parsed, path))} ({how})")
-    if idle := [one.key for one in key_infos(parsed) if _is_ineffective(one)]:
+    if idle := [info.key for info in key_infos(parsed) if _is_ineffective(info)]:
         _log_once(f"config: no effect here: {', '.join(idle)} (`rayzero config explain` says why)")
 
 
@@ -84,12 +76,12 @@ def _log_once(line: str) -> None:
     log.info("%s", line)
 
 
-def _is_ineffective(fact: KeyInfo) -> bool:
-    """A no-op key that was written with another value than its default."""
+def _is_ineffective(info: KeyInfo) -> bool:
+    """Whether a no-op key was given a value other than its default."""
     return (
-        fact.status is NO_OP
-        and fact.source == "file"
-        and fact.value != get_field(_DEFAULT_CONFIG, fact.key)
+        info.status is NO_OP
+        and info.source == "file"
+        and info.value != get_field(_DEFAULT_CONFIG, info.key)
     )
 
 
@@ -130,22 +122,22 @@ _NUMERIC_TYPES = {"integer", "number"}
 
 
 def json_schema() -> dict[str, Any]:
-    """A JSON schema (draft 2020-12) that takes what the parser takes, as far as types go."""
-    made = EngineConfig.model_json_schema(mode="validation")
-    sections = made.pop("$defs", {})
-    made["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    made["title"] = "rayzero engine config"
-    _inline_refs(made, sections)
-    _loosen(made, "")
+    """A JSON schema (draft 2020-12) that accepts what the parser accepts, as far as types go."""
+    schema = EngineConfig.model_json_schema(mode="validation")
+    sections = schema.pop("$defs", {})
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "rayzero engine config"
+    _inline_refs(schema, sections)
+    _loosen(schema, "")
     for key in KEYS.values():
-        _describe_property(made, key.path, {}, key.text)
-    for one in OLD_NAMES:
-        _describe_property(made, one.old, {"deprecated": True}, f"The old name of {one.new}.")
-    return made
+        _describe_property(schema, key.path, {}, key.text)
+    for name in OLD_NAMES:
+        _describe_property(schema, name.old, {"deprecated": True}, f"The old name of {name.new}.")
+    return schema
 
 
 def _inline_refs(node: Any, sections: dict[str, Any]) -> None:
-    """Puts sections in the place of references to them: each stands in one place only."""
+    """Replaces references by their sections; each section is referenced once."""
     if isinstance(node, dict):
         if isinstance(name := node.pop("$ref", None), str):
             node |= sections[name.rsplit("/", 1)[-1]]
@@ -157,12 +149,12 @@ def _inline_refs(node: Any, sections: dict[str, Any]) -> None:
 
 
 def _loosen(node: dict[str, Any], path: str) -> None:
-    """Lets every key be "auto" or null, a number be text, and some sections a boolean."""
+    """Accepts "auto" and null for every key, text for numbers, and booleans for some sections."""
     for name, inner in list(node.get("properties", {}).items()):
-        here = f"{path}{name}"
-        if here not in FREE_FORM_SECTIONS:
+        full = f"{path}{name}"
+        if full not in FREE_FORM_SECTIONS:
             for option in [inner, *inner.get("anyOf", [])]:
-                _loosen(option, f"{here}.")
+                _loosen(option, f"{full}.")
         inner.pop("title", None)
         described = {"description": inner.pop("description")} if "description" in inner else {}
         default = {"default": inner.pop("default")} if "default" in inner else {}
@@ -170,7 +162,7 @@ def _loosen(node: dict[str, Any], path: str) -> None:
         kinds = {option.get("type") for option in options}
         if kinds & _NUMERIC_TYPES:
             options = [*map(_allow_fraction, options), {"type": "string"}]
-        if any(short.path == here for short in SHORTHANDS):
+        if any(short.path == full for short in SHORTHANDS):
             options.append({"type": "boolean"})
         options += [{"type": "null"}, {"const": "auto"}]
         node["properties"][name] = {"anyOf": options} | default | described
@@ -181,13 +173,15 @@ def _allow_fraction(option: dict[str, Any]) -> dict[str, Any]:
     return option | {"type": "number"} if option.get("type") == "integer" else option
 
 
-def _describe_property(made: dict[str, Any], path: str, empty: dict[str, Any], text: str) -> None:
-    """Describes the property at `path`, which is made where the model has none."""
-    here = made
+def _describe_property(schema: dict[str, Any], path: str, empty: dict[str, Any], text: str) -> None:
+    """Describes the property at `path`; creates it where the model has no such field."""
+    node = schema
     *outer, last = path.split(".")
     for part in outer:
-        found = here.setdefault("properties", {}).setdefault(part, {})
-        options = [one for one in found.get("anyOf", [found]) if one.get("type") == "object"]
-        here = options[0] if options else found
-    properties = here.setdefault("properties", {})
+        child = node.setdefault("properties", {}).setdefault(part, {})
+        options = [
+            option for option in child.get("anyOf", [child]) if option.get("type") == "object"
+        ]
+        node = options[0] if options else child
+    properties = node.setdefault("properties", {})
     properties[last] = properties.get(last, dict(empty)) | {"description": text}

@@ -1,7 +1,7 @@
-"""The types of config values: numbers and choices as real config files write them.
+"""Types of config values: numbers and choices as config files spell them.
 
-Files say `5e8`, `"8"`, `15099494.4` and `Infinity` where an integer is meant, and YAML reads `1e-5`
-as text. What cannot be taken is left as it is: the strict type behind then refuses it by name.
+Files contain `5e8`, `"8"`, `15099494.4` and `Infinity` for integers, and YAML reads `1e-5` as text.
+Values that cannot be converted are passed on: the strict type behind rejects them by name.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ NO_LIMIT = sys.maxsize  # what `Infinity` means for a size
 
 
 class ConfigSection(BaseModel):
-    """A section of the config; a key that it does not have is a mistake."""
+    """A section of the config; unknown keys are errors."""
 
-    # Infinity stays what it is where a config is written out.
+    # Infinity is kept when a config is serialized.
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 def parse_number(value: Any) -> Any:
-    """Text that is a number, as that number; integers as floats, where they fit."""
+    """Converts text and integers to float; other values are returned unchanged."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -41,7 +41,7 @@ def parse_number(value: Any) -> Any:
 
 
 def parse_integer(value: Any) -> Any:
-    """A float or text that is a whole number, as that integer."""
+    """Converts a float or text that is a whole number to int; others are returned unchanged."""
     if isinstance(value, str):
         try:
             return int(value)
@@ -53,7 +53,7 @@ def parse_integer(value: Any) -> Any:
 
 
 def parse_size(value: Any) -> Any:
-    """As `whole`; a fraction of an element is cut off, and infinity is no limit."""
+    """As `parse_integer`, but fractions are truncated and infinity means no limit."""
     value = parse_integer(value)
     if not isinstance(value, float) or math.isnan(value):
         return value
@@ -63,24 +63,24 @@ def parse_size(value: Any) -> Any:
 
 
 def reject_bool(value: Any) -> Any:
-    """True equals 1, and would pass for a number."""
+    """Rejects booleans, which would otherwise pass as 0 and 1."""
     if isinstance(value, bool):
         raise ValueError("a number was expected")
     return value
 
 
 def name_validator(names: Mapping[str, str], what: str) -> Callable[[Any], Any]:
-    """A validator that finds `{name as it may be written, in lower case: name}`."""
+    """A validator for names in any case. `names` maps lower case spellings to names."""
 
     def find(value: Any) -> Any:
         if not isinstance(value, str):
             raise ValueError(f"the name of {what} was expected")
-        found = names.get(value.lower())
-        if found is None:
+        name = names.get(value.lower())
+        if name is None:
             known = list(dict.fromkeys(names.values()))
             hint = did_you_mean(value, known)
-            raise ValueError(f"not {what} that this version has{hint}: {', '.join(known)}")
-        return found
+            raise ValueError(f"not {what} that this version supports{hint}: {', '.join(known)}")
+        return name
 
     return find
 

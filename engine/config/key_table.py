@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from rayzero.engine.config.keys import Key
 from rayzero.engine.config.model import EngineConfig
 from rayzero.engine.config.unsupported import UNSUPPORTED_KEYS
+from rayzero.engine.validation import nested_section
 
 FREE_FORM_SECTIONS = ("optimizer.params", "scheduler.params")
 """Sections whose keys are those of the optimizer or the schedule."""
@@ -30,13 +30,6 @@ def _field_keys(
             yield group, replace(key, path=path)
         if (section := nested_section(field.annotation)) is not None:
             yield from _field_keys(section, f"{path}.", group)
-
-
-def nested_section(annotation: Any) -> type[BaseModel] | None:
-    """The model of a field that is a section, also of an optional one."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, map(nested_section, get_args(annotation))), None)
 
 
 def _group_keys() -> dict[str, tuple[Key, ...]]:

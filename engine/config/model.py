@@ -57,8 +57,8 @@ def _validate_optimizer_type(value: Any) -> Any:
 class OptimizerConfig(ConfigSection):
     """`{"type": "AdamW", "params": {"lr": 1e-3, ...}}`; params go to the optimizer's class.
 
-    Besides names of DeepSpeed's and torch's, `type` may be a class's dotted name, one that works
-    element by element: `my_package.optimizers.Sophia`.
+    `type` is a name of DeepSpeed's or torch's, or the dotted name of an elementwise optimizer's
+    class: `my_package.optimizers.Sophia`.
     """
 
     type: Annotated[str, BeforeValidator(_validate_optimizer_type)] = implemented(
@@ -82,15 +82,15 @@ class SchedulerConfig(ConfigSection):
 def find_param_errors(
     optimizer: OptimizerConfig | None, scheduler: SchedulerConfig | None
 ) -> list[str]:
-    """A line for every mistake in what `params` hold, as far as that can be told without torch."""
-    found = []
+    """A line for every mistake in `params` that can be detected without torch."""
+    mistakes = []
     if optimizer is not None and optimizer.type in OPTIMIZER_PARAMS:
-        found += _validate_params("optimizer", OPTIMIZER_PARAMS[optimizer.type], optimizer.params)[
-            1
-        ]
+        params_model = OPTIMIZER_PARAMS[optimizer.type]
+        mistakes += _validate_params("optimizer", params_model, optimizer.params)[1]
     if scheduler is not None and scheduler.type in SCHEDULE_PARAMS:
-        found += _validate_params("scheduler", SCHEDULE_PARAMS[scheduler.type], scheduler.params)[1]
-    return found
+        schedule_model = SCHEDULE_PARAMS[scheduler.type]
+        mistakes += _validate_params("scheduler", schedule_model, scheduler.params)[1]
+    return mistakes
 
 
 def parse_params(section: str, model: type[S], params: dict[str, Any]) -> S:
@@ -108,17 +108,20 @@ def parse_params(section: str, model: type[S], params: dict[str, Any]) -> S:
 def _validate_params(
     section: str, model: type[S], params: dict[str, Any]
 ) -> tuple[S | None, list[str]]:
-    """Inside its section, so that messages name the whole path."""
+    """Validates params nested in their section, so that messages contain the whole path."""
     inner = create_model("Inner", __base__=ConfigSection, params=(model, ...))
     fields: dict[str, Any] = {section: (inner, ...)}
     outer = create_model("Outer", __base__=ConfigSection, **fields)
-    found, mistakes = validate_model(outer, {section: {"params": params}})
-    return (None if found is None else getattr(found, section).params), mistakes
+    document, mistakes = validate_model(outer, {section: {"params": params}})
+    return (None if document is None else getattr(document, section).params), mistakes
 
 
 def coerce_numbers(params: dict[str, Any]) -> dict[str, Any]:
-    """Params of a class that is not ours: text that is a number as that number."""
-    return {key: parse_number(one) if isinstance(one, str) else one for key, one in params.items()}
+    """Params of torch's or the user's class, with numeric text converted to numbers."""
+    return {
+        key: parse_number(value) if isinstance(value, str) else value
+        for key, value in params.items()
+    }
 
 
 class EngineConfig(ConfigSection):

@@ -1,9 +1,4 @@
-"""Old names, shorthands, dotted paths.
-
-Older ways to write a config: other names, booleans in place of sections. One table of each.
-
-Values of nested mappings by dotted paths.
-"""
+"""Normalizes a document: old names, booleans in place of sections; access by dotted paths."""
 
 from __future__ import annotations
 
@@ -17,31 +12,31 @@ from rayzero.engine.validation import repr_value
 
 def get_path(document: dict[str, Any], path: str, missing: Any = None) -> Any:
     """The value at `path`, or `missing`."""
-    here: Any = document
+    node: Any = document
     for part in path.split("."):
-        if not isinstance(here, dict) or part not in here:
+        if not isinstance(node, dict) or part not in node:
             return missing
-        here = here[part]
-    return here
+        node = node[part]
+    return node
 
 
 def set_path(document: dict[str, Any], path: str, value: Any) -> bool:
-    """Sets the value at `path`; False if something that is no mapping is in the way."""
+    """Sets the value at `path`; returns False if a parent is not a mapping."""
     *outer, last = path.split(".")
-    here: Any = document
+    node: Any = document
     for part in outer:
-        here = here.setdefault(part, {}) if isinstance(here, dict) else None
-    if not isinstance(here, dict):
+        node = node.setdefault(part, {}) if isinstance(node, dict) else None
+    if not isinstance(node, dict):
         return False
-    here[last] = value
+    node[last] = value
     return True
 
 
 def pop_path(document: dict[str, Any], path: str) -> tuple[Any] | None:
-    """Removes the value at `path`, and hands it out in a tuple; None if there is none."""
+    """Removes and returns the value at `path`, in a tuple; None if there is none."""
     outer, _, last = path.rpartition(".")
-    here = get_path(document, outer) if outer else document
-    return (here.pop(last),) if isinstance(here, dict) and last in here else None
+    parent = get_path(document, outer) if outer else document
+    return (parent.pop(last),) if isinstance(parent, dict) and last in parent else None
 
 
 ConvertFn = Callable[[Any], Any]
@@ -52,12 +47,12 @@ def _identity(value: Any) -> Any:
 
 
 def _true_means(meaning: str) -> ConvertFn:
-    def turn(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         if value not in (True, False, None, "auto"):
             raise ValueError("true or false was expected")
         return meaning if value is True else None
 
-    return turn
+    return convert
 
 
 @dataclass(frozen=True)
@@ -66,10 +61,10 @@ class OldName:
 
     Attributes:
         old: its path.
-        new: the path of the key it means.
-        turn: from its value to that of the new key; None asks for nothing. A ValueError says what
-            is wrong with it.
-        says: what becomes of the value, where it does not stay as it is.
+        new: the path of the current key.
+        convert: maps its value to that of the new key; None leaves the key out. Raises ValueError
+            for an invalid value.
+        description: the conversion, where the value changes.
     """
 
     old: str
@@ -97,9 +92,9 @@ class Shorthand:
     """A section that may be written as a boolean.
 
     Attributes:
-        path: the section's.
-        true: what `true` means.
-        false: what `false` means.
+        path: of the section.
+        true: contents that `true` stands for.
+        false: contents that `false` stands for.
     """
 
     path: str
@@ -127,61 +122,65 @@ SHORTHANDS = (
 
 
 def expand_shorthand(document: dict[str, Any]) -> dict[str, str]:
-    """Writes sections out that were given as a boolean; the document is changed.
+    """Replaces sections that were given as a boolean, in place.
 
     Returns:
-        {path of a key that came of it: how it was written}
+        {path of a resulting key: how it was written}
     """
-    told: dict[str, str] = {}
+    provenance: dict[str, str] = {}
     for short in SHORTHANDS:
         value = get_path(document, short.path)
         if isinstance(value, bool):
             meaning = short.true if value else short.false
             set_path(document, short.path, dict(meaning))
-            told |= {
+            provenance |= {
                 f"{short.path}.{key}": f"{short.path}: {str(value).lower()}" for key in meaning
             }
-    return told
+    return provenance
 
 
-def rename_old_keys(document: dict[str, Any], told: dict[str, str], mistakes: list[str]) -> None:
-    """Gives every key its name of today; the document is changed.
+def rename_old_keys(
+    document: dict[str, Any], provenance: dict[str, str], mistakes: list[str]
+) -> None:
+    """Renames old keys to their current names, in place.
 
     Args:
-        told: gets {new path: how it was written}.
+        provenance: gets {new path: how it was written}.
         mistakes: gets a line where an old and a new name disagree.
     """
-    for one in OLD_NAMES:
-        found = pop_path(document, one.old)
-        if found is None:
+    for name in OLD_NAMES:
+        popped = pop_path(document, name.old)
+        if popped is None:
             continue
         try:
-            value = one.convert(found[0])
+            value = name.convert(popped[0])
         except ValueError as error:
-            mistakes.append(f"{one.old}: {error} (seen: {repr_value(found[0])})")
+            mistakes.append(f"{name.old}: {error} (seen: {repr_value(popped[0])})")
             continue
         if value is None:
             continue
-        present = get_path(document, one.new)
+        present = get_path(document, name.new)
         if isinstance(value, dict) and isinstance(present, dict) and _values_agree(value, present):
             value = {**value, **present}
         elif present is not None and present != value:
             mistakes.append(
-                f"{one.old}: is the old name of {one.new}, and the two disagree "
-                f"({repr_value(found[0])} and {repr_value(present)})"
+                f"{name.old}: is the old name of {name.new}, and the two disagree "
+                f"({repr_value(popped[0])} and {repr_value(present)})"
             )
             continue
-        if not set_path(document, one.new, value):
-            mistakes.append(f"{one.old}: is the old name of {one.new}, which has no place here")
+        if not set_path(document, name.new, value):
+            mistakes.append(
+                f"{name.old}: is the old name of {name.new}, whose section is no mapping"
+            )
             continue
-        for path in [path for path in told if path.startswith(f"{one.old}.")]:
-            del told[path]  # there is no such path any more
-        for path in _leaf_paths(one.new, value):
-            told[path] = f"old name {one.old}"
+        for path in [path for path in provenance if path.startswith(f"{name.old}.")]:
+            del provenance[path]  # the path was renamed
+        for path in _leaf_paths(name.new, value):
+            provenance[path] = f"old name {name.old}"
 
 
-def _values_agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one[key] == other[key] for key in one.keys() & other.keys())
+def _values_agree(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return all(first[key] == second[key] for key in first.keys() & second.keys())
 
 
 def _leaf_paths(path: str, value: Any) -> Iterator[str]:

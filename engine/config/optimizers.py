@@ -200,7 +200,7 @@ class MuonParams(OptimizerParams):
     per_head_muon: Annotated[
         None,
         BeforeValidator(
-            _refuse_if_set("matrices are orthogonalised whole, not by attention heads")
+            _refuse_if_set("matrices are orthogonalized as a whole, not per attention head")
         ),
     ] = None
 
@@ -248,8 +248,8 @@ OPTIMIZERS = (*OPTIMIZER_PARAMS, *TORCH_OPTIMIZERS)
 """Values of `optimizer.type`, in any case; it may also be the dotted name of a class."""
 
 REFUSED_OPTIMIZERS = {
-    "ZeroOneAdam": "it is not in this version: use OneBitAdam",
-    "OneBitLamb": "it is not in this version: use OneBitAdam, or Lamb",
+    "ZeroOneAdam": "not supported in this version: use OneBitAdam",
+    "OneBitLamb": "not supported in this version: use OneBitAdam, or Lamb",
     "MuAdam": "width scaling is the mup package's: use initialize(optimizer=mup.MuAdam(...))",
     "MuAdamW": "width scaling is the mup package's: use initialize(optimizer=mup.MuAdamW(...))",
     "MuSGD": "width scaling is the mup package's: use initialize(optimizer=mup.MuSGD(...))",

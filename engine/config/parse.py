@@ -1,10 +1,6 @@
-"""Source -> dict -> EngineConfig, with provenance.
+"""Parses a config: source (dict, JSON or Hjson file, base64) -> plain values -> `EngineConfig`.
 
-From what a user gave to a dict: a dict, a file of JSON or Hjson, or base64 of one.
-
-A document as plain values: what JSON knows, and no deeper or larger than a config can be.
-
-From what a user gave to a checked config, and to where each of its values came from.
+`ParsedConfig` also has the provenance of each derived value.
 """
 
 from __future__ import annotations
@@ -31,21 +27,19 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.validation import raise_config_error, validate_model
 
 _MAX_DEPTH = 32
-
-
-_MAX_INTEGER_BITS = 1023  # what a float can hold
+_MAX_INTEGER_BITS = 1023  # the range of a float
 
 
 def to_plain(value: Any, what: str, path: tuple[str, ...] = ()) -> Any:
-    """A copy of `value` in dicts, lists, text, numbers, booleans and None.
+    """A copy of `value` made of dicts, lists, text, numbers, booleans and None.
 
     Args:
         value: a document, or a part of it.
-        what: what the document is called in messages.
-        path: where the part stands in it.
+        what: the document's name in messages.
+        path: of the part in the document.
 
     Raises:
-        ConfigError: something else is in it, a key is not text, or it is nested too deeply.
+        ConfigError: a value has another type, a key is not text, or the nesting is too deep.
     """
     if len(path) > _MAX_DEPTH:
         raise ConfigError(
@@ -73,7 +67,7 @@ def to_plain(value: Any, what: str, path: tuple[str, ...] = ()) -> Any:
 
 
 def _check_text(value: str, what: str, path: str) -> str:
-    """Half of a surrogate pair can be neither printed nor written to a file."""
+    """Rejects lone surrogates, which can be neither printed nor written to a file."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -82,7 +76,7 @@ def _check_text(value: str, what: str, path: str) -> str:
 
 
 def _to_number(value: Any, what: str, path: str) -> int | float:
-    """Numbers of other libraries, such as numpy's, are numbers too."""
+    """Converts any numeric type, such as numpy's."""
     if isinstance(value, Integral):
         whole = int(value)
         if whole.bit_length() > _MAX_INTEGER_BITS:
@@ -93,8 +87,8 @@ def _to_number(value: Any, what: str, path: str) -> int | float:
             raise ConfigError(f"{what}: {path}: a number was expected (seen: nan)")
         return float(value)
     raise ConfigError(
-        f"{what}: {path}: a {type(value).__name__} cannot stand in a config",
-        allowed="what JSON knows: mappings, lists, text, numbers, true, false and null",
+        f"{what}: {path}: a {type(value).__name__} is not allowed in a config",
+        allowed="JSON types: mappings, lists, text, numbers, true, false and null",
     )
 
 
@@ -102,11 +96,11 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     """The config as a dict of plain values.
 
     Args:
-        source: the dict; the path of a JSON or Hjson file; or, as launchers hand it over, the
-            text of one in base64, plain or URL-safe.
+        source: the dict; the path of a JSON or Hjson file; or, as launchers pass it, the text of
+            one in base64, plain or URL-safe.
 
     Raises:
-        ConfigError: the file is missing, or is not Hjson, or holds what a config cannot.
+        ConfigError: the file is missing, is not Hjson, or contains values of other types.
     """
     what = describe_source(source)
     if isinstance(source, Mapping):
@@ -126,7 +120,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
 
 
 def describe_source(source: object) -> str:
-    """What the document is called in messages."""
+    """The document's name in messages."""
     if not isinstance(source, str | os.PathLike):
         return "engine config"
     if _decode_base64(source) is not None:
@@ -146,7 +140,7 @@ def _read_text(source: str | os.PathLike[str]) -> str:
 
 
 def _decode_base64(source: str | os.PathLike[str]) -> str | None:
-    """The text that is in base64 here; None if it is a path."""
+    """The decoded text; None if `source` is a path."""
     if not isinstance(source, str) or _path_exists(source):
         return None
     code = "".join(source.split()).rstrip("=").translate(str.maketrans("-_", "+/"))
@@ -160,12 +154,12 @@ def _decode_base64(source: str | os.PathLike[str]) -> str | None:
 def _path_exists(path: str) -> bool:
     try:
         return os.path.exists(path)
-    except ValueError:  # a path cannot hold a null
+    except ValueError:  # a path cannot contain a null character
         return False
 
 
 def _load_hjson(text: str, what: str) -> Any:
-    """JSON is tried first: Hjson reads a line such as `a: 1, b: 2` as one long text."""
+    """Tries JSON first: Hjson parses a line such as `a: 1, b: 2` as one string."""
     if not text.strip():
         raise ConfigError(f"{what} is empty", allowed="at least {}")
     try:
@@ -183,7 +177,7 @@ def _load_hjson(text: str, what: str) -> Any:
 
 
 class _DuplicateKeyError(ValueError):
-    """A key stands in one mapping twice, so one of its values would be ignored."""
+    """A mapping contains a key twice, so that one of the values would be ignored."""
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -191,7 +185,7 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(seen) != len(pairs):
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise _DuplicateKeyError(f"the key {twice[0]!r} stands there twice")
+        raise _DuplicateKeyError(f"the key {twice[0]!r} is given twice")
     return seen
 
 
@@ -200,13 +194,12 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | EngineConfig
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """A checked config, and how it came to be.
+    """A checked config and its provenance.
 
     Attributes:
-        config: checked, whole.
-        document: what was given, under the names of today; keys that became nothing are gone.
-        told: {path: how its value came to be}, for keys that were not simply given: by "auto", an
-            old name, a boolean in place of a section.
+        document: the given keys under their current names, without those that were left out.
+        provenance: {path: how its value was derived}, for values from "auto", an old name, or a
+            boolean in place of a section.
     """
 
     config: EngineConfig
@@ -215,7 +208,7 @@ class ParsedConfig:
 
 
 def parse_config(source: ConfigSource | None) -> EngineConfig:
-    """A checked config from whatever the user gave; None is the config with every default.
+    """A checked config from any source; None is the config with every default.
 
     Raises:
         ConfigError: naming every wrong key.
@@ -224,10 +217,10 @@ def parse_config(source: ConfigSource | None) -> EngineConfig:
 
 
 def parse_with_provenance(source: ConfigSource | None, steps: int | None = None) -> ParsedConfig:
-    """As `parse_config`, with how each value came to be.
+    """As `parse_config`, with provenance.
 
     Args:
-        steps: of the job, if there is one and it says.
+        steps: number of steps of the job; None outside a job.
 
     Raises:
         ConfigError: naming every wrong key.
@@ -235,18 +228,18 @@ def parse_with_provenance(source: ConfigSource | None, steps: int | None = None)
     if source is None:
         return ParsedConfig(EngineConfig())
     if isinstance(source, EngineConfig):
-        if found := list(find_conflicts(source)):
-            raise_config_error(describe_source(source), found)
+        if conflicts := list(find_conflicts(source)):
+            raise_config_error(describe_source(source), conflicts)
         return ParsedConfig(source, source.model_dump(mode="json", exclude_unset=True))
     document, mistakes = deepcopy(fill_total_steps(read_config(source), steps)), list[str]()
-    told = expand_shorthand(document)
-    rename_old_keys(document, told, mistakes)
-    resolve_auto(document, told, mistakes)
-    config, wrong = validate_model(EngineConfig, split_known_keys(document, mistakes))
-    mistakes += wrong
+    provenance = expand_shorthand(document)
+    rename_old_keys(document, provenance, mistakes)
+    resolve_auto(document, provenance, mistakes)
+    config, invalid = validate_model(EngineConfig, split_known_keys(document, mistakes))
+    mistakes += invalid
     if config is not None:
         mistakes += [*refused_fields(config), *find_conflicts(config)]
         mistakes += find_param_errors(config.optimizer, config.scheduler)
     if mistakes or config is None:
         raise_config_error(describe_source(source), mistakes)
-    return ParsedConfig(config, document, told)
+    return ParsedConfig(config, document, provenance)

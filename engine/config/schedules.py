@@ -1,4 +1,4 @@
-"""The params of each schedule, as data. What follows from them is in `engine/optim/curves`."""
+"""Params of each learning-rate schedule; `engine/optim` builds schedules from them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SignedNumber: TypeAlias = Annotated[
 
 
 def _validate_per_group(value: Any) -> Any:
-    """Said here, because a union would complain of each of its types."""
-    several = isinstance(value, list | tuple)
-    found = [parse_number(reject_bool(one)) for one in (value if several else [value])]
-    if not all(isinstance(one, float) and 0 <= one < math.inf for one in found):
+    """Gives one message, where a union would give one per type."""
+    is_list = isinstance(value, list | tuple)
+    numbers = [parse_number(reject_bool(number)) for number in (value if is_list else [value])]
+    if not all(isinstance(number, float) and 0 <= number < math.inf for number in numbers):
         raise ValueError("a number of at least 0 was expected, or a list of such numbers")
-    return tuple(found) if several else found[0]
+    return tuple(numbers) if is_list else numbers[0]
 
 
 PerGroup: TypeAlias = Annotated[float | tuple[float, ...], BeforeValidator(_validate_per_group)]
@@ -36,36 +36,36 @@ PerGroup: TypeAlias = Annotated[float | tuple[float, ...], BeforeValidator(_vali
 
 
 class ScheduleParams(ConfigSection):
-    """What every schedule of DeepSpeed's has."""
+    """Params of every DeepSpeed schedule."""
 
     last_batch_iteration: Annotated[Integer, Field(ge=-1)] = -1
 
     def per_group_lengths(self) -> dict[str, int]:
-        """The params that are given group by group, with the number of their values."""
-        return {key: len(one) for key, one in self if isinstance(one, tuple)}
+        """{param given as a list, one value per parameter group: length}."""
+        return {key: len(value) for key, value in self if isinstance(value, tuple)}
 
 
 class _WarmupParams(ScheduleParams):
-    warmup_num_steps: NonNegativeInt = 1000  # two at least, whatever is said
+    warmup_num_steps: NonNegativeInt = 1000  # at least 2 are used
     warmup_type: Literal["log", "linear"] = "log"
 
 
 class WarmupParams(_WarmupParams):
-    """WarmupLR's. Without `warmup_max_lr` the top is each group's configured lr."""
+    """WarmupLR. The default of `warmup_max_lr` is each group's configured lr."""
 
     warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroup | None = None
 
 
 class WarmupDecayParams(WarmupParams):
-    """WarmupDecayLR's; unlike WarmupLR it has a top of its own, as in DeepSpeed."""
+    """WarmupDecayLR; unlike WarmupLR it has a default maximum, as in DeepSpeed."""
 
     warmup_max_lr: PerGroup | None = 0.001
     total_num_steps: PositiveInt
 
 
 class WarmupCosineParams(_WarmupParams):
-    """WarmupCosineLR's. Ratios are of each group's configured lr."""
+    """WarmupCosineLR. Ratios are relative to each group's configured lr."""
 
     total_num_steps: PositiveInt
     warmup_min_ratio: NonNegativeFloat = 0.0
@@ -73,7 +73,7 @@ class WarmupCosineParams(_WarmupParams):
 
 
 class OneCycleParams(ScheduleParams):
-    """OneCycle's. Sizes are counted in steps, `mom` is Adam's first beta."""
+    """OneCycle. Sizes are in steps, `mom` is Adam's first beta."""
 
     cycle_min_lr: PerGroup
     cycle_max_lr: PerGroup
@@ -90,7 +90,7 @@ class OneCycleParams(ScheduleParams):
 
 
 class LRRangeTestParams(ScheduleParams):
-    """LRRangeTest's."""
+    """LRRangeTest."""
 
     lr_range_test_min_lr: PerGroup = 1e-3
     lr_range_test_step_size: PositiveInt = 2000
@@ -109,7 +109,7 @@ TORCH_SCHEDULES = (
     *("ConstantLR", "LinearLR", "PolynomialLR", "ExponentialLR", "StepLR", "MultiStepLR"),
     *("CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR"),
 )
-"""Those of torch.optim.lr_scheduler whose arguments a config file can hold; torch checks them."""
+"""Schedules of torch.optim.lr_scheduler with JSON-compatible arguments; torch checks them."""
 
 SCHEDULES = (*SCHEDULE_PARAMS, *TORCH_SCHEDULES)
-"""All that `scheduler.type` may name, in any case."""
+"""Names for `scheduler.type`, in any case."""

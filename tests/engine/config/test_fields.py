@@ -92,7 +92,7 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ({"train_batch_size": object()}, "train_batch_size: a object cannot stand in a config"),
+        ({"train_batch_size": object()}, "train_batch_size: a object is not allowed in a config"),
         ({"optimizer": {"type": "SGD", "params": {"lr": {1, 2}}}}, r"optimizer\.params\.lr: a set"),
         ({1: 2}, "a key is not text, but a int"),
         ({"zero_optimization": {None: 2}}, "zero_optimization: a key is not text"),

@@ -166,8 +166,8 @@ def test_hjson(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"a": 1, "a": 2}', "the key 'a' stands there twice"),
-        (b'{"rayzero": {"slots": 2, "slots": 3}}', "the key 'slots' stands there twice"),
+        (b'{"a": 1, "a": 2}', "the key 'a' is given twice"),
+        (b'{"rayzero": {"slots": 2, "slots": 3}}', "the key 'slots' is given twice"),
         (b"{", "is not JSON or Hjson"),
         (b"[1, 2]", "a mapping of keys to values was expected"),
         (b"3", "a mapping of keys to values was expected"),
@@ -288,7 +288,7 @@ def test_uneven_shares_keep_the_global_batch(sizes: Any, expected: tuple[int, in
     [
         ((10, 2, 2), 2, "train_batch_size is 10, but .*gpu 2 x .*steps 2 x world size 2 is 8"),
         ((2, None, None), 3, "train_batch_size 2 is less than the world size 3"),
-        ((6, None, 4), 2, "6 on 2 ranks is 3 samples a rank, .* gradient_accumulation_steps 4"),
+        ((6, None, 4), 2, "6 on 2 ranks is 3 samples per rank, .* gradient_accumulation_steps 4"),
     ],
 )
 def test_refusals_name_the_numbers(sizes: Any, world: int, message: str) -> None:

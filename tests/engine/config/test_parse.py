@@ -29,7 +29,7 @@ def test_base64_of_hjson_and_of_a_mistake() -> None:
     text = base64.b64encode(b"{ train_batch_size: 8 }").decode()
     assert parse_config(text).train_batch_size == 8
     twice = base64.b64encode(b'{"bf16": {"enabled": true, "enabled": false}}').decode()
-    with pytest.raises(ConfigError, match=r"engine config in base64 .*'enabled' stands there tw"):
+    with pytest.raises(ConfigError, match=r"engine config in base64 .*'enabled' is given tw"):
         parse_config(twice)
 
 
@@ -51,8 +51,8 @@ def test_a_file_wins_over_base64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"zero_optimization": {"stage": 1, "stage": 2}}', "the key 'stage' stands there twice"),
-        (b"{a: 1\n a: 2}", "the key 'a' stands there twice"),
+        (b'{"zero_optimization": {"stage": 1, "stage": 2}}', "the key 'stage' is given twice"),
+        (b"{a: 1\n a: 2}", "the key 'a' is given twice"),
         (b"[" * 100_000, "nested too deeply|not JSON"),
         (b'{"a":' * 100_000, "nested too deeply|not JSON"),
         (b'{"a":' * 60 + b"1" + b"}" * 60, "nested too deeply"),
