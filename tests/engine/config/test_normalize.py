@@ -86,7 +86,9 @@ def test_an_old_and_a_new_name_that_disagree_are_told() -> None:
         parse_config({"bfloat16": {"enabled": True}, "bf16": {"enabled": False}})
     with pytest.raises(ConfigError, match=r"cpu_offload: true or false was expected"):
         parse_config({ZERO: {"cpu_offload": {"device": "cpu"}}})
-    with pytest.raises(ConfigError, match=r"cpu_offload: is the old name of .* whose section is no mapping"):
+    with pytest.raises(
+        ConfigError, match=r"cpu_offload: is the old name of .* whose section is no mapping"
+    ):
         parse_config({ZERO: {"cpu_offload": True, "offload_optimizer": 3}})
 
 
