@@ -18,7 +18,7 @@ from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job_events import JobEvent, Repaired, Resized
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
-from rayzero.workers.chaos.inject import read_fired_faults
+from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FAULT_KINDS, FaultSpec, parse_fault, random_faults
 
 STEPS_A_FAULT = 20
@@ -114,7 +114,7 @@ def run(of: Plan, folder: Path, refill: Callable[[], None]) -> Outcome:
     lost += [f"{one} did not happen" for one in soak_job.unfired(list(of.faults), str(output_dir))]
     if not lost:
         lost = [*_wrong_weights(of, output_dir), *_wrong_samples(of, output_dir)]
-    happened = [one.fault for one in read_fired_faults(output_dir)]
+    happened = [one.fault for one in FaultRecord(output_dir).read()]
     return Outcome(of, time.monotonic() - begun_s, happened, watch.ways, lost)
 
 
@@ -161,7 +161,7 @@ class _Watch:
 
     def _cause(self, told: str) -> str:
         """The kind of the first fault since the last repair; as told, if none was injected."""
-        happened = read_fired_faults(self._output_dir)
+        happened = FaultRecord(self._output_dir).read()
         new = [parse_fault(one.fault).kind for one in happened[self._known :]]
         self._known = len(happened)
         return next((kind for kind in new if _disrupts(kind)), f"({told})")

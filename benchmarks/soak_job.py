@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.engine.data.sampling import SampleOrder
-from rayzero.workers.chaos.inject import read_fired_faults
+from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import parse_fault
 from rayzero.workers.session import Context
 
@@ -73,7 +73,7 @@ def _pause_s(ctx: Context, steps_left: int) -> float:
 
 def unfired(faults: list[str], output_dir: str) -> list[str]:
     """The faults that did not happen as often as they should have."""
-    happened = [one.fault for one in read_fired_faults(output_dir)]
+    happened = [one.fault for one in FaultRecord(output_dir).read()]
     return [text for text in faults if happened.count(text) < parse_fault(text).total_firings]
 
 

@@ -1,8 +1,8 @@
 """The preStop hook of a worker pod: `python -m rayzero.workers.prestop SECONDS`.
 
 Asks Ray to drain this node, and waits. The controller moves the work off a draining node; once the
-node is idle, Ray stops it, and so the pod. It does not call `ray.init`, which would take much of the
-grace period.
+node is idle, Ray stops it, and so the pod. It does not call `ray.init`, which would take much of
+the grace period.
 """
 
 from __future__ import annotations

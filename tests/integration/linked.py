@@ -25,7 +25,7 @@ from rayzero.orchestrator.interfaces import VaultLostError
 from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import Repaired
 from rayzero.orchestrator.policies.placement import ResourceRequest
-from rayzero.workers.chaos.inject import read_fired_faults
+from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.vault.vault import Vault
 from tests.integration.namespaces import command, prepare
 from tests.integration.test_jobs_on_nodes import running, size, step, wait
@@ -122,7 +122,7 @@ async def partition(folder: Path) -> dict[str, Any]:
         back_s = time.monotonic() - struck_s
     (repaired,) = notes.of(Repaired)
     return {
-        "fired": [one.fault.partition("(")[0] for one in read_fired_faults(folder / "steady")],
+        "fired": [one.fault.partition("(")[0] for one in FaultRecord(folder / "steady").read()],
         "sizes": [repaired.world_size_before, repaired.world_size],
         "back_s": back_s,
         "before": before,

@@ -28,7 +28,7 @@ from rayzero.orchestrator.job_events import (
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import JobResult
 from rayzero.orchestrator.spec import Workers
-from rayzero.workers.chaos.inject import read_fired_faults
+from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired
 from tests.integration.jobs.steady import ENGINE
 from tests.integration.nodes import Nodes
@@ -77,7 +77,7 @@ def test_the_store_fails_and_nothing_is_lost(nodes: Nodes, tmp_path: Path):
     notes = Notebook()
     assert run(tmp_path, LAST, notes).steps == LAST
     output_dir = tmp_path / "steady"
-    assert [one.fault for one in read_fired_faults(output_dir)] == FAULTS
+    assert [one.fault for one in FaultRecord(output_dir).read()] == FAULTS
     assert {one.fault for one in notes.of(FaultFired)} == set(FAULTS)
     assert [record.step for record in notes.of(StepRecord)] == [*range(1, LAST + 1)]
     assert not notes.of(FaultDetected), "the workers went on"
@@ -101,7 +101,7 @@ def test_the_store_fails_and_nothing_is_lost(nodes: Nodes, tmp_path: Path):
     assert [one.step for one in later.of(Resumed)] == [LAST - EVERY]
     assert any("is skipped" in one.text for one in later.of(JobWarning))
     assert [record.step for record in later.of(StepRecord)] == [*range(LAST - EVERY + 1, LAST + 21)]
-    assert len(read_fired_faults(output_dir)) == len(FAULTS)
+    assert len(FaultRecord(output_dir).read()) == len(FAULTS)
 
 
 def test_a_lost_vault_is_opened_again_and_filled(nodes: Nodes, tmp_path: Path):
@@ -112,7 +112,7 @@ def test_a_lost_vault_is_opened_again_and_filled(nodes: Nodes, tmp_path: Path):
         wait(handle, lambda: bool(notes.of(Resized)))
         reached = step(notes)
         wait(handle, lambda: step(notes) > reached + 5)
-    assert [one.fault for one in read_fired_faults(tmp_path / "steady")] == [fault]
+    assert [one.fault for one in FaultRecord(tmp_path / "steady").read()] == [fault]
     assert any("the vault on node" in one.text for one in notes.of(JobWarning))
     assert [one.reason for one in notes.of(Resized)] == ["a vault was restarted and is empty"]
     assert not notes.of(FaultDetected), "the workers went on"
@@ -134,7 +134,7 @@ def test_a_running_job_is_struck_by_command_and_goes_on(nodes: Nodes, tmp_path: 
         )
         assert told, done.stdout
         wait(handle, lambda: bool(notes.of(Repaired)))
-        assert [one.fault for one in read_fired_faults(tmp_path / "steady")] == [told[1]]
+        assert [one.fault for one in FaultRecord(tmp_path / "steady").read()] == [told[1]]
         wait(handle, lambda: size(notes) == 2)
         # The replacement hears of what was wished for before it came.
         assert "from that step on" in handle.inject(f"kill(rank=0, step={step(notes) + 40})")
@@ -154,7 +154,7 @@ def test_a_node_is_dropped_from_inside_but_never_the_controllers(nodes: Nodes, t
     notes = Notebook()
     with running(tmp_path, notes, min=2, max=4) as handle:
         wait(handle, lambda: size(notes) == 4 and step(notes) > 60)
-        with pytest.raises(ConfigError, match="has its network in common with the job's contr"):
+        with pytest.raises(ConfigError, match="shares its network with the job's contr"):
             handle.inject("partition(node=1, seconds=5)")
         told = handle.inject("drop_node(node=1)")
         assert re.fullmatch(r"steady: drop_node\(node=1, step=\d+\) at the next opportunity", told)

@@ -9,7 +9,7 @@ import pytest
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.interfaces import InjectFaults
 from rayzero.orchestrator.job_events import JobWarning
-from rayzero.workers.chaos.inject import FaultRecord, read_fired_faults
+from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired, parse_fault
 from tests.orchestrator.support import Stage, played, settle
 from tests.orchestrator.world import Shelf, World
@@ -21,7 +21,7 @@ def on_two_nodes(folder: Path, *faults: str, **changes: object) -> Stage:
 
 
 def happened(folder: Path) -> list[str]:
-    return [one.fault for one in read_fired_faults(folder / "job")]
+    return [one.fault for one in FaultRecord(folder / "job").read()]
 
 
 def warnings(stage: Stage) -> str:
@@ -162,7 +162,7 @@ async def test_files_are_torn_when_their_checkpoint_exists(folder: Path):
     assert path.read_bytes() == b"abc"
     await stage.steps(2)
     assert path.read_bytes() == b"a"
-    assert read_fired_faults(folder / "job") == (
+    assert FaultRecord(folder / "job").read() == (
         FaultFired(1, 4, 'tear_file(step=3, rank=1, how="cut")'),
     )
     await stage.finish()

@@ -9,5 +9,10 @@ from multiprocessing import get_context
 
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(
-    ["torch._dynamo", "rayzero.workers.worker", "tests.workers.repairs", "tests.support.ranks"]
+    [
+        "torch._dynamo",
+        "rayzero.workers.worker",
+        "tests.workers.recovery_jobs",
+        "tests.support.ranks",
+    ]
 )

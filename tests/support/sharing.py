@@ -18,7 +18,7 @@ _FIRST = (
     *_ON_ONE_HEAD,
     "tests/integration/test_job_commands.py",
     "tests/integration/test_jobs_on_nodes.py",
-    "tests/workers/test_repair.py",
+    "tests/workers/test_recovery.py",
     "tests/integration/test_end_to_end.py",
     "tests/integration/test_chaos.py",
     "tests/integration/test_nodes.py",

@@ -1,1 +1,1 @@
-"""Injected faults: their language, and where they strike."""
+"""Fault injection: the fault language, and the injectors of workers, stores and nodes."""

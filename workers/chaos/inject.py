@@ -1,7 +1,7 @@
-"""Makes faults happen in a worker, and keeps the record of those that did.
+"""Injects faults into workers and checkpoint stores, and records the injected ones.
 
-The record is a file in the job's output folder, which outlives every process and tells the ones to
-come what has happened already. On several machines that folder must be a shared one.
+The record is a file in the job's output folder: it outlives every process, and later processes read
+from it what was injected already. On several machines the folder must be shared.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ FAULT_RECORD_FILE = "faults.jsonl"
 
 
 class InjectedError(RuntimeError):
-    """What `raise_error` raises: to rayzero, any exception of the user's code."""
+    """Raised by `raise_error`; rayzero treats it like any exception of the user's code."""
 
 
 class FaultRecord:
-    """The faults of a job that happened so far, told by their text. Used by any process."""
+    """The record of a job's injected faults. Used by any process."""
 
     def __init__(self, output_dir: str | Path) -> None:
         self._path = Path(output_dir) / FAULT_RECORD_FILE
 
     def read(self) -> tuple[FaultFired, ...]:
-        """What happened, in order."""
+        """The injected faults, in order."""
         try:
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
@@ -40,12 +40,12 @@ class FaultRecord:
         return tuple(FaultFired(**json.loads(line)) for line in lines)
 
     def retain_only(self, faults: Collection[str]) -> None:
-        """Forgets what else an earlier run of the job left here. For the start of a run only.
+        """Removes all other faults, left by an earlier run of the job. At the start of a run only.
 
         Raises:
             ConfigError: the folder cannot be written.
         """
-        kept = "".join(_json_line(one) for one in self.read() if one.fault in faults)
+        kept = "".join(_json_line(fired) for fired in self.read() if fired.fault in faults)
         try:
             if kept:
                 self._path.write_text(kept, encoding="utf-8")
@@ -55,7 +55,7 @@ class FaultRecord:
             raise self._write_error(error) from error
 
     def add(self, fired: FaultFired) -> None:
-        """Writes one line by one call, so that it is there even if the process dies right after.
+        """Appends a line by one system call, so that it persists if the process dies right after.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -71,8 +71,9 @@ class FaultRecord:
 
     def _write_error(self, error: OSError) -> ConfigError:
         return ConfigError(
-            f"the record of faults {self._path} cannot be written: {error.strerror}",
-            fix="the job's output folder, or leave `faults` out",
+            f"the record of injected faults {self._path} cannot be written: {error.strerror}",
+            allowed="a writable file in the job's output folder",
+            fix="`output_dir` in the job file, or remove `faults`",
         )
 
 
@@ -80,16 +81,11 @@ def _json_line(fired: FaultFired) -> str:
     return json.dumps({"rank": fired.rank, "step": fired.step, "fault": fired.fault}) + "\n"
 
 
-def read_fired_faults(output_dir: str | Path) -> tuple[FaultFired, ...]:
-    """The faults of a job that happened, in order."""
-    return FaultRecord(output_dir).read()
-
-
 class FaultSchedule:
-    """Which faults of a list are still to come, by the record. For any thread.
+    """The faults that are still to be injected, according to the record. Safe from any thread.
 
-    The list may grow while others look (`want`): one lock guards what is left, and a fault is
-    recorded under it, so that nothing is counted twice or forgotten between.
+    The list may grow at any time (`set_faults`). One lock guards the remaining firings, and a fault
+    is recorded while it is held, so that none is counted twice or missed.
     """
 
     def __init__(
@@ -103,54 +99,53 @@ class FaultSchedule:
         self.set_faults(faults)
 
     def set_faults(self, faults: Iterable[FaultSpec]) -> None:
-        """Looks the record up again: these are all the faults that there are to be.
+        """Replaces the list of all faults, and reads the record again.
 
-        Lists of one job only grow, so a shorter one than before was overtaken by a newer one.
+        A job's list only grows: a shorter list than the current one is outdated, and ignored.
         """
-        wanted: Counter[FaultSpec] = Counter()
+        firings: Counter[FaultSpec] = Counter()
         for fault in faults:
-            wanted[fault] += fault.total_firings
+            firings[fault] += fault.total_firings
         with self._lock:
-            if wanted.total() < self._total_firings:
+            if firings.total() < self._total_firings:
                 return
-            done = Counter(one.fault for one in self._record.read())
-            self._total_firings = wanted.total()
+            done = Counter(fired.fault for fired in self._record.read())
+            self._total_firings = firings.total()
             self._remaining_firings = {
-                fault: count - done[str(fault)] for fault, count in wanted.items()
+                fault: count - done[str(fault)] for fault, count in firings.items()
             }
 
     @property
     def remaining(self) -> tuple[FaultSpec, ...]:
-        """Those that have not happened as often as they should."""
+        """The faults with firings left."""
         with self._lock:
-            return tuple(fault for fault, left in self._remaining_firings.items() if left > 0)
+            return tuple(fault for fault, count in self._remaining_firings.items() if count > 0)
 
     def due(self, step: int) -> tuple[FaultSpec, ...]:
-        """Those whose step has come."""
+        """The remaining faults whose step is reached."""
         return tuple(fault for fault in self.remaining if fault.step <= step)
 
     def record_fired(self, fault: FaultSpec, rank: int, step: int) -> None:
-        """Tells that a fault happens. Call it before it takes effect."""
-        told = FaultFired(rank, step, str(fault))
+        """Records and reports a fault. Call it before the fault takes effect."""
+        fired = FaultFired(rank, step, str(fault))
         with self._lock:
             self._remaining_firings[fault] -= 1
-            self._record.add(told)
-        self._post(told)
+            self._record.add(fired)
+        self._post(fired)
 
 
 class WorkerFaultInjector:
-    """The faults of one rank in one generation. Used by the training thread, but for `close`."""
+    """Injects the faults of one rank in one generation. Used by the training thread, except for
+    `close`."""
 
     def __init__(self, schedule: FaultSchedule, rank: int) -> None:
         self._schedule = schedule
         self._rank = rank
-        self._slowed_steps: set[tuple[FaultSpec, int]] = (
-            set()
-        )  # a step is slowed once, however often entered
+        self._slowed_steps: set[tuple[FaultSpec, int]] = set()  # a step is slowed only once
         self._closed = threading.Event()
 
     def on_phase(self, phase: str, step: int) -> None:
-        """The training thread enters a phase of the step it works on.
+        """Injects the faults that are due when the training thread enters a phase.
 
         Raises:
             InjectedError: `raise_error` is due.
@@ -166,7 +161,7 @@ class WorkerFaultInjector:
             self._execute(fault, phase, step)
 
     def close(self) -> None:
-        """Frees a thread that hangs or sleeps in here. Call it only when the process is to end."""
+        """Releases a thread that hangs or sleeps in a fault. Only before the process exits."""
         self._closed.set()
 
     def _execute(self, fault: FaultSpec, phase: str, step: int) -> None:
@@ -184,17 +179,17 @@ class WorkerFaultInjector:
 
 
 class StoreFaultInjector:
-    """The faults of whoever writes checkpoint files. Used by one thread."""
+    """Injects faults into the writing of checkpoint files. Used by one thread."""
 
     def __init__(self, schedule: FaultSchedule) -> None:
         self._schedule = schedule
         self._closed = threading.Event()
 
     def before_write(self, step: int, rank: int) -> None:
-        """A rank's file of that step's checkpoint is about to be written.
+        """Injects the faults that are due before a rank's checkpoint file is written.
 
         Raises:
-            OSError: ENOSPC, as a full disk gives it.
+            OSError: ENOSPC, as for a full disk.
         """
         for fault in self._schedule.due(step):
             if fault.kind == "slow_store":
@@ -205,7 +200,7 @@ class StoreFaultInjector:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def after_commit(self, step: int, paths: dict[int, Path]) -> None:
-        """A checkpoint of that step is durable; `paths` are its local files, by rank."""
+        """Damages files of a durable checkpoint; `paths` are its local files, by rank."""
         for fault in self._schedule.due(step):
             path = paths.get(fault.rank)
             if fault.kind == "tear_file" and path is not None:
@@ -213,12 +208,12 @@ class StoreFaultInjector:
                 damage_file(path, fault.how)
 
     def close(self) -> None:
-        """Frees a thread that sleeps in here."""
+        """Releases a thread that sleeps in `before_write`."""
         self._closed.set()
 
 
 def damage_file(path: Path, how: str) -> None:
-    """Damages a file: flips a bit in its middle, cuts its second half off, or removes it."""
+    """Damages a file: flips a bit in its middle, truncates it to half, or removes it."""
     if how == "remove":
         path.unlink()
         return

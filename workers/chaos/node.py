@@ -1,4 +1,4 @@
-"""Faults of a whole node, acted out from inside by a process of Ray's on it: its vault."""
+"""Faults of a whole node, injected by a Ray process on it: its vault."""
 
 from __future__ import annotations
 
@@ -17,45 +17,41 @@ from pathlib import Path
 from rayzero.engine.errors import EngineError
 from rayzero.workers.chaos.spec import FaultSpec
 
-_CAP_NET_ADMIN = 12  # the capability's number
-
-
+_CAP_NET_ADMIN = 12  # linux/capability.h
 _COMMAND_TIMEOUT_S = 10.0
-
-
 _GET_FLAGS, _UP, _LOOPBACK = 0x8913, 0x1, 0x8  # SIOCGIFFLAGS, IFF_UP, IFF_LOOPBACK
 
 
 def network_id() -> str:
-    """Names the network that this process is in: the machine's, or a container's of its own."""
+    """Identifies the network namespace of this process: the machine's, or a container's."""
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{machine}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def why_impossible(fault: FaultSpec, is_here: bool, controller_network: str) -> str:
-    """Why a fault cannot happen to this process's node; empty when it can.
+def why_impossible(fault: FaultSpec, is_controller_node: bool, controller_network: str) -> str:
+    """Why a fault cannot be injected into this process's node; empty if it can.
 
     Args:
-        is_here: whether the job's controller is on this node.
-        controller_network: the controller's `network()`.
+        is_controller_node: whether the job's controller runs on this node.
+        controller_network: the controller's `network_id`.
     """
     if fault.kind == "kill_vault":
         return ""
-    if is_here:
-        return "the job's controller runs on that node, and would go with it"
+    if is_controller_node:
+        return "the job's controller runs on that node, and would be lost with it"
     if fault.kind == "drop_node":
         name = _process_name(os.getppid())
         return "" if name == "raylet" else f"the vault's parent is {name!r}, not the node's raylet"
     if network_id() == controller_network:
-        return "that node has its network in common with the job's controller"
+        return "that node shares its network with the job's controller"
     return _why_no_partition()
 
 
 def inject_node_fault(fault: FaultSpec) -> None:
-    """Makes it happen. Only `partition` comes back. Ask for an `obstacle` before.
+    """Injects the fault, after `why_impossible` was checked. Returns only for `partition`.
 
     Raises:
-        EngineError: a command failed.
+        EngineError: a system command failed.
     """
     match fault.kind:
         case "kill_vault":
@@ -65,13 +61,13 @@ def inject_node_fault(fault: FaultSpec) -> None:
         case "partition":
             _partition_network(fault.seconds)
         case _:
-            raise EngineError(f"{fault} is no fault of a node")
+            raise EngineError(f"{fault} is not a fault of a node")
 
 
 def _kill_node(raylet: int) -> None:
-    """The raylet first, so that it cannot take leave for the others, and this process last."""
-    below = _descendants(raylet)
-    for pid in (raylet, *(pid for pid in below if pid != os.getpid()), os.getpid()):
+    """Kills the raylet first, so that it cannot deregister the node, and this process last."""
+    children = _descendants(raylet)
+    for pid in (raylet, *(pid for pid in children if pid != os.getpid()), os.getpid()):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -82,37 +78,37 @@ def _descendants(pid: int) -> list[int]:
     children: defaultdict[int, list[int]] = defaultdict(list)
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            # After the name, which may hold anything, come the state and the parent.
+            # The state and the parent follow the name, which may contain any character.
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
         except OSError:
-            continue  # it is gone
+            continue  # it has exited
         children[int(parent)].append(int(folder.name))
-    found, new = [], children[pid]
-    while new:
-        found += new
-        new = [child for one in new for child in children[one]]
-    return found
+    descendants, level = [], children[pid]
+    while level:
+        descendants += level
+        level = [child for parent_pid in level for child in children[parent_pid]]
+    return descendants
 
 
 def _process_name(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
-        return "gone"
+        return "exited"
 
 
 def _why_no_partition() -> str:
     if shutil.which("ip") is None:
-        return "there is no command `ip` (iproute2) on that node"
+        return "the command `ip` (iproute2) is not installed on that node"
     status = Path("/proc/self/status").read_text()
     held = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff"))
     if not int(held, 16) >> _CAP_NET_ADMIN & 1:
-        return "Ray's processes on that node may not change the network (root, or CAP_NET_ADMIN)"
-    return "" if any(_active_interfaces()) else "that node has no network to cut"
+        return "Ray's processes on that node lack CAP_NET_ADMIN to change the network (run as root)"
+    return "" if any(_active_interfaces()) else "that node has no network interface that is up"
 
 
 def _active_interfaces() -> Iterator[str]:
-    """Those of this network that are up, but for the loopback."""
+    """The interfaces that are up, except for the loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             request = struct.pack("16sH14x", name.encode(), 0)
@@ -122,29 +118,29 @@ def _active_interfaces() -> Iterator[str]:
 
 
 def _partition_network(seconds: float) -> None:
-    """Takes the links down and brings them up again, with the routes that went with them.
+    """Takes the links down, and up again after `seconds`, with the routes that were lost.
 
-    By a process of its own, without a parent: Ray may end the vault meanwhile, and the network
-    must come back. It lives for as long as the cut.
+    Done by a detached process that lives for the partition: Ray may kill the vault meanwhile, and
+    the network must be restored.
     """
     names = [*_active_interfaces()]
-    back = [
+    restore_routes = [
         ("ip", "route", "replace", *route) for name in names for route in _interface_routes(name)
     ]
     down, up = ([("ip", "link", "set", name, to) for name in names] for to in ("down", "up"))
-    script = "\n".join(map(shlex.join, [*down, ("sleep", f"{seconds:g}"), *up, *back]))
+    script = "\n".join(map(shlex.join, [*down, ("sleep", f"{seconds:g}"), *up, *restore_routes]))
     _run_command("sh", "-c", f"(\n{script}\n) >/dev/null 2>&1 </dev/null &")
 
 
 def _interface_routes(name: str) -> list[list[str]]:
-    """Those over an interface that the kernel does not make by itself."""
+    """An interface's routes, without those that the kernel adds by itself."""
     lines = _run_command("ip", "-4", "route", "show", "dev", name).splitlines()
     return [[*line.split(), "dev", name] for line in lines if "proto kernel" not in line]
 
 
 def _run_command(*command: str) -> str:
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -154,5 +150,5 @@ def _run_command(*command: str) -> str:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise EngineError(f"the network could not be cut: {error}") from None
-    return done.stdout
+        raise EngineError(f"the network could not be partitioned: {error}") from None
+    return completed.stdout

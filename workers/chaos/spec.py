@@ -1,11 +1,11 @@
-"""The fault language: what is to break, when and where, one fault a line of text.
+"""The fault language: each fault is one line of text that says what fails, when and where.
 
     kill(rank=1, step=7, phase="reduce")
 
-A fault is a call with literal arguments. `step` counts from 1: the step being worked on, or that a
-checkpoint was made of; the fault happens at the first chance from that step on. `rank` is the rank
-in the generation in which that chance comes, `node` the place of a node in the order of ranks. A
-fault happens `times` times in all, also when the step is done again in a later generation.
+A fault is a call with literal arguments. `step` is the current step, or the step of a checkpoint,
+counted from 1; the fault is injected at the first opportunity from that step on. `rank` is a rank
+in the generation of that time, `node` the index of a node in rank order. A fault is injected
+`times` times in all, even if a later generation repeats the step.
 """
 
 from __future__ import annotations
@@ -22,24 +22,21 @@ from rayzero.engine.errors import ConfigError, did_you_mean
 
 FaultTarget: TypeAlias = Literal["worker", "vault", "cluster", "store"]
 
-PHASES = (
-    *("data", "forward", "backward", "reduce", "update", "publish"),
-    *("mirror", "gather", "join", "load"),
-)
-
+_STEP_PHASES = ("data", "forward", "backward", "reduce", "update", "publish")
+PHASES = (*_STEP_PHASES, "mirror", "gather", "join", "load")
 
 _MAX_TEXT_CHARACTERS = 200
+_SYNTAX = 'a call with keyword literals, such as kill(rank=1, step=7, phase="reduce")'
 
 
 @dataclass(frozen=True)
 class FaultKind:
-    """One word of the language.
+    """One function of the language.
 
     Args:
-        where: who makes it happen.
-        does: what happens, for people.
+        target: the component that injects the fault.
         required: arguments without a default.
-        defaults: those with one.
+        defaults: arguments with a default.
     """
 
     target: FaultTarget
@@ -52,54 +49,41 @@ class FaultKind:
         return [*self.required, *self.defaults]
 
 
-_DEFAULT_PHASE = {"phase": "forward"}
-
-
-_RANK_ARGUMENTS, _NODE_ARGUMENTS = ("rank", "step"), ("node", "step")
-
+_ON_RANK, _ON_NODE, _PHASE = ("rank", "step"), ("node", "step"), {"phase": "forward"}
 
 FAULT_KINDS: Mapping[str, FaultKind] = {
-    "kill": FaultKind("worker", "SIGKILL to a worker's process", _RANK_ARGUMENTS, _DEFAULT_PHASE),
+    "kill": FaultKind("worker", "SIGKILL to a worker's process", _ON_RANK, _PHASE),
     "stop": FaultKind(
-        "worker",
-        "SIGSTOP to a worker's process: it does not even answer",
-        _RANK_ARGUMENTS,
-        _DEFAULT_PHASE,
+        "worker", "SIGSTOP to a worker's process, which then does not respond", _ON_RANK, _PHASE
     ),
     "slow": FaultKind(
-        "worker",
-        "a worker sleeps, once a step",
-        (*_RANK_ARGUMENTS, "seconds"),
-        {"steps": 1, **_DEFAULT_PHASE},
+        "worker", "a worker sleeps once a step", (*_ON_RANK, "seconds"), {"steps": 1, **_PHASE}
     ),
     "hang": FaultKind(
-        "worker", "training waits for ever; the process answers", _RANK_ARGUMENTS, _DEFAULT_PHASE
+        "worker", "training blocks for ever; the process still responds", _ON_RANK, _PHASE
     ),
     "raise_error": FaultKind(
-        "worker", "an exception as of user code", _RANK_ARGUMENTS, {**_DEFAULT_PHASE, "times": 1}
+        "worker", "an exception, as if from user code", _ON_RANK, {**_PHASE, "times": 1}
     ),
-    "kill_vault": FaultKind("vault", "SIGKILL to a node's vault", _NODE_ARGUMENTS),
-    "drop_node": FaultKind(
-        "cluster", "a node vanishes with all its Ray processes", _NODE_ARGUMENTS
-    ),
+    "kill_vault": FaultKind("vault", "SIGKILL to a node's vault", _ON_NODE),
+    "drop_node": FaultKind("cluster", "SIGKILL to all Ray processes of a node", _ON_NODE),
     "partition": FaultKind(
         "cluster",
-        "a node's network is down for so long (needs root)",
-        (*_NODE_ARGUMENTS, "seconds"),
+        "a node's network is down for `seconds` (needs root)",
+        (*_ON_NODE, "seconds"),
     ),
     "tear_file": FaultKind(
         "store", "a file of a finished checkpoint is damaged", ("step", "rank"), {"how": "flip"}
     ),
     "full_disk": FaultKind(
-        "store", "a vault's disk is full when it writes", ("step",), {"times": 1}
+        "store", "a vault's write fails with a full disk", ("step",), {"times": 1}
     ),
     "slow_store": FaultKind(
-        "store", "a vault's writing takes so much longer", ("seconds",), {"step": 1, "times": 1}
+        "store", "a vault's write takes `seconds` longer", ("seconds",), {"step": 1, "times": 1}
     ),
 }
 
-# What each argument may be: (type, least or choices).
-_ALLOWED_VALUES: Mapping[str, tuple[type, int | tuple[str, ...]]] = {
+_ALLOWED_VALUES: Mapping[str, tuple[type, int | tuple[str, ...]]] = {  # type; minimum or choices
     "rank": (int, 0),
     "node": (int, 0),
     "step": (int, 1),
@@ -113,9 +97,9 @@ _ALLOWED_VALUES: Mapping[str, tuple[type, int | tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class FaultSpec:
-    """One fault. An argument that its kind does not have keeps the value given here.
+    """One fault. Arguments that its kind does not have keep the defaults below.
 
-    `str` gives the canonical text, which parses to an equal fault.
+    `str` returns the canonical text, which parses to an equal fault.
     """
 
     kind: str
@@ -130,43 +114,47 @@ class FaultSpec:
 
     @property
     def target(self) -> FaultTarget:
-        """Who makes it happen."""
         return FAULT_KINDS[self.kind].target
 
     @property
     def total_firings(self) -> int:
-        """How often it happens in all."""
+        """How often the fault is injected in all."""
         return self.times * self.steps
 
     def __str__(self) -> str:
         kind = FAULT_KINDS[self.kind]
-        given = [(name, getattr(self, name)) for name in kind.arguments]
-        told = [
+        values = {name: getattr(self, name) for name in kind.arguments}
+        arguments = [
             f"{name}={_format_literal(value)}"
-            for name, value in given
+            for name, value in values.items()
             if name in kind.required or value != kind.defaults[name]
         ]
-        return f"{self.kind}({', '.join(told)})"
+        return f"{self.kind}({', '.join(arguments)})"
+
+
+@dataclass(frozen=True)
+class FaultFired:
+    """An injected fault; sent before it takes effect."""
+
+    rank: int
+    step: int
+    fault: str
 
 
 def parse_fault(text: str, step: int | None = None) -> FaultSpec:
-    """The fault that a line of text names.
+    """Parses one line of the fault language.
 
     Args:
-        step: for a fault that names none; None: it has to.
+        step: for a fault without one; None: the text must have it.
 
     Raises:
-        ConfigError: an unknown word or argument, a missing one, or a value out of range; it names
-            the nearest valid word and what is allowed.
+        ConfigError: an unknown name or argument, a missing one, or a value out of range; the error
+            suggests the nearest valid name and lists what is allowed.
     """
     name, arguments = _parse_call(text)
-    kind = FAULT_KINDS.get(name)
-    if kind is None:
-        raise _fault_error(
-            text,
-            f"unknown fault {name!r}{did_you_mean(name, [*FAULT_KINDS])}",
-            f"one of {', '.join(FAULT_KINDS)}",
-        )
+    if name not in FAULT_KINDS:
+        raise _fault_error(text, *_unknown_kind(name))
+    kind = FAULT_KINDS[name]
     for key in arguments:
         if key not in kind.arguments:
             hint = did_you_mean(key, kind.arguments)
@@ -182,8 +170,15 @@ def parse_fault(text: str, step: int | None = None) -> FaultSpec:
     return FaultSpec(name, **values)
 
 
+def fault_usage(name: str) -> str:
+    """The signature of a kind, with defaults."""
+    kind = FAULT_KINDS[name]
+    defaults = [f"{key}={_format_literal(value)}" for key, value in kind.defaults.items()]
+    return f"{name}({', '.join([*(f'{key}=' for key in kind.required), *defaults])})"
+
+
 def example_fault(name: str) -> FaultSpec:
-    """One good use of a word."""
+    """A typical fault of that kind."""
     values = {"rank": 1, "node": 1, "step": 7, "seconds": 5.0, **FAULT_KINDS[name].defaults}
     return FaultSpec(name, **{key: values[key] for key in FAULT_KINDS[name].arguments})
 
@@ -191,23 +186,19 @@ def example_fault(name: str) -> FaultSpec:
 def random_faults(
     seed: int, count: int, ranks: int, steps: int, kinds: Sequence[str] = ("kill", "stop", "hang")
 ) -> tuple[FaultSpec, ...]:
-    """`count` random faults in the order of their steps; the same for the same arguments.
+    """Draws `count` random faults, ordered by step. Deterministic in its arguments.
 
     Args:
-        ranks: workers of the job; `node` is drawn from as many.
-        steps: steps are drawn from the second to this one, spread evenly, so that the job has
-            finished one before the first fault and has time between two.
-        kinds: words of the language to draw from.
+        ranks: workers of the job, and the number of nodes to draw `node` from.
+        steps: the last step. Faults are spread evenly from step 2 on, so that the job finishes a
+            step before the first fault and between two.
 
     Raises:
-        ConfigError: a kind is not in the language, or there are fewer than 2 steps.
+        ConfigError: an unknown kind, or fewer than 2 steps.
     """
     for name in kinds:
         if name not in FAULT_KINDS:
-            raise ConfigError(
-                f"unknown fault {name!r}{did_you_mean(name, [*FAULT_KINDS])}",
-                f"one of {', '.join(FAULT_KINDS)}",
-            )
+            raise ConfigError(*_unknown_kind(name))
     if steps < 2 or ranks < 1:
         raise ConfigError(f"faults in {steps} steps of {ranks} ranks", "2 steps, 1 rank or more")
     draw = random.Random(seed)
@@ -218,52 +209,51 @@ def random_faults(
 
 
 def _random_fault(draw: random.Random, name: str, step: int, ranks: int) -> FaultSpec:
-    drawn: dict[str, Any] = {
+    values: dict[str, Any] = {
         "step": step,
         "rank": draw.randrange(ranks),
         "node": draw.randrange(ranks),
-        "phase": draw.choice(PHASES[:6]),  # those that every step has
+        "phase": draw.choice(_STEP_PHASES),
         "seconds": round(draw.uniform(0.05, 0.5), 3),
         "steps": draw.randint(1, 3),
         "times": 1,
         "how": draw.choice(("flip", "cut", "remove")),
     }
-    return FaultSpec(name, **{key: drawn[key] for key in FAULT_KINDS[name].arguments})
+    return FaultSpec(name, **{key: values[key] for key in FAULT_KINDS[name].arguments})
 
 
 def _spread_steps(draw: random.Random, count: int, steps: int) -> Iterator[int]:
-    """One step out of each of `count` even parts of the steps from the second on."""
+    """One step from each of `count` even ranges of the steps from 2 on."""
     for part in range(count):
-        first, last = (2 + (steps - 1) * edge // count for edge in (part, part + 1))
-        yield draw.randint(first, max(first, last - 1))
+        first, end = (2 + (steps - 1) * edge // count for edge in (part, part + 1))
+        yield draw.randint(first, max(first, end - 1))
 
 
 def _parse_call(text: str) -> tuple[str, dict[str, Any]]:
-    """The name and the literal keyword arguments of the call that `text` is. Nothing is run."""
-    shape = 'a call with named literals, such as kill(rank=1, step=7, phase="reduce")'
+    """The name and the literal keyword arguments of a call. Evaluates nothing."""
     if len(text) > _MAX_TEXT_CHARACTERS:
         raise _fault_error(
             text[:40] + "...", f"{len(text)} characters", f"at most {_MAX_TEXT_CHARACTERS}"
         )
     try:
-        with warnings.catch_warnings(action="ignore"):  # odd escapes in a text that will be refused
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes, in an invalid text
             call = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise _fault_error(text, "it cannot be read", shape) from None
+        raise _fault_error(text, "not valid syntax", _SYNTAX) from None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-        raise _fault_error(text, "it is not a call", shape)
+        raise _fault_error(text, "not a call", _SYNTAX)
     if call.args:
-        raise _fault_error(text, "an argument without a name", shape)
+        raise _fault_error(text, "an argument without a name", _SYNTAX)
     arguments: dict[str, Any] = {}
     for keyword in call.keywords:
         if keyword.arg is None:
-            raise _fault_error(text, "an argument without a name", shape)
+            raise _fault_error(text, "an argument without a name", _SYNTAX)
         if keyword.arg in arguments:
-            raise _fault_error(text, f"{keyword.arg!r} stands there twice", shape)
+            raise _fault_error(text, f"argument {keyword.arg!r} given twice", _SYNTAX)
         try:
             arguments[keyword.arg] = ast.literal_eval(keyword.value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            raise _fault_error(text, f"{keyword.arg!r} is not a literal", shape) from None
+            raise _fault_error(text, f"{keyword.arg!r} is not a literal", _SYNTAX) from None
     return call.func.id, arguments
 
 
@@ -283,26 +273,16 @@ def _check_value(text: str, key: str, value: Any) -> Any:
     raise _fault_error(text, f"{key}={value!r}", f"a whole number, {limit} or more")
 
 
-def fault_usage(name: str) -> str:
-    """How a word is used: its arguments, and their defaults."""
-    kind = FAULT_KINDS[name]
-    defaults = [f"{key}={_format_literal(value)}" for key, value in kind.defaults.items()]
-    return f"{name}({', '.join([*(f'{key}=' for key in kind.required), *defaults])})"
-
-
 def _format_literal(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value).removesuffix(".0")
 
 
+def _unknown_kind(name: str) -> tuple[str, str]:
+    """(seen, allowed) of the error."""
+    seen = f"unknown fault {name!r}{did_you_mean(name, [*FAULT_KINDS])}"
+    return seen, f"one of {', '.join(FAULT_KINDS)}"
+
+
 def _fault_error(text: str, seen: str, allowed: str) -> ConfigError:
-    fix = "`faults` in the job file; `rayzero chaos --list` tells the words"
+    fix = "`faults` in the job file; `rayzero chaos --list` prints the language"
     return ConfigError(f"fault {text!r}: {seen}", allowed, fix)
-
-
-@dataclass(frozen=True)
-class FaultFired:
-    """An injected fault happened just now; sent before it takes effect."""
-
-    rank: int
-    step: int
-    fault: str

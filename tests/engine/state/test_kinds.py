@@ -1,6 +1,6 @@
 """Every kind of state through a change of world and stage, and through a checkpoint.
 
-Repair and replicas of the same rows are in `tests/workers/test_repair_kinds.py`.
+Repair and replicas of the same rows are in `tests/workers/test_recovery_of_state_kinds.py`.
 """
 
 from __future__ import annotations

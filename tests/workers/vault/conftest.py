@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.workers.vault.support import Town
+from tests.workers.vault.support import VaultCluster
 
 
 @pytest.fixture
-def town() -> Iterator[Town]:
-    town = Town()
-    yield town
-    town.close()
+def cluster() -> Iterator[VaultCluster]:
+    cluster = VaultCluster()
+    yield cluster
+    cluster.close()

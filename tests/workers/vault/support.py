@@ -65,7 +65,7 @@ def nowhere(ref: SlotRef, offset: int, length: int) -> memoryview:
 
 
 @dataclass
-class Town:
+class VaultCluster:
     """Vaults of several nodes in this process, each reading from the others."""
 
     vaults: dict[str, Vault] = field(default_factory=dict)

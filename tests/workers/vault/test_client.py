@@ -20,11 +20,19 @@ from rayzero.workers.vault.protocol import (
     encode_message,
 )
 from rayzero.workers.vault.records import Restore, VaultGoneError, VaultMemoryError
-from tests.workers.vault.support import Town, open_fds, refs, steps_of, table, wait_for_fds, write
+from tests.workers.vault.support import (
+    VaultCluster,
+    open_fds,
+    refs,
+    steps_of,
+    table,
+    wait_for_fds,
+    write,
+)
 
 
-def test_buffers_are_empty_apart_and_of_the_tables_size(town: Town):
-    first, second = town.client().reserve(1, 0, 1, table(nbytes=1000), 2)
+def test_buffers_are_empty_apart_and_of_the_tables_size(cluster: VaultCluster):
+    first, second = cluster.client().reserve(1, 0, 1, table(nbytes=1000), 2)
     first.begin()
     first.data[:] = b"a" * 1000
     assert len(second.data) == 1000
@@ -32,17 +40,17 @@ def test_buffers_are_empty_apart_and_of_the_tables_size(town: Town):
     assert (first.step, second.step) == (-1, -1)
 
 
-def test_too_little_memory_reaches_the_worker_as_it_is(town: Town):
-    town.vault(available=lambda: 2**20)
+def test_too_little_memory_reaches_the_worker_as_it_is(cluster: VaultCluster):
+    cluster.vault(available=lambda: 2**20)
     with pytest.raises(VaultMemoryError) as caught:
-        town.client().reserve(1, 0, 1, table(nbytes=2**20), 2)
+        cluster.client().reserve(1, 0, 1, table(nbytes=2**20), 2)
     assert caught.value.available_bytes == 2**20
     assert caught.value.needed_bytes > 2**21
-    assert len(town.client().reserve(1, 0, 1, table(), 1)) == 1
+    assert len(cluster.client().reserve(1, 0, 1, table(), 1)) == 1
 
 
-def test_complete_waits_for_nothing_and_ends_older_generations(town: Town):
-    vault, client = town.vault(), town.client()
+def test_complete_waits_for_nothing_and_ends_older_generations(cluster: VaultCluster):
+    vault, client = cluster.vault(), cluster.client()
     [old] = client.reserve(1, 0, 1, table(), 1)
     write(old, 0, 4)
     [new] = client.reserve(2, 0, 1, table(), 1)
@@ -53,10 +61,10 @@ def test_complete_waits_for_nothing_and_ends_older_generations(town: Town):
     assert steps_of(vault) == [(0, 5)]
 
 
-def test_a_vault_that_is_gone_is_an_error_that_can_be_survived(town: Town):
-    client = town.client()
+def test_a_vault_that_is_gone_is_an_error_that_can_be_survived(cluster: VaultCluster):
+    client = cluster.client()
     [buffer] = client.reserve(1, 0, 1, table(), 1)
-    town.vault().close()
+    cluster.vault().close()
     with pytest.raises(VaultGoneError):
         client.reserve(1, 0, 1, table(), 1)
     with pytest.raises(VaultGoneError):
@@ -66,7 +74,7 @@ def test_a_vault_that_is_gone_is_an_error_that_can_be_survived(town: Town):
     client.close()
     client.close()
     with pytest.raises(VaultGoneError, match="no vault answers"):
-        VaultClient(town.vault().address(), 0)
+        VaultClient(cluster.vault().address(), 0)
 
 
 @contextmanager
@@ -111,11 +119,11 @@ def test_close_frees_a_call_that_waits():
             call.result(client_module._RESERVE_TIMEOUT_S / 2)
 
 
-def test_a_late_reply_is_not_taken_for_that_of_another_call(town: Town):
+def test_a_late_reply_is_not_taken_for_that_of_another_call(cluster: VaultCluster):
     """Its buffers are closed."""
     may_reply = threading.Event()
-    town.vault(available=lambda: 2**40 if may_reply.wait(60) else 0)
-    client = town.client()
+    cluster.vault(available=lambda: 2**40 if may_reply.wait(60) else 0)
+    client = cluster.client()
     before = open_fds()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client_module, "_RESERVE_TIMEOUT_S", 0.0)
@@ -126,12 +134,12 @@ def test_a_late_reply_is_not_taken_for_that_of_another_call(town: Town):
     assert len(buffer.data) == 20
     del buffer
     client.close()
-    town.vault().close()
+    cluster.vault().close()
     wait_for_fds(before)
 
 
-def test_calls_of_several_threads_do_not_mix(town: Town):
-    client, steps = town.client(), range(1, 30)
+def test_calls_of_several_threads_do_not_mix(cluster: VaultCluster):
+    client, steps = cluster.client(), range(1, 30)
     for step in steps:
         [buffer] = client.reserve(1, 0, 1, table(nbytes=step), 1)
         write(buffer, 0, step)
@@ -146,10 +154,10 @@ def test_calls_of_several_threads_do_not_mix(town: Town):
         assert list(threads.map(size, steps)) == list(steps)
 
 
-def test_nothing_is_left_open(town: Town):
+def test_nothing_is_left_open(cluster: VaultCluster):
     for _ in range(2):  # the first round opens what the process keeps, such as numpy's files
         before = open_fds()
-        inner = Town()
+        inner = VaultCluster()
         for worker in range(3):
             client = inner.client(worker=worker)
             for buffer in client.reserve(1, worker, 3, table(worker), 2):

@@ -18,24 +18,32 @@ from rayzero.workers.vault.records import (
     SlotRef,
     VaultGoneError,
 )
-from tests.workers.vault.support import Town, content, keep_only, refs, steps_of, table, write
-from tests.workers.vault.test_source import damage
+from tests.workers.vault.support import (
+    VaultCluster,
+    content,
+    keep_only,
+    refs,
+    steps_of,
+    table,
+    write,
+)
+from tests.workers.vault.test_images import damage
 
 LIMIT_S = 60.0
 
 
-def pinned(town: Town, step: int, rank: int = 0, nbytes: int = 64) -> list[SlotRef]:
+def pinned(cluster: VaultCluster, step: int, rank: int = 0, nbytes: int = 64) -> list[SlotRef]:
     """A rank's pinned version in vault a."""
-    [buffer] = town.client("a", rank).reserve(1, rank, 2, table(rank, nbytes), 1)
+    [buffer] = cluster.client("a", rank).reserve(1, rank, 2, table(rank, nbytes), 1)
     write(buffer, rank, step, pin=True)
     return refs((1, rank, step))
 
 
-def test_a_copy_that_hangs_holds_up_nobody_but_those_who_asked_first(town: Town):
+def test_a_copy_that_hangs_holds_up_nobody_but_those_who_asked_first(cluster: VaultCluster):
     """As many tries as a vault's process has threads: it still answers polls."""
     answers = Event()
-    town.on_fetch = lambda ref, offset: answers.wait(LIMIT_S)
-    slots, vault = pinned(town, 4), town.vault("b")
+    cluster.on_fetch = lambda ref, offset: answers.wait(LIMIT_S)
+    slots, vault = pinned(cluster, 4), cluster.vault("b")
     with ThreadPoolExecutor(VAULT_COMMAND_THREADS) as threads:
         tries = [threads.submit(vault.replicate, slots) for _ in range(VAULT_COMMAND_THREADS)]
         try:
@@ -49,17 +57,17 @@ def test_a_copy_that_hangs_holds_up_nobody_but_those_who_asked_first(town: Town)
     assert vault.replicate(slots) == 0  # it answers again
 
 
-def test_a_replica_is_the_version_byte_for_byte(town: Town):
-    slots = pinned(town, 4, 0) + pinned(town, 4, 1)
-    vault = town.vault("b")
+def test_a_replica_is_the_version_byte_for_byte(cluster: VaultCluster):
+    slots = pinned(cluster, 4, 0) + pinned(cluster, 4, 1)
+    vault = cluster.vault("b")
     assert vault.replicate(slots) > 2 * 64
     assert sorted(vault.inventory(), key=lambda one: one.rank) == [
         SlotInfo(1, rank, 2, 4, 64, pinned=True, replica=True) for rank in (0, 1)
     ]
     assert vault.usage()["replicas"] > 0
-    town.vaults["a"].close()
+    cluster.vaults["a"].close()
     there = Restore(4, tuple(refs((1, 0, 4), (1, 1, 4), node="b")))
-    source = town.client("b").open_source(there)
+    source = cluster.client("b").open_source(there)
     found = bytearray(64)
     source.read(1, 0, memoryview(found))
     assert (bytes(found), source.metadata(1)) == (content(1, 4), {"step": 4, "rank": 1})
@@ -67,99 +75,99 @@ def test_a_replica_is_the_version_byte_for_byte(town: Town):
     source.close()
 
 
-def test_what_is_there_is_not_copied_again(town: Town):
-    slots = pinned(town, 4)
-    assert town.vault("b").replicate(slots) > 0
-    count = len(town.fetched)
-    assert town.vault("b").replicate(slots) == 0
-    assert len(town.fetched) == count
+def test_what_is_there_is_not_copied_again(cluster: VaultCluster):
+    slots = pinned(cluster, 4)
+    assert cluster.vault("b").replicate(slots) > 0
+    count = len(cluster.fetched)
+    assert cluster.vault("b").replicate(slots) == 0
+    assert len(cluster.fetched) == count
 
 
-def test_a_replica_of_a_replica(town: Town):
-    town.vault("b").replicate(pinned(town, 4))
-    assert town.vault("c").replicate(refs((1, 0, 4), node="b")) > 0
-    assert steps_of(town.vault("c")) == [(0, 4)]
+def test_a_replica_of_a_replica(cluster: VaultCluster):
+    cluster.vault("b").replicate(pinned(cluster, 4))
+    assert cluster.vault("c").replicate(refs((1, 0, 4), node="b")) > 0
+    assert steps_of(cluster.vault("c")) == [(0, 4)]
 
 
 def test_the_older_replica_stays_until_the_new_one_is_whole(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(background, "FETCH_CHUNK_BYTES", 10_000)
-    vault = town.vault("b")
-    vault.replicate(pinned(town, 4, nbytes=50_000))
+    vault = cluster.vault("b")
+    vault.replicate(pinned(cluster, 4, nbytes=50_000))
     vault.unpin(1, 4)
     seen = []
-    town.on_fetch = lambda ref, offset: seen.append(steps_of(vault))
-    vault.replicate(pinned(town, 8, nbytes=50_000))
+    cluster.on_fetch = lambda ref, offset: seen.append(steps_of(vault))
+    vault.replicate(pinned(cluster, 8, nbytes=50_000))
     assert len(seen) > 5
     assert set(map(tuple, seen)) == {((0, 4),)}
     vault.unpin(1, 4)
     assert steps_of(vault) == [(0, 8)]
 
 
-def test_memory_for_replicas_stays_bounded(town: Town):
-    vault = town.vault("b")
+def test_memory_for_replicas_stays_bounded(cluster: VaultCluster):
+    vault = cluster.vault("b")
     usages = []
     for step in range(4, 40, 4):
-        vault.replicate(pinned(town, step))
+        vault.replicate(pinned(cluster, step))
         vault.unpin(1, step - 4)
         usages.append(sum(vault.usage()[kind] for kind in ("slots", "replicas", "spare")))
     assert len(set(usages[1:])) == 1
     assert steps_of(vault) == [(0, 36)]
 
 
-def test_damage_on_the_way_in_is_not_kept(town: Town):
-    slots = pinned(town, 4)
-    vault = town.vault("b")
+def test_damage_on_the_way_in_is_not_kept(cluster: VaultCluster):
+    slots = pinned(cluster, 4)
+    vault = cluster.vault("b")
     vault.replicate(slots)
-    newer = pinned(town, 8)
+    newer = pinned(cluster, 8)
     # After its own vault compared it, which is when the first byte is read.
-    town.on_fetch = lambda ref, offset: (
+    cluster.on_fetch = lambda ref, offset: (
         offset
-        and damage(town.vaults["a"], newer[0], lambda image: image.header.geometry.data_offset)
+        and damage(cluster.vaults["a"], newer[0], lambda image: image.header.geometry.data_offset)
     )
     with pytest.raises(SlotDamagedError, match="rank 0, step 8 on node a is damaged: its data"):
         vault.replicate(newer)
     assert steps_of(vault) == [(0, 4)]
 
 
-def test_damage_at_the_source_is_found_there(town: Town):
-    slots = pinned(town, 4)
-    damage(town.vaults["a"], slots[0], lambda image: image.header.geometry.data_offset)
+def test_damage_at_the_source_is_found_there(cluster: VaultCluster):
+    slots = pinned(cluster, 4)
+    damage(cluster.vaults["a"], slots[0], lambda image: image.header.geometry.data_offset)
     with pytest.raises(SlotDamagedError):
-        town.vault("b").replicate(slots)
-    assert len(town.fetched) == 1
+        cluster.vault("b").replicate(slots)
+    assert len(cluster.fetched) == 1
 
 
 def test_a_version_that_goes_meanwhile_leaves_what_was_there(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(background, "FETCH_CHUNK_BYTES", 10_000)
-    vault = town.vault("b")
-    vault.replicate(pinned(town, 4, nbytes=50_000))
-    newer = pinned(town, 8, nbytes=50_000)
+    vault = cluster.vault("b")
+    vault.replicate(pinned(cluster, 4, nbytes=50_000))
+    newer = pinned(cluster, 8, nbytes=50_000)
 
     def lose(ref: SlotRef, offset: int) -> None:
         if offset > 20_000:
-            keep_only(town.vaults["a"]._registry)
+            keep_only(cluster.vaults["a"]._registry)
 
-    town.on_fetch = lose
+    cluster.on_fetch = lose
     with pytest.raises(SlotGoneError, match="step 8"):
         vault.replicate(newer)
     assert steps_of(vault) == [(0, 4)]
 
 
-def test_closing_the_vault_ends_a_copy(town: Town, monkeypatch: pytest.MonkeyPatch):
+def test_closing_the_vault_ends_a_copy(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(background, "FETCH_CHUNK_BYTES", 10_000)
-    slots = pinned(town, 4, nbytes=100_000)
-    vault, closing = town.vault("b"), threading.Event()
+    slots = pinned(cluster, 4, nbytes=100_000)
+    vault, closing = cluster.vault("b"), threading.Event()
 
     def close(ref: SlotRef, offset: int) -> None:
         if offset > 20_000 and not closing.is_set():
             closing.set()
             vault.close()
 
-    town.on_fetch = close
+    cluster.on_fetch = close
     with pytest.raises(VaultGoneError, match="closing"):
         vault.replicate(slots)
-    assert len(town.fetched) < 6
+    assert len(cluster.fetched) < 6

@@ -15,15 +15,23 @@ from rayzero.workers.vault.images import MappedSlotReader
 from rayzero.workers.vault.protocol import abstract_socket_name
 from rayzero.workers.vault.records import ConnectionLost, Restore, SlotRef, VaultGoneError
 from rayzero.workers.vault.server import make_address
-from tests.workers.vault.support import Town, WorkerProcess, content, refs, steps_of, table, write
+from tests.workers.vault.support import (
+    VaultCluster,
+    WorkerProcess,
+    content,
+    refs,
+    steps_of,
+    table,
+    write,
+)
 
 NOTICE_S = 0.1
 
 
 @pytest.mark.alone
-def test_a_killed_worker_is_noticed_at_once_and_once(town: Town):
+def test_a_killed_worker_is_noticed_at_once_and_once(cluster: VaultCluster):
     """The best of three: other work on the machine only ever adds to it."""
-    vault, took_s = town.vault(), []
+    vault, took_s = cluster.vault(), []
     for number in range(3):
         with WorkerProcess("connect", vault.address(), worker=number) as worker:
             assert vault.poll(0.0) == []
@@ -36,21 +44,21 @@ def test_a_killed_worker_is_noticed_at_once_and_once(town: Town):
     assert min(took_s) < NOTICE_S
 
 
-def test_a_death_is_noticed_before_the_socket_is_closed(town: Town):
+def test_a_death_is_noticed_before_the_socket_is_closed(cluster: VaultCluster):
     """A dying process's threads go first, its sockets last."""
     if not _kernel_watches_threads():
         pytest.skip("this kernel has no pidfds of threads (Linux 6.9)")
-    vault, client = town.vault(), town.client(worker=5)
+    vault, client = cluster.vault(), cluster.client(worker=5)
     client._closed_event.set()  # what the process's death does to that thread
     assert vault.poll(10.0) == [ConnectionLost(5, os.getpid())]
     assert vault.poll(0.0) == []
 
 
-def test_the_thread_that_ends_with_a_goodbye_is_no_death(town: Town):
-    vault = town.vault()
+def test_the_thread_that_ends_with_a_goodbye_is_no_death(cluster: VaultCluster):
+    vault = cluster.vault()
     for _ in range(20):  # both are there at once, in any order
-        town.client().close()
-    town.client(worker=7)  # the vault answered: it has seen what was before
+        cluster.client().close()
+    cluster.client(worker=7)  # the vault answered: it has seen what was before
     assert vault.poll(0.2) == []
 
 
@@ -68,24 +76,24 @@ def _kernel_watches_threads() -> bool:
         thread.join()
 
 
-def test_a_death_is_noticed_while_a_child_keeps_the_socket_open(town: Town):
-    vault = town.vault()
+def test_a_death_is_noticed_while_a_child_keeps_the_socket_open(cluster: VaultCluster):
+    vault = cluster.vault()
     with WorkerProcess("fork", vault.address(), worker=2) as worker:
         worker.kill()
         worker.wait()
         assert vault.poll(60.0) == [ConnectionLost(2, worker.pid)]
 
 
-def test_a_worker_that_says_goodbye_is_no_loss(town: Town):
-    vault = town.vault()
+def test_a_worker_that_says_goodbye_is_no_loss(cluster: VaultCluster):
+    vault = cluster.vault()
     with WorkerProcess("part", vault.address()) as worker:
         worker.kill()
         worker.wait()
         assert vault.poll(0.2) == []
 
 
-def test_a_poll_that_waits_ends_with_the_vault(town: Town):
-    vault = town.vault()
+def test_a_poll_that_waits_ends_with_the_vault(cluster: VaultCluster):
+    vault = cluster.vault()
     answers: list[list[ConnectionLost]] = []
     thread = threading.Thread(target=lambda: answers.append(vault.poll(60.0)))
     thread.start()
@@ -94,28 +102,28 @@ def test_a_poll_that_waits_ends_with_the_vault(town: Town):
     assert answers == [[]]
 
 
-def test_what_a_killed_writer_leaves_is_its_whole_versions(town: Town):
-    vault = town.vault()
+def test_what_a_killed_writer_leaves_is_its_whole_versions(cluster: VaultCluster):
+    vault = cluster.vault()
     with WorkerProcess("mirror", vault.address()) as worker:
         assert steps_of(vault) == [(0, 2)]
         worker.kill()
         vault.poll(10.0)
         assert steps_of(vault) == [(0, 2)]
         there = Restore(2, tuple(refs((1, 0, 2))))
-        for source in [town.client(worker=one).open_source(there) for one in (1, 2)]:
+        for source in [cluster.client(worker=one).open_source(there) for one in (1, 2)]:
             found = bytearray(64)
             source.read(0, 0, memoryview(found))
             assert (found, source.metadata(0)) == (content(0, 2), {"step": 2, "rank": 0})
             source.close()
         # What it had begun goes to the next one who needs a buffer.
-        [new] = town.client(worker=1).reserve(2, 0, 1, table(), 1)
+        [new] = cluster.client(worker=1).reserve(2, 0, 1, table(), 1)
         assert vault.usage()["spare"] == 0
         write(new, 0, 3)
         assert steps_of(vault) == [(0, 2), (0, 3)]
 
 
-def test_only_workers_that_are_connected_are_killed(town: Town):
-    vault = town.vault()
+def test_only_workers_that_are_connected_are_killed(cluster: VaultCluster):
+    vault = cluster.vault()
     with WorkerProcess("connect", vault.address()) as worker:
         assert not vault.kill(os.getppid())
         assert not vault.kill(os.getpid())
@@ -126,21 +134,23 @@ def test_only_workers_that_are_connected_are_killed(town: Town):
 
 
 def test_without_pidfds_deaths_are_seen_and_nobody_is_killed(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(peers, "_open_pidfd", lambda *_: -1)
-    vault = town.vault()
+    vault = cluster.vault()
     with WorkerProcess("connect", vault.address()) as worker:
         assert not vault.kill(worker.pid)
         worker.kill()
         assert vault.poll(10.0) == [ConnectionLost(0, worker.pid)]
 
 
-def test_processes_of_other_users_are_not_let_in(town: Town, monkeypatch: pytest.MonkeyPatch):
-    address = town.vault().address()
+def test_processes_of_other_users_are_not_let_in(
+    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
+):
+    address = cluster.vault().address()
     monkeypatch.setattr(os, "getuid", lambda: 4242)
     with pytest.raises(VaultGoneError):
-        town.client()
+        cluster.client()
     monkeypatch.undo()
     assert address
 
@@ -157,8 +167,8 @@ def test_processes_of_other_users_are_not_let_in(town: Town, monkeypatch: pytest
         b"\n",
     ],
 )
-def test_nonsense_harms_nobody_else(town: Town, line: bytes):
-    vault, client = town.vault(), town.client()
+def test_nonsense_harms_nobody_else(cluster: VaultCluster, line: bytes):
+    vault, client = cluster.vault(), cluster.client()
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(5.0)
         stranger.connect(abstract_socket_name(vault.address()))
@@ -177,17 +187,19 @@ def test_nonsense_harms_nobody_else(town: Town, line: bytes):
         (b'{"id": 4, "op": "Register", "worker": null, "pid": 1}', b"Register with worker=None"),
     ],
 )
-def test_requests_that_make_no_sense_are_answered(town: Town, line: bytes, answer: bytes):
+def test_requests_that_make_no_sense_are_answered(
+    cluster: VaultCluster, line: bytes, answer: bytes
+):
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(5.0)
-        stranger.connect(abstract_socket_name(town.vault().address()))
+        stranger.connect(abstract_socket_name(cluster.vault().address()))
         stranger.sendall(line + b"\n")
         assert answer in stranger.recv(4096)
 
 
-def test_a_slow_fetch_holds_up_neither_notices_nor_other_requests(town: Town):
-    vault, other = town.vault(), town.vault("b")
-    [buffer] = town.client("b").reserve(1, 0, 1, table(), 1)
+def test_a_slow_fetch_holds_up_neither_notices_nor_other_requests(cluster: VaultCluster):
+    vault, other = cluster.vault(), cluster.vault("b")
+    [buffer] = cluster.client("b").reserve(1, 0, 1, table(), 1)
     write(buffer, 0, 4)
     asked, go_on = threading.Event(), threading.Event()
 
@@ -195,8 +207,8 @@ def test_a_slow_fetch_holds_up_neither_notices_nor_other_requests(town: Town):
         asked.set()
         go_on.wait(10.0)
 
-    town.on_fetch = wait
-    client = town.client(worker=1)
+    cluster.on_fetch = wait
+    client = cluster.client(worker=1)
     opened: list[object] = []
     there = Restore(4, tuple(refs((1, 0, 4), node="b")))
     thread = threading.Thread(target=lambda: opened.append(client.open_source(there)))
@@ -205,7 +217,7 @@ def test_a_slow_fetch_holds_up_neither_notices_nor_other_requests(town: Town):
     with WorkerProcess("connect", vault.address(), worker=7) as worker:
         worker.kill()
         assert vault.poll(10.0) == [ConnectionLost(7, worker.pid)]
-    assert len(town.client(worker=2).reserve(1, 1, 2, table(), 1)) == 1
+    assert len(cluster.client(worker=2).reserve(1, 1, 2, table(), 1)) == 1
     assert not opened
     go_on.set()
     thread.join(5.0)
@@ -221,9 +233,9 @@ def test_an_address_is_short_plain_and_new():
     assert second.isascii()
 
 
-def test_a_version_of_a_dropped_buffer_stays_with_who_opened_it(town: Town):
-    vault = town.vault()
-    [buffer] = town.client().reserve(1, 0, 1, table(), 1)
+def test_a_version_of_a_dropped_buffer_stays_with_who_opened_it(cluster: VaultCluster):
+    vault = cluster.vault()
+    [buffer] = cluster.client().reserve(1, 0, 1, table(), 1)
     write(buffer, 0, 4)
     [ref] = refs((1, 0, 4))
     fd = vault._registry.open_version(ref)

@@ -22,7 +22,7 @@ from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS
 from rayzero.workers.vault.records import RankFile, SlotDamagedError, SlotGoneError
 from tests.workers.vault.support import (
     ROOT,
-    Town,
+    VaultCluster,
     WorkerProcess,
     content,
     keep_only,
@@ -31,7 +31,7 @@ from tests.workers.vault.support import (
     table,
     write,
 )
-from tests.workers.vault.test_source import damage
+from tests.workers.vault.test_images import damage
 
 LIMIT_S = 60.0
 
@@ -59,11 +59,11 @@ class Disk:
         return RankFile(f"rank-{rank}", rank, len(data), 0, (), {}, small, 0.1)
 
 
-def test_files_hold_the_pinned_versions(town: Town):
+def test_files_hold_the_pinned_versions(cluster: VaultCluster):
     disk = Disk()
-    vault = town.vault(write_file=disk.write)
+    vault = cluster.vault(write_file=disk.write)
     for rank in (0, 1):
-        [buffer] = town.client(worker=rank).reserve(3, rank, 2, table(rank), 1)
+        [buffer] = cluster.client(worker=rank).reserve(3, rank, 2, table(rank), 1)
         write(buffer, rank, 50, pin=True)
     # What is dropped meanwhile is still written.
     disk.while_writing = lambda: keep_only(vault._registry, (3, 1, 50))
@@ -84,18 +84,20 @@ def test_files_hold_the_pinned_versions(town: Town):
     assert steps_of(vault) == [(1, 50)]
 
 
-def test_a_file_of_the_real_format_is_durable_and_holds_the_data(town: Town, tmp_path: Path):
-    [buffer] = town.client().reserve(1, 0, 1, table(), 1)
+def test_a_file_of_the_real_format_is_durable_and_holds_the_data(
+    cluster: VaultCluster, tmp_path: Path
+):
+    [buffer] = cluster.client().reserve(1, 0, 1, table(), 1)
     write(buffer, 0, 4, pin=True)
-    [file] = town.vault().write(str(tmp_path / "step-4"), refs((1, 0, 4)))
+    [file] = cluster.vault().write(str(tmp_path / "step-4"), refs((1, 0, 4)))
     assert (tmp_path / "step-4" / file.name).read_bytes().endswith(content(0, 4))
     assert (file.rank, file.small) == (0, {"step": 4, "rank": 0})
 
 
-def test_what_is_damaged_or_overwritten_does_not_become_a_checkpoint(town: Town):
+def test_what_is_damaged_or_overwritten_does_not_become_a_checkpoint(cluster: VaultCluster):
     disk = Disk()
-    vault = town.vault(write_file=disk.write)
-    [buffer] = town.client().reserve(1, 0, 1, table(), 1)
+    vault = cluster.vault(write_file=disk.write)
+    [buffer] = cluster.client().reserve(1, 0, 1, table(), 1)
     write(buffer, 0, 4)
     disk.while_writing = lambda: write(buffer, 0, 5)  # nobody pinned it
     with pytest.raises(SlotGoneError):
@@ -107,12 +109,12 @@ def test_what_is_damaged_or_overwritten_does_not_become_a_checkpoint(town: Town)
     assert disk.files == []
 
 
-def test_a_store_that_fails_leaves_the_version(town: Town):
+def test_a_store_that_fails_leaves_the_version(cluster: VaultCluster):
     def full(*arguments: Any, **named: Any) -> RankFile:
         raise OSError("no space")
 
-    vault = town.vault(write_file=full)
-    [buffer] = town.client().reserve(1, 0, 1, table(), 1)
+    vault = cluster.vault(write_file=full)
+    [buffer] = cluster.client().reserve(1, 0, 1, table(), 1)
     write(buffer, 0, 4, pin=True)
     with pytest.raises(OSError, match="no space"):
         vault.write("folder", refs((1, 0, 4)))
@@ -121,14 +123,14 @@ def test_a_store_that_fails_leaves_the_version(town: Town):
 
 
 def test_a_store_that_hangs_holds_up_nobody_but_its_writer(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
     """As many writes as a vault's process has threads: it still answers polls."""
     monkeypatch.setattr(background, "STORE_WAIT_S", 0.01)
     disk, answers = Disk(), Event()
     disk.while_writing = answers.wait
-    vault = town.vault(write_file=disk.write)
-    [buffer] = town.client().reserve(1, 0, 1, table(), 1)
+    vault = cluster.vault(write_file=disk.write)
+    [buffer] = cluster.client().reserve(1, 0, 1, table(), 1)
     write(buffer, 0, 4, pin=True)
     with ThreadPoolExecutor(VAULT_COMMAND_THREADS) as threads:
         tries = [
@@ -145,27 +147,27 @@ def test_a_store_that_hangs_holds_up_nobody_but_its_writer(
     assert len(vault.write("folder", refs((1, 0, 4)))) == 1  # it answers again
 
 
-def test_usage_counts_every_buffer(town: Town):
-    vault = town.vault(available=lambda: 2**33)
+def test_usage_counts_every_buffer(cluster: VaultCluster):
+    vault = cluster.vault(available=lambda: 2**33)
     assert vault.usage() == {"slots": 0, "replicas": 0, "spare": 0, "available": 2**33}
-    [buffer] = town.client().reserve(1, 0, 1, table(nbytes=2**20), 1)
+    [buffer] = cluster.client().reserve(1, 0, 1, table(nbytes=2**20), 1)
     write(buffer, 0, 4)
     assert 2**20 < vault.usage()["slots"] < 2**20 + 2**19
     keep_only(vault._registry)
     assert 2**20 < vault.usage()["spare"] < 2**20 + 2**19
 
 
-def test_a_stopped_process_is_seen_through(town: Town):
-    with WorkerProcess("connect", town.vault().address()) as worker:
-        assert re.match(rf"process {worker.pid}: [SR] ", town.vault().inspect(worker.pid))
+def test_a_stopped_process_is_seen_through(cluster: VaultCluster):
+    with WorkerProcess("connect", cluster.vault().address()) as worker:
+        assert re.match(rf"process {worker.pid}: [SR] ", cluster.vault().inspect(worker.pid))
         os.kill(worker.pid, signal.SIGSTOP)
         os.waitpid(worker.pid, os.WUNTRACED)
-        text = town.vault().inspect(worker.pid)
+        text = cluster.vault().inspect(worker.pid)
         assert text.startswith(f"process {worker.pid}: T (stopped by a signal)")
         assert "say_and_wait" in text or "no stacks: " in text
-        assert town.vault().kill(worker.pid)
+        assert cluster.vault().kill(worker.pid)
         assert worker.wait() == -9
-        text = town.vault().inspect(worker.pid)
+        text = cluster.vault().inspect(worker.pid)
         assert text == f"process {worker.pid} does not exist"
 
 

@@ -21,10 +21,10 @@ from rayzero.workers.vault.vault import Vault
 from tests.engine.state.blocks import Block, StateSession
 from tests.engine.state.kinds import FOUND, KINDS, SEED, equal, go_on, make, whole
 from tests.support.ranks import run_ranks
-from tests.workers.crew import NODE, Crew, nowhere
-from tests.workers.kind_repairs import AT, STEPS
+from tests.workers.local_workers import NODE, LocalWorkers, nowhere
+from tests.workers.state_kind_jobs import AT, STEPS
 from tests.workers.support import setup
-from tests.workers.test_repair import lost
+from tests.workers.test_recovery import lost
 
 WORLD = 2
 pytestmark = pytest.mark.slow
@@ -44,19 +44,19 @@ def undisturbed(rank: int, world: int, name: str, folder: str) -> tuple[Block, B
 
 
 class Workers:
-    """One crew for all rows, as long as they pass, and where it leaves states."""
+    """One local for all rows, as long as they pass, and where it leaves states."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.crew: Crew | None = None
+        self.local: LocalWorkers | None = None
         self.alive: list[int] = []
 
-    def ready(self) -> Crew:
+    def ready(self) -> LocalWorkers:
         """With two living workers and a fresh vault."""
-        if self.crew is None:
+        if self.local is None:
             plan = MirrorPolicy(replicas=1, every_steps=1)
             made = setup(
-                entrypoint="tests.workers.kind_repairs:train",
+                entrypoint="tests.workers.state_kind_jobs:train",
                 seed=SEED,
                 steps=STEPS,
                 output_dir=str(self.folder),
@@ -64,17 +64,17 @@ class Workers:
                 import_paths=(os.getcwd(),),
                 mirror=plan,
             )
-            self.crew = Crew(made, WORLD)
+            self.local = LocalWorkers(made, WORLD)
             self.alive = [0, 1]
         else:
-            self.crew.vault.close()
-            self.crew.vault = Vault("job", NODE, nowhere)
-        return self.crew
+            self.local.vault.close()
+            self.local.vault = Vault("job", NODE, nowhere)
+        return self.local
 
     def close(self) -> None:
-        if self.crew is not None:
-            self.crew.close()
-        self.crew = None
+        if self.local is not None:
+            self.local.close()
+        self.local = None
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +84,13 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     made.close()
 
 
-def copied(crew: Crew, restore: Restore) -> Restore:
+def copied(local: LocalWorkers, restore: Restore) -> Restore:
     """Another node's vault copies these versions; the one they came from is lost."""
-    origin = crew.vault
-    crew.vault = Vault(
+    origin = local.vault
+    local.vault = Vault(
         "job", "other", lambda ref, at, count: origin.read(*_key(ref), at, count).data
     )
-    assert crew.vault.replicate(restore.slots) > 0
+    assert local.vault.replicate(restore.slots) > 0
     origin.close()
     return Restore(restore.step, tuple(one._replace(node_id="other") for one in restore.slots))
 
@@ -102,9 +102,9 @@ def _key(ref):
 @pytest.mark.parametrize("name", KINDS)
 def test_it_outlives_a_death_bit_by_bit(workers: Workers, name: str) -> None:
     generation = 2 * list(KINDS).index(name) + 1
-    crew = workers.ready()
+    local = workers.ready()
     try:
-        repaired = _repaired(crew, workers, generation)
+        repaired = _repaired(local, workers, generation)
     except BaseException:
         workers.close()
         raise
@@ -115,21 +115,21 @@ def test_it_outlives_a_death_bit_by_bit(workers: Workers, name: str) -> None:
     equal(whole(repaired), whole([one[1] for one in right]), bits=True)
 
 
-def _repaired(crew: Crew, workers: Workers, generation: int) -> list[Block]:
+def _repaired(local: LocalWorkers, workers: Workers, generation: int) -> list[Block]:
     """The state at the end of a run in which the second of two ranks died."""
     survivor, victim = workers.alive
-    crew.form(generation, [survivor, victim])
-    spare = crew.hire()
-    assert lost(crew, 60) == victim
-    crew.wait_step(survivor, generation, AT)
-    crew.workers[survivor].call("fence", generation)
-    ended = crew.wait_end(survivor, generation)
-    assert isinstance(ended, Stopped | Crashed), crew.texts(survivor)
-    restore = crew.slots(generation, WORLD)
+    local.form(generation, [survivor, victim])
+    spare = local.start_worker()
+    assert lost(local, 60) == victim
+    local.wait_step(survivor, generation, AT)
+    local.workers[survivor].call("fence", generation)
+    ended = local.wait_end(survivor, generation)
+    assert isinstance(ended, Stopped | Crashed), local.texts(survivor)
+    restore = local.slots(generation, WORLD)
     assert restore.step == AT
-    crew.form(generation + 1, [survivor, spare], copied(crew, restore))
+    local.form(generation + 1, [survivor, spare], copied(local, restore))
     for index in (survivor, spare):
-        assert isinstance(crew.wait_end(index, generation + 1), Finished), crew.texts(index)
+        assert isinstance(local.wait_end(index, generation + 1), Finished), local.texts(index)
     workers.alive = [survivor, spare]
     row = generation // 2
     files = [workers.folder / f"{row}-{rank}" for rank in range(WORLD)]

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import io
+import sys
 from threading import Thread
 from time import monotonic
 
+import pytest
+
 from rayzero.workers.messages import Joined, LogLine, StepReport
-from rayzero.workers.output import Outbox
+from rayzero.workers.output import LineTee, Outbox, tee_output
 
 
 def line(text: str) -> LogLine:
@@ -49,3 +53,46 @@ def test_the_oldest_lines_go_and_are_counted_but_no_message_is_lost():
     assert taken[1:] == [StepReport(1, 0, 1), line("c"), line("d")]
     outbox.post(line("e"))
     assert outbox.poll(0) == [line("e")]
+
+
+def tee() -> tuple[LineTee, io.StringIO, list[tuple[str, str]]]:
+    lines: list[tuple[str, str]] = []
+    file = io.StringIO()
+    return LineTee(file, "stdout", lambda *line: lines.append(line)), file, lines
+
+
+@pytest.mark.parametrize(
+    ("written", "lines"),
+    [
+        (["a\n"], ["a"]),
+        (["a", "b\nc", "\n"], ["ab", "c"]),
+        (["a\n\nb\n"], ["a", "", "b"]),
+        (["1%\r2%\r3%\n"], ["3%"]),
+        (["dos\r\n"], ["dos"]),
+        (["no end"], []),
+    ],
+)
+def test_lines_are_handed_over_when_they_end(written: list[str], lines: list[str]):
+    stream, file, seen = tee()
+    for text in written:
+        assert stream.write(text) == len(text)
+    assert [text for _, text in seen] == lines
+    assert file.getvalue() == "".join(written)
+
+
+def test_the_last_line_needs_no_end():
+    stream, _, seen = tee()
+    stream.write("half")
+    stream.finish_line()
+    stream.finish_line()
+    assert seen == [("stdout", "half")]
+
+
+def test_both_streams_are_replaced_and_put_back():
+    before = sys.stdout, sys.stderr
+    seen: list[tuple[str, str]] = []
+    with tee_output(lambda *line: seen.append(line)):
+        print("out")
+        print("err", file=sys.stderr)
+    assert seen == [("stdout", "out"), ("stderr", "err")]
+    assert (sys.stdout, sys.stderr) == before

@@ -21,7 +21,6 @@ from rayzero.workers.chaos.inject import (
     StoreFaultInjector,
     WorkerFaultInjector,
     damage_file,
-    read_fired_faults,
 )
 from rayzero.workers.chaos.spec import FaultFired, parse_fault
 
@@ -49,11 +48,11 @@ def test_it_happens_at_its_rank_step_and_phase_only(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 1, ERROR)
     worker.steps(1, 2)
     worker.injector.on_phase("forward", 3)
-    assert read_fired_faults(tmp_path) == ()
+    assert FaultRecord(tmp_path).read() == ()
     with pytest.raises(InjectedError, match="injected in phase backward of step 3"):
         worker.injector.on_phase("backward", 3)
     assert worker.posted == [FaultFired(1, 3, ERROR)]
-    assert read_fired_faults(tmp_path) == (FaultFired(1, 3, ERROR),)
+    assert FaultRecord(tmp_path).read() == (FaultFired(1, 3, ERROR),)
 
 
 def test_it_happens_once_though_the_step_is_done_again(tmp_path: Path) -> None:
@@ -62,7 +61,7 @@ def test_it_happens_once_though_the_step_is_done_again(tmp_path: Path) -> None:
         worker.steps(1, 9)
     worker.steps(3, 9)
     Worker(tmp_path, 1, ERROR).steps(3, 9)  # another process, a later generation
-    assert len(read_fired_faults(tmp_path)) == 1
+    assert len(FaultRecord(tmp_path).read()) == 1
 
 
 def test_times_and_equal_lines_add_up(tmp_path: Path) -> None:
@@ -70,14 +69,14 @@ def test_times_and_equal_lines_add_up(tmp_path: Path) -> None:
     for count in (1, 2):
         with pytest.raises(InjectedError):
             Worker(tmp_path, 0, twice).steps(3, 3)
-        assert len(read_fired_faults(tmp_path)) == count
+        assert len(FaultRecord(tmp_path).read()) == count
     Worker(tmp_path, 0, twice).steps(3, 9)
     equal = ["raise_error(rank=0, step=9)"] * 2
     for _ in equal:
         with pytest.raises(InjectedError):
             Worker(tmp_path, 0, *equal).steps(9, 9)
     Worker(tmp_path, 0, *equal).steps(9, 12)
-    assert len(read_fired_faults(tmp_path)) == 4
+    assert len(FaultRecord(tmp_path).read()) == 4
 
 
 def test_a_phase_that_is_rare_is_waited_for(tmp_path: Path) -> None:
@@ -128,7 +127,7 @@ def child(folder: Path, text: str) -> subprocess.Popen[bytes]:
 def test_a_kill_is_recorded_before_the_process_dies(tmp_path: Path) -> None:
     text = 'kill(rank=0, step=2, phase="reduce")'
     assert child(tmp_path, text).wait(60) == -signal.SIGKILL
-    assert read_fired_faults(tmp_path) == (FaultFired(0, 2, text),)
+    assert FaultRecord(tmp_path).read() == (FaultFired(0, 2, text),)
     assert child(tmp_path, text).wait(60) == 0  # the replacement goes on
 
 
@@ -137,7 +136,7 @@ def test_a_stopped_process_is_recorded_and_goes_on_when_it_may(tmp_path: Path) -
     try:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
-        assert len(read_fired_faults(tmp_path)) == 1
+        assert len(FaultRecord(tmp_path).read()) == 1
         os.kill(process.pid, signal.SIGCONT)
         _, status = os.waitpid(process.pid, 0)
         assert os.waitstatus_to_exitcode(status) == 0
@@ -149,7 +148,7 @@ def test_faults_of_others_are_left_to_them(tmp_path: Path) -> None:
     texts = ["drop_node(node=0, step=1)", "kill_vault(node=0, step=1)", "slow_store(seconds=1)"]
     worker = Worker(tmp_path, 0, *texts)
     worker.steps(1, 3)
-    assert read_fired_faults(tmp_path) == ()
+    assert FaultRecord(tmp_path).read() == ()
     assert [str(fault) for fault in worker.schedule.due(1)] == texts
     worker.schedule.record_fired(
         worker.schedule.remaining[0], rank=0, step=1
@@ -163,9 +162,9 @@ def test_a_new_job_forgets_what_an_earlier_one_recorded(tmp_path: Path) -> None:
     record.add(FaultFired(0, 1, ERROR))
     record.add(FaultFired(0, 2, "kill(rank=0, step=2)"))
     record.retain_only({ERROR})
-    assert read_fired_faults(tmp_path) == (FaultFired(0, 1, ERROR),)
+    assert FaultRecord(tmp_path).read() == (FaultFired(0, 1, ERROR),)
     record.retain_only(())
-    assert read_fired_faults(tmp_path) == ()
+    assert FaultRecord(tmp_path).read() == ()
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
@@ -237,4 +236,4 @@ def test_more_faults_may_be_wanted_while_others_are_due(tmp_path: Path) -> None:
     with pytest.raises(InjectedError, match="step 5"):
         worker.steps(5, 9)
     worker.steps(5, 9)
-    assert len(read_fired_faults(tmp_path)) == 3
+    assert len(FaultRecord(tmp_path).read()) == 3

@@ -17,16 +17,16 @@ from rayzero.workers.messages import MirrorPolicy, StepReport, WorkerMessage
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.session import JobSession
 from rayzero.workers.step_report import WorkerStats, resident_bytes
-from tests.workers import repairs
+from tests.workers import recovery_jobs
 from tests.workers.support import ASSIGN
-from tests.workers.test_context import session
+from tests.workers.test_session import session
 
 COST_S = 0.001
 """Of the training thread's own time, the least of several: 0.2 ms on an idle machine."""
 
 
 def trained(model: nn.Module, steps: int) -> tuple[Engine, JobSession, list[StepReport]]:
-    made, _, posted = session(engine_config=repairs.engine_config(1))
+    made, _, posted = session(engine_config=recovery_jobs.engine_config(1))
     with use_session(made):
         engine, *_ = initialize(model=model)
     for _ in range(steps):

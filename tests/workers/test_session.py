@@ -13,7 +13,7 @@ from rayzero.workers.messages import Restored, StepReport, WorkerMessage
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import Context, JobSession
 from rayzero.workers.training_thread import GenerationChannel, Interrupted
-from tests.workers import repairs
+from tests.workers import recovery_jobs
 from tests.workers.support import ASSIGN, setup
 
 
@@ -87,7 +87,7 @@ def test_nothing_of_one_step_leaks_into_the_next():
 def test_with_an_engine_the_engine_finishes_the_step():
     made, _, posted = session()
     ctx = Context(setup(), ASSIGN, torch.device("cpu"), made)
-    engine, *_ = initialize(model=torch.nn.Linear(1, 1), config=repairs.engine_config(1))
+    engine, *_ = initialize(model=torch.nn.Linear(1, 1), config=recovery_jobs.engine_config(1))
     made.on_engine_ready(engine)
     ctx.report(step=99, tokens=4, loss=9.0)
     assert [type(one) for one in posted] == [Restored]

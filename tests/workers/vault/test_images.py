@@ -19,7 +19,7 @@ from rayzero.workers.vault.records import (
 )
 from rayzero.workers.vault.vault import Vault
 from tests.workers.vault.support import (
-    Town,
+    VaultCluster,
     content,
     keep_only,
     open_fds,
@@ -32,10 +32,12 @@ from tests.workers.vault.support import (
 NODES = pytest.mark.parametrize("node", ["a", "b"])
 
 
-def store(town: Town, node: str, ranks: int = 2, step: int = 4, check: bool = True) -> Restore:
+def store(
+    cluster: VaultCluster, node: str, ranks: int = 2, step: int = 4, check: bool = True
+) -> Restore:
     """The state of `ranks` ranks in a node's vault."""
     for rank in range(ranks):
-        [buffer] = town.client(node, rank).reserve(1, rank, ranks, table(rank), 1)
+        [buffer] = cluster.client(node, rank).reserve(1, rank, ranks, table(rank), 1)
         write(buffer, rank, step, check=check)
     return Restore(step, tuple(refs(*((1, rank, step) for rank in range(ranks)), node=node)))
 
@@ -58,8 +60,8 @@ def damage(vault: Vault, ref: SlotRef, where: Callable[[images.SlotReader], int]
 
 
 @NODES
-def test_a_state_comes_back_in_any_cut(town: Town, node: str):
-    source = town.client(worker=9).open_source(store(town, node))
+def test_a_state_comes_back_in_any_cut(cluster: VaultCluster, node: str):
+    source = cluster.client(worker=9).open_source(store(cluster, node))
     assert source.step == 4
     assert list(source.block_indexes) == [table(0), table(1)]
     assert source.metadata(1) == {"step": 4, "rank": 1}
@@ -73,8 +75,8 @@ def test_a_state_comes_back_in_any_cut(town: Town, node: str):
 
 
 @NODES
-def test_reading_beyond_the_end_is_an_error(town: Town, node: str):
-    source = town.client(worker=9).open_source(store(town, node))
+def test_reading_beyond_the_end_is_an_error(cluster: VaultCluster, node: str):
+    source = cluster.client(worker=9).open_source(store(cluster, node))
     for offset, length in ((60, 5), (-1, 2)):
         with pytest.raises(DataError, match="0 to 64"):
             read(source, 0, offset, length)
@@ -82,10 +84,12 @@ def test_reading_beyond_the_end_is_an_error(town: Town, node: str):
 
 
 @NODES
-def test_damaged_data_is_found_and_named(town: Town, node: str):
-    restore = store(town, node)
-    damage(town.vault(node), restore.slots[1], lambda image: image.header.geometry.data_offset + 9)
-    client = town.client(worker=9)
+def test_damaged_data_is_found_and_named(cluster: VaultCluster, node: str):
+    restore = store(cluster, node)
+    damage(
+        cluster.vault(node), restore.slots[1], lambda image: image.header.geometry.data_offset + 9
+    )
+    client = cluster.client(worker=9)
     name = f"generation 1, rank 1, step 4 on node {node} is damaged: its data"
     if node == "b":  # its vault gives nothing of it away
         with pytest.raises(SlotDamagedError, match=name):
@@ -99,14 +103,14 @@ def test_damaged_data_is_found_and_named(town: Town, node: str):
 
 
 def test_data_is_compared_once_and_only_where_it_is_read(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
-    restore = store(town, "a")
+    restore = store(cluster, "a")
     compared = []
     monkeypatch.setattr(
         images.MappedSlotReader, "verify", lambda self: compared.append(self.ref.rank), raising=True
     )
-    source = town.client(worker=9).open_source(restore)
+    source = cluster.client(worker=9).open_source(restore)
     assert compared == []
     for _ in range(3):
         read(source, 1)
@@ -114,25 +118,25 @@ def test_data_is_compared_once_and_only_where_it_is_read(
     source.close()
 
 
-def test_without_checksums_and_without_wish_data_is_read_as_it_is(town: Town):
-    bare, checked = store(town, "a", check=False), store(town, "b")
-    for vault, restore in ((town.vault("a"), bare), (town.vault("b"), checked)):
+def test_without_checksums_and_without_wish_data_is_read_as_it_is(cluster: VaultCluster):
+    bare, checked = store(cluster, "a", check=False), store(cluster, "b")
+    for vault, restore in ((cluster.vault("a"), bare), (cluster.vault("b"), checked)):
         damage(vault, restore.slots[0], lambda image: image.header.geometry.data_offset)
-    assert read(town.client("a").open_source(bare), 0) != content(0, 4)
-    assert read(town.client("b").open_source(checked, verify=False), 0) != content(0, 4)
+    assert read(cluster.client("a").open_source(bare), 0) != content(0, 4)
+    assert read(cluster.client("b").open_source(checked, verify=False), 0) != content(0, 4)
 
 
 @NODES
 @pytest.mark.parametrize("part", ["its metadata", "its table"])
-def test_what_describes_the_data_is_always_compared(town: Town, node: str, part: str):
-    restore = store(town, node, check=False)
+def test_what_describes_the_data_is_always_compared(cluster: VaultCluster, node: str, part: str):
+    restore = store(cluster, node, check=False)
 
     def where(image: images.SlotReader) -> int:
         geometry = image.header.geometry
         return geometry.table_offset if part == "its table" else geometry.metadata_offset
 
-    damage(town.vault(node), restore.slots[0], where)
-    client = town.client(worker=9)
+    damage(cluster.vault(node), restore.slots[0], where)
+    client = cluster.client(worker=9)
     before = open_fds()
     with pytest.raises(SlotDamagedError, match=part):
         client.open_source(restore, verify=False)
@@ -140,38 +144,40 @@ def test_what_describes_the_data_is_always_compared(town: Town, node: str, part:
 
 
 @NODES
-def test_a_version_that_is_gone_is_named(town: Town, node: str):
-    restore = store(town, node)
+def test_a_version_that_is_gone_is_named(cluster: VaultCluster, node: str):
+    restore = store(cluster, node)
     kept = restore.slots[0]
-    keep_only(town.vault(node)._registry, (kept.generation, kept.rank, kept.step))
+    keep_only(cluster.vault(node)._registry, (kept.generation, kept.rank, kept.step))
     with pytest.raises(SlotGoneError, match=f"rank 1, step 4 on node {node} is gone"):
-        town.client(worker=9).open_source(restore)
+        cluster.client(worker=9).open_source(restore)
 
 
-def test_a_node_without_a_vault_is_named(town: Town):
+def test_a_node_without_a_vault_is_named(cluster: VaultCluster):
     restore = Restore(4, tuple(refs((1, 0, 4), node="c")))
-    town._fetch = lambda ref, offset, length: (_ for _ in ()).throw(  # type: ignore[method-assign]
+    cluster._fetch = lambda ref, offset, length: (_ for _ in ()).throw(  # type: ignore[method-assign]
         VaultGoneError(f"no vault is known on node {ref.node_id}")
     )
     with pytest.raises(VaultGoneError, match="node c"):
-        town.client().open_source(restore)
+        cluster.client().open_source(restore)
 
 
-def test_a_restore_without_slots_is_an_error(town: Town):
+def test_a_restore_without_slots_is_an_error(cluster: VaultCluster):
     with pytest.raises(DataError, match="no vault slot"):
-        town.client().open_source(Restore(4))
+        cluster.client().open_source(Restore(4))
 
 
-def test_another_node_is_read_in_chunks_and_each_once(town: Town, monkeypatch: pytest.MonkeyPatch):
+def test_another_node_is_read_in_chunks_and_each_once(
+    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(images, "FETCH_CHUNK_BYTES", 300_000)
     nbytes = 1_000_000
-    [buffer] = town.client("b").reserve(1, 0, 1, table(nbytes=nbytes), 1)
+    [buffer] = cluster.client("b").reserve(1, 0, 1, table(nbytes=nbytes), 1)
     write(buffer, 0, 4)
-    source = town.client().open_source(Restore(4, tuple(refs((1, 0, 4), node="b"))))
-    start = len(town.fetched)
+    source = cluster.client().open_source(Restore(4, tuple(refs((1, 0, 4), node="b"))))
+    start = len(cluster.fetched)
     found = b"".join(read(source, 0, at, 1000) for at in range(0, nbytes, 1000))
     assert found == content(0, 4, nbytes)
     assert read(source, 0, 0, nbytes) == found  # longer than a chunk
-    lengths = [length for _, _, length in town.fetched[start:]]
+    lengths = [length for _, _, length in cluster.fetched[start:]]
     assert len(lengths) <= 2 * (nbytes // 300_000 + 1)
     source.close()

@@ -30,7 +30,7 @@ NODE = "node"
 ENDED = (Stopped, Crashed, Finished)
 
 
-class Crew:
+class LocalWorkers:
     """Workers by index. A test drives it by hand; `close` ends everything."""
 
     def __init__(self, setup: WorkerSpec, count: int) -> None:
@@ -39,9 +39,9 @@ class Crew:
         self.workers: dict[int, _Worker] = {}
         self.seen: dict[int, list[WorkerMessage]] = {}
         for _ in range(count):
-            self.hire()
+            self.start_worker()
 
-    def hire(self) -> int:
+    def start_worker(self) -> int:
         """A new worker; its index."""
         index = len(self.seen)
         self.workers[index] = _Worker(self.setup, index)

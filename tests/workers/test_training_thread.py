@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Event, Thread
+
+import pytest
+import torch.distributed as dist
+
+from rayzero.engine.errors import CollectiveError, ConfigError, DataError, EngineError
+from rayzero.workers import training_thread as module
+from rayzero.workers.messages import Crashed, Finished, Heartbeat, Stopped, WorkerMessage
+from rayzero.workers.training_thread import (
+    GenerationBody,
+    GenerationChannel,
+    Interrupted,
+    ProgressRecord,
+    TrainingThread,
+    describe_crash,
+)
+from tests.workers.support import ASSIGN
+
+DONE = Finished(1, 0, None, {}, 0)
+
+
+class Bench:
+    """A training thread with its messages, and a count of how often peers were released."""
+
+    def __init__(self) -> None:
+        self.posted: list[WorkerMessage] = []
+        self.freed = 0
+        self.channel = GenerationChannel(self.posted.append)
+        self.thread = TrainingThread(self._free)
+
+    def _free(self, drained: bool) -> None:
+        self.freed += not drained
+
+    def start(self, body: GenerationBody) -> None:
+        self.thread.start(ASSIGN, body, self.channel)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.thread.stop()
+    assert made.thread.join(5)
+
+
+def test_a_body_ends_with_its_own_message(bench: Bench):
+    bench.start(lambda: DONE)
+    assert bench.thread.join(5)
+    assert bench.posted == [DONE]
+    assert bench.freed == 0
+
+
+def test_an_exception_becomes_a_crash_with_its_step(bench: Bench):
+    def body() -> WorkerMessage:
+        bench.channel.progress.begin_step(3)
+        raise ValueError("boom")
+
+    bench.start(body)
+    assert bench.thread.join(5)
+    (crash,) = bench.posted
+    assert isinstance(crash, Crashed)
+    assert (crash.kind, crash.step, crash.error) == ("user", 3, "ValueError: boom")
+
+
+def test_stop_unwinds_at_the_next_check_and_frees_the_peers(bench: Bench):
+    running = Event()
+
+    def body() -> WorkerMessage:
+        running.set()
+        while True:
+            bench.channel.interrupt.check()
+
+    bench.start(body)
+    assert running.wait(5)
+    bench.thread.stop()
+    assert bench.thread.join(5)
+    assert bench.posted == [Stopped(1, 0)]
+    assert bench.freed == 1
+
+
+def test_a_drain_leaves_the_peers_their_connections(bench: Bench):
+    def body() -> WorkerMessage:
+        raise Interrupted
+
+    bench.start(body)
+    assert bench.thread.join(5)
+    assert bench.posted == [Stopped(1, 0)]
+    assert bench.freed == 0, "a slower peer may still be taking what this rank has sent"
+
+
+def test_a_collective_that_fails_while_stopping_is_a_stop(bench: Bench):
+    go = Event()
+
+    def body() -> WorkerMessage:
+        go.wait(5)
+        raise CollectiveError("a peer was unwound first")
+
+    bench.start(body)
+    bench.thread.stop()
+    go.set()
+    assert bench.thread.join(5)
+    assert bench.posted == [Stopped(1, 0)]
+
+
+def test_two_generations_do_not_run_at_once_but_one_after_the_other(bench: Bench):
+    go = Event()
+
+    def body() -> WorkerMessage:
+        go.wait(5)
+        return DONE
+
+    bench.start(body)
+    with pytest.raises(EngineError, match="still running"):
+        bench.start(lambda: DONE)
+    go.set()
+    assert bench.thread.join(5)
+    bench.start(lambda: DONE)
+    assert bench.thread.join(5)
+    assert bench.posted == [DONE, DONE]
+
+
+def test_a_thread_that_is_just_being_started_can_be_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    """A fence of the last generation may still be at work then."""
+    beginning, go = Event(), Event()
+
+    class Slow(Thread):
+        def start(self) -> None:
+            beginning.set()
+            assert go.wait(30)
+            super().start()
+
+    monkeypatch.setattr(module, "Thread", Slow)
+    starter = Thread(target=bench.start, args=(lambda: DONE,))
+    starter.start()
+    assert beginning.wait(30)
+    joined: list[bool] = []
+    joiner = Thread(target=lambda: joined.append(bench.thread.join(30)))
+    joiner.start()
+    go.set()
+    for one in (starter, joiner):
+        one.join(30)
+    assert joined == [True]
+    assert bench.posted == [DONE]
+
+
+def test_the_next_generation_waits_for_a_thread_that_has_posted_its_end():
+    told, go = Event(), Event()
+    posted: list[WorkerMessage] = []
+
+    def post(message: WorkerMessage) -> None:
+        posted.append(message)
+        if len(posted) == 1:
+            told.set()
+            assert go.wait(30)  # the controller hears of it, and is faster than this thread
+
+    thread = TrainingThread(lambda: None)
+    thread.start(ASSIGN, lambda: DONE, GenerationChannel(post))
+    assert told.wait(30)
+    starter = Thread(target=thread.start, args=(ASSIGN, lambda: DONE, GenerationChannel(post)))
+    starter.start()
+    go.set()
+    starter.join(30)
+    assert thread.join(30)
+    assert posted == [DONE, DONE]
+
+
+GLOO = "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44712."
+
+
+def caught(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as raised:  # noqa: BLE001
+        return raised
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "has_traceback"),
+    [
+        (ConfigError("wrong"), "config", False),
+        (DataError("empty"), "data", False),
+        (EngineError("misused"), "user", True),
+        (CollectiveError("peer"), "collective", True),
+        (RuntimeError(GLOO), "collective", True),
+        (dist.DistNetworkError("timed out"), "collective", True),
+        (RuntimeError("shapes differ"), "user", True),
+        (KeyError("x"), "user", True),
+        (SystemExit(3), "user", True),
+    ],
+)
+def test_an_exception_says_what_it_is_about(error: Exception, kind: str, has_traceback: bool):
+    message = describe_crash(caught(error), generation=2, rank=1, step=7)
+    assert (message.generation, message.rank, message.step) == (2, 1, 7)
+    assert message.kind == kind
+    assert bool(message.traceback) == has_traceback
+    if has_traceback:
+        assert "raise error" in message.traceback
+
+
+def test_user_code_that_wraps_a_failed_collective_does_not_hide_it():
+    error = ValueError("training failed")
+    error.__context__ = RuntimeError(GLOO)
+    assert describe_crash(caught(error), 1, 0, 1).kind == "collective"
+
+
+def test_sys_exit_is_reported_as_text():
+    assert describe_crash(caught(SystemExit(3)), 1, 0, 1).error == (
+        "the training function called sys.exit(3)"
+    )
+
+
+def test_a_heartbeat_has_step_phase_and_silent_time():
+    now_s = 100.0
+    progress = ProgressRecord(clock=lambda: now_s)
+    progress.begin_step(4)
+    progress.enter_phase("backward")
+    now_s = 102.5
+    assert progress.heartbeat(rank=1) == Heartbeat(1, 4, "backward", 2.5)
+    progress.begin_step(5)
+    assert progress.heartbeat(rank=1) == Heartbeat(1, 5, "backward", 0.0)
