@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rayzero.workers import process_group
-from rayzero.workers import retained_state
+from rayzero.workers import process_group, retained_state
 from rayzero.workers.messages import (
     Crashed,
     Finished,
@@ -36,22 +35,22 @@ MakeWorker = Callable[..., WorkerProcess]
 
 @pytest.fixture
 def make_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeWorker]:
-    """Makes hosts and undoes what they do to the process."""
+    """Creates workers and restores the process afterwards."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(os.getcwd())
     environment, threads = dict(os.environ), torch.get_num_threads()
-    hosts: list[WorkerProcess] = []
+    workers: list[WorkerProcess] = []
 
     def make(entrypoint: str, **changes: Any) -> WorkerProcess:
         changes = {"working_dir": os.getcwd(), "import_paths": (os.getcwd(),)} | changes
         worker = WorkerProcess(
             setup(entrypoint=f"tests.workers.functions:{entrypoint}", **changes), 0
         )
-        hosts.append(worker)
+        workers.append(worker)
         return worker
 
     yield make
-    for worker in reversed(hosts):
+    for worker in reversed(workers):
         worker.close()
     process_group.abort_default_group(SocketTracker())
     os.environ.clear()
