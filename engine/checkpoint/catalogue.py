@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -20,7 +20,7 @@ from rayzero.engine.checkpoint.store import Store, StoreEntry, join_url, split_u
 from rayzero.engine.errors import ConfigError, DataError
 
 CheckpointStatus: TypeAlias = Literal["whole", "unfinished", "damaged", "newer"]
-"""unfinished: without a manifest, so it does not exist. newer: of a format not known here."""
+"""unfinished: no manifest, so it is no checkpoint. newer: of an unsupported format version."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class CheckpointInfo:
 
     Attributes:
         folder: its path or URL.
-        problem: what is wrong, when it is not whole.
-        manifest: when that could be read.
-        entries: what is in the folder.
+        problem: why it is not whole; empty if it is.
+        manifest: None if it could not be read.
+        entries: the folder's content.
     """
 
     step: int
@@ -47,58 +47,57 @@ class CheckpointInfo:
 
 
 def list_checkpoints(path: str) -> list[CheckpointInfo]:
-    """What lies in a job's folder, or the one checkpoint whose folder it is, by step. Nothing but
-    manifests and sizes is read.
+    """The checkpoints in a job's folder by step, or the one whose folder `path` is.
+
+    Reads manifests and file sizes only.
 
     Raises:
         StoreError: the store cannot be read.
-        ConfigError: it is no path or URL of a store.
+        ConfigError: not a path or URL of a store.
     """
     parent, name = split_url(path)
     if parse_step(name) is not None:
-        found = _inspect_folder(open_store(parent), name)
-        return [found] if found.entries else []
-    return sorted(_iter_checkpoints(open_store(path)), key=lambda one: one.step)
+        checkpoint = _inspect_folder(open_store(parent), name)
+        return [checkpoint] if checkpoint.entries else []
+    store = open_store(path)
+    return [_inspect_folder(store, name) for _, name in sorted(_step_folders(store))]
 
 
 def newest_complete(path: str, excluding: Collection[int] = ()) -> CheckpointInfo | None:
-    """The newest checkpoint in a job's folder that looks whole, but for some steps: its manifest is
-    what was written, and every file is there in its size. Older ones are not looked at.
+    """The newest complete checkpoint in a job's folder, ignoring the steps in `excluding`.
+
+    Complete: the manifest's checksum matches and every file has its size. Older checkpoints are not
+    inspected.
 
     Raises:
         As `list_checkpoints`.
     """
     store = open_store(path)
     for step, name in sorted(_step_folders(store), reverse=True):
-        if step not in excluding and (found := _inspect_folder(store, name)).is_complete:
-            return found
+        if step not in excluding and (info := _inspect_folder(store, name)).is_complete:
+            return info
     return None
-
-
-def _iter_checkpoints(store: Store) -> Iterator[CheckpointInfo]:
-    for _, name in _step_folders(store):
-        yield _inspect_folder(store, name)
 
 
 def _step_folders(store: Store) -> list[tuple[int, str]]:
     return [
-        (step, one.name)
-        for one in store.list_folder()
-        if one.is_folder and (step := parse_step(one.name)) is not None
+        (step, entry.name)
+        for entry in store.list_folder()
+        if entry.is_folder and (step := parse_step(entry.name)) is not None
     ]
 
 
 def _inspect_folder(store: Store, name: str) -> CheckpointInfo:
     step = parse_step(name) or 0
     entries = tuple(store.list_folder(name))
-    condition, problem, manifest = _check_status(store, name, step, entries)
-    return CheckpointInfo(step, join_url(store.url, name), condition, problem, manifest, entries)
+    status, problem, manifest = _check_status(store, name, step, entries)
+    return CheckpointInfo(step, join_url(store.url, name), status, problem, manifest, entries)
 
 
 def _check_status(
     store: Store, name: str, step: int, entries: tuple[StoreEntry, ...]
 ) -> tuple[CheckpointStatus, str, Manifest | None]:
-    sizes = {one.name: one.nbytes for one in entries}
+    sizes = {entry.name: entry.nbytes for entry in entries}
     if MANIFEST_NAME not in sizes:
         return "unfinished", f"it has no {MANIFEST_NAME}: its save did not end", None
     try:
@@ -113,32 +112,32 @@ def _check_status(
         if file.name not in sizes:
             return "damaged", f"{file.name} is missing", manifest
         if sizes[file.name] != file.nbytes:
-            told = f"{file.name} has {sizes[file.name]} bytes, and had {file.nbytes}"
-            return "damaged", told, manifest
+            problem = f"{file.name} has {sizes[file.name]} bytes instead of {file.nbytes}"
+            return "damaged", problem, manifest
     return "whole", "", manifest
 
 
 def steps_to_keep(whole: Iterable[int], keep: int, keep_every: int | None = None) -> frozenset[int]:
-    """The steps to keep of those whose checkpoints are whole.
+    """The steps to keep of those with complete checkpoints.
 
     Args:
-        keep: so many of the newest; at least 1.
-        keep_every: besides, every step that this divides.
+        keep: number of newest checkpoints; at least 1.
+        keep_every: also keep every step divisible by this.
     """
     steps = sorted(set(whole), reverse=True)
     newest = steps[: max(1, keep)]
-    return frozenset(newest) | {one for one in steps if keep_every and one % keep_every == 0}
+    return frozenset(newest) | {step for step in steps if keep_every and step % keep_every == 0}
 
 
 @dataclass(frozen=True)
 class PruneResult:
-    """What went, or would go.
+    """What was removed, or would be.
 
     Attributes:
-        kept: steps of whole checkpoints that stay.
-        removed: steps of checkpoints.
-        swept: steps of folders with leftovers of saves.
-        nbytes: of all files that went.
+        kept: steps of complete checkpoints that remain.
+        removed: steps of removed checkpoints.
+        swept: steps of folders from which files of interrupted saves were removed.
+        nbytes: total size of the removed files.
     """
 
     kept: tuple[int, ...]
@@ -150,72 +149,74 @@ class PruneResult:
 def prune_checkpoints(
     path: str, keep: int, keep_every: int | None = None, *, dry_run: bool = False
 ) -> PruneResult:
-    """Removes from a job's folder what `kept_steps` does not keep.
+    """Remove checkpoints that `steps_to_keep` does not keep from a job's folder.
 
-    Only whole checkpoints count. One that is damaged goes when it is older than the `keep` newest
-    whole ones; one of a newer format stays. Leftovers of saves go when they are older than the
-    newest whole checkpoint, by step and by the clock: a save under way is neither.
+    Only complete checkpoints count. Damaged ones are removed if older than the `keep` newest
+    complete ones; those of a newer format remain. Files of interrupted saves are removed if older
+    than the newest complete checkpoint both by step and by clock, which a running save is not.
 
     Raises:
         ConfigError: the path is not a job's folder.
-        StoreError: the store cannot be read, or something in it not be removed.
+        StoreError: the store cannot be read, or a file cannot be removed.
     """
     if parse_step(split_url(path)[1]) is not None:
         raise ConfigError(
             f"{path} is one checkpoint", allowed="a job's folder, with checkpoints step-<n> in it"
         )
-    found = list_checkpoints(path)
-    whole = [one for one in found if one.is_complete]
-    if not whole:
+    checkpoints = list_checkpoints(path)
+    complete = [info for info in checkpoints if info.is_complete]
+    if not complete:
         return PruneResult((), (), (), 0)
-    kept = steps_to_keep((one.step for one in whole), keep, keep_every)
-    oldest = min(steps_to_keep((one.step for one in whole), keep))
-    going, swept = [], []
-    for one in found:
-        outdated = one.step not in kept if one.is_complete else one.step < oldest
-        if one.status in ("whole", "damaged") and outdated:
-            going.append(_FolderRemoval(one.step, _checkpoint_files(one)))
-        elif left := _leftover_files(one, whole[-1]):
-            swept.append(_FolderRemoval(one.step, left))
+    kept = steps_to_keep((info.step for info in complete), keep, keep_every)
+    oldest = min(steps_to_keep((info.step for info in complete), keep))
+    removed, swept = [], []
+    for info in checkpoints:
+        outdated = info.step not in kept if info.is_complete else info.step < oldest
+        if info.status in ("whole", "damaged") and outdated:
+            removed.append(_FolderRemoval(info.step, _checkpoint_files(info)))
+        elif leftovers := _leftover_files(info, complete[-1]):
+            swept.append(_FolderRemoval(info.step, leftovers))
     if not dry_run:
-        _remove_files(open_store(path), [*going, *swept])
+        _remove_files(open_store(path), [*removed, *swept])
     return PruneResult(
         kept=tuple(sorted(kept)),
-        removed=tuple(one.step for one in going),
-        swept=tuple(one.step for one in swept),
-        nbytes=sum(entry.nbytes for one in (*going, *swept) for entry in one.entries),
+        removed=tuple(folder.step for folder in removed),
+        swept=tuple(folder.step for folder in swept),
+        nbytes=sum(entry.nbytes for folder in (*removed, *swept) for entry in folder.entries),
     )
 
 
 @dataclass(frozen=True)
 class _FolderRemoval:
-    """Files of one step's folder."""
+    """Files to remove from one step's folder."""
 
     step: int
     entries: list[StoreEntry]
 
 
-def _checkpoint_files(one: CheckpointInfo) -> list[StoreEntry]:
-    return [entry for entry in one.entries if is_checkpoint_file(entry.name)]
+def _checkpoint_files(info: CheckpointInfo) -> list[StoreEntry]:
+    return [entry for entry in info.entries if is_checkpoint_file(entry.name)]
 
 
-def _leftover_files(one: CheckpointInfo, newest: CheckpointInfo) -> list[StoreEntry]:
-    """What no manifest lists and nobody is writing any more."""
-    if one.step > newest.step or one.status not in ("whole", "unfinished"):
+def _leftover_files(info: CheckpointInfo, newest: CheckpointInfo) -> list[StoreEntry]:
+    """Files that no manifest lists and that are older than the newest manifest."""
+    if info.step > newest.step or info.status not in ("whole", "unfinished"):
         return []
-    made_s = next(entry.modified_s for entry in newest.entries if entry.name == MANIFEST_NAME)
-    listed = {MANIFEST_NAME} | {file.name for file in (one.manifest.files if one.manifest else ())}
+    newest_s = next(entry.modified_s for entry in newest.entries if entry.name == MANIFEST_NAME)
+    listed = {MANIFEST_NAME} | {
+        file.name for file in (info.manifest.files if info.manifest else ())
+    }
     return [
         entry
-        for entry in _checkpoint_files(one)
-        if entry.name not in listed and entry.modified_s < made_s
+        for entry in _checkpoint_files(info)
+        if entry.name not in listed and entry.modified_s < newest_s
     ]
 
 
-def _remove_files(store: Store, going: list[_FolderRemoval]) -> None:
-    """Manifests first: a checkpoint of which only a part is gone does not exist."""
-    for one in going:
-        folder = step_folder_name(one.step)
-        for entry in sorted(one.entries, key=lambda entry: entry.name != MANIFEST_NAME):
-            store.remove(f"{folder}/{entry.name}")
-        store.remove_folder(folder)
+def _remove_files(store: Store, folders: list[_FolderRemoval]) -> None:
+    """Manifests first, so that an interrupted removal leaves no partial checkpoint."""
+    for folder in folders:
+        name = step_folder_name(folder.step)
+        for entry in sorted(folder.entries, key=lambda entry: entry.name != MANIFEST_NAME):
+            store.remove(f"{name}/{entry.name}")
+        store.remove_folder(name)

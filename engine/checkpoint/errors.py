@@ -1,13 +1,8 @@
-"""StoreError, damaged, mismatch, version.
-
-What can be wrong with a checkpoint, and with where it lies.
-
-Does a saved state fit a model?
-"""
+"""Errors of stores and checkpoints; check that a saved state fits a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from rayzero.engine.errors import ConfigError, DataError, RayzeroError
@@ -16,20 +11,20 @@ from rayzero.engine.layout.state_index import LogicalTensor
 StoreErrorKind: TypeAlias = Literal["full", "gone", "forbidden", "slow", "other"]
 
 _FIX_BY_KIND: dict[StoreErrorKind, str] = {
-    "full": "free space there, checkpoint.keep, or checkpoint.path",
-    "gone": "checkpoint.path: a folder, disk or bucket that is there",
-    "forbidden": "the rights of the folder or the credentials of the store, or checkpoint.path",
+    "full": "free space in the store, checkpoint.keep, or checkpoint.path",
+    "gone": "checkpoint.path: an existing folder, disk or bucket",
+    "forbidden": "the permissions of the folder, the store's credentials, or checkpoint.path",
     "slow": "the network to the store, or checkpoint.path",
     "other": "checkpoint.path",
 }
 
 
 class StoreError(RayzeroError):
-    """A store did not do what it was asked for.
+    """An operation of a store failed.
 
     Attributes:
-        kind: full; gone: the place is not there; forbidden: not for us; slow: no answer in time.
-        url: the place in question.
+        kind: full; gone: does not exist; forbidden: access denied; slow: timeout.
+        url: the path or URL.
     """
 
     def __init__(self, kind: StoreErrorKind, url: str, seen: str) -> None:
@@ -43,56 +38,55 @@ class StoreError(RayzeroError):
 
 
 class CheckpointDamagedError(DataError):
-    """A checkpoint is not what was written: bytes differ, or files are cut or missing."""
+    """A checkpoint is damaged: bytes differ, or files are truncated or missing."""
 
 
 class CheckpointVersionError(ConfigError):
-    """A checkpoint of a format that this version does not know."""
+    """A checkpoint of an unsupported format version."""
 
 
 _MAX_LISTED = 3
 
 
 class CheckpointMismatchError(ConfigError):
-    """A state of another model: names or shapes differ."""
+    """A state is of another model: names or shapes differ."""
 
 
 def check_state_fits_model(
     wanted: Mapping[str, LogicalTensor], held: Mapping[str, LogicalTensor]
 ) -> None:
-    """Compares names and shapes; dtypes may differ.
+    """Compare names and shapes; dtypes may differ.
 
     Args:
         wanted: the model's tensors.
-        held: the state's.
+        held: the state's tensors.
 
     Raises:
-        CheckpointMismatchError: which are missing, which are too many, and whose shape differs.
+        CheckpointMismatchError: lists missing and unexpected tensors, and differing shapes.
     """
     missing = [name for name in wanted if name not in held]
-    foreign = [name for name in held if name not in wanted]
+    unexpected = [name for name in held if name not in wanted]
     shapes = [
-        f"{name} is {list(held[name].shape)} in the state and {list(one.shape)} in the model"
-        for name, one in wanted.items()
-        if name in held and held[name].shape != one.shape
+        f"{name} is {list(held[name].shape)} in the state and {list(tensor.shape)} in the model"
+        for name, tensor in wanted.items()
+        if name in held and held[name].shape != tensor.shape
     ]
-    told = [
-        f"{len(found)} {what}: {_list_some(found)}"
-        for what, found in (
+    differences = [
+        f"{len(names)} {text}: {_list_some(names)}"
+        for text, names in (
             ("tensors of the model are not in it", missing),
-            ("of its tensors are not in the model", foreign),
+            ("of its tensors are not in the model", unexpected),
             ("tensors have another shape", shapes),
         )
-        if found
+        if names
     ]
-    if told:
+    if differences:
         raise CheckpointMismatchError(
-            "the saved state is another model's: " + "; ".join(told),
+            "the saved state is of another model: " + "; ".join(differences),
             allowed="a state with the model's parameters and buffers, by name and shape",
-            fix="the model, or which checkpoint is resumed from (checkpoint.resume)",
+            fix="the model, or the checkpoint to resume from (checkpoint.resume)",
         )
 
 
-def _list_some(found: Iterable[str]) -> str:
-    found = list(found)
-    return ", ".join(found[:_MAX_LISTED]) + (", ..." if len(found) > _MAX_LISTED else "")
+def _list_some(names: list[str]) -> str:
+    return ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")

@@ -1,6 +1,6 @@
-"""Checkpoints as files that others read.
+"""Exports checkpoints to files of other systems.
 
-| kind | what is written | read by |
+| kind | written | read by |
 |---|---|---|
 | `safetensors` | `model.safetensors`, several and an index above 5 GB | transformers, safetensors |
 | `torch` | `pytorch_model.pt`, a state dict | `torch.load(weights_only=True)`, strict loading |
@@ -39,15 +39,15 @@ def export_checkpoint(
     dtype: str = "",
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Writes a checkpoint as files that others read.
+    """Export a checkpoint.
 
     Args:
-        folder: a checkpoint's folder (one step), or what `open_foreign` knows.
-        target: a local folder, new or empty. It appears when all of it is written.
+        folder: a checkpoint's folder (one step), or a path that `open_foreign` supports.
+        target: a local folder, new or empty; it appears once everything is written.
         kind: `safetensors`, `torch` or `dcp`.
-        dtype: of floating-point parameters: float32, bfloat16 or float16; by default each has
-            the dtype that it had in the model.
-        progress: told the bytes of each read of the checkpoint.
+        dtype: of floating-point parameters: float32, bfloat16 or float16; by default each
+            parameter's dtype in the model.
+        progress: called with the bytes of each read.
 
     Returns:
         The paths written.
@@ -65,7 +65,7 @@ def export_checkpoint(
 
 
 def export_state(source: StateSource, target: str, kind: str, dtype: str = "") -> list[str]:
-    """The same from a source that is open."""
+    """As `export_checkpoint`, from an open source."""
     check_export_kind(kind)
     state = ExportedModel(source, dtype)
     with _atomic_folder(Path(target)) as folder:
@@ -76,7 +76,7 @@ def export_state(source: StateSource, target: str, kind: str, dtype: str = "") -
 def check_export_kind(kind: str) -> None:
     """
     Raises:
-        ConfigError: there is no such kind of export.
+        ConfigError: the kind is not supported.
     """
     if kind not in _WRITERS:
         raise ConfigError(
@@ -86,7 +86,7 @@ def check_export_kind(kind: str) -> None:
 
 
 def write_safetensors(state: ExportedModel, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """One stored tensor for each parameter and buffer; no more than one file's are in memory."""
+    """Write one tensor for each parameter and buffer; memory holds one file's tensors at a time."""
     metadata = {"format": "pt"}
     shards = _split_into_files(state.sizes(), shard_bytes)
     if len(shards) == 1:
@@ -107,7 +107,7 @@ def write_safetensors(state: ExportedModel, folder: Path, shard_bytes: int = SHA
 
 
 def _split_into_files(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """Names in order, in files of at most `limit` bytes or one tensor."""
+    """Names by file, in order; a file has at most `limit` bytes or a single tensor."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -123,8 +123,8 @@ def _write_torch(state: ExportedModel, folder: Path) -> None:
     content = _full_state_dict(state)
     try:
         torch.save(content, folder / "pytorch_model.pt")
-    except RuntimeError as error:  # its zip writer tells no more than that a write fell short
-        raise OSError("torch.save could not write all of it; is there room?") from error
+    except RuntimeError as error:  # the zip writer reports only a short write
+        raise OSError("torch.save could not write the whole file; the disk may be full") from error
 
 
 def _write_dcp(state: ExportedModel, folder: Path) -> None:
@@ -153,12 +153,12 @@ _WRITERS: dict[str, Callable[[ExportedModel, Path], None]] = {
 
 @contextmanager
 def _atomic_folder(target: Path) -> Iterator[Path]:
-    """A folder that takes the target's name when all went well, and is gone when it did not."""
+    """A temporary folder, renamed to the target on success and removed on failure."""
     partial = target.parent / f".{target.name}.partial"
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigError(
-                f"{target} is there already", allowed="a new or an empty folder to export to"
+                f"{target} already exists", allowed="a new or an empty folder to export to"
             )
         rmtree(partial, ignore_errors=True)  # of an export that was killed
         partial.mkdir(parents=True)
@@ -166,7 +166,8 @@ def _atomic_folder(target: Path) -> Iterator[Path]:
         partial.rename(target)
     except (OSError, SafetensorError) as error:
         raise DataError(
-            f"cannot write {target}: {error}", fix="where to export to, its rights, its free space"
+            f"cannot write {target}: {error}",
+            fix="the target folder, its permissions, its free space",
         ) from error
     finally:
         rmtree(partial, ignore_errors=True)

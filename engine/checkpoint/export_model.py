@@ -1,11 +1,4 @@
-"""What is exported, whole tensors, one-file save.
-
-What an export takes out of a training state: the model as it was trained, and its optimizer.
-
-Whole tensors out of a state source, one at a time.
-
-A whole model as one file, durable before it has its name.
-"""
+"""Whole tensors, model and optimizer of a training state for exports; saves a model as one file."""
 
 from __future__ import annotations
 
@@ -27,10 +20,10 @@ from rayzero.engine.precision.dtypes import DTYPE_BY_NAME
 
 
 class WholeTensors:
-    """Puts logical tensors together from the ranges that a source holds.
+    """Assembles logical tensors from the ranges of a source.
 
     Attributes:
-        tensors: what there is, by name.
+        tensors: all logical tensors by name.
     """
 
     def __init__(self, source: StateSource) -> None:
@@ -49,41 +42,41 @@ class WholeTensors:
             self._copies[copy.wanted.name].append(copy)
 
     def names_of_kind(self, kind: str) -> dict[str, str]:
-        """Plain names -> logical names of a kind: `weights`, `buffers`, `optimizer.<key>`."""
+        """Model names -> logical names of a kind: `weights`, `buffers`, `optimizer.<key>`."""
         start = f"{kind}/"
         return {name.removeprefix(start): name for name in self.tensors if name.startswith(start)}
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, in new memory, in the dtype that the state has.
+        """The whole tensor in new memory, in the dtype of the state.
 
         Raises:
-            DataError: its bytes are damaged or gone.
+            DataError: its bytes are damaged or missing.
         """
-        one = self.tensors[name]
-        flat = torch.empty(one.numel, dtype=DTYPE_BY_NAME[one.dtype])
+        tensor = self.tensors[name]
+        flat = torch.empty(tensor.numel, dtype=DTYPE_BY_NAME[tensor.dtype])
         raw = flat.view(torch.uint8).numpy().data
         for copy in self._copies[name]:
             table = self._block_indexes[copy.source]
             size = table.tensors[name].item_bytes
             at = copy.held.offset + (copy.start - copy.held.start) * size
             self._source.read(copy.source, at, raw[copy.start * size : copy.stop * size])
-        return flat.view(one.shape)
+        return flat.view(tensor.shape)
 
 
 _EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ExportedModel:
-    """A state's model and optimizer under plain names, whole.
+    """The model and optimizer of a state as whole tensors under the model's names.
 
     Attributes:
-        ties: other names of parameters -> the name that they are stored under.
+        ties: alias of a tied parameter -> name it is stored under.
     """
 
     def __init__(self, source: StateSource, dtype: str = "") -> None:
         """
         Raises:
-            ConfigError: there is no such dtype.
+            ConfigError: the dtype is not supported.
             MissingRangesError: the source is incomplete.
         """
         if dtype and dtype not in _EXPORT_DTYPES:
@@ -115,11 +108,11 @@ class ExportedModel:
         return self._tensors.read(full).to(self._export_dtype(name))
 
     def optimizer(self) -> dict[str, Any]:
-        """`optimizer`, as `torch.distributed.checkpoint.state_dict` names it: state and options
-        by parameter name. Nothing for a state that has weights only.
+        """`{"optimizer": ...}` as in `torch.distributed.checkpoint.state_dict`: state and options
+        by parameter name. Empty for a state with weights only.
 
         Raises:
-            ConfigError: the state does not say which parameters are in which group.
+            ConfigError: the state lacks the parameters of its groups.
         """
         kinds = {name.partition("/")[0] for name in self._tensors.tensors}
         moments = {
@@ -154,10 +147,10 @@ class ExportedModel:
             return list(group["params"])
         if count > 1:
             raise ConfigError(
-                f"the state has {count} parameter groups, and does not say which parameters are "
-                "in which",
-                allowed="the optimizer's state for an export as dcp",
-                fix="export as safetensors or torch, which need the weights only",
+                f"the state has {count} parameter groups but not the names of their parameters, "
+                "which a dcp export needs",
+                allowed="a state with the parameters of each group",
+                fix="export as safetensors or torch, which need only the weights",
             )
         return [name for name in self._weights if any(name in found for found in moments.values())]
 
@@ -173,21 +166,21 @@ class ExportedModel:
 
 
 def _decode_scalar(value: Any) -> Any:
-    """A number of optimizer state as the optimizer keeps it."""
+    """A scalar of optimizer state as the optimizer keeps it."""
     if isinstance(value, dict):
         return torch.tensor(value["value"], dtype=DTYPE_BY_NAME[value["dtype"]])
     return value
 
 
 def _decode_option(value: Any) -> Any:
-    """JSON has no tuples, optimizers (betas) do."""
+    """Restore tuples (betas), which JSON lacks."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def save_safetensors(
     tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """As the library, but with the permissions of any new file: its own are the owner's alone."""
+    """`safetensors.save_file` with the default permissions of new files instead of owner-only."""
     path.touch()
     mode = path.stat().st_mode & 0o777
     save_file(dict(tensors), path, metadata)
@@ -195,17 +188,17 @@ def save_safetensors(
 
 
 def write_model_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Writes a state dict: as safetensors if the file's name says so, else for `torch.load`.
+    """Write a state dict durably: safetensors by suffix, otherwise for `torch.load`.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".safetensors":
-            # Tied entries are one tensor, which that format refuses.
-            save_safetensors({name: one.clone() for name, one in tensors.items()}, partial)
+            # Cloned: the format refuses tied entries, which share memory.
+            save_safetensors({name: value.clone() for name, value in tensors.items()}, partial)
         else:
             torch.save(dict(tensors), partial)
         with partial.open("rb+") as file:

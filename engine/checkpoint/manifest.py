@@ -1,8 +1,7 @@
-"""The manifest: the file that makes a checkpoint exist. It says all but the tensors' values.
+"""The manifest: the file whose existence makes a checkpoint exist. It lists files and contents.
 
-It is one JSON object, `{"checksum": ..., "checkpoint": {...}}`: the checksum is that of the text
-behind `"checkpoint":`, so a changed byte shows here as it does in the files. That much, and
-`format_version` in it, is the same in every version of the format.
+One JSON object, `{"checksum": ..., "checkpoint": {...}}`; the checksum is of the text after
+`"checkpoint":`. This envelope and the key `format_version` in it never change between versions.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ _CHECKSUM_DIGITS = 16  # of a checksum in hex
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One rank's file, as the manifest knows it.
+    """The manifest's entry of one rank's file.
 
     Attributes:
-        nbytes: of the whole file; its data is the last `table.nbytes` of them.
+        nbytes: size of the file; its data is the last `block_index.nbytes` bytes.
         checksum: xxh3-64 of the whole file.
         blocks: xxh3-64 of each `BLOCK_BYTES` of the data.
-        small: the rank's JSON part.
+        metadata: the rank's JSON part.
     """
 
     name: str
@@ -48,7 +47,7 @@ class FileEntry:
 
     @property
     def data_offset(self) -> int:
-        """Where in the file the data begins."""
+        """Offset of the data in the file."""
         return self.nbytes - self.block_index.nbytes
 
 
@@ -57,8 +56,8 @@ class Manifest:
     """A checkpoint.
 
     Attributes:
-        step: finished steps in it.
-        stage: the ZeRO stage that wrote it; None where nobody said.
+        step: finished steps.
+        stage: the ZeRO stage that wrote it; None if unknown.
         created_s: seconds since 1970.
         files: by rank.
     """
@@ -72,21 +71,23 @@ class Manifest:
 
     @property
     def world_size(self) -> int:
-        """Ranks that wrote it."""
+        """Number of ranks that wrote the checkpoint."""
         return len(self.files)
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
-        return sum(one.nbytes for one in self.files)
+        """Total size of the files."""
+        return sum(file.nbytes for file in self.files)
 
     @property
     def tensors(self) -> dict[str, LogicalTensor]:
-        """Every logical tensor in it."""
-        return {name: one for file in self.files for name, one in file.block_index.tensors.items()}
+        """All logical tensors by name."""
+        return {
+            name: tensor for file in self.files for name, tensor in file.block_index.tensors.items()
+        }
 
     def to_bytes(self) -> bytes:
-        """As it is written. Tensors are told once, and ranges call them by number."""
+        """Serialise. Ranges refer to tensors by their index in one list."""
         tensors = self.tensors
         number = {name: index for index, name in enumerate(tensors)}
         content = {
@@ -97,21 +98,21 @@ class Manifest:
             "stage": self.stage,
             "world_size": self.world_size,
             "created_s": self.created_s,
-            "tensors": [[name, one.dtype, list(one.shape)] for name, one in tensors.items()],
-            "files": [_file_to_json(one, number) for one in self.files],
+            "tensors": [[name, it.dtype, list(it.shape)] for name, it in tensors.items()],
+            "files": [_file_to_json(file, number) for file in self.files],
         }
         text = json.dumps(content, separators=(",", ":")).encode()
         return _PREFIX % xxh3_64_hexdigest(text).encode() + text + _SUFFIX
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str) -> Manifest:
-        """The way back.
+        """Parse and verify.
 
         Args:
-            where: what the manifest is called in errors.
+            where: path or URL for error messages.
 
         Raises:
-            CheckpointDamagedError: it is not what was written.
+            CheckpointDamagedError: the content is not what was written.
             CheckpointVersionError: a newer version wrote it.
         """
         try:
@@ -120,7 +121,7 @@ class Manifest:
                 (name, LogicalTensor(dtype, tuple(shape)))
                 for name, dtype, shape in content["tensors"]
             ]
-            files = tuple(_file_from_json(one, tensors) for one in content["files"])
+            files = tuple(_file_from_json(file, tensors) for file in content["files"])
             if not files or len(files) != content["world_size"]:
                 raise ValueError(f"{len(files)} files of {content['world_size']} ranks")
             return cls(
@@ -156,42 +157,40 @@ def make_manifest(
         EngineError: the file of a rank is missing.
         MissingRangesError: parts of tensors are in no file.
     """
-    files = sorted(files, key=lambda one: one.rank)
-    if not files or [one.rank for one in files] != list(range(len(files))):
-        ranks = [one.rank for one in files]
+    files = sorted(files, key=lambda file: file.rank)
+    ranks = [file.rank for file in files]
+    if not files or ranks != list(range(len(files))):
         raise EngineError(f"a checkpoint needs one file of each rank; these are of ranks {ranks}")
     entries = tuple(
         FileEntry(
-            one.name,
-            one.nbytes,
-            one.checksum,
-            one.blocks,
-            BlockIndex.from_json(one.table),
-            one.small,
+            file.name,
+            file.nbytes,
+            file.checksum,
+            file.blocks,
+            BlockIndex.from_json(file.table),
+            file.small,
         )
-        for one in files
+        for file in files
     )
     created_s = time() if created_s is None else created_s
     manifest = Manifest(job, step, generation, stage, created_s, entries)
-    whole = [TensorRange(name, 0, one.numel, 0) for name, one in manifest.tensors.items()]
-    plan_copies(
-        whole, [one.block_index.ranges for one in entries]
-    )  # raises where something is missing
+    full = [TensorRange(name, 0, it.numel, 0) for name, it in manifest.tensors.items()]
+    plan_copies(full, [entry.block_index.ranges for entry in entries])  # raises MissingRangesError
     return manifest
 
 
 def _verify_checksum(raw: bytes, where: str) -> dict[str, Any]:
-    """The JSON object behind a checksum that is right."""
+    """The JSON object, after comparing its checksum."""
     text = raw[_PREFIX_BYTES : -len(_SUFFIX)]
     if raw != _PREFIX % xxh3_64_hexdigest(text).encode() + text + _SUFFIX:
-        raise CheckpointDamagedError(f"{where} is damaged: its checksum is another one")
+        raise CheckpointDamagedError(f"{where} is damaged: its checksum does not match")
     content: dict[str, Any] = json.loads(text)
     version = content["format_version"]
     if version > FORMAT_VERSION:
         raise CheckpointVersionError(
             f"{where} has format version {version}",
             allowed=f"versions up to {FORMAT_VERSION}",
-            fix="a newer rayzero, or which checkpoint is used (checkpoint.resume)",
+            fix="upgrade rayzero, or select another checkpoint (checkpoint.resume)",
         )
     return content
 
@@ -202,11 +201,11 @@ def _file_to_json(file: FileEntry, number: dict[str, int]) -> dict[str, Any]:
         "name": file.name,
         "nbytes": file.nbytes,
         "checksum": f"{file.checksum:016x}",
-        "blocks": "".join(f"{one:016x}" for one in file.blocks),
+        "blocks": "".join(f"{checksum:016x}" for checksum in file.blocks),
         "data_bytes": table.nbytes,
         "constant_bytes": table.constant_bytes,
         "tensors": [number[name] for name in table.tensors],
-        "ranges": [[number[one.name], one.start, one.stop, one.offset] for one in table.ranges],
+        "ranges": [[number[it.name], it.start, it.stop, it.offset] for it in table.ranges],
         "small": file.metadata,
     }
 
@@ -214,7 +213,7 @@ def _file_to_json(file: FileEntry, number: dict[str, int]) -> dict[str, Any]:
 def _file_from_json(
     document: dict[str, Any], tensors: list[tuple[str, LogicalTensor]]
 ) -> FileEntry:
-    """Raises LookupError, TypeError or ValueError where the document cannot be right."""
+    """Raises LookupError, TypeError or ValueError if the document is invalid."""
     table = BlockIndex(
         dict(tensors[number] for number in document["tensors"]),
         tuple(
@@ -242,7 +241,7 @@ def _file_from_json(
 
 
 def _check_file(file: FileEntry) -> None:
-    """What a reader relies on: it never reads outside of a file, nor a file of another folder."""
+    """Check what readers rely on: no access outside of a file or to a file of another folder."""
     table = file.block_index
     if not is_rank_file(file.name):
         raise ValueError(f"a file called {file.name!r}")
@@ -255,9 +254,9 @@ def _check_file(file: FileEntry) -> None:
     for name, tensor in table.tensors.items():
         if tensor.dtype not in DTYPE_BYTES or min(tensor.shape, default=0) < 0:
             raise ValueError(f"{name} of dtype {tensor.dtype} and shape {tensor.shape}")
-    for one in table.ranges:
-        tensor = table.tensors[one.name]
-        end = one.offset + (one.stop - one.start) * tensor.item_bytes
-        inside = 0 <= one.start <= one.stop <= prod(tensor.shape)
-        if not inside or not 0 <= one.offset <= end <= table.nbytes:
-            raise ValueError(f"{one.name}[{one.start}:{one.stop}] at byte {one.offset}")
+    for part in table.ranges:
+        tensor = table.tensors[part.name]
+        end = part.offset + (part.stop - part.start) * tensor.item_bytes
+        inside = 0 <= part.start <= part.stop <= prod(tensor.shape)
+        if not inside or not 0 <= part.offset <= end <= table.nbytes:
+            raise ValueError(f"{part.name}[{part.start}:{part.stop}] at byte {part.offset}")

@@ -57,12 +57,12 @@ _ERRNO_KINDS: Mapping[int, StoreErrorKind] = {
     errno.ETIMEDOUT: "slow",
 }
 
-# A link in a file's place would have another file written, which is not this folder's.
+# O_NOFOLLOW: a symbolic link in place of the file would redirect the write to another folder.
 _CREATE_FLAGS = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class LocalStore:
-    """Durable by fsync of the file, a rename, and fsync of the folder, in that order."""
+    """A local folder. Durable by fsync of the file, rename, fsync of the folder, in that order."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -73,8 +73,8 @@ class LocalStore:
 
     def list_folder(self, folder: str = "") -> list[StoreEntry]:
         path = self._folder / folder
-        with _store_errors(path), suppress(FileNotFoundError), os.scandir(path) as found:
-            return [entry for one in found if (entry := _to_store_entry(one)) is not None]
+        with _store_errors(path), suppress(FileNotFoundError), os.scandir(path) as entries:
+            return [found for entry in entries if (found := _to_store_entry(entry)) is not None]
         return []
 
     @contextmanager
@@ -118,12 +118,12 @@ class LocalStore:
             _sync_folder(path.parent)
 
     def remove_folder(self, name: str) -> None:
-        with suppress(OSError):  # what is left in it is not ours to remove
+        with suppress(OSError):  # not empty: the rest is not rayzero's
             os.rmdir(self._folder / name)
 
 
 class LocalWriteStream:
-    """An open file descriptor, which belongs to the `create` that made this."""
+    """Writes to a file descriptor that `create` owns and closes."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -133,32 +133,32 @@ class LocalWriteStream:
         done = 0
         while done < len(data):
             done += os.write(self._fd, data[done:])
-        # Sends it on its way now, where the disk would otherwise be idle until fsync. Pages that
-        # are not written yet stay in the cache, so a load soon after finds most of them.
+        # Starts writeback now; the disk would otherwise be idle until fsync. Pages not yet written
+        # stay cached, so a load soon afterwards finds most of them.
         os.posix_fadvise(self._fd, self._written, done, os.POSIX_FADV_DONTNEED)
         self._written += done
 
 
 class LocalReadStream:
-    """Reads into the caller's memory, without a buffer between."""
+    """Reads directly into the caller's memory, unbuffered."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, offset: int, parts: Sequence[memoryview]) -> int:
-        left = list(parts)
+        remaining = list(parts)
         done = 0
         with _store_errors(self._path):
-            while left:
-                count = os.preadv(self._fd, left, offset + done)
+            while remaining:
+                count = os.preadv(self._fd, remaining, offset + done)
                 if count == 0:
                     break
                 done += count
-                while left and count >= len(left[0]):
-                    count -= len(left.pop(0))
-                if left:
-                    left[0] = left[0][count:]
+                while remaining and count >= len(remaining[0]):
+                    count -= len(remaining.pop(0))
+                if remaining:
+                    remaining[0] = remaining[0][count:]
         return done
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class LocalReadStream:
 
 @contextmanager
 def _store_errors(path: Path) -> Iterator[None]:
-    """Says of an OSError what it means to the user."""
+    """Convert OSError to StoreError."""
     try:
         yield
     except OSError as error:
@@ -177,21 +177,22 @@ def _store_errors(path: Path) -> Iterator[None]:
         raise StoreError(kind, str(path), error.strerror or repr(error)) from error
 
 
-def _to_store_entry(one: os.DirEntry[str]) -> StoreEntry | None:
-    """None for what went away meanwhile."""
+def _to_store_entry(entry: os.DirEntry[str]) -> StoreEntry | None:
+    """None if the file was removed in the meantime."""
     try:
-        found = one.stat()
+        status = entry.stat()
     except FileNotFoundError:
         return None
-    return StoreEntry(one.name, one.is_dir(), 0 if one.is_dir() else found.st_size, found.st_mtime)
+    nbytes = 0 if entry.is_dir() else status.st_size
+    return StoreEntry(entry.name, entry.is_dir(), nbytes, status.st_mtime)
 
 
 def _make_folder(path: Path) -> None:
-    """Makes a folder and those it is in, durably."""
+    """Create a folder and its parents, durably."""
     if path.is_dir():
         return
     _make_folder(path.parent)
-    with suppress(FileExistsError):  # another rank's writer was faster
+    with suppress(FileExistsError):  # created by another rank's writer
         os.mkdir(path)
     _sync_folder(path.parent)
 
@@ -201,7 +202,7 @@ def _sync_folder(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # said by file systems that keep folders in step anyway
+        if error.errno != errno.EINVAL:  # the file system syncs folders itself
             raise
     finally:
         os.close(fd)

@@ -1,9 +1,4 @@
-"""Verified reads.
-
-Reading a checkpoint: only the bytes that are wanted, rounded out to blocks and verified.
-
-Any bytes out of a rank's file, each block of them compared with its checksum.
-"""
+"""Reads a checkpoint: only the requested bytes, rounded out to blocks and verified."""
 
 from __future__ import annotations
 
@@ -23,21 +18,21 @@ from rayzero.engine.layout.state_index import BlockIndex
 
 
 class BlockFile:
-    """An open file of a checkpoint.
+    """An open file of a checkpoint; reads compare each block with its checksum.
 
-    Whole blocks are read straight into the caller's memory. A block that is wanted in part is kept,
-    because the next read usually goes on where this one ended and needs the rest of it.
+    Whole blocks are read directly into the caller's memory. A partly requested block is cached,
+    because the next read usually continues there.
 
     Attributes:
-        bytes_read: from the file, so far.
+        bytes_read: bytes read from the file so far.
     """
 
     def __init__(self, file: ReadStream, entry: FileEntry, where: str, *, verify: bool) -> None:
         """
         Args:
-            file: stays the caller's to close.
-            where: what the file is called in errors.
-            verify: without, exactly what is wanted is read, and compared with nothing.
+            file: closed by the caller.
+            where: path or URL for error messages.
+            verify: if false, read exactly the requested bytes and compare nothing.
         """
         self.bytes_read = 0
         self._file = file
@@ -48,14 +43,14 @@ class BlockFile:
         self._cache = memoryview(b"")
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fills `into` (bytes, writable) from byte `offset` of the data.
+        """Fill `into` (bytes, writable) from byte `offset` of the data.
 
         Raises:
-            CheckpointDamagedError: a block is not what was written. It names file and block.
+            CheckpointDamagedError: a block is damaged; the message names file and block.
         """
         if not 0 <= offset <= offset + len(into) <= self._nbytes:
             span = f"bytes {offset} to {offset + len(into)}"
-            raise EngineError(f"{span} of {self._where} were wanted, which has {self._nbytes}")
+            raise EngineError(f"{span} of {self._where} were requested, which has {self._nbytes}")
         if not self._verify:
             self._read_file(offset, [into])
             return
@@ -70,54 +65,54 @@ class BlockFile:
         return self._entry.block_index.nbytes
 
     def _from_cached_block(self, offset: int, into: memoryview) -> int:
-        """What the kept block has of it; the number of bytes."""
+        """Fill from the cached block; returns the number of bytes."""
         block, inside = divmod(offset, BLOCK_BYTES)
         if block != self._cached_block:
             return 0
-        found = self._cache[inside : inside + len(into)]
-        into[: len(found)] = found
-        return len(found)
+        data = self._cache[inside : inside + len(into)]
+        into[: len(data)] = data
+        return len(data)
 
     def _read_blocks(self, offset: int, into: memoryview) -> int:
-        """Fills the whole blocks at the beginning of `into`, and keeps the next block if some of it
-        is wanted too, both in one request; the number of bytes filled."""
+        """Fill the whole blocks at the beginning of `into` and cache the next block if it is partly
+        requested, in one request. Returns the number of bytes filled."""
         block, inside = divmod(offset, BLOCK_BYTES)
         to_the_end = offset + len(into) == self._nbytes
         whole = len(into) if to_the_end else len(into) - len(into) % BLOCK_BYTES
         direct = into[: 0 if inside else whole]
         after = block + block_count(len(direct))
-        kept = memoryview(b"")
+        cache = memoryview(b"")
         if len(direct) < len(into):
             self._cached_block = -1
-            kept = self._cache_buffer(after)
-        self._read_file(block * BLOCK_BYTES, [part for part in (direct, kept) if part])
+            cache = self._cache_buffer(after)
+        self._read_file(block * BLOCK_BYTES, [part for part in (direct, cache) if part])
         self._verify_blocks(block, direct)
-        if kept:
-            self._verify_blocks(after, kept)
-            self._cache, self._cached_block = kept, after
+        if cache:
+            self._verify_blocks(after, cache)
+            self._cache, self._cached_block = cache, after
         return len(direct)
 
     def _cache_buffer(self, block: int) -> memoryview:
-        """Memory for one block, the same again and again."""
+        """Memory for one block, reused."""
         size = min(BLOCK_BYTES, self._nbytes - block * BLOCK_BYTES)
         if len(self._cache) < size:
             self._cache = memoryview(bytearray(BLOCK_BYTES))
         return self._cache[:size]
 
     def _read_file(self, offset: int, parts: list[memoryview]) -> None:
-        wanted = sum(len(part) for part in parts)
-        found = self._file.read(self._entry.data_offset + offset, parts)
-        self.bytes_read += found
-        if found != wanted:
-            block = (offset + found) // BLOCK_BYTES
+        nbytes = sum(len(part) for part in parts)
+        count = self._file.read(self._entry.data_offset + offset, parts)
+        self.bytes_read += count
+        if count != nbytes:
+            block = (offset + count) // BLOCK_BYTES
             raise CheckpointDamagedError(f"{self._where} ends in block {block} of its data")
 
     def _verify_blocks(self, block: int, data: memoryview) -> None:
-        """Compares whole blocks with their checksums."""
+        """Compare whole blocks with their checksums."""
         for number, at in enumerate(range(0, len(data), BLOCK_BYTES), start=block):
             if xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) != self._entry.blocks[number]:
                 raise CheckpointDamagedError(
-                    f"{self._where} is damaged: block {number} of its data has another checksum"
+                    f"{self._where} is damaged: block {number} of its data does not match its checksum"
                 )
 
 
@@ -133,7 +128,7 @@ def read_manifest(folder: str) -> Manifest:
 
 
 def read_manifest_from(store: Store, folder: str = "") -> Manifest:
-    """The same for a folder of a store."""
+    """As `read_manifest`, for a folder of a store."""
     name = f"{folder}/{MANIFEST_NAME}" if folder else MANIFEST_NAME
     where = join_url(store.url, name)
     try:
@@ -144,23 +139,19 @@ def read_manifest_from(store: Store, folder: str = "") -> Manifest:
         raise DataError(
             f"there is no checkpoint at {join_url(store.url, folder) if folder else store.url}",
             allowed=f"a folder step-<n> with a {MANIFEST_NAME}",
-            fix="the path, or which checkpoint is used (checkpoint.resume)",
+            fix="the path, or the checkpoint to resume from (checkpoint.resume)",
         ) from None
     return Manifest.from_bytes(raw, where)
 
 
 class CheckpointSource:
-    """A checkpoint as a `StateSource`; each rank's file is a block. Used by one thread at a time.
-
-    Attributes:
-        manifest: what the checkpoint says of itself.
-    """
+    """A checkpoint as a `StateSource`; each rank's file is a block. Not thread-safe."""
 
     def __init__(self, folder: str, verify: bool = True) -> None:
         """
         Args:
             folder: a path or a URL, `.../step-<n>`.
-            verify: compare every block with its checksum; without, no more is read than is wanted.
+            verify: compare every block with its checksum; otherwise read only the requested bytes.
 
         Raises:
             As `read_manifest`.
@@ -173,28 +164,28 @@ class CheckpointSource:
 
     @property
     def step(self) -> int:
-        """Finished steps in the state."""
+        """Finished steps of the state."""
         return self.manifest.step
 
     @property
     def block_indexes(self) -> Sequence[BlockIndex]:
-        """What each rank's file holds."""
-        return [one.block_index for one in self.manifest.files]
+        """The index of each rank's file."""
+        return [file.block_index for file in self.manifest.files]
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the files that were read so far."""
-        return sum(one.bytes_read for one in self._files.values())
+        """Bytes read from the files so far."""
+        return sum(file.bytes_read for file in self._files.values())
 
     def metadata(self, rank: int) -> dict[str, Any]:
-        """The state's JSON part as that rank had it; another rank's when there was no such rank."""
+        """The JSON part of a rank; of another rank if there was no such rank."""
         return self.manifest.files[rank % self.manifest.world_size].metadata
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
-        """Fills `into` (bytes, writable) from byte `offset` of a rank's data.
+        """Fill `into` (bytes, writable) from byte `offset` of a rank's data.
 
         Raises:
-            CheckpointDamagedError: those bytes are damaged or gone. It names file and block.
+            CheckpointDamagedError: the bytes are damaged or missing; names file and block.
             StoreError: the store cannot be read.
         """
         file = self._files.get(block)
@@ -203,7 +194,7 @@ class CheckpointSource:
         file.read(offset, into)
 
     def close(self) -> None:
-        """Closes the files. Safe to repeat."""
+        """Close the files. Safe to repeat."""
         self._stack.close()
 
     def _open_file(self, entry: FileEntry) -> BlockFile:

@@ -1,4 +1,4 @@
-"""What a place for checkpoints must be able to do, whatever it is: a folder, an object store."""
+"""The store protocol, which local folders and object stores implement; paths and URLs of stores."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True)
 class StoreEntry:
-    """One thing in a folder.
+    """A file or folder in a folder.
 
     Attributes:
-        nbytes: of a file; 0 for a folder.
+        nbytes: size of a file; 0 for a folder.
         modified_s: seconds since 1970, by the store's clock.
     """
 
@@ -25,20 +25,20 @@ class StoreEntry:
 
 
 class WriteStream(Protocol):
-    """A file that is being written."""
+    """An open file for writing."""
 
     def write(self, data: memoryview) -> None:
-        """Appends all of `data`, which may be changed again after that."""
+        """Append all of `data`, which may be modified afterwards."""
 
 
 class ReadStream(Protocol):
-    """A file that is being read."""
+    """An open file for reading."""
 
     def read(self, offset: int, parts: Sequence[memoryview]) -> int:
-        """Fills `parts` one behind the other from byte `offset` of the file, in one request.
+        """Fill `parts` in sequence from byte `offset` of the file, in one request.
 
         Returns:
-            The bytes read: fewer than the parts hold where the file ends.
+            The number of bytes read, smaller than the size of the parts at the end of the file.
         """
 
     def close(self) -> None:
@@ -46,60 +46,60 @@ class ReadStream(Protocol):
 
 
 class Store(Protocol):
-    """A folder and what is below it. Names are relative to it, with `/` between folders.
+    """A folder and its content. Names are relative to it, with `/` between folders.
 
     All calls may raise StoreError.
     """
 
     @property
     def url(self) -> str:
-        """The folder, as users call it."""
+        """Path or URL of the folder."""
 
     def list_folder(self, folder: str = "") -> list[StoreEntry]:
-        """What is in a folder; nothing when it is not there."""
+        """The content of a folder; empty if it does not exist."""
 
     def create(self, name: str) -> AbstractContextManager[WriteStream]:
-        """A new file, and the folders it is in. At the end of the `with` it is durable under its
-        name; when that is left by an exception, or the process dies, it is not there at all."""
+        """Create a file and its folders. The file appears under its name, durable, at the end of
+        the `with`; after an exception or a crash it does not exist."""
 
     def replace(self, name: str, content: bytes) -> None:
-        """Puts a small file in the place of what is there: afterwards it is the one or the other,
-        whatever happens. It is durable, and was read back and compared."""
+        """Atomically replace a small file: afterwards either version exists, whatever happens. The
+        new one is durable; remote stores read it back and compare."""
 
     def open(self, name: str) -> ReadStream:
         """
         Raises:
-            StoreError: of kind `gone`, if there is no such file.
+            StoreError: of kind `gone` if the file does not exist.
         """
 
     def read(self, name: str) -> bytes:
-        """All of a small file. Raises as `open` does."""
+        """Content of a small file. Raises as `open` does."""
 
     def remove(self, name: str) -> None:
-        """Removes a file, durably; none there is fine."""
+        """Remove a file durably, if it exists."""
 
     def remove_folder(self, name: str) -> None:
-        """Removes a folder, unless something is left in it."""
+        """Remove a folder if it is empty."""
 
 
 def is_remote(url: str) -> bool:
-    """Whether a path or URL is in another place than this machine's file systems."""
+    """Whether a path or URL is outside this machine's file systems."""
     return "://" in url and urlsplit(url).scheme != "file"
 
 
 def join_url(url: str, *names: str) -> str:
-    """The path or URL of something in a folder; a URL's options stay at its end."""
+    """Join names to a path or URL; a URL's query stays at the end."""
     base, mark, query = _split_options(url)
     return "/".join([base.rstrip("/"), *names]) + mark + query
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """The folder that something is in, and its name there."""
+    """Parent folder and name of a path or URL."""
     base, mark, query = _split_options(url)
     parent, slash, name = base.rstrip("/").rpartition("/")
     return (parent or slash or ".") + mark + query, name
 
 
 def _split_options(url: str) -> tuple[str, str, str]:
-    """What is in front of a URL's options, the question mark, and the options."""
+    """A URL without its query, the question mark, and the query."""
     return url.partition("?") if "://" in url else (url, "", "")

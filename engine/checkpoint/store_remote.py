@@ -15,7 +15,7 @@ from rayzero.engine.checkpoint.format import PARTIAL_SUFFIX
 from rayzero.engine.checkpoint.store import StoreEntry
 from rayzero.engine.errors import ConfigError
 
-# What pyarrow and the services' own texts say, in lower case; the first that is found counts.
+# Substrings of error messages of pyarrow and the services, in lower case; the first match decides.
 _KIND_BY_MESSAGE: Mapping[str, StoreErrorKind] = {
     "access_denied": "forbidden",
     "access denied": "forbidden",
@@ -40,24 +40,24 @@ _KIND_BY_MESSAGE: Mapping[str, StoreErrorKind] = {
     "service_unavailable": "slow",
 }
 _READ_BACK_MISMATCH = (
-    "the store gives back other bytes than it was given; an older S3-compatible one may need "
+    "the store returned different bytes than were written; an older S3-compatible store may need "
     "AWS_REQUEST_CHECKSUM_CALCULATION=when_required in the environment"
 )
-_EDGE_BYTES = 64 * 1024  # of a written file's beginning and end are read back
+_EDGE_BYTES = 64 * 1024  # read back from the beginning and the end of a written file
 
 
 class RemoteStore:
-    """Durable by the service's word, and by looking at what it kept."""
+    """An object store or HDFS. Confirmed writes are read back and compared."""
 
     def __init__(self, url: str) -> None:
         """
         Args:
-            url: with options in its query, as pyarrow's `FileSystem.from_uri` takes them:
-                `s3://bucket/path?endpoint_override=host:port&scheme=http`. Credentials come from
-                where the service's own tools have them: environment variables, files, the machine.
+            url: with options in its query, as pyarrow's `FileSystem.from_uri` accepts them:
+                `s3://bucket/path?endpoint_override=host:port&scheme=http`. Credentials are found as
+                by the service's own tools: environment variables, files, instance metadata.
 
         Raises:
-            ConfigError: the URL is not one that pyarrow takes.
+            ConfigError: pyarrow does not accept the URL.
         """
         self._url = url
         try:
@@ -66,7 +66,7 @@ class RemoteStore:
         except (ArrowException, ValueError) as error:
             raise ConfigError(
                 f"the URL {url} cannot be used: {error}",
-                allowed="a path, or a URL that pyarrow.fs.FileSystem.from_uri takes",
+                allowed="a path, or a URL that pyarrow.fs.FileSystem.from_uri accepts",
                 fix="checkpoint.path",
             ) from None
 
@@ -80,13 +80,13 @@ class RemoteStore:
         with self._store_errors_for(folder):
             return [
                 StoreEntry(
-                    one.base_name,
-                    one.type == fs.FileType.Directory,
-                    one.size or 0,
-                    one.mtime_ns / 1e9 if one.mtime_ns else 0.0,
+                    info.base_name,
+                    info.type == fs.FileType.Directory,
+                    info.size or 0,
+                    info.mtime_ns / 1e9 if info.mtime_ns else 0.0,
                 )
-                for one in self._fs.get_file_info(selector)
-                if one.path.rstrip("/") != path
+                for info in self._fs.get_file_info(selector)
+                if info.path.rstrip("/") != path
             ]
 
     @contextmanager
@@ -99,7 +99,7 @@ class RemoteStore:
                 stream.close()
                 self._verify_upload(name, sink)
             except BaseException:
-                # pyarrow cannot give an upload up: closing completes it
+                # pyarrow cannot abort an upload: closing completes it
                 with suppress(OSError):
                     stream.close()
                 with suppress(OSError):
@@ -107,8 +107,8 @@ class RemoteStore:
                 raise
 
     def replace(self, name: str, content: bytes) -> None:
-        """One PUT, which is atomic. HDFS shows a file while it is written, so there it is moved to
-        its place; for a moment, neither the old nor the new one may be there."""
+        """One PUT, which is atomic. HDFS shows files while they are written, so there the file is
+        written under another name and moved; for a moment neither version may exist."""
         moved = self._fs.type_name == "hdfs"
         written = f"{name}{PARTIAL_SUFFIX}" if moved else name
         with self._store_errors_for(name):
@@ -142,11 +142,11 @@ class RemoteStore:
                 self._fs.delete_dir(self._path(name))
 
     def _verify_upload(self, name: str, sink: RemoteWriteStream) -> None:
-        """Some S3-compatible stores keep an upload's framing as part of it: its size and its ends
-        show that, without all of it being read back."""
+        """Compare size, beginning and end. Some S3-compatible stores save an upload's chunk framing
+        as content, which this detects without reading the whole file back."""
         size = self._fs.get_file_info(self._path(name)).size
         if size != sink.nbytes:
-            seen = f"{sink.nbytes} bytes were written and {size} are there"
+            seen = f"{sink.nbytes} bytes were written, {size} are stored"
             raise StoreError("other", self._display_url(name), f"{seen}. {_READ_BACK_MISMATCH}")
         with self._fs.open_input_file(self._path(name)) as file:
             first = file.read_at(len(sink.head), 0)
@@ -165,7 +165,7 @@ class RemoteStore:
 
 
 class RemoteWriteStream:
-    """An upload, and what is to be compared with what the store kept."""
+    """An upload; keeps size, beginning and end for the comparison."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -182,7 +182,7 @@ class RemoteWriteStream:
 
 
 class RemoteReadStream:
-    """Every read is one request: a stream that reads ahead would take hundreds."""
+    """One request per read; a stream with read-ahead would issue hundreds."""
 
     def __init__(self, file: Any, shown: str) -> None:
         self._file = file
@@ -193,12 +193,12 @@ class RemoteReadStream:
             self._file.seek(offset)
             if len(parts) == 1:
                 return int(self._file.readinto(parts[0]))
-            found = memoryview(self._file.read(sum(len(part) for part in parts)))
+            content = memoryview(self._file.read(sum(len(part) for part in parts)))
         at = 0
         for part in parts:
-            piece = found[at : at + len(part)]
-            part[: len(piece)] = piece
-            at += len(piece)
+            data = content[at : at + len(part)]
+            part[: len(data)] = data
+            at += len(data)
         return at
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class RemoteReadStream:
 
 @contextmanager
 def _store_errors(shown: str) -> Iterator[None]:
-    """Says of an OSError what it means to the user."""
+    """Convert OSError to StoreError."""
     try:
         yield
     except OSError as error:
@@ -225,9 +225,8 @@ def _error_kind(error: OSError) -> StoreErrorKind:
 
 
 def _with_default_options(url: str) -> str:
-    """An S3 URL with the options that it does not set itself: the environment's region, because
-    pyarrow would ask AWS for it, whatever the endpoint; and a small file as one PUT, not three
-    requests, because that is what makes a manifest appear at once."""
+    """Add default options to an S3 URL: the environment's region, because pyarrow would ask AWS for
+    it whatever the endpoint; small files as one PUT, which makes a manifest appear atomically."""
     parts = urlsplit(url)
     if parts.scheme != "s3":
         return url

@@ -1,4 +1,4 @@
-"""Reading all of a checkpoint, to say what of it is not as it was written."""
+"""Verifies a checkpoint by reading every byte of it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from rayzero.engine.errors import DataError
 _CHUNK_BYTES = 16 * BLOCK_BYTES
 
 ProgressCallback: TypeAlias = Callable[[int], None]
-"""Told the number of bytes that were read since it was last told."""
+"""Called with the number of bytes read since the last call."""
 
 
 @dataclass(frozen=True)
 class FileProblem:
-    """Something in a checkpoint's folder that is not as it should be.
+    """A problem with a file in a checkpoint's folder.
 
     Attributes:
-        file: its name in the folder.
-        kind: flipped: bytes differ; cut: it is shorter or longer; foreign: it is no part of the
-            checkpoint, which is none the worse for it.
-        text: what is wrong with the file.
+        file: name in the folder.
+        kind: flipped: bytes differ; cut: the size differs; foreign: not part of the checkpoint,
+            harmless.
+        text: the problem.
     """
 
     file: str
@@ -54,18 +54,16 @@ class FileProblem:
 def verify_checkpoint(
     folder: str, progress: ProgressCallback = lambda _: None
 ) -> list[FileProblem]:
-    """Reads every byte of the checkpoint in `folder`, a path or a URL.
+    """Read every byte of the checkpoint in `folder`, a path or a URL.
 
     Raises:
-        CheckpointVersionError: it is of a newer format.
+        CheckpointVersionError: the format is newer.
         StoreError: the store cannot be read.
     """
     store = open_store(folder)
-    sizes = {one.name: one.nbytes for one in store.list_folder()}
+    sizes = {entry.name: entry.nbytes for entry in store.list_folder()}
     if MANIFEST_NAME not in sizes:
-        return [
-            FileProblem(MANIFEST_NAME, "missing", "is missing: there is no checkpoint without it")
-        ]
+        return [FileProblem(MANIFEST_NAME, "missing", "is missing, so there is no checkpoint")]
     try:
         manifest = read_manifest_from(store)
     except DataError as error:
@@ -73,15 +71,12 @@ def verify_checkpoint(
     problems = [
         problem for file in manifest.files for problem in _verify_file(store, file, sizes, progress)
     ]
-    ours = {MANIFEST_NAME, *(file.name for file in manifest.files)}
-    for name in sorted(sizes.keys() - ours):
-        what = "is left from a save that did not end" if _is_leftover(name) else "is no part of it"
-        problems.append(FileProblem(name, "foreign", what))
+    expected = {MANIFEST_NAME, *(file.name for file in manifest.files)}
+    for name in sorted(sizes.keys() - expected):
+        leftover = is_checkpoint_file(name) or name.endswith(PARTIAL_SUFFIX)
+        text = "is left from an interrupted save" if leftover else "is not part of the checkpoint"
+        problems.append(FileProblem(name, "foreign", text))
     return problems
-
-
-def _is_leftover(name: str) -> bool:
-    return is_checkpoint_file(name) or name.endswith(PARTIAL_SUFFIX)
 
 
 def _verify_file(
@@ -92,7 +87,7 @@ def _verify_file(
         yield FileProblem(file.name, "missing", "is missing")
         return
     if size != file.nbytes:
-        yield FileProblem(file.name, "cut", f"has {size} bytes, and had {file.nbytes}")
+        yield FileProblem(file.name, "cut", f"has {size} bytes instead of {file.nbytes}")
         return
     try:
         blocks, checksum = _damaged_blocks(store, file, progress)
@@ -112,7 +107,7 @@ def _verify_file(
 def _damaged_blocks(
     store: Store, file: FileEntry, progress: ProgressCallback
 ) -> tuple[list[int], int]:
-    """The blocks whose checksums differ, and the checksum of the whole file."""
+    """Blocks whose checksums differ, and the checksum of the whole file."""
     memory = memoryview(bytearray(max(_CHUNK_BYTES, file.data_offset)))
     flipped = []
     opened = store.open(file.name)

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: a file for each rank, then the manifest, which makes it exist."""
+"""Writes a checkpoint: one file for each rank, then the manifest, which makes it exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rayzero.engine.checkpoint.store import WriteStream
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.state_index import BlockIndex
 
-_CHUNK_BYTES = 32 * BLOCK_BYTES  # written at once: long enough for a disk, short enough for caches
+_CHUNK_BYTES = 32 * BLOCK_BYTES  # per write: efficient for disks, fits in CPU caches
 
 
 def write_rank_file(
@@ -35,23 +35,23 @@ def write_rank_file(
     generation: int,
     world_size: int,
 ) -> WrittenFile:
-    """Writes one rank's state as a file of the checkpoint in `folder`; returns when it is durable.
+    """Write one rank's file of the checkpoint in `folder`; returns when it is durable.
 
     Args:
-        folder: a path or a URL, `.../step-<n>`; made when it is not there.
-        table: what `data` holds.
+        folder: path or URL `.../step-<n>`; created if it does not exist.
+        table: index of `data`.
         small: the rank's JSON part.
-        data: `table.nbytes` bytes, which must not change meanwhile.
-        generation, world_size: of the process group that `rank` is in.
+        data: `table.nbytes` bytes, which must not change during the call.
+        generation, world_size: of the process group of `rank`.
 
     Raises:
-        StoreError: the store cannot take it: full, gone, forbidden, slow.
-        EngineError: the data is not what the table says.
+        StoreError: the store failed: full, gone, forbidden, slow.
+        EngineError: the size of the data is not the index's.
     """
     began_s = monotonic()
     data = data.cast("B") if data.nbytes else memoryview(b"")
     if len(data) != table.nbytes:
-        raise EngineError(f"a table of {table.nbytes} bytes was given for {len(data)} bytes")
+        raise EngineError(f"an index of {table.nbytes} bytes was given for {len(data)} bytes")
     about = {"rank": rank, "world_size": world_size, "generation": generation}
     header = file_header(table, {"step": small["step"]} | about if "step" in small else about)
     name = new_file_name(rank)
@@ -70,20 +70,20 @@ def write_rank_file(
 
 
 def commit_checkpoint(folder: str, manifest: Manifest) -> None:
-    """Makes the checkpoint in `folder` exist, durably, in place of the one that is there.
+    """Make the checkpoint in `folder` exist durably, replacing an existing one.
 
     Raises:
-        StoreError: of kind `gone`, if a file is not to be seen from here; else the store's trouble.
+        StoreError: of kind `gone` if a file is not visible from this node; else the store's error.
     """
     store = open_store(folder)
-    there = {one.name: one.nbytes for one in store.list_folder()}
-    lost = [one.name for one in manifest.files if there.get(one.name) != one.nbytes]
-    if lost:
+    sizes = {entry.name: entry.nbytes for entry in store.list_folder()}
+    missing = [file.name for file in manifest.files if sizes.get(file.name) != file.nbytes]
+    if missing:
         raise StoreError(
             "gone",
             store.url,
-            f"{len(lost)} of {len(manifest.files)} files, {lost[0]} among them, were written by "
-            "other nodes and cannot be seen from this one: all nodes must share the place",
+            f"{len(missing)} of {len(manifest.files)} files, such as {missing[0]}, were written by "
+            "other nodes and are not visible from this one: all nodes must share this folder",
         )
     store.replace(MANIFEST_NAME, manifest.to_bytes())
 
@@ -91,23 +91,23 @@ def commit_checkpoint(folder: str, manifest: Manifest) -> None:
 def _write_with_checksums(
     sink: WriteStream, header: bytes, data: memoryview
 ) -> tuple[int, list[int]]:
-    """The checksums of the whole and of each block, taken of every chunk while it is written."""
+    """Write; returns the checksums of the file and of each block, computed during the writes."""
     whole = xxh3_64(header)
     blocks: list[int] = []
 
-    def take(chunk: memoryview) -> None:
+    def hash_chunk(chunk: memoryview) -> None:
         whole.update(chunk)
         blocks.extend(
             xxh3_64(chunk[at : at + BLOCK_BYTES]).intdigest()
             for at in range(0, len(chunk), BLOCK_BYTES)
         )
 
-    # Both let go of the interpreter's lock. The thread ends with this block, at once.
-    with ThreadPoolExecutor(1, "rayzero-checksum") as helper:
+    # Hashing and writing both release the GIL. The thread ends with this block.
+    with ThreadPoolExecutor(1, "rayzero-checksum") as executor:
         sink.write(memoryview(header))
         for at in range(0, len(data), _CHUNK_BYTES):
             chunk = data[at : at + _CHUNK_BYTES]
-            taking = helper.submit(take, chunk)
+            future = executor.submit(hash_chunk, chunk)
             sink.write(chunk)
-            taking.result()
+            future.result()
     return whole.intdigest(), blocks

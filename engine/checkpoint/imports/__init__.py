@@ -1,18 +1,10 @@
-"""Open_foreign: which foreign format a path holds.
+"""Reads training states in other systems' files as a `StateSource`, without unpickling objects.
 
-Training states in other systems' files, read as a `StateSource`. Nothing is unpickled.
-
-| file | what it knows |
+| module | contents |
 |---|---|
-| `foreign` | which reader a path is for |
-| `deepspeed` | DeepSpeed's ZeRO checkpoints: their files, their keys |
-| `zero_layout` | where ZeRO's partitions hold which parameter: pure integers |
-| `plain_pickle` | files of `torch.save`, read without running anything that is in them |
-| `huggingface` | safetensors files, one or several with an index |
-| `tensors` | a state that lies in tensors of any cut |
-| `naming` | a file's names as those that the model's state has |
-
-Which reader a path is for: found out from what is there, not from how it is called.
+| `deepspeed`, `deepspeed_files` | DeepSpeed's ZeRO checkpoints: keys, files and partitions |
+| `weights_only` | files of `torch.save`, loaded without running code |
+| `tensors` | a state in tensors; safetensors files, one or several with an index |
 """
 
 from __future__ import annotations
@@ -25,23 +17,22 @@ from rayzero.engine.errors import ConfigError
 
 
 def open_foreign(path: str) -> TensorSource | None:
-    """A training state that another system wrote to the local disk.
+    """Open a training state that another system wrote to the local disk, detected by its content.
 
     Args:
         path: a DeepSpeed ZeRO checkpoint (its folder with `latest`, or the folder of one step), a
             safetensors file, or a transformers folder.
 
     Returns:
-        The state, or None if the path is none of these. Without an optimizer in it,
-        `has_optimizer` is false.
+        The state, or None for any other path. `has_optimizer` is false for weights only.
 
     Raises:
-        ConfigError: there is nothing at the path, or a kind of checkpoint that is not supported.
+        ConfigError: the path does not exist, or the kind of checkpoint is not supported.
         DataError: files or parts are missing or damaged.
     """
     if "://" in path and not path.startswith("file://"):
         return None
     place = Path(path.removeprefix("file://"))
     if not place.exists():
-        raise ConfigError(f"there is nothing at {place}", allowed="a checkpoint's folder or file")
+        raise ConfigError(f"{place} does not exist", allowed="a checkpoint's folder or file")
     return open_deepspeed(place) or open_safetensors(place)

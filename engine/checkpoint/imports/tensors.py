@@ -1,11 +1,7 @@
-"""TensorSource, safetensors.
+"""A training state in tensors, usually views of mapped files; weights in safetensors files.
 
-A training state that lies in tensors, usually views of mapped files, cut in any way.
-
-Weights in safetensors files: one file, or a folder as transformers writes it.
-
-Such files know neither an optimizer nor which of their tensors are buffers: all are `weights/`
-here, until `naming.use_model_names` has seen the model.
+Safetensors files have no optimizer state and do not mark buffers: all tensors are `weights/` until
+`rename_to_model` knows the model.
 """
 
 from __future__ import annotations
@@ -29,12 +25,12 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPE_BY_NAME.items()}
 
 @dataclass(frozen=True)
 class FlatTensor:
-    """A flat tensor and what of the state lies in it.
+    """A flat tensor and the ranges of the state in it.
 
     Attributes:
         memory: 1-D and contiguous, in CPU memory.
-        ranges: their offsets are counted in elements of `memory`.
-        shapes: the whole shape of each logical tensor in it.
+        ranges: offsets count elements of `memory`.
+        shapes: the full shape of each logical tensor in it.
     """
 
     memory: Tensor
@@ -62,12 +58,12 @@ class FlatTensor:
 
 
 class TensorSource:
-    """A `StateSource` of pieces, a block each.
+    """A `StateSource` with one block for each flat tensor.
 
     Attributes:
-        step: finished steps in the state; 0 where the files do not say.
-        has_optimizer: whether it holds more than weights and buffers. Where it does not, training
-            starts a fresh optimizer on these weights.
+        step: finished steps; 0 if the files do not say.
+        has_optimizer: whether it has optimizer state; otherwise training starts with a new
+            optimizer.
     """
 
     def __init__(
@@ -92,7 +88,7 @@ class TensorSource:
         self._memory.clear()
 
     def rename(self, names: Mapping[str, str | None]) -> None:
-        """Gives logical tensors other names; those whose new name is None are left out."""
+        """Rename logical tensors; None drops them."""
         self.block_indexes = [_rename_index(table, names) for table in self.block_indexes]
 
 
@@ -111,10 +107,10 @@ def _rename_index(table: BlockIndex, names: Mapping[str, str | None]) -> BlockIn
 
 
 def checked_dtype_name(dtype: torch.dtype, tensor: str) -> str:
-    """The name that tables give a dtype.
+    """The dtype's name in state indexes.
 
     Raises:
-        DataError: tables cannot hold it; it names the tensor.
+        DataError: the dtype is not supported; the message names the tensor.
     """
     name = _DTYPE_NAMES.get(dtype)
     if name is None:
@@ -128,7 +124,7 @@ _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 def open_safetensors(path: Path) -> TensorSource | None:
-    """The weights in a file or folder; None if it holds no safetensors under the usual names.
+    """The weights in a file or folder; None if it has no safetensors under the usual names.
 
     Raises:
         DataError: files or tensors are missing or damaged.

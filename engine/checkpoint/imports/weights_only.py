@@ -1,8 +1,8 @@
-"""Reads what `torch.save` wrote with torch's weights-only loader: data, never code.
+"""Loads files of `torch.save` with torch's weights-only loader: data, never code.
 
-DeepSpeed puts a few objects of its own beside the tensors (a loss scaler, an enum, addresses of
-fragments). They become `InertObject` here, or a number, so DeepSpeed need not be installed and nothing of
-it is run. An object of any other class is refused by name.
+DeepSpeed saves a few objects of its own classes beside the tensors (a loss scaler, an enum,
+fragment addresses). They are loaded as `InertObject` or a number: DeepSpeed is not needed, and none
+of its code runs. Objects of any other class are refused by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rayzero.engine.errors import ConfigError, DataError, first_line
 _STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
 
 
-# What a torn or foreign file makes of the zip reader and of the weights-only unpickler.
+# Errors of the zip reader and the weights-only unpickler for truncated or foreign files.
 _DAMAGE_ERRORS = (
     OSError,
     EOFError,
@@ -36,10 +36,10 @@ _DAMAGE_ERRORS = (
 
 
 class InertObject:
-    """Stands for an object of which nothing is run.
+    """Placeholder of an object whose class is not loaded.
 
     Attributes:
-        fields: what the object consisted of, where that is a dictionary.
+        fields: the object's state if it is a dictionary.
     """
 
     def __init__(self, *_: Any) -> None:
@@ -50,20 +50,20 @@ class InertObject:
 
 
 def load_weights_only(path: Path) -> dict[str, Any]:
-    """The dictionary in a file of `torch.save`; its tensors are views of the mapped file.
+    """Load the dictionary in a file of `torch.save`; tensors are views of the mapped file.
 
     Raises:
-        DataError: it is damaged, or not such a file.
-        ConfigError: it holds objects of classes that are not DeepSpeed's.
+        DataError: the file is damaged or of another format.
+        ConfigError: it has objects of classes other than DeepSpeed's.
     """
     try:
         names = get_unsafe_globals_in_checkpoint(str(path))
-        strange = sorted(name for name in names if not name.startswith("deepspeed."))
-        if strange:
+        unsupported = sorted(name for name in names if not name.startswith("deepspeed."))
+        if unsupported:
             raise ConfigError(
-                f"{path} holds objects of {', '.join(strange)}, and nothing is unpickled here",
+                f"{path} holds objects of {', '.join(unsupported)}, which would run code to load",
                 allowed="tensors, numbers, text, and lists and dictionaries of them",
-                fix="what was saved beside the model (client_state): save it as plain values",
+                fix="save what is stored beside the model (client_state) as plain values",
             )
         stubs: list[Any] = [(int if name == _STAGE_ENUM else InertObject, name) for name in names]
         with safe_globals(stubs):

@@ -94,7 +94,7 @@ def test_a_written_file_says_what_it_is(tmp_path):
 
 
 def test_data_of_another_length_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(EngineError, match="a table of 10 bytes was given for 3"):
+    with pytest.raises(EngineError, match="an index of 10 bytes was given for 3"):
         write_rank_file(
             str(tmp_path / "new"),
             0,

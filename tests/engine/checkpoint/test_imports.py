@@ -279,7 +279,7 @@ def test_nothing_is_unpickled(copied: Any, tmp_path: Path) -> None:
     folder, witness = copied("stage1-fp32"), tmp_path / "witness"
     path = next(folder.rglob("*model_states.pt"))
     _rewrite(path, load_weights_only(path) | {"client": Evil(witness)})
-    with pytest.raises(ConfigError, match=r"posix\.system, and nothing is unpickled"):
+    with pytest.raises(ConfigError, match=r"posix\.system, which would run code to load"):
         open_foreign(str(folder))
     path.write_bytes(pickle.dumps(Evil(witness)))
     with pytest.raises(DataError, match="cannot be read"):
@@ -298,7 +298,7 @@ def test_deepspeeds_own_objects_become_inert(unpacked: Path) -> None:
 
 
 def test_a_path_with_nothing_is_an_error_and_foreign_folders_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is nothing at"):
+    with pytest.raises(ConfigError, match="does not exist"):
         open_foreign(str(tmp_path / "absent"))
     assert open_foreign(str(tmp_path)) is None
     (tmp_path / "notes.txt").write_text("hello")

@@ -90,7 +90,7 @@ def test_a_rank_reads_its_own_bytes_only(long_one):
 def test_reads_beyond_the_data_are_refused(long_one):
     source = CheckpointSource(long_one[0])
     for offset, length in ((LONG, 1), (LONG - 1, 2), (-1, 1), (0, LONG + 1)):
-        with pytest.raises(EngineError, match="were wanted"):
+        with pytest.raises(EngineError, match="were requested"):
             source.read(0, offset, memoryview(bytearray(length)))
 
 

@@ -132,7 +132,7 @@ def test_a_store_that_changes_bytes_is_found_out(job):
     store._fs = Tampering(store._fs)
     with pytest.raises(StoreError, match="WHEN_REQUIRED".lower()), store.create("x") as sink:
         sink.write(memoryview(bytes(100)))
-    with pytest.raises(StoreError, match="gives back other bytes"):
+    with pytest.raises(StoreError, match="returned different bytes"):
         store.replace("manifest.json", b"{}")
     assert [one.name for one in store.list_folder()] == ["manifest.json"]
 
