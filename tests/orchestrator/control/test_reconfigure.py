@@ -645,20 +645,22 @@ async def test_events_about_a_replaced_generation_change_nothing(folder: Path):
 
 @played
 async def test_a_generation_that_is_lost_while_it_joins_is_never_formed(folder: Path):
-    """The last member joins in the same turn of the loop in which another one is lost."""
+    """The last member's Joined is handled after another member's loss, in the same turn."""
     stage = Stage(folder, World(3), workers={"min": 2, "max": 3})
     await stage.steps(3)
     stage.world.auto = False
     stage.world.kill(0)
     await settle()
-    number = {a.generation for a in stage.newest.values()}.pop()
     stage.world.auto = True
     stage.world.arrive()
     await settle()
-    stage.world.say(1, Joined(number, stage.newest[1].rank))
-    stage.world.say(2, Joined(number, stage.newest[2].rank))
-    stage.world.kill(2)
+    generation = stage.controller._context.generation
+    generation.on_joined(2, Joined(2, generation.rank_of(2)))
+    generation.on_joined(1, Joined(2, generation.rank_of(1)))
+    stage.controller._context.changed.notify()
+    stage.controller._failures.on_worker_lost(2, "killed")
+    stage.world.kill(2, told=False)
     await settle()
-    formed = [event for event in stage.notebook.of(StateEntered) if event.state is State.RUNNING]
-    assert [event.generation for event in formed] == [1, number + 1]
+    running = [e.generation for e in stage.notebook.of(StateEntered) if e.state is State.RUNNING]
+    assert running == [1, 3]
     await stage.finish()

@@ -1,0 +1,1 @@
+"""Tests of `rayzero.orchestrator.control`, with fake workers in virtual time."""

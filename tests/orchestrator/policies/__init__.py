@@ -1,0 +1,1 @@
+"""Tests of `rayzero.orchestrator.policies`."""
