@@ -1,9 +1,4 @@
-"""Batched polls and broadcasts.
-
-What a job's Ray actors say and answer: a poll under way at each of them, commands to many.
-
-Many calls of Ray actors at once: their answers come to the event loop in batches.
-"""
+"""Polls and broadcasts to many Ray actors, whose replies reach the event loop in batches."""
 
 from __future__ import annotations
 
@@ -23,49 +18,43 @@ from rayzero.orchestrator.interfaces import WORKER_POLL_S, WorkerLostError, Work
 from rayzero.workers.messages import WorkerMessage
 
 ReplyHandler = Callable[["Future[Any]"], None]
-"""Told of an answer, or of an error, in the event loop."""
+"""Called in the event loop with a completed call: a reply or an error."""
 
 _MAX_BATCH_DELAY_S = 0.01
-
-
 _DELAY_PER_WORKER_S = 1e-5
-
-
 _BATCH_FROM_WORKERS = 100
 
 
 def batch_delay_s(workers: int) -> float:
-    """How long to gather what so many workers say. To wake the event loop costs as much as to hear
-    ten of them, and a thousand that each speak once a second would wake it a thousand times."""
-    return (
-        min(_MAX_BATCH_DELAY_S, _DELAY_PER_WORKER_S * workers)
-        if workers >= _BATCH_FROM_WORKERS
-        else 0.0
-    )
+    """How long to collect replies of this many workers. A wake-up of the event loop costs as much as
+    ten replies, and a thousand workers with one message a second would wake it a thousand times."""
+    if workers < _BATCH_FROM_WORKERS:
+        return 0.0
+    return min(_MAX_BATCH_DELAY_S, _DELAY_PER_WORKER_S * workers)
 
 
 class _Wakeup(Enum):
-    """When the event loop looks again at what arrived."""
+    """The next delivery of completed calls in the event loop."""
 
     SCHEDULED = auto()
-    """At once; it was told to."""
+    """Requested, as soon as the loop runs."""
     DELAYED = auto()
-    """Behind a while of gathering."""
+    """At the end of the batch delay."""
     NONE = auto()
-    """When it is told to."""
+    """Not before it is requested."""
 
 
 class FutureBatcher:
-    """From Ray's threads, where answers arrive, to one event loop. It costs no task and no timer a
-    call, and one wake-up a batch. After `close` answers are dropped.
+    """Passes replies from Ray's threads to one event loop: no task and no timer for a call, one
+    wake-up for a batch. After `close` replies are dropped.
 
     Args:
-        on_batch: called behind every batch.
+        on_batch: called after every batch.
     """
 
     def __init__(self, on_batch: Callable[[], None]) -> None:
         self.batch_delay_s = 0.0
-        """How long answers are gathered behind a batch. Errors never wait."""
+        """How long replies are collected after a batch. Errors are delivered at once."""
         self._on_batch = on_batch
         self._done: deque[tuple[ReplyHandler, Future[Any]]] = deque()
         self._lock = Lock()
@@ -73,27 +62,28 @@ class FutureBatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def add_call(self, reference: Any, answered: ReplyHandler) -> None:
-        """Waits for a call's answer; from the event loop."""
+    def add_call(self, reference: Any, on_done: ReplyHandler) -> None:
+        """Calls `on_done` when the call has completed. Called in the event loop."""
         loop = asyncio.get_running_loop()
-        reference.future().add_done_callback(partial(self._on_done, loop, answered))
+        reference.future().add_done_callback(partial(self._on_done, loop, on_done))
 
     def close(self) -> None:
-        """From the event loop."""
+        """Called in the event loop."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
 
     def _on_done(
-        self, loop: asyncio.AbstractEventLoop, answered: ReplyHandler, answer: Future[Any]
+        self, loop: asyncio.AbstractEventLoop, on_done: ReplyHandler, reply: Future[Any]
     ) -> None:
-        self._done.append((answered, answer))
+        """Called by Ray's threads."""
+        self._done.append((on_done, reply))
         with self._lock:
-            waits = self._wakeup is _Wakeup.DELAYED and answer.exception() is None
-            if waits or self._wakeup is _Wakeup.SCHEDULED:
+            can_wait = self._wakeup is _Wakeup.DELAYED and reply.exception() is None
+            if can_wait or self._wakeup is _Wakeup.SCHEDULED:
                 return
             self._wakeup = _Wakeup.SCHEDULED
-        with suppress(RuntimeError):  # the loop is over, and nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
@@ -101,31 +91,31 @@ class FutureBatcher:
             self._timer.cancel()
             self._timer = None
         with self._lock:
-            # What arrives from now on finds a wake-up or a timer to come, or wakes the loop itself.
+            # Later replies find a wake-up or a timer pending, or wake the loop themselves.
             self._wakeup = _Wakeup.DELAYED if self._done and self.batch_delay_s else _Wakeup.NONE
-            gathers = self._wakeup is _Wakeup.DELAYED and not self._closed
-        if gathers:
+            is_delayed = self._wakeup is _Wakeup.DELAYED and not self._closed
+        if is_delayed:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self.batch_delay_s, self._deliver)
         while self._done:
-            answered, answer = self._done.popleft()
+            on_done, reply = self._done.popleft()
             if not self._closed:
-                answered(answer)
+                on_done(reply)
         self._on_batch()
 
 
 ActorCall = Callable[[int], Any]
-"""Calls a worker's actor; the reference to the answer. It may raise WorkerLostError."""
+"""Calls a worker's actor; the reference to its reply. It may raise WorkerLostError."""
 
 
 class ActorPoller:
-    """Used from one event loop, until `close`: after that nobody is listened to any more.
+    """Keeps one long poll open at each subscribed worker, until `close`. Used from one event loop.
 
-    A worker that is found gone, by a poll or by a command, is told once, behind all that it said,
-    and no longer listened to.
+    A worker whose poll or command finds it lost is reported once, after all its messages, and
+    unsubscribed.
 
     Args:
-        poll: has a worker wait up to so many seconds for something to say.
+        poll: starts a poll of a worker that waits up to the given seconds for messages.
     """
 
     def __init__(self, poll: Callable[[int, float], Any]) -> None:
@@ -141,7 +131,6 @@ class ActorPoller:
         self._batcher.close()
 
     def subscribe(self, workers: Iterable[int]) -> None:
-        """Has these polled from now on."""
         for worker in workers:
             self._subscribed.add(worker)
             self._start_poll(worker)
@@ -149,37 +138,37 @@ class ActorPoller:
         self._changed.notify()
 
     async def receive(self) -> WorkerReports:
-        """What came since the last time; waits for something to come.
+        """Messages and losses since the last call; waits until there are some.
 
         Raises:
-            Exception: a worker could not be asked, though it is there: a mistake of ours.
+            Exception: a poll failed in a worker that is alive, which is a bug.
         """
         await self._changed.wait_until(lambda: bool(self._messages or self._lost or self._error))
         if self._error is not None:
             raise self._error
-        heard = WorkerReports(self._messages, tuple(self._lost.items()))
+        reports = WorkerReports(self._messages, tuple(self._lost.items()))
         self._messages, self._lost = [], {}
-        return heard
+        return reports
 
     def broadcast(self, workers: Iterable[int], call: ActorCall) -> PendingReplies:
-        """Calls many actors, and waits for none of them."""
-        answers = PendingReplies(workers)
-        for worker in sorted(answers.pending):
+        """Calls many actors without waiting for their replies."""
+        replies = PendingReplies(workers)
+        for worker in sorted(replies.pending):
             try:
-                self._batcher.add_call(call(worker), partial(self._on_reply, worker, answers))
+                self._batcher.add_call(call(worker), partial(self._on_reply, worker, replies))
             except WorkerLostError as lost:
                 self._mark_lost(worker, str(lost))
-                answers.mark_done([worker])
-        return answers
+                replies.mark_done([worker])
+        return replies
 
-    def _on_reply(self, worker: int, answers: PendingReplies, answer: Future[Any]) -> None:
-        error = answer.exception()
+    def _on_reply(self, worker: int, replies: PendingReplies, reply: Future[Any]) -> None:
+        error = reply.exception()
         if isinstance(error, ACTOR_LOST):
             self._mark_lost(worker, death_cause(error))
         elif isinstance(error, Exception):
-            answers.mark_failed(error)
+            replies.mark_failed(error)
             return
-        answers.mark_done([worker])
+        replies.mark_done([worker])
 
     def _start_poll(self, worker: int) -> None:
         try:
@@ -189,10 +178,10 @@ class ActorPoller:
         except WorkerLostError as lost:
             self._mark_lost(worker, str(lost))
 
-    def _on_poll(self, worker: int, answer: Future[list[WorkerMessage]]) -> None:
-        error = answer.exception()
+    def _on_poll(self, worker: int, reply: Future[list[WorkerMessage]]) -> None:
+        error = reply.exception()
         if error is None:
-            self._messages.append((worker, answer.result()))
+            self._messages.append((worker, reply.result()))
             if worker in self._subscribed:
                 self._start_poll(worker)
         elif isinstance(error, ACTOR_LOST):
@@ -200,8 +189,8 @@ class ActorPoller:
         elif isinstance(error, Exception):
             self._error = error
 
-    def _mark_lost(self, worker: int, why: str) -> None:
+    def _mark_lost(self, worker: int, cause: str) -> None:
         if worker in self._subscribed:
             self._subscribed.discard(worker)
-            self._lost[worker] = why
+            self._lost[worker] = cause
             self._changed.notify()

@@ -1,9 +1,4 @@
-"""Placement groups and worker actors.
-
-Who works for a job: the actors in its seats, from the start of their processes to the end.
-
-Seats: what a job reserves in the cluster, one worker's CPUs and GPUs each.
-"""
+"""A job's reservations (one placement group for each worker) and the actors that run in them."""
 
 from __future__ import annotations
 
@@ -25,7 +20,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayzero.orchestrator.aio import Clock
-from rayzero.orchestrator.cluster import ray_api as nodes
+from rayzero.orchestrator.cluster import ray_api
 from rayzero.orchestrator.cluster.ray_api import wait_gone
 from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
 from rayzero.orchestrator.interfaces import WorkerLostError
@@ -33,20 +28,22 @@ from rayzero.orchestrator.policies.placement import ResourceRequest, preferred_n
 from rayzero.workers.actor import COMMAND_THREADS
 from rayzero.workers.messages import WorkerInfo, WorkerSpec
 
-_NODE_LABEL = "ray.io/node-id"  # Ray puts it on every node
+_NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
+_MAX_START_BACKOFF_S = 60.0
+"""Longest delay before another start in a reservation in which workers do not start."""
 
 
 @dataclass(eq=False)
 class Reservation:
-    """A placement group of one bundle. Ray keeps looking for a place for it: at first until there
-    is room, and again when its node is lost.
+    """The resources of one worker: a placement group of one bundle. Ray places it once there are
+    free resources, and again when its node is lost.
 
     Args:
-        avoid: nodes it must not be on.
-        worker: the index of the worker in it; None while it is vacant.
-        due_s: by the group's clock, when a vacant seat may be taken.
-        failures: workers that did not start in it since the last one that did.
-        doomed: its node is leaving, and another seat was asked for in its place.
+        avoid_nodes: nodes that it must not be placed on.
+        worker: index of the worker in it; None while it is unoccupied.
+        available_at_s: time, by the pool's clock, before which no worker is started in it.
+        start_failures: failed starts of workers since the last successful one.
+        draining: its node is being drained, and another reservation was requested in its place.
     """
 
     group: PlacementGroup
@@ -58,78 +55,79 @@ class Reservation:
 
 
 class Reservations:
-    """The seats of one job. Each has a placement group of its own, so that seats come, go and wait
-    for nodes one by one; what waits is the demand that Ray's autoscaler sees."""
+    """The reservations of one job. Each is a placement group of its own, so that they are granted,
+    removed and rescheduled one by one; pending ones are the demand that Ray's autoscaler sees."""
 
     def __init__(self, job: str = "") -> None:
         self._job = job
         self._reservations: list[Reservation] = []
 
     def __len__(self) -> int:
-        """How many there will be: those that are doomed do not count."""
-        return sum(not seat.draining for seat in self._reservations)
+        """The number of reservations that stay: without draining ones."""
+        return sum(not reservation.draining for reservation in self._reservations)
 
     def __iter__(self) -> Iterator[Reservation]:
-        """The oldest first."""
+        """Oldest first."""
         return iter(tuple(self._reservations))
 
     @property
     def unoccupied(self) -> list[Reservation]:
-        return [seat for seat in self._reservations if seat.worker is None]
+        return [reservation for reservation in self._reservations if reservation.worker is None]
 
     async def request(self, count: int, need: ResourceRequest) -> None:
-        """Asks for more seats, next to those that are there where that can be."""
-        seen = await asyncio.to_thread(nodes.node_snapshot)
+        """Requests more reservations, preferably on the nodes that are in use."""
+        snapshot = await asyncio.to_thread(ray_api.node_snapshot)
         in_use = set((await self.ready()).values())
-        for target in preferred_nodes(count, need, seen.free, in_use):
+        for target in preferred_nodes(count, need, snapshot.free, in_use):
             self._reservations.append(
                 Reservation(_create_placement_group(self._job, need, target, frozenset()))
             )
 
-    def relocate(self, seat: Reservation, need: ResourceRequest, avoid: Collection[str]) -> None:
-        """Asks for the seat anew, on none of these nodes nor those it is to avoid anyway."""
-        remove_placement_group(seat.group)
-        seat.group = _create_placement_group(
-            self._job, need, None, seat.avoid_nodes | frozenset(avoid)
-        )
+    def relocate(
+        self, reservation: Reservation, need: ResourceRequest, avoid: Collection[str]
+    ) -> None:
+        """Requests it again elsewhere: not on `avoid`, nor on its `avoid_nodes`."""
+        remove_placement_group(reservation.group)
+        avoid_nodes = reservation.avoid_nodes | frozenset(avoid)
+        reservation.group = _create_placement_group(self._job, need, None, avoid_nodes)
 
     async def ready(self) -> dict[Reservation, str]:
-        """The seats that are there, each with its node's id."""
+        """The granted reservations, each with its node's id."""
         if not self._reservations:
             return {}
         table = await asyncio.to_thread(placement_group_table)
-        living = await asyncio.to_thread(nodes.alive_node_ids)
-        found = {}
-        for seat in self._reservations:
-            entry = table.get(seat.group.id.hex())
+        alive = await asyncio.to_thread(ray_api.alive_node_ids)
+        granted = {}
+        for reservation in self._reservations:
+            entry = table.get(reservation.group.id.hex())
             if entry is None or entry["state"] != "CREATED":
                 continue
             node = entry["bundles_to_node_id"][0]
-            if node in living:  # else Ray moves the seat in a moment
-                found[seat] = node
-        return found
+            if node in alive:  # otherwise Ray is about to reschedule it
+                granted[reservation] = node
+        return granted
 
-    def remove(self, seat: Reservation) -> None:
-        if seat in self._reservations:
-            self._reservations.remove(seat)
-            remove_placement_group(seat.group)
+    def remove(self, reservation: Reservation) -> None:
+        if reservation in self._reservations:
+            self._reservations.remove(reservation)
+            remove_placement_group(reservation.group)
 
     def remove_all(self) -> None:
-        for seat in self:
-            self.remove(seat)
+        for reservation in self:
+            self.remove(reservation)
 
 
 def remove_stale_reservations(job: str) -> int:
-    """Gives back what an earlier process of that job reserved and left; how many seats. Ray removes
-    them with the actor that made them, but not where that actor is started anew."""
-    left = [
-        id_
-        for id_, one in placement_group_table().items()
-        if one["name"].startswith(_name_prefix(job)) and one["state"] != "REMOVED"
+    """Removes the reservations of an earlier process of the job; their number. Ray removes them with
+    the actor that created them, but not if that actor is restarted."""
+    stale = [
+        group_id
+        for group_id, entry in placement_group_table().items()
+        if entry["name"].startswith(_name_prefix(job)) and entry["state"] != "REMOVED"
     ]
-    for id_ in left:
-        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(id_))))
-    return len(left)
+    for group_id in stale:
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
+    return len(stale)
 
 
 def _name_prefix(job: str) -> str:
@@ -139,7 +137,7 @@ def _name_prefix(job: str) -> str:
 def _create_placement_group(
     job: str, need: ResourceRequest, target: str | None, avoid: frozenset[str]
 ) -> PlacementGroup:
-    """Ray takes a wish for a node with this strategy only; with one bundle all are the same."""
+    """Ray supports a soft target node with STRICT_PACK only; with one bundle all strategies are equal."""
     bundle = {"CPU": need.cpus} | ({"GPU": need.gpus} if need.gpus else {})
     selector = {_NODE_LABEL: f"!in({','.join(sorted(avoid))})"} if avoid else {}
     group: PlacementGroup = placement_group(
@@ -152,17 +150,13 @@ def _create_placement_group(
     return group
 
 
-_MAX_START_BACKOFF_S = 60.0
-"""The longest pause before a worker is started again in a seat where none would start."""
-
-
 @dataclass(eq=False)
 class WorkerHandle:
-    """A worker's process, until it is replaced or dismissed.
+    """A worker's actor, until it is replaced or removed.
 
     Args:
-        info: None until it answered.
-        known: whether the controller has heard of it.
+        info: None until the actor has started.
+        announced: whether the controller knows the worker.
     """
 
     index: int
@@ -173,11 +167,11 @@ class WorkerHandle:
 
 
 class ActorPool:
-    """Owns the seats and the workers in them.
+    """Owns the reservations and the workers in them.
 
     Args:
-        vaults: a node's vault is started when a seat there is taken, beside the worker.
-        actor: the class of the workers.
+        vaults: a node's vault is started together with its first worker.
+        actor: the workers' class.
     """
 
     def __init__(
@@ -199,39 +193,39 @@ class ActorPool:
 
     @property
     def workers(self) -> list[WorkerHandle]:
-        """The oldest first."""
+        """Oldest first."""
         return list(self._workers.values())
 
     def get(self, index: int) -> WorkerHandle:
         if index not in self._workers:
-            raise WorkerLostError("it was dismissed or replaced")
+            raise WorkerLostError("it was released or replaced")
         return self._workers[index]
 
     async def start_in_ready(self, need: ResourceRequest) -> list[WorkerHandle]:
-        """Starts a worker in every vacant seat that stands; one on a bad node is moved instead."""
-        if not any(
-            seat.available_at_s <= self._clock.now() for seat in self.reservations.unoccupied
-        ):
+        """Starts a worker in every unoccupied reservation that is granted and available. One on a
+        node to avoid, or on a draining node, is relocated instead."""
+        unoccupied, now_s = self.reservations.unoccupied, self._clock.now()
+        if not any(reservation.available_at_s <= now_s for reservation in unoccupied):
             return []
-        standing = await self.reservations.ready()
-        leaving = await asyncio.to_thread(nodes.draining_node_ids)
+        granted = await self.reservations.ready()
+        draining = await asyncio.to_thread(ray_api.draining_node_ids)
         started = []
-        for seat in self.reservations.unoccupied:
-            node = standing.get(seat)
-            if node is None or seat.available_at_s > self._clock.now():
+        for reservation in self.reservations.unoccupied:  # may have changed meanwhile
+            node = granted.get(reservation)
+            if node is None or reservation.available_at_s > self._clock.now():
                 continue
-            if node in seat.avoid_nodes | leaving:
-                self.reservations.relocate(seat, need, leaving)
+            if node in reservation.avoid_nodes | draining:
+                self.reservations.relocate(reservation, need, draining)
                 continue
             self._vaults.start(node)
-            started.append(self._start(seat))
+            started.append(self._start(reservation))
         return started
 
     async def wait_started(self, worker: WorkerHandle) -> WorkerInfo:
-        """Waits for a worker's first answer.
+        """Waits until a worker's process has started.
 
         Raises:
-            RayError: its process did not start.
+            RayError: it did not start.
         """
         info: WorkerInfo = await worker.actor.describe.remote()
         worker.info = info
@@ -239,9 +233,8 @@ class ActorPool:
         return info
 
     def free(self, worker: WorkerHandle, delay_s: float) -> None:
-        """Ends a worker, if it still lives; its seat may be taken after that long, or goes if it
-        is doomed."""
-        # Ray takes a process that it cannot reach for a while for lost, too.
+        """Ends a worker. Its reservation is available after `delay_s`; a draining one is removed."""
+        # The process may be alive: Ray also reports actors as lost that it cannot reach for a while.
         ray.kill(self._workers.pop(worker.index).actor)
         worker.reservation.worker = None
         worker.reservation.available_at_s = self._clock.now() + delay_s
@@ -249,21 +242,21 @@ class ActorPool:
             self.reservations.remove(worker.reservation)
 
     def start_failed(self, worker: WorkerHandle) -> float:
-        """Vacates the seat of a worker that did not start; the pause, longer every time."""
+        """Frees the reservation of a worker that did not start; the delay, doubled with every failure."""
         delay_s = min(_MAX_START_BACKOFF_S, 2.0**worker.reservation.start_failures)
         worker.reservation.start_failures += 1
         self.free(worker, delay_s)
         return delay_s
 
     async def remove(self, workers: Sequence[WorkerHandle]) -> None:
-        """Kills workers, gives their seats back, and waits until their processes are gone."""
+        """Kills workers, removes their reservations, and waits until the processes have ended."""
         for worker in workers:
             self._workers.pop(worker.index, None)
             ray.kill(worker.actor)
             self.reservations.remove(worker.reservation)
         await wait_gone(worker.actor.describe for worker in workers)
 
-    def _start(self, seat: Reservation) -> WorkerHandle:
+    def _start(self, reservation: Reservation) -> WorkerHandle:
         cpus, gpus = self._worker_spec.cpus, self._worker_spec.gpus
         actor = self._actor.options(
             num_cpus=cpus,
@@ -271,12 +264,12 @@ class ActorPool:
             max_concurrency=COMMAND_THREADS,
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                seat.group, placement_group_bundle_index=0
+                reservation.group, placement_group_bundle_index=0
             ),
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(max(1, int(cpus)))}},
         )
         index = next(self._indices)
-        worker = WorkerHandle(index, actor.remote(self._worker_spec, index), seat)
+        worker = WorkerHandle(index, actor.remote(self._worker_spec, index), reservation)
         self._workers[index] = worker
-        seat.worker = index
+        reservation.worker = index
         return worker

@@ -1,9 +1,4 @@
-"""Connect / start, find clusters, signals and printing.
-
-The Ray cluster a job runs on: the one the user names, or one of our own for the time being.
-
-What Ray does to a process that connects, and is undone: its printing, its way with SIGTERM.
-"""
+"""Connects to the user's Ray cluster, or starts a local one; finds clusters on this machine."""
 
 from __future__ import annotations
 
@@ -14,46 +9,44 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 import ray
 
-# Finding heads on this machine, and the error printer, have no public API.
-from ray._private import services, worker
-
 from rayzero.engine.errors import ConfigError, first_line
-from rayzero.orchestrator.cluster.ray_api import AuthRefusedError, check_auth
+from rayzero.orchestrator.cluster.ray_api import (
+    AuthRefusedError,
+    check_auth,
+    local_head_addresses,
+    stop_error_printer,
+)
 from rayzero.orchestrator.errors import JobFailedError
+
+_log = logging.getLogger(__name__)
+_OBJECT_STORE_BYTES = 128 * 2**20  # of a local cluster; only small objects go through it
+_CONNECT_TIMEOUT_S = 5.0
 
 
 @contextmanager
 def preserve_process_state() -> Iterator[None]:
-    """Around a connection to Ray, when it is ours: the process behaves afterwards as before.
+    """Undoes side effects of `ray.init` inside the `with`.
 
-    - Ray prints the cluster's errors to stdout, whatever `log_to_driver` says. Those of a job are
-      told by the job, in its words and where it is followed.
-    - Ray's native code takes SIGTERM over: it would print a stack and end the process at once. Who
-      had no handler gets a SystemExit in the main thread, so that `finally` and `atexit` have their
-      turn.
+    - Its thread that prints the cluster's errors to stdout is stopped: the job reports its own.
+    - Its SIGTERM handler, which prints a stack and ends the process at once, is replaced by the
+      previous one. If there was none, SIGTERM raises SystemExit in the main thread, so that
+      `finally` blocks and `atexit` handlers run.
     """
-    ours = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGTERM) if ours else None
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM) if is_main else None
     try:
         yield
-        _stop_error_printer()
-        before = _exit_on_sigterm if before is signal.SIG_DFL else before
+        stop_error_printer()
+        handler = _exit_on_sigterm if handler is signal.SIG_DFL else handler
     finally:
-        if before is not None:  # else it is another thread's, or a handler that is not Python's
-            signal.signal(signal.SIGTERM, before)
-
-
-def _stop_error_printer() -> None:
-    """Ends the thread that prints. Ray's own disconnecting does the same once more."""
-    with suppress(AttributeError):  # another Ray may keep them elsewhere: then it prints
-        worker.global_worker.threads_stopped.set()
-        worker.global_worker.gcs_error_subscriber.close()  # type: ignore[attr-defined]
+        if handler is not None:  # None: not the main thread, or a handler that is not Python's
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:
@@ -61,22 +54,13 @@ def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-_log = logging.getLogger(__name__)
-
-
-_OBJECT_STORE_BYTES = 128 * 2**20  # nothing big goes through it
-
-
-_CONNECT_TIMEOUT_S = 5.0
-
-
 @dataclass(frozen=True)
 class ClusterConnection:
     """A connection to Ray.
 
     Args:
-        owned: whether we made the connection, and so close it.
-        can_grow: whether waiting for resources can help: not on our own, single-node cluster.
+        owned: whether `connect` opened it; if so `close` closes it.
+        can_grow: whether nodes may join the cluster; False for a local one.
     """
 
     owned: bool
@@ -84,23 +68,23 @@ class ClusterConnection:
 
     @property
     def is_local(self) -> bool:
-        """Whether it was started by this process, and ends with it."""
+        """Whether this process started the cluster, which then ends with it."""
         return self.owned and not self.can_grow
 
     def close(self) -> None:
-        """Closes what `connect` opened; our own cluster ends with it. Does nothing twice."""
+        """Closes the connection if it is owned, and ends a local cluster. Idempotent."""
         if self.owned and ray.is_initialized():
             ray.shutdown()
 
 
 def connect(address: str | None) -> ClusterConnection:
-    """Joins the cluster at `address` or RAY_ADDRESS, or else starts one on this machine.
+    """Connects to the cluster at `address` or RAY_ADDRESS; without either starts a local cluster.
 
-    A process that is connected to Ray already stays where it is.
+    In a process that is connected to Ray already it returns that connection.
 
     Raises:
         ConfigError: there is no cluster at that address.
-        JobFailedError: one of our own could not be started.
+        JobFailedError: a local cluster could not be started.
     """
     if ray.is_initialized():
         return ClusterConnection(owned=False, can_grow=True)
@@ -120,24 +104,25 @@ def connect(address: str | None) -> ClusterConnection:
 
 
 def head_address(address: str | None) -> str:
-    """Where the cluster's head is by the user's word: `address`, or else RAY_ADDRESS, or empty.
+    """`address`, or else RAY_ADDRESS, or else an empty string.
 
     Raises:
-        ConfigError: it is an address of another kind.
+        ConfigError: it is an address of Ray Client.
     """
     address = address or os.environ.get("RAY_ADDRESS") or ""
     if address.startswith("ray://"):
         raise ConfigError(
-            f"address {address!r} is Ray's client protocol",
-            allowed="host:port of a cluster this machine is part of, or `auto`",
-            fix="`ray job submit --address http://HOST:8265 -- rayzero run job.yaml` from outside",
+            f"address {address!r} is an address of Ray Client, which rayzero does not support",
+            allowed="host:port of a cluster that this machine is part of, or `auto`",
+            fix="from outside the cluster: `ray job submit --address http://HOST:8265 -- rayzero run "
+            "job.yaml`",
         )
     return address
 
 
 def find_clusters(address: str | None) -> list[str]:
     """The address of the cluster at `address` or RAY_ADDRESS; without either, of every cluster
-    whose head runs on this machine. A process that is connected to Ray looks nowhere else.
+    whose head node runs on this machine. In a process that is connected to Ray: `auto`.
 
     Raises:
         ConfigError: there is none.
@@ -147,50 +132,52 @@ def find_clusters(address: str | None) -> list[str]:
     named = head_address(address)
     if named not in ("", "auto", "local"):
         return [named]
-    found: set[str] = services.find_gcs_addresses()  # type: ignore[no-untyped-call]
-    if not found:
+    addresses = local_head_addresses()
+    if not addresses:
         raise ConfigError(
             "no Ray cluster runs on this machine",
-            allowed="the machine that a job was started on, or the address of its cluster",
-            fix="--address or RAY_ADDRESS: host:port of the cluster's head",
+            allowed="the machine of the cluster's head node, or the cluster's address",
+            fix="--address or RAY_ADDRESS: host:port of the head node",
         )
-    return sorted(found)
+    return sorted(addresses)
 
 
 def connect_each(address: str | None) -> Iterator[ClusterConnection]:
-    """A connection to one after the other of `clusters`, closed when the next is asked for, but not
-    when it is asked no more. Those that were only found and cannot be joined are passed over, as
-    long as there are others.
+    """Connects to each of `find_clusters` in turn.
+
+    A connection is closed when the next one is requested; the last one is the caller's to close if
+    it stops early. Clusters that were not named and cannot be connected to are skipped, unless there
+    is only one.
 
     Raises:
-        ConfigError: there is none, or the one that was named cannot be joined.
-        AuthRefusedError: none of them lets us in.
+        ConfigError: there is no cluster, or the named one cannot be connected to.
+        AuthRefusedError: all of them rejected the token.
     """
-    found = find_clusters(address)
+    addresses = find_clusters(address)
     refused: AuthRefusedError | None = None
-    joined = False
-    for one in found:
+    connected = False
+    for candidate in addresses:
         try:
-            cluster = connect(one)
+            cluster = connect(candidate)
         except ConfigError as error:
-            if address is not None or len(found) == 1:
+            if address is not None or len(addresses) == 1:
                 raise
             refused = error if isinstance(error, AuthRefusedError) else refused
             continue
-        joined = True
+        connected = True
         yield cluster
         cluster.close()
-    if refused is not None and not joined:
+    if refused is not None and not connected:
         raise refused
 
 
 def check_reachable(address: str) -> None:
-    """Looks whether somebody listens there who lets us in, unless `address` is a word, such as
-    `auto`. Ray itself would try for minutes, and could not be interrupted meanwhile.
+    """Checks that a head node listens at host:port and accepts the token. `ray.init` would retry for
+    minutes without a way to interrupt it. Other addresses, such as `auto`, are not checked.
 
     Raises:
-        ConfigError: nobody does.
-        AuthRefusedError: it does not let us in.
+        ConfigError: nothing listens there.
+        AuthRefusedError: the token is rejected.
     """
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
@@ -205,33 +192,28 @@ def check_reachable(address: str) -> None:
 def _no_cluster_error(address: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"there is no Ray cluster at {address!r}: {first_line(error)}",
-        allowed="host:port of a running cluster's head, or `auto`",
-        fix="--address or RAY_ADDRESS; without either, a cluster is started on this machine",
+        allowed="host:port of the head node of a running cluster, or `auto`",
+        fix="--address or RAY_ADDRESS; without either, a local cluster is started",
     )
 
 
 def _version_mismatch_error(address: str, error: Exception) -> ConfigError | None:
-    """Ray's refusal of another Ray or Python, in a line; None for another error."""
-    found = re.findall(r"^ *(Ray|Python): (\S+)", str(error), re.MULTILINE)
-    if [name for name, _ in found] != ["Ray", "Python"] * 2:
+    """None if the error is not Ray's refusal of other versions of Ray or Python."""
+    versions = re.findall(r"^ *(Ray|Python): (\S+)", str(error), re.MULTILINE)
+    if [name for name, _ in versions] != ["Ray", "Python"] * 2:
         return None
-    there, here = found[:2], found[2:]
+    cluster, process = (" and ".join(map(" ".join, part)) for part in (versions[:2], versions[2:]))
     return ConfigError(
-        f"the cluster at {address!r} has {_format_versions(there)}, and this process {_format_versions(here)}",
-        allowed="the same versions of both, to the last number",
-        fix="this environment; or --address http://HOST:8265, by which the command runs there",
+        f"the cluster at {address!r} has {cluster}, and this process {process}",
+        allowed="exactly the same versions",
+        fix="install them here, or use --address http://HOST:8265, which runs the command there",
     )
 
 
-def _format_versions(versions: list[tuple[str, str]]) -> str:
-    return " and ".join(" ".join(one) for one in versions)
-
-
 def _start_local_cluster() -> None:
-    """Our own cluster listens on the loopback interface only and ends with this process.
+    """Starts a cluster that listens on the loopback interface only and ends with this process.
 
-    Ray turns authentication on when it finds a token in the user's home; workers of a cluster
-    that nobody else can reach do without, whatever lies there.
+    Authentication is disabled, also if there is a token in the home folder, which would enable it.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     for tries_left in (2, 1, 0):
@@ -245,15 +227,15 @@ def _start_local_cluster() -> None:
                 _node_ip_address="127.0.0.1",
             )
             return
-        except Exception as error:  # noqa: BLE001  # Ray raises plain ones: a slow start, a full disk
-            ray.shutdown()  # whatever did start; what it does not know of ends with this process
+        except Exception as error:  # noqa: BLE001  # Ray raises Exception itself: slow start, full disk
+            ray.shutdown()  # stops what has started; the rest ends with this process
             seen = first_line(error)
             if tries_left and "timed out" in seen:
-                # Ray gives itself 30 s, which a machine with other work exceeds now and then.
-                _log.warning("Ray did not start, and is started again: %s", seen)
+                # Ray allows 30 s, which a busy machine may exceed.
+                _log.warning("Ray did not start in time, trying again: %s", seen)
                 continue
             raise JobFailedError(
                 f"a Ray cluster could not be started on this machine: {seen}",
-                allowed="some seconds of a core, and room in /tmp and /dev/shm",
-                fix="`rayzero doctor` says what is missing; or a cluster that runs: --address",
+                allowed="an idle core for some seconds, and free space in /tmp and /dev/shm",
+                fix="`rayzero doctor` finds the cause; or use a running cluster: --address",
             ) from None

@@ -1,13 +1,8 @@
-"""Auth check, node tables, actor-death errors.
+"""Ray calls without a public API or with rough edges: auth check, node tables, actor deaths.
 
-Whether a cluster lets us in, asked before Ray asks: Ray would repeat a refused question for 20 s
-and more, and then say that nobody answers.
-
-What Ray knows about the cluster's nodes, in the policies' words.
-
-Every call asks the head once, and blocks for that long: some milliseconds.
-
-How Ray tells that an actor's process is gone.
+All uses of Ray's private modules by the orchestrator are here; `test_ray_api.py` names each of them,
+so that it fails by name when an upgrade of Ray removes one. Functions that query the cluster block for
+some milliseconds.
 """
 
 from __future__ import annotations
@@ -16,11 +11,13 @@ import asyncio
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private import state as ray_state  # draining and free resources: no public API
+from ray._private import services, worker
+from ray._private import state as ray_state
 from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
 from ray.exceptions import (
     ActorPlacementGroupRemoved,
@@ -32,27 +29,45 @@ from ray.exceptions import (
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.policies.placement import Capacity
 
+ACTOR_LOST = (RayActorError, ActorUnschedulableError, ActorPlacementGroupRemoved)
+"""Raised by a call of an actor whose process or node is lost or unreachable."""
+
+_CHECK_ALIVE_RPC = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty request names no node
+_AUTH_RPC_TIMEOUT_S = 2.0
+_GONE_TIMEOUT_S = 3.0
+_PING_INTERVAL_S = 0.05
+_EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes include|$)")
+
+
+def local_head_addresses() -> set[str]:
+    """Addresses of the clusters whose head node runs on this machine."""
+    addresses: set[str] = services.find_gcs_addresses()  # type: ignore[no-untyped-call]
+    return addresses
+
+
+def stop_error_printer() -> None:
+    """Stops the thread of `ray.init` that prints the cluster's errors to stdout even with
+    `log_to_driver=False`. `ray.shutdown` does the same again, which is harmless."""
+    with suppress(AttributeError):  # other versions of Ray: their errors are printed
+        worker.global_worker.threads_stopped.set()
+        worker.global_worker.gcs_error_subscriber.close()  # type: ignore[attr-defined]
+
 
 class AuthRefusedError(ConfigError):
-    """A cluster does not let us in."""
-
-
-_CHECK_ALIVE_RPC = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty message asks about no node
-
-
-_AUTH_RPC_TIMEOUT_S = 2.0
+    """The cluster rejected the auth token."""
 
 
 def check_auth(address: str) -> None:
-    """Asks the head at host:port one small question with the token that Ray would give it. Whatever
-    else may be wrong is left to Ray.
+    """Checks the auth token with one RPC to the head at host:port. `ray.init` would retry a rejected
+    token for 20 s and then report that the cluster does not respond. All other errors are ignored
+    here and left to `ray.init`.
 
     Raises:
-        AuthRefusedError: it does not take that token, or that there is none.
+        AuthRefusedError: the token is rejected or missing.
     """
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return
-    import grpc  # here, because it takes long to import, and `--help` must not wait for it
+    import grpc  # slow to import
 
     headers = get_auth_headers_if_auth_enabled({})
     metadata = tuple((key.lower(), value) for key, value in headers.items())
@@ -66,21 +81,21 @@ def check_auth(address: str) -> None:
                 return
         else:
             return
-    said = "refuses our token" if metadata else "wants a token, and we give none"
+    problem = "rejected the auth token" if metadata else "requires an auth token, and none is set"
     raise AuthRefusedError(
-        f"the Ray cluster at {address!r} {said}",
-        allowed="the token that its head was started with",
-        fix="RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH",
+        f"the Ray cluster at {address!r} {problem}",
+        allowed="the token that its head node was started with",
+        fix="set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH",
     )
 
 
 @dataclass(frozen=True)
 class NodeTable:
-    """The living nodes at one moment.
+    """The alive nodes at one moment.
 
     Args:
-        whole: what each node has, by its id.
-        free: what of that nobody has reserved; Ray's own view, late by some tenths of a second.
+        capacity: resources of each node, by its id.
+        free: unreserved resources of each node; Ray's view lags by some tenths of a second.
     """
 
     capacity: dict[str, Capacity]
@@ -92,30 +107,28 @@ class NodeTable:
 
     @property
     def total_free(self) -> Capacity:
-        """What is free in the cluster as a whole."""
+        """Free resources of the whole cluster."""
         free = self.free.values()
-        return Capacity(sum(one.cpus for one in free), sum(one.gpus for one in free))
+        return Capacity(sum(node.cpus for node in free), sum(node.gpus for node in free))
 
 
 def node_snapshot() -> NodeTable:
-    """The nodes as they are now."""
-    whole = {
+    capacity = {
         node["NodeID"]: _to_capacity(node["Resources"])
         for node in ray.nodes()  # type: ignore[no-untyped-call]
         if node["Alive"]
     }
     free = ray_state.available_resources_per_node()  # type: ignore[no-untyped-call]
-    return NodeTable(whole, {node: _to_capacity(free.get(node, {})) for node in whole})
+    return NodeTable(capacity, {node: _to_capacity(free.get(node, {})) for node in capacity})
 
 
 def alive_node_ids() -> frozenset[str]:
-    """The ids of the living nodes."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return frozenset(node["NodeID"] for node in nodes if node["Alive"])
 
 
 def draining_node_ids() -> frozenset[str]:
-    """The ids of the nodes that take nothing new and will go: drained by hand, preempted, idle."""
+    """Ids of the nodes that accept no new work and will be removed: drained, preempted or idle."""
     return frozenset(ray_state.state.get_draining_nodes())
 
 
@@ -123,36 +136,24 @@ def _to_capacity(resources: dict[str, float]) -> Capacity:
     return Capacity(resources.get("CPU", 0.0), resources.get("GPU", 0.0))
 
 
-ACTOR_LOST = (RayActorError, ActorUnschedulableError, ActorPlacementGroupRemoved)
-"""What a call to an actor raises whose process or node is gone, or cannot be reached."""
-
-_GONE_TIMEOUT_S = 3.0
-"""How long to wait for killed processes to be gone."""
-
-
-_PING_INTERVAL_S = 0.05
-
-_EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes include|$)")
-
-
 def death_cause(error: RayError) -> str:
-    """What Ray knows about a death, without the identifiers and the advice around it."""
+    """The cause of an actor's death from Ray's error, without its identifiers and advice."""
     text = " ".join(line for line in str(error).splitlines() if not line.startswith("\t"))
-    found = _EXIT_DETAIL.search(text)
-    return found.group(1) if found else text
+    match = _EXIT_DETAIL.search(text)
+    return match.group(1) if match else text
 
 
 async def wait_gone(methods: Iterable[Any]) -> None:
-    """Returns when none of some killed actors answers any more, or after a while.
+    """Waits, at most 3 s, until none of some killed actors responds.
 
     Args:
-        methods: a harmless one of each actor.
+        methods: a method without side effects of each actor.
     """
     waits = [asyncio.ensure_future(_wait_unreachable(method)) for method in methods]
     if waits:
         _, late = await asyncio.wait(waits, timeout=_GONE_TIMEOUT_S)
-        for one in late:
-            one.cancel()
+        for wait in late:
+            wait.cancel()
 
 
 async def _wait_unreachable(method: Any) -> None:

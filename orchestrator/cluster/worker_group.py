@@ -1,17 +1,18 @@
-"""The workers of a job on Ray: each in a seat that is asked for, taken, and taken again."""
+"""The workers of a job: Ray actors, each in its own reservation, started again when lost."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
 from rayzero.orchestrator.aio import Clock, PendingReplies
-from rayzero.orchestrator.cluster import ray_api as nodes
+from rayzero.orchestrator.cluster import ray_api
 from rayzero.orchestrator.cluster.actor_calls import ActorPoller
 from rayzero.orchestrator.cluster.actor_pool import ActorPool, WorkerHandle
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause
@@ -29,38 +30,31 @@ from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo,
 from rayzero.workers.vault.vault import Vault
 
 _ACQUIRE_INTERVAL_S = 0.02
-"""How often to look for seats while a job waits for them."""
-
-
+"""Interval of checks for granted reservations while the job starts."""
 _FILL_INTERVAL_S = 0.5
-"""How often to look for seats that are to come behind a running job."""
-
-
+"""The same while the job runs."""
 _EXTRA_WORKER_WAIT_S = 1.0
-"""How long to hope for one more seat when the least number stands."""
-
-
+"""How long to wait for one more worker once the minimum has been reached."""
 _KILL_TIMEOUT_S = 1.0
 """How long a vault may take to kill a process."""
-
-
 _OBJECT_STORE_WORKERS = 64
-"""Workers from which on what all of them are told goes through the object store."""
+"""From this number of workers on a generation's spec goes through the object store."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class RayWorkerGroup:
-    """Owns the seats and the workers in them, from `place` to `release`. Used from one event loop.
+    """Implements `WorkerGroup`. Owns the reservations and the workers in them, from `start_workers`
+    until `release`. Used from one event loop.
 
-    An usher, one background task, puts a worker into every vacant seat as soon as it stands; it
-    sleeps while no seat is vacant. Tasks end in `release`.
+    One background task starts a worker in every granted reservation without one; it sleeps while all
+    are occupied. All tasks end in `release`.
 
     Args:
-        can_grow: whether more nodes may come; if not, no more seats are asked for than could fit.
-        vaults: started where workers are, and asked to kill them.
-        actor: the class of the workers.
+        can_grow: whether nodes may join the cluster; if not, no more is requested than can fit.
+        vaults: started on the workers' nodes, and used to kill workers.
+        actor: the workers' class.
     """
 
     def __init__(
@@ -74,9 +68,8 @@ class RayWorkerGroup:
         self._clock = clock
         self._can_grow = can_grow
         self._vaults = vaults
-        self._resources = ResourceRequest(
-            1, 1, setup.cpus, setup.gpus, 0.0
-        )  # until `place` says more
+        # Replaced by `start_workers`.
+        self._resources = ResourceRequest(1, 1, setup.cpus, setup.gpus, 0.0)
         self._pool = ActorPool(setup, clock, vaults, actor)
         self._poller = ActorPoller(lambda worker, limit_s: self._actor(worker).poll.remote(limit_s))
         self._started: asyncio.Queue[WorkerHandle | Exception] = asyncio.Queue()
@@ -87,30 +80,30 @@ class RayWorkerGroup:
         self._resources = need
         await self._acquire()
         first = self._pool.workers
-        answers = asyncio.gather(*(self._await_first_start(worker) for worker in first))
+        starts = asyncio.gather(*(self._await_first_start(worker) for worker in first))
         try:
-            await asyncio.wait_for(answers, need.timeout_s)
+            await asyncio.wait_for(starts, need.timeout_s)
         except TimeoutError:
             raise JobFailedError(
-                f"the workers' processes did not answer within {need.timeout_s:g} s",
+                f"the workers' processes did not start within {need.timeout_s:g} s",
                 fix="workers.start_timeout_s in the job file",
             ) from None
         except RayError as error:
             raise JobFailedError(f"a worker could not start: {death_cause(error)}") from None
-        stayed = [worker for worker in first if worker in self._pool]
-        for worker in stayed:
+        started = [worker for worker in first if worker in self._pool]
+        for worker in started:
             worker.announced = True
         self._spawn(self._fill_reservations())
-        return tuple(worker.info for worker in stayed if worker.info is not None)
+        return tuple(worker.info for worker in started if worker.info is not None)
 
     async def next_worker(self) -> WorkerInfo:
         while True:
-            came = await self._started.get()
-            if isinstance(came, Exception):
-                raise came
-            if came in self._pool and came.info is not None:
-                came.announced = True
-                return came.info
+            started = await self._started.get()
+            if isinstance(started, Exception):
+                raise started
+            if started in self._pool and started.info is not None:
+                started.announced = True
+                return started.info
 
     def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
         lost = self._pool.get(worker)
@@ -119,17 +112,16 @@ class RayWorkerGroup:
         self._free_reservation.set()
 
     def resize(self, least: int, most: int) -> None:
-        now = self._resources
-        self._resources = ResourceRequest(least, most, now.cpus, now.gpus, now.timeout_s)
+        self._resources = replace(self._resources, min_workers=least, max_workers=most)
         self._spawn(self._adjust(most))
 
     async def release_worker(self, worker: int) -> None:
         await self._pool.remove([self._pool.get(worker)])
 
     async def kill(self, worker: int) -> None:
-        """The vault kills in a millisecond, and then Ray sees by itself why its process ended: it
-        would say that we killed it, also of one that had died. Ray alone asks first: a stopped
-        process would live on for another 5 s."""
+        """Kills through the vault, which takes a millisecond, and leaves Ray to find the true cause of
+        death. `ray.kill` would report itself as the cause, also of a worker that had died before,
+        and would wait 5 s for a stopped process to exit by itself."""
         victim = self._pool.get(worker)
         if victim.info is not None:
             with suppress(VaultLostError, TimeoutError):
@@ -167,10 +159,10 @@ class RayWorkerGroup:
     def assign(
         self, formation: GenerationSpec, places: Mapping[int, RankAssignment]
     ) -> PendingReplies:
-        # With a thousand workers it holds a thousand slots: packed once, and fetched once a node.
-        packed = formation if len(places) < _OBJECT_STORE_WORKERS else ray.put(formation)
+        # It names a slot of every worker: serialized once, and fetched once for each node.
+        spec = formation if len(places) < _OBJECT_STORE_WORKERS else ray.put(formation)
         return self._poller.broadcast(
-            places, lambda worker: self._actor(worker).assign.remote(packed, places[worker])
+            places, lambda worker: self._actor(worker).assign.remote(spec, places[worker])
         )
 
     def subscribe(self, workers: Iterable[int]) -> None:
@@ -180,18 +172,18 @@ class RayWorkerGroup:
         return await self._poller.receive()
 
     async def draining_nodes(self) -> frozenset[str]:
-        leaving = await asyncio.to_thread(nodes.draining_node_ids)
-        doomed = [
+        draining = await asyncio.to_thread(ray_api.draining_node_ids)
+        affected = [
             worker.reservation
             for worker in self._pool.workers
-            if worker.info and worker.info.node_id in leaving and not worker.reservation.draining
+            if worker.info and worker.info.node_id in draining and not worker.reservation.draining
         ]
-        if doomed and self._can_grow:
-            for seat in doomed:
-                seat.draining = True
-            await self._pool.reservations.request(len(doomed), self._resources)
+        if affected and self._can_grow:
+            for reservation in affected:
+                reservation.draining = True
+            await self._pool.reservations.request(len(affected), self._resources)
             self._free_reservation.set()
-        return leaving
+        return draining
 
     async def release(self) -> None:
         self._poller.close()
@@ -206,41 +198,45 @@ class RayWorkerGroup:
         try:
             await self._pool.wait_started(worker)
         except RayError:
-            if worker in self._pool:  # else lower limits have dismissed it meanwhile
+            if worker in self._pool:  # otherwise lower limits have removed it meanwhile
                 raise
 
     async def _acquire(self) -> None:
-        """Asks for all seats and starts workers in those that come; returns when all came that
-        there was room for, or after a while without another one."""
+        """Requests all reservations and starts workers in the granted ones. Returns when there are as
+        many as fit, or enough and no further one within `_EXTRA_WORKER_WAIT_S`."""
         need = self._resources
-        seen = await asyncio.to_thread(nodes.node_snapshot)
-        holds = total_fit(seen.all_capacities, need)
-        if not self._can_grow and holds < need.min_workers:
-            raise cluster_too_small_error(seen.all_capacities, seen.total_free, need, waited_s=0)
-        most = need.max_workers if self._can_grow else min(need.max_workers, holds)
-        fits = sum(node.fits(need) for node in seen.free.values())
-        expected = min(fits, most) if fits >= need.min_workers else most
-        asked_s = came_s = self._clock.now()
+        cluster = await asyncio.to_thread(ray_api.node_snapshot)
+        total = total_fit(cluster.all_capacities, need)
+        if not self._can_grow and total < need.min_workers:
+            raise cluster_too_small_error(
+                cluster.all_capacities, cluster.total_free, need, waited_s=0
+            )
+        most = need.max_workers if self._can_grow else min(need.max_workers, total)
+        fit_now = sum(node.fits(need) for node in cluster.free.values())
+        expected = min(fit_now, most) if fit_now >= need.min_workers else most
+        requested_s = last_start_s = self._clock.now()
         await self._pool.reservations.request(most, need)
         while len(self._pool) < min(expected, self._resources.max_workers):
             need = self._resources  # the limits may change meanwhile
             if await self._pool.start_in_ready(need):
-                came_s = self._clock.now()
+                last_start_s = self._clock.now()
                 continue
-            now_s, seated = self._clock.now(), len(self._pool)
-            if seated >= need.min_workers and now_s - came_s >= _EXTRA_WORKER_WAIT_S:
+            now_s, workers = self._clock.now(), len(self._pool)
+            if workers >= need.min_workers and now_s - last_start_s >= _EXTRA_WORKER_WAIT_S:
                 return
-            if seated < need.min_workers and now_s - asked_s >= need.timeout_s:
-                raise await self._cluster_too_small(seated)
+            if workers < need.min_workers and now_s - requested_s >= need.timeout_s:
+                raise await self._cluster_too_small(workers)
             await self._clock.sleep(_ACQUIRE_INTERVAL_S)
 
-    async def _cluster_too_small(self, seated: int) -> JobFailedError:
-        """What we hold ourselves counts as free: it is what the job could have had."""
-        seen = await asyncio.to_thread(nodes.node_snapshot)
-        need, free = self._resources, seen.total_free
-        ours = Capacity(free.cpus + seated * need.cpus, free.gpus + seated * need.gpus)
+    async def _cluster_too_small(self, workers: int) -> JobFailedError:
+        """The error, with the job's own reservations counted as free."""
+        cluster = await asyncio.to_thread(ray_api.node_snapshot)
+        need, free = self._resources, cluster.total_free
+        usable = Capacity(free.cpus + workers * need.cpus, free.gpus + workers * need.gpus)
         await self.release()
-        return cluster_too_small_error(seen.all_capacities, ours, need, waited_s=need.timeout_s)
+        return cluster_too_small_error(
+            cluster.all_capacities, usable, need, waited_s=need.timeout_s
+        )
 
     async def _fill_reservations(self) -> None:
         while True:
@@ -252,36 +248,36 @@ class RayWorkerGroup:
             await self._clock.sleep(_FILL_INTERVAL_S)
 
     async def _await_started(self, worker: WorkerHandle) -> None:
-        """Tells of a worker once it answers; one that does not start is tried again later."""
+        """Announces a worker once it has started; a failed start is repeated later."""
         limit_s = self._resources.timeout_s
         try:
             await asyncio.wait_for(self._pool.wait_started(worker), limit_s)
             self._started.put_nowait(worker)
             return
         except TimeoutError:
-            why = f"its process did not answer within {limit_s:g} s"
+            cause = f"its process did not start within {limit_s:g} s"
         except RayError as error:
-            why = death_cause(error)
-        if worker in self._pool:  # else it was dismissed meanwhile
+            cause = death_cause(error)
+        if worker in self._pool:  # otherwise it was removed meanwhile
             delay_s = self._pool.start_failed(worker)
             self._free_reservation.set()
             self._started.put_nowait(
-                WorkerLostError(f"a worker did not start, the next try is in {delay_s:g} s: {why}")
+                WorkerLostError(f"a worker did not start, trying again in {delay_s:g} s: {cause}")
             )
 
     async def _adjust(self, most: int) -> None:
-        """Asks for the seats that are missing, or gives back those that nobody knows of."""
-        seats = self._pool.reservations
+        """Requests missing reservations, or removes surplus ones without an announced worker."""
+        reservations = self._pool.reservations
         if not self._can_grow:
-            seen = await asyncio.to_thread(nodes.node_snapshot)
-            most = min(most, total_fit(seen.all_capacities, self._resources))
-        if len(seats) < most:
-            await seats.request(most - len(seats), self._resources)
+            cluster = await asyncio.to_thread(ray_api.node_snapshot)
+            most = min(most, total_fit(cluster.all_capacities, self._resources))
+        if len(reservations) < most:
+            await reservations.request(most - len(reservations), self._resources)
             self._free_reservation.set()
-        for seat in seats.unoccupied[::-1][: max(0, len(seats) - most)]:
-            seats.remove(seat)
-        unknown = [worker for worker in self._pool.workers[::-1] if not worker.announced]
-        await self._pool.remove(unknown[: max(0, len(seats) - most)])
+        for reservation in reservations.unoccupied[::-1][: max(0, len(reservations) - most)]:
+            reservations.remove(reservation)
+        unannounced = [worker for worker in self._pool.workers[::-1] if not worker.announced]
+        await self._pool.remove(unannounced[: max(0, len(reservations) - most)])
 
     def _actor(self, worker: int) -> Any:
         return self._pool.get(worker).actor
@@ -290,10 +286,10 @@ class RayWorkerGroup:
         task = asyncio.get_running_loop().create_task(self._report_errors(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # when it was cancelled before it began
+        task.add_done_callback(lambda _: work.close())  # in case it is cancelled before it starts
 
     async def _report_errors(self, work: Coroutine[Any, Any, None]) -> None:
-        """What goes wrong behind the scenes is raised by `next_worker`."""
+        """Errors of background tasks are raised by `next_worker`."""
         try:
             await work
         except Exception as error:  # noqa: BLE001

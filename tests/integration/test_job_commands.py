@@ -115,7 +115,7 @@ def test_a_job_by_command_from_outside_with_a_token(place: Place):
     assert "Traceback" not in wrong.stderr
     wrong = place.command("ls", "--address", place.head.address, RAY_AUTH_TOKEN="0" * 64)
     assert wrong.returncode == 2, wrong.stdout
-    assert f"the Ray cluster at '{place.head.address}' refuses our token" in wrong.stderr
+    assert f"the Ray cluster at '{place.head.address}' rejected the auth token" in wrong.stderr
     sent = place.command("submit", path, "--address", place.head.dashboard)
     assert sent.returncode == 0, sent.stdout + sent.stderr
     assert "outside: submitted; `rayzero logs -f outside` follows it" in sent.stdout

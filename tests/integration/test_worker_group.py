@@ -95,7 +95,7 @@ def test_as_many_as_fit_come_at_once_and_the_rest_when_there_is_room(tmp_path: P
             late = await asyncio.wait_for(waiting, WAIT_S)
             assert late.index == CPUS
             await gone(first[1].pid)
-            assert "dismissed" in (await asyncio.wait_for(lost(workers, 1), WAIT_S))[1]
+            assert "released" in (await asyncio.wait_for(lost(workers, 1), WAIT_S))[1]
 
     asyncio.run(run())
 

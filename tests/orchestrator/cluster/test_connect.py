@@ -49,7 +49,7 @@ def test_a_slow_start_is_tried_again(
     monkeypatch.setattr(ray, "init", init)
     assert connect.connect(None).owned
     assert not outcomes
-    assert "is started again: The current node timed out" in caplog.text
+    assert "trying again: The current node timed out" in caplog.text
 
 
 def test_a_cluster_that_says_nothing_about_why_it_refuses_is_told_by_the_errors_kind(

@@ -1,0 +1,30 @@
+"""Names of Ray's private modules that rayzero uses: an upgrade that removes one fails here by name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+PRIVATE = (
+    ("ray._private.services", "find_gcs_addresses"),
+    ("ray._private.worker", "global_worker"),
+    ("ray._private.state", "available_resources_per_node"),
+    ("ray._private.state", "state.get_draining_nodes"),
+    (
+        "ray._private.authentication.http_token_authentication",
+        "get_auth_headers_if_auth_enabled",
+    ),
+    ("ray.experimental.internal_kv", "_internal_kv_get"),
+    ("ray.experimental.internal_kv", "_internal_kv_put"),
+    ("ray.experimental.internal_kv", "_internal_kv_list"),
+    ("ray.experimental.internal_kv", "_internal_kv_del"),
+    ("ray._raylet", "GcsClient"),
+)
+
+
+@pytest.mark.parametrize(("module", "name"), PRIVATE, ids=lambda value: value)
+def test_a_private_name_of_ray_is_still_there(module: str, name: str) -> None:
+    found = import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
