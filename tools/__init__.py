@@ -1,1 +1,1 @@
-"""Developer tools; not part of the wheel."""
+"""Development tools; not part of the wheel, and not imported by the product."""

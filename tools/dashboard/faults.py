@@ -1,4 +1,4 @@
-"""What is on the dashboard of faults, numbers out of range, and checkpoints."""
+"""Panels about faults, recoveries, replicas, non-finite values and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FAULTS_ROW = DashboardRow(
     (
         Panel(
             "Faults by cause",
-            "Faults that were judged, in this run so far.",
+            "Recorded faults of this run, by root cause.",
             "none",
             (gauge_query("rayzero_faults_total", "{{cause}}"),),
             stacked=True,
         ),
         Panel(
             "Repairs and resizes",
-            "Faults the job is past, and changes of membership by wish, in this run so far.",
+            "Faults that this run has recovered from, and changes of membership without a fault.",
             "none",
             (
                 gauge_query("rayzero_repairs_total", "repairs: {{cause}}"),
@@ -37,12 +37,13 @@ FAULTS_ROW = DashboardRow(
         ),
         Panel(
             "Fault budget",
-            "Hardware faults in the window, of those that are allowed.",
+            "Hardware faults in the window, as a share of those that are allowed.",
             "percentunit",
             (
                 Query(
-                    f"rayzero_faults_in_window{{{JOB_SELECTOR}}} / rayzero_fault_budget{{{JOB_SELECTOR}}}",
-                    "spent",
+                    f"rayzero_faults_in_window{{{JOB_SELECTOR}}}"
+                    f" / rayzero_fault_budget{{{JOB_SELECTOR}}}",
+                    "used",
                 ),
             ),
             thresholds=BUDGET_THRESHOLDS,
@@ -51,7 +52,7 @@ FAULTS_ROW = DashboardRow(
         ),
         Panel(
             "Recovery time",
-            "From a fault's first sign to the next finished step, without that step.",
+            "From the first sign of a fault to the next finished step, without that step.",
             "s",
             (
                 mean_query("rayzero_recovery_seconds", "mean"),
@@ -61,19 +62,19 @@ FAULTS_ROW = DashboardRow(
         ),
         Panel(
             "Recovery time by phase",
-            "The parts of that, on the mean.",
+            "Mean duration of the phases of a recovery.",
             "s",
             (mean_query("rayzero_recovery_phase_seconds", "{{phase}}", by="phase"),),
             stacked=True,
         ),
         Panel(
             "Steps redone",
-            "Finished steps that were gone back behind.",
+            "Finished steps that were lost and trained again.",
             "none",
             (increase_query("rayzero_steps_redone_total", "steps"),),
         ),
         Panel(
-            "What a lost worker or node would cost",
+            "Cost of a lost worker or node",
             "Steps and seconds of training that are in no replica on the worker's own node (a lost "
             "worker costs those), and in none on other nodes (a lost node).",
             "none",
@@ -84,8 +85,9 @@ FAULTS_ROW = DashboardRow(
                     "steps: {{place}}",
                 ),
                 Query(
-                    f"rayzero_last_step_timestamp_seconds{{{JOB_SELECTOR}}} - ignoring (place)"
-                    f" group_right () rayzero_replica_unprotected_since_timestamp_seconds{{{JOB_SELECTOR}}}",
+                    f"rayzero_last_step_timestamp_seconds{{{JOB_SELECTOR}}}"
+                    " - ignoring (place) group_right ()"
+                    f" rayzero_replica_unprotected_since_timestamp_seconds{{{JOB_SELECTOR}}}",
                     "seconds: {{place}}",
                     "right",
                 ),
@@ -93,18 +95,18 @@ FAULTS_ROW = DashboardRow(
         ),
         Panel(
             "Age of replicas",
-            "How long ago the newest step was finished that lies in vaults.",
+            "Time since the newest step finished that vaults hold.",
             "s",
             (age_query("rayzero_replica_timestamp_seconds", "{{place}}"),),
         ),
         Panel(
             "Replicas",
-            "What vaults hold of their own nodes' ranks, and what the newest step took on others.",
+            "Bytes that vaults hold of their nodes' ranks, and that the newest step takes on others.",
             "bytes",
             (gauge_query("rayzero_replica_bytes", "{{place}}"),),
         ),
         Panel(
-            "Numbers out of range",
+            "Non-finite values",
             "Steps that were skipped because a gradient was not finite, losses of inf or nan, and "
             "the loss scale.",
             "none",
@@ -122,18 +124,20 @@ CHECKPOINTS_ROW = DashboardRow(
     (
         Panel(
             "Newest checkpoint",
-            "Its age; before there is one, the time since the first step.",
+            "Its age; without one, the time since the first step.",
             "s",
             (
                 age_query("rayzero_checkpoint_timestamp_seconds", "age"),
-                age_query("rayzero_checkpoint_unprotected_since_timestamp_seconds", "owed for"),
+                age_query(
+                    "rayzero_checkpoint_unprotected_since_timestamp_seconds", "unprotected for"
+                ),
             ),
             kind="stat",
             thresholds=((None, "green"), (3600, "orange"), (7200, "red")),
             width=6,
         ),
         Panel(
-            "What the loss of everything would cost",
+            "Cost of losing the whole cluster",
             "Steps since the newest checkpoint.",
             "none",
             (
@@ -146,24 +150,24 @@ CHECKPOINTS_ROW = DashboardRow(
         ),
         Panel(
             "Written and failed",
-            "Checkpoints written, and tries that failed.",
+            "Checkpoints written, and failed attempts.",
             "none",
             (
                 increase_query("rayzero_checkpoints_total", "written"),
-                increase_query("rayzero_checkpoint_failures_total", "failed tries"),
+                increase_query("rayzero_checkpoint_failures_total", "failed"),
             ),
             width=6,
         ),
         Panel(
             "Size",
-            "Of the newest one.",
+            "Size of the newest checkpoint.",
             "bytes",
             (gauge_query("rayzero_checkpoint_bytes", "bytes"),),
             width=6,
         ),
         Panel(
             "Time to write",
-            "From the pinned step to the manifest, behind training.",
+            "From the pinned step to the committed manifest, in the background.",
             "s",
             (
                 mean_query("rayzero_checkpoint_seconds", "mean"),
@@ -172,8 +176,8 @@ CHECKPOINTS_ROW = DashboardRow(
             width=12,
         ),
         Panel(
-            "Training stood still",
-            "For one checkpoint, on the slowest rank.",
+            "Training stall",
+            "Time that training was stopped for a checkpoint, on the slowest rank.",
             "s",
             (
                 mean_query("rayzero_checkpoint_stall_seconds", "mean"),

@@ -1,12 +1,7 @@
-"""Rows of panels -> dashboard.json.
+"""Renders the Grafana dashboard from its rows of panels.
 
-The Grafana dashboard as rows of data, and what writes them as Grafana's JSON.
-
-`python -m tools.dashboard.grafana` writes it into the chart. No torch, no Ray.
-
-Writes the dashboard to a file: `python -m tools.dashboard.grafana [FILE]`.
-
-Rows of data as Grafana's JSON.
+`python -m tools.dashboard.grafana [FILE]` in the root of the source tree writes it, by default into
+the Helm chart. `tests/deploy/test_dashboard.py` fails if the file in the chart is out of date.
 """
 
 from __future__ import annotations
@@ -25,7 +20,6 @@ Json = dict[str, Any]
 
 DASHBOARD_ROWS = (OVERVIEW_ROW, SPEED_ROW, MEMORY_ROW, FAULTS_ROW, CHECKPOINTS_ROW)
 
-
 ANNOTATIONS = {
     "Generations": ('changes(rayzero_generation{job="$job"}[$__interval]) > 0', "purple"),
     "Faults": (
@@ -37,13 +31,11 @@ ANNOTATIONS = {
 """Marks on every graph."""
 
 _GRID_COLUMNS = 24
-
-
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def dashboard_text() -> str:
-    """The dashboard as the text of a file."""
+    """The dashboard as JSON text."""
     return json.dumps(make_dashboard(), indent=1) + "\n"
 
 
@@ -68,7 +60,7 @@ def make_dashboard() -> Json:
 
 
 def list_expressions() -> Iterator[tuple[str, str]]:
-    """(where it stands, expression) of everything that is asked of Prometheus."""
+    """(title, expression) of every Prometheus query."""
     for name, (expr, _) in ANNOTATIONS.items():
         yield name, expr
     for section in DASHBOARD_ROWS:
@@ -79,13 +71,11 @@ def list_expressions() -> Iterator[tuple[str, str]]:
 
 def _variables() -> Iterator[Json]:
     yield {"name": "datasource", "label": "Source", "type": "datasource", "query": "prometheus"}
-    yield _variable("job", "Job", "label_values(rayzero_state, job)", everything=False)
-    yield _variable(
-        "rank", "Rank", 'label_values(rayzero_rank_step{job="$job"}, rank)', everything=True
-    )
+    yield _variable("job", "Job", "label_values(rayzero_state, job)", multi=False)
+    yield _variable("rank", "Rank", 'label_values(rayzero_rank_step{job="$job"}, rank)', multi=True)
 
 
-def _variable(name: str, label: str, query: str, everything: bool) -> Json:
+def _variable(name: str, label: str, query: str, multi: bool) -> Json:
     return {
         "name": name,
         "label": label,
@@ -95,10 +85,10 @@ def _variable(name: str, label: str, query: str, everything: bool) -> Json:
         "definition": query,
         "refresh": 2,
         "sort": 3,
-        "multi": everything,
-        "includeAll": everything,
-        "allValue": ".*" if everything else None,
-        "current": {"text": "All", "value": "$__all"} if everything else {},
+        "multi": multi,
+        "includeAll": multi,
+        "allValue": ".*" if multi else None,
+        "current": {"text": "All", "value": "$__all"} if multi else {},
     }
 
 
@@ -143,7 +133,7 @@ def _row_panel(number: int, section: DashboardRow, top: int) -> Json:
 
 
 def _panel(number: int, panel: Panel, place: Json) -> Json:
-    targets = [_target(chr(ord("A") + at), one) for at, one in enumerate(panel.queries)]
+    targets = [_target(chr(ord("A") + number), query) for number, query in enumerate(panel.queries)]
     return {
         "id": number,
         "type": panel.kind,
@@ -189,7 +179,7 @@ def _field_defaults(panel: Panel) -> Json:
 
 
 def _right_axis_overrides(panel: Panel) -> Iterator[Json]:
-    """Series with an axis of their own."""
+    """Series that use the right axis."""
     for query in panel.queries:
         if query.axis == "right":
             properties = [

@@ -1,4 +1,4 @@
-"""What is on the dashboard: its rows and their panels."""
+"""Panels of the overview, about speed, and about memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OVERVIEW_ROW = DashboardRow(
     (
         Panel(
             "State",
-            "The state the job is in.",
+            "Current state of the job.",
             "none",
             (Query(f"rayzero_state{{{JOB_SELECTOR}}} == 1", "{{state}}"),),
             kind="stat",
@@ -35,7 +35,7 @@ OVERVIEW_ROW = DashboardRow(
         ),
         Panel(
             "Progress",
-            "Finished steps, of those that the job asks for.",
+            "Finished steps, as a share of the target.",
             "percentunit",
             (
                 Query(
@@ -50,7 +50,7 @@ OVERVIEW_ROW = DashboardRow(
         ),
         Panel(
             "Time left",
-            "At the pace of late.",
+            "At the recent step time.",
             "s",
             (gauge_query("rayzero_remaining_seconds", "left"),),
             kind="stat",
@@ -59,7 +59,7 @@ OVERVIEW_ROW = DashboardRow(
         ),
         Panel(
             "Goodput",
-            "Seconds of steps that count, of all seconds since this run began.",
+            "Share of the time since this run began that was spent in steps that count.",
             "percentunit",
             (gauge_query("rayzero_goodput_ratio", "goodput"),),
             kind="stat",
@@ -69,7 +69,7 @@ OVERVIEW_ROW = DashboardRow(
         ),
         Panel(
             "Ranks",
-            "Ranks of the newest generation, and that generation's number.",
+            "Ranks of the newest generation, and its number.",
             "none",
             (
                 gauge_query("rayzero_world_size", "ranks"),
@@ -81,7 +81,7 @@ OVERVIEW_ROW = DashboardRow(
         ),
         Panel(
             "Faults in this run",
-            "Faults that were judged, of every cause.",
+            "Recorded faults of every cause.",
             "none",
             (Query(f"sum(rayzero_faults_total{{{JOB_SELECTOR}}}) or vector(0)", "faults"),),
             kind="stat",
@@ -91,13 +91,13 @@ OVERVIEW_ROW = DashboardRow(
         ),
         Panel(
             "Loss",
-            "Of the last step, over the global batch.",
+            "Loss of the last step, over the global batch.",
             "none",
             (gauge_query("rayzero_loss", "loss"),),
         ),
         Panel(
             "Learning rate and gradient norm",
-            "The first group's learning rate; the L2 norm of the gradient before clipping.",
+            "Learning rate of the first parameter group; L2 norm of the gradients before clipping.",
             "none",
             (
                 gauge_query("rayzero_gradient_norm", "gradient norm"),
@@ -105,33 +105,31 @@ OVERVIEW_ROW = DashboardRow(
             ),
         ),
         Panel(
-            "What the training function reports",
-            "By `ctx.report`, the mean over ranks. Empty where it reports nothing of its own.",
+            "User metrics",
+            "Values passed to `ctx.report`, the mean over ranks. Empty if there are none.",
             "none",
             (
                 gauge_query("rayzero_user_value", "{{name}}"),
-                gauge_query("rayzero_user_metrics_dropped_total", "left out", axis="right"),
+                gauge_query("rayzero_user_metrics_dropped_total", "dropped", axis="right"),
             ),
         ),
         Panel(
-            "Where the time goes",
-            "Wall time by cause. All but `productive` is lost.",
+            "Wall time by cause",
+            "All but `productive` is lost time.",
             "percentunit",
             (
                 Query(
                     f"rate(rayzero_time_seconds_total{{{JOB_SELECTOR}}}[$__rate_interval])",
                     "{{cause}}",
                 ),
-                gauge_query(
-                    "rayzero_time_unattributed_seconds", "not booked yet (s)", axis="right"
-                ),
+                gauge_query("rayzero_time_unattributed_seconds", "unattributed (s)", axis="right"),
             ),
             stacked=True,
             maximum=1,
         ),
         Panel(
             "Workers",
-            "Ranks at work between the job's limits.",
+            "Current ranks between the job's limits.",
             "none",
             (
                 gauge_query("rayzero_world_size", "ranks"),
@@ -140,13 +138,13 @@ OVERVIEW_ROW = DashboardRow(
         ),
         Panel(
             "Steps",
-            "Finished steps in the job's state. It falls where steps are lost.",
+            "Finished steps in the current training state. It falls when steps are lost.",
             "none",
-            (gauge_query("rayzero_step", "step"), gauge_query("rayzero_target_steps", "asked for")),
+            (gauge_query("rayzero_step", "step"), gauge_query("rayzero_target_steps", "target")),
         ),
         Panel(
-            "Since",
-            "How long this run has lasted, its present state, and the step at hand.",
+            "Durations",
+            "Age of this run and of its current state, and time since the last step.",
             "s",
             (
                 age_query("rayzero_start_timestamp_seconds", "this run"),
@@ -157,7 +155,7 @@ OVERVIEW_ROW = DashboardRow(
             width=5,
         ),
         Panel(
-            "Made of",
+            "Version",
             "Version and ZeRO stage.",
             "none",
             (gauge_query("rayzero_info", "rayzero {{version}}, stage {{stage}}"),),
@@ -173,7 +171,7 @@ SPEED_ROW = DashboardRow(
     (
         Panel(
             "Step time",
-            "A step on its slowest rank.",
+            "Duration of a step on its slowest rank.",
             "s",
             (
                 mean_query("rayzero_step_seconds", "mean"),
@@ -183,14 +181,14 @@ SPEED_ROW = DashboardRow(
         ),
         Panel(
             "Step time by phase",
-            "The parts of a step, the mean over ranks.",
+            "Duration of a step's phases, the mean over ranks.",
             "s",
             (mean_query("rayzero_step_phase_seconds", "{{phase}}", by="phase"),),
             stacked=True,
         ),
         Panel(
             "Throughput",
-            "Tokens and samples of finished steps a second.",
+            "Tokens, samples and steps per second.",
             "none",
             (
                 rate_query("rayzero_tokens_total", "tokens/s"),
@@ -208,13 +206,13 @@ SPEED_ROW = DashboardRow(
         ),
         Panel(
             "Model flops utilization",
-            "Of the devices' peak, the mean over ranks. Empty where that peak is not known.",
+            "Share of the devices' peak flops, the mean over ranks. Empty if the peak is unknown.",
             "percentunit",
             (gauge_query("rayzero_model_flops_utilization_ratio", "utilization"),),
         ),
         Panel(
             "Exposed communication",
-            "The share of its time in which a rank stood waiting for others in collectives.",
+            "Share of its time in which a rank waited for other ranks in collectives.",
             "percentunit",
             (
                 rate_query(
@@ -224,27 +222,27 @@ SPEED_ROW = DashboardRow(
         ),
         Panel(
             "Waiting for data",
-            "The share of its time in which a rank waited for its loader.",
+            "Share of its time in which a rank waited for its data loader.",
             "percentunit",
             (rate_query("rayzero_data_wait_seconds_total", "rank {{rank}}", RANK_SELECTOR),),
             thresholds=((None, "green"), (0.05, "orange"), (0.2, "red")),
         ),
         Panel(
             "Bytes by collective",
-            "Moved a second, over all ranks.",
+            "Bytes per second, the sum over ranks.",
             "Bps",
             (rate_query("rayzero_communication_bytes_total", "{{collective}}"),),
             stacked=True,
         ),
         Panel(
-            "Collectives entered",
-            "Calls a second, over all ranks.",
+            "Collective calls",
+            "Calls per second, the sum over ranks.",
             "ops",
             (rate_query("rayzero_communication_calls_total", "{{collective}}"),),
         ),
         Panel(
             "Step time by rank",
-            "Each rank's last step, and what of it was its own work. A straggler stands above.",
+            "Each rank's last step, and its own work in it. A straggler has the most own work.",
             "s",
             (
                 gauge_query(
@@ -255,7 +253,7 @@ SPEED_ROW = DashboardRow(
         ),
         Panel(
             "Silence of ranks",
-            "How long a rank's training thread has not moved. At the limit it counts as hung.",
+            "Time since a rank's training thread made progress. At the limit it counts as hung.",
             "s",
             (
                 gauge_query("rayzero_rank_silent_seconds", "rank {{rank}}", RANK_SELECTOR),
@@ -264,12 +262,13 @@ SPEED_ROW = DashboardRow(
             width=12,
         ),
         Panel(
-            "Steps behind the front",
-            "How far each rank's step is behind the furthest one's.",
+            "Steps behind the first rank",
+            "Difference between each rank's step and the highest one.",
             "none",
             (
                 Query(
-                    f"scalar(max(rayzero_rank_step{{{JOB_SELECTOR}}})) - rayzero_rank_step{{{RANK_SELECTOR}}}",
+                    f"scalar(max(rayzero_rank_step{{{JOB_SELECTOR}}}))"
+                    f" - rayzero_rank_step{{{RANK_SELECTOR}}}",
                     "rank {{rank}}",
                 ),
             ),
@@ -283,14 +282,14 @@ MEMORY_ROW = DashboardRow(
     (
         Panel(
             "Engine by class",
-            "What the engines of the chosen ranks hold between steps, the largest rank's.",
+            "Memory that engines of the selected ranks hold between steps, the maximum over ranks.",
             "bytes",
             (Query(f"max by (class) (rayzero_memory_bytes{{{RANK_SELECTOR}}})", "{{class}}"),),
             stacked=True,
         ),
         Panel(
             "Device peak by rank",
-            "The most that torch ever had allocated on a rank's device. Empty on CPUs.",
+            "Peak memory that torch has allocated on a rank's device. Empty on CPUs.",
             "bytes",
             (gauge_query("rayzero_device_peak_memory_bytes", "rank {{rank}}", RANK_SELECTOR),),
         ),

@@ -1,4 +1,4 @@
-"""A panel of the dashboard as data, with what most of them have in common."""
+"""Dashboard panels as data, and constructors of common queries."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Threshold = tuple[float | None, str]
 
 @dataclass(frozen=True)
 class Query:
-    """An expression and how its series are called.
+    """A Prometheus expression and the names of its series.
 
     Args:
-        legend: with labels in braces, as Grafana writes them.
-        axis: `right` for a quantity with an axis of its own.
+        legend: with labels in double braces, Grafana's syntax.
+        axis: `right` for values of another unit.
     """
 
     expr: str
@@ -31,10 +31,10 @@ class Panel:
 
     Args:
         unit: one of Grafana's units, `none` for a plain number.
-        thresholds: from which value on which colour; the first begins at None.
+        thresholds: (lower bound, colour); the first bound is None.
         width, height: in Grafana's grid of 24 columns.
-        stacked: areas on top of each other, for parts of a whole.
-        names: show the series' names instead of values (a `stat` of a state).
+        stacked: stack the areas, for parts of a whole.
+        show_names: show the series' names instead of values (a `stat` of a state).
     """
 
     title: str
@@ -52,7 +52,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class DashboardRow:
-    """A row of the dashboard that can be folded."""
+    """A collapsible row of the dashboard."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -67,23 +67,23 @@ RANK_SELECTOR = 'job="$job",rank=~"$rank"'
 def gauge_query(
     name: str, legend: str, where: str = JOB_SELECTOR, axis: Literal["left", "right"] = "left"
 ) -> Query:
-    """A gauge as it is."""
+    """The value of a gauge."""
     return Query(f"{name}{{{where}}}", legend, axis)
 
 
 def rate_query(name: str, legend: str, where: str = JOB_SELECTOR) -> Query:
-    """A counter, a second."""
+    """A counter's rate per second."""
     return Query(f"rate({name}{{{where}}}[$__rate_interval])", legend)
 
 
 def increase_query(name: str, legend: str) -> Query:
-    """How much a counter grew between two points of the graph. Not for one whose series begin with
-    what they count: its first growth would not be seen."""
+    """A counter's increase between two points of the graph. Only for series that start at 0: the
+    first increase of others is invisible."""
     return Query(f"increase({name}{{{JOB_SELECTOR}}}[$__rate_interval])", legend)
 
 
 def mean_query(name: str, legend: str, by: str = "") -> Query:
-    """The mean of what a histogram saw."""
+    """The mean of a histogram."""
     parts = (
         f"rate({name}_{part}{{{JOB_SELECTOR}}}[$__rate_interval])" for part in ("sum", "count")
     )
@@ -91,12 +91,12 @@ def mean_query(name: str, legend: str, by: str = "") -> Query:
     return Query(" / ".join(sums), legend)
 
 
-def quantile_query(name: str, at: float, legend: str) -> Query:
-    """A quantile of what a histogram saw."""
+def quantile_query(name: str, quantile: float, legend: str) -> Query:
+    """A quantile of a histogram."""
     buckets = f"sum by (le) (rate({name}_bucket{{{JOB_SELECTOR}}}[$__rate_interval]))"
-    return Query(f"histogram_quantile({at:g}, {buckets})", legend)
+    return Query(f"histogram_quantile({quantile:g}, {buckets})", legend)
 
 
 def age_query(name: str, legend: str) -> Query:
-    """Seconds since a point in time."""
+    """Seconds since a timestamp."""
     return Query(f"time() - {name}{{{JOB_SELECTOR}}}", legend)
