@@ -1,9 +1,4 @@
-"""Live bar, plain lines, JSON lines.
-
-What the user sees of a job: a live bar on a terminal, plain lines or JSON lines elsewhere.
-
-Lines for a file or a pipe, of which a person can follow a job.
-"""
+"""Consoles that show a job's events: a live progress bar, plain lines, JSON lines."""
 
 from __future__ import annotations
 
@@ -44,16 +39,16 @@ WriteLine: TypeAlias = Callable[[str], None]
 
 
 class PlainConsole:
-    """Lines for a file or a pipe: a step now and then, everything else as it comes."""
+    """Lines for a file or a pipe: steps at an interval, all other events at once."""
 
     def __init__(
         self,
         write: WriteLine,
-        every_s: float = 5.0,
+        step_interval_s: float = 5.0,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._write = write
-        self._step_interval_s = every_s
+        self._step_interval_s = step_interval_s
         self._clock = clock
         self._steps: int | None = None
         self._next_print_s = 0.0
@@ -63,16 +58,16 @@ class PlainConsole:
         self._steps = steps
         self._write(f"job {name}")
 
-    def on_event(self, notice: JobEvent) -> None:
-        if isinstance(notice, StepRecord):
-            self._unprinted_step = notice
+    def on_event(self, event: JobEvent) -> None:
+        if isinstance(event, StepRecord):
+            self._unprinted_step = event
             if self._clock() >= self._next_print_s:
                 self._next_print_s = self._clock() + self._step_interval_s
                 self._print_step()
         else:
-            if isinstance(notice, StateEntered):
+            if isinstance(event, StateEntered):
                 self._print_step()
-            for line in event_lines(notice):
+            for line in event_lines(event):
                 self._write(line)
 
     def finish_ok(self, result: JobResult) -> None:
@@ -93,24 +88,24 @@ class PlainConsole:
 
 
 class Console(Protocol):
-    """An observer that also tells how the job ended. `see` is called in another thread."""
+    """An observer that also shows how the job ended. `on_event` is called in another thread."""
 
     def start(self, name: str, steps: int | None) -> None:
-        """A job of that name begins; None: nobody knows of how many steps."""
+        """A job of that name starts; `steps` is None if their number is unknown."""
 
-    def on_event(self, notice: JobEvent) -> None:
-        """As `JobObserver.see`."""
+    def on_event(self, event: JobEvent) -> None:
+        """As `JobObserver.on_event`."""
 
     def finish_ok(self, result: JobResult) -> None:
-        """The job's end, well."""
+        """The job succeeded."""
 
     def finish_error(self, error: RayzeroError) -> None:
-        """The job's end, badly."""
+        """The job failed or was stopped."""
 
 
 @contextmanager
 def console_for(as_json: bool) -> Iterator[Console]:
-    """The console of a process whose stdout is the job's: what others print goes to stderr."""
+    """A console on stdout; the output of all other code goes to stderr meanwhile."""
     stdout = sys.stdout
     with redirect_stdout(sys.stderr):
         if as_json:
@@ -122,7 +117,7 @@ def console_for(as_json: bool) -> Iterator[Console]:
 
 @contextmanager
 def open_console(out: TextIO) -> Iterator[Console]:
-    """A live bar on a terminal, taken down at the end of the `with`; plain lines elsewhere."""
+    """A live bar on a terminal, removed at the end of the `with`; plain lines elsewhere."""
     if out.isatty():
         bar = LiveConsole(rich.console.Console(file=out))
         try:
@@ -138,7 +133,7 @@ def _line_writer(out: TextIO) -> WriteLine:
 
 
 class LiveConsole:
-    """A progress bar that stays at the bottom; lines are printed above it."""
+    """A progress bar at the bottom of the terminal; lines are printed above it."""
 
     def __init__(self, terminal: rich.console.Console) -> None:
         self._terminal = terminal
@@ -161,14 +156,14 @@ class LiveConsole:
         self._bar.update(self._task, total=steps, description=f"{name}: pending")
         self._bar.start()
 
-    def on_event(self, notice: JobEvent) -> None:
-        if isinstance(notice, StepRecord):
-            self._bar.update(self._task, completed=notice.step, text=format_step(notice))
+    def on_event(self, event: JobEvent) -> None:
+        if isinstance(event, StepRecord):
+            self._bar.update(self._task, completed=event.step, text=format_step(event))
             return
-        if isinstance(notice, StateEntered):
-            self._bar.update(self._task, description=f"{self._name}: {notice.state}")
+        if isinstance(event, StateEntered):
+            self._bar.update(self._task, description=f"{self._name}: {event.state}")
             return
-        for line in event_lines(notice):
+        for line in event_lines(event):
             self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def finish_ok(self, result: JobResult) -> None:
@@ -185,7 +180,7 @@ class LiveConsole:
 
 
 class JsonConsole:
-    """One JSON object a line on stdout; the last is the summary or the error."""
+    """One JSON object per line on stdout; the last is the summary or the error."""
 
     def __init__(self, write: WriteLine) -> None:
         self._write = write
@@ -193,22 +188,14 @@ class JsonConsole:
     def start(self, name: str, steps: int | None) -> None:
         self._emit("job", {"name": name, "steps": steps})
 
-    def on_event(self, notice: JobEvent) -> None:
-        match notice:
+    def on_event(self, event: JobEvent) -> None:
+        match event:
             case StepRecord():
-                self._emit("step", asdict(notice) | {"tokens_per_s": notice.tokens_per_s})
-            case StateEntered():
-                self._emit("state", asdict(notice))
-            case WorkersReady():
-                self._emit("workers", asdict(notice))
-            case LogLine():
-                self._emit("log", asdict(notice))
-            case JobWarning():
-                self._emit("warning", asdict(notice))
+                self._emit("step", asdict(event) | {"tokens_per_s": event.tokens_per_s})
             case Repaired() | Resized():
-                self._emit(_EVENT_NAMES[type(notice)], asdict(notice) | {"total_s": notice.total_s})
+                self._emit(_EVENT_NAMES[type(event)], asdict(event) | {"total_s": event.total_s})
             case _:
-                self._emit(_EVENT_NAMES[type(notice)], asdict(notice))
+                self._emit(_EVENT_NAMES[type(event)], asdict(event))
 
     def finish_ok(self, result: JobResult) -> None:
         self._emit("summary", result.metrics)
@@ -217,11 +204,15 @@ class JsonConsole:
         self._emit("error", {"kind": type(error).__name__, "text": str(error)})
         print_error(error)
 
-    def _emit(self, event: str, fields: dict[str, Any]) -> None:
-        self._write(json.dumps({"event": event, **fields}))
+    def _emit(self, name: str, fields: dict[str, Any]) -> None:
+        self._write(json.dumps({"event": name, **fields}))
 
 
 _EVENT_NAMES: dict[type[JobEvent], str] = {
+    StateEntered: "state",
+    WorkersReady: "workers",
+    LogLine: "log",
+    JobWarning: "warning",
     Resumed: "resumed",
     MetricsServed: "serving",
     RunAdopted: "adopted",

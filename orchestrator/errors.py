@@ -1,4 +1,4 @@
-"""How a job ends badly. A mistake of the user's own stays a ConfigError (exit code 2)."""
+"""Errors that end a job. A mistake in the user's configuration stays a ConfigError (exit code 2)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rayzero.engine.errors import ConfigError, RayzeroError
 
 
 class _TracedError(RayzeroError):
-    """`traceback` holds the user's frames, if it was user code."""
+    """An error with the traceback of user code, if it came from there."""
 
     def __init__(self, seen: str, allowed: str = "", fix: str = "", traceback: str = "") -> None:
         super().__init__(seen, allowed, fix)
@@ -27,8 +27,8 @@ class JobFailedError(_TracedError):
 
 
 class JobConfigError(_TracedError, ConfigError):
-    """A mistake in the job that only the workers could see, such as an entry point's."""
+    """A configuration mistake that only the workers can detect, such as a missing entry point."""
 
 
 class JobStoppedError(RayzeroError):
-    """The job was stopped before its end, because somebody asked for it."""
+    """The job was stopped on request before its end."""

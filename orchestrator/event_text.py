@@ -1,4 +1,4 @@
-"""What the user is told, in words: one good line for each thing, whatever the console."""
+"""Text for the events of a job, its summary and its errors; shared by all consoles."""
 
 from __future__ import annotations
 
@@ -37,56 +37,58 @@ def format_step(record: StepRecord) -> str:
     return " | ".join(parts)
 
 
-def event_lines(notice: JobEvent) -> Iterator[str]:
-    """A notice in words; nothing for one that is shown in another way."""
-    match notice:
+def event_lines(event: JobEvent) -> Iterator[str]:
+    """The lines for an event; none for an event that a console shows in another way."""
+    match event:
         case LogLine():
-            yield f"[rank {notice.rank}] {notice.text}"
+            yield f"[rank {event.rank}] {event.text}"
         case JobWarning():
-            yield f"warning: {notice.text}"
+            yield f"warning: {event.text}"
         case MetricsServed():
-            yield f"page: {notice.url}/ (for Prometheus: {notice.url}/metrics)"
+            yield f"page: {event.url}/ (for Prometheus: {event.url}/metrics)"
         case WorkersReady():
-            for worker in notice.workers:
-                yield f"worker {worker.index} is up on node {worker.node} (pid {worker.pid})"
-        case StateEntered() if not notice.state.is_final:
-            yield f"state: {notice.state}"
+            for worker in event.workers:
+                yield f"worker {worker.index} is ready on node {worker.node} (pid {worker.pid})"
+        case StateEntered() if not event.state.is_final:
+            yield f"state: {event.state}"
         case Resumed():
-            yield f"resuming after step {notice.step}, from {notice.folder}"
+            yield f"resuming after step {event.step}, from {event.folder}"
         case RunAdopted():
-            yield f"adopted a lost run, it stood at step {notice.step}"
+            yield f"adopted a lost run at step {event.step}, offline for {event.offline_s:.0f} s"
         case FaultDetected():
-            yield f"fault: {notice.text}"
+            yield f"fault: {event.text}"
         case FaultFired():
-            yield f"injected fault: {notice.fault} on rank {notice.rank} in step {notice.step}"
+            yield f"injected fault: {event.fault} on rank {event.rank} in step {event.step}"
         case Repaired() | Resized():
-            yield _format_recovery(notice)
+            yield _format_recovery(event)
         case Checkpointed():
             yield (
-                f"checkpoint of step {notice.step}: {notice.nbytes / 2**20:,.1f} MiB in "
-                f"{notice.seconds:.2f} s, training stopped for {notice.stopped_s * 1e3:.0f} ms"
+                f"checkpoint of step {event.step}: {event.nbytes / 2**20:,.1f} MiB in "
+                f"{event.seconds:.2f} s, training stopped for {event.stopped_s * 1e3:.0f} ms"
             )
         case CheckpointFailed():
-            then = "given up" if notice.again_in_s is None else f"again in {notice.again_in_s:g} s"
+            outcome = "given up" if event.again_in_s is None else f"next in {event.again_in_s:g} s"
             yield (
-                f"warning: checkpoint of step {notice.step} failed (try {notice.tries}, {then}): "
-                f"{notice.text}"
+                f"warning: checkpoint of step {event.step} failed (try {event.tries}, {outcome}): "
+                f"{event.text}"
             )
 
 
-def _format_recovery(passed: Repaired | Resized) -> str:
-    """`repaired in 0.24 s: 3 -> 2 workers at step 41, none done again (notice 0.00, ...)`"""
-    parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in passed.seconds.items())
-    sizes = f"{passed.world_size_before} -> {passed.world_size} workers after step {passed.step}"
-    if isinstance(passed, Resized):
-        return f"resized in {passed.total_s:.2f} s ({passed.reason}): {sizes} ({parts})"
-    redone = passed.steps_redone
-    again = f"{redone} step{'s' * (redone != 1)} done again" if redone else "no step done again"
-    return f"repaired in {passed.total_s:.2f} s: {sizes}, {again} ({parts})"
+def _format_recovery(recovery: Repaired | Resized) -> str:
+    """`repaired in 0.24 s: 3 -> 2 workers after step 41, no step recomputed (detect 0.00, ...)`"""
+    parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in recovery.seconds.items())
+    sizes = (
+        f"{recovery.world_size_before} -> {recovery.world_size} workers after step {recovery.step}"
+    )
+    if isinstance(recovery, Resized):
+        return f"resized in {recovery.total_s:.2f} s ({recovery.reason}): {sizes} ({parts})"
+    redone = recovery.steps_redone
+    recomputed = f"{redone or 'no'} step{'s' * (redone > 1)} recomputed"
+    return f"repaired in {recovery.total_s:.2f} s: {sizes}, {recomputed} ({parts})"
 
 
 def summary_lines(result: JobResult) -> Iterator[str]:
-    """The summary, without what it says nothing of."""
+    """The summary, without empty values."""
     for key, value in result.metrics.items():
         sizes = key.endswith("_bytes")
         if isinstance(value, dict):

@@ -1,9 +1,4 @@
-"""Job, submit.
-
-The Python job API: describe a job, run it, wait for it, stop it.
-
-From a plan to the process that runs it: a new one, or the one that runs the same job already.
-"""
+"""The Python job API: describe a job, submit it, attach to it, run it to its end."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from rayzero.orchestrator.cluster.connect import connect
 from rayzero.orchestrator.console import open_console
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.interfaces import ScaleWorkers
-from rayzero.orchestrator.job import client as reach
+from rayzero.orchestrator.job import client
 from rayzero.orchestrator.job.ended_jobs import EndedJobRecord
 from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job.lookup import find_any
@@ -40,64 +35,14 @@ from rayzero.orchestrator.results import JobResult
 from rayzero.orchestrator.spec import JobSpec, Workers
 
 SUBMIT_REPLY_TIMEOUT_S = 15.0
-"""How long a running job may take to answer."""
+"""Limit for a reply of a running job."""
 
 
 EXIT_TIMEOUT_S = 60.0
-"""How long the process of a job that has ended may take to be gone."""
+"""Limit for the exit of the process of a job that has ended."""
 
 
 _RETRY_INTERVAL_S = 0.05
-
-
-def start_or_attach(plan: JobPlan, can_grow: bool) -> Any:
-    """The job's process: of the run that there is, if it is of the same spec, else a new one.
-
-    Raises:
-        ConfigError: a job of that name runs, and is another.
-        JobFailedError: it does not answer.
-    """
-    name = plan.spec.name
-    until_s = time.monotonic() + EXIT_TIMEOUT_S
-    while time.monotonic() < until_s:
-        actor = reach.find_job_actor(name)
-        try:
-            if actor is None:
-                return reach.start_job_actor(plan, can_grow)
-            running = reach.call(actor, "spec", timeout_s=SUBMIT_REPLY_TIMEOUT_S)
-            if running is not None:
-                _attach_to_running(actor, running, plan.spec)
-                return actor
-            reach.call(actor, "acknowledge_end", timeout_s=SUBMIT_REPLY_TIMEOUT_S)
-        except ValueError:
-            pass  # somebody else was faster: then it is found
-        except reach.JobProcessLostError:
-            pass  # it was on its way out
-        except reach.JobUnavailableError as away:
-            raise JobFailedError(f"job {name!r} is running and silent: {away.seen}") from None
-        time.sleep(_RETRY_INTERVAL_S)
-    raise JobFailedError(f"the last run of job {name!r} does not go away", fix="another name")
-
-
-def _attach_to_running(actor: Any, running: JobSpec, wanted: JobSpec) -> None:
-    found = diff_documents(to_document(running), to_document(wanted))
-    if other := not_covered_by(found, LIVE_KEYS):
-        raise ConfigError(
-            f"a job called {wanted.name!r} is running, and is not the same:\n{_format_diffs(other)}",
-            allowed="the same job, which is then followed; workers.min and max may differ",
-            fix=f"`rayzero stop {wanted.name}`, or another name",
-        )
-    if found:
-        reach.call(
-            actor,
-            "execute",
-            ScaleWorkers(wanted.workers.min, wanted.workers.most),
-            timeout_s=SUBMIT_REPLY_TIMEOUT_S,
-        )
-
-
-def _format_diffs(found: list[SpecDiff]) -> str:
-    return "\n".join(f"    {one}" for one in found)
 
 
 __all__ = ["Job", "JobHandle", "JobResult", "Workers"]
@@ -111,14 +56,14 @@ class Job:
     Args:
         name: letters, digits, '.', '_' and '-'.
         entrypoint: `module:function`, or a function of one argument, ctx.
-        engine: a DeepSpeed config file, relative to the working directory, or the same as a dict.
-        workers: how many, and what each needs.
-        args: handed to the function as ctx.args.
-        steps: optimizer steps, as ctx.steps.
-        settings: any other key of the job file: seed, checkpoint, recovery.
+        engine: a DeepSpeed config: a file relative to the working directory, or a dict.
+        workers: number and resources of the workers.
+        args: available to the function as ctx.args.
+        steps: optimizer steps, available as ctx.steps.
+        settings: any other key of the job file, such as seed, checkpoint, recovery.
 
     Raises:
-        ConfigError: a value is wrong.
+        ConfigError: a value is invalid.
     """
 
     def __init__(
@@ -132,7 +77,7 @@ class Job:
         **settings: Any,
     ) -> None:
         self._function = None if isinstance(entrypoint, str) else entrypoint
-        given = {
+        settings = {
             "name": name,
             "entrypoint": _entrypoint_name(entrypoint),
             "engine": str(engine) if isinstance(engine, Path) else engine,
@@ -141,29 +86,29 @@ class Job:
             "steps": steps,
             **settings,
         }
-        document = {key: value for key, value in given.items() if value is not None}
+        document = {key: value for key, value in settings.items() if value is not None}
         self.spec = resolve_engine_config(validate_document(JobSpec, document, "job"), Path())
 
     @classmethod
     def from_spec(cls, spec: JobSpec) -> Job:
-        """A job from a checked spec, as `loading.load_job` returns it."""
+        """A job from a validated spec, as `job_file` loads it."""
         job = cls.__new__(cls)
         job._function, job.spec = None, spec
         return job
 
     def submit(self, address: str | None = None, observer: JobObserver | None = None) -> JobHandle:
-        """Starts the job in a process of its own on the cluster's head. It goes on when this
-        process ends, unless the cluster is one of our own, which ends with it.
+        """Starts the job in a process of its own on the head node. The job continues when this
+        process ends, except in a local cluster, which ends with this process.
 
         Args:
-            address: of a Ray cluster; by default RAY_ADDRESS, or else a cluster of our own.
-            observer: is told about states, steps and log lines, in a thread of this process.
+            address: of a Ray cluster; by default RAY_ADDRESS, or else a new local cluster.
+            observer: gets the job's events, in a thread of this process.
 
         Raises:
-            ConfigError: there is no such cluster, the output folder cannot be made, or another job
-                of that name is running.
-            JobFailedError: a cluster of our own could not be started, or the job of that name that
-                is running does not answer.
+            ConfigError: there is no such cluster, the output folder cannot be created, or a
+                different job of that name is running.
+            JobFailedError: the local cluster could not be started, or the running job of that name
+                does not answer.
         """
         plan = self._make_plan()
         cluster = connect(address)
@@ -184,33 +129,34 @@ class Job:
     def attach(
         cls, name: str, address: str | None = None, observer: JobObserver | None = None
     ) -> JobHandle:
-        """A handle on a job that runs, submitted by whomever; or on how it ended, for as long as
-        its cluster knows (`status`, `result`, `logs`).
+        """A handle on a running job, or on one that has ended, as long as its cluster has the
+        record of the end (`status`, `result`, `logs`).
 
         Args:
-            address: of its Ray cluster; by default RAY_ADDRESS, or every cluster whose head runs on
-                this machine.
-            observer: is told its newest state and step, and what comes.
+            address: of its Ray cluster; by default RAY_ADDRESS, or every cluster whose head node
+                is this machine.
+            observer: gets the newest state and step, and then the events to come.
 
         Raises:
-            ConfigError: no job of that name is known there.
-            JobFailedError: it does not answer.
+            ConfigError: no cluster has a job of that name.
+            JobFailedError: the job does not answer.
         """
-        found = find_any(name, address)
-        if isinstance(found, EndedJobRecord):
-            return JobHandle.from_record(found)
-        observer, grace_period_s = observer or NullObserver(), _grace_period_s(found.spec)
-        return JobHandle(name, found.actor, found.cluster, observer, LATEST, grace_period_s)
+        job = find_any(name, address)
+        if isinstance(job, EndedJobRecord):
+            return JobHandle.from_record(job)
+        observer, grace_period_s = observer or NullObserver(), _grace_period_s(job.spec)
+        return JobHandle(name, job.actor, job.cluster, observer, LATEST, grace_period_s)
 
     def run(self, address: str | None = None, observer: JobObserver | None = None) -> JobResult:
-        """Runs the job and waits for its end. An exception here, Ctrl-C too, stops the job.
+        """Runs the job and waits for its end. An exception in this process, such as Ctrl-C, stops
+        the job.
 
         Args:
             address: as for `submit`.
-            observer: as for `submit`; by default what `rayzero run` shows goes to stdout.
+            observer: as for `submit`; by default a console like that of `rayzero run` on stdout.
 
         Raises:
-            JobFailedError, ConfigError: the job failed, and why.
+            JobFailedError, ConfigError: the job failed.
         """
         if observer is not None:
             return self._run_with_observer(address, observer)
@@ -231,6 +177,61 @@ class Job:
         if self._function is None:
             return make_plan(self.spec, self.spec.entrypoint)
         return make_plan(self.spec, cloudpickle.dumps(self._function), tuple(sys.path))  # type: ignore[no-untyped-call]
+
+
+def start_or_attach(plan: JobPlan, can_grow: bool) -> Any:
+    """The job's actor: that of a running job with the same spec, or else a new one.
+
+    Raises:
+        ConfigError: a different job of that name is running.
+        JobFailedError: the job of that name does not answer.
+    """
+    name = plan.spec.name
+    deadline_s = time.monotonic() + EXIT_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        actor = client.find_job_actor(name)
+        try:
+            if actor is None:
+                return client.start_job_actor(plan, can_grow)
+            running = client.call(actor, "spec", timeout_s=SUBMIT_REPLY_TIMEOUT_S)
+            if running is not None:
+                _attach_to_running(actor, running, plan.spec)
+                return actor
+            client.call(actor, "acknowledge_end", timeout_s=SUBMIT_REPLY_TIMEOUT_S)
+        except ValueError:
+            pass  # another client has started it: attach to that
+        except client.JobProcessLostError:
+            pass  # the last run has just exited
+        except client.JobUnavailableError as away:
+            raise JobFailedError(
+                f"job {name!r} is running and does not answer: {away.seen}"
+            ) from None
+        time.sleep(_RETRY_INTERVAL_S)
+    raise JobFailedError(
+        f"the process of the last run of job {name!r} did not exit within {EXIT_TIMEOUT_S:g} s",
+        fix="another name",
+    )
+
+
+def _attach_to_running(actor: Any, running: JobSpec, spec: JobSpec) -> None:
+    diffs = diff_documents(to_document(running), to_document(spec))
+    if other := not_covered_by(diffs, LIVE_KEYS):
+        raise ConfigError(
+            f"a different job called {spec.name!r} is running:\n{_format_diffs(other)}",
+            allowed="the same job, to attach to it; workers.min and workers.max may differ",
+            fix=f"`rayzero stop {spec.name}`, or another name",
+        )
+    if diffs:
+        client.call(
+            actor,
+            "execute",
+            ScaleWorkers(spec.workers.min, spec.workers.most),
+            timeout_s=SUBMIT_REPLY_TIMEOUT_S,
+        )
+
+
+def _format_diffs(diffs: list[SpecDiff]) -> str:
+    return "\n".join(f"    {diff}" for diff in diffs)
 
 
 def _grace_period_s(spec: JobSpec) -> float:

@@ -1,9 +1,4 @@
-"""Find, start, call a job actor; read its log.
-
-Where a job's process is found and started: a detached actor on the head, named after the job.
-
-A client that reads a job's log: from its process, and from the head's disk when that is gone.
-"""
+"""Calls to a job's process, a detached Ray actor on the head node; and readers of its log."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Condition
-from types import TracebackType
 from typing import Any, TypeVar
 
 import ray
@@ -36,32 +30,32 @@ _HEAD_RESOURCE = "node:__internal_head__"  # a resource that Ray gives the head'
 
 
 _MAX_CONCURRENT_CALLS = 1000
-"""Calls that may wait in a job's process at the same time: each follower has one there."""
+"""Concurrent calls in a job's process: each subscriber always has one waiting there."""
 
 HEAD_TASK_TIMEOUT_S = 60.0
-"""How long a question to the head's machine may take: it may need a process for it."""
+"""Limit for a task on the head node, which may have to start a worker process first."""
 
 
 MAX_RESTARTS = 20
-"""How often Ray starts a job's process anew; each time it adopts its own run."""
+"""How often Ray restarts a job's process; each time it adopts its own run."""
 
 
 T = TypeVar("T")
 
 
 class JobUnavailableError(RayzeroError):
-    """The job's process does not answer now, and may again: it is being started anew."""
+    """The job's process does not answer; Ray may be restarting it."""
 
 
 class JobProcessLostError(RayzeroError):
-    """The job's process is gone for good."""
+    """The job's process has ended."""
 
 
 def start_job_actor(plan: JobPlan, can_grow: bool) -> Any:
     """Starts a job's process.
 
     Raises:
-        ValueError: there is one of that name.
+        ValueError: a job of that name has a process already.
     """
     strategy = None
     if (node := _head_node_id()) is not None:
@@ -79,7 +73,7 @@ def start_job_actor(plan: JobPlan, can_grow: bool) -> Any:
 
 
 def find_job_actor(name: str) -> Any | None:
-    """The process of the job of that name, if there is one in this cluster."""
+    """The actor handle of that job; None if this cluster has none."""
     try:
         return ray.get_actor(_ACTOR_PREFIX + name, namespace=NAMESPACE)
     except ValueError:
@@ -87,20 +81,21 @@ def find_job_actor(name: str) -> Any | None:
 
 
 def list_running() -> list[str]:
-    """The names of the jobs of this cluster that have a process."""
+    """Names of the jobs with a process in this cluster."""
     actors: list[dict[str, str]] = list_named_actors(all_namespaces=True)
-    ours = [one["name"] for one in actors if one["namespace"] == NAMESPACE]
+    names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
     return sorted(
-        name.removeprefix(_ACTOR_PREFIX) for name in ours if name.startswith(_ACTOR_PREFIX)
+        name.removeprefix(_ACTOR_PREFIX) for name in names if name.startswith(_ACTOR_PREFIX)
     )
 
 
 def call(actor: Any, method: str, *args: Any, timeout_s: float) -> Any:
-    """What a job's process answers; an error that it answers is raised.
+    """The reply of a job's process; an error that it returns is raised.
 
     Raises:
-        JobUnavailableError, GoneError: it does not answer.
-        RayzeroError: what the call raises.
+        JobUnavailableError: no reply within `timeout_s`, or the process is being restarted.
+        JobProcessLostError: the process has ended.
+        RayzeroError: as the method raises or returns.
     """
     try:
         answer = ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
@@ -118,49 +113,49 @@ def call(actor: Any, method: str, *args: Any, timeout_s: float) -> Any:
 
 
 def run_on_head(read: Callable[..., T], *args: Any) -> T:
-    """What a function says on the head's machine.
+    """The result of a function that runs as a task on the head node.
 
     Raises:
-        GoneError: there is no head, or it does not answer.
+        JobProcessLostError: there is no head node, or it does not answer.
     """
     if not ray.is_initialized():
         raise JobProcessLostError("the connection to the cluster is closed")
     if (node := _head_node_id()) is None:
-        raise JobProcessLostError("the cluster has no head that could be asked")
+        raise JobProcessLostError("the cluster has no live head node")
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     task = ray.remote(read).options(num_cpus=0, scheduling_strategy=strategy)
     try:
-        found: T = ray.get(task.remote(*args), timeout=HEAD_TASK_TIMEOUT_S)
+        result: T = ray.get(task.remote(*args), timeout=HEAD_TASK_TIMEOUT_S)
     except RayError as error:
         raise JobProcessLostError(
-            f"the cluster's head does not answer: {first_line(error)}"
+            f"the cluster's head node does not answer: {first_line(error)}"
         ) from None
-    return found
+    return result
 
 
 def call_async(actor: Any, method: str) -> None:
-    """As `call`, but waits for nothing. May be called from a signal handler's thread."""
+    """Like `call` without waiting for the reply. Safe in a signal handler."""
     getattr(actor, method).remote()
 
 
 def _head_node_id() -> str | None:
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return next(
-        (one["NodeID"] for one in nodes if one["Alive"] and _HEAD_RESOURCE in one["Resources"]),
+        (node["NodeID"] for node in nodes if node["Alive"] and _HEAD_RESOURCE in node["Resources"]),
         None,
     )
 
 
 LOG_POLL_S = 0.5
-"""How often somebody who follows a log asks."""
+"""Interval at which a log is polled."""
 
 
 LOG_CALL_TIMEOUT_S = 15.0
-"""How long an answer may take."""
+"""Limit for one reply."""
 
 
 class LogReaders:
-    """Counts those who are reading, so that their connection is not closed under them."""
+    """Counts active log readers, whose connection must stay open."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -170,57 +165,52 @@ class LogReaders:
         with self._changed:
             self._count += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._changed:
             self._count -= 1
             self._changed.notify_all()
 
     def wait_idle(self, limit_s: float) -> None:
-        """Until nobody reads."""
+        """Waits until there is no reader, up to `limit_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._count == 0, limit_s)
 
 
 def tail_running(actor: Any, path: str, follow: bool) -> Iterator[bytes]:
-    """A running job's log, from its beginning, in parts; an empty one where there is no more yet.
+    """A running job's log from the beginning, in parts; an empty part where there is no more yet.
 
     Args:
-        path: the log's file on the head, for the rest of it when the process is gone.
-        follow: to the job's end; else what there is.
+        path: the log file on the head node, to read the rest when the process has ended.
+        follow: until the job's end, instead of the current end of the log.
 
     Raises:
-        JobUnavailableError, GoneError: nobody answers.
+        JobUnavailableError, JobProcessLostError: neither the process nor the head node answers.
     """
-    place = LogPosition()
+    position = LogPosition()
     try:
         while True:
-            over = call(actor, "spec", timeout_s=LOG_CALL_TIMEOUT_S) is None
-            part, place = call(actor, "log", place, timeout_s=LOG_CALL_TIMEOUT_S)
+            has_ended = call(actor, "spec", timeout_s=LOG_CALL_TIMEOUT_S) is None
+            part, position = call(actor, "log", position, timeout_s=LOG_CALL_TIMEOUT_S)
             yield part
             if not part:
-                if over or not follow:
+                if has_ended or not follow:
                     return
                 time.sleep(LOG_POLL_S)
     except JobProcessLostError:
-        yield from read_ended(path, place)
+        yield from read_ended(path, position)
 
 
-def read_ended(path: str, place: LogPosition | None = None) -> Iterator[bytes]:
-    """The log of a job that has ended, from the disk of this machine, or else of the head's.
+def read_ended(path: str, position: LogPosition | None = None) -> Iterator[bytes]:
+    """The log of a job that has ended, from a disk of this machine or else of the head node.
 
     Raises:
-        GoneError: the head does not answer.
+        JobProcessLostError: the head node does not answer.
     """
-    here = Path(path).is_file()
-    place = place or LogPosition()
+    file, position = Path(path), position or LogPosition()
+    is_local = file.is_file()
     while True:
-        part, place = (
-            read_log(Path(path), place) if here else run_on_head(read_log, Path(path), place)
+        part, position = (
+            read_log(file, position) if is_local else run_on_head(read_log, file, position)
         )
         if not part:
             return

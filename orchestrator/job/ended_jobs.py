@@ -1,7 +1,7 @@
-"""How jobs ended, kept by the cluster for a while: a small record each, in its key-value store.
+"""Records of how jobs ended, in the cluster's key-value store (Ray's internal KV).
 
-Nothing public of Ray keeps a note that no process has to hold; this store is what its own libraries
-use for that. It goes with the cluster; the journal stays.
+Ray has no public storage that outlives its processes; its own libraries use this one. The records
+end with the cluster; the journal stays.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.results import JobEnd, JobResult, JobStatus
 
 MAX_RECORDS = 100
-"""Records in a cluster, one for a name; the oldest go."""
+"""Records per cluster, one per job name; the oldest are deleted."""
 
 
 MAX_RECORD_AGE_S = 30 * 86400.0
-"""How long."""
+"""Older records are deleted."""
 
 
 MAX_RECORD_BYTES = 64 * 1024
-"""What a training function returned is left out where it is more than that."""
+"""Large results of the training function are left out of bigger records."""
 
 _MAX_METRIC_CHARS = 512
 
@@ -49,37 +49,37 @@ _KEY_PREFIX = b"ended:"
 
 
 _ERROR_CLASSES: Mapping[str, type[RayzeroError]] = {
-    one.__name__: one for one in (ConfigError, JobConfigError, JobFailedError, JobStoppedError)
+    cls.__name__: cls for cls in (ConfigError, JobConfigError, JobFailedError, JobStoppedError)
 }
 
 
 @dataclass(frozen=True)
 class EndedJobRecord:
-    """How one job ended. `status.at_s` is when."""
+    """The end of one job, at `status.at_s`."""
 
     status: JobStatus
     ended: JobEnd
 
 
 def store_ended(record: EndedJobRecord) -> None:
-    """Keeps a record, in place of an earlier one of that name. Waits for the cluster's head."""
+    """Stores a record, replacing an earlier one of that name. Blocks on the head node."""
     _internal_kv_put(
         _kv_key(record.status.name), encode_record(record), True, namespace=_KV_NAMESPACE
     )
-    found = sorted(list_ended(), key=lambda one: one.status.at_s, reverse=True)
+    records = sorted(list_ended(), key=lambda ended: ended.status.at_s, reverse=True)
     oldest_s = time.time() - MAX_RECORD_AGE_S
-    for place, one in enumerate(found):
-        if place >= MAX_RECORDS or one.status.at_s < oldest_s:
-            delete_ended(one.status.name)
+    for index, old in enumerate(records):
+        if index >= MAX_RECORDS or old.status.at_s < oldest_s:
+            delete_ended(old.status.name)
 
 
 def delete_ended(name: str) -> None:
-    """A job of that name begins."""
+    """Deletes the record of a job name, when a job of that name starts."""
     _internal_kv_del(_kv_key(name), namespace=_KV_NAMESPACE)
 
 
 def load_ended(name: str) -> EndedJobRecord | None:
-    """How the last job of that name ended, if this cluster knows and can be asked."""
+    """The record of a job name, if the cluster has one and answers."""
     try:
         return _read_record(_kv_key(name)) if ray.is_initialized() else None
     except RayError:
@@ -87,19 +87,19 @@ def load_ended(name: str) -> EndedJobRecord | None:
 
 
 def list_ended() -> list[EndedJobRecord]:
-    """All that this cluster knows, by name."""
+    """All records, sorted by name."""
     keys = sorted(_internal_kv_list(_KEY_PREFIX, namespace=_KV_NAMESPACE))
-    return [found for key in keys if (found := _read_record(key)) is not None]
+    return [record for key in keys if (record := _read_record(key)) is not None]
 
 
 def encode_record(record: EndedJobRecord) -> bytes:
-    """Without secrets."""
+    """JSON, with secrets redacted."""
     ended, result, error = record.ended, record.ended.result, record.ended.error
     document: dict[str, Any] = {"status": asdict(record.status)}
     if result is not None:
         document["result"] = {**asdict(result), "summary_path": str(result.summary_path)}
     if error is not None:
-        kind = next((name for name, one in _ERROR_CLASSES.items() if type(error) is one), "")
+        kind = next((name for name, cls in _ERROR_CLASSES.items() if type(error) is cls), "")
         fallback = "ConfigError" if isinstance(error, ConfigError) else "JobFailedError"
         traceback = getattr(error, "traceback", "")
         document["error"] = {
@@ -109,7 +109,9 @@ def encode_record(record: EndedJobRecord) -> bytes:
     content = json.dumps(redact_document(document), default=str).encode()
     if len(content) > MAX_RECORD_BYTES and result is not None:
         small = {
-            key: one for key, one in result.metrics.items() if len(repr(one)) < _MAX_METRIC_CHARS
+            key: value
+            for key, value in result.metrics.items()
+            if len(repr(value)) < _MAX_METRIC_CHARS
         }
         slim = JobResult(result.name, small, result.summary_path)
         return encode_record(EndedJobRecord(record.status, JobEnd(slim, ended.error)))
@@ -117,14 +119,14 @@ def encode_record(record: EndedJobRecord) -> bytes:
 
 
 def decode_record(content: bytes) -> EndedJobRecord | None:
-    """None for what was written by another version."""
+    """None if another version wrote the record."""
     try:
-        found = json.loads(content)
-        status = found["status"]
+        document = json.loads(content)
+        status = document["status"]
         state = None if status["state"] is None else State(status["state"])
-        ended = JobEnd(error=_decode_error(found["error"])) if "error" in found else JobEnd()
-        if "result" in found:
-            result = found["result"]
+        ended = JobEnd(error=_decode_error(document["error"])) if "error" in document else JobEnd()
+        if "result" in document:
+            result = document["result"]
             path = Path(result["summary_path"])
             ended = JobEnd(JobResult(result["name"], result["metrics"], path))
         return EndedJobRecord(JobStatus(**{**status, "state": state}), ended)
@@ -132,10 +134,10 @@ def decode_record(content: bytes) -> EndedJobRecord | None:
         return None
 
 
-def _decode_error(found: Mapping[str, Any]) -> RayzeroError:
-    kind = _ERROR_CLASSES[found["kind"]]
-    given = found["given"]
-    return kind(*given) if kind in (JobFailedError, JobConfigError) else kind(*given[:3])
+def _decode_error(document: Mapping[str, Any]) -> RayzeroError:
+    kind, arguments = _ERROR_CLASSES[document["kind"]], document["given"]
+    has_traceback = kind in (JobFailedError, JobConfigError)
+    return kind(*arguments) if has_traceback else kind(*arguments[:3])
 
 
 def _read_record(key: bytes) -> EndedJobRecord | None:

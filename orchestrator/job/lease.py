@@ -1,17 +1,9 @@
-"""Claims and acquire protocol (pure).
+"""The lease of a job's folder: an exclusive lock of claim files, renewed by its holder. Pure.
 
-A claim on a job's folder, and what to think of others. Pure but for `here` and `is_gone`.
-
-How a folder is taken where nothing can be created atomically: claim, look, wait, hold. Pure.
-
-Everybody writes a claim of their own and then looks. Of two who ask at once, at least one sees the
-other's claim, because both write before they look. The one with the greater id takes its claim back
-and begins anew; the other waits until it has, or holds the folder because it had looked before. So
-at most one comes to hold it, in any store that shows what was written before.
-
-Whose a job's folder is: a claim in it, renewed while its controller lives.
-
-`protocol` and `claim` are pure; `folder` knows stores, `holding` has the thread.
+Each process writes a claim of its own and then lists all claims. Of two that acquire at once, at
+least one sees the other's claim, because both write before they list. The one with the greater id
+deletes its claim and starts again; the other one waits until it has, or holds the folder because it
+had listed before. So there is at most one holder, in any store with read-after-write consistency.
 """
 
 from __future__ import annotations
@@ -26,21 +18,21 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 RENEWALS_PER_LEASE = 4
-"""Renewals in the time of a lease: so many but one may fail."""
+"""Renewals during the time of a lease; all but one of them may fail."""
 
 
 CLOCK_SLACK_S = 3.0
-"""What the clock of a store may be coarse by."""
+"""Resolution of a store's timestamps, at worst."""
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process, so that others on its host can tell whether it lives.
+    """Identifies a process for other processes on its host.
 
     Args:
-        boot: of the host's kernel.
-        space: in which the number means it.
-        started: in ticks since the boot; numbers are used again.
+        boot: boot id of the host's kernel.
+        space: PID namespace.
+        started: clock ticks since the boot, because PIDs are reused.
     """
 
     host: str
@@ -52,15 +44,15 @@ class ProcessIdentity:
 
 @dataclass(frozen=True)
 class Claim:
-    """What one controller has in the folder.
+    """One controller's claim file.
 
     Args:
-        id: of the claim; random.
-        job: the name.
-        holds: whether the folder is its; it only asks for it before.
-        epoch: grows with every holder.
-        beat: grows with every renewal.
-        lease_s: without a renewal for so long it counts as lost.
+        id: random.
+        job: the job's name.
+        holds: True once the lease is acquired.
+        epoch: increases with every holder.
+        beat: increases with every renewal.
+        lease_s: a claim without a renewal for this long is lost.
     """
 
     id: str
@@ -76,22 +68,22 @@ class Claim:
 
     @classmethod
     def parse(cls, content: bytes) -> Claim | None:
-        """None for what is none."""
+        """None if the content is not a claim."""
         try:
-            found: dict[str, Any] = json.loads(content)
-            return cls(**{**found, "process": ProcessIdentity(**found["process"])})
+            document: dict[str, Any] = json.loads(content)
+            return cls(**{**document, "process": ProcessIdentity(**document["process"])})
         except (ValueError, KeyError, TypeError):
             return None
 
 
 @dataclass(frozen=True)
 class OtherClaim:
-    """Somebody else's claim as it was found.
+    """An observation of another process's claim.
 
     Args:
-        gone: whether its process is; None when that cannot be told from here.
-        changed: whether it was renewed since it was first seen.
-        watched_s: since it was first seen, or last changed.
+        process_gone: its process has ended; None when this host cannot know.
+        renewed: it was renewed since it was first seen.
+        observed_s: since it was first seen, or last changed.
         age_s: since it was written, by the store's clock.
     """
 
@@ -106,29 +98,28 @@ class ClaimState(Enum):
     LOST = auto()
     HELD = auto()
     UNDECIDED = auto()
-    """It will be known soon."""
+    """Not known yet."""
     BACK_OFF = auto()
-    """It asks, too, and comes first."""
+    """The other process acquires, too, and has the smaller id."""
 
 
-def classify_claim(rival: OtherClaim, me: Claim) -> ClaimState:
-    """What to think of a rival while one asks."""
-    claim = rival.claim
-    silent = rival.age_s > claim.lease_s + CLOCK_SLACK_S
-    silent = silent or (rival.observed_s > claim.lease_s and not rival.renewed)
-    if rival.process_gone or (rival.process_gone is None and silent):
+def classify_claim(other: OtherClaim, own: Claim) -> ClaimState:
+    """The state of another claim, for a process that acquires."""
+    claim = other.claim
+    expired = other.age_s > claim.lease_s + CLOCK_SLACK_S
+    expired = expired or (other.observed_s > claim.lease_s and not other.renewed)
+    if other.process_gone or (other.process_gone is None and expired):
         return ClaimState.LOST
     if claim.holds:
         return (
             ClaimState.HELD
-            if rival.process_gone is False or rival.renewed
+            if other.process_gone is False or other.renewed
             else ClaimState.UNDECIDED
         )
-    return ClaimState.UNDECIDED if me.id < claim.id else ClaimState.BACK_OFF
+    return ClaimState.UNDECIDED if own.id < claim.id else ClaimState.BACK_OFF
 
 
 def this_process() -> ProcessIdentity:
-    """This process."""
     pid = os.getpid()
     return ProcessIdentity(
         socket.gethostname(), _boot_id(), _pid_namespace(), pid, _start_ticks(pid) or 0
@@ -136,7 +127,7 @@ def this_process() -> ProcessIdentity:
 
 
 def is_process_gone(process: ProcessIdentity) -> bool | None:
-    """Whether a process is; None for one of another host, or in a container of its own."""
+    """True if the process has ended; None if it runs on another host or in another PID namespace."""
     if (process.boot, process.space) != (_boot_id(), _pid_namespace()):
         return None
     return _start_ticks(process.pid) != process.started
@@ -151,7 +142,7 @@ def _pid_namespace() -> str:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """None when it does not run, or is a zombie."""
+    """None if the process does not run, or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -161,31 +152,31 @@ def _start_ticks(pid: int) -> int | None:
 
 
 CLAIM_POLL_S = 0.5
-"""Between two looks."""
+"""Pause between two lists of the claims."""
 
 
 @dataclass(frozen=True)
 class WriteClaim:
-    """Writes the claim."""
+    """Write this claim."""
 
     claim: Claim
 
 
 @dataclass(frozen=True)
 class DeleteClaim:
-    """Removes a claim."""
+    """Delete a claim."""
 
     id: str
 
 
 @dataclass(frozen=True)
 class ListClaims:
-    """Answered with the claims of all others."""
+    """Answered with the claims of all other processes."""
 
 
 @dataclass(frozen=True)
 class Sleep:
-    """Lets time pass, because of a rival."""
+    """Wait because of another claim."""
 
     blocking_claim: Claim
 
@@ -194,29 +185,29 @@ LeaseOperation: TypeAlias = WriteClaim | DeleteClaim | ListClaims | Sleep
 
 
 AcquireProtocol: TypeAlias = Generator[LeaseOperation, tuple[OtherClaim, ...], Claim]
-"""Ends with the claim that holds the folder: one's own, or a rival's."""
+"""Returns the claim that holds the folder: its own, or another one."""
 
 
-def acquire(me: Claim) -> AcquireProtocol:
-    """Asks for the folder until it is somebody's."""
+def acquire(own: Claim) -> AcquireProtocol:
+    """Acquires the folder, unless another process holds it."""
     while True:
-        yield WriteClaim(me)
-        rivals = yield ListClaims()
-        judged = [(classify_claim(one, me), one.claim) for one in rivals]
-        by_verdict = dict(judged)
-        if (holder := by_verdict.get(ClaimState.HELD)) is not None:
-            yield DeleteClaim(me.id)
+        yield WriteClaim(own)
+        others = yield ListClaims()
+        classified = [(classify_claim(other, own), other.claim) for other in others]
+        by_state = dict(classified)
+        if (holder := by_state.get(ClaimState.HELD)) is not None:
+            yield DeleteClaim(own.id)
             return holder
-        if (first := by_verdict.get(ClaimState.BACK_OFF)) is not None:
-            yield DeleteClaim(me.id)
+        if (first := by_state.get(ClaimState.BACK_OFF)) is not None:
+            yield DeleteClaim(own.id)
             yield Sleep(first)
-        elif (open_ := by_verdict.get(ClaimState.UNDECIDED)) is not None:
-            yield Sleep(open_)
-            me = replace(me, beat=me.beat + 1)
+        elif (undecided := by_state.get(ClaimState.UNDECIDED)) is not None:
+            yield Sleep(undecided)
+            own = replace(own, beat=own.beat + 1)
         else:
-            epoch = max((claim.epoch for _, claim in judged), default=0) + 1
-            me = replace(me, holds=True, epoch=epoch)
-            yield WriteClaim(me)
-            for _, lost in judged:  # not before: the next one is to see their epochs
+            epoch = max((claim.epoch for _, claim in classified), default=0) + 1
+            own = replace(own, holds=True, epoch=epoch)
+            yield WriteClaim(own)
+            for _, lost in classified:  # last, so that the next process sees their epochs
                 yield DeleteClaim(lost.id)
-            return me
+            return own

@@ -1,9 +1,4 @@
-"""Claims in a folder, renewal thread.
-
-The claims on one job's folder, where they really are.
-
-Takes a job's folder, renews that, and knows when it has become somebody else's.
-"""
+"""Acquires, renews and checks the lease of a job's folder, in the store that the folder is in."""
 
 from __future__ import annotations
 
@@ -43,15 +38,15 @@ _CLAIM_FILE_NAME = re.compile(r"([0-9a-f]{16})\.json")
 
 
 class ClaimStore:
-    """Reads and writes claims, and remembers when which was seen. All of it may raise StoreError.
+    """Claim files in a job's folder, with the time of each observation. Raises StoreError.
 
     Args:
-        archive: the job's folder, a path or a URL.
-        now_s: a clock that never goes back.
+        job_folder: a path or a URL.
+        now_s: a monotonic clock.
     """
 
-    def __init__(self, archive: str, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._url = join_url(archive, LEASE_FOLDER)
+    def __init__(self, job_folder: str, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._url = join_url(job_folder, LEASE_FOLDER)
         self._now_s = now_s
         self._observed: dict[str, tuple[Claim, float, bool]] = {}
 
@@ -61,28 +56,28 @@ class ClaimStore:
     def delete(self, id_: str) -> None:
         open_store(self._url).remove(f"{id_}.json")
 
-    def list_others(self, mine: str) -> tuple[tuple[OtherClaim, ...], bool]:
-        """The claims of others, and whether one's own is there."""
+    def list_others(self, own_id: str) -> tuple[tuple[OtherClaim, ...], bool]:
+        """All other claims, and True if the own claim exists."""
         store = open_store(self._url)
         times = {
-            found[1]: one.modified_s
-            for one in store.list_folder()
-            if (found := _CLAIM_FILE_NAME.fullmatch(one.name))
+            match[1]: entry.modified_s
+            for entry in store.list_folder()
+            if (match := _CLAIM_FILE_NAME.fullmatch(entry.name))
         }
-        now_s = times.get(mine, 0.0)  # by the store's clock, or not known
-        rivals = []
-        for id_ in sorted(times.keys() - {mine}):
-            with suppress(StoreError):  # it was taken back meanwhile
+        now_s = times.get(own_id, 0.0)  # by the store's clock; 0 if unknown
+        others = []
+        for id_ in sorted(times.keys() - {own_id}):
+            with suppress(StoreError):  # deleted since the listing
                 claim = Claim.parse(store.read(f"{id_}.json"))
                 if claim is not None and claim.id == id_:
-                    rivals.append(self._observe(claim, max(0.0, now_s - times[id_])))
-        return tuple(rivals), mine in times
+                    others.append(self._observe(claim, max(0.0, now_s - times[id_])))
+        return tuple(others), own_id in times
 
     def _observe(self, claim: Claim, age_s: float) -> OtherClaim:
         now_s = self._now_s()
         before, since_s, changed = self._observed.get(claim.id, (claim, now_s, False))
         if replace(before, beat=0) != replace(claim, beat=0):
-            before, since_s, changed = claim, now_s, False  # it holds by now
+            before, since_s, changed = claim, now_s, False  # acquired since then
         elif before != claim:
             before, since_s, changed = claim, now_s, True
         self._observed[claim.id] = (before, since_s, changed)
@@ -90,90 +85,89 @@ class ClaimStore:
 
 
 RELEASE_TIMEOUT_S = 5.0
-"""How long the thread may take to end."""
+"""Limit for the end of the thread."""
 
 
 class LeaseLostError(JobFailedError):
-    """The job's folder is somebody else's by now: nothing more may be written there."""
+    """Another process holds the job's folder: this one must not write there."""
 
 
 def acquire_lease(
-    archive: str,
+    job_folder: str,
     job: str,
     lease_s: float,
-    tell: Callable[[str], None],
-    stopped: Callable[[], bool] = lambda: False,
+    warn: Callable[[str], None],
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Lease:
-    """Makes a job's folder this process's. Waits as long as a lease lasts for one that seems lost,
-    and tells that.
+    """Acquires a job's folder for this process. Waits for the end of a lease that may be lost.
 
     Raises:
-        ConfigError: it is another's, who lives.
-        JobStoppedError: it was stopped meanwhile.
-        StoreError: the place cannot be written to.
+        ConfigError: a live process holds it.
+        JobStoppedError: `is_stopped` while waiting.
+        StoreError: the folder cannot be written to.
     """
-    me = Claim(secrets.token_hex(8), job, this_process(), lease_s)
-    claims, way = ClaimStore(archive), acquire(me)
-    told = False
-    operation = next(way)
+    own = Claim(secrets.token_hex(8), job, this_process(), lease_s)
+    claims, protocol = ClaimStore(job_folder), acquire(own)
+    warned = False
+    operation = next(protocol)
     try:
         while True:
-            rivals: tuple[OtherClaim, ...] = ()
+            others: tuple[OtherClaim, ...] = ()
             match operation:
                 case WriteClaim(claim):
                     claims.write(claim)
                 case DeleteClaim(id_):
                     claims.delete(id_)
                 case ListClaims():
-                    rivals, _ = claims.list_others(me.id)
-                case Sleep(rival):
-                    if stopped():
-                        claims.delete(me.id)
+                    others, _ = claims.list_others(own.id)
+                case Sleep(blocking):
+                    if is_stopped():
+                        claims.delete(own.id)
                         raise JobStoppedError(f"job {job!r} was stopped before it began")
-                    if not told:
-                        told = True
-                        tell(
-                            f"{_describe_holder(rival)} has {redact_url(archive)}, and may be lost: "
-                            f"waiting at most {rival.lease_s:g} s (checkpoint.lease_s)"
+                    if not warned:
+                        warned = True
+                        warn(
+                            f"{_describe_holder(blocking)} holds {redact_url(job_folder)} and may be lost: "
+                            f"waiting at most {blocking.lease_s:g} s (checkpoint.lease_s)"
                         )
                     time.sleep(CLAIM_POLL_S)
-            operation = way.send(rivals)
+            operation = protocol.send(others)
     except StopIteration as end:
         holder: Claim = end.value
-    if holder.id != me.id:
+    if holder.id != own.id:
         raise ConfigError(
-            f"{redact_url(archive)} is in use: {_describe_holder(holder)} writes there",
-            allowed="one cluster at a time in a job's folder",
+            f"{redact_url(job_folder)} is in use: {_describe_holder(holder)} writes there",
+            allowed="one running job per job folder",
             fix=f"another name or checkpoint.path, or `rayzero stop {holder.job}` with the "
-            f"--address of its cluster; a lost one is known as such after {holder.lease_s:g} s",
+            f"--address of its cluster; a lost process is detected after {holder.lease_s:g} s",
         )
-    return Lease(archive, holder, claims, tell)
+    return Lease(job_folder, holder, claims, warn)
 
 
 class Lease:
-    """Owns the thread `rayzero-lease`, from the beginning to `release`."""
+    """A held lease. Owns the thread `rayzero-lease`, until `release`."""
 
     def __init__(
-        self, archive: str, claim: Claim, claims: ClaimStore, tell: Callable[[str], None]
+        self, job_folder: str, claim: Claim, claims: ClaimStore, warn: Callable[[str], None]
     ) -> None:
         self.on_lost: Callable[[RayzeroError], None] = lambda _: None
-        """Told in the thread, once."""
-        self._job_folder = archive
+        """Called once, in the thread."""
+        self._job_folder = job_folder
         self._claim = claim
         self._claims = claims
-        self._warn = tell
+        self._warn = warn
         self._lost: LeaseLostError | None = None
-        self._check_lock = Lock()  # the claims are looked at by the thread and by who commits
+        self._check_lock = Lock()  # `check` runs in the lease's thread and in writers
         self._released = Event()
         self._thread = Thread(target=self._renew_loop, name="rayzero-lease", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """To be called before what another holder must not see done.
+        """To be called before each write that only the holder may do.
 
         Raises:
-            LeaseLostError: the folder is another's.
-            StoreError: it cannot be looked at.
+            LeaseLostError: another process has acquired the folder.
+            StoreError: the claims cannot be read.
         """
         with self._check_lock:
             if self._lost is None:
@@ -182,47 +176,47 @@ class Lease:
                 raise LeaseLostError(self._lost.seen, fix=self._lost.fix)
 
     def release(self) -> None:
-        """Lets go of the folder. May block for a few seconds; a store that does not take it is left
-        to the lease's end."""
+        """Releases the folder. May block for a few seconds; if the store does not take it, the
+        lease expires."""
         self._released.set()
         self._thread.join(RELEASE_TIMEOUT_S)
 
     def _find_loss(self) -> LeaseLostError | None:
-        rivals, there = self._claims.list_others(self._claim.id)
-        newer = [one.claim for one in rivals if one.claim.holds]
-        newer = [one for one in newer if one.epoch > self._claim.epoch]
-        if there and not newer:
+        others, exists = self._claims.list_others(self._claim.id)
+        holders = [other.claim for other in others if other.claim.holds]
+        newer = [claim for claim in holders if claim.epoch > self._claim.epoch]
+        if exists and not newer:
             return None
         if not newer and not has_journal(self._job_folder):
             raise StoreError("gone", redact_url(self._job_folder), "the job's folder is not there")
-        who = _describe_holder(newer[0]) if newer else "somebody"
+        holder = _describe_holder(newer[0]) if newer else "another process"
         return LeaseLostError(
-            f"{who} has taken {redact_url(self._job_folder)} over, because this process gave no sign of "
-            f"life there for {self._claim.lease_s:g} s: it writes there no more",
-            fix="the job goes on there; a longer checkpoint.lease_s if the store is slow",
+            f"{holder} has taken over {redact_url(self._job_folder)}, because this process did not "
+            f"renew its lease for {self._claim.lease_s:g} s: it writes there no more",
+            fix="the job continues there; a longer checkpoint.lease_s if the store is slow",
         )
 
     def _renew_loop(self) -> None:
-        told = False
+        warned = False
         while not self._released.wait(self._claim.lease_s / RENEWALS_PER_LEASE):
             try:
                 self.check()
                 self._claim = replace(self._claim, beat=self._claim.beat + 1)
                 self._claims.write(self._claim)
-                told = False
+                warned = False
             except LeaseLostError as lost:
                 self.on_lost(lost)
                 return
             except RayzeroError as error:
-                if not told:
+                if not warned:
                     self._warn(f"the lease of the job's folder cannot be renewed: {error.seen}")
-                told = True
+                warned = True
         try:
             self._claims.delete(self._claim.id)
         except RayzeroError:
-            return  # whoever comes next waits for its end
+            return  # the lease expires
 
 
 def _describe_holder(claim: Claim) -> str:
-    where = claim.process
-    return f"the process {where.pid} on {where.host} of job {claim.job!r}"
+    process = claim.process
+    return f"the process {process.pid} on {process.host} of job {claim.job!r}"

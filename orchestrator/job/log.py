@@ -1,4 +1,4 @@
-"""A job's log in its files, and reading it bit by bit from where one was."""
+"""A job's log file with rotation, and incremental reading from a position."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import BinaryIO
 from rayzero.engine.redact import redact_url
 
 LOG_MAX_BYTES = 256 * 2**20
-"""A log that has grown so big becomes `job.log.1`, and a new one is begun."""
+"""A log of this size becomes `job.log.1`, and a new one is started."""
 
 
 _READ_BYTES = 256 * 1024
@@ -24,7 +24,7 @@ _GAP_MESSAGE = b"\n(lines may be missing here: the log grew faster than it was r
 
 @dataclass(frozen=True)
 class LogPosition:
-    """In which file one was, and at which byte of it. The beginning, by default."""
+    """A byte offset in a log file. By default the beginning of the log."""
 
     inode: int = 0
     offset: int = 0
@@ -34,30 +34,32 @@ def log_path(output_dir: Path) -> Path:
     return output_dir / "logs" / "job.log"
 
 
-def read_log(path: Path, place: LogPosition) -> tuple[bytes, LogPosition]:
-    """What follows, and where that ends; nothing at the log's end, or where there is none.
+def read_log(path: Path, position: LogPosition) -> tuple[bytes, LogPosition]:
+    """The next part after a position, and the position after it; empty at the log's end.
 
-    Who is so late that its file is gone is told so, in a line, and goes on with what is left.
+    When the file of that position has been deleted by rotation, the part begins with a line that
+    says so, and continues with the oldest file that is left.
     """
     with ExitStack() as opened:
         files: dict[int, BinaryIO] = {}
-        # The newer one first: if it becomes the older one meanwhile, it is not missed.
-        for one in (path, _rotated_path(path)):
+        # The newer file first: if it is rotated in between, it is opened anyway.
+        for log_file in (path, _rotated_path(path)):
             with suppress(FileNotFoundError):
-                file = opened.enter_context(one.open("rb"))
+                file = opened.enter_context(log_file.open("rb"))
                 files.setdefault(os.fstat(file.fileno()).st_ino, file)
         inodes = list(files)[::-1]
-        late = place.inode not in (0, *inodes)
-        for inode in inodes[inodes.index(place.inode) :] if place.inode in inodes else inodes:
-            offset = place.offset if inode == place.inode else 0
+        has_gap = position.inode not in (0, *inodes)
+        start = inodes.index(position.inode) if position.inode in inodes else 0
+        for inode in inodes[start:]:
+            offset = position.offset if inode == position.inode else 0
             files[inode].seek(offset)
             if part := files[inode].read(_READ_BYTES):
-                return _GAP_MESSAGE * late + part, LogPosition(inode, offset + len(part))
-    return b"", place
+                return _GAP_MESSAGE * has_gap + part, LogPosition(inode, offset + len(part))
+    return b"", position
 
 
 def append_log(path: Path, lines: Sequence[str]) -> None:
-    """Without what looks like a secret in a URL. May raise OSError."""
+    """Appends lines, with credentials in URLs redacted. May raise OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size > LOG_MAX_BYTES:
         _rotate(path)
@@ -65,25 +67,25 @@ def append_log(path: Path, lines: Sequence[str]) -> None:
         file.writelines(f"{redact_url(line)}\n" for line in lines)
 
 
-def iter_log_lines(found: Iterable[bytes], rank: int | None = None) -> Iterator[str]:
-    """Whole lines, without their ends; of one rank, or all.
+def iter_log_lines(parts: Iterable[bytes], rank: int | None = None) -> Iterator[str]:
+    """Complete lines without their line ends; of one rank, or of all.
 
     Args:
-        found: parts of a log as they come; an empty one when there is nothing new.
+        parts: of a log in order; an empty one when there is nothing new.
     """
-    begin = "" if rank is None else f"[rank {rank}] "
+    prefix = "" if rank is None else f"[rank {rank}] "
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     rest = ""
-    for part in found:
-        *whole, rest = (rest + decoder.decode(part)).split("\n")
-        yield from (line for line in whole if line.startswith(begin))
-    if rest and rest.startswith(begin):
+    for part in parts:
+        *lines, rest = (rest + decoder.decode(part)).split("\n")
+        yield from (line for line in lines if line.startswith(prefix))
+    if rest and rest.startswith(prefix):
         yield rest
 
 
 def _rotate(path: Path) -> None:
-    """The new file is made while the oldest still is there, or it might get that one's inode: a
-    reader that is still there would take it for the file in which it was."""
+    """The new file is created before the oldest is deleted; otherwise it could get the inode of
+    that one, and a reader would continue in the wrong file."""
     new = path.with_suffix(".log.new")
     new.touch()
     os.replace(path, _rotated_path(path))

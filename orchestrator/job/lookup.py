@@ -1,9 +1,4 @@
-"""A job by name: running, ended, or in its journal.
-
-Where a job's files are, by its name: for what is asked of jobs that run no longer.
-
-From a job's name to its process, wherever it runs.
-"""
+"""Jobs by name: the running process, the record of the end, the journal, the folder."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.cluster.connect import ClusterConnection, connect_each
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.job import client as reach
+from rayzero.orchestrator.job import client
 from rayzero.orchestrator.job.ended_jobs import EndedJobRecord, load_ended
 from rayzero.orchestrator.journal.files import has_journal, read_journal, state_url
 from rayzero.orchestrator.journal.run_history import RunHistory
@@ -28,24 +23,24 @@ from rayzero.orchestrator.results import JobStatus
 from rayzero.orchestrator.spec import JobSpec
 
 DEFAULT_CHECKPOINT_PATH = "runs"
-"""checkpoint.path of a job file that does not say it."""
+"""Default of `checkpoint.path` in the job file."""
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # as in the job file
 
 
 class NoJournalError(ConfigError):
-    """There is no journal of that job in that folder."""
+    """The folder has no journal of the job."""
 
 
 def check_job_name(name: str) -> str:
-    """A name that a job can have; so it leads nowhere but into the folder of jobs.
+    """The name itself, if a job may have it; such a name cannot leave the folder of jobs.
 
     Raises:
-        ConfigError: no job is called so.
+        ConfigError: it is not a valid job name.
     """
     if not _JOB_NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} is no name of a job",
+            f"{name!r} is not a valid job name",
             allowed="letters, digits, '.', '_' and '-', at most 63, a letter or digit first",
             fix="the name",
         )
@@ -53,74 +48,72 @@ def check_job_name(name: str) -> str:
 
 
 def job_folder(path: str, name: str) -> str:
-    """A job's own folder in the `checkpoint.path` of its job file."""
+    """The folder of a job below the `checkpoint.path` of its job file."""
     return join_url(path, check_job_name(name))
 
 
 def load_run_history(path: str, name: str) -> RunHistory:
-    """What the journal knows of a job's last run.
+    """The journal of a job's last run.
 
     Raises:
-        NoJournalError: there is no journal.
+        NoJournalError: there is none.
         StoreError: it cannot be read.
     """
-    where = job_folder(path, name)
-    found = read_journal(where)
-    if found is None:
+    folder = job_folder(path, name)
+    history = read_journal(folder)
+    if history is None:
         raise NoJournalError(
-            f"no job {name!r} is running, and there is no journal in {redact_url(where)}",
-            allowed="a job that runs, or whose checkpoint.path is given",
+            f"no job {name!r} is running, and there is no journal in {redact_url(folder)}",
+            allowed="a running job, or a job in the given checkpoint.path",
             fix="the name; --address: the job's cluster; --path: checkpoint.path of its job file",
         )
-    return found
+    return history
 
 
 def list_journaled_jobs(path: str) -> list[str]:
-    """The jobs with a journal in a `checkpoint.path`."""
-    folders = [one.name for one in open_store(path).list_folder() if one.is_folder]
-    ours = [name for name in folders if _JOB_NAME.fullmatch(name)]
-    return sorted(name for name in ours if has_journal(join_url(path, name)))
+    """Names of the jobs with a journal in a `checkpoint.path`."""
+    folders = [entry.name for entry in open_store(path).list_folder() if entry.is_folder]
+    names = [name for name in folders if _JOB_NAME.fullmatch(name)]
+    return sorted(name for name in names if has_journal(join_url(path, name)))
 
 
 def status_from_journal(path: str, name: str) -> JobStatus:
-    """How a job stood when its journal ends. Its state is None if it was lost.
+    """The last status in a job's journal. Its state is None if the run was lost.
 
     Raises:
-        As `past`.
+        As `load_run_history`.
     """
-    found, where = load_run_history(path, name), job_folder(path, name)
-    least, most = found.scaled_limits or (
-        found.spec["workers"]["min"],
-        found.spec["workers"]["max"],
-    )
-    causes = [str(one.cause) for one in found.faults]
+    history, folder = load_run_history(path, name), job_folder(path, name)
+    workers = history.spec["workers"]
+    least, most = history.scaled_limits or (workers["min"], workers["max"])
+    causes = [str(fault.cause) for fault in history.faults]
     return JobStatus(
         name=name,
-        state=State(found.end_state) if found.end_state else None,
-        step=found.step,
-        steps=found.spec.get("steps"),
-        generation=found.generation,
-        world_size=found.world_size,
+        state=State(history.end_state) if history.end_state else None,
+        step=history.step,
+        steps=history.spec.get("steps"),
+        generation=history.generation,
+        world_size=history.world_size,
         workers_min=least,
         workers_max=most,
-        began_at_s=found.began_at_s,
-        at_s=found.last_at_s,
+        began_at_s=history.began_at_s,
+        at_s=history.last_at_s,
         faults={cause: causes.count(cause) for cause in sorted(set(causes))},
-        repairs=found.total_repairs,
-        checkpoint_step=found.checkpoint_step,
-        journal=redact_url(state_url(where)),
-        log="" if is_remote(where) else str(Path(where, "logs", "job.log")),
-        error=found.error.partition("\n")[0],
+        repairs=history.total_repairs,
+        checkpoint_step=history.checkpoint_step,
+        journal=redact_url(state_url(folder)),
+        log="" if is_remote(folder) else str(Path(folder, "logs", "job.log")),
+        error=history.error.partition("\n")[0],
     )
 
 
 LOOKUP_TIMEOUT_S = 15.0
-"""How long a job may take to answer: recovery may keep it busy."""
+"""Limit for a reply of a job, which recovery may keep busy."""
 
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A running job. `cluster` is the connection to it, which is the finder's to close."""
+    """A running job. The caller closes `cluster`, the connection to it."""
 
     spec: JobSpec
     actor: Any
@@ -129,69 +122,69 @@ class RunningJob:
     def call(self, method: str, *args: Any) -> Any:
         """
         Raises:
-            JobFailedError: it does not answer, or has ended.
-            ConfigError: what is asked for cannot be.
+            JobFailedError: the job does not answer, or has ended.
+            ConfigError: the request is invalid.
         """
         try:
-            return reach.call(self.actor, method, *args, timeout_s=LOOKUP_TIMEOUT_S)
-        except (reach.JobUnavailableError, reach.JobProcessLostError) as error:
+            return client.call(self.actor, method, *args, timeout_s=LOOKUP_TIMEOUT_S)
+        except (client.JobUnavailableError, client.JobProcessLostError) as error:
             raise JobFailedError(f"job {self.spec.name!r}: {error.seen}") from None
 
 
 def find_running(name: str, address: str | None) -> RunningJob:
-    """The running job of that name, in the cluster at `address` or RAY_ADDRESS, or else in any
-    whose head runs on this machine.
+    """The running job of that name, in the cluster at `address` or RAY_ADDRESS, by default in any
+    cluster whose head node is this machine.
 
     Raises:
         ConfigError: there is none.
         JobFailedError: it does not answer.
     """
-    found = find_any(name, address)
-    if isinstance(found, EndedJobRecord):
-        ended_s = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.status.at_s))
+    job = find_any(name, address)
+    if isinstance(job, EndedJobRecord):
+        ended_s = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.status.at_s))
         raise ConfigError(
-            f"no running job is called {name!r}: it {found.status.state} at {ended_s}",
+            f"no running job is called {name!r}: it {job.status.state} at {ended_s}",
             fix=f"`rayzero status {name}` or `rayzero logs {name}`, or submit it again",
         )
-    return found
+    return job
 
 
 def find_any(name: str, address: str | None) -> RunningJob | EndedJobRecord:
-    """As `find`; how it ended, if it does not run any more and one of the clusters knows.
+    """As `find_running`; the record of the end, if the job has ended and a cluster has one.
 
     Raises:
-        ConfigError: no cluster knows of it.
+        ConfigError: no cluster has the job or a record of it.
         JobFailedError: it does not answer.
     """
     running: list[str] = []
     ended: list[EndedJobRecord] = []
     for cluster in connect_each(address):
         try:
-            if (found := _in_cluster(name, cluster)) is not None:
-                return found
-            running += reach.list_running()
+            if (job := _in_cluster(name, cluster)) is not None:
+                return job
+            running += client.list_running()
             if (record := load_ended(name)) is not None:
                 ended.append(record)
         except BaseException:
             cluster.close()
             raise
     if ended:
-        return max(ended, key=lambda one: one.status.at_s)
+        return max(ended, key=lambda record: record.status.at_s)
     raise ConfigError(
         f"no running job is called {name!r}{did_you_mean(name, running)}",
         allowed=f"a running job: {', '.join(sorted(running))}" if running else "",
-        fix="the name, or --address or RAY_ADDRESS, which say in which cluster to look",
+        fix="the name, or --address or RAY_ADDRESS for another cluster",
     )
 
 
 def _in_cluster(name: str, cluster: ClusterConnection) -> RunningJob | None:
-    actor = reach.find_job_actor(name)
+    actor = client.find_job_actor(name)
     if actor is None:
         return None
     try:
-        spec = reach.call(actor, "spec", timeout_s=LOOKUP_TIMEOUT_S)
-    except reach.JobProcessLostError:
+        spec = client.call(actor, "spec", timeout_s=LOOKUP_TIMEOUT_S)
+    except client.JobProcessLostError:
         return None
-    except reach.JobUnavailableError as away:
+    except client.JobUnavailableError as away:
         raise JobFailedError(f"job {name!r}: {away.seen}") from None
     return None if spec is None else RunningJob(spec, actor, cluster)

@@ -1,7 +1,7 @@
-"""Ends a cluster's jobs before it: `python -m rayzero.orchestrator.job.prestop SECONDS`.
+"""preStop hook of a head pod: stops the jobs of a cluster, each with a last checkpoint.
 
-It is what a head pod does before its end (preStop): the jobs' own processes are there, and without
-them no worker would write a last checkpoint.
+`python -m rayzero.orchestrator.job.prestop SECONDS`. The jobs' processes run on the head node;
+without them no worker would write a last checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from rayzero.orchestrator.cluster.connect import connect
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.job import client as reach
+from rayzero.orchestrator.job import client
 
 _POLL_S = 0.2
 
@@ -22,47 +22,47 @@ _CALL_TIMEOUT_S = 5.0
 
 
 def stop_all_jobs(limit_s: float) -> tuple[list[str], list[str]]:
-    """Stops every job of the cluster that this process has joined, each with a last checkpoint.
+    """Stops every job of the connected cluster, each with a last checkpoint.
 
     Returns:
-        The names of those that have ended, and of those that did not within so many seconds.
+        The names of the jobs that have ended, and of those that have not within `limit_s`.
     """
-    until_s = monotonic() + limit_s
-    asked = {
+    deadline_s = monotonic() + limit_s
+    actors = {
         name: actor
-        for name in reach.list_running()
-        if (actor := reach.find_job_actor(name)) is not None
+        for name in client.list_running()
+        if (actor := client.find_job_actor(name)) is not None
     }
-    for actor in asked.values():
-        reach.call_async(actor, "stop")
-    left = dict(asked)
-    while (left := {name: one for name, one in left.items() if not _has_ended(one)}) and (
-        monotonic() < until_s
-    ):
+    for actor in actors.values():
+        client.call_async(actor, "stop")
+    running = dict(actors)
+    while (
+        running := {name: actor for name, actor in running.items() if not _has_ended(actor)}
+    ) and monotonic() < deadline_s:
         sleep(_POLL_S)
-    return sorted(asked.keys() - left.keys()), sorted(left)
+    return sorted(actors.keys() - running.keys()), sorted(running)
 
 
 def _has_ended(actor: Any) -> bool:
     try:
-        return reach.call(actor, "spec", timeout_s=_CALL_TIMEOUT_S) is None
-    except reach.JobProcessLostError:
+        return client.call(actor, "spec", timeout_s=_CALL_TIMEOUT_S) is None
+    except client.JobProcessLostError:
         return True
-    except (reach.JobUnavailableError, JobFailedError):
-        return False  # busy, or being started anew: it has not said that it ended
+    except (client.JobUnavailableError, JobFailedError):
+        return False  # busy, or being restarted
 
 
 def main() -> int:
     cluster = connect(os.environ.get("RAY_ADDRESS") or "auto")
     try:
-        ended, left = stop_all_jobs(float(sys.argv[1]))
+        ended, running = stop_all_jobs(float(sys.argv[1]))
     finally:
         cluster.close()
     for name in ended:
         print(f"{name}: stopped", flush=True)
-    for name in left:
-        print(f"{name}: it did not stop in time", file=sys.stderr, flush=True)
-    return 1 if left else 0
+    for name in running:
+        print(f"{name}: did not stop in time", file=sys.stderr, flush=True)
+    return 1 if running else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A client's thread that follows one job: fetches its notices, shows and keeps them, to the end."""
+"""A client's thread that polls one job for its events until the job ends."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.job import client as reach
+from rayzero.orchestrator.job import client
 from rayzero.orchestrator.job.ended_jobs import EndedJobRecord
 from rayzero.orchestrator.job.recorder import MAX_BUFFERED_EVENTS
 from rayzero.orchestrator.job_events import JobEvent, JobObserver, JobWarning, NullObserver
 from rayzero.orchestrator.results import EventPage, JobEnd, JobStatus
 
 LONG_POLL_S = 1.0
-"""How long a question for news waits at the job's process."""
+"""How long a poll waits in the job's process for an event."""
 
 
 ANSWER_MARGIN_S = 30.0
-"""How long a process may take to answer beyond that."""
+"""How much longer the reply may take."""
 
 
 UNAVAILABLE_LIMIT_S = 60.0
-"""How long a process that does not answer is asked again: Ray may be starting it anew."""
+"""How long a process that does not answer is polled again: Ray may be restarting it."""
 
 
 _RETRY_PAUSE_S = 0.2
 
 
 _END_CALL_TIMEOUT_S = 5.0
-"""How long the last questions may take, when the job has ended."""
+"""Limit for the last calls, after the job's end."""
 
 
 class EventSubscriber:
@@ -41,10 +41,11 @@ class EventSubscriber:
 
     Args:
         actor: the job's process; None when the job has ended before.
-        since: as for `EventBuffer.news`.
-        observer: is shown every notice, in the thread.
-        then: called at the thread's end, in it.
-        recall: how the job ended, if the cluster kept that; asked when the process is gone.
+        since: as for `EventBuffer.fetch_since`.
+        observer: gets every event, in the thread.
+        on_end: called at the end of the thread, in it.
+        lookup_ended: the cluster's record of the job's end, if there is one; called when the
+            process has ended.
     """
 
     def __init__(
@@ -52,17 +53,17 @@ class EventSubscriber:
         actor: Any,
         since: int,
         observer: JobObserver,
-        then: Callable[[], None],
-        recall: Callable[[], EndedJobRecord | None] = lambda: None,
+        on_end: Callable[[], None],
+        lookup_ended: Callable[[], EndedJobRecord | None] = lambda: None,
     ) -> None:
         self.ended: JobEnd | None = None
         self.status: JobStatus | None = None
-        """How the job stood at its end."""
+        """The final status."""
         self._actor = actor
         self._since = since
         self._observer = observer
-        self._on_end = then
-        self._lookup_ended = recall
+        self._on_end = on_end
+        self._lookup_ended = lookup_ended
         self._events: deque[JobEvent] = deque(maxlen=MAX_BUFFERED_EVENTS)
         self._count = 0
         self._changed = Condition()
@@ -75,30 +76,30 @@ class EventSubscriber:
         return self._thread.is_alive()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Waits for the end; whether it came in time."""
+        """Waits for the end. Returns False when `timeout_s` passed before it."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Follows no longer. The job goes on."""
+        """Ends the thread. The job continues."""
         self._closed.set()
 
     def buffered_events(self) -> list[JobEvent]:
-        """Those that are kept now."""
+        """The events that are kept now."""
         with self._changed:
             return list(self._events)
 
     def iter_events(self) -> Iterator[JobEvent]:
-        """From the first that is kept to the last of all; waits for those to come."""
-        at = 0
+        """From the oldest event that is kept to the last one; waits for events to come."""
+        index = 0
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda at=at: self._count > at or not self.is_alive,  # type: ignore[misc]
+                    lambda index=index: self._count > index or not self.is_alive,  # type: ignore[misc]
                     LONG_POLL_S,
                 )
-                first = self._count - len(self._events)
-                page, at = list(self._events)[max(0, at - first) :], self._count
+                oldest = self._count - len(self._events)
+                page, index = list(self._events)[max(0, index - oldest) :], self._count
             yield from page
             if not page and not self.is_alive:
                 return
@@ -108,8 +109,8 @@ class EventSubscriber:
             self.ended = self._poll_events()
         except RayzeroError as error:
             self.ended = JobEnd(error=error)
-        except Exception as error:  # noqa: BLE001  # the thread's end: nothing may be lost
-            text = f"rayzero itself failed: {type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001  # `result` must raise it
+            text = f"internal error in rayzero: {type(error).__name__}: {error}"
             self.ended = JobEnd(error=JobFailedError(text, fix="please report this"))
         finally:
             self._on_end()
@@ -119,38 +120,37 @@ class EventSubscriber:
         if self._actor is None:
             return self._load_recorded_end()
         while not self._closed.is_set():
-            news = self._fetch_page(run, since)
-            if news.dropped:
-                self._deliver(
-                    JobWarning(f"{news.dropped} messages of the job were dropped: it is faster")
-                )
-            for notice in news.events:
-                self._deliver(notice)
-            run, since = news.run, news.next_index
-            if news.ended is not None:
+            page = self._fetch_page(run, since)
+            if page.dropped:
+                text = f"{page.dropped} events were dropped: this client is slower than the job"
+                self._deliver(JobWarning(text))
+            for event in page.events:
+                self._deliver(event)
+            run, since = page.run, page.next_index
+            if page.ended is not None:
                 self._acknowledge_end()
-                return news.ended
+                return page.ended
         return None
 
     def _fetch_page(self, run: str, since: int) -> EventPage:
-        """Asks again for a while when nobody answers.
+        """The next events; retries for `UNAVAILABLE_LIMIT_S`.
 
         Raises:
-            JobFailedError: nobody does.
+            JobFailedError: the process does not answer, or has ended without a record of its end.
         """
-        until_s = time.monotonic() + UNAVAILABLE_LIMIT_S
+        deadline_s = time.monotonic() + UNAVAILABLE_LIMIT_S
         while True:
             try:
                 wait_s = LONG_POLL_S + ANSWER_MARGIN_S
-                page: EventPage = reach.call(
+                page: EventPage = client.call(
                     self._actor, "fetch_events", run, since, LONG_POLL_S, timeout_s=wait_s
                 )
                 return page
-            except reach.JobUnavailableError as away:
-                if time.monotonic() > until_s:
+            except client.JobUnavailableError as away:
+                if time.monotonic() > deadline_s:
                     raise JobFailedError(away.seen) from None
-            except reach.JobProcessLostError as gone:
-                # Perhaps another follower was faster, and the process has ended itself.
+            except client.JobProcessLostError as gone:
+                # Another client may have acknowledged the end, and the process has ended itself.
                 if (ended := self._load_recorded_end()) is None:
                     raise JobFailedError(gone.seen) from None
                 return EventPage(run, (), since, ended=ended)
@@ -166,18 +166,18 @@ class EventSubscriber:
     def _acknowledge_end(self) -> None:
         try:
             if self.status is None:
-                self.status = reach.call(self._actor, "status", timeout_s=_END_CALL_TIMEOUT_S)
-            reach.call(self._actor, "acknowledge_end", timeout_s=_END_CALL_TIMEOUT_S)
+                self.status = client.call(self._actor, "status", timeout_s=_END_CALL_TIMEOUT_S)
+            client.call(self._actor, "acknowledge_end", timeout_s=_END_CALL_TIMEOUT_S)
         except RayzeroError:
-            pass  # another follower was faster, and the process is gone
+            pass  # another client has acknowledged the end, and the process has ended
 
-    def _deliver(self, notice: JobEvent) -> None:
+    def _deliver(self, event: JobEvent) -> None:
         with self._changed:
-            self._events.append(notice)
+            self._events.append(event)
             self._count += 1
             self._changed.notify_all()
         try:
-            self._observer.on_event(notice)
-        except Exception:  # noqa: BLE001  # the user's own: it must not end the follower
+            self._observer.on_event(event)
+        except Exception:  # noqa: BLE001  # user code must not end this thread
             traceback.print_exc()
             self._observer = NullObserver()

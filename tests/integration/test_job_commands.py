@@ -199,7 +199,7 @@ def test_a_lost_head_is_not_a_lost_run(place: Place):
     assert now["generation"] > 1
     assert now["began_at_s"] == pytest.approx(lost["began_at_s"], abs=2)
     log = place.here("logs", "adopted").stdout
-    assert f"adopted a lost run, it stood at step {lost['step']}\n" in log
+    assert f"adopted a lost run at step {lost['step']}, offline for " in log
     place.anew()
     gave = place.here("stop", "adopted", "--path", place.runs)
     assert gave.stdout.startswith("adopted: the lost run is marked as stopped; its last step is ")

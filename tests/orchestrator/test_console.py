@@ -56,7 +56,7 @@ HAPPENINGS = {
     ),
     "repaired": (
         Repaired("lost", ("rank 1",), 41, 0, 3, 2, SECONDS),
-        "repaired in 0.24 s: 3 -> 2 workers after step 41, no step done again "
+        "repaired in 0.24 s: 3 -> 2 workers after step 41, no step recomputed "
         "(detect 0.09, fence 0.01, recompute 0.14)",
     ),
     "resized": (
@@ -69,7 +69,7 @@ HAPPENINGS = {
     ),
     "checkpoint_failed": (
         CheckpointFailed(50, "the disk is full", 2, 4.0),
-        "warning: checkpoint of step 50 failed (try 2, again in 4 s): the disk is full",
+        "warning: checkpoint of step 50 failed (try 2, next in 4 s): the disk is full",
     ),
 }
 
@@ -98,7 +98,7 @@ def test_a_step_in_words():
 def test_plain_lines_tell_a_step_now_and_then_and_always_the_last():
     lines: list[str] = []
     now_s = 0.0
-    console = PlainConsole(lines.append, every_s=5, clock=lambda: now_s)
+    console = PlainConsole(lines.append, step_interval_s=5, clock=lambda: now_s)
     console.start("job", 100)
     for step in range(1, 8):
         console.on_event(record(step))
@@ -115,7 +115,7 @@ def test_everything_else_is_a_line_as_it_comes():
         console.on_event(notice)
     console.finish_ok(RESULT)
     assert lines == [
-        "worker 0 is up on node host (pid 7)",
+        "worker 0 is ready on node host (pid 7)",
         "state: running",
         "warning: beware",
         "[rank 1] [bold]not markup[/bold]",

@@ -98,7 +98,7 @@ def test_a_job_is_resumed_by_its_journal(tmp_path: Path, monkeypatch: pytest.Mon
 def test_no_name_leads_out_of_the_folder_of_jobs(verb: str, name: str):
     done = command(verb, "--", name)
     assert done.exit_code == 2, done.output
-    assert "is no name of a job" in done.output
+    assert "is not a valid job name" in done.output
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "stop"])

@@ -135,7 +135,7 @@ def test_one_that_is_gone_from_its_folder_has_been_taken_over(tmp_path: Path):
     (tmp_path / "journal" / "x").touch()
     lease = taken(tmp_path)
     shutil.rmtree(tmp_path / LEASE_FOLDER)
-    with pytest.raises(LeaseLostError, match="somebody has taken"):
+    with pytest.raises(LeaseLostError, match="another process has taken over"):
         lease.check()
     lease.release()
 
