@@ -1,4 +1,4 @@
-"""What a run would need, worked out before it: bytes by class, and which setting fits a GPU.
+"""Estimates a run's memory before it starts: bytes by class, and the settings that fit a GPU.
 
-Nothing here trains, and nothing here allocates a model: parameters are fake, layouts are integers.
+No model is allocated: parameters are fake tensors, layouts are integers.
 """

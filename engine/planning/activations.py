@@ -1,12 +1,8 @@
-"""Trace of one micro-step on fake tensors.
+"""Traces one micro-step on fake tensors: peak bytes of activations, and flops.
 
-One micro-step of a model that is not there: the bytes its activations need, and its flops.
-
-The most bytes that are alive at once while a piece of code runs, on tensors that are not there.
-
-Method: every operation's outputs are seen through a dispatch mode; a storage counts from the
-operation that made it until Python and autograd have let go of it. With fake tensors that costs
-neither memory nor arithmetic.
+A dispatch mode records the outputs of every operation; a storage counts from the operation that
+allocates it until Python and autograd have released it. Fake tensors take neither memory nor
+arithmetic.
 """
 
 from __future__ import annotations
@@ -31,21 +27,21 @@ from rayzero.engine.zero.hooks import iter_tensors
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts storages that are made within it.
+    """Counts the bytes of storages that are allocated while it is active.
 
     Args:
-        known: tensors whose memory is accounted for elsewhere, such as parameters.
+        known: tensors that are accounted for elsewhere, such as parameters.
 
     Attributes:
-        now: bytes alive.
-        peak: the most there were.
+        live_bytes: currently allocated.
+        peak_bytes: maximum of `live_bytes`.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._counted = {one.untyped_storage()._cdata for one in known}
+        self._counted = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -71,18 +67,18 @@ class LiveBytes(TorchDispatchMode):
 
 
 MakeBatch = Callable[[int], Any]
-"""Makes a micro-batch of so many samples: a mapping of keyword arguments, or positional ones."""
+"""Makes a micro-batch of n samples: a mapping of keyword arguments, or positional arguments."""
 
 
 @dataclass(frozen=True)
 class MicroStepTrace:
-    """Of one rank's micro-step.
+    """Memory and work of one rank's micro-step.
 
     Attributes:
-        activation_bytes: the most that forward and backward hold at once beside weights and what
-            `engine.memory` counts: activations, their gradients, and one gradient in passing.
+        activation_bytes: peak of forward and backward beside weights and what `engine.accounting`
+            counts: activations, their gradients, and one parameter's gradient.
         flops: of forward and backward, as `torch.utils.flop_counter` counts: matrix products,
-            convolutions and attention. What a checkpoint computes again is in it.
+            convolutions and attention, including recomputation.
     """
 
     activation_bytes: int
@@ -90,13 +86,13 @@ class MicroStepTrace:
 
 
 def planning_device() -> torch.device:
-    """What operations are reckoned for: attention, for one, has other kernels on a GPU."""
+    """The device whose kernels are traced: attention, for example, differs between CPU and GPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Tensors made within have shapes and dtypes and no memory, on the device at hand."""
+    """Tensors created in this context have shapes and dtypes, but no memory."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, planning_device():
         yield mode
 
@@ -107,15 +103,15 @@ def trace_micro_step(
     batch: Any,
     recomputed: Sequence[nn.Module] = (),
 ) -> MicroStepTrace:
-    """Runs forward and backward once. Within `fake_tensors`, where the model was made, too.
+    """Runs forward and backward once. Call within the `fake_tensors` that created the model.
 
     Args:
-        model: its parameters' dtypes are changed to what `precision` trains in.
+        model: its parameters are cast to the dtypes of `precision`.
         batch: a micro-batch.
         recomputed: modules whose forward keeps its inputs only (activation checkpointing).
 
     Raises:
-        ConfigError: the model gives no loss, or looks at values, which are not there.
+        ConfigError: the model returns no loss, or reads values, which fake tensors do not have.
     """
     _cast_model(model, precision)
     for module in recomputed:
@@ -135,8 +131,8 @@ def trace_micro_step(
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigError(
             f"the model cannot be traced without data: {type(error).__name__}: {first_line(error)}",
-            allowed="a forward that does not look at the values of tensors (.item(), `if tensor`)",
-            fix="leave the batch out: everything but activations is worked out",
+            allowed="a forward that does not read the values of tensors (.item(), `if tensor`)",
+            fix="leave the batch out: everything but activations is estimated",
         ) from error
     finally:
         for handle in handles:
@@ -150,7 +146,7 @@ def _cast_model(model: nn.Module, precision: Precision) -> None:
 
 
 def _free_grad(param: Tensor) -> None:
-    """As the engine does with a gradient once it has taken it."""
+    """Frees a gradient, as the engine does after accumulating it."""
     param.grad = None
 
 
@@ -161,12 +157,12 @@ def _find_loss(model: nn.Module, batch: Any) -> Tensor:
         out = model(*batch)
     else:
         out = model(batch)
-    found = out if isinstance(out, Tensor) else getattr(out, "loss", None)
-    if found is None:
-        found = next(iter_tensors(out), None)
-    if found is None or not found.requires_grad:
+    loss = out if isinstance(out, Tensor) else getattr(out, "loss", None)
+    if loss is None:
+        loss = next(iter_tensors(out), None)
+    if loss is None or not loss.requires_grad:
         raise ConfigError(
-            f"the model's output, a {type(out).__name__}, holds no loss to trace backward from",
-            allowed="a tensor, something with a `loss`, or a tuple or dict that begins with it",
+            f"the model's output, a {type(out).__name__}, contains no loss to trace backward from",
+            allowed="a tensor, an object with a `loss`, or a tuple or dict that begins with it",
         )
-    return found.float().sum()
+    return loss.float().sum()

@@ -1,7 +1,7 @@
-"""What compression and second shards hold on a rank, from the layout alone.
+"""Bytes of compression and secondary partitions on one rank, computed from the layout.
 
-Code buffers are made as they are needed, so how many there are follows from how many sums are under
-way at once. That is played through here with the engine's own `PayloadBuffers`, on no memory.
+Payload buffers are allocated on demand, so their number depends on how many reductions are in
+flight. That is simulated with the engine's `PayloadBuffers` on the meta device.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ def communication_bytes(
     world_size: int,
     grad_slots: int,
 ) -> Counter[str]:
-    """error_feedback, second_shards, and the part of staging that codes pass through.
+    """error_feedback, second_shards, and the staging buffers of encoded payloads.
 
     Raises:
-        ConfigError: the config's compression cannot be had.
+        ConfigError: the config's compression is not supported.
     """
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     trained = [plan for plan in plans if plan.trainable]
     dtypes = [precision.grad_dtype(plan.params[0].dtype) for plan in trained]
     asked = resolve_compression(config)
     for plan, dtype in zip(trained, dtypes, strict=True):
-        found["error_feedback"] += (
+        sizes["error_feedback"] += (
             _error_feedback_numel(plan, asked, stage, world_size) * dtype.itemsize
         )
         if asked.rank:
-            found["staging"] += sum(factor_buffer_numels(plan.layout, asked.rank)) * dtype.itemsize
+            sizes["staging"] += sum(factor_buffer_numels(plan.layout, asked.rank)) * dtype.itemsize
     overlap = config.zero_optimization.overlap_comm
     at_once = (grad_slots if _is_sharded(stage.main_grads) else MAX_IN_FLIGHT + 1) if overlap else 1
     if asked.codec is not None:
@@ -63,10 +63,10 @@ def communication_bytes(
             for plan, dtype in zip(trained, dtypes, strict=True)
             if asked.feedback or not (world_size == 1 or asked.codec.is_identity(dtype))
         ]
-        found["staging"] += _payload_bytes(coded, asked.codec, world_size, at_once)
+        sizes["staging"] += _payload_bytes(coded, asked.codec, world_size, at_once)
     if _is_sharded(stage.model_weights):
-        found += _weight_gather_bytes(plans, config, precision, world_size)
-    return found
+        sizes += _weight_gather_bytes(plans, config, precision, world_size)
+    return sizes
 
 
 def _is_sharded(placement: Placement) -> bool:
@@ -76,7 +76,7 @@ def _is_sharded(placement: Placement) -> bool:
 def _error_feedback_numel(
     plan: UnitPlan, asked: GradientCompression, stage: Stage, world_size: int
 ) -> int:
-    """Elements of error feedback."""
+    """Elements of a unit's error feedback."""
     layout = plan.layout
     if not asked.feedback:
         return 0
@@ -87,30 +87,30 @@ def _error_feedback_numel(
 
 
 def _payload_bytes(plans: Sequence[UnitPlan], codec: Codec, world_size: int, at_once: int) -> int:
-    """Of codes: every sum has two buffers until it is waited for."""
+    """Payload buffers of reductions: each has two until it is waited for."""
     buffers = _simulated_buffers()
-    under_way: deque[list[Tensor]] = deque()
+    in_flight: deque[list[Tensor]] = deque()
     for _ in range(_SIMULATED_PASSES):
         for plan in plans:
-            while len(under_way) >= at_once:
-                _release_buffers(buffers, under_way.popleft())
+            while len(in_flight) >= at_once:
+                _release_buffers(buffers, in_flight.popleft())
             nbytes = world_size * codec.payload_bytes(plan.layout.shard_numel)
-            under_way.append([buffers.acquire(nbytes), buffers.acquire(nbytes)])
-        while under_way:
-            _release_buffers(buffers, under_way.popleft())
+            in_flight.append([buffers.acquire(nbytes), buffers.acquire(nbytes)])
+        while in_flight:
+            _release_buffers(buffers, in_flight.popleft())
     return buffers.total_bytes
 
 
 def _weight_gather_bytes(
     plans: Sequence[UnitPlan], config: EngineConfig, precision: Precision, world_size: int
 ) -> Counter[str]:
-    """Of sharded weights on their way."""
-    zero, found = config.zero_optimization, Counter[str]()
+    """Secondary partitions and payload buffers of sharded weights."""
+    zero, sizes = config.zero_optimization, Counter[str]()
     size = hpz_group_size(zero.zero_hpz_partition_size, world_size, elastic=False)
     if size > 1:
         for plan in plans:
             item = precision.model_dtype(plan.params[0].dtype).itemsize
-            found["second_shards"] += plan.layout.numel // size * item
+            sizes["second_shards"] += plan.layout.numel // size * item
     if zero.zero_quantized_weights:
         codec, buffers = weight_codec(config.rayzero.compression), _simulated_buffers()
         blocks: defaultdict[nn.Module | None, list[int]] = defaultdict(list)
@@ -119,21 +119,21 @@ def _weight_gather_bytes(
         for _ in range(_SIMULATED_PASSES):
             for block in blocks.values():
                 _release_buffers(buffers, [buffers.acquire(nbytes) for nbytes in block])
-        found["staging"] += buffers.total_bytes
-    return found
+        sizes["staging"] += buffers.total_bytes
+    return sizes
 
 
 def _simulated_buffers() -> PayloadBuffers:
     return PayloadBuffers(cast(Collectives, _NullCollectives()), torch.device("meta"))
 
 
-def _release_buffers(buffers: PayloadBuffers, taken: Iterable[Tensor]) -> None:
-    for one in taken:
-        buffers.release(one, CompletedWork())
+def _release_buffers(buffers: PayloadBuffers, acquired: Iterable[Tensor]) -> None:
+    for buffer in acquired:
+        buffers.release(buffer, CompletedWork())
 
 
 class _NullCollectives:
-    """As much of `Collectives` as buffers need: tensors without memory."""
+    """The part of `Collectives` that `PayloadBuffers` uses, on the meta device."""
 
     def zeros(self, numel: int, dtype: torch.dtype, device: Any) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)

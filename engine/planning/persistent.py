@@ -1,4 +1,6 @@
-"""What a rank holds between two steps, from the layout alone: the classes of `engine.memory`."""
+"""Bytes that a rank holds between two steps, computed from the layout, in the classes of
+`engine.accounting`. The tests compare them with those of real engines.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ from rayzero.engine.zero.placement import Placement, Stage
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """What decides where a model's bytes lie.
+    """Settings that decide the size and memory kind of a model's tensors.
 
     Attributes:
-        stage: its row on the world at hand.
+        stage: resolved for the world size.
         state_itemsizes: bytes of optimizer state for each element of main weights, by parameter
             group.
-        grad_slots: how many units of gradients pass through at once, where they rest sharded.
-        weight_slots: how many blocks of weights are gathered at once, where they rest sharded.
+        num_grad_buffers: units of gradients reduced concurrently, where gradients are sharded.
+        num_gather_buffers: blocks gathered at the same time, where weights are sharded.
         offload: the config's section, for `offload_optimizer` and `offload_param`.
     """
 
@@ -42,7 +44,7 @@ class MemoryInputs:
 
 @dataclass
 class PersistentBytes:
-    """Bytes of one rank by class, in each memory."""
+    """Bytes of one rank by class and memory kind."""
 
     device: Counter[str] = field(default_factory=Counter)
     host: Counter[str] = field(default_factory=Counter)
@@ -52,59 +54,59 @@ class PersistentBytes:
 def persistent_bytes(plans: Sequence[UnitPlan], shape: MemoryInputs) -> PersistentBytes:
     """model_weights, main_weights, main_grads, optimizer_state and slots of one rank.
 
-    For a device with memory of its own. `staging` of gloo is not in it: NCCL has none.
+    For a device with separate memory. gloo's `staging` is not included: NCCL has none.
     """
-    found = PersistentBytes()
+    sizes = PersistentBytes()
     asked = shape.offload.offload_optimizer
     share = 0.0 if asked.device == "none" else asked.ratio
     for plan, moved in zip(plans, select_offloaded(plans, share), strict=True):
-        _add_weights(plan, shape, found)
+        _add_weights(plan, shape, sizes)
         if plan.trainable:
-            _add_trained_state(plan, shape, found, moved)
-    found.host["staging"] += _nvme_buffer_bytes(plans, shape)
-    found.device["slots"] += _grad_buffer_bytes(plans, shape) + _gather_buffer_bytes(plans, shape)
-    return found
+            _add_trained_state(plan, shape, sizes, moved)
+    sizes.host["staging"] += _nvme_buffer_bytes(plans, shape)
+    sizes.device["slots"] += _grad_buffer_bytes(plans, shape) + _gather_buffer_bytes(plans, shape)
+    return sizes
 
 
-def _add_weights(plan: UnitPlan, shape: MemoryInputs, found: PersistentBytes) -> None:
+def _add_weights(plan: UnitPlan, shape: MemoryInputs, sizes: PersistentBytes) -> None:
     sharded = shape.stage.model_weights is Placement.SHARDED
     numel = plan.layout.shard_numel if sharded else plan.layout.numel
-    where = found.host if shape.offload.offload_param.device == "cpu" else found.device
+    where = sizes.host if shape.offload.offload_param.device == "cpu" else sizes.device
     where["model_weights"] += numel * shape.precision.model_dtype(plan.params[0].dtype).itemsize
 
 
 def _add_trained_state(
-    plan: UnitPlan, shape: MemoryInputs, found: PersistentBytes, moved: bool
+    plan: UnitPlan, shape: MemoryInputs, sizes: PersistentBytes, moved: bool
 ) -> None:
     """Main weights, main grads and optimizer state."""
     layout, original = plan.layout, plan.params[0].dtype
     owned = _owned_numel(plan, shape)
     main = shape.precision.main_dtype(original)
     grad = shape.precision.grad_dtype(original)
-    rest = found.device
+    store = sizes.device
     if moved:
-        rest = found.disk if shape.offload.offload_optimizer.device == "nvme" else found.host
+        store = sizes.disk if shape.offload.offload_optimizer.device == "nvme" else sizes.host
     weights_on_host = shape.offload.offload_param.device == "cpu"
-    together = weights_on_host == (rest is found.host) and rest is not found.disk
-    together |= rest is found.disk and not _main_itemsize(plan, shape)
+    together = weights_on_host == (store is sizes.host) and store is not sizes.disk
+    together |= store is sizes.disk and not _main_itemsize(plan, shape)
     if main is not shape.precision.model_dtype(original) or not together:
-        rest["main_weights"] += owned * main.itemsize
-    rest["optimizer_state"] += _max_state_bytes(plan, owned, shape)
-    if grad is not main:  # what the optimizer is given, as long as its step
+        store["main_weights"] += owned * main.itemsize
+    store["optimizer_state"] += _max_state_bytes(plan, owned, shape)
+    if grad is not main:  # gradients in the main dtype, for the time of the optimizer step
         if moved:
-            found.host["grad_copies"] = max(found.host["grad_copies"], owned * main.itemsize)
+            sizes.host["grad_copies"] = max(sizes.host["grad_copies"], owned * main.itemsize)
         else:
-            found.device["grad_copies"] += owned * main.itemsize
+            sizes.device["grad_copies"] += owned * main.itemsize
     if moved:
-        found.host["main_grads"] += owned * grad.itemsize
+        sizes.host["main_grads"] += owned * grad.itemsize
     if shape.stage.main_grads is not Placement.SHARDED:
-        found.device["main_grads"] += layout.numel * grad.itemsize
+        sizes.device["main_grads"] += layout.numel * grad.itemsize
     elif not moved:
-        found.device["main_grads"] += layout.shard_numel * grad.itemsize
+        sizes.device["main_grads"] += layout.shard_numel * grad.itemsize
 
 
 def _max_state_bytes(plan: UnitPlan, owned: int, shape: MemoryInputs) -> int:
-    """Of the rank that has most of it: groups may lie apart."""
+    """The maximum over ranks: parameter groups may be unevenly distributed."""
     if not shape.state_itemsizes:
         return 0
     starts = range(0, plan.layout.numel, owned)
@@ -119,7 +121,7 @@ def _state_bytes_in(plan: UnitPlan, within: slice, shape: MemoryInputs) -> int:
 
 
 def _nvme_buffer_bytes(plans: Sequence[UnitPlan], shape: MemoryInputs) -> int:
-    """What pieces on their way from a file and back lie in."""
+    """Buffers of update chunks that are read from and written to files."""
     asked = shape.offload.offload_optimizer
     if asked.device != "nvme":
         return 0
@@ -136,7 +138,7 @@ def _nvme_buffer_bytes(plans: Sequence[UnitPlan], shape: MemoryInputs) -> int:
 
 
 def _main_itemsize(plan: UnitPlan, shape: MemoryInputs) -> int:
-    """Bytes of a main weight in a file: none, where it is a model weight in host memory."""
+    """Bytes of a main weight in a file; 0 where it is a model weight in host memory."""
     original = plan.params[0].dtype
     main = shape.precision.main_dtype(original)
     native = main is shape.precision.model_dtype(original)
@@ -160,7 +162,7 @@ def _grad_buffer_bytes(plans: Sequence[UnitPlan], shape: MemoryInputs) -> int:
 
 
 def _gather_buffer_bytes(plans: Sequence[UnitPlan], shape: MemoryInputs) -> int:
-    """A ring of slots as long as the longest block, and one for each block around another."""
+    """A ring of buffers of the largest block's size, and one per block that contains others."""
     blocks: defaultdict[nn.Module, int] = defaultdict(int)
     if shape.stage.model_weights is not Placement.SHARDED:
         return 0
@@ -179,10 +181,10 @@ def _gather_buffer_bytes(plans: Sequence[UnitPlan], shape: MemoryInputs) -> int:
 def state_itemsizes(
     config: OptimizerConfig | None, groups: Sequence[Mapping[str, Any]]
 ) -> list[float]:
-    """Bytes of optimizer state for each element of every group, as seen on small parameters.
+    """Bytes of optimizer state per element of every group, measured on small parameters.
 
     Args:
-        config: whose optimizer; without one there is no state.
+        config: the optimizer section; None: no state.
         groups: the options of each group.
     """
     if config is None:

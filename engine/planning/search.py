@@ -1,9 +1,4 @@
-"""Settings worth trying, estimate, first that fits.
-
-The settings worth trying, and the first of them that fits.
-
-What a run would need on each rank, and which setting fits.
-"""
+"""Memory estimates of a model under candidate settings, and the first setting that fits a GPU."""
 
 from __future__ import annotations
 
@@ -36,12 +31,12 @@ from rayzero.engine.zero.placement import STAGES
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank.
+    """Bytes of one rank, by class.
 
     Attributes:
-        device_bytes: by class, on the accelerator, or in the process's memory without one.
-        host_bytes: by class, of what is offloaded.
-        disk_bytes: by class, of what rests in files.
+        device_bytes: on the accelerator, or in the process's memory without one.
+        host_bytes: offloaded to host memory.
+        disk_bytes: offloaded to files.
         flops: of a micro-step on one rank; 0 without a batch.
     """
 
@@ -54,10 +49,10 @@ class MemoryEstimate:
 
     @property
     def device_total_bytes(self) -> int:
-        """The most at once: activations and the optimizer's copies of gradients never meet."""
-        found = self.device_bytes
-        passing = [found.get(name, 0) for name in ("activations", "grad_copies")]
-        return sum(found.values()) - min(passing)
+        """Peak bytes: activations and the optimizer's gradient copies are never live together."""
+        sizes = self.device_bytes
+        transient = [sizes.get(name, 0) for name in ("activations", "grad_copies")]
+        return sum(sizes.values()) - min(transient)
 
     @property
     def host_total_bytes(self) -> int:
@@ -65,11 +60,11 @@ class MemoryEstimate:
 
 
 class MemoryPlanner:
-    """Works out what one model needs under different settings.
+    """Estimates the memory of one model under different settings.
 
     Args:
         make_model: builds the model; it is called on fake tensors, so nothing is allocated.
-        make_batch: makes a micro-batch of so many samples; None leaves activations out.
+        make_batch: makes a micro-batch of n samples; None leaves activations out.
     """
 
     def __init__(
@@ -82,10 +77,10 @@ class MemoryPlanner:
     def estimate(
         self, config: EngineConfig, world_size: int, *, recomputed: bool = False
     ) -> MemoryEstimate:
-        """One setting.
+        """Estimates one setting.
 
         Args:
-            recomputed: activation checkpointing of every block (what stage 3 gathers as one).
+            recomputed: activation checkpointing of every block (stage 3's unit of gathering).
 
         Raises:
             ConfigError: the config does not fit the world, or the model cannot be traced.
@@ -95,23 +90,23 @@ class MemoryPlanner:
         precision = choose_precision(config, torch.device("cpu"))
         with fake_tensors():
             model = self._make_model()
-            trains = any(one.requires_grad for one in model.parameters())
-            found = find_param_groups(model, None, None) if trains else freeze_all_params(model)
-            groups = regroup_for_optimizer(config.optimizer, model, found)
+            trains = any(param.requires_grad for param in model.parameters())
+            given = find_param_groups(model, None, None) if trains else freeze_all_params(model)
+            groups = regroup_for_optimizer(config.optimizer, model, given)
             params = name_params(model, groups.group_of)
             plans = plan_units(model, params, config, stage, world_size)
         itemsizes = state_itemsizes(config.optimizer, groups.options)
         shape = MemoryInputs(
             stage, precision, itemsizes, NUM_GRAD_BUFFERS, config.rayzero.gather_buffers, zero
         )
-        resting = persistent_bytes(plans, shape)
-        device, host, disk = dict(resting.device), dict(resting.host), dict(resting.disk)
+        persistent = persistent_bytes(plans, shape)
+        device, host, disk = dict(persistent.device), dict(persistent.host), dict(persistent.disk)
         device |= communication_bytes(plans, config, stage, precision, world_size, NUM_GRAD_BUFFERS)
         planned = {param for plan in plans for param in plan.params}
         device["model_weights"] = device.get("model_weights", 0) + sum(
-            one.param.numel() * precision.model_dtype(one.param.dtype).itemsize
-            for one in params
-            if one.param not in planned
+            named.param.numel() * precision.model_dtype(named.param.dtype).itemsize
+            for named in params
+            if named.param not in planned
         )
         if self._make_batch is None:
             return MemoryEstimate(config, recomputed, device, host, disk)
@@ -127,7 +122,7 @@ class MemoryPlanner:
         self, precision: Precision, micro_batch: int, recomputed: bool
     ) -> MicroStepTrace:
         if self._make_batch is None:
-            raise RuntimeError("there is no batch to trace with")
+            raise RuntimeError("make_batch is None: activations cannot be traced")
         with fake_tensors():
             model = self._make_model()
             blocks = _innermost_blocks(model) if recomputed else []
@@ -135,26 +130,28 @@ class MemoryPlanner:
 
 
 def _is_offloaded(zero: ZeroConfig) -> bool:
-    """Whether shards rest in other memory than the device's."""
+    """Whether any shards are kept outside the device's memory."""
     return zero.offload_optimizer.device != "none" or zero.offload_param.device != "none"
 
 
 def _innermost_blocks(model: nn.Module) -> list[nn.Module]:
-    """What is gathered as one at stage 3, but for what lies around others."""
+    """The blocks that stage 3 gathers, without those that contain other blocks."""
     params = name_params(model, {})
-    found = {plan.module for plan in plan_blocks(model, params, (), 1) if plan.module is not None}
+    blocks = {plan.module for plan in plan_blocks(model, params, (), 1) if plan.module is not None}
     return [
-        one for one in found if not any(sub in found for sub in one.modules() if sub is not one)
+        block
+        for block in blocks
+        if not any(inner in blocks for inner in block.modules() if inner is not block)
     ]
 
 
 RESERVED_FRACTION = 0.1
-"""The share of a GPU's memory that is left for its context, NCCL, and an allocator's gaps."""
+"""Fraction of a GPU's memory reserved for its context, NCCL and allocator fragmentation."""
 
 
 @dataclass(frozen=True)
 class PlanSetting:
-    """One way to run: a stage, what is offloaded, and whether blocks are computed again."""
+    """A candidate: a stage, what is offloaded, and whether blocks are recomputed."""
 
     stage: int
     recomputed: bool = False
@@ -170,7 +167,7 @@ class PlanSetting:
         return ", ".join(parts)
 
     def apply_to(self, document: dict[str, Any]) -> EngineConfig:
-        """A config with this setting in the place of its own."""
+        """The config of a document with its stage and offload replaced by this setting."""
         zero = document.get("zero_optimization")
         zero = dict(zero) if isinstance(zero, dict) else {}
         zero["stage"] = self.stage
@@ -181,7 +178,7 @@ class PlanSetting:
             zero.pop(key, None)
             if wanted:
                 zero[key] = {"device": "cpu"}
-        if self.stage < 3 or self.offload_param:  # ways to gather weights on the device
+        if self.stage < 3 or self.offload_param:  # they apply to weights gathered from the device
             for key in ("zero_hpz_partition_size", "zero_quantized_weights"):
                 zero.pop(key, None)
         config = parse_config({**document, "zero_optimization": zero})
@@ -200,12 +197,12 @@ CANDIDATE_SETTINGS = (
     PlanSetting(3, recomputed=True, offload_optimizer=True),
     PlanSetting(3, recomputed=True, offload_optimizer=True, offload_param=True),
 )
-"""In the order of what they cost a step: the first that fits is the one to take."""
+"""By step time, fastest first: the first that fits is recommended."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A setting, what it needs, and whether that fits; `fits` is None when no limit was given."""
+    """A setting, its estimate, and whether it fits; `fits` is None without a limit."""
 
     setting: PlanSetting
     estimate: MemoryEstimate
@@ -215,31 +212,31 @@ class SearchResult:
 def evaluate_settings(
     planner: MemoryPlanner, document: dict[str, Any], world_size: int, gpu_bytes: int | None = None
 ) -> list[SearchResult]:
-    """Every setting that the config can be had with, cheapest step first.
+    """Estimates every setting that is valid with the config, fastest first.
 
     Args:
         document: an engine config; its stage and offload are replaced.
-        gpu_bytes: the memory of one GPU; of which `RESERVED` is kept free.
+        gpu_bytes: memory of one GPU, of which `RESERVED_FRACTION` is kept free.
 
     Raises:
         ConfigError: the config is wrong, does not fit the world, or the model cannot be traced.
     """
-    found: list[SearchResult] = []
+    results: list[SearchResult] = []
     for setting in CANDIDATE_SETTINGS:
         try:
             config = setting.apply_to(document)
         except ConfigError:
-            if setting is CANDIDATE_SETTINGS[-1] and not found:
+            if setting is CANDIDATE_SETTINGS[-1] and not results:
                 raise
-            continue  # 1-bit Adam, for one, is of stage 0
+            continue  # 1-bit Adam, for example, requires stage 0
         estimate = planner.estimate(config, world_size, recomputed=setting.recomputed)
         fits = None
         if gpu_bytes is not None:
             fits = estimate.device_total_bytes <= (1 - RESERVED_FRACTION) * gpu_bytes
-        found.append(SearchResult(setting, estimate, fits))
-    return found
+        results.append(SearchResult(setting, estimate, fits))
+    return results
 
 
-def first_fit(found: list[SearchResult]) -> SearchResult | None:
-    """The one to take; None when nothing fits, or no limit was given."""
-    return next((one for one in found if one.fits), None)
+def first_fit(results: list[SearchResult]) -> SearchResult | None:
+    """The recommended setting; None if nothing fits, or without a limit."""
+    return next((result for result in results if result.fits), None)
