@@ -1,7 +1,7 @@
-"""Training data: which samples a rank reads, in which order, and how they reach it.
+"""Training data: the order of samples, each rank's part of a step, and loading.
 
-`order.py` and `split.py` are pure (no torch): the global order of samples and a rank's part of a
-step. `progress.py` is where the job stands; `dataset.py` reads Parquet token shards; `loader.py`
-hands out micro-batches, read ahead by `prefetch.py`; `ledger.py` writes down which samples were
-consumed, and proves the order. This file imports nothing.
+`sampling.py` is pure (no torch): the global order, a rank's part of a step, and the job's progress.
+`dataset.py` reads Parquet token shards; `loader.py` yields micro-batches, read ahead by
+`prefetch.py`; `sample_ledger.py` records the consumed samples and checks them against the order.
+This file imports nothing.
 """

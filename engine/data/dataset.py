@@ -20,21 +20,21 @@ TOKEN_COLUMN = "tokens"
 
 
 class ParquetTokens:
-    """Runs of `context + 1` consecutive tokens from Parquet shards, read as they are asked for.
+    """Sequences of `context + 1` consecutive tokens from Parquet shards, read on demand.
 
     The format: every shard has a column `tokens` of a plain integer type (uint8, uint16, int32,
     ...), one token a row and none missing. The shards, sorted by path, are one stream of tokens;
     sample i is the tokens from `i * context` to `(i + 1) * context`, both included, so that inputs
     do not overlap and every token but the first is a target once.
 
-    Counts come from the shards' footers. Row groups are read through a memory map and the last few
-    decoded ones are kept, so small row groups (about 256 Ki tokens) make random reads cheap. It
-    may be read from several threads, and pickles as its arguments.
+    Counts come from the shards' footers. Row groups are read through a memory map and the most
+    recently decoded ones are cached, so small row groups (about 256 Ki tokens) make random reads
+    cheap. Thread-safe; pickled as its arguments.
 
     Args:
         path: a folder (searched for `*.parquet` at any depth), a file, or a glob pattern.
         context: the input tokens of a sample, 1 or more.
-        cached_row_groups: how many decoded row groups are kept.
+        cached_row_groups: number of decoded row groups in the cache.
 
     Raises:
         ConfigError: `context` or `cached_row_groups` is smaller than 1.
@@ -60,7 +60,7 @@ class ParquetTokens:
             0,
             *accumulate(rows),
         ]  # the first token of each row group, then the end
-        # Safe with threads: two that miss at once both read, and one result is kept.
+        # Thread-safe: two threads that miss at once both read, and one result is cached.
         self._read_row_group_cached = lru_cache(maxsize=cached_row_groups)(self._read_row_group)
         if not len(self):
             raise DataError(
@@ -99,7 +99,7 @@ class ParquetTokens:
 
     def _read_row_group(self, group: int) -> np.ndarray[Any, np.dtype[np.integer[Any]]]:
         shard, local = self._row_groups[group]
-        # The footer is at hand, so opening costs no parsing and no file is held open meanwhile.
+        # With the footer given, opening parses nothing, so no file is kept open between reads.
         with pq.ParquetFile(shard, metadata=self._footers[shard], memory_map=True) as file:
             column = file.read_row_group(local, columns=[TOKEN_COLUMN], use_threads=False)[
                 TOKEN_COLUMN
@@ -114,10 +114,10 @@ class ParquetTokens:
 
 
 def find_shards(path: str | Path) -> list[Path]:
-    """The shards that `path` (a file, a folder or a glob pattern) names, sorted.
+    """The sorted shards of `path`: a file, a folder or a glob pattern.
 
     Raises:
-        DataError: it names none.
+        DataError: there are none.
     """
     place = Path(path)
     if place.is_file():
@@ -140,7 +140,7 @@ def find_shards(path: str | Path) -> list[Path]:
 
 
 def _read_footer(shard: Path) -> pq.FileMetaData:
-    """The shard's footer, once it is known to hold a plain integer column of tokens."""
+    """Read the shard's footer and check that it has an integer column of tokens."""
     try:
         footer = pq.read_metadata(shard)
     except (pa.ArrowException, OSError) as error:

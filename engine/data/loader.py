@@ -1,4 +1,4 @@
-"""Hands out this rank's micro-batches, in the global order, from wherever the job stands."""
+"""Yields this rank's micro-batches in the global order, starting from the job's progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rayzero.engine.session import current_session
 class MapDataset(Protocol):
     """A map-style dataset: `dataset[i]` for i in [0, len(dataset)).
 
-    One that offers `__getitems__(indices: list[int]) -> list[sample]` is read through it.
+    `__getitems__(indices: list[int]) -> list[sample]` is used if the dataset has it.
     """
 
     def __len__(self) -> int: ...
@@ -29,11 +29,11 @@ class MapDataset(Protocol):
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """How a step is cut, and the part that is ours.
+    """The split of a step over ranks and micro-steps, and this rank.
 
     Attributes:
         global_batch: samples of a step, over all ranks.
-        micro_batch: the most samples that a rank takes at once.
+        micro_batch: maximum samples of a micro-step on one rank.
         shares: each rank's share of a step's samples; empty for even shares.
     """
 
@@ -46,11 +46,11 @@ class LoaderPlan:
 
 @dataclass(frozen=True)
 class _StepPart:
-    """A micro-batch that was read.
+    """A loaded micro-batch.
 
     Attributes:
-        place: (sample cursor of its step, number in the step): it grows from one to the next.
-        own: the dataset indices of this rank's own samples in it; none if it is borrowed.
+        position: (sample cursor of its step, number in the step); strictly increasing.
+        own_indices: dataset indices of this rank's samples; empty for a filler.
     """
 
     position: tuple[int, int]
@@ -60,32 +60,31 @@ class _StepPart:
 
 
 class StepLoader:
-    """This rank's micro-batches of one optimizer step after another, read ahead in a thread.
+    """This rank's micro-batches, step after step, read ahead in a thread.
 
-    `for batch in loader` goes from `progress.sample_cursor` to the end of the epoch, more exactly
-    to the first end of a step at or after it: the last step of an epoch may take its remaining
-    samples from the next one, so no sample is dropped and the global batch is constant. The next
-    `for` goes on from the cursor. A step that was left half-way is gone on with.
+    `for batch in loader` goes from `progress.sample_cursor` to the first end of a step at or after
+    the end of the epoch: the last step of an epoch takes missing samples from the next one, so no
+    sample is dropped and the global batch is constant. The next `for` continues from the cursor. A
+    partly finished step is resumed.
 
-    A training function that may be called again half-way asks for what is left: `until(step)`, or
+    A training function that may be restarted midway asks for the remainder: `until(step)` or
     `epochs(count)`.
 
-    `progress.weight` is set to the weight of each micro-batch as it is handed out, and the session
-    is told which samples it consumes, of each micro-batch once. There is one iteration at a time: a
-    new one closes the one before, and each ends its thread when it is exhausted, closed or
-    garbage-collected.
+    Each yielded micro-batch sets `progress.micro_batch_weight` and reports its samples to the
+    session, once. There is one iteration at a time: a new one closes the previous one. Its thread
+    ends when it is exhausted, closed or garbage-collected.
 
     Args:
         dataset: map-style.
         order: of `len(dataset)` samples.
-        plan: how a step is cut.
-        progress: where the job stands; owned and moved by the engine.
-        collate_fn: makes one batch of a list of samples; torch's `default_collate` when None.
-        device: where the batches go. To a CUDA device they go through pinned memory, not blocking.
+        plan: split of a step.
+        progress: the job's progress, updated by the engine.
+        collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
+        device: device of the batches; to CUDA through pinned memory, non-blocking.
 
     Raises:
         DataError: the dataset is not map-style, or not as long as `order`.
-        ConfigError: the plan does not make sense.
+        ConfigError: the plan is inconsistent.
     """
 
     def __init__(
@@ -100,9 +99,9 @@ class StepLoader:
         length = dataset_length(dataset)
         if length != order.length:
             raise DataError(
-                f"the dataset holds {length} samples and the order is over {order.length}",
-                "one length",
-                "the dataset: it must not change while it is in use",
+                f"the dataset has {length} samples, but its order was made for {order.length}",
+                "the same length",
+                "the dataset: its length must not change while it is in use",
             )
         self.dataset = dataset
         self.plan = plan
@@ -114,15 +113,15 @@ class StepLoader:
             plan.global_batch, plan.world_size, plan.rank, plan.micro_batch, plan.shares
         )
         self._prefetch: weakref.ref[Prefetch[_StepPart]] | None = None
-        self._last_reported = (-1, -1)  # the last place whose samples the session was told of
+        self._last_reported = (-1, -1)  # position last reported to the session
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches of one step."""
+        """Number of micro-batches of a step."""
         return len(self._step_plan)
 
     def __len__(self) -> int:
-        """Micro-batches of the epoch in which the job stands, from its first step on."""
+        """Number of micro-batches of the current epoch, from its first step."""
         cursor, batch = self.progress.sample_cursor, self.plan.global_batch
         into_epoch = cursor % self._order.length
         first = cursor - into_epoch // batch * batch
@@ -132,36 +131,36 @@ class StepLoader:
         return self._micro_batches(None)
 
     def steps(self, count: int) -> Iterator[Any]:
-        """The micro-batches of exactly `count` optimizer steps from the cursor on, over epochs."""
+        """The micro-batches of exactly `count` optimizer steps from the cursor, across epochs."""
         return self._micro_batches(count)
 
     def until(self, step: int) -> Iterator[Any]:
-        """The micro-batches until `progress.step` is `step`: what is left of so many in all."""
+        """The remaining micro-batches until `progress.step` is `step`."""
         yield from self.steps(max(0, step - self.progress.step))
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers, from 0, of the epochs that are left of `count` in all.
+        """The numbers, from 0, of the remaining epochs of `count` in total.
 
-        Each is followed by `for batch in loader`, which hands out what is left of that epoch. One
-        that was broken off is yielded again.
+        Follow each with `for batch in loader`, which yields the rest of that epoch. An epoch that
+        was not completed is yielded again.
 
         Raises:
-            EngineError: no step was finished between one epoch and the next.
+            EngineError: no step was finished since the previous epoch was yielded.
         """
-        seen = None
+        previous = None
         while (cursor := self.progress.sample_cursor) < count * self._order.length:
             epoch = cursor // self._order.length
-            if cursor == seen:
+            if cursor == previous:
                 raise EngineError(
-                    f"epoch {epoch} was left without a finished step",
+                    f"the loop over epoch {epoch} ended without a finished step",
                     "for epoch in loader.epochs(count): for batch in loader: ...",
                     "break out of the outer loop too, or train on the batches",
                 )
-            seen = cursor
+            previous = cursor
             yield epoch
 
     def _micro_batches(self, steps: int | None) -> Iterator[Any]:
-        """Owns the thread: leaving this generator, by whatever way, closes it."""
+        """Owns the prefetch thread: leaving this generator in any way closes it."""
         earlier = self._prefetch() if self._prefetch is not None else None
         if earlier is not None:
             earlier.close()
@@ -173,26 +172,26 @@ class StepLoader:
         try:
             if session is not None:
                 session.on_phase("data")
-            for portion in feed:
+            for part in feed:
                 self.progress.data_wait_s += feed.wait_s
-                self.progress.micro_batch_weight = portion.weight
-                if session is not None and portion.position > self._last_reported:
-                    self._last_reported = portion.position
-                    session.on_samples_consumed(portion.own_indices)
-                yield batch_to_device(portion.batch, self.device)
+                self.progress.micro_batch_weight = part.weight
+                if session is not None and part.position > self._last_reported:
+                    self._last_reported = part.position
+                    session.on_samples_consumed(part.own_indices)
+                yield batch_to_device(part.batch, self.device)
                 if session is not None:
                     session.on_phase("data")
         finally:
             feed.close()
 
     def _steps_to_epoch_end(self, cursor: int) -> int:
-        """Steps from `cursor` until one ends at or after the end of the epoch it is in."""
-        left = self._order.length - cursor % self._order.length
-        return -(-left // self.plan.global_batch)
+        """Steps from `cursor` to the first end of a step at or after the end of its epoch."""
+        remaining = self._order.length - cursor % self._order.length
+        return -(-remaining // self.plan.global_batch)
 
     def _read_ahead(self, cursor: int, done: int, steps: int) -> Iterator[_StepPart]:
-        """What the thread runs: batches in host memory, without the first step's `done` first."""
-        if self.device.type == "cuda":  # or pinning would open a context on the first device
+        """Runs in the thread: batches in host memory, skipping `done` of the first step."""
+        if self.device.type == "cuda":  # or pinning uses device 0
             torch.cuda.set_device(self.device)
         for step in range(steps):
             start = cursor + step * self.plan.global_batch
@@ -210,17 +209,17 @@ class StepLoader:
             return self._collate(samples)
         except Exception as error:
             raise DataError(
-                f"samples {indices} do not make a batch: {type(error).__name__}: {error}",
+                f"samples {indices} cannot be collated: {type(error).__name__}: {error}",
                 "samples of one shape and type",
-                "the dataset, or a collate_fn of your own",
+                "the dataset, or your own collate_fn",
             ) from error
 
 
 def dataset_length(dataset: object) -> int:
-    """The samples in a map-style dataset.
+    """Number of samples of a map-style dataset.
 
     Raises:
-        DataError: it is not map-style, or empty.
+        DataError: the dataset is not map-style, or empty.
     """
     name = type(dataset).__name__
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -228,7 +227,7 @@ def dataset_length(dataset: object) -> int:
         raise DataError(
             f"the training data is a {name}, which can only be iterated",
             "a map-style dataset, with __len__ and __getitem__",
-            "training_data: only samples with a number can be split over a changing set of workers",
+            "training_data: only indexed samples can be split over a changing set of workers",
         )
     length = len(dataset)  # type: ignore[arg-type]
     if length < 1:
@@ -237,11 +236,11 @@ def dataset_length(dataset: object) -> int:
 
 
 def _fetch_samples(dataset: MapDataset, indices: Sequence[int]) -> list[Any]:
-    """The samples at `indices`; an error of the dataset's own names the one it is about."""
-    many = getattr(dataset, "__getitems__", None)
-    if many is not None:
+    """The samples at `indices`; errors of the dataset name the failing sample."""
+    get_items = getattr(dataset, "__getitems__", None)
+    if get_items is not None:
         try:
-            return list(many(list(indices)))
+            return list(get_items(list(indices)))
         except Exception as error:
             raise _read_error(f"samples {list(indices)}", error) from error
     samples = []

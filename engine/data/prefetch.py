@@ -1,9 +1,4 @@
-"""Background thread, device transfer.
-
-Runs an iterator ahead of its consumer, in a background thread.
-
-Moves whatever a collate function made (tensors in any nest of containers) to a device.
-"""
+"""Reads an iterator ahead in a background thread; pins batches and copies them to a device."""
 
 from __future__ import annotations
 
@@ -25,28 +20,31 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 class _EndOfStream:
-    """The producer's last word: the iterator is exhausted, or it raised `error`."""
+    """The last item: the iterator is exhausted, or it raised `error`."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
 
 class _QueueClosedError(Exception):
-    """Nobody wants any more items."""
+    """The queue was closed."""
 
 
 class _BoundedQueue(Generic[Item]):
-    """A bounded queue whose waits end at once when it is closed: a repair waits for that."""
+    """A bounded queue that can be closed, which ends all waits at once: a recovery waits for that.
+
+    `queue.Queue` has `shutdown` only from Python 3.13 on, and its lock is not reentrant.
+    """
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
         self._items: deque[Item] = deque()
         self.closed = False
-        # Reentrant: the garbage collector may close it in a thread that is in here.
+        # Reentrant: the garbage collector may call `close` in a thread that holds the lock.
         self._changed = threading.Condition(threading.RLock())
 
     def put(self, item: Item) -> None:
-        """Waits for room. Raises _ClosedError."""
+        """Add an item, blocking while the queue is full. Raises _QueueClosedError."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or len(self._items) < self._depth)
             if self.closed:
@@ -55,7 +53,7 @@ class _BoundedQueue(Generic[Item]):
             self._changed.notify_all()
 
     def get(self) -> Item:
-        """Waits for an item. Raises _ClosedError."""
+        """Remove an item, blocking while the queue is empty. Raises _QueueClosedError."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._items)
             if self.closed:
@@ -64,7 +62,7 @@ class _BoundedQueue(Generic[Item]):
             return self._items.popleft()
 
     def close(self) -> None:
-        """Drops what is there, and ends every wait, now and later. Safe to repeat."""
+        """Drop all items and end current and future waits. Safe to repeat."""
         with self._changed:
             self.closed = True
             self._items.clear()
@@ -72,21 +70,21 @@ class _BoundedQueue(Generic[Item]):
 
 
 class Prefetch(Generic[Item]):
-    """The items of `source`, up to `depth` of them made before they are asked for.
+    """The items of `source`, up to `depth` of them produced ahead.
 
-    It owns one daemon thread, which alone advances `source`. The thread ends when `source` is
+    Owns one daemon thread, the only one that advances `source`. The thread ends when `source` is
     exhausted or raises (the consumer gets the exception), on `close`, and when this object is
-    garbage: the thread knows the belt between them, never this object. An item that is being made
-    when the end comes is finished first and then dropped.
+    garbage-collected: the thread refers to the queue, never to this object. An item in production
+    at that time is completed and dropped.
 
     Raises:
-        EngineError: it was advanced after `close`.
+        EngineError: advanced after `close`.
     """
 
     def __init__(self, source: Iterator[Item], depth: int = 2) -> None:
         self._queue: _BoundedQueue[Item | _EndOfStream] = _BoundedQueue(depth)
         self.wait_s = 0.0
-        """How long the last item was waited for."""
+        """Seconds that the consumer waited for the last item."""
         self._ended = False
         self._thread = threading.Thread(
             target=_fill_queue, args=(source, self._queue), name="rayzero-prefetch", daemon=True
@@ -105,8 +103,8 @@ class Prefetch(Generic[Item]):
             item = self._queue.get()
         except _QueueClosedError:
             raise EngineError(
-                "this iteration over the data was closed",
-                "one iteration at a time: a new one closes the one before",
+                "this iterator over the data was closed by a newer one",
+                "one iteration at a time",
                 "use the newest iterator",
             ) from None
         if not isinstance(item, _EndOfStream):
@@ -119,38 +117,38 @@ class Prefetch(Generic[Item]):
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the thread and waits for it, at most 5 s when `source` is slow. Safe to repeat."""
+        """End the thread and join it, for at most 5 s if `source` is slow. Safe to repeat."""
         self._queue.close()
         if threading.current_thread() is not self._thread:  # the garbage collector runs anywhere
             self._thread.join(_JOIN_TIMEOUT_S)
 
 
-def _fill_queue(source: Iterator[Item], belt: _BoundedQueue[Item | _EndOfStream]) -> None:
-    """The thread: fills the belt until `source` ends or the belt is closed."""
+def _fill_queue(source: Iterator[Item], queue: _BoundedQueue[Item | _EndOfStream]) -> None:
+    """Thread body: fill the queue until `source` ends or the queue is closed."""
     end = _EndOfStream(None)
     try:
         for item in source:
-            belt.put(item)
+            queue.put(item)
     except _QueueClosedError:
         return
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is the consumer's
+    except BaseException as error:  # noqa: BLE001 - re-raised in the consumer
         end = _EndOfStream(error)
     try:
-        belt.put(end)
+        queue.put(end)
     except _QueueClosedError:
         return
 
 
 def pin_batch(batch: Any) -> Any:
-    """`batch` with its tensors in page-locked host memory, from where copies need not block."""
+    """`batch` with its tensors in pinned host memory, for non-blocking copies."""
     return map_tensors(batch, torch.Tensor.pin_memory)
 
 
 def batch_to_device(batch: Any, device: torch.device) -> Any:
-    """`batch` with its tensors on `device`: itself on the CPU, else copied without blocking.
+    """`batch` with its tensors on `device`; non-blocking, and `batch` itself for the CPU.
 
-    The copies are queued on the current stream, so work queued after them sees them done; torch
-    keeps a pinned source until its copy is.
+    The copies are enqueued on the current stream, before all later work on it; torch's allocator
+    does not reuse a pinned source until its copy is complete.
     """
     if device.type == "cpu":
         return batch

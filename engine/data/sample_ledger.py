@@ -1,9 +1,9 @@
-"""The proof of the data order: which samples were consumed in which step, written as it happens.
+"""Records which samples each step consumed, and checks them against the data order.
 
-A run writes into a folder of its own, one file a rank and generation. A step that is done again
-after a fault has lines of several generations, of which the newest counts: the state went back to
-before the older ones. Folders of several runs of a job may lie side by side under one: those whose
-names sort later are newer.
+A run writes into its own folder, one file for each rank and generation. A step that is recomputed
+after a fault has lines of several generations; the newest counts, because the state was reset to
+before the older ones. A folder may contain the folders of several runs of a job, whose names sort
+by age.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,14 @@ _LEDGER_PATTERN = "generation-*.jsonl"
 
 
 class SampleLedger:
-    """One rank's lines in one generation.
+    """One rank's lines of one generation.
 
-    A line is one `write` to the file, so it outlives the process from the moment `write` returns.
-    Call `write` before the state of its step can be restored from anywhere: then every step of the
-    job's history has all its lines.
+    A line is a single `write` to the file, so it survives the process once `write_step` returned.
+    Call `write_step` before the state of its step can be restored from anywhere: then every step of
+    the job's history has all its lines.
 
     Raises:
-        DataError: the folder cannot be written, or this rank has written this generation already.
+        DataError: the folder cannot be written, or this rank has already written this generation.
     """
 
     def __init__(self, folder: str | Path, generation: int, rank: int, world_size: int) -> None:
@@ -44,11 +44,11 @@ class SampleLedger:
             raise self._write_error(error) from error
 
     def add_samples(self, samples: Sequence[int]) -> None:
-        """Adds dataset indices to the step at hand."""
+        """Add dataset indices to the current step."""
         self._samples.extend(samples)
 
     def write_step(self, step: int) -> None:
-        """Ends a step, counted from 1, with the samples consumed since the one before.
+        """Write the line of a step, counted from 1: the samples consumed since the previous one.
 
         Raises:
             DataError: the line could not be written.
@@ -56,7 +56,7 @@ class SampleLedger:
         line = json.dumps({**self._rank_fields, "step": step, "samples": self._samples}) + "\n"
         data = line.encode()
         try:
-            # Opened for each line: a generation may end at any time, and leaves nothing to close.
+            # Opened for each line: a generation may end at any time, without closing anything.
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
             try:
                 if os.write(file, data) < len(data):
@@ -70,18 +70,18 @@ class SampleLedger:
     def _write_error(self, error: OSError) -> DataError:
         return DataError(
             f"the ledger {self._path} cannot be written: {error.strerror or error}",
-            "a new folder for each run, with room in it",
+            "a new, writable folder for each run, with free space",
             "`ledger` or `checkpoint.path` in the job file",
         )
 
 
 @dataclass(frozen=True)
 class LedgerMismatch:
-    """A step whose samples are not those of its positions.
+    """A step that did not consume exactly the samples of its positions.
 
     Attributes:
-        missing: dataset indices that should have been consumed, and were not.
-        extra: those that should not have been, or that were more often than they should.
+        missing: dataset indices that were not consumed.
+        extra: dataset indices that were consumed wrongly or too often.
     """
 
     step: int
@@ -105,7 +105,7 @@ def read_ledger(folder: str | Path) -> dict[int, list[int]]:
     """
     folder = Path(folder)
     # step -> (run, generation) -> rank -> samples
-    found: defaultdict[int, dict[tuple[str, int], dict[int, list[int]]]] = defaultdict(dict)
+    by_step: defaultdict[int, dict[tuple[str, int], dict[int, list[int]]]] = defaultdict(dict)
     paths = sorted(folder.rglob(_LEDGER_PATTERN))
     if not paths:
         raise DataError(
@@ -114,9 +114,9 @@ def read_ledger(folder: str | Path) -> dict[int, list[int]]:
     for path in paths:
         run = path.parent.relative_to(folder).as_posix()
         for line in _read_lines(path):
-            ranks = found[line["step"]].setdefault((run, line["generation"]), {})
+            ranks = by_step[line["step"]].setdefault((run, line["generation"]), {})
             ranks[line["rank"]] = line["samples"]
-    newest = {step: turns[max(turns)] for step, turns in sorted(found.items())}
+    newest = {step: attempts[max(attempts)] for step, attempts in sorted(by_step.items())}
     return {
         step: [sample for rank in sorted(ranks) for sample in ranks[rank]]
         for step, ranks in newest.items()
@@ -129,40 +129,35 @@ def check_ledger(
     """The steps that did not consume exactly the samples of their positions, each once.
 
     Args:
-        steps: how many steps the job finished; None: as many as the ledger knows of.
+        steps: number of steps that the job finished; None: those in the ledger.
 
     Raises:
-        DataError: as `read`.
+        DataError: as `read_ledger`.
     """
-    found = read_ledger(folder)
-    last = max(found, default=0) if steps is None else steps
-    return list(_find_mismatches(found, order, global_batch, last))
-
-
-def _find_mismatches(
-    found: Mapping[int, Sequence[int]], order: SampleOrder, global_batch: int, last: int
-) -> Iterator[LedgerMismatch]:
+    consumed = read_ledger(folder)
+    last = max(consumed, default=0) if steps is None else steps
+    mismatches = []
     for step in range(1, last + 1):
-        due = Counter(order.indices((step - 1) * global_batch, global_batch).tolist())
-        seen = Counter(found.get(step, ()))
-        if due != seen:
-            missing, extra = due - seen, seen - due
-            yield LedgerMismatch(
-                step, tuple(sorted(missing.elements())), tuple(sorted(extra.elements()))
-            )
+        expected = Counter(order.indices((step - 1) * global_batch, global_batch).tolist())
+        actual = Counter(consumed.get(step, ()))
+        if expected != actual:
+            missing = tuple(sorted((expected - actual).elements()))
+            extra = tuple(sorted((actual - expected).elements()))
+            mismatches.append(LedgerMismatch(step, missing, extra))
+    return mismatches
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file. What follows the last newline was cut short by a SIGKILL."""
+    """Complete lines of a file; text after the last newline was truncated by a SIGKILL."""
     *lines, _ = path.read_bytes().split(b"\n")
     for number, text in enumerate(lines, start=1):
         try:
             line = json.loads(text)
             counts = [line[key] for key in ("step", "generation", "rank")]
-            whole = all(type(value) is int for value in [*counts, *line["samples"]])
+            valid = all(type(value) is int for value in [*counts, *line["samples"]])
         except (ValueError, KeyError, TypeError):
-            whole = False
-        if not whole:
+            valid = False
+        if not valid:
             raise DataError(
                 f"line {number} of {path} is damaged: {text[:80]!r}",
                 "a JSON object with generation, rank, world_size, step and samples",

@@ -1,23 +1,18 @@
-"""Global order, split over ranks, progress cursor.
+"""The global order of samples, its split over ranks and micro-steps, and the job's progress. Pure.
 
-The global order of samples: a pure function of (seed, epoch, sample cursor), in O(1) memory.
+The order is a function of (seed, epoch, sample cursor) in O(1) memory. An epoch is a bijection of
+[0, n) with a key, computed sample by sample instead of shuffled in memory: a balanced Feistel
+network (Luby and Rackoff 1988) over the smallest domain of an even number of bits that holds n,
+with cycle walking (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains") to stay
+inside [0, n): values outside are enciphered again, four passes on average in the worst case. Keys
+and rounds are mixed by the finaliser of splitmix64 (Steele, Lea and Flood 2014). A good shuffle,
+not cryptography.
 
-An epoch is a keyed bijection of [0, n), computed sample by sample instead of shuffled in memory:
-a balanced Feistel network (Luby and Rackoff 1988) over the smallest domain of an even number of
-bits that holds n, with cycle walking (Black and Rogaway 2002, "Ciphers with Arbitrary Finite
-Domains") to stay inside [0, n): what lands outside is enciphered again, which takes four turns on
-average at the very worst. Keys and rounds are mixed by the finaliser of splitmix64 (Steele, Lea
-and Flood 2014). That makes a good shuffle, not cryptography.
-
-Which samples of a step a rank computes, in which micro-steps, and with what weight. Pure.
-
-The global batch is constant whatever the world size is. A step's samples are split over the ranks
-in contiguous runs, as evenly as possible or by given shares, and a rank's run as evenly as possible
-over its micro-steps. Every rank runs the same number of micro-steps, because collectives need every
-rank; a micro-step that has no sample of its own runs on a borrowed one with weight zero. Gradients
-are averaged by sample count, so nothing need divide anything.
-
-Where the job stands. The engine owns it; the loader reads it, and writes `weight` alone.
+The global batch is constant at every world size. A step's samples are split over the ranks in
+contiguous ranges, evenly or by given shares, and a rank's range evenly over its micro-steps. Every
+rank runs the same number of micro-steps, because collectives need every rank; a micro-step without
+samples of its own runs on a filler sample with weight zero. Gradients are weighted by sample count,
+so no size has to be divisible by another.
 """
 
 from __future__ import annotations
@@ -32,26 +27,20 @@ from numpy.typing import NDArray
 
 from rayzero.engine.errors import ConfigError, DataError
 
-_FEISTEL_ROUNDS = (
-    8  # four make a pseudorandom permutation of a large domain; small ones need a few more
-)
-
-
+_FEISTEL_ROUNDS = 8  # 4 make a pseudorandom permutation of large domains; small ones need more
 _SPLITMIX_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
-
-
 _MASK_64 = (1 << 64) - 1
 
 
 class SampleOrder:
     """The order in which the samples of a dataset are consumed, epoch after epoch.
 
-    A *position* is a sample cursor: the ever-growing count of samples consumed before this one.
-    Its epoch is `position // length`, and every epoch holds every sample exactly once.
+    A *position* is a sample cursor: the number of samples consumed before this one, over all
+    epochs. Its epoch is `position // length`; every epoch has every sample exactly once.
 
     Args:
         length: samples in the dataset, 1 or more.
-        seed: any integer; its low 64 bits count.
+        seed: any integer; the low 64 bits are used.
 
     Raises:
         DataError: the dataset is empty.
@@ -99,7 +88,7 @@ class SampleOrder:
 
 def _splitmix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """splitmix64's finaliser: a bijection of 64-bit words in which every bit moves every other."""
-    words = words + _SPLITMIX_INCREMENT  # arrays of uint64 wrap around, which is what is wanted
+    words = words + _SPLITMIX_INCREMENT  # uint64 arithmetic wraps, as intended
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
@@ -110,9 +99,9 @@ class MicroBatch:
     """One rank's part of one micro-step.
 
     Attributes:
-        start: its first sample, counted from the first sample of the step.
-        count: its own samples, `start` to `start + count - 1`; 0 when it has none.
-        weight: its share of the step's gradient, `count / global_batch`.
+        start: its first sample, relative to the step.
+        count: number of its samples, `start` to `start + count - 1`; 0 for a filler.
+        weight: its weight in the step's gradient, `count / global_batch`.
     """
 
     start: int
@@ -121,26 +110,26 @@ class MicroBatch:
 
     @property
     def is_filler(self) -> bool:
-        """Whether it has no sample of its own and runs on sample `start`, which another owns."""
+        """Whether it has no samples and runs on sample `start` of another rank with weight zero."""
         return self.count == 0
 
     @property
     def read_count(self) -> int:
-        """The samples to read, from `start` on: its own, or the borrowed one."""
+        """Number of samples to read from `start`: its own, or one filler."""
         return 1 if self.is_filler else self.count
 
 
 def samples_per_rank(
     global_batch: int, world_size: int, shares: Sequence[float] = ()
 ) -> tuple[int, ...]:
-    """How many samples of a step each rank computes; they add up to `global_batch`.
+    """Number of samples of a step for each rank; the sum is `global_batch`.
 
     Args:
-        shares: each rank's share, adding up to 1; empty for even shares. What does not come out
-            whole goes to the largest remainders, and among equal ones to the first ranks.
+        shares: each rank's share, adding up to 1; empty for even shares. Rounded by the largest
+            remainder, ties to the lower rank.
 
     Raises:
-        ConfigError: a size is smaller than 1, or the shares are not those of `world_size` ranks.
+        ConfigError: a size is smaller than 1, or the shares do not fit `world_size` ranks.
     """
     _check_positive("the global batch", global_batch)
     _check_positive("the world size", world_size)
@@ -151,7 +140,7 @@ def samples_per_rank(
             f"the shares {tuple(shares)} of {world_size} ranks",
             "one share a rank, none negative, together 1",
         )
-    # Fractions, because every rank must come to the same counts and these to the same sum.
+    # Fractions: all ranks must compute the same counts, with the exact sum.
     total = sum(map(Fraction, shares))
     quotas = [Fraction(share) * global_batch / total for share in shares]
     counts = [int(quota) for quota in quotas]
@@ -164,14 +153,14 @@ def samples_per_rank(
 def count_micro_steps(
     global_batch: int, world_size: int, micro_batch: int, shares: Sequence[float] = ()
 ) -> int:
-    """The micro-steps that every rank runs in a step: enough for the rank with the most samples.
+    """Micro-steps of a step, equal on every rank: enough for the rank with the most samples.
 
     Args:
-        micro_batch: the most samples that a rank takes at once.
-        shares: as in `rank_samples`.
+        micro_batch: maximum samples of a micro-step on one rank.
+        shares: as in `samples_per_rank`.
 
     Raises:
-        ConfigError: a size is smaller than 1, or the shares are not those of `world_size` ranks.
+        ConfigError: a size is smaller than 1, or the shares do not fit `world_size` ranks.
     """
     _check_positive("the micro-batch", micro_batch)
     return -(-max(samples_per_rank(global_batch, world_size, shares)) // micro_batch)
@@ -184,26 +173,26 @@ def assign_step(
     micro_batch: int,
     shares: Sequence[float] = (),
 ) -> tuple[MicroBatch, ...]:
-    """The micro-batches that `rank` computes in a step, in order: `micro_steps(...)` of them.
+    """The micro-batches of `rank` in a step, in order: `count_micro_steps(...)` of them.
 
     Raises:
-        ConfigError: as `micro_steps`, or `rank` is outside [0, world_size).
+        ConfigError: as `count_micro_steps`, or `rank` is outside [0, world_size).
     """
-    turns = count_micro_steps(global_batch, world_size, micro_batch, shares)
+    micro_steps = count_micro_steps(global_batch, world_size, micro_batch, shares)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} of {world_size}", f"0 to {world_size - 1}", "the rank")
     counts = samples_per_rank(global_batch, world_size, shares)
-    first, mine = sum(counts[:rank]), counts[rank]
+    first, own = sum(counts[:rank]), counts[rank]
     plan = []
-    for turn in range(turns):
-        offset, count = _even_slice(mine, turns, turn)
+    for micro_step in range(micro_steps):
+        offset, count = _even_slice(own, micro_steps, micro_step)
         start = first + offset if count else 0
         plan.append(MicroBatch(start, count, count / global_batch))
     return tuple(plan)
 
 
 def _even_slice(total: int, parts: int, part: int) -> tuple[int, int]:
-    """(start, count) of one of `parts` contiguous runs of `total` things; the first are larger."""
+    """(start, count) of one of `parts` contiguous ranges of `total`; the first are larger."""
     each, more = divmod(total, parts)
     return part * each + min(part, more), each + (part < more)
 
@@ -219,21 +208,23 @@ def _check_positive(name: str, value: int) -> None:
 
 @dataclass
 class TrainingProgress:
-    """The engine's position in the job.
+    """The engine's position in the job. Owned by the engine.
+
+    Loaders write only `micro_batch_weight` and `data_wait_s`.
 
     Attributes:
         step: finished optimizer steps.
-        micro_step: finished micro-steps of the step at hand.
+        micro_step: finished micro-steps of the current step.
         sample_cursor: samples consumed by finished steps, over all ranks and epochs. The engine
-            moves it by `global_batch` with every finished step; a loader reads it when an
-            iteration begins.
-        weight: the gradient weight of the micro-batch at hand. The loader sets it as it hands a
-            micro-batch out; the engine multiplies by it in backward, so that the weighted
-            gradients of all ranks and micro-steps add up to the mean over the global batch.
+            adds `global_batch` for every finished step; a loader reads it when an iteration
+            begins.
+        micro_batch_weight: gradient weight of the current micro-batch. The engine multiplies by it
+            in backward, so that the gradients of all ranks and micro-steps sum to the mean over the
+            global batch.
         global_batch: samples of a step, over all ranks.
-        micro_batch: the most samples that a rank takes at once.
-        data_wait_s: seconds that a loader kept its consumer waiting, so far; the loader adds to it.
-        skipped_steps: finished steps whose gradient was not finite, and which changed nothing.
+        micro_batch: maximum samples of a micro-step on one rank.
+        skipped_steps: finished steps that changed nothing because a gradient was not finite.
+        data_wait_s: total seconds that the training loop waited for loaders.
     """
 
     step: int = 0

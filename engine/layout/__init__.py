@@ -1,1 +1,1 @@
-"""Where every element lies: pure integers, no tensors. Any rank can work out any other's ranges."""
+"""Layouts of units and state: integers only, no tensors. Any rank can compute another's ranges."""

@@ -1,7 +1,7 @@
-"""A unit's layout: its parameters behind one another in one flat buffer, cut into equal shards.
+"""A unit's layout: its parameters concatenated in a flat buffer that is cut into equal shards.
 
-Everything is counted in elements, never bytes, so that a unit's model weights, main weights,
-gradients and optimizer state share one layout whatever their dtypes.
+All sizes are in elements, never bytes, so that a unit's model weights, main weights, gradients and
+optimizer state share one layout whatever their dtypes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from functools import cached_property
 from math import prod
 
 # Every parameter and every shard starts at a multiple of this many elements: 64 bytes in bf16,
-# 128 in fp32, which is what vectorised kernels and NCCL like best.
+# 128 in fp32, the alignment that vectorised kernels and NCCL prefer.
 ALIGN_NUMEL = 32
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter as the layout sees it. `group` is its optimizer parameter group."""
+    """A parameter in a layout. `group` is its optimizer parameter group."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class ParamRange:
-    """A run of one parameter's elements inside one rank's shard."""
+    """A contiguous range of a parameter's elements in one rank's shard."""
 
     param: int
     param_start: int
@@ -47,7 +47,7 @@ class ParamRange:
 class UnitLayout:
     """The layout of one unit for one world size: a pure function of its fields.
 
-    `params` stand in buffer order: sorted by optimizer group, so that a group is one run.
+    `params` are in buffer order: sorted by optimizer group, so that a group is contiguous.
     """
 
     name: str
@@ -99,13 +99,13 @@ class UnitLayout:
         )
 
     def ranges_in_shard(self, rank: int) -> Iterator[ParamRange]:
-        """What of which parameters lies in one rank's shard, in buffer order."""
+        """The parameter ranges in one rank's shard, in buffer order."""
         shard = self.shard(rank)
         for index, start, stop in self.overlaps(shard):
             yield ParamRange(index, start, stop, self.offsets[index] + start - shard.start)
 
     def overlaps(self, within: slice) -> Iterator[tuple[int, int, int]]:
-        """(parameter, start, stop) of what lies in a part of the flat buffer, in buffer order."""
+        """(parameter, start, stop) for each parameter in a part of the buffer, in its order."""
         for index in range(len(self.params)):
             extent = self.param_range(index)
             start, stop = max(extent.start, within.start), min(extent.stop, within.stop)
@@ -113,9 +113,9 @@ class UnitLayout:
                 yield index, start - extent.start, stop - extent.start
 
     def group_ranges(self, within: slice) -> Iterator[tuple[int, slice]]:
-        """(optimizer group, part of `within` counted from its start), one for each group there.
+        """(optimizer group, range relative to the start of `within`) for each group in `within`.
 
-        The parts are disjoint and cover `within`: padding goes with the group before it.
+        The ranges are disjoint and cover `within`: padding belongs to the group before it.
         """
         first: dict[int, int] = {}
         for spec, offset in zip(self.params, self.offsets, strict=True):

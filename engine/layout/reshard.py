@@ -1,8 +1,8 @@
-"""The reshard plan: which held range every wanted element comes from. Pure integers.
+"""The reshard plan: the source of every wanted element. Integers only.
 
-One plan serves a live resize, a repair from replicas, and a checkpoint's load: N blocks of bytes
-hold ranges of logical tensors in any cut, one more wants others, and neither cut has to know the
-other's stage or world size.
+Used for a live resize, recovery from replicas and loading a checkpoint: N blocks of bytes hold
+ranges of logical tensors in any partition, another block wants ranges in a different one, and
+neither needs to know the other's stage or world size.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class RangeCopy:
     """Elements `start` to `stop` of the logical tensor that both ranges are of.
 
     Attributes:
-        source: which of the blocks holds them.
-        held, wanted: the ranges they are part of there and here.
+        source: index of the block that holds them.
+        held, wanted: the ranges that contain them in the source and in the target.
     """
 
     source: int
@@ -37,12 +37,12 @@ class RangeCopy:
 
 
 class MissingRangesError(EngineError):
-    """Some wanted elements are held nowhere. `gaps` has (name, start, stop) of each run of them."""
+    """Some wanted elements have no source. `gaps` has (name, start, stop) of each missing range."""
 
     def __init__(self, gaps: Sequence[tuple[str, int, int]]) -> None:
         some = ", ".join(f"{name}[{start}:{stop}]" for name, start, stop in gaps[:5])
         more = f" and {len(gaps) - 5} more" if len(gaps) > 5 else ""
-        super().__init__(f"the state is incomplete: nobody holds {some}{more}")
+        super().__init__(f"the state is incomplete: no source holds {some}{more}")
         self.gaps = tuple(gaps)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
@@ -52,14 +52,14 @@ class MissingRangesError(EngineError):
 def plan_copies(
     wanted: Iterable[TensorRange], held: Sequence[Iterable[TensorRange]]
 ) -> list[RangeCopy]:
-    """A source for every wanted element, exactly one. Linear in ranges but for sorting.
+    """Exactly one source for every wanted element. Linear in the number of ranges, plus sorting.
 
     Args:
         wanted: disjoint ranges.
         held: the ranges of each source. Where several hold an element, the first source is read.
 
     Raises:
-        MissingRangesError: elements are held nowhere.
+        MissingRangesError: elements without a source.
     """
     index = _HeldRanges(held)
     copies: list[RangeCopy] = []
@@ -79,7 +79,7 @@ def plan_copies(
 
 
 class _HeldRanges:
-    """For each logical tensor, disjoint pieces in order, each of one source."""
+    """For each logical tensor, disjoint ranges in order, each of one source."""
 
     def __init__(self, held: Sequence[Iterable[TensorRange]]) -> None:
         by_name: defaultdict[str, list[tuple[int, TensorRange]]] = defaultdict(list)
@@ -92,7 +92,7 @@ class _HeldRanges:
         }
 
     def overlaps(self, wanted: TensorRange) -> Iterator[tuple[int, TensorRange, int, int]]:
-        """(source, range, start, stop) of what is held of `wanted`, in order."""
+        """(source, range, start, stop) of the held parts of `wanted`, in order."""
         pieces = self._ranges.get(wanted.name, [])
         first = max(0, bisect_right(self._starts.get(wanted.name, []), wanted.start) - 1)
         for start, stop, source, one in pieces[first:]:
@@ -106,8 +106,7 @@ class _HeldRanges:
 def _drop_overlaps(parts: list[tuple[int, TensorRange]]) -> list[tuple[int, int, int, TensorRange]]:
     """(start, stop, source, range), disjoint and in order; the smaller source wins an overlap.
 
-    Copies of a range are the usual overlap, so what is left of a range after the ones before it is
-    found in one sweep over the sorted starts.
+    One sweep over the sorted starts; overlapping ranges are usually replicas of each other.
     """
     pieces: list[tuple[int, int, int, TensorRange]] = []
     covered = 0

@@ -1,14 +1,8 @@
-"""StateSource, BlockIndex: what lies where in a block of bytes.
+"""Index of a block of bytes (a vault slot, a file, a rank's memory); sources of training state.
 
-Where the ranges of logical tensors lie in one block of bytes: a slot, a file, a rank's memory.
-
-A logical tensor is one of the training state's tensors as it is without any sharding, flattened:
-`weights/<parameter>`, `optimizer.<key>/<parameter>`, `buffers/<name>`. Ranges are counted in its
-elements, places in bytes. Nothing here knows stages, ranks or torch.
-
-Where a training state can be read from: replicas' slots, a checkpoint's files, anything.
-
-A state source that tells how much was read of it.
+A logical tensor is a tensor of the training state as it is without sharding, flattened:
+`weights/<parameter>`, `optimizer.<key>/<parameter>`, `buffers/<name>`. Ranges are in elements,
+offsets in bytes. Independent of stages, ranks and torch.
 """
 
 from __future__ import annotations
@@ -30,12 +24,12 @@ DTYPE_BYTES: Mapping[str, int] = {
     "U8": 1,
     "BOOL": 1,
 }
-"""Bytes of an element, by dtype; the names are those of safetensors."""
+"""Bytes of an element by dtype name; names as in safetensors."""
 
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A tensor's dtype (a key of `ITEM_BYTES`) and whole shape."""
+    """A tensor's dtype (a key of `DTYPE_BYTES`) and full shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,7 +45,7 @@ class LogicalTensor:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """Elements `start` to `stop` of a logical tensor, at byte `offset` of the block they lie in."""
+    """Elements `start` to `stop` of a logical tensor, at byte `offset` of their block."""
 
     name: str
     start: int
@@ -64,10 +58,10 @@ class BlockIndex:
     """The contents of one block of bytes.
 
     Attributes:
-        tensors: every logical tensor that a range is of.
-        ranges: what lies where; ranges do not overlap in bytes.
-        nbytes: the length of the block; bytes in no range are padding.
-        constant_bytes: so many bytes at its beginning never change during a run.
+        tensors: the logical tensors of all ranges.
+        ranges: disjoint in bytes.
+        nbytes: size of the block; bytes in no range are padding.
+        constant_bytes: size of the part at the beginning that never changes during a run.
     """
 
     tensors: dict[str, LogicalTensor] = field(default_factory=dict)
@@ -76,7 +70,7 @@ class BlockIndex:
     constant_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it; `from_json` is the way back."""
+        """JSON form, the inverse of `from_json`."""
         return {
             "tensors": {name: [one.dtype, list(one.shape)] for name, one in self.tensors.items()},
             "ranges": [[one.name, one.start, one.stop, one.offset] for one in self.ranges],
@@ -98,32 +92,32 @@ class BlockIndex:
 
 
 class StateSource(Protocol):
-    """A whole training state of one step, cut into blocks of bytes in any way."""
+    """A complete training state of one step in blocks of bytes, however partitioned."""
 
     @property
     def step(self) -> int:
-        """Finished steps in the state."""
+        """Finished steps of the state."""
 
     @property
     def block_indexes(self) -> Sequence[BlockIndex]:
-        """What each block holds. Blocks may overlap; together they hold everything."""
+        """Index of each block. Blocks may overlap; together they hold the complete state."""
 
     def metadata(self, rank: int) -> dict[str, Any]:
-        """The state's JSON part as that rank had it; another rank's when there was no such rank."""
+        """The JSON part of a rank; of another rank if there was no such rank."""
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
-        """Fills `into` (bytes, writable) from byte `offset` of a block.
+        """Fill `into` (bytes, writable) from byte `offset` of a block.
 
         Raises:
-            DataError: those bytes are damaged or gone; it names the file or slot.
+            DataError: the bytes are damaged or missing; the message names the file or slot.
         """
 
     def close(self) -> None:
-        """Lets go of what it reads from. Safe to repeat."""
+        """Release files and memory. Safe to repeat."""
 
 
 class CountingSource:
-    """`source`, with `progress` told the bytes of every read as it ends."""
+    """Wraps `source`; calls `progress` with the bytes of every completed read."""
 
     def __init__(self, source: StateSource, progress: Callable[[int], None]) -> None:
         self._source = source

@@ -1,7 +1,7 @@
-"""Which parameters are gathered and reduced together.
+"""Plans units: the parameters that are gathered and reduced together.
 
-Replicated weights are cut into buckets by size; sharded weights into blocks along the module tree.
-A unit has one dtype and is trainable or frozen as a whole.
+Replicated weights form buckets by size; sharded weights form units along the blocks of the module
+tree. A unit has one dtype and is trainable or frozen as a whole.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class NamedParam:
 
     @property
     def buffer_kind(self) -> tuple[torch.dtype, bool]:
-        """Parameters of one kind may share a flat buffer."""
+        """Parameters with equal kinds may share a flat buffer."""
         return self.param.dtype, self.group is not None
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """A unit before it has buffers. `params` stand in the layout's order.
+    """A unit before its buffers exist. `params` are in the layout's order.
 
-    `block` is the module whose forward needs the unit gathered; None when weights are replicated.
+    `module` is the one whose forward needs the unit gathered; None if weights are replicated.
     """
 
     layout: UnitLayout
@@ -49,7 +49,7 @@ class UnitPlan:
 def name_params(model: nn.Module, groups: Mapping[nn.Parameter, int]) -> list[NamedParam]:
     """The model's parameters in registration order; `groups` gives the trainable ones' group.
 
-    Not those without elements: there is nothing to place, to sum or to update.
+    Parameters without elements are left out.
     """
     return [
         NamedParam(name, param, groups.get(param))
@@ -62,21 +62,21 @@ def plan_buckets(
     params: Sequence[NamedParam],
     bucket_numel: int | None,
     world_size: int,
-    most: int | None = None,
+    max_numel: int | None = None,
 ) -> list[UnitPlan]:
     """Trainable parameters in buckets of at most `bucket_numel` elements, or one parameter.
 
-    They stand in reverse registration order, which is about the order their gradients arrive in.
-    By default a bucket is an eighth of the model: small enough for sums to begin early in backward,
-    large enough for each to be worth its messages.
+    In reverse registration order, which is about the order in which gradients become ready. By
+    default a bucket is an eighth of the model: small enough for reductions to start early in
+    backward, large enough to amortise their latency.
 
     Args:
-        most: a bucket has no more than this either; None or 0 for no such limit.
+        max_numel: further limit of a bucket; None or 0: none.
     """
     if bucket_numel is None:
-        share = _total_numel([one for one in params if one.group is not None]) // 8
-        bucket_numel = min(max(share, MIN_BUCKET_NUMEL), MAX_BUCKET_NUMEL)
-    bucket_numel = min(bucket_numel, most or bucket_numel)
+        eighth = _total_numel([one for one in params if one.group is not None]) // 8
+        bucket_numel = min(max(eighth, MIN_BUCKET_NUMEL), MAX_BUCKET_NUMEL)
+    bucket_numel = min(bucket_numel, max_numel or bucket_numel)
     plans: list[UnitPlan] = []
     open_buckets: dict[tuple[torch.dtype, bool], list[NamedParam]] = {}
     for one in reversed(params):
@@ -95,26 +95,26 @@ def plan_buckets(
 def plan_blocks(
     model: nn.Module, params: Sequence[NamedParam], classes: Sequence[str], world_size: int
 ) -> list[UnitPlan]:
-    """Every parameter in the unit of the innermost block that holds all of its uses.
+    """Assign every parameter to the unit of the innermost block that contains all of its uses.
 
     Args:
-        classes: class names of the modules that are blocks; empty for the automatic choice.
+        classes: class names of the modules that are blocks; empty: automatic.
 
     Raises:
-        ConfigError: a class name fits no module of the model.
+        ConfigError: the model has no module of a class.
     """
-    paths = {model: "root"}  # a block that stands in several places goes by its first name
+    paths = {model: "root"}  # a block that is registered several times has its first name
     for path, block in _find_blocks(model, classes):
         paths.setdefault(block, path)
     uses: dict[nn.Parameter, list[list[nn.Module]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for param in module.parameters(recurse=False):
             uses.setdefault(param, []).append(_module_path(model, path))
-    homes: dict[nn.Module, list[NamedParam]] = {block: [] for block in paths}
+    members_of: dict[nn.Module, list[NamedParam]] = {block: [] for block in paths}
     for one in params:
-        homes[_innermost_common_block(uses[one.param], homes)].append(one)
+        members_of[_innermost_common_block(uses[one.param], members_of)].append(one)
     plans = []
-    for block, members in homes.items():
+    for block, members in members_of.items():
         members.sort(key=lambda one: str(one.buffer_kind))
         mixed = len({one.param.dtype for one in members}) > 1
         for (dtype, trainable), kind in groupby(members, key=lambda one: one.buffer_kind):
@@ -157,7 +157,7 @@ def _repeated_blocks(
 
 
 def _module_path(model: nn.Module, path: str) -> list[nn.Module]:
-    """The modules on the way to `path`, the model and the module there included."""
+    """The modules from the model to `path`, both included."""
     modules = [model]
     for name in path.split(".") if path else ():
         modules.append(modules[-1].get_submodule(name))
@@ -167,7 +167,7 @@ def _module_path(model: nn.Module, path: str) -> list[nn.Module]:
 def _innermost_common_block(
     uses: Sequence[list[nn.Module]], blocks: Container[nn.Module]
 ) -> nn.Module:
-    """The innermost block that is on the way to every use."""
+    """The innermost block on the path to every use."""
     common = set(uses[0]).intersection(*uses[1:])
     return next(one for one in reversed(uses[0]) if one in blocks and one in common)
 

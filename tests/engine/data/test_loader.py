@@ -221,7 +221,7 @@ def test_an_epoch_broken_off_is_gone_on_with() -> None:
 
 def test_an_epoch_without_a_step_is_an_error_not_an_endless_loop() -> None:
     one = loader()
-    with pytest.raises(EngineError, match="epoch 0 was left without a finished step"):
+    with pytest.raises(EngineError, match="the loop over epoch 0 ended without a finished step"):
         for _ in one.epochs(2):
             pass
 
@@ -369,7 +369,7 @@ def test_batches_before_the_error_are_handed_out() -> None:
 def test_samples_that_make_no_batch_are_named() -> None:
     ragged = [torch.zeros(i) for i in range(4)]
     one = StepLoader(ragged, SampleOrder(4, 0), LoaderPlan(2, 2, 1, 0), TrainingProgress())
-    with pytest.raises(DataError, match=r"samples \[\d, \d\] do not make a batch"):
+    with pytest.raises(DataError, match=r"samples \[\d, \d\] cannot be collated"):
         next(iter(one))
     assert (
         len(next(iter(StepLoader(ragged, SampleOrder(4, 0), one.plan, TrainingProgress(), list))))
@@ -404,7 +404,7 @@ def test_what_is_not_map_style_is_refused(data: object) -> None:
 def test_empty_or_changed_data_is_refused() -> None:
     with pytest.raises(DataError, match="is empty"):
         dataset_length([])
-    with pytest.raises(DataError, match="3 samples and the order is over 4"):
+    with pytest.raises(DataError, match="3 samples, but its order was made for 4"):
         StepLoader([1, 2, 3], SampleOrder(4, 0), LoaderPlan(1, 1, 1, 0), TrainingProgress())
 
 

@@ -120,7 +120,7 @@ def test_a_part_of_a_state_is_refused():
     blocks = [b for b, _, _ in run_ranks(2, some_steps, 3, "fp32", "sgd", range(1), None)]
     table = blocks[1].table
     blocks[1].table = replace(table, ranges=table.ranges[:-3])
-    with pytest.raises(RankError, match="nobody holds") as told:
+    with pytest.raises(RankError, match="no source holds") as told:
         run_ranks(2, some_steps, 1, "fp32", "sgd", range(1, 2), blocks)
     assert MissingRangesError.__name__ in str(told.value)
 
