@@ -70,7 +70,7 @@ class SampleLedger:
     def _write_error(self, error: OSError) -> DataError:
         return DataError(
             f"the ledger {self._path} cannot be written: {error.strerror or error}",
-            "a new, writable folder for each run, with free space",
+            "a new folder for each run, writable and with free space",
             "`ledger` or `checkpoint.path` in the job file",
         )
 
