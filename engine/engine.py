@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.engine.builder import EngineParts, SchedulerLike, build_parts, make_loader
-from rayzero.engine.checkpointing import load_checkpoint, save_checkpoint
+from rayzero.engine.checkpoint_io import load_checkpoint, save_checkpoint
 from rayzero.engine.config.explain import log_explanation
 from rayzero.engine.data.loader import MapDataset, StepLoader
 from rayzero.engine.metrics import StepMetrics

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rayzero.engine.api.alternatives import NOT_DELEGATED, unsupported_attribute
 from rayzero.engine.checkpoint.export_model import write_model_file
-from rayzero.engine.checkpointing import load_model_state, without_frozen
+from rayzero.engine.checkpoint_io import load_model_state, without_frozen
 from rayzero.engine.comm.collectives import run_on_all_ranks
 from rayzero.engine.config.model import OptimizerConfig, SchedulerConfig
 from rayzero.engine.engine import Engine

@@ -1,9 +1,4 @@
-"""Protocols: Work, Backend, ReduceOp, GatherOp (half of collectives.py) + small helpers.
-
-Something to do when a collective has arrived.
-
-Where a term of a sum goes.
-"""
+"""The interfaces of communication: a backend, the work that it starts, and operations over units."""
 
 from __future__ import annotations
 
@@ -15,21 +10,28 @@ from torch import Tensor
 
 
 class Work(Protocol):
-    """A collective under way. Its buffers must not be touched before `wait` has returned.
+    """A collective in flight. Its buffers must not be touched before `wait` has returned.
 
-    Afterwards the result is there. What was given may still be read by other ranks: it must not be
-    overwritten before `release`, or the next vote.
+    Afterwards the result is available. Other ranks may still read what was passed in: it must not
+    be overwritten before `release`, or the next vote.
     """
 
     def wait(self) -> None:
-        """Returns when the result is there (on CUDA: when the current stream will see it)."""
+        """Returns when the result is available (on CUDA: to work enqueued on the current stream)."""
 
     def release(self) -> None:
-        """Returns when no other rank reads this rank's buffers any more."""
+        """Waits, and returns when no other rank reads this rank's buffers any more."""
+
+
+class ChainableWork(Work, Protocol):
+    """Work that runs callbacks once it has been waited for."""
+
+    def then(self, finish: Callable[[], None]) -> ChainableWork:
+        """Runs `finish` once, at the end of the first `wait`, after earlier callbacks."""
 
 
 class Backend(Protocol):
-    """Moves data between the ranks of one generation. All calls are asynchronous but `broadcast`.
+    """Moves data between the ranks of one generation. All calls except `broadcast` are asynchronous.
 
     `full` is a flat buffer of world_size equal parts; a rank's own part is `full[rank]` of them.
     """
@@ -47,23 +49,22 @@ class Backend(Protocol):
         """
 
     def all_gather(self, full: Tensor, part: Tensor) -> Work:
-        """All ranks' `part`s behind one another in `full`, on every rank.
+        """Concatenates all ranks' `part`s in `full`, on every rank.
 
         `part` may be this rank's own part of `full`.
         """
 
     def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> Work:
-        """As `all_gather` among some consecutive ranks, of which this is one.
+        """`all_gather` within a group of consecutive ranks that includes this one.
 
-        All ranks call it, each with its own group of as many. `full` has a part for each member.
+        All ranks call it, with groups of one size. `full` has a part for each member.
         """
 
     def all_to_all(self, full: Tensor, received: Tensor) -> Work:
-        """Each rank's part of `full` goes to that rank; `received` gets what they all had for this
-        one, in the order of ranks."""
+        """Sends each rank its part of `full`; `received` gets the parts for this rank, in rank order."""
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
-        """All ranks' `part`s behind one another in `full`, on rank `target` only."""
+        """Concatenates all ranks' `part`s in `full`, on rank `target` only."""
 
     def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
         """Every rank's `sent[r]` to rank r, where it arrives in `received[sender]`.
@@ -72,20 +73,20 @@ class Backend(Protocol):
         """
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Gives every rank the source's `tensor`, in place."""
+        """Copies the source's `tensor` to every rank, in place."""
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer that reductions and gathers may be called on: `full`, or a gather's `part`.
 
-        Where it lies is the backend's to choose.
+        The backend chooses its memory.
         """
 
     def progress_pending(self) -> None:
-        """Does this rank's part of everything launched, so that no peer has to wait for it."""
+        """Does this rank's share of everything launched, so that no peer waits for it."""
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of buffers held to receive into."""
+        """Bytes of receive buffers."""
 
 
 class ReduceOp(Protocol):
@@ -104,15 +105,17 @@ class ReduceOp(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def all_reduce(self, full: Tensor) -> Work:
+    def all_reduce(self, full: Tensor) -> ChainableWork:
         """See `Backend`."""
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool = False) -> Work:
+    def reduce_scatter(
+        self, full: Tensor, out: Tensor, *, accumulate: bool = False
+    ) -> ChainableWork:
         """See `Backend`."""
 
 
 class GatherOp(Protocol):
-    """How one unit's weights are gathered from all ranks. `Collectives` is the plain way."""
+    """All-gathers one unit's weights. `Collectives` does so uncompressed."""
 
     @property
     def rank(self) -> int: ...
@@ -120,12 +123,12 @@ class GatherOp(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def all_gather(self, full: Tensor, part: Tensor) -> Work:
+    def all_gather(self, full: Tensor, part: Tensor) -> ChainableWork:
         """See `Backend`."""
 
 
 class CompletedWork:
-    """A collective with nothing to wait for."""
+    """A collective that is already complete."""
 
     def wait(self) -> None:
         return
@@ -135,27 +138,9 @@ class CompletedWork:
 
 
 def rank_chunk(full: Tensor, rank: int, world_size: int) -> Tensor:
-    """One rank's part of a flat buffer of equal parts."""
+    """One rank's part of a flat buffer of equal parts; a view."""
     length = full.numel() // world_size
     return full[rank * length : (rank + 1) * length]
-
-
-class ChainedWork:
-    """A pending collective, and what is done once when it has been waited for."""
-
-    def __init__(self, pending: Work, finish: Callable[[], None]) -> None:
-        self._work = pending
-        self._finish: Callable[[], None] | None = finish
-
-    def wait(self) -> None:
-        self._work.wait()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
-
-    def release(self) -> None:
-        self.wait()
-        self._work.release()
 
 
 def copy_or_add_(out: Tensor, term: Tensor, *, add: bool) -> None:

@@ -1,12 +1,9 @@
-"""Collectives: counts, numbers, times (other half) + all_gather_bytes, run_on_all_ranks.
+"""The engine's collectives: one interface over NCCL, gloo, and a single rank.
 
-The collectives the engine uses, one interface over NCCL, gloo, and no process group at all.
+`Collectives` counts, numbers and times them; a backend moves the data. Bytes are counted as in the
+ZeRO paper: a reduce-scatter or an all-gather moves the buffer once, an all-reduce twice.
 
-`Collectives` counts calls and bytes and numbers them; a backend moves the data. Bytes are counted
-as the ZeRO paper does: a reduce-scatter or an all-gather moves the whole buffer once, an
-all-reduce twice.
-
-Small messages between ranks, and work that either succeeds on all of them or fails on all.
+`run_on_all_ranks` runs work that succeeds on all ranks or fails on all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass
 class CollectiveStats:
-    """What one kind of collective has moved so far."""
+    """Calls and bytes of one kind of collective so far."""
 
     calls: int = 0
     bytes: int = 0
@@ -36,7 +33,7 @@ class CollectiveStats:
 
 @dataclass
 class CommCounters:
-    """Calls and bytes by collective, and the seconds the training thread stood waiting."""
+    """Calls and bytes by collective, and the seconds the training thread has waited."""
 
     by_name: dict[str, CollectiveStats] = field(default_factory=dict)
     sequence: int = 0
@@ -50,11 +47,11 @@ class CommCounters:
 
 
 class Collectives:
-    """The engine's only way to other ranks.
+    """The engine's only connection to other ranks.
 
     Attributes:
-        watch: told (number, entered=) when a wait for other ranks begins and ends. What it raises
-            breaks the collective off.
+        wait_observer: called with (number, entered) when a wait for other ranks begins and ends. An
+            exception that it raises aborts the collective.
     """
 
     single_collective = True
@@ -81,43 +78,46 @@ class Collectives:
         return self._backend.zeros(numel, dtype, device)
 
     def progress_pending(self) -> None:
-        """Called before the user's code goes on, which may hold collectives of its own.
+        """Called before returning to the script, which may call collectives itself.
 
-        Without it a peer could wait here for what this rank would only do later.
+        Without it a peer could wait for this rank's share of an exchange while this rank waits in
+        the script's collective.
         """
         if self.world_size > 1:
             self.run_timed("an exchange", self.counters.sequence, self._backend.progress_pending)
 
-    def all_reduce(self, full: Tensor) -> Work:
+    def all_reduce(self, full: Tensor) -> CollectiveWork:
         return self._launch("all_reduce", 2 * full.nbytes, lambda: self._backend.all_reduce(full))
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool = False) -> Work:
+    def reduce_scatter(
+        self, full: Tensor, out: Tensor, *, accumulate: bool = False
+    ) -> CollectiveWork:
         return self._launch(
             "reduce_scatter",
             full.nbytes,
             lambda: self._backend.reduce_scatter(full, out, accumulate=accumulate),
         )
 
-    def all_gather(self, full: Tensor, part: Tensor) -> Work:
+    def all_gather(self, full: Tensor, part: Tensor) -> CollectiveWork:
         return self._launch("all_gather", full.nbytes, lambda: self._backend.all_gather(full, part))
 
-    def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> Work:
+    def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> CollectiveWork:
         return self._launch(
             "all_gather_in_group",
             full.nbytes,
             lambda: self._backend.all_gather_in_group(full, part, members),
         )
 
-    def all_to_all(self, full: Tensor, received: Tensor) -> Work:
+    def all_to_all(self, full: Tensor, received: Tensor) -> CollectiveWork:
         moved = full.nbytes
         return self._launch("all_to_all", moved, lambda: self._backend.all_to_all(full, received))
 
-    def gather(self, full: Tensor, part: Tensor, target: int = 0) -> Work:
+    def gather(self, full: Tensor, part: Tensor, target: int = 0) -> CollectiveWork:
         moved = part.nbytes * self.world_size
         return self._launch("gather", moved, lambda: self._backend.gather(full, part, target))
 
-    def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
-        moved = sum(one.nbytes for one in sent)
+    def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> CollectiveWork:
+        moved = sum(part.nbytes for part in sent)
         return self._launch("exchange", moved, lambda: self._backend.all_to_all_v(received, sent))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -135,15 +135,15 @@ class Collectives:
         """Sums a short vector over the ranks, in place, and waits for it."""
         self._launch("sums", values.nbytes, lambda: self._backend.all_reduce(values)).wait()
 
-    def _launch(self, name: str, moved_bytes: int, run: Callable[[], Work]) -> Work:
+    def _launch(self, name: str, moved_bytes: int, run: Callable[[], Work]) -> CollectiveWork:
         self.counters.count(name, moved_bytes)
         if self.world_size == 1:
-            return run()
+            return CollectiveWork(run(), None, name, 0)
         number = self.counters.sequence
-        return _TimedWork(name, number, self.run_timed(name, number, run), self)
+        return CollectiveWork(self.run_timed(name, number, run), self, name, number)
 
     def run_timed(self, name: str, number: int, waits: Callable[[], T]) -> T:
-        """Runs something that may wait for other ranks; a failure says what was going on."""
+        """Runs something that may wait for other ranks; a failure names the collective."""
         start = perf_counter()
         self.wait_observer(number, True)
         try:
@@ -158,31 +158,48 @@ class Collectives:
         return result
 
 
-class _TimedWork:
-    """A pending collective whose waits are counted and watched."""
+class CollectiveWork:
+    """The work that `Collectives` returns: waits are timed and observed, and callbacks follow.
 
-    def __init__(self, name: str, number: int, pending: Work, owner: Collectives) -> None:
+    Args:
+        timer: None on a single rank, where nothing waits.
+    """
+
+    def __init__(self, work: Work, timer: Collectives | None, name: str, number: int) -> None:
+        self._work = work
+        self._timer = timer
         self._name = name
         self._number = number
-        self._work = pending
-        self._owner = owner
+        self._callbacks: list[Callable[[], None]] = []
+
+    def then(self, finish: Callable[[], None]) -> CollectiveWork:
+        self._callbacks.append(finish)
+        return self
 
     def wait(self) -> None:
-        self._owner.run_timed(self._name, self._number, self._work.wait)
+        if self._timer is not None:
+            self._timer.run_timed(self._name, self._number, self._work.wait)
+        if self._callbacks:
+            callbacks, self._callbacks = self._callbacks, []
+            for finish in callbacks:
+                finish()
 
     def release(self) -> None:
-        self._owner.run_timed(self._name, self._number, self._work.release)
+        if self._callbacks:
+            self.wait()
+        if self._timer is not None:
+            self._timer.run_timed(self._name, self._number, self._work.release)
 
 
 def _no_observer(number: int, entered: bool) -> None:
-    """There is nobody to tell of waits."""
+    """The default: waits are not observed."""
 
 
 def all_gather_bytes(collectives: Collectives, message: bytes, device: torch.device) -> list[bytes]:
     """Each rank's message, on every rank. Collective.
 
     Args:
-        device: where the group's backend can read from.
+        device: one that the group's backend can read from.
     """
     ranks = range(collectives.world_size)
     if len(ranks) == 1:
@@ -190,7 +207,7 @@ def all_gather_bytes(collectives: Collectives, message: bytes, device: torch.dev
     lengths = torch.zeros(len(ranks), dtype=torch.float64, device=device)
     lengths[collectives.rank] = len(message)
     collectives.all_reduce_scalars(lengths)
-    found = []
+    messages = []
     for rank, length in zip(ranks, lengths.tolist(), strict=True):
         buffer = torch.zeros(int(length), dtype=torch.uint8)
         if rank == collectives.rank and message:
@@ -198,19 +215,19 @@ def all_gather_bytes(collectives: Collectives, message: bytes, device: torch.dev
         buffer = buffer.to(device)
         if length:
             collectives.broadcast(buffer, rank)
-        found.append(buffer.cpu().numpy().tobytes())
-    return found
+        messages.append(buffer.cpu().numpy().tobytes())
+    return messages
 
 
 def run_on_all_ranks(
     collectives: Collectives, device: torch.device, work: Callable[[], Any]
 ) -> list[Any]:
-    """Runs `work` on every rank; what each returned, by rank. Collective.
+    """Runs `work` on every rank and returns the results by rank. Collective.
 
-    If it fails on one rank it fails on all of them, so that none waits for another in vain.
+    If it fails on one rank it fails on all of them, so that none waits forever.
 
     Args:
-        work: returns what JSON can hold. No collectives in it.
+        work: returns a JSON value. It must not call collectives.
 
     Raises:
         Whatever `work` raised here; EngineError with the first failure's text elsewhere.
@@ -219,11 +236,12 @@ def run_on_all_ranks(
     result = None
     try:
         result = work()
-    except Exception as error:  # noqa: BLE001  raised below, after the others have heard of it
+    except Exception as error:  # noqa: BLE001  raised below, once the other ranks know
         failure = error
-    told = {"result": result} if failure is None else {"error": str(failure)}
+    outcome = {"result": result} if failure is None else {"error": str(failure)}
     answers = [
-        json.loads(one) for one in all_gather_bytes(collectives, json.dumps(told).encode(), device)
+        json.loads(message)
+        for message in all_gather_bytes(collectives, json.dumps(outcome).encode(), device)
     ]
     if failure is not None:
         raise failure

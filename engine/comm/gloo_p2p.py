@@ -1,20 +1,16 @@
-"""P2P messages that outlive an engine; gloo shutdown at exit.
+"""Point-to-point messages that outlive an engine, and gloo's shutdown at exit.
 
-Messages between two ranks of a gloo group, kept until somebody has waited for them.
+A receive that is freed before its message has arrived blocks the connection permanently: gloo stops
+reading there (torch 2.13), and everything sent later on it waits. So the process group, not the
+engine, owns messages in flight: an engine may be dropped at any time, and another one be built in
+the same group.
 
-A receive that is freed before its message has come blocks the connection for good: gloo reads no
-further there (torch 2.13), and whatever any other collective sends behind it waits. So messages
-under way belong to their group and not to who started them: an engine may be dropped at any moment,
-and another be made in its group.
-
-The way out of a process that used gloo: its threads must be over before the interpreter is.
-
-A gloo thread frees a collective's tensors after those who waited for it went on. One that does so
-while Python is being finalized ends the process by std::terminate (torch 2.13: about one exit in
-forty of a busy machine). The threads are over once nobody holds their process group.
-
-`torch.distributed.nn.functional` holds it in the defaults of its functions when it is imported
-behind the group's making, and the first step of any torch optimizer imports it.
+At exit, gloo's threads must end before the interpreter does. A gloo thread frees a collective's
+tensors after its waiters have continued; if it does so while Python is being finalized, the process
+dies by std::terminate (torch 2.13: about one exit in forty on a busy machine). The threads end when
+the last reference to their process group is dropped. `torch.distributed.nn.functional` keeps one in
+the defaults of its functions if it is imported after the group was created, and the first step of
+any torch optimizer imports it.
 """
 
 from __future__ import annotations
@@ -34,27 +30,28 @@ _TAG_COUNT = 1 << 31  # gloo's are of 31 bits
 
 
 class P2PWork:
-    """One that is sent or received."""
+    """One message that is being sent or received."""
 
-    def __init__(self, work: dist.Work, mail: P2PChannel) -> None:
+    def __init__(self, work: dist.Work, channel: P2PChannel) -> None:
         self._work: dist.Work | None = work
-        self._channel = ref(mail)  # no cycle: what is left goes as soon as the group does
+        self._channel = ref(channel)  # no cycle: unfinished messages are freed with the group
 
     def wait(self) -> None:
-        """Raises RuntimeError when the connection is lost, and when the group's time is over."""
+        """Raises RuntimeError when the connection is lost, or after the group's timeout."""
         if self._work is None:  # gloo would never return from a second wait for a receive
             return
         self._work.wait()
         self._work = None
-        if (mail := self._channel()) is not None:
-            mail.in_flight.discard(self)
+        if (channel := self._channel()) is not None:
+            channel.in_flight.discard(self)
 
 
 class P2PChannel:
-    """Of one group. What nobody waits for goes with the group, or when `settle` finds it has come.
+    """The messages of one group. Those that were never waited for are freed with the group, or by
+    `drain_leftovers`.
 
     Attributes:
-        under_way: messages that nobody has waited for yet.
+        in_flight: messages that have not been waited for.
     """
 
     def __init__(self) -> None:
@@ -64,28 +61,27 @@ class P2PChannel:
         self._received: Counter[int] = Counter()
 
     def next_tag(self) -> int:
-        """The next collective's. Ranks launch the same ones in the same order, so they agree on it,
-        whichever engine a collective is of."""
+        """The next collective's tag. All ranks launch the same collectives in the same order, in every
+        engine of the group, so they agree on it."""
         self._tag = (self._tag + 1) % _TAG_COUNT
         return self._tag
 
     def send(self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int) -> P2PWork:
-        """Starts to send, to one who receives with this tag."""
+        """Starts to send; the peer receives with the same tag."""
         self._sent[peer] += 1
         return self._track(dist.isend(tensor, group=group, group_dst=peer, tag=tag))
 
     def recv(self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int) -> P2PWork:
-        """Starts to receive, from one who sends with this tag."""
+        """Starts to receive; the peer sends with the same tag."""
         self._received[peer] += 1
         return self._track(dist.irecv(tensor, group=group, group_src=peer, tag=tag))
 
     def drain_leftovers(self, group: dist.ProcessGroup) -> None:
-        """Waits for what earlier engines of the group left, if all of it was sent. Collective.
+        """Waits for messages of the group's earlier engines, if all of them were sent. Collective.
 
-        It was not where an engine was dropped in the middle of a step on one rank, before it had
-        answered its peers.
+        They were not if one rank dropped its engine in the middle of a step.
         """
-        if not self._tag:  # so on every rank: nothing was ever sent
+        if not self._tag:  # on every rank: nothing was ever sent
             return
         rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
         own = [[count[peer] for peer in ranks] for count in (self._sent, self._received)]
@@ -98,7 +94,7 @@ class P2PChannel:
                 message.wait()
 
     def _track(self, work: dist.Work | None) -> P2PWork:
-        if work is None:  # torch's answer to a rank that is not in the group, which this one is
+        if work is None:  # torch returns None on ranks outside the group
             raise RuntimeError("this process has left the process group")
         message = P2PWork(work, self)
         self.in_flight.add(message)
@@ -106,18 +102,18 @@ class P2PChannel:
 
 
 def p2p_channel(group: dist.ProcessGroup) -> P2PChannel:
-    """The one there is as long as the group is."""
+    """The group's channel; it lives as long as the group."""
     return _channels.setdefault(group, P2PChannel())
 
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, P2PChannel] = WeakKeyDictionary()
 
 EXIT_LIMIT_S = 5.0
-"""How long a collective that others never came to may hold up the end of the process."""
+"""How long a collective that other ranks never joined may delay the exit."""
 
 
 class GroupRef:
-    """Somebody's hold on a process group, until the process ends."""
+    """A reference to a process group that is released at exit."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: list[dist.ProcessGroup] = [group]
@@ -135,7 +131,7 @@ _group_refs: WeakSet[GroupRef] = WeakSet()
 
 
 def destroy_at_exit() -> None:
-    """Of a default group that was made here: whoever makes it ends it, if the script does not."""
+    """Destroys the default group, which the engine created, at exit, unless the script has done so."""
     atexit.register(_run_within_limit, _destroy_default_group)
 
 
@@ -146,8 +142,8 @@ def _destroy_default_group() -> None:
 
 
 def _release_groups() -> None:
-    for hold in tuple(_group_refs):
-        hold.release()
+    for group_ref in tuple(_group_refs):
+        group_ref.release()
     functional = sys.modules.get("torch.distributed.nn.functional")
     for function in vars(functional).values() if functional else ():
         defaults = getattr(function, "__defaults__", None) or ()
@@ -158,7 +154,7 @@ def _release_groups() -> None:
 
 
 def _run_within_limit(work: Callable[[], None]) -> None:
-    """In a thread, for a group's end waits for its collectives."""
+    """Runs it in a thread, because destroying a group waits for its collectives."""
     thread = Thread(target=work, name="rayzero-leaving", daemon=True)
     thread.start()
     thread.join(EXIT_LIMIT_S)

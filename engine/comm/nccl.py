@@ -3,7 +3,7 @@
 Ordering. A collective launched from the compute stream starts after everything enqueued there
 before it, and `wait` makes the compute stream (not the host) wait for its end. So a buffer may be
 overwritten by a collective that is launched after the last kernel that reads it, and read by
-kernels enqueued after `wait`; no event of our own is needed.
+kernels enqueued after `wait`, without further events.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class _NcclWork:
-    """A collective on NCCL's stream, and what the compute stream does behind it."""
+    """A collective on NCCL's stream, and a callback that enqueues work after it."""
 
     def __init__(self, work: dist.Work, finish: Callable[[], None] | None = None) -> None:
         self._work: dist.Work | None = work
@@ -50,7 +50,9 @@ class NcclBackend:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._group = group
-        self._subgroups: dict[range, dist.ProcessGroup] = {}  # of some ranks, made when first used
+        self._subgroups: dict[
+            range, dist.ProcessGroup
+        ] = {}  # of consecutive ranks, created at first use
 
     def all_reduce(self, full: Tensor) -> Work:
         return _NcclWork(dist.all_reduce(full, group=self._group, async_op=True))
@@ -72,7 +74,7 @@ class NcclBackend:
         return _NcclWork(_all_gather(full, part, group=group, async_op=True))
 
     def _subgroup(self, size: int) -> dist.ProcessGroup:
-        """This rank's of the groups of consecutive ranks. Collective: all ranks make them all."""
+        """This rank's group of `size` consecutive ranks. Collective: all ranks create all groups."""
         own: dist.ProcessGroup
         own, _ = dist.new_subgroups(size, group=self._group)
         return own
@@ -84,7 +86,7 @@ class NcclBackend:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def progress_pending(self) -> None:
-        return  # NCCL's kernels need no host
+        return  # NCCL's kernels progress without the host
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
         parts = None

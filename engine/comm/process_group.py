@@ -1,10 +1,6 @@
-"""Connect(), init_distributed, single-rank backend.
+"""Process groups: finds or creates the default one, and its backend and device.
 
-Finds the process group there is, and the backend and device that go with it.
-
-Makes the default process group where a script asks for it, as DeepSpeed's scripts do.
-
-The backend of one rank: there is nobody to exchange with.
+`init_distributed` is DeepSpeed's function of that name.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from rayzero.engine.errors import ConfigError
 
 
 class SingleRankBackend:
-    """One rank, no process group: every collective is already done."""
+    """One rank, no process group: every collective completes at once."""
 
     rank = 0
     world_size = 1
@@ -75,11 +71,11 @@ class SingleRankBackend:
 
 
 def connect_collectives() -> tuple[Collectives, torch.device]:
-    """The way to the other ranks, and the device this rank computes on.
+    """The collectives over all ranks, and this rank's device.
 
-    The default process group is used if there is one (a rayzero worker and Ray Train make it);
-    under torchrun it is made here; without either this process is alone. CPU ranks on one host
-    exchange through shared memory unless the environment says RAYZERO_SHARED_MEMORY=0.
+    Uses the default process group if it exists (rayzero workers and Ray Train create it), creates
+    it under torchrun, and otherwise runs on this rank alone. CPU ranks on one host exchange data
+    through shared memory unless RAYZERO_SHARED_MEMORY=0.
 
     Raises:
         ConfigError: the group's backend is neither nccl nor gloo.
@@ -92,7 +88,7 @@ def connect_collectives() -> tuple[Collectives, torch.device]:
     if not dist.is_initialized():
         return Collectives(SingleRankBackend()), _select_device(prefer_cuda=True)
     group = dist.group.WORLD
-    name = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl", also when none was asked for
+    name = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl" if none was requested
     cuda = "nccl" in name
     if not cuda and "gloo" not in name:
         raise ConfigError(f"the process group's backend is {name!r}", allowed="nccl, gloo")
@@ -105,7 +101,7 @@ def connect_collectives() -> tuple[Collectives, torch.device]:
 
 
 def _select_device(*, prefer_cuda: bool) -> torch.device:
-    """This rank's GPU: the one torchrun or the host numbered it for, or the current one."""
+    """This rank's GPU by LOCAL_RANK, else the current one."""
     if not (prefer_cuda and torch.cuda.is_available()):
         return torch.device("cpu")
     number = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
@@ -134,20 +130,20 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """The default process group, unless there is one: of torchrun's ranks, or of this one alone.
+    """Creates the default process group, unless it exists: of torchrun's ranks, or of this one alone.
 
     Args:
         dist_backend: nccl or gloo; by default nccl where there are GPUs.
-        auto_mpi_discovery, config: of no use: ranks come from the environment (torchrun, a
+        auto_mpi_discovery, config: ignored: ranks are read from the environment (torchrun, a
             rayzero job), or from `init_method`, `rank` and `world_size`.
-        distributed_port: where ranks meet, if the environment does not say.
-        verbose: log it on rank 0.
+        distributed_port: MASTER_PORT, if the environment has none.
+        verbose: log the group on rank 0.
         timeout: of collectives.
-        init_method, rank, world_size: as torch's; -1: from the environment.
-        dist_init_required: False: there must be a group already.
+        init_method, rank, world_size: see `init_process_group`; -1 for the environment's.
+        dist_init_required: False if the script has created the group.
 
     Raises:
-        ConfigError: the backend is another one; there is no group, and none is to be made.
+        ConfigError: the backend is neither; or there is no group although the script says so.
     """
     if dist.is_initialized():
         return

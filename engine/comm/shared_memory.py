@@ -1,15 +1,14 @@
-"""Exchanges between ranks on one host: tokens go through gloo, data is read where it lies.
+"""Exchanges between ranks on one host: gloo sends tokens, data is read in place.
 
-TCP on loopback copies every byte four times; here a sum reads the peers' buffers in place, and a
-gather is one copy. Each exchange has two messages a peer: *ready* says where to read, *done* that
-it has been read.
+TCP on loopback copies every byte four times; here a reduction reads the peers' buffers in place,
+and a gather is one copy. Each exchange has two messages per peer: *ready* says where to read, *done*
+that it has been read.
 
-Order. Exchanges are carried out in launch order, and waiting for one carries out all before it; so
-a rank that waits has done its part of whatever its peers may be waiting for, and no cycle can
-form. Before any other collective, `drain` carries out what is left; before user code goes on, which
-may hold collectives that nobody sees here, `carry_out_all` does. Peers may read a buffer until
-its exchange was released or drained; waiting for that only when it is to be overwritten keeps ranks
-from waiting for each other at every exchange.
+Order. Exchanges run in launch order, and waiting for one runs all before it; so a rank that waits
+has done its share of everything its peers may be waiting for, and no cycle can form. `drain` runs
+the remaining ones before any other collective; `execute_all` before returning to the script, which
+may call collectives itself. Peers may read a buffer until its exchange was released or drained;
+waiting for that only before the buffer is overwritten saves a barrier per exchange.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ MAX_UNREAD = 64
 
 
 class TokenChannel(Protocol):
-    """Sends small tensors between ranks; every pair's messages of one tag arrive in order."""
+    """Sends small tensors between ranks; messages of one pair and tag arrive in order."""
 
     rank: int
     world_size: int
 
     def next_tag(self) -> int:
-        """One for a round of messages, the same on every rank."""
+        """The tag of a round of messages, the same on every rank."""
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> P2PWork:
         """Starts to send."""
@@ -47,23 +46,23 @@ class TokenChannel(Protocol):
 
 
 class _TokenRound:
-    """One message from each peer and one to each: 'my part is there, read it at this place'."""
+    """One message to and from each peer: a location to read from."""
 
-    def __init__(self, messenger: TokenChannel, peers: Sequence[int]) -> None:
-        self._channel = messenger
-        self._tag = tag = messenger.next_tag()
+    def __init__(self, channel: TokenChannel, peers: Sequence[int]) -> None:
+        self._channel = channel
+        self._tag = tag = channel.next_tag()
         self._locations = {peer: torch.empty(2, dtype=torch.int64) for peer in peers}
         self._receives = {
-            peer: messenger.recv(place, peer, tag) for peer, place in self._locations.items()
+            peer: channel.recv(location, peer, tag) for peer, location in self._locations.items()
         }
         self._sends: list[P2PWork] = []
 
-    def send(self, peer: int, place: tuple[int, int]) -> None:
-        token = torch.tensor(place, dtype=torch.int64)
+    def send(self, peer: int, location: tuple[int, int]) -> None:
+        token = torch.tensor(location, dtype=torch.int64)
         self._sends.append(self._channel.send(token, peer, self._tag))
 
     def send_all(self) -> None:
-        """To rounds that say no more than that they are there."""
+        """Sends tokens without a location."""
         for peer in self._locations:
             self.send(peer, (0, 0))
 
@@ -74,7 +73,7 @@ class _TokenRound:
         return descriptor, offset
 
     def wait_all(self) -> None:
-        """Waits for all that is still under way."""
+        """Waits for all messages still in flight."""
         while self._receives:
             self._receives.popitem()[1].wait()
         while self._sends:
@@ -82,7 +81,7 @@ class _TokenRound:
 
 
 class SharedMemoryWork:
-    """A collective among neighbours. `carry_out` runs once, in launch order."""
+    """A collective in shared memory. `execute` runs once, in launch order."""
 
     def __init__(
         self, owner: SharedMemoryExchange, steps: Iterator[None], done: _TokenRound
@@ -109,18 +108,16 @@ class SharedMemoryWork:
 class SharedMemoryExchange:
     """Collectives over the segments of ranks on one host. Same contract as `Backend`'s."""
 
-    def __init__(self, messenger: TokenChannel, segments: ShmSegments) -> None:
+    def __init__(self, channel: TokenChannel, segments: ShmSegments) -> None:
         self.segments = segments
-        self._channel = messenger
-        self._rank = messenger.rank
+        self._channel = channel
+        self._rank = channel.rank
         self._peers = [
-            (messenger.rank + step) % messenger.world_size
-            for step in range(1, messenger.world_size)
+            (channel.rank + step) % channel.world_size for step in range(1, channel.world_size)
         ]
         self._queued: deque[SharedMemoryWork] = deque()
-        self._not_yet_read: deque[SharedMemoryWork] = (
-            deque()
-        )  # not yet known to be read by all, oldest first
+        # Not yet known to have been read by all peers, oldest first.
+        self._not_yet_read: deque[SharedMemoryWork] = deque()
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> SharedMemoryWork:
         return self._launch(self._reduce_scatter(full, out, accumulate), self._peers)
@@ -141,30 +138,30 @@ class SharedMemoryExchange:
         return self._launch(self._all_to_all(full, received), self._peers)
 
     def drain(self) -> None:
-        """Carries out everything launched, and waits until all peers have read what is ours."""
+        """Runs everything launched, and waits until all peers have read this rank's buffers."""
         self.execute_all()
         while self._not_yet_read:
             self._not_yet_read.popleft().release()
 
     def execute_all(self) -> None:
-        """Does this rank's part of everything launched."""
+        """Does this rank's share of everything launched."""
         while self._queued:
             self._queued.popleft().execute()
 
     def execute_until(self, exchange: SharedMemoryWork) -> None:
         while not exchange.finished:
-            if not self._queued:  # it was begun, and broke off
+            if not self._queued:  # it started, and failed
                 raise RuntimeError("an earlier exchange failed")
             self._queued.popleft().execute()
 
     def _launch(self, steps: Iterator[None], peers: Sequence[int]) -> SharedMemoryWork:
-        """Runs an exchange to its first stop: its own part is announced."""
+        """Runs an exchange up to its first yield, which announces this rank's part."""
         next(steps)
         exchange = SharedMemoryWork(self, steps, self._token_round(peers))
         self._queued.append(exchange)
         self._not_yet_read.append(exchange)
-        # An evaluation gathers weights again and again with no vote between. A peer
-        # that waits anywhere has done its part of all before, so this wait ends.
+        # An evaluation gathers weights repeatedly without a vote in between. A peer that waits
+        # anywhere has done its share of all earlier exchanges, so this wait ends.
         while len(self._not_yet_read) > MAX_UNREAD and self._not_yet_read[0].finished:
             self._not_yet_read.popleft().release()
         return exchange
@@ -177,7 +174,7 @@ class SharedMemoryExchange:
     def _all_gather(
         self, parts: dict[int, Tensor], part: Tensor, peers: Sequence[int]
     ) -> Iterator[None]:
-        """`parts` are where the ranks' parts go, this rank's included."""
+        """`parts` are the destinations of all ranks' parts, including this one's."""
         ready = self._send_locations(dict.fromkeys(peers, part))
         own = parts[self._rank]
         if own.data_ptr() != part.data_ptr():
@@ -192,8 +189,8 @@ class SharedMemoryExchange:
         self._copy_chunks({peer: self._rank_chunk(received, peer) for peer in self._peers}, ready)
 
     def _all_reduce(self, full: Tensor) -> Iterator[None]:
-        """Scatters sums, then gathers them. A peer's part of ours is overwritten only when it has
-        announced its sum, for which it has read that part before."""
+        """Reduce-scatters, then all-gathers. A peer's part of `full` is overwritten only after the
+        peer has announced its sum, for which it has read that part."""
         parts = {peer: self._rank_chunk(full, peer) for peer in self._peers}
         ready, summed = self._send_locations(parts), self._token_round(self._peers)
         yield
@@ -204,7 +201,7 @@ class SharedMemoryExchange:
         self._copy_chunks(parts, summed)
 
     def _send_locations(self, parts: dict[int, Tensor]) -> _TokenRound:
-        """Tells each peer where to read its part."""
+        """Announces to each peer where to read its part."""
         ready = self._token_round(list(parts))
         for peer, part in parts.items():
             ready.send(peer, self._location(part))
@@ -213,7 +210,7 @@ class SharedMemoryExchange:
     def _sum_chunk(
         self, full: Tensor, out: Tensor, ready: _TokenRound, *, accumulate: bool
     ) -> None:
-        """Adds up this rank's part over the ranks, in a fixed order."""
+        """Sums this rank's part over the ranks, in a fixed order."""
         own = self._rank_chunk(full, self._rank)
         terms = [self.segments.view(peer, ready.recv(peer), own) for peer in self._peers]
         ready.wait_all()
@@ -228,19 +225,19 @@ class SharedMemoryExchange:
         return _TokenRound(self._channel, peers)
 
     def _location(self, part: Tensor) -> tuple[int, int]:
-        place = self.segments.locate(part)
-        if place is None:
+        location = self.segments.locate(part)
+        if location is None:
             raise EngineError("a buffer that was not made by Collectives.zeros was exchanged")
-        return place
+        return location
 
     def _rank_chunk(self, full: Tensor, rank: int) -> Tensor:
         return rank_chunk(full, rank, len(self._peers) + 1)
 
 
 def sum_terms(own: Tensor, terms: Sequence[Tensor], out: Tensor, *, accumulate: bool) -> None:
-    """Sums this rank's term and the others' into `out`, which may be `own`, in the order given.
+    """Sums this rank's term and the others' into `out`, which may be `own`, in the given order.
 
-    This rank's comes first, so that its memory can hold the running sum.
+    This rank's term is first, so that its memory can hold the running sum.
     """
     if accumulate:
         out.add_(own)
@@ -252,16 +249,14 @@ def sum_terms(own: Tensor, terms: Sequence[Tensor], out: Tensor, *, accumulate: 
 
 
 def try_shared_memory(
-    messenger: TokenChannel, group: dist.ProcessGroup
+    channel: TokenChannel, group: dist.ProcessGroup
 ) -> SharedMemoryExchange | None:
-    """Shared memory with all the other ranks, if every one of them can read every other's.
-
-    Collective. The ranks agree: either all of them get an answer, or none.
-    """
+    """An exchange over shared memory if all ranks can read each other's, else None on all of them.
+    Collective."""
     probe = ReadabilityProbe()
     try:
         card = torch.tensor([probe.pid, probe.descriptor, probe.secret], dtype=torch.int64)
-        cards = [torch.empty_like(card) for _ in range(messenger.world_size)]
+        cards = [torch.empty_like(card) for _ in range(channel.world_size)]
         dist.all_gather(cards, card, group=group)
         readable = all(ReadabilityProbe.is_readable(*other.tolist()) for other in cards)
         agreed = torch.tensor(int(readable))
@@ -270,4 +265,4 @@ def try_shared_memory(
         probe.close()
     if not agreed.item():
         return None
-    return SharedMemoryExchange(messenger, ShmSegments([int(other[0]) for other in cards]))
+    return SharedMemoryExchange(channel, ShmSegments([int(other[0]) for other in cards]))

@@ -1,7 +1,7 @@
-"""Memory that the other ranks of one host can read, without a name that could be left behind.
+"""Anonymous shared memory that other ranks on the host can read: no file name can be left behind.
 
 A segment is an anonymous file (memfd_create(2)); a peer opens it as /proc/<pid>/fd/<fd>, which
-needs one user and one process namespace. It is gone when the last process that maps it is.
+requires the same user and process namespace. It is freed when the last process unmaps it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ALIGN_BYTES = 128
 
 
 class ShmSegments:
-    """This rank's segments, and the peers' that it has opened.
+    """This rank's segments, and the peers' segments that it has mapped.
 
     Segments live as long as this object: they are the buffers of one engine.
 
@@ -43,7 +43,7 @@ class ShmSegments:
         """A flat tensor of zeros that peers can read.
 
         Raises:
-            EngineError: the system has not so much memory to share.
+            EngineError: the system has not enough shared memory.
         """
         size = max(1, numel * dtype.itemsize)
         if not self._segments or self._used_bytes + size > len(self._segments[-1][1]):
@@ -56,15 +56,15 @@ class ShmSegments:
         return tensor
 
     def locate(self, tensor: Tensor) -> tuple[int, int] | None:
-        """(file descriptor, offset in bytes) of a tensor of ours; None if it is not shared."""
-        place = self._locations.get(tensor.untyped_storage().data_ptr())
-        if place is None:
+        """(file descriptor, offset in bytes) of a tensor of this rank; None if it is not shared."""
+        location = self._locations.get(tensor.untyped_storage().data_ptr())
+        if location is None:
             return None
-        return place[0], place[1] + int(tensor.storage_offset()) * tensor.element_size()
+        return location[0], location[1] + int(tensor.storage_offset()) * tensor.element_size()
 
-    def view(self, rank: int, place: tuple[int, int], like: Tensor) -> Tensor:
-        """What lies at a place of another rank's, as long as `like` and of its dtype."""
-        descriptor, offset = place
+    def view(self, rank: int, location: tuple[int, int], like: Tensor) -> Tensor:
+        """Another rank's memory at a location, with the length and dtype of `like`."""
+        descriptor, offset = location
         key = rank, descriptor
         if key not in self._peer_maps:
             self._peer_maps[key] = _map_segment(self._pids[rank], descriptor)
@@ -73,7 +73,7 @@ class ShmSegments:
         )
 
     def close(self) -> None:
-        """Gives up the descriptors. Memory goes when no tensor uses it any more."""
+        """Closes the descriptors. The memory is freed when no tensor uses it any more."""
         for descriptor, _ in self._segments:
             os.close(descriptor)
         self._segments.clear()
@@ -85,7 +85,7 @@ class ShmSegments:
 
 
 class ReadabilityProbe:
-    """A segment with a secret in it: who reads the secret shares memory with this rank."""
+    """A segment with a secret: a rank that can read the secret shares memory with this one."""
 
     def __init__(self) -> None:
         self.secret = secrets.randbits(62)
@@ -98,7 +98,7 @@ class ReadabilityProbe:
 
     @staticmethod
     def is_readable(pid: int, descriptor: int, secret: int) -> bool:
-        """Whether another rank's probe is what it says it is, seen from here."""
+        """Whether this rank can read another rank's probe."""
         try:
             with _map_segment(pid, descriptor) as memory:
                 return int.from_bytes(memory[:8], sys.byteorder) == secret
@@ -109,19 +109,19 @@ class ReadabilityProbe:
 def _make_segment(size: int) -> tuple[int, mmap.mmap]:
     descriptor = os.memfd_create("rayzero")
     try:
-        os.posix_fallocate(descriptor, 0, size)  # here, not by SIGBUS at the first touch
+        os.posix_fallocate(descriptor, 0, size)  # fails here instead of by SIGBUS at first access
         return descriptor, mmap.mmap(descriptor, size)
     except OSError as error:
         os.close(descriptor)
         raise EngineError(
-            f"{size} bytes of shared memory could not be had: {error.strerror}",
+            f"{size} bytes of shared memory could not be allocated: {error.strerror}",
             fix="the memory limit of this machine or container, or RAYZERO_SHARED_MEMORY=0 to "
             "exchange over TCP",
         ) from None
 
 
 def _map_segment(pid: int, descriptor: int) -> mmap.mmap:
-    # Opened for writing as well only because torch warns of tensors over read-only memory.
+    # Writable only because torch warns about tensors over read-only memory.
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(opened, 0)

@@ -1,17 +1,12 @@
-"""Codec, cast, int8, sign.
+"""Codecs: lossy encodings of gradients and weights for communication, and their registry.
 
-What a codec is, and the blocks that codecs cut values into.
-
-A narrower (or wider) floating type on the wire; sums stay in the gradients' own type.
-
-Eight bits a value and one scale a block (Dettmers 2016; Wang et al. 2023, "ZeRO++").
-
-One bit a value and one scale a block (Seide et al. 2014, "1-Bit Stochastic Gradient Descent";
-Karimireddy et al. 2019, "Error Feedback Fixes SignSGD").
+A new codec is a class and a row of `CODECS` here, its name in the config's `Literal`, and its line
+in docs/config.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -19,20 +14,20 @@ from torch import Tensor
 
 from rayzero.engine.comm.backend import copy_or_add_
 
-CODEC_CHUNK_BYTES = 1 << 20  # on CPUs: temporaries stay in the cache, and are no fresh pages
+CODEC_CHUNK_BYTES = 1 << 20  # on CPUs: temporaries stay in the cache
 
 
 class Codec(Protocol):
-    """Turns a flat tensor into fewer bytes and back, in the same way on every rank.
+    """Encodes a flat tensor into fewer bytes and decodes it, with the same result on every rank.
 
-    Lengths are multiples of 32 elements, as every part of a unit is. What is not finite stays so:
-    the step's vote must see it.
+    Lengths are multiples of 32 elements, as every part of a unit is. Non-finite values must stay
+    non-finite, because the step's vote has to see them.
 
     Attributes:
-        name: as the config calls it.
-        needs_feedback: whether training converges only if what coding lost is added to the next
-            values (error feedback).
-        keeps_zero: whether a zero is zero again, so that padding stays padding.
+        name: in the config.
+        needs_error_feedback: training converges only if the encoding error is added to the next
+            values.
+        keeps_zero: a zero is decoded as zero, so that padding stays zero.
     """
 
     name: str
@@ -40,23 +35,23 @@ class Codec(Protocol):
     keeps_zero: bool
 
     def is_identity(self, dtype: torch.dtype) -> bool:
-        """Whether values of this dtype are their own codes."""
+        """Whether values of this dtype are sent unchanged."""
 
     def payload_bytes(self, numel: int) -> int:
-        """The length of `numel` values' codes; a multiple of 4."""
+        """Bytes of `numel` encoded values; a multiple of 4."""
 
-    def encode(self, values: Tensor, codes: Tensor) -> None:
-        """Writes the codes of `values` (flat, floating) to `codes` (uint8, `coded_bytes` long)."""
+    def encode(self, values: Tensor, payload: Tensor) -> None:
+        """Encodes `values` (flat, floating) into `payload` (uint8, `payload_bytes` long)."""
 
-    def decode(self, codes: Tensor, out: Tensor, *, add: bool) -> None:
-        """What `codes` stand for replaces `out`, or is added to it."""
+    def decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
+        """The decoded values replace `out`, or are added to it."""
 
 
 def chunk_slices(numel: int, device: torch.device, multiple: int) -> list[slice]:
-    """Stretches to code one after another: on CPUs such as fit a cache, elsewhere all at once.
+    """Ranges to encode one after another: on CPUs such that they fit the cache, otherwise one.
 
     Args:
-        multiple: every stretch but the last is a multiple of this many elements.
+        multiple: the length of every range but the last is a multiple of this.
     """
     if device.type != "cpu":
         return [slice(0, numel)]
@@ -65,15 +60,14 @@ def chunk_slices(numel: int, device: torch.device, multiple: int) -> list[slice]
 
 
 def split_into_blocks(values: Tensor, block: int) -> list[Tensor]:
-    """A flat tensor as (blocks, block), and what is left at its end as (1, rest). Views."""
+    """Views of a flat tensor as (blocks, block), and of its remainder as (1, remainder)."""
     whole = values.numel() // block * block
-    found = [values[:whole].view(-1, block)] if whole else []
-    return [*found, values[whole:].view(1, -1)] if whole < values.numel() else found
+    blocks = [values[:whole].view(-1, block)] if whole else []
+    return [*blocks, values[whole:].view(1, -1)] if whole < values.numel() else blocks
 
 
 class BlockScaledCodec:
-    """What codecs have in common whose codes are the scales of blocks (float32), and a few bits a
-    value behind them.
+    """Base of codecs whose payload is one scale (float32) per block, then a few bits per value.
 
     Args:
         block: values that share a scale.
@@ -88,18 +82,18 @@ class BlockScaledCodec:
     def _block_count(self, numel: int) -> int:
         return -(-numel // self._block)
 
-    def _split_payload(self, codes: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """The scales, and the rest."""
+    def _split_payload(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """The scales, and the values."""
         at = 4 * self._block_count(numel)
-        return codes[:at].view(torch.float32), codes[at:]
+        return payload[:at].view(torch.float32), payload[at:]
 
 
 class CastCodec:
-    """Values rounded to another dtype.
+    """Values cast to another dtype; reductions stay in the gradients' own.
 
     Args:
-        name: as the config calls it.
-        dtype: what travels.
+        name: in the config.
+        dtype: of the payload.
     """
 
     needs_error_feedback = False
@@ -115,20 +109,21 @@ class CastCodec:
     def payload_bytes(self, numel: int) -> int:
         return numel * self._dtype.itemsize
 
-    def encode(self, values: Tensor, codes: Tensor) -> None:
-        codes.view(self._dtype).copy_(values)
+    def encode(self, values: Tensor, payload: Tensor) -> None:
+        payload.view(self._dtype).copy_(values)
 
-    def decode(self, codes: Tensor, out: Tensor, *, add: bool) -> None:
-        copy_or_add_(out, codes.view(self._dtype), add=add)
+    def decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
+        copy_or_add_(out, payload.view(self._dtype), add=add)
 
 
 INT8_MAX = 127.0
 
 
 class Int8Codec(BlockScaledCodec):
-    """Each block's values as multiples of its largest magnitude / 127, rounded to nearest.
+    """Each block's values as multiples of its largest magnitude / 127, rounded to nearest (Dettmers
+    2016; Wang et al. 2023, "ZeRO++").
 
-    A part's codes: its blocks' scales (float32), then one int8 a value.
+    Payload: the blocks' scales (float32), then one int8 per value.
 
     Args:
         block: values that share a scale.
@@ -144,10 +139,10 @@ class Int8Codec(BlockScaledCodec):
     def payload_bytes(self, numel: int) -> int:
         return 4 * self._block_count(numel) + numel
 
-    def encode(self, values: Tensor, codes: Tensor) -> None:
-        scales, numbers = self._split_payload(codes, values.numel())
+    def encode(self, values: Tensor, payload: Tensor) -> None:
+        scales, numbers = self._split_payload(payload, values.numel())
         for chunk in chunk_slices(values.numel(), values.device, self._block):
-            here = scales[self._block_count(chunk.start) : self._block_count(chunk.stop)]
+            chunk_scales = scales[self._block_count(chunk.start) : self._block_count(chunk.stop)]
             at = 0
             for values_2d, numbers_2d in zip(
                 split_into_blocks(values[chunk], self._block),
@@ -155,29 +150,29 @@ class Int8Codec(BlockScaledCodec):
                 strict=True,
             ):
                 largest = values_2d.abs().amax(1)
-                scale = here[at : at + len(largest)]
+                scale = chunk_scales[at : at + len(largest)]
                 scale.copy_(largest / INT8_MAX)
                 at += len(largest)
-                # A block of zeros has scale 0, and zeros for codes.
+                # A block of zeros has scale 0 and zero values.
                 factor = scale.where(scale == 0, 1 / scale).unsqueeze(1)
                 numbers_2d.copy_((values_2d * factor).round_().clamp_(-INT8_MAX, INT8_MAX))
 
-    def decode(self, codes: Tensor, out: Tensor, *, add: bool) -> None:
-        scales, numbers = self._split_payload(codes, out.numel())
+    def decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
+        scales, numbers = self._split_payload(payload, out.numel())
         for chunk in chunk_slices(out.numel(), out.device, self._block):
-            here = scales[self._block_count(chunk.start) : self._block_count(chunk.stop)]
+            chunk_scales = scales[self._block_count(chunk.start) : self._block_count(chunk.stop)]
             at = 0
             for out_2d, numbers_2d in zip(
                 split_into_blocks(out[chunk], self._block),
                 split_into_blocks(numbers[chunk], self._block),
                 strict=True,
             ):
-                scale = here[at : at + len(out_2d)].unsqueeze(1)
+                scale = chunk_scales[at : at + len(out_2d)].unsqueeze(1)
                 at += len(out_2d)
                 copy_or_add_(out_2d, numbers_2d * scale, add=add)
 
-    def _split_payload(self, codes: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        scales, numbers = super()._split_payload(codes, numel)
+    def _split_payload(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        scales, numbers = super()._split_payload(payload, numel)
         return scales, numbers.view(torch.int8)
 
 
@@ -186,9 +181,10 @@ _PACK_BITS_MULTIPLIER = 0x0102040810204080
 
 
 class SignCodec(BlockScaledCodec):
-    """Each value as its sign, times the mean magnitude of its block.
+    """Each value as its sign, times the mean magnitude of its block (Seide et al. 2014, "1-Bit
+    Stochastic Gradient Descent"; Karimireddy et al. 2019, "Error Feedback Fixes SignSGD").
 
-    A part's codes: its blocks' scales (float32), then one bit a value, the first one lowest.
+    Payload: the blocks' scales (float32), then one bit per value, lowest bit first.
 
     Args:
         block: values that share a scale.
@@ -205,25 +201,25 @@ class SignCodec(BlockScaledCodec):
     def payload_bytes(self, numel: int) -> int:
         return 4 * self._block_count(numel) + numel // 8
 
-    def encode(self, values: Tensor, codes: Tensor) -> None:
-        scales, packed = self._split_payload(codes, values.numel())
+    def encode(self, values: Tensor, payload: Tensor) -> None:
+        scales, packed = self._split_payload(payload, values.numel())
         for chunk in chunk_slices(values.numel(), values.device, self._block):
             part = values[chunk]
-            means = [one.abs().mean(1) for one in split_into_blocks(part, self._block)]
+            means = [block.abs().mean(1) for block in split_into_blocks(part, self._block)]
             scales[self._block_count(chunk.start) : self._block_count(chunk.stop)].copy_(
                 torch.cat(means)
             )
             bits = (part >= 0).view(torch.int64)
             packed[_packed_slice(chunk)].copy_(((bits * _PACK_BITS_MULTIPLIER) >> 56) & 255)
 
-    def decode(self, codes: Tensor, out: Tensor, *, add: bool) -> None:
-        scales, packed = self._split_payload(codes, out.numel())
+    def decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
+        scales, packed = self._split_payload(payload, out.numel())
         table = self._sign_table(out.device, out.dtype)
         for chunk in chunk_slices(out.numel(), out.device, self._block):
             signs = table[packed[_packed_slice(chunk)].long()].view(-1)
-            here = scales[self._block_count(chunk.start) : self._block_count(chunk.stop)].to(
-                out.dtype
-            )
+            chunk_scales = scales[
+                self._block_count(chunk.start) : self._block_count(chunk.stop)
+            ].to(out.dtype)
             at = 0
             for out_2d, signs_2d in zip(
                 split_into_blocks(out[chunk], self._block),
@@ -231,7 +227,7 @@ class SignCodec(BlockScaledCodec):
                 strict=True,
             ):
                 copy_or_add_(
-                    out_2d, signs_2d.mul_(here[at : at + len(out_2d)].unsqueeze(1)), add=add
+                    out_2d, signs_2d.mul_(chunk_scales[at : at + len(out_2d)].unsqueeze(1)), add=add
                 )
                 at += len(out_2d)
 
@@ -240,10 +236,20 @@ class SignCodec(BlockScaledCodec):
         key = device, dtype
         if key not in self._sign_tables:
             numbers = torch.arange(256, device=device).unsqueeze(1)
-            places = torch.arange(8, device=device)
-            self._sign_tables[key] = ((numbers >> places & 1) * 2 - 1).to(dtype)
+            shifts = torch.arange(8, device=device)
+            self._sign_tables[key] = ((numbers >> shifts & 1) * 2 - 1).to(dtype)
         return self._sign_tables[key]
 
 
 def _packed_slice(chunk: slice) -> slice:
     return slice(chunk.start // 8, chunk.stop // 8)
+
+
+CODECS: Mapping[str, Callable[[int | None], Codec]] = {
+    "fp32": lambda _: CastCodec("fp32", torch.float32),
+    "fp16": lambda _: CastCodec("fp16", torch.float16),
+    "bf16": lambda _: CastCodec("bf16", torch.bfloat16),
+    "int8": lambda block_size: Int8Codec(block_size or 256),
+    "sign": lambda block_size: SignCodec(block_size or 64),
+}
+"""By the config's name; each makes a codec for a block size, None for its default."""

@@ -1,5 +1,5 @@
-"""How gradients travel: plain, as codes, or as low-rank factors. One object a run, chosen in
-`factory`; it makes every unit's `ReduceOp`, and owns what coding has lost (error feedback).
+"""Gradient reduction: uncompressed, quantized, or as low-rank factors. One object per run, chosen in
+`select`; it makes every unit's `ReduceOp`, and owns the residuals of error feedback.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rayzero.engine.zero.reducer import ErrorFeedback, UnitGradSpec, UnitResidua
 
 
 class PlainReduction:
-    """Gradients travel as they are."""
+    """Gradients are reduced uncompressed."""
 
     residual_factor = 1.0
     buffer_bytes = 0
@@ -47,11 +47,11 @@ class PlainReduction:
 
 
 class QuantizedReduction:
-    """Gradients travel as codes.
+    """Gradients are quantized before they are sent.
 
     Args:
-        feedback: whether what coding loses is added to the next gradients.
-        factor: see `GradReduction`.
+        feedback: add quantization errors to the next gradients.
+        factor: the initial `residual_factor`.
     """
 
     def __init__(
@@ -75,24 +75,23 @@ class QuantizedReduction:
         yield from ()
 
     def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
-        coding = self._codec_context
-        dtype = unit.dtype
-        alone = coding.collectives.world_size == 1
-        if not self._use_feedback and (alone or coding.codec.is_identity(dtype)):
-            return coding.collectives  # there is nothing to gain
+        context = self._codec_context
+        alone = context.collectives.world_size == 1
+        if not self._use_feedback and (alone or context.codec.is_identity(unit.dtype)):
+            return context.collectives  # nothing to gain
         return self.quantized_reduce(unit)
 
     def quantized_reduce(self, unit: UnitGradSpec) -> QuantizedReduce:
-        """Codes, whether or not there is anything to gain."""
-        coding, feedback = self._codec_context, None
+        """A quantized reduction, even where uncompressed gradients would be as small."""
+        context, feedback = self._codec_context, None
         if self._use_feedback:
-            feedback = make_error_feedback(unit, coding.codec.name, self._device)
+            feedback = make_error_feedback(unit, context.codec.name, self._device)
             self.residuals.append(UnitResiduals(unit, feedback))
-        return QuantizedReduce(coding, unit.layout.padding, feedback)
+        return QuantizedReduce(context, unit.layout.padding, feedback)
 
     def discard_residuals(self) -> None:
-        for one in self.residuals:
-            one.feedback.reset()
+        for residuals in self.residuals:
+            residuals.feedback.reset()
 
     def rescale(self, ratio: float) -> None:
         _rescale_feedback(self.residuals, ratio)
@@ -104,11 +103,11 @@ class QuantizedReduction:
 
 
 class PowerSGDReduction:
-    """Gradients travel as the factors of every matrix.
+    """Each gradient matrix is sent as two low-rank factors.
 
     Args:
         rank: of the factors.
-        factor: see `GradReduction`.
+        factor: the initial `residual_factor`.
     """
 
     def __init__(
@@ -123,51 +122,51 @@ class PowerSGDReduction:
         self._reduce_ops: list[PowerSGDReduce] = []
 
     def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
-        for sums in self._reduce_ops:
-            for one in sums.factors.values():
-                yield f"lowrank/{one.name}", one.basis
+        for op in self._reduce_ops:
+            for factors in op.factors.values():
+                yield f"lowrank/{factors.name}", factors.basis
 
     def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
-        terms = make_error_feedback(unit, "lowrank", self._device).local
-        feedback = ErrorFeedback(terms)  # sums are exact but for what terms have lost
+        local = make_error_feedback(unit, "lowrank", self._device).local
+        feedback = ErrorFeedback(local)  # reduced factors are not compressed again
         self.residuals.append(UnitResiduals(unit, feedback))
-        sums = PowerSGDReduce(self._collectives, self._sequencer, unit.layout, self._rank, feedback)
-        self._reduce_ops.append(sums)
-        return sums
+        op = PowerSGDReduce(self._collectives, self._sequencer, unit.layout, self._rank, feedback)
+        self._reduce_ops.append(op)
+        return op
 
     def discard_residuals(self) -> None:
-        for sums in self._reduce_ops:
-            sums.reset()
+        for op in self._reduce_ops:
+            op.reset()
 
     @property
     def buffer_bytes(self) -> int:
-        return sum(sums.buffer_bytes for sums in self._reduce_ops)
+        return sum(op.buffer_bytes for op in self._reduce_ops)
 
     def rescale(self, ratio: float) -> None:
         _rescale_feedback(self.residuals, ratio)
         self.residual_factor /= ratio
 
 
-def _rescale_feedback(kept: Sequence[UnitResiduals], ratio: float) -> None:
-    """Exact, as long as the ratio is a power of two, which it is between two loss scales."""
-    for one in kept:
-        one.feedback.scale(ratio)
+def _rescale_feedback(residuals: Sequence[UnitResiduals], ratio: float) -> None:
+    """Exact for powers of two, which ratios of loss scales are."""
+    for unit in residuals:
+        unit.feedback.scale(ratio)
 
 
 def make_error_feedback(unit: UnitGradSpec, codec: str, device: torch.device) -> ErrorFeedback:
-    """Nothing lost yet.
+    """Residuals of zero.
 
     Raises:
-        ConfigError: the gradients are too coarse to keep what is lost of them.
+        ConfigError: the gradients' dtype cannot represent the residuals.
     """
     dtype = unit.dtype
     if dtype.itemsize < 4:
         raise ConfigError(
-            f"compression {codec!r} keeps what it loses of a gradient, and the gradients of "
-            f"{unit.name} are {dtype}",
-            allowed="main grads in fp32; int8, bf16 or fp16 keep nothing",
+            f"compression {codec!r} uses error feedback, and the gradients of {unit.name} are "
+            f"{dtype}",
+            allowed="main gradients in fp32; int8, bf16 and fp16 need no error feedback",
             fix='data_types.grad_accum_dtype: fp32; "bf16": {"enabled": true} for a model in 16 '
             "bits; or another compression",
         )
-    terms = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
-    return ErrorFeedback(terms, torch.zeros_like(terms[unit.shard]) if unit.replicated else None)
+    local = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
+    return ErrorFeedback(local, torch.zeros_like(local[unit.shard]) if unit.replicated else None)

@@ -1,9 +1,9 @@
 """Gradients as low-rank factors with error feedback (Vogels et al. 2019, "PowerSGD").
 
-A matrix of n x m gradients M travels as P = M Q (n x r), and then, with P's columns made
-orthonormal, as Mt P (m x r), Mt the transpose: one step of subspace iteration from the last sum's
-Q. Both are plain all-reduces, because they are linear in M. What P Qt does not hold of a rank's own
-M comes back with its next one. Vectors, and matrices too small to gain by it, travel as they are.
+A matrix of n x m gradients M is sent as P = M Q (n x r), and then, with P's columns made
+orthonormal, as Mt P (m x r), Mt the transpose: one step of subspace iteration from the previous
+step's Q. Both are plain all-reduces, because they are linear in M. The residual of a rank's M is
+added to its next one. Vectors, and matrices too small to benefit, are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import CompletedWork, Work, copy_or_add_
+from rayzero.engine.comm.backend import ChainableWork, CompletedWork, Work, copy_or_add_
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.quantized import CollectiveSequencer, MultiStageReduce
 from rayzero.engine.layout.flat_layout import ALIGN_NUMEL, ParamSpec, UnitLayout
@@ -24,13 +24,13 @@ from rayzero.engine.zero.reducer import ErrorFeedback
 
 @dataclass(frozen=True)
 class MatrixFactors:
-    """One matrix of a unit: its extent as (n, m), and where its factors travel.
+    """One matrix of a unit as (n, m), and its factors.
 
     Attributes:
-        matrix: what a rank has to send, a view of its residuals.
+        matrix: gradient plus residual, a view of the unit's residuals.
         left: (n, r), in the first buffer.
         right: (m, r), in the second buffer.
-        basis: (m, r), the last sum's right factor; equal on all ranks, part of the state.
+        basis: (m, r), the last reduction's right factor; equal on all ranks, part of the state.
     """
 
     name: str
@@ -46,11 +46,11 @@ class MatrixFactors:
 
 
 class PowerSGDReduce:
-    """One unit's gradients, summed as factors. See `ReduceOp`.
+    """Reduces one unit's gradients as factors. See `ReduceOp`.
 
     Args:
         rank: of the factors.
-        feedback: what the factors have lost so far on this rank.
+        feedback: this rank's residuals.
     """
 
     single_collective = False
@@ -58,7 +58,7 @@ class PowerSGDReduce:
     def __init__(
         self,
         collectives: Collectives,
-        turns: CollectiveSequencer,
+        sequencer: CollectiveSequencer,
         layout: UnitLayout,
         rank: int,
         feedback: ErrorFeedback,
@@ -67,32 +67,32 @@ class PowerSGDReduce:
         self.rank = collectives.rank
         self.world_size = collectives.world_size
         self._collectives = collectives
-        self._sequencer = turns
+        self._sequencer = sequencer
         self._layout = layout
-        kept = feedback.local
+        residuals = feedback.local
         small = [spec for spec in layout.params if not _worthwhile(spec, rank)]
         large = [spec for spec in layout.params if _worthwhile(spec, rank)]
         lefts = [spec.shape[0] * rank for spec in large]
         rights = [spec.numel // spec.shape[0] * rank for spec in large]
         first, second = factor_buffer_numels(layout, rank)
-        self._first_buffer = collectives.zeros(first, kept.dtype, kept.device)
-        self._second_buffer = collectives.zeros(second, kept.dtype, kept.device)
+        self._first_buffer = collectives.zeros(first, residuals.dtype, residuals.device)
+        self._second_buffer = collectives.zeros(second, residuals.dtype, residuals.device)
         left, right = (
             _split_buffer(self._first_buffer, lefts),
             _split_buffer(self._second_buffer, rights),
         )
         self.factors: dict[int, MatrixFactors] = {}
-        self._uncompressed: dict[int, Tensor] = {}  # what travels as it is, in the first buffer
-        at = sum(lefts)
+        self._uncompressed: dict[int, Tensor] = {}  # parts of the first buffer
+        offset = sum(lefts)
         for index, spec in enumerate(layout.params):
             if spec in small:
-                self._uncompressed[index] = self._first_buffer[at : at + spec.numel]
-                at += spec.numel
+                self._uncompressed[index] = self._first_buffer[offset : offset + spec.numel]
+                offset += spec.numel
                 continue
             own_left, own_right = next(left), next(right)
             self.factors[index] = MatrixFactors(
                 spec.name,
-                kept[layout.param_range(index)].view(spec.shape[0], -1),
+                residuals[layout.param_range(index)].view(spec.shape[0], -1),
                 own_left.view(-1, rank),
                 own_right.view(-1, rank),
                 torch.empty_like(own_right).view(-1, rank),
@@ -100,19 +100,21 @@ class PowerSGDReduce:
             self.factors[index].reset_basis()
         self._left_factors: dict[int, Tensor] = {}
         self._last_reduce: Work = CompletedWork()
-        self._unreleased: list[Work] = []  # by other ranks, until they are released
+        self._unreleased: list[Work] = []  # all-reduces of the buffers
 
-    def all_reduce(self, full: Tensor) -> Work:
+    def all_reduce(self, full: Tensor) -> ChainableWork:
         return self._reduce(full, full, slice(0, self._layout.numel), add=False)
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool = False) -> Work:
+    def reduce_scatter(
+        self, full: Tensor, out: Tensor, *, accumulate: bool = False
+    ) -> ChainableWork:
         return self._reduce(full, out, self._layout.shard(self.rank), add=accumulate)
 
     def reset(self) -> None:
-        """A step was skipped: what is not finite must not stay."""
+        """A step was skipped: discards residuals and bases, which may not be finite."""
         self.feedback.reset()
-        for one in self.factors.values():
-            one.reset_basis()
+        for factors in self.factors.values():
+            factors.reset_basis()
 
     def _reduce(self, full: Tensor, out: Tensor, within: slice, *, add: bool) -> MultiStageReduce:
         self._last_reduce.wait()
@@ -120,41 +122,41 @@ class PowerSGDReduce:
             pending.release()
         self._unreleased.clear()
         self.feedback.local.add_(full)
-        for index, whole in self._uncompressed.items():
-            kept = self.feedback.local[self._layout.param_range(index)]
-            whole.copy_(kept)
-            kept.zero_()
-        for one in self.factors.values():
-            torch.mm(one.matrix, one.basis, out=one.left)
-        phased = self._sequencer.start(
+        for index, values in self._uncompressed.items():
+            residuals = self.feedback.local[self._layout.param_range(index)]
+            values.copy_(residuals)
+            residuals.zero_()
+        for factors in self.factors.values():
+            torch.mm(factors.matrix, factors.basis, out=factors.left)
+        work = self._sequencer.start(
             [lambda: self._all_reduce_factors(self._first_buffer), self._reduce_right_factors],
             lambda: self._reconstruct(out, within, add=add),
         )
-        self._last_reduce = phased
-        return phased
+        self._last_reduce = work
+        return work
 
     def _reduce_right_factors(self) -> Work:
-        """The first factors' sums are there: what they hold of this rank's matrices."""
-        for index, one in self.factors.items():
-            left, _ = torch.linalg.qr(one.left)
+        """Projects this rank's matrices on the reduced left factors; the rest are residuals."""
+        for index, factors in self.factors.items():
+            left, _ = torch.linalg.qr(factors.left)
             self._left_factors[index] = left
-            torch.mm(one.matrix.t(), left, out=one.right)
-            one.matrix.addmm_(left, one.right.t(), alpha=-1.0)
+            torch.mm(factors.matrix.t(), left, out=factors.right)
+            factors.matrix.addmm_(left, factors.right.t(), alpha=-1.0)
         return self._all_reduce_factors(self._second_buffer) if self.factors else CompletedWork()
 
     def _reconstruct(self, out: Tensor, within: slice, *, add: bool) -> None:
-        for one in self.factors.values():
-            one.basis.copy_(one.right)
+        for factors in self.factors.values():
+            factors.basis.copy_(factors.right)
         for index, start, stop in self._layout.overlaps(within):
-            at = self._layout.offsets[index] + start - within.start
-            target = out[at : at + stop - start]
+            offset = self._layout.offsets[index] + start - within.start
+            target = out[offset : offset + stop - start]
             if index in self._uncompressed:
                 copy_or_add_(target, self._uncompressed[index][start:stop], add=add)
                 continue
-            one, left = self.factors[index], self._left_factors[index]
-            columns = one.matrix.shape[1]
+            factors, left = self.factors[index], self._left_factors[index]
+            columns = factors.matrix.shape[1]
             first, last = start // columns, -(-stop // columns)
-            values = (left[first:last] @ one.right.t()).view(-1)
+            values = (left[first:last] @ factors.right.t()).view(-1)
             copy_or_add_(target, values[start - first * columns : stop - first * columns], add=add)
 
     def _all_reduce_factors(self, buffer: Tensor) -> Work:
@@ -164,18 +166,18 @@ class PowerSGDReduce:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes that factors pass through."""
+        """Bytes of the factor buffers."""
         return self._first_buffer.nbytes + self._second_buffer.nbytes
 
 
 def basis_numel(layout: UnitLayout, rank: int) -> int:
-    """Elements of the right factors that are kept for the next sum."""
+    """Elements of the right factors that are kept for the next reduction."""
     large = [spec for spec in layout.params if _worthwhile(spec, rank)]
     return sum(spec.numel // spec.shape[0] * rank for spec in large)
 
 
 def factor_buffer_numels(layout: UnitLayout, rank: int) -> tuple[int, int]:
-    """Elements of the two buffers, each for an all-reduce, which cuts it into equal parts."""
+    """Elements of the two all-reduce buffers, each divisible into equal parts."""
     left = sum(
         spec.shape[0] * rank if _worthwhile(spec, rank) else spec.numel for spec in layout.params
     )
@@ -187,7 +189,7 @@ def factor_buffer_numels(layout: UnitLayout, rank: int) -> tuple[int, int]:
 
 
 def _worthwhile(spec: ParamSpec, rank: int) -> bool:
-    """Whether a parameter's factors are fewer numbers than it has."""
+    """Whether a parameter's factors have fewer elements than the parameter."""
     if len(spec.shape) < 2:
         return False
     rows = spec.shape[0]
@@ -195,7 +197,7 @@ def _worthwhile(spec: ParamSpec, rank: int) -> bool:
 
 
 def _split_buffer(buffer: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
-    at = 0
+    offset = 0
     for length in lengths:
-        yield buffer[at : at + length]
-        at += length
+        yield buffer[offset : offset + length]
+        offset += length

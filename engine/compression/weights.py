@@ -1,6 +1,6 @@
-"""How sharded weights are gathered: plain, as codes, or from a second, nearer set of shards.
+"""All-gather of sharded weights: uncompressed, quantized, or from a secondary partition (hpZ).
 
-One `WeightGather` a run, chosen in `factory`; it makes every unit's `GatherOp`.
+One `WeightGather` per run, chosen in `select`; it makes every unit's `GatherOp`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import ChainedWork, GatherOp, Work, rank_chunk
+from rayzero.engine.comm.backend import ChainableWork, GatherOp, rank_chunk
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.codecs import Codec
 from rayzero.engine.compression.quantized import PayloadBuffers
@@ -16,7 +16,7 @@ from rayzero.engine.zero.parameters import ShardedWeights, WeightGather
 
 
 class PlainGather:
-    """Weights travel as they are."""
+    """Weights are gathered uncompressed."""
 
     secondary_bytes = 0
     buffer_bytes = 0
@@ -32,8 +32,8 @@ class PlainGather:
 
 
 class QuantizedGather:
-    """Weights travel as codes (Wang et al. 2023, "ZeRO++"). Every rank decodes all of them, its own
-    too, so that all compute with the same weights; shards stay exact.
+    """Weights are quantized before they are sent (Wang et al. 2023, "ZeRO++"). Every rank decodes all
+    parts, also its own, so that all compute with the same weights; shards stay exact.
     """
 
     secondary_bytes = 0
@@ -51,21 +51,21 @@ class QuantizedGather:
     def invalidate(self) -> None:
         return
 
-    def all_gather(self, full: Tensor, part: Tensor) -> Work:
+    def all_gather(self, full: Tensor, part: Tensor) -> ChainableWork:
         nbytes = self.world_size * self._codec.payload_bytes(part.numel())
         base = self._buffers.acquire(nbytes)
-        codes = base[:nbytes]
-        own = rank_chunk(codes, self.rank, self.world_size)
+        payload = base[:nbytes]
+        own = rank_chunk(payload, self.rank, self.world_size)
         self._codec.encode(part, own)
-        pending = self._collectives.all_gather(codes, own)
+        pending = self._collectives.all_gather(payload, own)
 
         def decode() -> None:
             for rank in range(self.world_size):
                 values = rank_chunk(full, rank, self.world_size)
-                self._codec.decode(rank_chunk(codes, rank, self.world_size), values, add=False)
+                self._codec.decode(rank_chunk(payload, rank, self.world_size), values, add=False)
             self._buffers.release(base, pending)
 
-        return ChainedWork(pending, decode)
+        return pending.then(decode)
 
     @property
     def buffer_bytes(self) -> int:
@@ -73,12 +73,12 @@ class QuantizedGather:
 
 
 class HpzGather:
-    """A second set of shards within every group of consecutive ranks: after an update a unit is
-    gathered from all ranks once, and then from the group only ("ZeRO++", hierarchical partition).
+    """A secondary partition within every group of consecutive ranks: after an update a unit is
+    gathered from all ranks once, and then from the group only ("ZeRO++", hpZ).
 
     Args:
-        inner: how units are gathered from all ranks.
-        size: ranks in a group; it divides the world size.
+        inner: gathers units from all ranks.
+        size: ranks per group; it divides the world size.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class HpzGather:
         self._secondary_shards: dict[int, _SecondaryShard] = {}
 
     def gather_op(self, unit: ShardedWeights) -> GatherOp:
-        known = self._secondary_shards.get(id(unit))
-        if known is None:
+        secondary = self._secondary_shards.get(id(unit))
+        if secondary is None:
             numel = unit.layout.numel // len(self._group_ranks)
-            second = self._collectives.zeros(numel, unit.shard.dtype, self._device)
-            gathers = self._inner.gather_op(unit)
-            known = _SecondaryShard(gathers, self._collectives, self._group_ranks, second)
-            self._secondary_shards[id(unit)] = known
-        return known
+            shard = self._collectives.zeros(numel, unit.shard.dtype, self._device)
+            inner = self._inner.gather_op(unit)
+            secondary = _SecondaryShard(inner, self._collectives, self._group_ranks, shard)
+            self._secondary_shards[id(unit)] = secondary
+        return secondary
 
     def invalidate(self) -> None:
         self._inner.invalidate()
@@ -116,28 +116,28 @@ class HpzGather:
 
 
 class _SecondaryShard:
-    """One unit's second shard. Written when the unit was gathered from all ranks, after the vote
-    that followed all reads of it, so no other rank reads it then.
+    """One unit's secondary shard. It is written after the unit was gathered from all ranks. No other
+    rank reads it then, because a vote has followed all reads of it.
     """
 
     def __init__(
-        self, inner: GatherOp, collectives: Collectives, members: range, second: Tensor
+        self, inner: GatherOp, collectives: Collectives, members: range, shard: Tensor
     ) -> None:
         self.rank = collectives.rank
         self.world_size = collectives.world_size
-        self.shard = second
+        self.shard = shard
         self.is_current = False
         self._inner = inner
         self._collectives = collectives
         self._group_ranks = members
 
-    def all_gather(self, full: Tensor, part: Tensor) -> Work:
+    def all_gather(self, full: Tensor, part: Tensor) -> ChainableWork:
         if self.is_current:
             return self._collectives.all_gather_in_group(full, self.shard, self._group_ranks)
 
         def keep() -> None:
-            place = self.rank - self._group_ranks.start
-            self.shard.copy_(rank_chunk(full, place, len(self._group_ranks)))
+            index = self.rank - self._group_ranks.start
+            self.shard.copy_(rank_chunk(full, index, len(self._group_ranks)))
             self.is_current = True
 
-        return ChainedWork(self._inner.all_gather(full, part), keep)
+        return self._inner.all_gather(full, part).then(keep)

@@ -1,6 +1,5 @@
-"""What rests elsewhere than on the device: in host memory, or in files.
+"""Offload: main weights, gradients and optimizer state in host memory or in files.
 
-A `StateStore` says where a unit's main weights, gradient sums and optimizer state rest, and brings them
-to where an update can run; a `HostTransfer` moves data between the device and host memory. All of them are
-chosen in `factory`; a run without offload has none of this in its way.
+A `StateStore` holds a unit's main weights and optimizer state, and brings them to where the update
+runs; a `HostTransfer` copies between device and host. `plan_offload` chooses both.
 """

@@ -20,13 +20,13 @@ from rayzero.engine.errors import ConfigError, EngineError
 
 
 class MappedFile:
-    """Owns one file in a folder. The file lives as long as this object, or a tensor in it.
+    """Owns one unnamed file in a folder. It lives as long as this object, or a tensor in it.
 
     Args:
-        folder: made if it is missing.
+        folder: created if it is missing.
 
     Raises:
-        ConfigError: no file can be made there.
+        ConfigError: no file can be created there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,26 +48,26 @@ class MappedFile:
         return self._size_bytes
 
     def new_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of zeros, mapped. Its place on the disk is taken at once.
+        """A mapped flat tensor of zeros. Its disk space is allocated at once.
 
         Raises:
-            EngineError: the disk has no room for it.
+            EngineError: the disk is full.
         """
         size = -(-max(1, numel * dtype.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
-        try:  # all of it: a page that finds no room when it is written back would kill the process
+        try:  # a page that cannot be written back later would kill the process
             os.posix_fallocate(self._file.fileno(), self._size_bytes, size)
             memory = mmap.mmap(self._file.fileno(), size, offset=self._size_bytes)
         except OSError as error:
             raise self._io_error(
-                f"{size} bytes after {self._size_bytes} could not be had", error
+                f"{size} bytes after {self._size_bytes} could not be allocated", error
             ) from None
-        made = torch.frombuffer(memory, dtype=dtype, count=numel)
-        self._offsets[made.untyped_storage().data_ptr()] = self._size_bytes
+        tensor = torch.frombuffer(memory, dtype=dtype, count=numel)
+        self._offsets[tensor.untyped_storage().data_ptr()] = self._size_bytes
         self._size_bytes += size
-        return made
+        return tensor
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Where a tensor of ours begins, in bytes; None if it is not in the file."""
+        """A tensor's offset in bytes; None if it is not in the file."""
         start = self._offsets.get(tensor.untyped_storage().data_ptr())
         if start is None:
             return None
@@ -79,15 +79,15 @@ class MappedFile:
         Raises:
             EngineError: the disk failed.
         """
-        left = _as_bytes(into)
-        while left.nbytes:
+        remaining = _as_bytes(into)
+        while remaining.nbytes:
             try:
-                count = os.preadv(self._file.fileno(), [left], offset)
+                count = os.preadv(self._file.fileno(), [remaining], offset)
             except OSError as error:
                 raise self._io_error("a read failed", error) from None
             if not count:
                 raise self._io_error(f"the file ends at {offset} of {self._size_bytes} bytes", None)
-            left, offset = left[count:], offset + count
+            remaining, offset = remaining[count:], offset + count
 
     def write(self, offset: int, source: Tensor) -> None:
         """Writes a contiguous tensor in host memory.
@@ -95,23 +95,23 @@ class MappedFile:
         Raises:
             EngineError: the disk is full, or failed.
         """
-        left = _as_bytes(source)
-        while left.nbytes:
+        remaining = _as_bytes(source)
+        while remaining.nbytes:
             try:
-                count = os.pwritev(self._file.fileno(), [left], offset)
+                count = os.pwritev(self._file.fileno(), [remaining], offset)
             except OSError as error:
                 raise self._io_error("a write failed", error) from None
-            left, offset = left[count:], offset + count
+            remaining, offset = remaining[count:], offset + count
 
     def close(self) -> None:
-        """Gives the descriptor up. The place on the disk goes with the last tensor in it."""
+        """Closes the descriptor. The disk space is freed with the last tensor in it."""
         self._file.close()
 
     def _io_error(self, what: str, error: OSError | None) -> EngineError:
         reason = f": {error.strerror}" if error is not None else ""
         return EngineError(
             f"optimizer state in {str(self._folder)!r}: {what}{reason}",
-            fix="zero_optimization.offload_optimizer.nvme_path: a disk that is well and has room "
+            fix="zero_optimization.offload_optimizer.nvme_path: a working disk with free space "
             "(the files have no name: df shows them, ls does not), or offload_optimizer.device",
         )
 

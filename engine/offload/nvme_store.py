@@ -1,12 +1,12 @@
-"""Optimizer state and main weights in a file: a few buffers of them are in memory at a time.
+"""Optimizer state and main weights in a file, with a few buffers of them in memory at a time.
 
-An update goes through the pieces in a fixed order. While one is updated, a thread reads the next
-ones and writes the last ones back.
+An update processes chunks in a fixed order. While one is updated, threads read the next ones and
+write the previous ones back.
 
-Order and lifetime. Buffers take turns: piece i is always in buffer i mod k. A buffer is read into
-when the write of its last piece is over and its weights have arrived on the device. Pieces lie at
-different places of the file, so reads and writes need no order among them. An update ends when
-everything is written: at rest nothing is in the buffers, and the file is the state.
+Order and lifetime. Chunk i always uses buffer i mod k. A buffer is read into after the write of its
+previous chunk has ended and its weights have arrived on the device. Chunks have disjoint file
+ranges, so reads and writes need no order among them. An update ends when everything is written:
+between updates the buffers are empty, and the file is the state.
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ from rayzero.engine.offload.stores import HostStore, OptimizerStateMap, UpdateCh
 from rayzero.engine.offload.transfer import HostTransfer, MemoryKind
 from rayzero.engine.precision.policy import Precision
 
-IO_LIMIT_S = 600.0  # for one piece: a disk that takes longer is not there any more
-
-
+IO_LIMIT_S = 600.0  # for one chunk: a disk that takes longer has failed
 _IO_THREADS = 2  # a read and a write side by side
 
 
 @dataclass
 class _ChunkBuffer:
-    """Memory for one piece: a flat tensor for each kind of state.
+    """Memory for one chunk: a flat tensor for each kind of state.
 
     Attributes:
-        busy: the read or write that uses it.
-        bound: what lies in it: (weight, key, what rests in the file, the part of the buffer); key
-            None is the weight itself.
+        pending_io: the read or write that uses it.
+        attached: its content as (weight, key, tensor in the file, part of the buffer); key None is
+            the weight itself.
     """
 
     memory: dict[tuple[str | None, torch.dtype], Tensor] = field(default_factory=dict)
@@ -53,11 +51,11 @@ class _ChunkBuffer:
         Raises:
             EngineError: it failed, or took too long.
         """
-        busy, self.pending_io = self.pending_io, None
-        if busy is None:
+        pending, self.pending_io = self.pending_io, None
+        if pending is None:
             return
         try:
-            busy.result(IO_LIMIT_S)
+            pending.result(IO_LIMIT_S)
         except LateError:
             raise EngineError(
                 f"the disk has not answered for {IO_LIMIT_S:g} s",
@@ -72,9 +70,10 @@ class NvmeStore(HostStore):
     """State in a file, gradients in host memory.
 
     Args:
-        folder: where the file is made.
-        buffers: how many pieces may be in memory at a time.
-        piece_numel: the most elements of a piece.
+        weights: the memory of the model weights.
+        folder: the file is created there.
+        buffers: chunks in memory at a time.
+        chunk_numel: the most elements of a chunk.
     """
 
     memory_kind = MemoryKind.DISK
@@ -82,55 +81,55 @@ class NvmeStore(HostStore):
     def __init__(
         self,
         precision: Precision,
-        link: HostTransfer,
-        rest: MemoryKind,
+        transfer: HostTransfer,
+        weights: MemoryKind,
         folder: Path,
         buffers: int,
-        piece_numel: int,
+        chunk_numel: int,
     ) -> None:
-        super().__init__(precision, link, rest)
-        self.chunk_numel = piece_numel
+        super().__init__(precision, transfer, weights)
+        self.chunk_numel = chunk_numel
         self._file = MappedFile(folder)
         self._buffers = [_ChunkBuffer() for _ in range(buffers)]
-        # Read ahead as far as leaves one buffer for what is updated and one for what is written.
+        # Leaves one buffer for the chunk being updated and one for the chunk being written.
         self._read_ahead = max(min(buffers - 1, 1), buffers - 2)
         self._io_pool = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="rayzero-disk")
 
     @property
     def staging_bytes(self) -> int:
-        return sum(one.nbytes for buffer in self._buffers for one in buffer.memory.values())
+        return sum(part.nbytes for buffer in self._buffers for part in buffer.memory.values())
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         main = self._precision.main_weights(original, model_weights)
-        if main is model_weights and not self._separate_memory:  # they are in host memory anyway
+        if main is model_weights and not self._separate_memory:  # they are in host memory
             return main
-        resting = self._file.new_tensor(main.numel(), main.dtype)
-        self._write([(resting, main.cpu())])
-        return resting
+        stored = self._file.new_tensor(main.numel(), main.dtype)
+        self._write([(stored, main.cpu())])
+        return stored
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._file.new_tensor(numel, dtype)
 
     def update_chunks(
-        self, pieces: Sequence[UpdateChunk], state: OptimizerStateMap
+        self, chunks: Sequence[UpdateChunk], state: OptimizerStateMap
     ) -> Iterator[int]:
-        longest = max((piece.numel for piece in pieces), default=0)
-        begun = 0
+        max_numel = max((chunk.numel for chunk in chunks), default=0)
+        started = 0
         try:
-            for number, piece in enumerate(pieces):
-                while begun < min(number + 1 + self._read_ahead, len(pieces)):
-                    self._start_read(self._buffer_for(begun), pieces[begun], state, longest)
-                    begun += 1
-                buffer = self._buffer_for(number)
+            for index, chunk in enumerate(chunks):
+                while started < min(index + 1 + self._read_ahead, len(chunks)):
+                    self._start_read(self._buffer_for(started), chunks[started], state, max_numel)
+                    started += 1
+                buffer = self._buffer_for(index)
                 buffer.wait()
                 _attach(buffer, state)
-                yield number
-                current = [weight.detach() for weight in piece.weights]
-                writes, made = _detach(buffer, state), self._spill_new_state(piece, state)
-                self._send_updated(piece, current)
-                buffer.pending_io = self._io_pool.submit(self._write, writes + made)
-                if made:  # its first update
-                    del made, writes
+                yield index
+                current = [weight.detach() for weight in chunk.weights]
+                writes, new_state = _detach(buffer, state), self._spill_new_state(chunk, state)
+                self._send_updated(chunk, current)
+                buffer.pending_io = self._io_pool.submit(self._write, writes + new_state)
+                if new_state:  # its first update
+                    del new_state, writes
                     _trim_heap()
         finally:
             self._wait_all(state)
@@ -139,51 +138,51 @@ class NvmeStore(HostStore):
         self._io_pool.shutdown(wait=False, cancel_futures=True)
         self._file.close()
 
-    def _buffer_for(self, number: int) -> _ChunkBuffer:
-        return self._buffers[number % len(self._buffers)]
+    def _buffer_for(self, index: int) -> _ChunkBuffer:
+        return self._buffers[index % len(self._buffers)]
 
     def _start_read(
-        self, buffer: _ChunkBuffer, piece: UpdateChunk, state: OptimizerStateMap, longest: int
+        self, buffer: _ChunkBuffer, chunk: UpdateChunk, state: OptimizerStateMap, max_numel: int
     ) -> None:
-        """Starts to read a piece, as soon as the buffer is free."""
+        """Starts to read a chunk, as soon as the buffer is free."""
         buffer.wait()
         self._transfer.wait_h2d()
-        at = 0
+        stop = 0
         buffer.attached.clear()
-        for weight in piece.weights:
-            start, at = at, at + weight.numel()
-            resting: dict[str | None, Tensor] = {None: weight.detach()}
-            resting |= {
-                key: one
-                for key, one in state.get(weight, {}).items()
-                if _is_per_element(one, weight)
+        for weight in chunk.weights:
+            start, stop = stop, stop + weight.numel()
+            stored: dict[str | None, Tensor] = {None: weight.detach()}
+            stored |= {
+                key: value
+                for key, value in state.get(weight, {}).items()
+                if _is_per_element(value, weight)
             }
-            for key, one in resting.items():
-                if self._file.offset_of(one) is not None:
-                    if (key, one.dtype) not in buffer.memory:
-                        buffer.memory[key, one.dtype] = self._transfer.host_zeros(
-                            longest, one.dtype
-                        )
-                    part = buffer.chunk_slice(key, one.dtype, start, at)
-                    buffer.attached.append((weight, key, one, part))
-        reads = [(one, part) for _, _, one, part in buffer.attached]
+            for key, value in stored.items():
+                if self._file.offset_of(value) is not None:
+                    memory_key = key, value.dtype
+                    if memory_key not in buffer.memory:
+                        memory = self._transfer.host_zeros(max_numel, value.dtype)
+                        buffer.memory[memory_key] = memory
+                    part = buffer.chunk_slice(key, value.dtype, start, stop)
+                    buffer.attached.append((weight, key, value, part))
+        reads = [(stored_value, part) for _, _, stored_value, part in buffer.attached]
         buffer.pending_io = self._io_pool.submit(self._read, reads)
 
     def _spill_new_state(
-        self, piece: UpdateChunk, state: OptimizerStateMap
+        self, chunk: UpdateChunk, state: OptimizerStateMap
     ) -> list[tuple[Tensor, Tensor]]:
-        """State that the optimizer has made in memory gets its place in the file."""
+        """Allocates file space for state that the optimizer has created in memory."""
         writes = []
-        for weight in piece.weights:
-            for key, one in list(state.get(weight, {}).items()):
-                if _is_per_element(one, weight) and self._file.offset_of(one) is None:
-                    resting = self._file.new_tensor(one.numel(), one.dtype)
-                    state[weight][key] = resting
-                    writes.append((resting, one))
+        for weight in chunk.weights:
+            for key, value in list(state.get(weight, {}).items()):
+                if _is_per_element(value, weight) and self._file.offset_of(value) is None:
+                    stored = self._file.new_tensor(value.numel(), value.dtype)
+                    state[weight][key] = stored
+                    writes.append((stored, value))
         return writes
 
     def _wait_all(self, state: OptimizerStateMap) -> None:
-        """Everything is written, also when the update broke off; the first failure is told."""
+        """Waits for all I/O, also after a failed update; raises the first failure."""
         failure: EngineError | None = None
         for buffer in self._buffers:
             try:
@@ -196,25 +195,25 @@ class NvmeStore(HostStore):
             raise failure
 
     def _read(self, reads: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for resting, part in reads:
-            self._file.read(self._file_offset(resting), part)
+        for stored, part in reads:
+            self._file.read(self._file_offset(stored), part)
 
     def _write(self, writes: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for resting, value in writes:
-            self._file.write(self._file_offset(resting), value)
+        for stored, value in writes:
+            self._file.write(self._file_offset(stored), value)
 
-    def _file_offset(self, resting: Tensor) -> int:
-        offset = self._file.offset_of(resting)
+    def _file_offset(self, stored: Tensor) -> int:
+        offset = self._file.offset_of(stored)
         if offset is None:
-            raise RuntimeError("a tensor outside the file was to rest there")
+            raise RuntimeError("a tensor is not in the file")
         return offset
 
 
 def _trim_heap() -> None:
-    """Gives freed memory back to the system, where the C library can.
+    """Returns freed memory to the system, if the C library can.
 
-    glibc does not use again what posix_memalign(3) had: without this the heap would grow by every
-    piece of state that an optimizer makes, although each is freed.
+    glibc does not reuse freed memory of posix_memalign(3): without this the heap would grow with
+    every chunk of state that an optimizer creates.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -222,7 +221,7 @@ def _trim_heap() -> None:
 
 
 def _attach(buffer: _ChunkBuffer, state: OptimizerStateMap) -> None:
-    """The optimizer's tensors are those in memory from now on."""
+    """Points the optimizer's tensors to the buffer."""
     for weight, key, _, part in buffer.attached:
         if key is None:
             weight.data = part
@@ -231,19 +230,19 @@ def _attach(buffer: _ChunkBuffer, state: OptimizerStateMap) -> None:
 
 
 def _detach(buffer: _ChunkBuffer, state: OptimizerStateMap) -> list[tuple[Tensor, Tensor]]:
-    """The optimizer's tensors are those in the file again; what is to be written there."""
+    """Points the optimizer's tensors to the file again; returns what must be written."""
     writes = []
-    for weight, key, resting, _ in buffer.attached:
+    for weight, key, stored, _ in buffer.attached:
         if key is None:
-            writes.append((resting, weight.detach()))
-            weight.data = resting
+            writes.append((stored, weight.detach()))
+            weight.data = stored
         else:
-            writes.append((resting, state[weight][key]))
-            state[weight][key] = resting
+            writes.append((stored, state[weight][key]))
+            state[weight][key] = stored
     buffer.attached.clear()
     return writes
 
 
 def _is_per_element(value: object, weight: Tensor) -> bool:
-    """State with an element for each of the weight's."""
+    """Whether a value is state with one element per element of the weight."""
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape == weight.shape

@@ -1,4 +1,4 @@
-"""What rests elsewhere in a run, as its config asks for it."""
+"""Chooses the stores of main weights and optimizer state from a config."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rayzero.engine.precision.policy import Precision
 
 @dataclass(frozen=True)
 class Offload:
-    """The homes of a run, and which units live in which.
+    """The stores of a run.
 
     Attributes:
-        path: how shards of model weights that rest in other memory come to the device.
-        home: of what is offloaded; the device's where nothing is.
-        share: of the elements that are offloaded, at least, in whole units.
+        shard_gather: gathers model weights whose shards are in host memory; None without those.
+        offload_store: of offloaded units; the device's if nothing is offloaded.
+        offload_ratio: at least this share of the elements is offloaded, in whole units.
     """
 
     transfer: HostTransfer
@@ -36,59 +36,59 @@ class Offload:
 
     @property
     def separate_memory(self) -> bool:
-        """Whether anything rests in other memory than the device's."""
+        """Whether anything is stored in other memory than the device's."""
         return self.shard_gather is not None or self.offload_store.grad_transfer is not None
 
     def state_stores(self, plans: Sequence[UnitPlan]) -> list[StateStore]:
-        """Each unit's home. The first units are offloaded: their gradients come first, and have
-        the rest of backward to travel in."""
-        moved = select_offloaded(plans, self.offload_ratio)
-        return [self.offload_store if one else self.device_store for one in moved]
+        """Each unit's store. The first units are offloaded: their gradients come first, so their
+        copies overlap with the rest of backward."""
+        offloaded = select_offloaded(plans, self.offload_ratio)
+        return [self.offload_store if flag else self.device_store for flag in offloaded]
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory that pieces and copies pass through."""
+        """Host memory of buffers for chunks and copies."""
         return self.transfer.staging_bytes + self.offload_store.staging_bytes
 
     def close(self) -> None:
         self.offload_store.close()
 
 
-def select_offloaded(plans: Sequence[UnitPlan], share: float) -> list[bool]:
-    """Which units are offloaded, so that they have at least `share` of the elements."""
-    left = share * sum(plan.layout.logical_numel for plan in plans if plan.trainable)
-    found = []
+def select_offloaded(plans: Sequence[UnitPlan], ratio: float) -> list[bool]:
+    """Which units are offloaded, so that they have at least `ratio` of the elements."""
+    remaining = ratio * sum(plan.layout.logical_numel for plan in plans if plan.trainable)
+    offloaded = []
     for plan in plans:
-        moved = plan.trainable and left > 0
-        found.append(moved)
-        left -= plan.layout.logical_numel if moved else 0
-    return found
+        offload = plan.trainable and remaining > 0
+        offloaded.append(offload)
+        remaining -= plan.layout.logical_numel if offload else 0
+    return offloaded
 
 
 def update_chunk_numel(config: ZeroConfig) -> int:
-    """The most elements that come from a file at once."""
+    """The most elements that are read from a file at once."""
     return max(ALIGN_NUMEL, int(config.sub_group_size) // ALIGN_NUMEL * ALIGN_NUMEL)
 
 
 def plan_offload(
     config: ZeroConfig, precision: Precision, device: torch.device, collectives: Collectives
 ) -> Offload:
-    """The homes that a config asks for; what cannot be had is refused when the config is read.
+    """Builds the stores of a checked config.
 
     Raises:
-        ConfigError: there can be no files in the folder that it names.
+        ConfigError: no file can be created in `nvme_path`.
     """
-    link = make_transfer(device)
+    transfer = make_transfer(device)
     weights = MemoryKind.DEVICE if config.offload_param.device == "none" else MemoryKind.HOST
-    device_home = DeviceStore(precision, link, device, weights)
-    asked = config.offload_optimizer
-    home: StateStore = device_home
-    if asked.device == "cpu":
-        home = HostStore(precision, link, weights)
-    elif asked.nvme_path is not None and asked.device == "nvme":
-        folder, most = Path(asked.nvme_path), update_chunk_numel(config)
-        home = NvmeStore(precision, link, weights, folder, asked.buffer_count, most)
-    path = None
-    if link.separate_memory and weights is MemoryKind.HOST:
-        path = HostShardGather(link, collectives, device)
-    return Offload(link, path, device_home, home, asked.ratio)
+    device_store = DeviceStore(precision, transfer, device, weights)
+    section = config.offload_optimizer
+    store: StateStore = device_store
+    if section.device == "cpu":
+        store = HostStore(precision, transfer, weights)
+    elif section.nvme_path is not None and section.device == "nvme":
+        folder, numel = Path(section.nvme_path), update_chunk_numel(config)
+        store = NvmeStore(precision, transfer, weights, folder, section.buffer_count, numel)
+    gather = None
+    if transfer.separate_memory and weights is MemoryKind.HOST:
+        gather = HostShardGather(transfer, collectives, device)
+    return Offload(transfer, gather, device_store, store, section.ratio)

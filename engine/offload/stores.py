@@ -1,15 +1,15 @@
-"""Where units' main weights, gradient sums and optimizer state rest, and how an update gets there.
+"""Stores of main weights and optimizer state: device memory, host memory, files.
 
-| home | main weights, optimizer state | gradient sums | an update |
+| store | main weights, optimizer state | main gradients | update |
 |---|---|---|---|
-| DeviceStore | on the device | where they are summed | all runs at once |
+| DeviceStore | on the device | on the device | all at once |
 | HostStore | in host memory | in host memory | unit by unit, on the CPU |
-| NvmeStore (`disk_home`) | in a file | in host memory | piece by piece, in a few buffers |
+| NvmeStore (`nvme_store`) | in a file | in host memory | chunk by chunk, in a few buffers |
 
-Order of an update. It begins after the vote, because clipping and the inf/nan vote need the whole
-norm; so it is all or nothing, as without offload. Gradients were fetched as they arrived, beside
-backward. Then piece by piece: the CPU updates one while the weights of the one before travel to the
-device. No collective runs in it: other ranks' weights are gathered when all pieces are done.
+Order of an update. It begins after the vote, because clipping and the inf/nan check need the global
+norm; so it is all or nothing, as without offload. Gradients were copied to the host during
+backward. The CPU updates one chunk while the previous one's weights are copied to the device. An
+update runs no collectives: other ranks' weights are gathered after all chunks.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ OptimizerStateMap = MutableMapping[Tensor, dict[str, Any]]  # a torch optimizer'
 
 @dataclass(frozen=True)
 class UpdateChunk:
-    """What is updated at once: runs of one unit.
+    """Weights of one unit that are updated at once (DeepSpeed: a sub-group).
 
     Attributes:
         main: all main weights of the unit on this rank.
         weights: the optimizer's parameters, views of `main`.
-        targets: the model weights that follow each of them.
+        targets: the model weights that are copied from each of them.
     """
 
     main: Tensor
@@ -47,14 +47,13 @@ class UpdateChunk:
 
 
 class StateStore(Protocol):
-    """One for all units that rest in the same way.
+    """Storage that all units with the same placement share.
 
     Attributes:
-        place: where main weights and optimizer state rest.
-        fetches: through what gradient sums come to host memory; None: they rest where they are
-            summed.
-        piece_numel: the most elements of a piece; None for whole units.
-        staging_bytes: host memory held for pieces on their way.
+        memory_kind: of main weights and optimizer state.
+        grad_transfer: copies reduced gradients to host memory; None if they stay on the device.
+        chunk_numel: the most elements of a chunk; None for whole units.
+        staging_bytes: host memory for chunks in flight.
     """
 
     memory_kind: MemoryKind
@@ -72,23 +71,23 @@ class StateStore(Protocol):
         """
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Where a tensor of optimizer state rests."""
+        """A tensor of optimizer state in this storage."""
 
     def update_chunks(
-        self, pieces: Sequence[UpdateChunk], state: OptimizerStateMap
+        self, chunks: Sequence[UpdateChunk], state: OptimizerStateMap
     ) -> Iterator[int]:
-        """One update: numbers of pieces, each of which is to be updated before the next is asked
-        for. Meanwhile its weights and state are where the optimizer can work on them."""
+        """Yields chunk indices; each chunk must be updated before the next is requested. Meanwhile
+        its weights and state are in memory."""
 
     def copy_to_model(self, main: Tensor, model_weights: Tensor) -> None:
-        """The model weights follow the main weights, unless the update has seen to that."""
+        """Copies main weights to model weights, unless the update has done so."""
 
     def close(self) -> None:
-        """Lets go of threads and files. Safe to repeat."""
+        """Stops threads and closes files. Idempotent."""
 
 
 class DeviceStore:
-    """On the device, as without offload. Model weights may rest in host memory all the same."""
+    """Device memory, as without offload. Model weights may still be in host memory."""
 
     memory_kind = MemoryKind.DEVICE
     grad_transfer: HostTransfer | None = None
@@ -96,13 +95,16 @@ class DeviceStore:
     staging_bytes = 0
 
     def __init__(
-        self, precision: Precision, link: HostTransfer, device: torch.device, rest: MemoryKind
+        self,
+        precision: Precision,
+        transfer: HostTransfer,
+        device: torch.device,
+        weights: MemoryKind,
     ) -> None:
         self._precision = precision
         self._device = device
-        self._separate_memory = (
-            link.separate_memory and rest is MemoryKind.HOST
-        )  # model weights are in other memory
+        # Model weights are in other memory.
+        self._separate_memory = transfer.separate_memory and weights is MemoryKind.HOST
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         main = self._precision.main_weights(original, model_weights)
@@ -112,9 +114,9 @@ class DeviceStore:
         return torch.zeros(numel, dtype=dtype, device=self._device)
 
     def update_chunks(
-        self, pieces: Sequence[UpdateChunk], state: OptimizerStateMap
+        self, chunks: Sequence[UpdateChunk], state: OptimizerStateMap
     ) -> Iterator[int]:
-        yield from range(len(pieces))
+        yield from range(len(chunks))
 
     def copy_to_model(self, main: Tensor, model_weights: Tensor) -> None:
         if self._separate_memory:
@@ -127,19 +129,18 @@ class DeviceStore:
 
 
 class HostStore:
-    """In host memory: pinned where a GPU reads it."""
+    """Host memory: pinned if a GPU reads it."""
 
     memory_kind = MemoryKind.HOST
     chunk_numel: int | None = None
 
-    def __init__(self, precision: Precision, link: HostTransfer, rest: MemoryKind) -> None:
+    def __init__(self, precision: Precision, transfer: HostTransfer, weights: MemoryKind) -> None:
         self._precision = precision
-        self._transfer = link
-        self._separate_memory = (
-            link.separate_memory and rest is MemoryKind.DEVICE
-        )  # model weights are in other memory
+        self._transfer = transfer
+        # Model weights are in other memory.
+        self._separate_memory = transfer.separate_memory and weights is MemoryKind.DEVICE
         self._sent: set[int] = set()  # by the main weights' identity
-        self.grad_transfer = link if link.separate_memory else None
+        self.grad_transfer = transfer if transfer.separate_memory else None
 
     @property
     def staging_bytes(self) -> int:
@@ -157,11 +158,11 @@ class HostStore:
         return torch.zeros(numel, dtype=dtype)
 
     def update_chunks(
-        self, pieces: Sequence[UpdateChunk], state: OptimizerStateMap
+        self, chunks: Sequence[UpdateChunk], state: OptimizerStateMap
     ) -> Iterator[int]:
-        for number, piece in enumerate(pieces):
-            yield number
-            self._send_updated(piece, piece.weights)
+        for index, chunk in enumerate(chunks):
+            yield index
+            self._send_updated(chunk, chunk.weights)
 
     def copy_to_model(self, main: Tensor, model_weights: Tensor) -> None:
         if id(main) in self._sent:
@@ -173,11 +174,11 @@ class HostStore:
     def close(self) -> None:
         return
 
-    def _send_updated(self, piece: UpdateChunk, weights: Sequence[Tensor]) -> None:
-        """A piece was updated: its model weights set out."""
-        for weight, target in zip(weights, piece.targets, strict=True):
+    def _send_updated(self, chunk: UpdateChunk, weights: Sequence[Tensor]) -> None:
+        """Starts to copy an updated chunk to its model weights."""
+        for weight, target in zip(weights, chunk.targets, strict=True):
             self._copy_to_model(weight.detach(), target)
-        self._sent.add(id(piece.main))
+        self._sent.add(id(chunk.main))
 
     def _copy_to_model(self, main: Tensor, model_weights: Tensor) -> None:
         if main.data_ptr() == model_weights.data_ptr():

@@ -1,21 +1,16 @@
-"""Device <-> host copies and their streams; MemoryKind.
+"""Copies between a device and host memory, their streams, and when buffers may be reused.
 
-The way between a device and host memory: copies, and what may be touched when.
-
-| link | where | copies |
+| class | device | copies |
 |---|---|---|
-| NoTransfer | the device computes in host memory (CPU) | none: both are the same memory |
-| CopyingTransfer | a CPU device, as if its memory were apart (tests, measurements) | at once |
-| CudaTransfer | a GPU | asynchronous, on a stream of their own, from and to pinned memory |
-
-Kinds of memory.
+| NoTransfer | CPU: computes in host memory | none |
+| CopyingTransfer | CPU, as if its memory were separate (tests, measurements) | synchronous |
+| CudaTransfer | GPU | asynchronous, on side streams, from and to pinned memory |
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -23,17 +18,25 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import CompletedWork, GatherOp, Work, copy_or_add_, rank_chunk
+from rayzero.engine.comm.backend import (
+    ChainableWork,
+    CompletedWork,
+    GatherOp,
+    Work,
+    copy_or_add_,
+    rank_chunk,
+)
 from rayzero.engine.comm.collectives import Collectives
 
 
 @dataclass(frozen=True)
 class D2HCopy:
-    """What a fetch does: `source` replaces `target`, or is added to it.
+    """A device-to-host copy: `source` replaces `target`, or is added to it.
 
     Attributes:
-        early: what it waits for is one collective, whose `wait` may be called at once, and on the
-            copy's stream: a GPU then computes on. A sum of codes has kernels of its own.
+        wait_on_side_stream: the copy follows a single collective, whose `wait` may be called at
+            once and on the copy's stream, so that the GPU keeps computing. A compressed reduction
+            runs kernels of its own and must be waited for first.
     """
 
     source: Tensor
@@ -46,8 +49,8 @@ class HostTransfer(Protocol):
     """Moves flat tensors between one device and host memory.
 
     Attributes:
-        apart: whether host memory is other memory than the device's.
-        staging_bytes: host memory that copies pass through.
+        separate_memory: host memory is not the device's memory.
+        staging_bytes: host memory of intermediate copies.
     """
 
     separate_memory: bool
@@ -58,40 +61,33 @@ class HostTransfer(Protocol):
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros in host memory."""
 
-    def d2h(self, arrives: Work, copy: D2HCopy) -> Work:
-        """Device to host, as soon as `arrives` has.
+    def d2h(self, arrives: ChainableWork, copy: D2HCopy) -> Work:
+        """Copies device to host as soon as `arrives` is complete.
 
-        The pending's `wait` does not say that it is in host memory: `land` does. After its
-        `release`, kernels that are enqueued may overwrite `source`.
+        Only `wait_d2h` guarantees that the data is in host memory, not the returned work's `wait`.
+        After its `release`, kernels that are enqueued may overwrite `source`.
         """
 
     def wait_d2h(self) -> None:
-        """Returns when all that was fetched and waited for is in host memory."""
+        """Returns when every copy whose work was waited for is in host memory."""
 
     def h2d(self, source: Tensor, target: Tensor) -> None:
-        """Host to device, cast to the target's dtype. `source` may be overwritten only after
-        `sent`; what is computed after `join` sees the target."""
+        """Copies host to device, cast to the target's dtype. `source` may be overwritten only after
+        `wait_h2d`; kernels enqueued after `sync_compute` see the target."""
 
     def wait_h2d(self) -> None:
-        """Returns when the sources of all sends may be overwritten."""
+        """Returns when the sources of all host-to-device copies may be overwritten."""
 
     def sync_compute(self) -> None:
-        """Everything enqueued from now on sees what was sent."""
+        """Everything enqueued from now on sees all host-to-device copies."""
 
     def side_stream(self) -> AbstractContextManager[None]:
-        """Copies and collectives launched inside run beside computation, after what was enqueued
-        so far. Their results are waited for by the collective's own `wait`, or by `join`."""
-
-
-class _SameStream(AbstractContextManager[None]):
-    """Nothing runs beside anything."""
-
-    def __exit__(self, *_: object) -> None:
-        return
+        """Copies and collectives launched inside overlap with computation, after what was enqueued
+        so far. The collective's own `wait`, or `sync_compute`, waits for their results."""
 
 
 class CopyingTransfer:
-    """A CPU device, as if its memory were apart: every copy is made, and made at once."""
+    """A CPU device, as if its memory were separate: every copy is synchronous."""
 
     separate_memory = True
     staging_bytes = 0
@@ -99,8 +95,8 @@ class CopyingTransfer:
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
 
-    def d2h(self, arrives: Work, copy: D2HCopy) -> Work:
-        return _DeferredCopy(arrives, lambda: _copy_now(copy))
+    def d2h(self, arrives: ChainableWork, copy: D2HCopy) -> Work:
+        return arrives.then(lambda: copy_or_add_(copy.target, copy.source, add=copy.add))
 
     def wait_d2h(self) -> None:
         return
@@ -115,38 +111,18 @@ class CopyingTransfer:
         return
 
     def side_stream(self) -> AbstractContextManager[None]:
-        return _SameStream()
+        return nullcontext()
 
 
 class NoTransfer(CopyingTransfer):
-    """Host memory is the device's memory. Nothing has to be fetched, and a send is a cast."""
+    """Host memory is the device's memory: gradients need no copy, and `h2d` only casts."""
 
     separate_memory = False
 
 
-class _DeferredCopy:
-    """A pending whose copy is started once it has arrived."""
-
-    def __init__(self, arrives: Work, start: Callable[[], Work]) -> None:
-        self._work = arrives
-        self._start_copy = start
-        self._copied: Work | None = None
-
-    def wait(self) -> None:
-        self._work.wait()
-        if self._copied is None:
-            self._copied = self._start_copy()
-
-    def release(self) -> None:
-        self.wait()
-        self._work.release()
-        if self._copied is not None:
-            self._copied.release()
-
-
 @dataclass
 class _PendingD2H:
-    """A copy to the host under way; `staging` is to be added to `target` when it is there."""
+    """A copy to the host in flight; `staging` is added to `target` when it is complete."""
 
     done: torch.cuda.Event
     target: Tensor
@@ -154,13 +130,13 @@ class _PendingD2H:
 
 
 class CudaTransfer:
-    """A GPU. Two streams: one up, one down, so that sends do not queue behind fetches.
+    """A GPU. One stream per direction, so that the two do not queue behind each other.
 
-    Order. A copy starts after what was enqueued on the compute stream before it (`wait_stream`),
-    and, for a fetch, after the collective that it waits for on its own stream, so computation goes
-    on. Whoever reads on the host waits for the copy's event (`land`, `sent`); whoever computes
-    next lets the compute stream wait for it (`release`, `join`). All tensors are the engine's own
-    for its whole life, so the caching allocator has nothing to be told.
+    Order. A copy starts after what was enqueued on the compute stream before it (`wait_stream`). A
+    device-to-host copy also waits, on its own stream, for its collective, so computation continues.
+    Readers on the host wait for the copy's event (`wait_d2h`, `wait_h2d`); before later kernels
+    use a buffer, the compute stream waits for it (`release`, `sync_compute`). All tensors live as
+    long as the engine, so `record_stream` is not needed.
     """
 
     separate_memory = True
@@ -176,10 +152,12 @@ class CudaTransfer:
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, pin_memory=True)
 
-    def d2h(self, arrives: Work, copy: D2HCopy) -> Work:
+    def d2h(self, arrives: ChainableWork, copy: D2HCopy) -> Work:
         if copy.wait_on_side_stream:
             return self._start_d2h(arrives, copy)
-        return _DeferredCopy(arrives, lambda: self._start_d2h(CompletedWork(), copy))
+        done: list[_CopyWork] = []
+        reduced = arrives.then(lambda: done.append(self._start_d2h(CompletedWork(), copy)))
+        return _DeferredCopyWork(reduced, done)
 
     def wait_d2h(self) -> None:
         while self._pending_d2h:
@@ -200,63 +178,74 @@ class CudaTransfer:
         self._h2d_stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._h2d_stream)
 
-    def _start_d2h(self, arrives: Work, copy: D2HCopy) -> Work:
+    def _start_d2h(self, arrives: Work, copy: D2HCopy) -> _CopyWork:
         staging = self._acquire_staging(copy.source) if copy.add else None
-        landed = copy.target if staging is None else staging[: copy.source.numel()]
+        destination = copy.target if staging is None else staging[: copy.source.numel()]
         self._d2h_stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._d2h_stream):
             arrives.wait()
-            landed.copy_(copy.source, non_blocking=True)
+            destination.copy_(copy.source, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._d2h_stream)
         self._pending_d2h.append(_PendingD2H(done, copy.target, staging))
         return _CopyWork(done, self._device)
 
     def _wait_oldest_d2h(self) -> None:
-        landing = self._pending_d2h.popleft()
-        landing.done.synchronize()
-        if landing.staging is not None:
-            landing.target.add_(landing.staging[: landing.target.numel()])
-            self._free_staging.append(landing.staging)
+        copy = self._pending_d2h.popleft()
+        copy.done.synchronize()
+        if copy.staging is not None:
+            copy.target.add_(copy.staging[: copy.target.numel()])
+            self._free_staging.append(copy.staging)
 
     def _acquire_staging(self, source: Tensor) -> Tensor:
         """Pinned memory as long as `source`; waits for an older copy before a third is made."""
-        while len([one for one in self._pending_d2h if one.staging is not None]) >= 2:
+        while sum(copy.staging is not None for copy in self._pending_d2h) >= 2:
             self._wait_oldest_d2h()
-        for index, one in enumerate(self._free_staging):
-            if one.dtype is source.dtype and one.numel() >= source.numel():
+        for index, staging in enumerate(self._free_staging):
+            if staging.dtype is source.dtype and staging.numel() >= source.numel():
                 return self._free_staging.pop(index)
-        made = torch.empty(source.numel(), dtype=source.dtype, pin_memory=True)
-        self.staging_bytes += made.nbytes
-        return made
+        staging = torch.empty(source.numel(), dtype=source.dtype, pin_memory=True)
+        self.staging_bytes += staging.nbytes
+        return staging
 
 
 class _CopyWork:
-    """A copy on a stream of ours."""
+    """A copy on a side stream."""
 
     def __init__(self, done: torch.cuda.Event, device: torch.device) -> None:
         self._done = done
         self._device = device
 
     def wait(self) -> None:
-        return  # the host waits in `land`, and nothing on the device reads what was fetched
+        return  # the host waits in `wait_d2h`; nothing on the device reads the copy
 
     def release(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
-def _copy_now(copy: D2HCopy) -> Work:
-    copy_or_add_(copy.target, copy.source, add=copy.add)
-    return CompletedWork()
+class _DeferredCopyWork:
+    """A reduction whose copy to the host starts when the host has waited for it."""
+
+    def __init__(self, reduced: Work, copies: list[_CopyWork]) -> None:
+        self._reduced = reduced
+        self._copies = copies
+
+    def wait(self) -> None:
+        self._reduced.wait()
+
+    def release(self) -> None:
+        self._reduced.release()
+        for copy in self._copies:
+            copy.release()
 
 
 def make_transfer(device: torch.device) -> HostTransfer:
-    """The link between host memory and a device."""
+    """The transfer between host memory and a device."""
     return CudaTransfer(device) if device.type == "cuda" else NoTransfer()
 
 
 class MemoryKind(Enum):
-    """Where a tensor rests."""
+    """Where a tensor is stored between steps."""
 
     DEVICE = "device"
     HOST = "host"
@@ -264,27 +253,29 @@ class MemoryKind(Enum):
 
 
 class HostShardGather:
-    """How shards come from host memory into slots: over the link, then from rank to rank, both
-    beside the computation.
+    """Gathers shards from host memory: copies them to the device, then all-gathers, both overlapped
+    with computation.
 
-    Order. The copy starts after all that was enqueued on the compute stream, so kernels that read
-    the slot's last occupant are done; and after `release` of the gather that was made from the slot
-    before, so no other rank reads it.
+    Order. The copy starts after everything enqueued on the compute stream, so kernels that read
+    the buffer's previous block are done; and after `release` of the buffer's previous gather, so
+    no other rank reads it.
     """
 
-    def __init__(self, link: HostTransfer, collectives: Collectives, device: torch.device) -> None:
+    def __init__(
+        self, transfer: HostTransfer, collectives: Collectives, device: torch.device
+    ) -> None:
         self.device = device
-        self._transfer = link
+        self._transfer = transfer
         self._collectives = collectives
-        self._last_gathers: dict[int, Work] = {}  # gather from each slot, by its address
+        self._last_gathers: dict[int, Work] = {}  # by the buffer's address
 
     def new_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._collectives.zeros(numel, dtype, self.device)
 
     def gather(self, full: Tensor, shard: Tensor, gathers: GatherOp) -> Work:
-        before = self._last_gathers.pop(full.data_ptr(), None)
-        if before is not None:
-            before.release()
+        previous = self._last_gathers.pop(full.data_ptr(), None)
+        if previous is not None:
+            previous.release()
         own = rank_chunk(full, gathers.rank, gathers.world_size)
         with self._transfer.side_stream():
             own.copy_(shard, non_blocking=True)
@@ -294,11 +285,11 @@ class HostShardGather:
 
 
 class _GatherAfterCopy:
-    """A gather whose own part came over a link."""
+    """A gather of a part that was copied from the host."""
 
-    def __init__(self, gathered: Work, link: HostTransfer) -> None:
+    def __init__(self, gathered: Work, transfer: HostTransfer) -> None:
         self._gathered = gathered
-        self._transfer = link
+        self._transfer = transfer
 
     def wait(self) -> None:
         self._gathered.wait()

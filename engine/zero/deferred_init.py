@@ -1,11 +1,11 @@
-"""Models that are never whole in one place: built without memory, made real unit by unit.
+"""Deferred initialization: models are built on the meta device and materialized unit by unit.
 
-`zero_init` records what a model's constructor does to its tensors, on the meta device, and replays
-it for one parameter at a time when the engine builds that parameter's unit. The values are those
-that an ordinary construction with the same seed gives: the random state of every random operation
-is kept, and the operation is carried out once on a throw-away tensor to move the generator on.
+`zero_init` records the operations of a model's constructor on the meta device, and replays them for
+one parameter at a time when the engine builds that parameter's unit. The values equal those of an
+ordinary construction with the same seed: each random operation's RNG state is saved, and the
+operation also runs once on a scratch tensor to advance the generator.
 
-Method: deferred initialisation by recording, as torchdistX's `deferred_init` had it.
+Method: torchdistX's `deferred_init`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rayzero.engine.zero.hooks import iter_tensors
 
 @dataclass(frozen=True)
 class _RecordedOp:
-    """One recorded call. Meta tensors among the arguments stand for what a replay has in hand."""
+    """One recorded call. A replay substitutes real tensors for meta tensors in its arguments."""
 
     func: Any
     args: tuple[Any, ...]
@@ -41,10 +41,9 @@ class _RecordedOp:
 
 
 class OpRecorder:
-    """What a constructor did, by the storage it was done to.
+    """A constructor's operations, by the storage they touched.
 
-    A storage is known by its address; the recorded meta tensors keep all of them alive, so that no
-    address is used twice.
+    The recorded meta tensors keep all storages alive, so that no address is used twice.
     """
 
     def __init__(self) -> None:
@@ -60,14 +59,14 @@ class OpRecorder:
         return _storage_key(tensor) in self._ops_by_storage
 
     def replay(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """The value `tensor` has after all that was recorded, as a new tensor."""
+        """The value of `tensor` after all recorded operations, as a new tensor."""
         real: dict[int, Tensor] = {}
         for number in self._dependencies(tensor):
             self._replay_op(self._operations[number], real)
         return _real_view(tensor, real).to(device)
 
     def _dependencies(self, tensor: Tensor) -> list[int]:
-        """The operations that made the storage, and what those read, in recorded order."""
+        """The operations that wrote the storage, and their inputs', in recorded order."""
         storages, needed = [_storage_key(tensor)], set[int]()
         seen = set(storages)
         while storages:
@@ -86,7 +85,7 @@ class OpRecorder:
     def _replay_op(self, operation: _RecordedOp, real: dict[int, Tensor]) -> None:
         args, kwargs = tree_map_only(
             Tensor,
-            lambda one: _real_view(one, real) if _is_unmaterialized(one) else one,
+            lambda tensor: _real_view(tensor, real) if _is_unmaterialized(tensor) else tensor,
             (operation.args, operation.kwargs),
         )
         generator = operation.generator
@@ -100,13 +99,13 @@ class OpRecorder:
 
 
 class ScratchBuffer:
-    """Memory for one tensor after another: freeing and allocating large ones tears the heap."""
+    """Reused memory for one tensor at a time: repeated large allocations fragment the heap."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def flat(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of any content. The one given before must not be in use any more."""
+        """An uninitialized flat tensor. It invalidates the previous one."""
         size = numel * dtype.itemsize
         if self._memory.numel() < size:
             self._memory = torch.empty(0, dtype=torch.uint8, device=self._memory.device)
@@ -115,24 +114,24 @@ class ScratchBuffer:
 
 
 class _RecordingMode(TorchDispatchMode):
-    """Runs a constructor's operations on meta, and writes them down."""
+    """Runs a constructor's operations on the meta device, and records them."""
 
-    def __init__(self, tape: OpRecorder) -> None:
+    def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = tape
+        self._recorder = recorder
         self._scratch = ScratchBuffer(torch.device("cpu"))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("device") == torch.device("meta"):  # taken over from one of our tensors
+        if kwargs.get("device") == torch.device("meta"):  # copied from a recorded tensor
             kwargs["device"] = torch.device("cpu")
         inputs = list(iter_tensors((args, kwargs)))
         if func is torch.ops.aten._local_scalar_dense.default and _is_unmaterialized(inputs[0]):
             return self._recorder.replay(inputs[0], torch.device("cpu")).item()
         if inputs and not any(_is_unmaterialized(one) for one in inputs):
-            return func(*args, **kwargs)  # real tensors from outside stay what they are
+            return func(*args, **kwargs)  # real tensors from outside are not recorded
         factory = not inputs and any(one.name == "device" for one in func._schema.arguments)
         if not inputs and not factory:
             return func(*args, **kwargs)
@@ -144,26 +143,26 @@ class _RecordingMode(TorchDispatchMode):
         )
         results = func(*meta_args, **meta_kwargs)
         outputs = tuple(iter_tensors(results))
-        known = {_storage_key(one) for one in inputs}
-        makes = [one for one in outputs if _storage_key(one) not in known]
-        if makes or func._schema.is_mutable:
-            self._recorder.add(_RecordedOp(func, args, kwargs, outputs, state), [*inputs, *makes])
+        input_keys = {_storage_key(tensor) for tensor in inputs}
+        created = [tensor for tensor in outputs if _storage_key(tensor) not in input_keys]
+        if created or func._schema.is_mutable:
+            self._recorder.add(_RecordedOp(func, args, kwargs, outputs, state), [*inputs, *created])
         return results
 
     def _advance_rng(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        """For a random operation: its generator's state before, with the generator moved on."""
+        """Advances the generator of a random operation; its state before, None for other operations."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
         generator = kwargs.get("generator") or torch.default_generator
         state: Tensor = generator.get_state()
 
-        def real(one: Tensor) -> Tensor:
-            # The same strides: how many numbers are drawn depends on the memory's layout.
-            numel = one.untyped_storage().nbytes() // one.dtype.itemsize
-            flat = self._scratch.flat(numel, one.dtype)
-            return flat.as_strided(one.size(), one.stride(), one.storage_offset())
+        def real(tensor: Tensor) -> Tensor:
+            # The same strides, because the count of random numbers depends on the layout.
+            numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+            flat = self._scratch.flat(numel, tensor.dtype)
+            return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
         func(*tree_map_only(Tensor, real, args), **kwargs)
         return state
@@ -179,21 +178,19 @@ def _storage_key(tensor: Tensor) -> int:
 
 
 def _real_view(planned: Tensor, real: dict[int, Tensor]) -> Tensor:
-    """What a meta tensor stands for: the same view of its storage's real counterpart."""
+    """The real counterpart of a meta tensor: the same view of the real storage."""
     return real[_storage_key(planned)].as_strided(
         planned.size(), planned.stride(), planned.storage_offset()
     )
 
 
-_recorders: list[OpRecorder] = []  # of models not yet handed to `initialize`
-
-
-_active_recorders: list[OpRecorder] = []  # by the contexts that are open
+_recorders: list[OpRecorder] = []  # of models that no engine has been built from
+_active_recorders: list[OpRecorder] = []  # of the open contexts
 
 
 @contextmanager
 def zero_init() -> Iterator[None]:
-    """Builds a model without its memory; `rayzero.initialize` makes it real unit by unit.
+    """Builds a model without allocating its memory; the engine materializes it unit by unit.
 
     Example:
         >>> with rayzero.zero_init():
@@ -202,32 +199,34 @@ def zero_init() -> Iterator[None]:
 
     A function given as `initialize(model=function)` is called inside this context.
     """
-    tape = OpRecorder()
-    _recorders.append(tape)
-    with _record_into(tape):
+    recorder = OpRecorder()
+    _recorders.append(recorder)
+    with _record_into(recorder):
         yield
 
 
 @contextmanager
 def recording(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Within it, what is done to tensors of a model that `zero_init` built is recorded as well.
+    """Records operations on tensors of a model that `zero_init` built.
 
-    Nothing for tensors that have memory, and inside `zero_init`, where everything is recorded.
+    Does nothing for tensors that have memory, and inside `zero_init`.
     """
     planned = [one for one in tensors if _is_unmaterialized(one)]
-    tapes = [tape for tape in _recorders if any(tape.has_recorded(one) for one in planned)]
-    if not tapes or _active_recorders:
+    recorders = [
+        recorder for recorder in _recorders if any(recorder.has_recorded(one) for one in planned)
+    ]
+    if not recorders or _active_recorders:
         yield
         return
-    with _record_into(tapes[0]):
+    with _record_into(recorders[0]):
         yield
 
 
 @contextmanager
-def _record_into(tape: OpRecorder) -> Iterator[None]:
-    _active_recorders.append(tape)
+def _record_into(recorder: OpRecorder) -> Iterator[None]:
+    _active_recorders.append(recorder)
     try:
-        with _RecordingMode(tape), _patched_is_meta():
+        with _RecordingMode(recorder), _patched_is_meta():
             yield
     finally:
         _active_recorders.pop()
@@ -235,19 +234,19 @@ def _record_into(tape: OpRecorder) -> Iterator[None]:
 
 @contextmanager
 def _patched_is_meta() -> Iterator[None]:
-    """Some of `torch.nn.init` does nothing to a tensor that says it is on meta: here none says so.
+    """Hides `is_meta`, because some functions of `torch.nn.init` skip meta tensors.
 
-    For all threads, as long as a model is built; nothing of torch's own depends on it meanwhile.
+    It applies to all threads while a model is built.
     """
     torch.Tensor.is_meta = property(lambda _: False)  # type: ignore[assignment]
     try:
         yield
     finally:
-        del torch.Tensor.is_meta  # the one it hid, of the base class, is there again
+        del torch.Tensor.is_meta  # the base class's attribute is visible again
 
 
 class Materializer:
-    """Gives the values of a model's parameters and buffers, one at a time."""
+    """Computes the initial values of a model's parameters and buffers, one at a time."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
@@ -262,22 +261,22 @@ class Materializer:
         """A real tensor with this parameter's or buffer's initial values.
 
         Raises:
-            ConfigError: it is on the meta device, and nothing tells its values.
+            ConfigError: it is on the meta device, and its initial values are unknown.
         """
         if not tensor.is_meta:
             return tensor.detach()
-        for tape in _recorders:
-            if tape.has_recorded(tensor):
-                return tape.replay(tensor, self._device).detach()
+        for recorder in _recorders:
+            if recorder.has_recorded(tensor):
+                return recorder.replay(tensor, self._device).detach()
         return self._value_from_reset(tensor)
 
     def clear(self) -> None:
-        """The model is real now: what was recorded of it is not needed any more."""
+        """Drops the recordings once the model is materialized."""
         self._last_reset = None
         _recorders.clear()
 
     def _value_from_reset(self, tensor: Tensor) -> Tensor:
-        """From `reset_parameters` of the module that owns it, on a real copy of that module."""
+        """Calls the owning module's `reset_parameters` on a real copy of it."""
         owner = self._owners[id(tensor)]
         reset: Callable[[nn.Module], None] | None = getattr(type(owner), "reset_parameters", None)
         if reset is None:
@@ -295,8 +294,6 @@ class Materializer:
             for name, one in [*owner.named_parameters(), *owner.named_buffers()]
             if one is tensor
         )
-        return (
-            self._last_reset[1].get_parameter(name).detach()
-            if isinstance(tensor, nn.Parameter)
-            else self._last_reset[1].get_buffer(name)
-        )
+        real = self._last_reset[1]
+        is_param = isinstance(tensor, nn.Parameter)
+        return real.get_parameter(name).detach() if is_param else real.get_buffer(name)

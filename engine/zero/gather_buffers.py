@@ -1,9 +1,9 @@
-"""Which block of weights is gathered where: fixed slots.
+"""Fixed buffers that blocks of sharded weights are gathered into.
 
-A block must come back for backward at the address it had in forward, and nothing is allocated in a
-step. So blocks take turns in a ring of slots, block i always in slot i mod k: one computes while
-its neighbour is gathered into the other, and the last k blocks of forward are still there when
-backward begins. Blocks that live while others come and go get a slot of their own.
+A block must have the same address in backward as in forward, and a step allocates nothing. So
+blocks share a ring of buffers, block i always in buffer i mod k: one computes while the next is
+gathered into another, and the last k blocks of forward are still gathered when backward begins.
+Blocks that must stay gathered while others run get a buffer of their own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,18 @@ from rayzero.engine.zero.parameters import ShardedWeights
 
 
 class BlockState(Enum):
-    """What a block's parameters hold."""
+    """Content of a block's parameters. Each state follows the one before, in a circle."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
+
+
+_NEXT_STATE = {
+    BlockState.SHARDED: BlockState.GATHERING,
+    BlockState.GATHERING: BlockState.GATHERED,
+    BlockState.GATHERED: BlockState.SHARDED,
+}
 
 
 @dataclass(eq=False)
@@ -32,36 +39,47 @@ class Block:
     """A module and the units that its forward needs gathered.
 
     Attributes:
-        turn: its slot in the ring; None when it has a slot of its own.
-        forwards: how many of its forwards are under way.
-        calls: forwards begun in the pass at hand.
+        buffer_index: its buffer in the ring; None if it has a buffer of its own.
+        pending: the all-gathers in flight while GATHERING.
+        active_forwards: forwards that are running.
+        forward_calls: forwards begun in the current pass.
     """
 
     name: str
     module: nn.Module
     units: tuple[ShardedWeights, ...]
     buffer_index: int | None = None
-    state: BlockState = BlockState.SHARDED
     pending: list[Work] = field(default_factory=list)
     active_forwards: int = 0
     forward_calls: int = 0
+    _state: BlockState = BlockState.SHARDED
+
+    @property
+    def state(self) -> BlockState:
+        return self._state
+
+    @state.setter
+    def state(self, state: BlockState) -> None:
+        if state is not _NEXT_STATE[self._state]:
+            raise RuntimeError(f"{self.name!r} cannot go from {self._state.name} to {state.name}")
+        self._state = state
 
 
 def assign_buffers(order: Sequence[int], alone: set[int], count: int) -> dict[int, int | None]:
-    """The slot of each block: round robin in the order of first use, None for those in `alone`."""
-    turns: dict[int, int | None] = {}
+    """The buffer of each block: round robin in the order of first use, None for those in `alone`."""
+    indices: dict[int, int | None] = {}
     for block in order:
-        if block not in turns:
-            shared = sum(turn is not None for turn in turns.values())
-            turns[block] = None if block in alone else shared % count
-    return turns
+        if block not in indices:
+            shared = sum(index is not None for index in indices.values())
+            indices[block] = None if block in alone else shared % count
+    return indices
 
 
 class GatherBuffers:
-    """Owns the slots' memory, and knows who is in each.
+    """Owns the buffers' memory, and records which block is in each.
 
-    Each slot of the ring has one buffer for every place in a block (its trainable unit, its frozen
-    unit, other dtypes), as long as the longest unit that may come there.
+    Each position of the ring has one tensor for every unit of a block (trainable, frozen, other
+    dtypes), as long as the longest unit that may be gathered there.
     """
 
     def __init__(self, blocks: Sequence[Block], count: int) -> None:
@@ -71,30 +89,30 @@ class GatherBuffers:
         self._current_blocks: dict[int, Block] = {}
 
     def current_block(self, block: Block) -> Block | None:
-        """The other block that sits in this block's slot."""
+        """The other block that occupies this block's buffer."""
         if block.buffer_index is None:
             return None
         other = self._current_blocks.get(block.buffer_index)
         return None if other is block else other
 
     def acquire(self, block: Block) -> list[Tensor]:
-        """Puts a block in its slot; one buffer for each of its units."""
+        """Assigns a block its buffer; one tensor for each of its units."""
         if block.buffer_index is not None:
             self._current_blocks[block.buffer_index] = block
-        return [self._buffer_for(block, place) for place in range(len(block.units))]
+        return [self._buffer_for(block, position) for position in range(len(block.units))]
 
     def give_own_buffer(self, block: Block) -> None:
-        """Gives a block that is not gathered a slot of its own."""
+        """Gives a block that is not gathered a buffer of its own."""
         if block.buffer_index is not None and self._current_blocks.get(block.buffer_index) is block:
             del self._current_blocks[block.buffer_index]
         block.buffer_index = None
 
-    def set_assignment(self, turns: dict[int, int | None]) -> None:
-        """Moves every block to a new plan. No block may be gathered."""
+    def set_assignment(self, indices: dict[int, int | None]) -> None:
+        """Reassigns every block. No block may be gathered."""
         self._current_blocks.clear()
         self._buffers.clear()
-        for index, turn in turns.items():
-            self._blocks[index].buffer_index = turn
+        for block, index in indices.items():
+            self._blocks[block].buffer_index = index
 
     def clear(self) -> None:
         self._current_blocks.clear()
@@ -103,20 +121,20 @@ class GatherBuffers:
     def total_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def _buffer_for(self, block: Block, place: int) -> Tensor:
-        unit = block.units[place]
+    def _buffer_for(self, block: Block, position: int) -> Tensor:
+        unit = block.units[position]
         owner: int | Block = block if block.buffer_index is None else block.buffer_index
-        key = owner, place, unit.shard.dtype
+        key = owner, position, unit.shard.dtype
         if key not in self._buffers:
             sharers = [block] if block.buffer_index is None else self._blocks
             numel = max(
-                other.units[place].layout.numel
+                other.units[position].layout.numel
                 for other in sharers
-                if len(other.units) > place
-                and other.units[place].shard.dtype == unit.shard.dtype
+                if len(other.units) > position
+                and other.units[position].shard.dtype == unit.shard.dtype
                 and other.buffer_index == block.buffer_index
             )
-            # A buffer made in inference mode could never be trained with.
+            # Autograd refuses buffers that were made in inference mode.
             with torch.inference_mode(False):
                 self._buffers[key] = unit.new_buffer(numel)
         return self._buffers[key]

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rayzero.engine.comm.backend import ReduceOp, Work, copy_or_add_, rank_chunk
+from rayzero.engine.comm.backend import ChainableWork, ReduceOp, Work, copy_or_add_, rank_chunk
 from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.offload.transfer import D2HCopy, HostTransfer, MemoryKind
 from rayzero.engine.zero.parameters import param_views
@@ -78,6 +78,9 @@ class PartialGrads:
         self._views[index].zero_()
 
     def reduce(self, *, first: bool) -> Work:
+        return self._start_reduce()
+
+    def _start_reduce(self) -> ChainableWork:
         if self._collective is Collective.ALL_REDUCE:
             return self._reduce_op.all_reduce(self._flat)
         return self._reduce_op.reduce_scatter(self._flat, self._owned)
@@ -213,7 +216,7 @@ class HostPartialGrads(PartialGrads):
 
     def reduce(self, *, first: bool) -> Work:
         early = self._reduce_op.single_collective
-        reduced = super().reduce(first=first)
+        reduced = self._start_reduce()
         return self._transfer.d2h(reduced, D2HCopy(self._owned, self.host, False, early))
 
     def owned(self) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.engine.checkpoint.export_model import WholeTensors, write_model_file
-from rayzero.engine.checkpointing import open_checkpoint, resolve_checkpoint
+from rayzero.engine.checkpoint_io import open_checkpoint, resolve_checkpoint
 from rayzero.engine.errors import DataError
 
 __all__ = [

@@ -98,7 +98,7 @@ class FailingOs:
         ("preadv", errno.EIO, 5, "a read failed: Input/output error"),
         ("pwritev", errno.ENOSPC, 0, "a write failed: No space left on device"),
         ("pwritev", errno.EIO, 7, "a write failed: Input/output error"),
-        ("posix_fallocate", errno.ENOSPC, 3, "could not be had: No space left on device"),
+        ("posix_fallocate", errno.ENOSPC, 3, "could not be allocated: No space left on device"),
     ],
 )
 def test_a_disk_that_fails_is_named(
@@ -137,7 +137,7 @@ except EngineError as error:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
-    assert "could not be had: File too large" in done.stdout, done.stderr
+    assert "could not be allocated: File too large" in done.stdout, done.stderr
     assert done.returncode == 0
 
 
