@@ -1,6 +1,6 @@
-"""Bytes by class, FLOPs and MFU.
+"""Persistent bytes by class, and tokens, FLOPs and MFU of a step.
 
-The bytes a rank holds between two steps, by class. Per parameter, W ranks, AdamW:
+Bytes that a rank holds between two steps, per parameter on W ranks with AdamW:
 
 | stage | fp32 | bf16 with fp32 main weights |
 |---|---|---|
@@ -9,14 +9,12 @@ The bytes a rank holds between two steps, by class. Per parameter, W ranks, Adam
 | 2 | 4 + 12/W | 2 + 16/W |
 | 3 | 16/W | 18/W |
 
-and on top, bounded by a few units: slots (weights gathered, gradients in passing) and staging
-(parts received from other ranks). What is offloaded is counted apart: in host memory, or in files.
+plus, bounded by a few units: slots (gathered weights, gradients before their reduction) and staging
+(parts received from other ranks). Offloaded bytes, in host memory or files, are counted separately.
 
-How much work a step is: tokens, arithmetic, and how much that is of what the device could do.
-
-Method: model flops utilisation as in Chowdhery et al., "PaLM", 2022, appendix B, but for what is
-counted: the operations that ran, as `torch.utils.flop_counter` sees them, instead of a formula of
-the model's size. What activation checkpointing computes again is in it.
+MFU is that of Chowdhery et al., "PaLM", 2022, appendix B, except that it counts the operations that
+ran, by `torch.utils.flop_counter`, instead of a formula of the model's size. Activation
+checkpointing's recomputation is included.
 """
 
 from __future__ import annotations
@@ -37,16 +35,18 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 
 
 def bytes_by_class(runtime: ZeroRuntime, optimizer: ShardedOptimizer) -> dict[str, int]:
-    """Bytes by class; memory that has two uses is counted once, as model weights.
+    """Bytes by class; memory with two uses is counted once, as model weights.
 
     Classes: model_weights, main_weights (0 where they are the model weights), main_grads,
     optimizer_state, error_feedback (0 without it), second_shards (0 without
-    zero_hpz_partition_size), slots, staging. What rests in host memory or in files is not among
-    them, but under the same names with `host_` or `disk_` before them, where there is any.
+    zero_hpz_partition_size), slots, staging. Bytes in host memory or files have the same names with
+    the prefix `host_` or `disk_`.
     """
     slots = runtime.grad_buffers.buffers if runtime.grad_buffers is not None else []
     gathered = runtime.gather_buffers.total_bytes if runtime.gather_buffers is not None else 0
-    way = runtime.unshard_scheduler.weight_gather if runtime.unshard_scheduler is not None else None
+    gather = (
+        runtime.unshard_scheduler.weight_gather if runtime.unshard_scheduler is not None else None
+    )
     found = Counter(
         model_weights=sum(one.nbytes for one in runtime.ungrouped_params),
         main_weights=0,
@@ -54,11 +54,11 @@ def bytes_by_class(runtime: ZeroRuntime, optimizer: ShardedOptimizer) -> dict[st
         optimizer_state=0,
         error_feedback=sum(one.feedback.nbytes for one in runtime.grad_reduction.residuals)
         + sum(one.nbytes for _, one in runtime.grad_reduction.replicated_state()),
-        second_shards=way.secondary_bytes if way is not None else 0,
+        second_shards=gather.secondary_bytes if gather is not None else 0,
         slots=sum(one.nbytes for one in slots) + gathered,
         staging=runtime.collectives.staging_bytes
         + runtime.grad_reduction.buffer_bytes
-        + (way.buffer_bytes if way is not None else 0),
+        + (gather.buffer_bytes if gather is not None else 0),
     )
     for name, place, tensor in _persistent_tensors(runtime, optimizer):
         found[name if place is MemoryKind.DEVICE else f"{place.value}_{name}"] += tensor.nbytes
@@ -70,7 +70,7 @@ def bytes_by_class(runtime: ZeroRuntime, optimizer: ShardedOptimizer) -> dict[st
 def _persistent_tensors(
     runtime: ZeroRuntime, optimizer: ShardedOptimizer
 ) -> Iterable[tuple[str, MemoryKind, Tensor]]:
-    """All of the engine's own tensors that stay between two steps, each once."""
+    """All of the engine's tensors that persist between two steps, each once."""
     for unit in runtime.units:
         yield "model_weights", unit.weights.memory_kind, unit.weights.persistent_tensor
         if unit.main_weights is not None and _storage_address(
@@ -109,7 +109,7 @@ _PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """What a device could do in a second; None when that is not known, as for CPUs."""
+    """A device's peak in flops per second; None if unknown, as for CPUs."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -123,21 +123,21 @@ class FlopMeter:
     """Counts the first micro-step of a run; later ones are the same.
 
     Args:
-        wanted: whether to count at all. torch imports its compiler for it, which takes seconds, so
-            it is done where the device's peak is known, and once.
+        enabled: whether to count. The counter imports torch's compiler, which takes seconds, so it
+            is used only where the device's peak is known.
 
     Attributes:
-        micro_step: flops of forward and backward of one micro-step on this rank; 0 until known.
+        micro_step_flops: flops of forward and backward of one micro-step on this rank; 0 until known.
     """
 
-    def __init__(self, wanted: bool) -> None:
+    def __init__(self, enabled: bool) -> None:
         self.micro_step_flops = 0
-        self._enabled = wanted
+        self._enabled = enabled
         self._forward_flops = 0
 
     @contextmanager
     def track_forward(self) -> Iterator[None]:
-        """Around a forward. Only that of a micro-step that gets a backward counts."""
+        """Around a forward. It counts only if a backward follows."""
         if not self._enabled or self.micro_step_flops or not torch.is_grad_enabled():
             yield
             return
@@ -157,25 +157,25 @@ class FlopMeter:
 
 
 class StepWork:
-    """Adds up what a step's micro-steps were. For one rank, from which the others' follow.
+    """Sums a step's work on this rank, from which that of all ranks is estimated.
 
     Args:
-        micro_steps: in a step.
-        peak: flops a second that the device could do; None when that is not known.
+        micro_steps: per step.
+        peak: the device's flops per second; None if unknown.
     """
 
     def __init__(self, micro_steps: int, peak: float | None) -> None:
         self._micro_steps = micro_steps
         self._peak_flops = peak
-        self._flop_meter = FlopMeter(wanted=peak is not None)
+        self._flop_meter = FlopMeter(enabled=peak is not None)
         self._pending_tokens = 0  # tokens of a forward that may get a backward
         self._tokens = 0
         self._weight = 0.0
 
     @contextmanager
     def track_forward(self, inputs: Any) -> Iterator[None]:
-        """Around a forward of `inputs`. Tokens are the elements of the first tensor of integers
-        that has a dimension beside the samples'."""
+        """Around a forward of `inputs`. Tokens are the elements of the first integer tensor
+        with more dimensions than the batch's."""
         if torch.is_grad_enabled():
             self._pending_tokens = next(
                 (one.numel() for one in iter_tensors(inputs) if _is_token_ids(one)), 0
@@ -185,7 +185,7 @@ class StepWork:
 
     @contextmanager
     def track_backward(self, weight: float) -> Iterator[None]:
-        """Around the backward of a micro-batch that is this share of the global batch."""
+        """Around a backward; `weight` is the micro-batch's share of the global batch."""
         self._tokens += self._pending_tokens
         self._weight += weight
         self._pending_tokens = 0
@@ -193,19 +193,19 @@ class StepWork:
             yield
 
     def end_step(self, step_s: float) -> dict[str, float]:
-        """The step's readings, as far as they are known, and a fresh beginning.
+        """Returns the step's metrics, as far as they are known, and resets them.
 
         step_tokens and tokens_per_s over all ranks; flops_per_s of this rank; mfu of its device.
         """
-        found = {}
+        metrics = {}
         if self._tokens and self._weight:
-            found["step_tokens"] = self._tokens / self._weight
-            found["tokens_per_s"] = found["step_tokens"] / step_s
+            metrics["step_tokens"] = self._tokens / self._weight
+            metrics["tokens_per_s"] = metrics["step_tokens"] / step_s
         if self._flop_meter.micro_step_flops and self._peak_flops is not None:
-            found["flops_per_s"] = self._flop_meter.micro_step_flops * self._micro_steps / step_s
-            found["mfu"] = found["flops_per_s"] / self._peak_flops
+            metrics["flops_per_s"] = self._flop_meter.micro_step_flops * self._micro_steps / step_s
+            metrics["mfu"] = metrics["flops_per_s"] / self._peak_flops
         self._tokens, self._weight = 0, 0.0
-        return found
+        return metrics
 
 
 def _is_token_ids(tensor: torch.Tensor) -> bool:

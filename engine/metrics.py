@@ -1,9 +1,4 @@
-"""StepMetrics, StepMeter, PhaseTimer.
-
-What the engine tells of itself: where the time and the bytes went.
-
-How a step's time divides into phases: one clock that is always running for exactly one.
-"""
+"""The engine's metrics of a step: loss, times by phase, bytes, traffic, throughput."""
 
 from __future__ import annotations
 
@@ -22,37 +17,39 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.step_vote import StepVote
 
 OTHER_PHASE = "other"
-"""Between phases: the user's own code, the host's work around a step, evaluation without us."""
+"""Outside all phases: the script, the host's work around a step, evaluation without the engine."""
 
 
 class PhaseTimer:
-    """Used by the training thread. Seconds are that thread's: on CUDA it enqueues and goes on.
+    """Attributes wall time to exactly one phase at a time. Used by the training thread.
+
+    On CUDA these are the host's seconds: kernels run asynchronously.
 
     Args:
-        tell: is told every phase that is entered, but `OTHER`.
+        on_phase: called with every phase that begins, except `OTHER_PHASE`.
     """
 
-    def __init__(self, tell: Callable[[str], None] | None) -> None:
-        self._on_phase = tell
+    def __init__(self, on_phase: Callable[[str], None] | None) -> None:
+        self._on_phase = on_phase
         self._phase_s: defaultdict[str, float] = defaultdict(float)
         self._phase = OTHER_PHASE
         self._since_s = perf_counter()
 
     def enter(self, phase: str) -> None:
-        """A phase begins, and the one before ends. The host may raise here, to end the step."""
+        """Starts a phase and ends the previous one. The host may raise here, to end the step."""
         self._switch_to(phase)
         if self._on_phase is not None:
             self._on_phase(phase)
 
     def leave(self) -> None:
-        """The phase is over, and nothing of ours begins."""
+        """Ends the phase."""
         self._switch_to(OTHER_PHASE)
 
     def end_step(self, data_wait_s: float) -> dict[str, float]:
-        """Seconds by phase since the last call, and a fresh beginning.
+        """Returns the seconds by phase since the last call, and resets them.
 
         Args:
-            data_wait_s: spent waiting for the loader meanwhile, outside of all phases.
+            data_wait_s: time spent waiting for the loader, outside all phases.
         """
         self._switch_to(OTHER_PHASE)
         spent, self._phase_s = dict(self._phase_s), defaultdict(float)
@@ -71,13 +68,13 @@ _WARMUP_STEPS = 3
 
 
 _RECOUNT_STEPS = 50
-"""Resting bytes change in a run's first steps and hardly ever later: then a host is told what they
-were at the last multiple of this, because counting them takes longer than the rest of a report."""
+"""Persistent bytes rarely change after a run's first steps. From then on they are counted every this
+many steps only, because counting takes longer than the rest of a report."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """A reading after a step. Seconds, bytes and counts.
+    """Metrics after a step. Seconds, bytes and counts.
 
     Attributes:
         step: finished steps, skipped ones included.
@@ -85,22 +82,22 @@ class StepMetrics:
         loss: mean over the global batch of the last step; None before the first.
         grad_norm: L2 norm of the last step's gradient, before clipping.
         lr: the first group's learning rate in the last step.
-        step_s: wall time from the end of the step before to the end of the last one.
-        exposed_comm_s: of that, how long the training thread stood waiting for other ranks. On
-            CUDA the host's wait only: it enqueues and goes on.
-        phases: of it, seconds by phase: data (waiting for the loader), forward (until backward),
-            backward, reduce, update, publish, other. Together they are step_s.
-        skipped_steps: steps whose gradient was not finite, and which changed nothing.
+        step_s: wall time from the end of the previous step to the end of this one.
+        exposed_comm_s: the part of it that the training thread waited for other ranks. On CUDA only
+            the host's waits.
+        phases: step_s by phase: data (waiting for the loader), forward (until backward),
+            backward, reduce, update, publish, other.
+        skipped_steps: steps that changed nothing because their gradient was not finite.
         step_samples: samples of a step, over all ranks.
-        step_tokens: tokens of the last step, over all ranks; None when the model's inputs are no
+        step_tokens: tokens of the last step, over all ranks; None if the model's inputs are not
             tokens.
-        tokens_per_s: that over the step's wall time.
+        tokens_per_s: step_tokens / step_s.
         flops_per_s: this rank's forward and backward, as `rayzero.engine.accounting` counts them; None
             where the device's peak is not known.
-        mfu: model flops utilisation: of what this rank's device could do at its peak.
-        loss_scale: what the next step's loss is multiplied by: fp16's; 1 elsewhere.
-        bytes: resting memory of this rank, by class (see `rayzero.engine.accounting`).
-        collectives: calls and bytes by collective, since the engine was made.
+        mfu: model flops utilization, relative to the device's peak.
+        loss_scale: of the next step in fp16; 1 otherwise.
+        bytes: persistent memory of this rank, by class (see `rayzero.engine.accounting`).
+        collectives: calls and bytes by collective, since the engine was built.
     """
 
     step: int = 0
@@ -123,26 +120,26 @@ class StepMetrics:
 
     def to_flat_dict(self) -> dict[str, float]:
         """Numbers under one name each: `bytes/optimizer_state`, `collectives/vote/calls`."""
-        found: dict[str, float] = {}
-        _flatten_into("", asdict(self), found)
-        return found
+        flat: dict[str, float] = {}
+        _flatten_into("", asdict(self), flat)
+        return flat
 
 
-def _flatten_into(prefix: str, value: Any, found: dict[str, float]) -> None:
+def _flatten_into(prefix: str, value: Any, flat: dict[str, float]) -> None:
     if isinstance(value, dict):
-        for key, one in value.items():
-            _flatten_into(f"{prefix}/{key}" if prefix else key, one, found)
+        for key, child in value.items():
+            _flatten_into(f"{prefix}/{key}" if prefix else key, child, flat)
     elif value is not None:
-        found[prefix] = value
+        flat[prefix] = value
 
 
 class StepMeter:
-    """Takes readings, and passes phases and steps on to the host's session, if there is one.
+    """Collects the metrics of a step, and reports phases and steps to the host's session, if any.
 
     Attributes:
-        last: loss, grad_norm, lr and times of the last finished step; empty before the first.
-        work: what the step at hand is made of.
-        phases: where its time goes.
+        last_step: loss, grad_norm, lr and times of the last finished step; empty before the first.
+        step_work: tokens and flops of the current step.
+        phases: times of the current step.
     """
 
     def __init__(
@@ -172,13 +169,13 @@ class StepMeter:
         self._applied_steps = 0
         self.last_step: dict[str, Any] = {}
 
-    def end_step(self, verdict: StepVote, lr: float) -> None:
-        """A step was finished, or skipped if its gradient was not finite."""
+    def end_step(self, vote: StepVote, lr: float) -> None:
+        """Called when a step has finished or was skipped."""
         now, exposed_s = perf_counter(), self._runtime.collectives.counters.exposed_s
         data_wait_s = self._progress.data_wait_s
         self.last_step = {
-            "loss": verdict.loss,
-            "grad_norm": verdict.grad_norm,
+            "loss": vote.loss,
+            "grad_norm": vote.grad_norm,
             "lr": lr,
             "step_s": now - self._step_end_s,
             "exposed_comm_s": exposed_s - self._exposed_comm_s,
@@ -186,11 +183,11 @@ class StepMeter:
         } | self.step_work.end_step(now - self._step_end_s)
         self._step_end_s, self._exposed_comm_s, self._data_wait_s = now, exposed_s, data_wait_s
         if self._session is not None:
-            self._applied_steps += verdict.finite
+            self._applied_steps += vote.finite
             self._session.on_step_end(
-                self._collect(self._cached_bytes()).to_flat_dict(), verdict.agreed
+                self._collect(self._cached_bytes()).to_flat_dict(), vote.agreed
             )
-        self._log_step(verdict)
+        self._log_step(vote)
 
     @property
     def metrics(self) -> StepMetrics:
@@ -201,7 +198,7 @@ class StepMeter:
             self._bytes_by_class = bytes_by_class(self._runtime, self._optimizer)
         return self._bytes_by_class
 
-    def _collect(self, held: dict[str, int]) -> StepMetrics:
+    def _collect(self, held_bytes: dict[str, int]) -> StepMetrics:
         counters = self._runtime.collectives.counters
         return StepMetrics(
             step=self._progress.step,
@@ -209,24 +206,24 @@ class StepMeter:
             skipped_steps=self._progress.skipped_steps,
             loss_scale=self._runtime.precision.scaler.value,
             step_samples=self._progress.global_batch,
-            bytes=held,
-            collectives={name: asdict(traffic) for name, traffic in counters.by_name.items()},
+            bytes=held_bytes,
+            collectives={name: asdict(stats) for name, stats in counters.by_name.items()},
             **self.last_step,
         )
 
-    def _log_step(self, verdict: StepVote) -> None:
+    def _log_step(self, vote: StepVote) -> None:
         if self._runtime.collectives.rank:
             return
         step = self._progress.step
-        if not verdict.finite:
+        if not vote.finite:
             log.warning(
                 "step %d skipped on every rank: the gradient norm is %s; the loss scale is now %g",
                 step,
-                verdict.grad_norm,
+                vote.grad_norm,
                 self._runtime.precision.scaler.value,
             )
         elif self._log_every_steps and step % self._log_every_steps == 0:
-            log.info("step %d: loss %.4f, lr %.3g", step, verdict.loss, self.last_step["lr"])
+            log.info("step %d: loss %.4f, lr %.3g", step, vote.loss, self.last_step["lr"])
 
 
 def _no_requests() -> StepRequests:

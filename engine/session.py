@@ -1,8 +1,8 @@
-"""How a host (a rayzero worker) lends its job to the engine, without the engine knowing the host.
+"""The interface between the engine and its host, a rayzero worker.
 
-A worker enters a session in its training thread before it calls the user's function; `initialize`
-finds it there, takes the job's config and seed when the user gave none, and tells the session what
-it built and every step that was finished. Under torchrun or alone there is no session.
+A worker enters a session in its training thread before it calls the user's function. `Engine.build`
+uses it for the job's config, seed and saved state, and reports phases and finished steps to it.
+Under torchrun or alone there is no session.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRequests:
-    """What ranks agree on in a step's vote, at no cost of its own.
+    """What ranks agree on in a step's vote, without a further collective.
 
     Attributes:
-        drain: leave the training function at the end of this step. Agreed when any rank wishes it.
-        pin: ready to keep a copy of this step until it is stored elsewhere. Agreed when all are.
-        pace: steps between two mirrors that this rank's measurements ask for. Agreed is the mean.
+        drain: leave the training function after this step. Agreed if any rank requests it.
+        pin: ready to keep a copy of this step until it is stored. Agreed if all ranks are.
+        mirror_interval: steps between two mirrors, by this rank's measurements. Agreed is the mean.
     """
 
     drain: bool = False
@@ -32,39 +32,39 @@ class StepRequests:
     mirror_interval: float = 1.0
 
     def to_scalars(self) -> list[float]:
-        """As numbers that are summed over the ranks."""
+        """Numbers that are summed over the ranks."""
         return [float(self.drain), float(self.pin), self.mirror_interval]
 
     @classmethod
     def from_sums(cls, sums: Sequence[float], ranks: int) -> StepRequests:
-        """What the summed ballots of so many ranks say together."""
-        drain, pin, pace = sums
-        return cls(drain > 0, pin == ranks, pace / ranks)
+        """The agreement of `ranks` ranks from their summed requests."""
+        drain, pin, interval = sums
+        return cls(drain > 0, pin == ranks, interval / ranks)
 
 
 NO_REQUESTS = StepRequests()
 
 
 class HostSession(Protocol):
-    """What a host offers the engine."""
+    """A host's services to the engine. All methods are called by the training thread."""
 
     @property
     def engine_config(self) -> dict[str, Any] | None:
-        """The job's engine config, already read from its file; None when the job has none."""
+        """The job's engine config as a dict; None if the job has none."""
 
     @property
     def seed(self) -> int:
-        """The job's seed: the data order follows from it."""
+        """The job's seed, which determines the data order."""
 
     @property
     def shares(self) -> Sequence[float]:
         """Each rank's share of a step's samples; empty for even shares."""
 
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
-        """The state that a new engine begins from; None for a fresh start."""
+        """The state to restore into a new engine; None for a fresh start."""
 
     def on_engine_ready(self, engine: Any) -> None:
-        """Called once by `initialize` with the finished `Engine`, its state loaded.
+        """Called once with the finished `Engine`, its state loaded.
 
         Not annotated as Engine: the engine imports this module, and imports run one way.
         """
@@ -73,19 +73,20 @@ class HostSession(Protocol):
         """The training thread entered a phase: data, forward, backward, reduce, update, gather."""
 
     def on_collective_wait(self, collective: int, entered: bool) -> None:
-        """The training thread begins, or ends, to wait for other ranks in that collective."""
+        """The training thread starts, or has ended, waiting for other ranks in a collective."""
 
     def on_samples_consumed(self, samples: Sequence[int]) -> None:
-        """The loader handed out samples with these numbers, as this rank's own."""
+        """The loader returned these sample indices to this rank."""
 
     def step_requests(self) -> StepRequests:
-        """What this rank wants to agree on with the others in the vote of the step at hand."""
+        """This rank's requests for the vote of the current step."""
 
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
-        """An optimizer step was finished on this rank, and its vote has been passed by all.
+        """An optimizer step has finished on this rank.
 
-        `metrics` is `Engine.metrics` flattened to numbers. `agreed` is what the ranks wish
-        together, the same on all of them.
+        Args:
+            metrics: `Engine.metrics`, flattened to numbers.
+            agreed: the ranks' common decision, equal on all of them.
         """
 
 
@@ -99,7 +100,7 @@ def current_session() -> HostSession | None:
 
 @contextmanager
 def use_session(session: HostSession) -> Iterator[None]:
-    """Makes `session` the calling thread's session for the length of a `with`."""
+    """Makes `session` the calling thread's session within a `with`."""
     token = _current_session.set(session)
     try:
         yield

@@ -1,8 +1,7 @@
-"""What torch can do on this machine, asked by one of two processes: `python -m rayzero.engine.torch_probe
-RANK FOLDER`.
+"""Probes torch on this machine: two processes run `python -m rayzero.engine.torch_probe RANK FOLDER`.
 
-Each fact is a line of JSON on stdout as soon as it is known, so that a later step that hangs or
-crashes takes none of them along. The two meet through a file in the folder and add up a number.
+Each fact is printed as a line of JSON as soon as it is known, so that a later step that hangs or
+crashes loses none. The two rendezvous through a file in the folder and run an all-reduce.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ def describe_torch() -> dict[str, Any]:
 
 
 def try_backends(rank: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """Seconds that joining and an all-reduce take by each backend, or what went wrong.
+    """Seconds that rendezvous and an all-reduce take with each backend, or its error.
 
-    NCCL is tried where each of the two processes has a GPU of its own.
+    NCCL is tried if each of the two processes has its own GPU.
     """
     for backend in ("gloo", "nccl") if torch.cuda.device_count() > 1 else ("gloo",):
         try:
@@ -52,10 +51,10 @@ def try_backends(rank: int, folder: Path) -> Iterator[dict[str, Any]]:
             yield {f"{backend}_trouble": first_line(error)}
 
 
-def _try_backend(backend: str, rank: int, meeting: Path) -> float:
+def _try_backend(backend: str, rank: int, rendezvous: Path) -> float:
     started = time.monotonic()
     os.environ["LOCAL_RANK"] = str(rank)
-    url = f"file://{meeting}"
+    url = f"file://{rendezvous}"
     dist.init_process_group(
         backend, init_method=url, rank=rank, world_size=2, timeout=_INIT_TIMEOUT
     )

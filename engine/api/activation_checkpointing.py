@@ -1,7 +1,7 @@
-"""Activation checkpointing by DeepSpeed's names, over `torch.utils.checkpoint`.
+"""DeepSpeed's activation checkpointing functions, over `torch.utils.checkpoint`.
 
-Always torch's non-reentrant kind: it keeps autograd's graph, so gradients arrive as without it, and
-stage 3 sees each block's second forward. Method: Chen et al., "Training Deep Nets with Sublinear
+Always non-reentrant: it keeps autograd's graph, so gradients arrive as without checkpointing, and
+stage 3 sees each block's recomputed forward. Method: Chen et al., "Training Deep Nets with Sublinear
 Memory Cost", 2016.
 """
 
@@ -22,7 +22,7 @@ from rayzero.engine.errors import ConfigError
 
 @dataclass
 class _CheckpointOptions:
-    """What `configure` was told. `in_cpu`: what is kept for backward is kept in host memory."""
+    """The settings of `configure`. `in_cpu`: checkpointed inputs are saved in host memory."""
 
     configured: bool = False
     in_cpu: bool = False
@@ -41,15 +41,15 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Says how `checkpoint` is to work, for the process.
+    """Configures `checkpoint` for the process.
 
     Args:
         mpu_: refused.
         deepspeed_config: a config, for its section `activation_checkpointing`.
-        partition_activations: nothing: they would be partitioned over model parallel ranks.
-        contiguous_checkpointing, num_checkpoints: nothing: torch's allocator packs them.
-        checkpoint_in_cpu: keep what is kept for backward in host memory.
-        synchronize, profile: nothing: torch.profiler sees checkpoints as they are.
+        partition_activations: ignored: there are no model parallel ranks to partition over.
+        contiguous_checkpointing, num_checkpoints: ignored: torch's allocator packs them.
+        checkpoint_in_cpu: save checkpointed inputs in host memory.
+        synchronize, profile: ignored: use torch.profiler.
     """
     if mpu_ is not None:
         raise ConfigError(
@@ -69,13 +69,13 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Forgets what is kept between two steps, which is nothing."""
+    """Does nothing: no state is kept between two steps."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args)`, computed again in backward instead of keeping what it computed.
+    """Calls `function(*args)`, and recomputes it in backward instead of saving activations.
 
-    Random numbers are the same the second time.
+    Random numbers are the same in the recomputation.
     """
     on_gpu = torch.cuda.is_available()
     keep = (

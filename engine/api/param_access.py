@@ -1,7 +1,5 @@
-"""One parameter's whole tensors, put together of the ranks' parts, and written back to them.
-
-For looking into a run and for changing it by hand, a parameter at a time: weights of the model,
-main weights, gradients, optimizer state.
+"""Reads and writes the full tensors of one parameter, which are distributed over the ranks: model
+weights, main weights, gradients, optimizer state. For inspection and manual changes.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class ParamLocation:
-    """A parameter's place: number `index` of a unit."""
+    """A parameter by its unit and its index in it."""
 
     unit: Unit
     index: int
@@ -39,33 +37,31 @@ class ParamLocation:
         return self.unit.layout.params[self.index].shape
 
     def main_weights(self) -> list[ParamSlice]:
-        """What this rank updates of it; nothing if it is frozen."""
+        """The part that this rank updates; empty if frozen."""
         if self.unit.main_weights is None:
             return []
         return list(self._slices_within(self.unit.owned, self.unit.main_weights))
 
     def gradients(self) -> list[ParamSlice]:
-        """This rank's part of the sum. It must have arrived."""
+        """This rank's part of the reduced gradient. The reduction must have been waited for."""
         if self.unit.grads is None:
             return []
-        self.unit.grads.norm_part(
-            self.unit.shard
-        )  # where sums come to another memory, they are there
+        self.unit.grads.norm_part(self.unit.shard)  # waits for copies to host memory
         return list(self._slices_within(self.unit.owned, self.unit.grads.owned()))
 
     def optimizer_state(
-        self, runs: Iterable[OptimizerShard], state: dict[Tensor, dict[str, Tensor]], key: str
+        self, shards: Iterable[OptimizerShard], state: dict[Tensor, dict[str, Tensor]], key: str
     ) -> list[ParamSlice]:
-        """This rank's part of a tensor of optimizer state, as far as there is one yet."""
+        """This rank's part of a tensor of optimizer state; empty before the first step."""
         parts: list[ParamSlice] = []
-        for run in runs:
-            value = state.get(run.weight, {}).get(key) if run.unit is self.unit else None
+        for shard in shards:
+            value = state.get(shard.weight, {}).get(key) if shard.unit is self.unit else None
             if isinstance(value, Tensor) and value.ndim:
-                parts += self._slices_within(run.layout_range, value)
+                parts += self._slices_within(shard.layout_range, value)
         return parts
 
     def model_weights(self) -> list[ParamSlice]:
-        """This rank's shard of it; all of it where weights are replicated."""
+        """This rank's shard; the full parameter where weights are replicated."""
         weights = self.unit.weights
         if isinstance(weights, ShardedWeights):
             return list(self._slices_within(self.unit.shard, weights.shard))
@@ -78,44 +74,44 @@ class ParamLocation:
         collectives: Collectives,
         like: Tensor,
         *,
-        scattered: bool,
+        sharded: bool,
     ) -> Tensor:
-        """The whole tensor, in the parameter's shape, on every rank.
+        """The full tensor, in the parameter's shape, on every rank.
 
-        Collective, if `scattered`: each rank has the part in its shard, not everything.
+        Collective if `sharded`: then `parts` is this rank's shard only.
 
         Args:
-            like: has the dtype and the device of what is made.
+            like: has the dtype and device of the result.
         """
         flat = like.new_zeros(self.unit.layout.params[self.index].numel)
         for part in parts:
             flat[part.start : part.stop].copy_(part.memory)
-        if scattered:
+        if sharded:
             for rank in range(collectives.world_size):
-                for piece in self.unit.layout.ranges_in_shard(rank):
-                    if piece.param == self.index:
-                        collectives.broadcast(flat[piece.param_start : piece.param_stop], rank)
+                for span in self.unit.layout.ranges_in_shard(rank):
+                    if span.param == self.index:
+                        collectives.broadcast(flat[span.param_start : span.param_stop], rank)
         return flat.view(self.shape)
 
-    def _slices_within(self, lies: slice, memory: Tensor) -> Iterator[ParamSlice]:
-        """The part of it in `memory`, which lies at `lies` in the unit's flat layout."""
+    def _slices_within(self, held: slice, memory: Tensor) -> Iterator[ParamSlice]:
+        """The part in `memory`, which is the range `held` of the unit's flat layout."""
         extent = self.unit.layout.param_range(self.index)
-        start, stop = max(extent.start, lies.start), min(extent.stop, lies.stop)
+        start, stop = max(extent.start, held.start), min(extent.stop, held.stop)
         if start < stop:
-            part = memory[start - lies.start : stop - lies.start]
+            part = memory[start - held.start : stop - held.start]
             yield ParamSlice(start - extent.start, stop - extent.start, part)
 
 
 def write_slices(parts: Iterable[ParamSlice], value: Tensor) -> None:
-    """Writes a whole tensor's values to parts of it."""
+    """Writes a full tensor's values to its parts."""
     flat = value.detach().reshape(-1)
     for part in parts:
         part.memory.copy_(flat[part.start : part.stop])
 
 
 def write_changed_slices(parts: Iterable[ParamSlice], value: Tensor, before: Tensor) -> None:
-    """The same, but only elements that are not what they were before: the others may be known
-    here to more digits than `value` has."""
+    """Writes only elements that differ from `before`: the others may be stored with more precision
+    than `value` has."""
     new, old = value.detach().reshape(-1), before.reshape(-1)
     for part in parts:
         mine = slice(part.start, part.stop)

@@ -140,11 +140,11 @@ class GatheredParameters:
             )
         for param in self._params:
             if (owner := find_param_owner(param)) is not None:
-                rest = param.data
+                original = param.data
                 if owner.location is not None:
                     param.data = _gather_param(param, owner.location, owner)
                 before = param.data.clone() if self._modifier_rank is not None else param.data
-                self._saved.append((param, owner, rest, before))
+                self._saved.append((param, owner, original, before))
         return self
 
     @torch.no_grad()
@@ -155,10 +155,10 @@ class GatheredParameters:
         trace: TracebackType | None,
     ) -> None:
         self._stack.__exit__(kind, error, trace)
-        for param, owner, rest, before in self._saved:
+        for param, owner, original, before in self._saved:
             if self._modifier_rank is not None and kind is None:
                 self._broadcast_modified(param, owner, before)
-            param.data = rest
+            param.data = original
         if self._modifier_rank is not None and kind is None:
             for engine in {owner.engine for _, owner, _, _ in self._saved}:
                 if engine._runtime.unshard_scheduler is not None:
@@ -180,10 +180,10 @@ class GatheredParameters:
             write_slices(main, value)
 
 
-def _gather_param(param: nn.Parameter, place: ParamLocation, owner: ParamOwner) -> Tensor:
+def _gather_param(param: nn.Parameter, location: ParamLocation, owner: ParamOwner) -> Tensor:
     """The full parameter: its own memory where weights are replicated, otherwise new memory."""
-    if not isinstance(place.unit.weights, ShardedWeights):
+    if not isinstance(location.unit.weights, ShardedWeights):
         return param.data
     like = torch.empty(0, dtype=param.dtype, device=owner.engine.device)
     collectives = owner.engine._runtime.collectives
-    return place.gather_full(place.model_weights(), collectives, like, scattered=True)
+    return location.gather_full(location.model_weights(), collectives, like, sharded=True)

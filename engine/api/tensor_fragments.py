@@ -1,7 +1,7 @@
-"""`safe_get_full_fp32_param` and its relatives: a parameter's state, whole, under any stage.
+"""DeepSpeed's `safe_get_full_fp32_param` and its relatives: a parameter's state, at any stage.
 
-The `full` ones are collective where the state is sharded: every rank calls them for the same
-parameters in the same order. The `local` ones are this rank's part, flat, without copying.
+The `full` functions are collective where the state is sharded: every rank calls them for the same
+parameters in the same order. The `local` ones return this rank's part, flat, without copying.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     owner = _find_trained(param)
     if owner is None:
         return None
-    engine, place = owner
-    return _gather_whole(engine, place, place.main_weights(), place.unit.main_weights)
+    engine, location = owner
+    return _gather_whole(engine, location, location.main_weights(), location.unit.main_weights)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Sets main weights and model weights; `value` is the same on every rank."""
-    engine, place = _require_trained(param, value)
-    write_slices(place.main_weights(), value)
-    write_slices(place.model_weights(), value)
+    engine, location = _require_trained(param, value)
+    write_slices(location.main_weights(), value)
+    write_slices(location.model_weights(), value)
     if engine._runtime.unshard_scheduler is not None:
         engine._runtime.unshard_scheduler.invalidate()
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """A copy of the averaged gradient, between the last `backward` of a step and `step`, as
-    the optimizer uses it but for clipping; None before the first `backward`, or if it is frozen.
+    the optimizer uses it except for clipping; None before the first `backward`, or if frozen.
 
     Raises:
-        EngineError: in the middle of a step, where ranks have not summed yet.
+        EngineError: in the middle of a step, when gradients are not reduced yet.
     """
     owner = _find_trained(param)
     if owner is None or not owner[0]._step.tracker.has_gradients:
         return None
-    engine, place = owner
-    whole = _gather_whole(engine, place, _grad_slices(engine, place), place.unit.main_weights)
-    return whole.mul_(_grad_scale(engine))
+    engine, location = owner
+    grad = _gather_whole(
+        engine, location, _grad_slices(engine, location), location.unit.main_weights
+    )
+    return grad.mul_(_grad_scale(engine))
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -57,8 +59,8 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     Raises:
         EngineError: as `safe_get_full_grad`, and before `backward`.
     """
-    engine, place = _require_trained(param, value)
-    write_slices(_grad_slices(engine, place), value / _grad_scale(engine))
+    engine, location = _require_trained(param, value)
+    write_slices(_grad_slices(engine, location), value / _grad_scale(engine))
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -66,21 +68,21 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     owner = _find_trained(param)
     if owner is None:
         return None
-    engine, place = owner
-    parts = _optimizer_state_slices(engine, place, optim_state_key)
-    found = torch.tensor(float(bool(parts)), dtype=torch.float64, device=engine.device)
-    engine._runtime.collectives.all_reduce_scalars(found)
-    if not found:
+    engine, location = owner
+    parts = _optimizer_state_slices(engine, location, optim_state_key)
+    exists = torch.tensor(float(bool(parts)), dtype=torch.float64, device=engine.device)
+    engine._runtime.collectives.all_reduce_scalars(exists)
+    if not exists:
         return None
     return _gather_whole(
-        engine, place, parts, parts[0].memory if parts else place.unit.main_weights
+        engine, location, parts, parts[0].memory if parts else location.unit.main_weights
     )
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Sets a tensor of optimizer state; nothing before the first step, which makes it."""
-    engine, place = _require_trained(param, value)
-    write_slices(_optimizer_state_slices(engine, place, optim_state_key), value)
+    engine, location = _require_trained(param, value)
+    write_slices(_optimizer_state_slices(engine, location, optim_state_key), value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -141,35 +143,35 @@ def _require_trained(param: nn.Parameter, value: Tensor) -> tuple[Engine, ParamL
         raise EngineError(
             f"a value of shape {tuple(value.shape)} was given for a parameter of shape "
             f"{owner[1].shape}",
-            allowed="the whole parameter's shape",
+            allowed="the full parameter's shape",
         )
     return owner
 
 
 @torch.no_grad()
 def _gather_whole(
-    engine: Engine, place: ParamLocation, parts: Sequence[ParamSlice], like: Tensor | None
+    engine: Engine, location: ParamLocation, parts: Sequence[ParamSlice], like: Tensor | None
 ) -> Tensor:
-    """On the engine's device, from wherever it rests."""
+    """The full tensor on the engine's device, from any memory."""
     dtype = like.dtype if like is not None else torch.float32
-    scattered = engine._runtime.stage.optimizer_state is Placement.SHARDED
+    sharded = engine._runtime.stage.optimizer_state is Placement.SHARDED
     model = torch.empty(0, dtype=dtype, device=engine.device)
-    return place.gather_full(parts, engine._runtime.collectives, model, scattered=scattered)
+    return location.gather_full(parts, engine._runtime.collectives, model, sharded=sharded)
 
 
-def _grad_slices(engine: Engine, place: ParamLocation) -> list[ParamSlice]:
+def _grad_slices(engine: Engine, location: ParamLocation) -> list[ParamSlice]:
     if not engine._step.tracker.step_pending or not engine._step.is_boundary:
         raise EngineError(
-            "a gradient was asked for while there is no sum of it",
+            "a gradient was requested before it was reduced over the ranks",
             allowed="between the last backward() of a step and step()",
         )
     engine._runtime.reducer.wait()
-    return place.gradients()
+    return location.gradients()
 
 
-def _optimizer_state_slices(engine: Engine, place: ParamLocation, key: str) -> list[ParamSlice]:
+def _optimizer_state_slices(engine: Engine, location: ParamLocation, key: str) -> list[ParamSlice]:
     optimizer = engine._optimizer
-    return place.optimizer_state(optimizer.shards, optimizer.torch_optimizer.state, key)
+    return location.optimizer_state(optimizer.shards, optimizer.torch_optimizer.state, key)
 
 
 def _grad_scale(engine: Engine) -> float:
@@ -177,7 +179,7 @@ def _grad_scale(engine: Engine) -> float:
 
 
 def _join_slices(parts: Sequence[ParamSlice]) -> Tensor | None:
-    """None where this rank has nothing of it."""
+    """None if this rank has no part of it."""
     if not parts:
         return None
     return parts[0].memory if len(parts) == 1 else torch.cat([part.memory for part in parts])

@@ -1,9 +1,4 @@
-"""Autograd and nn.Module hooks.
-
-Where the engine meets autograd and nn.Module: hooks, and nothing but hooks.
-
-Tensors inside whatever a function takes or returns.
-"""
+"""The hooks on autograd and nn.Module through which the engine sees gradients and blocks."""
 
 from __future__ import annotations
 
@@ -27,54 +22,54 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from iter_tensors(one)
+        for child in value.values():
+            yield from iter_tensors(child)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from iter_tensors(one)
+        for child in value:
+            yield from iter_tensors(child)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from iter_tensors(getattr(value, field.name))
 
 
 def hook_gradients(units: list[Unit], reducer: Reducer) -> list[RemovableHandle]:
-    """Hands every gradient to the reducer as soon as autograd has accumulated it."""
+    """Passes every gradient to the reducer as soon as autograd has accumulated it."""
 
-    def taking(unit: int, index: int) -> Callable[[Tensor], None]:
-        def take(param: Tensor) -> None:
+    def make_hook(unit: int, index: int) -> Callable[[Tensor], None]:
+        def hook(param: Tensor) -> None:
             reducer.on_gradient(unit, index, param)  # type: ignore[arg-type]
 
-        return take
+        return hook
 
     return [
-        param.register_post_accumulate_grad_hook(taking(number, index))
+        param.register_post_accumulate_grad_hook(make_hook(number, index))
         for number, unit in enumerate(units)
         for index, param in enumerate(unit.params)
     ]
 
 
 def hook_blocks(
-    model: nn.Module, blocks: list[Block], gatherer: UnshardScheduler
+    model: nn.Module, blocks: list[Block], scheduler: UnshardScheduler
 ) -> list[RemovableHandle]:
-    """Has every block gathered before its forward and before its backward."""
-    # The first hook to run on the root module, before those of a block that is the root itself.
+    """Gathers every block before its forward and before its backward."""
+    # The root module's first hook, before those of a block that is the root itself.
     handles = [
-        model.register_forward_pre_hook(lambda *_: gatherer.root_pre_forward(), prepend=True)
+        model.register_forward_pre_hook(lambda *_: scheduler.root_pre_forward(), prepend=True)
     ]
     for block in blocks:
-        handles += _hook_block(block, gatherer)
+        handles += _hook_block(block, scheduler)
     return handles
 
 
-def _hook_block(block: Block, gatherer: UnshardScheduler) -> list[RemovableHandle]:
+def _hook_block(block: Block, scheduler: UnshardScheduler) -> list[RemovableHandle]:
     def before(module: nn.Module, args: Any) -> None:
-        gatherer.pre_forward(block)
+        scheduler.pre_forward(block)
 
     def before_backward(grad: Tensor) -> None:
-        gatherer.pre_backward(block)
+        scheduler.pre_backward(block)
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        gatherer.post_forward(block)
+        scheduler.post_forward(block)
         if torch.is_grad_enabled():
             for tensor in _new_outputs(output, (args, kwargs)):
                 tensor.register_hook(before_backward)
@@ -87,7 +82,7 @@ def _hook_block(block: Block, gatherer: UnshardScheduler) -> list[RemovableHandl
 
 
 def _hook_unexpected_grads(block: Block) -> list[RemovableHandle]:
-    """Refuses a gradient computed while its block was not gathered: it would be garbage."""
+    """Refuses a gradient that was computed while its block was not gathered: it would be wrong."""
 
     def check(param: Tensor) -> None:
         if block.state is not BlockState.GATHERED:
@@ -107,11 +102,12 @@ def _hook_unexpected_grads(block: Block) -> list[RemovableHandle]:
 
 
 def _new_outputs(output: Any, inputs: Any) -> Iterator[Tensor]:
-    """The outputs that a module's own backward starts from.
-
-    Not those it only passes on: their gradient is there when that of an earlier block is.
+    """The outputs that a module has computed, not inputs that it passes through: their gradient
+    arrives with that of an earlier block.
     """
-    before = {id(tensor.grad_fn) for tensor in iter_tensors(inputs) if tensor.grad_fn is not None}
+    input_nodes = {
+        id(tensor.grad_fn) for tensor in iter_tensors(inputs) if tensor.grad_fn is not None
+    }
     for tensor in iter_tensors(output):
-        if tensor.grad_fn is not None and id(tensor.grad_fn) not in before:
+        if tensor.grad_fn is not None and id(tensor.grad_fn) not in input_nodes:
             yield tensor

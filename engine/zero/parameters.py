@@ -1,12 +1,8 @@
-"""Weight stores: replicated, sharded, host-resident.
+"""Weight stores: one unit's model weights, replicated, sharded, or sharded in host memory.
 
-Where a unit's model weights rest: whole on every rank, or this rank's shard only.
-
-Either way the model's parameters are views of one flat buffer while they are in use. Their
-addresses never change between forward and backward, because autograd keeps views of a weight as it
-was in forward (a linear layer saves `weight.t()`).
-
-Model weights whose shards rest in host memory and visit the device when a unit is gathered.
+The model's parameters are views of one flat buffer while they are in use. Their addresses do not
+change between forward and backward, because autograd saves views of weights (a linear layer saves
+`weight.t()`).
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from rayzero.engine.offload.transfer import HostShardGather, MemoryKind
 
 
 class ReplicatedWeights:
-    """Replicated: the flat buffer is there for good, the parameters are views of it."""
+    """Replicated: the parameters are permanently views of the flat buffer."""
 
     memory_kind = MemoryKind.DEVICE
 
@@ -37,7 +33,7 @@ class ReplicatedWeights:
         return self.flat[owned]
 
     def gather_updates(self, collectives: Collectives, *, gather: bool) -> Work:
-        """Brings the other ranks' updates in, when each rank has updated its own part only."""
+        """Gathers the other ranks' updates, if each rank has updated its own part only."""
         if not gather:
             return CompletedWork()
         own = rank_chunk(self.flat, collectives.rank, collectives.world_size)
@@ -49,10 +45,10 @@ class ReplicatedWeights:
 
 
 class ShardedWeights:
-    """Sharded: the parameters have values only while the unit is attached to a slot.
+    """Sharded: the parameters have values only while the unit is gathered.
 
-    Detached, a parameter keeps its shape but reads as NaN everywhere, so that a weight used without
-    its block's forward shows at once instead of giving stale numbers.
+    Otherwise a parameter keeps its shape but reads as NaN, so that a weight used outside its block's
+    forward is noticed at once instead of giving stale values.
     """
 
     memory_kind = MemoryKind.DEVICE
@@ -67,7 +63,7 @@ class ShardedWeights:
         self.layout = layout
         self.shard = shard
         self.params = params
-        self.device = device or shard.device  # where they are used; the shard may rest elsewhere
+        self.device = device or shard.device  # of the parameters; the shard may be in host memory
         poison = torch.full((), _poison_value(shard.dtype), dtype=shard.dtype, device=self.device)
         self._poisoned_values = tuple(poison.expand(spec.shape) for spec in layout.params)
         self._buffer: Tensor | None = None
@@ -82,29 +78,29 @@ class ShardedWeights:
     def gather_updates(self, collectives: Collectives, *, gather: bool) -> Work:
         return CompletedWork()
 
-    def unshard(self, slot: Tensor, gathers: GatherOp) -> Work:
-        """Starts to gather the unit into `slot` and points the parameters there.
+    def unshard(self, buffer: Tensor, gather_op: GatherOp) -> Work:
+        """Starts to gather the unit into `buffer` and points the parameters there.
 
         Args:
-            slot: at least `layout.numel` elements, which no kernel enqueued later may still read.
+            buffer: at least `layout.numel` elements, which no kernel enqueued later reads.
         """
-        if self._buffer is not slot:
-            self._buffer = slot
-            self._views = tuple(param_views(self.layout, slot))
-        pending = self._all_gather(slot[: self.layout.numel], gathers)
+        if self._buffer is not buffer:
+            self._buffer = buffer
+            self._views = tuple(param_views(self.layout, buffer))
+        pending = self._all_gather(buffer[: self.layout.numel], gather_op)
         for param, view in zip(self.params, self._views, strict=True):
             param.data = view
         return pending
 
-    def _all_gather(self, full: Tensor, gathers: GatherOp) -> Work:
-        return gathers.all_gather(full, self.shard)
+    def _all_gather(self, full: Tensor, gather_op: GatherOp) -> Work:
+        return gather_op.all_gather(full, self.shard)
 
     def new_buffer(self, numel: int) -> Tensor:
-        """A buffer of zeros to be attached to."""
+        """A buffer of zeros to gather into."""
         return self.shard.new_zeros(numel)
 
     def reshard(self) -> None:
-        """The slot is about to hold another unit."""
+        """Detaches the parameters, before the buffer is reused for another unit."""
         for param, value in zip(self.params, self._poisoned_values, strict=True):
             param.data = value
 
@@ -124,7 +120,7 @@ def param_views(layout: UnitLayout, flat: Tensor) -> list[Tensor]:
 
 
 def set_param_data(param: nn.Parameter, value: Tensor) -> None:
-    """Makes `value` the parameter's data, keeping the Parameter object that users hold."""
+    """Makes `value` the parameter's data, keeping the Parameter object."""
     if param.device.type == "meta" or param.dtype != value.dtype:
         real = nn.Parameter(value, requires_grad=param.requires_grad)
         torch.utils.swap_tensors(param, real)
@@ -137,11 +133,10 @@ def _poison_value(dtype: torch.dtype) -> float:
 
 
 class HostShardedWeights(ShardedWeights):
-    """Sharded, the shard in host memory: no element of it stays on the device.
+    """Sharded, with the shard in host memory: none of it stays on the device.
 
     Args:
-        shard: in host memory.
-        path: one for all units of a run.
+        shard_gather: one for all units of a run.
     """
 
     memory_kind = MemoryKind.HOST
@@ -151,31 +146,31 @@ class HostShardedWeights(ShardedWeights):
         layout: UnitLayout,
         params: tuple[nn.Parameter, ...],
         shard: Tensor,
-        path: HostShardGather,
+        shard_gather: HostShardGather,
     ) -> None:
-        super().__init__(layout, params, shard, path.device)
-        self._shard_gather = path
+        super().__init__(layout, params, shard, shard_gather.device)
+        self._shard_gather = shard_gather
 
-    def _all_gather(self, full: Tensor, gathers: GatherOp) -> Work:
-        return self._shard_gather.gather(full, self.shard, gathers)
+    def _all_gather(self, full: Tensor, gather_op: GatherOp) -> Work:
+        return self._shard_gather.gather(full, self.shard, gather_op)
 
     def new_buffer(self, numel: int) -> Tensor:
         return self._shard_gather.new_buffer(numel, self.shard.dtype)
 
 
 class WeightGather(Protocol):
-    """How a run's sharded weights travel."""
+    """Gathers a run's sharded weights."""
 
     def gather_op(self, unit: ShardedWeights) -> GatherOp:
-        """What gathers a unit."""
+        """The operation that gathers a unit."""
 
     def invalidate(self) -> None:
-        """Shards were updated: copies of what was gathered before are old."""
+        """Shards were updated: copies of gathered weights are stale."""
 
     @property
     def secondary_bytes(self) -> int:
-        """Bytes of second shards."""
+        """Bytes of secondary shards (hpZ)."""
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers that codes pass through."""
+        """Bytes of the payload buffers."""

@@ -1,7 +1,7 @@
-"""The stages as rows of data, and the collective that each change of placement is.
+"""The ZeRO stages as rows of a table, and the collective for each change of placement.
 
 Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", SC 2020. Nothing outside this table asks for the stage's number.
+Models", SC 2020. No other module branches on the stage's number.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from enum import Enum
 
 
 class Placement(Enum):
-    """How one logical tensor lies over the ranks."""
+    """Distribution of one logical tensor over the ranks."""
 
     REPLICATED = "replicated"  # every rank holds all of it, equal
-    PARTIAL = "partial"  # every rank holds a term of the sum
+    PARTIAL = "partial"  # every rank holds a term of a sum
     SHARDED = "sharded"  # every rank holds its own part
 
 
 class Collective(Enum):
-    """The traffic that changes a placement."""
+    """The communication that changes a placement."""
 
     NONE = "none"
     ALL_REDUCE = "all_reduce"
@@ -29,9 +29,9 @@ class Collective(Enum):
 
 @dataclass(frozen=True)
 class Stage:
-    """One row: where each kind of tensor lies between two micro-steps.
+    """One row: the placement of each kind of tensor between two micro-steps.
 
-    The main weights lie as the optimizer state does.
+    The main weights are placed as the optimizer state is.
     """
 
     number: int
@@ -40,27 +40,27 @@ class Stage:
     optimizer_state: Placement
 
     def for_world_size(self, world_size: int, *, moves: bool = False) -> Stage:
-        """This row on so many ranks: on one, a shard is the whole and nothing has to move.
+        """This row on `world_size` ranks; on one rank nothing is sharded.
 
         Args:
-            moves: what is sharded rests in other memory than the device's, so that a shard moves
-                even on one rank.
+            moves: shards are stored in other memory than the device's, so that they are copied even
+                on one rank.
         """
         return self if world_size > 1 or moves else Stage(self.number, R, P, R)
 
     @property
     def state_replicated(self) -> bool:
-        """Whether every rank holds all that has to outlive a step."""
+        """Whether every rank holds the full training state."""
         return self.optimizer_state is Placement.REPLICATED
 
     @property
     def gradient_collective(self) -> Collective:
-        """What brings the sum of the ranks' gradients to where the optimizer needs it."""
+        """The reduction of gradients that the optimizer needs."""
         return collective_for(Placement.PARTIAL, self.optimizer_state)
 
     @property
     def weight_collective(self) -> Collective:
-        """What brings updated weights to where forward needs them, or keeps them, whole."""
+        """The gather of updated weights that forward needs."""
         return collective_for(self.optimizer_state, self.model_weights)
 
 

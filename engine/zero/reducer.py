@@ -1,7 +1,7 @@
-"""When gradients are summed over the ranks.
+"""Schedules the reduction of gradients over the ranks.
 
-Every rank must launch the same collectives in the same order, whatever order its own gradients
-arrive in: units are reduced in plan order, each as soon as it and all before it are complete.
+Every rank must launch the same collectives in the same order, even if its gradients arrive in
+another: units are reduced in plan order, each as soon as it and all earlier ones are complete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rayzero.engine.zero.gradients import GradBufferPool, GradStore
 
 
 class _UnitReadiness:
-    """Which of one unit's gradients the micro-step at hand has brought."""
+    """The gradients of one unit that have arrived in the current micro-step."""
 
     def __init__(self, grads: GradStore, count: int) -> None:
         self.grads = grads
@@ -40,31 +40,31 @@ class _UnitReadiness:
         return fresh
 
     def missing_indices(self) -> list[int]:
-        return [index for index, taken in enumerate(self._arrived) if not taken]
+        return [index for index, arrived in enumerate(self._arrived) if not arrived]
 
 
 class Reducer:
-    """Takes gradients from autograd's hooks and sums them over the ranks.
+    """Receives gradients from autograd's hooks and reduces them over the ranks.
 
-    One micro-step is `begin`, any number of `take`, `finish`. `wait` returns when every sum that
-    was started has arrived; it must be called before main grads are read.
+    One micro-step is `begin_backward`, any number of `on_gradient`, `finish_backward`. `wait` must
+    be called before main gradients are read.
 
     Args:
-        units: the gradient stores, parameter counts and ways to other ranks, in launch order.
-        slots: where gradients pass through when they rest sharded, and so are summed every
-            micro-step; None when they rest whole, and are summed once a step.
-        overlap: let backward go on while a sum is under way.
+        units: gradient stores and their parameter counts, in launch order.
+        buffers: where gradients are accumulated if they are sharded, and so are reduced every
+            micro-step; None if every rank holds full gradients, which are reduced once per step.
+        overlap: continue backward while a reduction is in flight.
     """
 
     def __init__(
         self,
         units: Sequence[tuple[GradStore, int]],
-        slots: GradBufferPool | None,
+        buffers: GradBufferPool | None,
         *,
         overlap: bool,
     ) -> None:
         self._units = [_UnitReadiness(grads, count) for grads, count in units]
-        self._buffer_pool = slots
+        self._buffer_pool = buffers
         self._overlap = overlap
         self._in_flight: deque[tuple[Work, GradStore]] = deque()
         self._next_unit = 0
@@ -72,7 +72,7 @@ class Reducer:
         self._reducing = False
 
     def begin_backward(self, *, first: bool, last: bool) -> None:
-        """A micro-step's backward is about to run; `first` and `last` say where in its step."""
+        """Called before a backward; `first` and `last` of its step."""
         self._first_micro_step = first
         self._reducing = last or self._buffer_pool is not None
         self._next_unit = 0
@@ -83,42 +83,42 @@ class Reducer:
         """Parameter `index` of `unit` has a gradient of this micro-step in `.grad`.
 
         Raises:
-            EngineError: the unit has been summed already.
+            EngineError: the unit has been reduced already.
         """
         grad, param.grad = param.grad, None
         if grad is None:
             return
-        arrivals = self._units[unit]
-        fresh = arrivals.mark(index)
+        readiness = self._units[unit]
+        fresh = readiness.mark(index)
         if self._reducing and unit < self._next_unit:
             raise EngineError(
                 "a second gradient of one parameter arrived after its unit was reduced",
                 allowed="one gradient for each parameter and backward",
                 fix="use torch.utils.checkpoint with use_reentrant=False around shared modules",
             )
-        self._wait_for_buffer(arrivals.grads)
-        arrivals.grads.accumulate(index, grad, add=not (fresh and self._overwrite))
-        if not arrivals.missing_count:
+        self._wait_for_buffer(readiness.grads)
+        readiness.grads.accumulate(index, grad, add=not (fresh and self._overwrite))
+        if not readiness.missing_count:
             self._launch_ready()
 
     def finish_backward(self) -> None:
-        """Backward is over: gradients that did not arrive are zero, and what is left is started."""
-        for arrivals in self._units:
-            for index in arrivals.missing_indices():
+        """Called after a backward: treats missing gradients as zero, and reduces the remaining units."""
+        for readiness in self._units:
+            for index in readiness.missing_indices():
                 if self._overwrite:
-                    self._wait_for_buffer(arrivals.grads)
-                    arrivals.grads.accumulate_zero(index)
-                arrivals.mark(index)
+                    self._wait_for_buffer(readiness.grads)
+                    readiness.grads.accumulate_zero(index)
+                readiness.mark(index)
             self._launch_ready()
 
     def wait(self) -> None:
-        """Returns when every sum started so far is in the main grads."""
+        """Returns when every started reduction has reached the main gradients."""
         while self._in_flight:
             self._wait_oldest()
 
     @property
     def _overwrite(self) -> bool:
-        """Whether a micro-step's gradients replace what its buffers hold."""
+        """Whether a micro-step's first gradients replace the buffers' content."""
         return self._first_micro_step or self._buffer_pool is not None
 
     def _launch_ready(self) -> None:
@@ -133,7 +133,7 @@ class Reducer:
                 self.wait()
 
     def _wait_for_buffer(self, grads: GradStore) -> None:
-        """Frees a slot by waiting for the oldest sum under way, if one is needed and that helps."""
+        """Frees a buffer, if one is needed, by waiting for the oldest reductions in flight."""
         if self._buffer_pool is None or not grads.needs_buffer:
             return
         while self._buffer_pool.exhausted and self._in_flight:
@@ -147,24 +147,24 @@ class Reducer:
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """What one unit's codes have lost so far on this rank.
+    """One unit's residuals of compression on this rank.
 
     Attributes:
-        of_terms: of this rank's gradients, in the unit's flat layout.
-        of_sum: of the sum of this rank's shard, where sums are coded too; else None.
+        local: of this rank's gradients, in the unit's flat layout.
+        reduced: of the reduced shard, where that is compressed too; else None.
     """
 
     local: Tensor
     reduced: Tensor | None = None
 
     def reset(self) -> None:
-        """A step was skipped: what is not finite must not come back."""
+        """A step was skipped: discards residuals, which may not be finite."""
         self.local.zero_()
         if self.reduced is not None:
             self.reduced.zero_()
 
     def scale(self, factor: float) -> None:
-        """The gradients that are still to come are of another scale."""
+        """Adapts the residuals to gradients of another scale."""
         self.local.mul_(factor)
         if self.reduced is not None:
             self.reduced.mul_(factor)
@@ -196,7 +196,7 @@ class UnitGradSpec:
 
 @dataclass(frozen=True)
 class UnitResiduals:
-    """What coding one unit's gradients has lost on this rank: part of the training state."""
+    """The residuals of one unit on this rank: part of the training state."""
 
     unit: UnitGradSpec
     feedback: ErrorFeedback
@@ -218,17 +218,17 @@ class GradReduction(Protocol):
     def residuals(self) -> Sequence[UnitResiduals]: ...
 
     def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of what is part of the state and equal on all ranks."""
+        """(name, tensor) of training state that is equal on all ranks."""
 
     def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
-        """What sums a trainable unit's gradients over the ranks. Called once a unit."""
+        """The operation that reduces a unit's gradients. Called once per unit."""
 
     def discard_residuals(self) -> None:
-        """A step was skipped: nothing of its gradient may come back."""
+        """A step was skipped: its gradient must not be applied later."""
 
     def rescale(self, ratio: float) -> None:
-        """The loss scale is `ratio` times what it was, and so are all gradients to come."""
+        """The loss scale, and so all later gradients, have been multiplied by `ratio`."""
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers that codes pass through."""
+        """Bytes of the payload buffers."""

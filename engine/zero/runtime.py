@@ -1,4 +1,4 @@
-"""The moving parts of ZeRO on one rank, owned together."""
+"""The parts of ZeRO on one rank: units, reduction, unsharding, offload."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ class ZeroRuntime:
 
     Attributes:
         units: in launch order.
-        loose: parameters in no unit: frozen ones, where weights are replicated.
-        way: how gradients travel.
-        gatherer: None when model weights are replicated.
+        ungrouped_params: frozen parameters, where weights are replicated.
+        unshard_scheduler: None if model weights are replicated.
     """
 
     stage: Stage
@@ -62,32 +61,31 @@ class ZeroRuntime:
         self.reducer.finish_backward()
         self.collectives.progress_pending()
 
-    def vote(self, loss: Tensor, factor: float, wishes: StepRequests) -> StepVote:
-        """Waits for the gradients' sums, then agrees on norm and loss. Collective.
+    def vote(self, loss: Tensor, factor: float, requests: StepRequests) -> StepVote:
+        """Waits for the reduced gradients, then agrees on norm, loss and requests. Collective.
 
         Args:
-            factor: what the sums are still to be multiplied by.
-            wishes: what else this rank wants to agree on.
+            factor: the reduced gradients are still to be multiplied by it.
 
         Raises:
-            EngineError: a gradient is not finite, and no other loss scale can help.
+            EngineError: a gradient is not finite, and the loss scale cannot be lowered.
         """
         self.reducer.wait()
         parts = [unit.grads.norm_part(unit.shard) for unit in self.units if unit.grads is not None]
-        verdict = vote_on_step(parts, loss, factor, self.collectives, wishes)
+        vote = vote_on_step(parts, loss, factor, self.collectives, requests)
         scaler = self.precision.scaler
-        if scaler.cannot_decrease and not verdict.finite:
+        if scaler.cannot_decrease and not vote.finite:
             raise nonfinite_error(self.units, self.collectives, scaler.value)
-        return verdict
+        return vote
 
     def update_loss_scale(self, *, overflow: bool) -> None:
-        """The loss scale after a step; what compression keeps back goes with it."""
+        """Updates the loss scale after a step, and rescales residuals."""
         before = self.precision.scaler.value
         self.precision.scaler.update(overflow=overflow)
         self._rescale_residuals(before)
 
     def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:
-        """The loss scale that `LossScaler.state` gave; what compression keeps back goes with it."""
+        """Restores the loss scale, and rescales residuals."""
         before = self.precision.scaler.value
         self.precision.scaler.load_state_dict(state)
         self._rescale_residuals(before)
@@ -99,7 +97,7 @@ class ZeroRuntime:
 
     @torch.no_grad()
     def sync_model_weights(self) -> None:
-        """After the local update: every rank's model weights follow all ranks' main weights."""
+        """After the local update: copies all ranks' main weights to all ranks' model weights."""
         gather = self.stage.weight_collective is Collective.ALL_GATHER
         pending = []
         for unit in self.units:
@@ -108,13 +106,13 @@ class ZeroRuntime:
                     unit.main_weights, unit.weights.owned_range(unit.owned)
                 )
                 pending.append(unit.weights.gather_updates(self.collectives, gather=gather))
-        for one in pending:
-            one.wait()
+        for work in pending:
+            work.wait()
         if self.unshard_scheduler is not None:
             self.unshard_scheduler.invalidate()
 
     def close(self) -> None:
-        """Takes the hooks off the model, and lets go of threads and files."""
+        """Removes the model's hooks, stops threads and closes files."""
         self.offload.close()
         for handle in self.hooks:
             handle.remove()

@@ -1,8 +1,6 @@
-"""Norm / finiteness / loss / requests all-reduce; which parameter overflowed.
+"""The step's vote: one small all-reduce of gradient norm, finiteness, loss and requests.
 
-The one small all-reduce of a step: gradient norm, finiteness, loss and wishes share it.
-
-Which parameter's gradient is not finite: asked only when a run cannot go on.
+If a run cannot continue because of an overflow, the vote's error names the parameter.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ from rayzero.engine.zero.unit import Unit
 
 @dataclass(frozen=True)
 class StepVote:
-    """What the ranks found together; equal on all of them.
+    """The outcome of the vote, equal on all ranks.
 
     Attributes:
         grad_norm: the L2 norm of the summed gradient, before clipping.
         loss: the mean loss over the global batch.
-        agreed: the ranks' wishes, counted.
+        agreed: the ranks' common decision on their requests.
     """
 
     grad_norm: float
@@ -40,7 +38,7 @@ class StepVote:
         return isfinite(self.grad_norm)
 
     def clip_factor(self, max_norm: float) -> float:
-        """What gradients are multiplied by, as in `torch.nn.utils.clip_grad_norm_`."""
+        """The factor of clipping, as in `torch.nn.utils.clip_grad_norm_`."""
         return min(1.0, max_norm / (self.grad_norm + 1e-6)) if max_norm else 1.0
 
 
@@ -49,19 +47,19 @@ def vote_on_step(
     loss: Tensor,
     factor: float,
     collectives: Collectives,
-    wishes: StepRequests = NO_REQUESTS,
+    requests: StepRequests = NO_REQUESTS,
 ) -> StepVote:
     """Agrees on a step.
 
     Args:
         parts: this rank's parts of the summed gradients; over all ranks, each element once.
         loss: this rank's weighted loss, a scalar; the ranks' add up to the mean.
-        factor: what the gradients are still to be multiplied by.
-        wishes: this rank's.
+        factor: the gradients are still to be multiplied by it.
+        requests: this rank's.
     """
-    norm = _l2_norm(list(parts)).to(loss.device)  # gradients may rest in host memory
-    found = torch.stack((norm.double().square(), loss.detach().double()))
-    ballot = torch.cat((found, found.new_tensor(wishes.to_scalars())))
+    norm = _l2_norm(list(parts)).to(loss.device)  # gradients may be in host memory
+    values = torch.stack((norm.double().square(), loss.detach().double()))
+    ballot = torch.cat((values, values.new_tensor(requests.to_scalars())))
     collectives.all_reduce_scalars(ballot)
     square, mean, *sums = ballot.tolist()
     agreed = StepRequests.from_sums(sums, collectives.world_size)
@@ -79,25 +77,25 @@ def _l2_norm(parts: list[Tensor]) -> Tensor:
 
 def nonfinite_error(units: Sequence[Unit], collectives: Collectives, scale: float) -> EngineError:
     """The error of an overflow at the lowest loss scale; the same on every rank. Collective."""
-    found = _first_nonfinite_param(units, collectives)
-    if found is None:
+    culprit = _first_nonfinite_param(units, collectives)
+    if culprit is None:
         where = "the norm of the gradients is not finite, though every element is"
     else:
-        unit, param = found
+        unit, param = culprit
         where = f"the gradient of {param!r}, in the unit {unit!r}, has inf or nan"
     return EngineError(
         f"an overflow at the lowest loss scale, {scale:g}: {where}",
         allowed="gradients that are finite at fp16.min_loss_scale. A lower scale cannot help "
         "when the loss itself is inf or nan, or an activation exceeds 65504",
-        fix='"bf16": {"enabled": true} instead of fp16, where the hardware has it; a lower '
-        "learning rate or gradient_clipping; or a look at the batch and the loss of this step",
+        fix='"bf16": {"enabled": true} instead of fp16, if the hardware supports it; a lower '
+        "learning rate or gradient_clipping; or check the batch and the loss of this step",
     )
 
 
 def _first_nonfinite_param(
     units: Sequence[Unit], collectives: Collectives
 ) -> tuple[str, str] | None:
-    """The unit and the parameter that backward reached first, out of those that are not finite.
+    """The unit and name of the first parameter in backward order whose gradient is not finite.
 
     Units are in the order of backward; inside one, its last parameter comes first.
     """
@@ -107,9 +105,9 @@ def _first_nonfinite_param(
             continue
         own = unit.grads.norm_part(unit.shard)
         bad = torch.zeros(len(unit.layout.params), dtype=torch.float64, device=own.device)
-        for piece in unit.layout.ranges_in_shard(rank):
-            part = own[piece.shard_start : piece.shard_start + piece.numel]
-            bad[piece.param] = (~part.isfinite()).sum()
+        for span in unit.layout.ranges_in_shard(rank):
+            part = own[span.shard_start : span.shard_start + span.numel]
+            bad[span.param] = (~part.isfinite()).sum()
         counts.append(bad.flip(0))
         named += [(unit.name, spec.name) for spec in reversed(unit.layout.params)]
     if not counts:

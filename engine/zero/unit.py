@@ -1,4 +1,4 @@
-"""A unit at run time: what the stage, the precision and the layout made of it on this rank."""
+"""A unit at run time: its tensors on this rank, by stage, precision and layout."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Unit:
     Attributes:
         params: the model's parameters, in the layout's order.
         weights: the model weights.
-        main: the main weights of `owned`; the same memory as the model weights when both have one
-            dtype. None for a frozen unit.
+        main_weights: of the range `owned`; the same memory as the model weights if both have the
+            same dtype. None for a frozen unit.
         grads: the gradients; None for a frozen unit.
-        owned: the part of the flat layout that this rank's optimizer updates.
+        owned: the range of the flat layout that this rank's optimizer updates.
         shard: this rank's shard; equal to `owned` unless the optimizer state is replicated.
-        block: the module whose forward needs the unit gathered; None when weights are resident.
-        home: where main weights and optimizer state rest.
+        module: the block whose forward needs the unit gathered; None if weights are replicated.
+        state_store: of main weights and optimizer state.
     """
 
     layout: UnitLayout

@@ -1,14 +1,14 @@
-"""When blocks of sharded weights are gathered: before use, ahead of use, and never twice at once.
+"""Unshards blocks of weights before they are used, and prefetches the next ones.
 
-The gatherer learns which block follows which, in forward and in backward, and gathers the next one
-while this one computes.
+The scheduler records which block follows which, in forward and in backward, and gathers the next
+one while the current one computes.
 
-Why a slot may be overwritten. In forward, when another block is entered, its occupant has left. In
-backward, autograd runs nodes of one device in reverse order of creation, so when a later-created
-block's output gradient is followed by an earlier one's, the later block is done; on CUDA its
-kernels are enqueued before the collective that overwrites the slot. The exception is a block inside
-which another one is called: it gets a slot of its own as soon as that has been seen, and until then
-nothing is gathered ahead.
+Why a buffer may be overwritten. In forward, its block has returned when another block is entered.
+In backward, autograd runs nodes of one device in reverse order of creation, so when a later block's
+output gradient is followed by an earlier one's, the later block is done; on CUDA its kernels are
+enqueued before the collective that overwrites the buffer. The exception is a block that calls
+another one: it gets its own buffer once that has been observed, and until then nothing is
+prefetched.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from rayzero.engine.zero.parameters import WeightGather
 
 
 class UnshardScheduler:
-    """Brings blocks' weights in before their forward and backward."""
+    """Gathers blocks' weights before their forward and backward."""
 
-    def __init__(self, blocks: Sequence[Block], slots: GatherBuffers, way: WeightGather) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], buffers: GatherBuffers, gather: WeightGather
+    ) -> None:
         self._blocks = blocks
-        self._buffers = slots
-        self.weight_gather = way
+        self._buffers = buffers
+        self.weight_gather = gather
         self._own_buffer = _blocks_around_blocks(blocks)
-        self._forward_order: list[Block] = []  # first uses, in forward order, since the last plan
+        self._forward_order: list[Block] = []  # first uses since the last assignment
         self._successor: dict[tuple[str, Block], Block] = {}
         self._previous: tuple[str, Block] | None = None
-        self._prefetch_ready = False  # the plan is made from what was seen: gathering ahead is safe
+        self._prefetch_ready = False  # buffers are assigned by the recorded order
         self._in_backward = False
-        slots.set_assignment(self._assign_buffers(range(len(blocks))))
+        buffers.set_assignment(self._assign_buffers(range(len(blocks))))
 
     def root_pre_forward(self) -> None:
-        """The model's forward is about to run; also when backward runs it again, checkpointed."""
+        """Called before the model's forward, also when it is recomputed in backward."""
         if self._in_backward:
             return
         self._previous = None
@@ -44,11 +46,11 @@ class UnshardScheduler:
             block.forward_calls = 0
 
     def pre_forward(self, block: Block) -> None:
-        """A block's forward is about to run; also when a checkpointed one runs again.
+        """Called before a block's forward, also when it is recomputed in backward.
 
         Raises:
-            EngineError: a block that was used on its own is now called inside another one that
-                shares its slot.
+            EngineError: a block that was called on its own is now called inside another one that
+                shares its buffer.
         """
         self._leave_ring(block)
         self._unshard(block)
@@ -59,7 +61,7 @@ class UnshardScheduler:
         self._prefetch("backward" if self._in_backward else "forward", block)
 
     def post_forward(self, block: Block) -> None:
-        """A block's forward has run, or has raised."""
+        """Called after a block's forward has returned or raised."""
         block.active_forwards -= 1
 
     def begin_backward(self) -> None:
@@ -67,11 +69,11 @@ class UnshardScheduler:
         self._previous = None
 
     def pre_backward(self, block: Block) -> None:
-        """The gradient of one of a block's outputs is there; its own backward comes next.
+        """Called when the gradient of a block's output is known, before the block's backward.
 
         Raises:
-            EngineError: this backward was not begun. What it builds for a second derivative would
-                read weights when nobody gathers them.
+            EngineError: outside `Engine.backward`. A graph for second derivatives would later read
+                weights that are not gathered.
         """
         if not self._in_backward:
             raise EngineError(
@@ -89,18 +91,18 @@ class UnshardScheduler:
         self._previous = None
 
     def invalidate(self) -> None:
-        """The shards were updated: what is gathered is old. Takes up a better plan, if one is due.
+        """Discards gathered weights after the shards were updated; may reassign buffers.
 
-        Here no graph may be alive that a later backward would use, so addresses may change.
+        No graph that a later backward would use may exist, so addresses may change here.
         """
         for block in self._blocks:
             self._reshard(block)
         self._buffers.clear()
         self.weight_gather.invalidate()
         if not self._prefetch_ready and self._forward_order:
-            known = [self._blocks.index(block) for block in self._forward_order]
-            rest = [index for index in range(len(self._blocks)) if index not in known]
-            self._buffers.set_assignment(self._assign_buffers([*known, *rest]))
+            used = [self._blocks.index(block) for block in self._forward_order]
+            unused = [index for index in range(len(self._blocks)) if index not in used]
+            self._buffers.set_assignment(self._assign_buffers([*used, *unused]))
             self._prefetch_ready = True
 
     def _unshard(self, block: Block) -> None:
@@ -121,13 +123,13 @@ class UnshardScheduler:
         block.state = BlockState.GATHERING
 
     def _wait_all_gather(self, block: Block) -> None:
-        for pending in block.pending:
-            pending.wait()
+        for work in block.pending:
+            work.wait()
         block.pending = []
         block.state = BlockState.GATHERED
 
     def _reshard(self, block: Block) -> None:
-        if block.state is BlockState.GATHERING:  # gathered ahead and not used: still being written
+        if block.state is BlockState.GATHERING:  # prefetched and not used: still being written
             self._wait_all_gather(block)
         if block.state is BlockState.GATHERED:
             for unit in block.units:
@@ -137,19 +139,19 @@ class UnshardScheduler:
     def _prefetch(self, phase: str, block: Block) -> None:
         if not self._prefetch_ready:
             return
-        kept = [block]
-        for coming in self._next_blocks(phase, block):
-            other = self._buffers.current_block(coming)
-            if coming.state is not BlockState.SHARDED:
-                kept.append(coming)
-            elif other in kept or (other is not None and other.active_forwards):
+        held = [block]
+        for upcoming in self._next_blocks(phase, block):
+            other = self._buffers.current_block(upcoming)
+            if upcoming.state is not BlockState.SHARDED:
+                held.append(upcoming)
+            elif other in held or (other is not None and other.active_forwards):
                 return
             else:
-                self._start_all_gather(coming)
-                kept.append(coming)
+                self._start_all_gather(upcoming)
+                held.append(upcoming)
 
     def _next_blocks(self, phase: str, block: Block) -> Iterator[Block]:
-        """The blocks that followed this one last time, as many as there are other slots."""
+        """The blocks that followed this one last time, as many as there are other buffers."""
         for _ in range(self._buffers.count - 1):
             following = self._successor.get((phase, block))
             if following is None:
@@ -158,13 +160,13 @@ class UnshardScheduler:
             block = following
 
     def _record_successor(self, phase: str, block: Block) -> None:
-        here = phase, block
+        current = phase, block
         if self._previous is not None and self._previous[0] == phase:
             self._successor[self._previous] = block
-        self._previous = here
+        self._previous = current
 
     def _record_order(self, block: Block) -> None:
-        """Sees what the plan must know: the order, blocks called twice, blocks around blocks."""
+        """Records the order of use, blocks that are called twice, and blocks that call others."""
         block.forward_calls += 1
         if block.forward_calls == 1 and not self._prefetch_ready:
             self._forward_order.append(block)
@@ -177,9 +179,9 @@ class UnshardScheduler:
             self._forward_order = self._forward_order or list(self._blocks)
 
     def _leave_ring(self, block: Block) -> None:
-        """A block that is called inside another one of the ring leaves the ring.
+        """Gives a block that is called inside another one of the ring its own buffer.
 
-        At its first use in a pass only: afterwards autograd may hold views of its address.
+        At its first use in a pass only: later autograd may hold views of its address.
         """
         if block.buffer_index is None or not any(
             other.active_forwards and other.buffer_index is not None
@@ -196,7 +198,7 @@ class UnshardScheduler:
         if other is not None and other.active_forwards:
             raise EngineError(
                 f"the block {block.name!r} is called on its own and then inside {other.name!r}, "
-                "which shares its slot",
+                "which shares its buffer",
                 fix="rayzero.unshard_modules in the engine config: name classes that do not nest",
             )
 
@@ -205,7 +207,7 @@ class UnshardScheduler:
 
 
 def _blocks_around_blocks(blocks: Sequence[Block]) -> set[int]:
-    """The blocks whose module contains another block's: they live while those come and go."""
+    """The blocks whose module contains another block's: they stay gathered while those run."""
     modules = {id(block.module) for block in blocks}
     return {
         index

@@ -21,7 +21,7 @@ def one_micro_step(meter: FlopMeter) -> None:
 
 
 def test_a_linear_layer_is_three_matrix_products():
-    meter = FlopMeter(wanted=True)
+    meter = FlopMeter(enabled=True)
     one_micro_step(meter)
     assert meter.micro_step_flops == 3 * 2 * 4 * 8 * 16
     one_micro_step(meter)
@@ -29,7 +29,7 @@ def test_a_linear_layer_is_three_matrix_products():
 
 
 def test_an_evaluation_before_the_first_step_does_not_count():
-    meter = FlopMeter(wanted=True)
+    meter = FlopMeter(enabled=True)
     with torch.no_grad(), meter.track_forward():
         nn.Linear(8, 8)(torch.ones(1, 8))
     one_micro_step(meter)
@@ -37,13 +37,13 @@ def test_an_evaluation_before_the_first_step_does_not_count():
 
 
 def test_nothing_is_counted_that_nobody_wants():
-    meter = FlopMeter(wanted=False)
+    meter = FlopMeter(enabled=False)
     one_micro_step(meter)
     assert meter.micro_step_flops == 0
 
 
 def test_what_is_known_is_not_counted_again():
-    meter = FlopMeter(wanted=True)
+    meter = FlopMeter(enabled=True)
     meter.micro_step_flops = 7
     one_micro_step(meter)
     assert meter.micro_step_flops == 7
