@@ -117,7 +117,7 @@ def refused(rank: int, world: int, change: dict[str, Any]) -> str:
     [
         ({"zero_optimization": {"stage": 1}}, "allowed: stage 0"),
         ({"gradient_clipping": 1.0}, "gradient_clipping 0"),
-        ({"communication_data_type": "bf16"}, "compresses by itself"),
+        ({"communication_data_type": "bf16"}, "has its own compression"),
         (
             {"optimizer": {"type": "OneBitAdam", "params": {"amsgrad": True}}},
             "variances are frozen",

@@ -145,9 +145,9 @@ def test_local_parts_make_the_whole() -> None:
 def test_misuse() -> None:
     engine = make_engine(0, zoo.make())
     weight = engine.module.embed.weight
-    with pytest.raises(EngineError, match="there is no sum of it"):
+    with pytest.raises(EngineError, match="before it was reduced"):
         tensor_fragments.safe_set_full_grad(weight, weight.detach())
-    with pytest.raises(EngineError, match="the whole parameter's shape"):
+    with pytest.raises(EngineError, match="the full parameter's shape"):
         tensor_fragments.safe_set_full_fp32_param(weight, torch.zeros(2))
     with pytest.raises(EngineError, match="not trained by any engine"):
         tensor_fragments.safe_set_full_fp32_param(nn.Parameter(torch.zeros(2)), torch.zeros(2))
