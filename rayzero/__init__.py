@@ -1,7 +1,7 @@
 """rayzero: ZeRO training of PyTorch models on Ray clusters that keep changing.
 
-This is the public door. Names are loaded on first use, so that `import rayzero` costs neither
-torch nor ray.
+The public API. Names are imported on first use, so that `import rayzero` loads neither torch nor
+ray.
 """
 
 from __future__ import annotations

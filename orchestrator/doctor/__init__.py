@@ -1,5 +1,5 @@
-"""`rayzero doctor`: what of this machine and cluster keeps a job from running, and what to change.
+"""`rayzero doctor`: problems of this machine and cluster that keep jobs from running, with fixes.
 
-`gather` asks, in processes of their own with a limit each, because what is broken may hang or
-crash; `judge` is pure: facts in, findings out. This file imports nothing.
+`collect` runs probes in subprocesses with timeouts, because what is broken may hang or crash;
+`diagnose` is pure: facts in, findings out.
 """

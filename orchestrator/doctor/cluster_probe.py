@@ -1,6 +1,4 @@
-"""What a Ray cluster has, asked as a process of its own:
-`python -m rayzero.orchestrator.doctor.cluster_probe ADDRESS`.
-"""
+"""Probe of a Ray cluster: `python -m rayzero.orchestrator.doctor.cluster_probe ADDRESS`."""
 
 from __future__ import annotations
 
@@ -14,19 +12,19 @@ from rayzero.orchestrator.cluster.ray_api import draining_node_ids, node_snapsho
 
 
 def describe_cluster(address: str) -> dict[str, Any]:
-    """Nodes, and what they have in all and free.
+    """Number of nodes, total and free resources.
 
     Raises:
-        ConfigError: there is no cluster at that address, or it will not have us.
+        ConfigError: there is no cluster at that address, or it rejects the connection.
     """
     cluster = connect(address)
     try:
         nodes = node_snapshot()
-        whole = nodes.all_capacities
+        capacities = nodes.all_capacities
         return {
-            "nodes": len(whole),
-            "cpus": sum(one.cpus for one in whole),
-            "gpus": sum(one.gpus for one in whole),
+            "nodes": len(capacities),
+            "cpus": sum(node.cpus for node in capacities),
+            "gpus": sum(node.gpus for node in capacities),
             "free_cpus": nodes.total_free.cpus,
             "free_gpus": nodes.total_free.gpus,
             "leaving": len(draining_node_ids()),
@@ -37,10 +35,10 @@ def describe_cluster(address: str) -> dict[str, Any]:
 
 def cluster_main() -> None:
     try:
-        told = describe_cluster(sys.argv[1])
+        facts = describe_cluster(sys.argv[1])
     except RayzeroError as error:
-        told = {"trouble": error.seen}
-    print(json.dumps(told), flush=True)
+        facts = {"trouble": error.seen}
+    print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""Facts, by subprocesses.
+"""Collects facts about this machine, torch, the cluster and the checkpoint store.
 
-Asks this machine, its torch, the cluster and the store. What is broken is told, never raised.
-
-What the doctor looks at, and what it finds.
+Problems are returned as facts, never raised.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from rayzero.engine.redact import redact_url
 
 
 class Severity(StrEnum):
-    """How bad a finding is: nothing, a job may suffer, a job cannot run."""
+    """No problem; jobs may be slow or fail; jobs cannot run."""
 
     OK = "ok"
     WARN = "warn"
@@ -35,11 +33,11 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report.
+    """A line of the report.
 
     Args:
-        seen: what was found, with numbers.
-        fix: what to change, where something is wrong.
+        seen: the observation, with numbers.
+        fix: what to change, if there is a problem.
     """
 
     name: str
@@ -50,11 +48,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a process that asked something said.
+    """The output of a probe.
 
     Args:
-        told: what it found out, also if it then failed.
-        trouble: why it did not come to its end; empty if it did.
+        facts: printed facts, also of a probe that failed later.
+        error: why it did not complete; empty if it did.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -63,15 +61,15 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What can be asked without a process of its own.
+    """Facts that need no subprocess.
 
     Args:
-        python: of this interpreter, as (3, 11, 7).
+        python: version of this interpreter, as (3, 11, 7).
         ray: its version; empty if it is not installed.
         shm_bytes: size of /dev/shm; None if there is none.
-        memfd_error: why shared memory without a name cannot be made; empty if it can.
-        open_files: how many this process may have open, and how many it may allow itself.
-        stray_token: a Ray token in the home folder turns authentication on, unasked.
+        memfd_error: why memfd_create fails; empty if it works.
+        open_files: soft and hard limit.
+        stray_token: whether a token in the home folder enables authentication without a setting.
     """
 
     python: tuple[int, int, int]
@@ -84,12 +82,12 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class SystemFacts:
-    """All that is judged.
+    """All facts.
 
     Args:
-        torch: of the first of two processes.
-        cluster: of the cluster at `address`; None without an address.
-        storage: of the place for checkpoints, `place`.
+        torch: from the first of two processes.
+        cluster: None without an address.
+        storage: of `checkpoint_path`.
     """
 
     machine: MachineFacts
@@ -116,11 +114,11 @@ _MAX_ERROR_CHARS = 300  # of a failed process's last line
 
 
 def collect_facts(place: str, address: str) -> SystemFacts:
-    """All facts; takes as long as the slowest of the probes, which run side by side.
+    """Runs all probes in parallel.
 
     Args:
         place: folder or URL for checkpoints.
-        address: of a Ray cluster; empty for none.
+        address: Ray cluster; empty for none.
     """
     with TemporaryDirectory(prefix="rayzero-doctor-") as folder, ThreadPoolExecutor(4) as threads:
         torch, _ = (
@@ -153,28 +151,28 @@ def collect_facts(place: str, address: str) -> SystemFacts:
 
 
 def run_probe(
-    module: str, arguments: tuple[str, ...], limit_s: float, told_it: str = ""
+    module: str, arguments: tuple[str, ...], limit_s: float, stdin_text: str = ""
 ) -> ProbeResult:
-    """Runs a module that prints JSON objects, one a line; what it said last of a key counts.
+    """Runs a module that prints JSON objects, one a line; later values of a key win.
 
-    A line with `trouble` says why the process has no more to tell. One that is not over in time is
-    killed, and its answers so far count.
+    The key `trouble` is the error of the probe. A process that exceeds the limit is killed, and its
+    output so far is used.
 
     Args:
-        told_it: what it finds on its standard input.
+        stdin_text: passed on its stdin.
     """
     command = [sys.executable, "-m", module, *arguments]
-    # Files, not pipes: what the process started may hold a pipe open for longer than it lives.
+    # Files, not pipes: a child of the process may keep a pipe open after it has ended.
     with TemporaryFile() as said, TemporaryFile() as complaint:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=complaint)
         try:
-            process.communicate(told_it.encode(), timeout=limit_s)
+            process.communicate(stdin_text.encode(), timeout=limit_s)
             trouble = ""
             if process.returncode != 0:
                 trouble = _exit_reason(process.returncode, _read_text(complaint))
         except subprocess.TimeoutExpired:
             process.kill()
-            with suppress(subprocess.TimeoutExpired):  # it may hang in a disk that does not answer
+            with suppress(subprocess.TimeoutExpired):  # it may hang in I/O
                 process.wait(_KILL_TIMEOUT_S)
             trouble = f"no answer within {limit_s:g} s"
         told = _parse_output(_read_text(said))
@@ -182,7 +180,6 @@ def run_probe(
 
 
 def inspect_machine(environment: Mapping[str, str]) -> MachineFacts:
-    """What this process can see by itself."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     token = Path.home() / ".ray" / "auth_token"
     named = environment.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
@@ -199,8 +196,8 @@ def inspect_machine(environment: Mapping[str, str]) -> MachineFacts:
 def _parse_output(text: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for line in text.splitlines():
-        if line.startswith("{"):  # libraries print to stdout, too
-            with suppress(ValueError):  # it was killed in the middle of it
+        if line.startswith("{"):  # libraries also print to stdout
+            with suppress(ValueError):  # cut off by the kill
                 told |= json.loads(line)
     return told
 
@@ -213,7 +210,7 @@ def _read_text(file: IO[bytes]) -> str:
 def _exit_reason(code: int, complaint: str) -> str:
     lines = [line.strip() for line in complaint.splitlines() if line.strip()]
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return lines[-1][:_MAX_ERROR_CHARS] if lines else f"the process that asked ended with {how}"
+    return lines[-1][:_MAX_ERROR_CHARS] if lines else f"the probe ended with {how}"
 
 
 def _package_version(package: str) -> str:

@@ -1,4 +1,4 @@
-"""From facts to findings. Pure."""
+"""Turns facts into findings. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rayzero.orchestrator.doctor.collect import (
 )
 
 MIN_PYTHON, MIN_TORCH, MIN_RAY = (3, 11), (2, 11), (2, 50)
-"""The oldest versions that are supported."""
+"""Oldest supported versions."""
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -32,7 +32,7 @@ _SLOW_WRITE_S = 1.0
 
 
 def diagnose(facts: SystemFacts) -> list[Finding]:
-    """Everything there is to say, in the order of what depends on what."""
+    """All findings; prerequisites first."""
     return [
         _check_python(facts.machine),
         *_check_torch(facts.torch),
@@ -45,7 +45,7 @@ def diagnose(facts: SystemFacts) -> list[Finding]:
 
 def worst_severity(findings: list[Finding]) -> Severity:
     levels = {finding.level for finding in findings}
-    return next((one for one in (Severity.FAIL, Severity.WARN) if one in levels), Severity.OK)
+    return next((level for level in (Severity.FAIL, Severity.WARN) if level in levels), Severity.OK)
 
 
 def _check_python(machine: MachineFacts) -> Finding:
@@ -62,7 +62,7 @@ def _check_torch(probe: ProbeResult) -> Iterator[Finding]:
     version = str(told.get("torch", ""))
     if not version:
         fix = f"pip install 'torch>={_version_text(MIN_TORCH)}'; `python -c 'import torch'` shows more"
-        yield Finding("torch", Severity.FAIL, probe.error or "it told nothing", fix)
+        yield Finding("torch", Severity.FAIL, probe.error or "the probe printed nothing", fix)
         return
     if _is_older(version, MIN_TORCH):
         yield Finding("torch", Severity.FAIL, version, f"torch {_version_text(MIN_TORCH)} or newer")
@@ -103,7 +103,7 @@ def _check_backend(name: str, probe: ProbeResult, fix: str) -> Finding:
         return Finding(name, Severity.OK, seen)
     if name == "gloo" and not told.get("gloo", True):
         return Finding(name, Severity.FAIL, "torch has no gloo", "a build of torch with it")
-    trouble = told.get(f"{name}_trouble") or probe.error or "it told nothing"
+    trouble = told.get(f"{name}_trouble") or probe.error or "the probe printed nothing"
     return Finding(name, Severity.FAIL, f"two processes could not add up: {trouble}", fix)
 
 
@@ -120,7 +120,7 @@ def _check_ray(machine: MachineFacts, address: str) -> Iterator[Finding]:
         fix = "RAY_AUTH_MODE=token or RAY_AUTH_MODE=disabled, the same on every node"
         yield Finding("ray token", Severity.WARN, seen, fix)
     if not address:
-        seen = "none is named, so `rayzero run` starts one of its own"
+        seen = "no address given: `rayzero run` starts a local cluster"
         yield Finding("cluster", Severity.OK, seen)
 
 
@@ -140,8 +140,8 @@ def _check_cluster(probe: ProbeResult | None, address: str) -> Iterator[Finding]
         fix = "worker nodes, or an autoscaler that adds them when a job asks"
         yield Finding("cluster resources", Severity.WARN, "no CPUs for workers", fix)
     if leaving:
-        seen = f"{leaving} of the nodes are leaving"
-        yield Finding("cluster resources", Severity.WARN, seen, "nothing; a job does without them")
+        seen = f"nodes being drained: {leaving}"
+        yield Finding("cluster resources", Severity.WARN, seen, "nothing; jobs do not use them")
 
 
 def _check_machine(machine: MachineFacts) -> Iterator[Finding]:

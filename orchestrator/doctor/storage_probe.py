@@ -1,8 +1,6 @@
-"""Whether checkpoints can be written, read and removed at a place, as a process of its own:
-`python -m rayzero.orchestrator.doctor.storage_probe`, with the path or URL on its standard input, because
-everybody on a machine may read command lines, and a URL may hold credentials.
-
-It goes through the same store as checkpoints do, so what it finds is what they will find.
+"""Probe that writes, reads and removes a file through the store that checkpoints use:
+`python -m rayzero.orchestrator.doctor.storage_probe`, with the path or URL on stdin: a URL may contain
+credentials, and every user of a machine can read command lines.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ _TEST_BYTES = 4 * 2**20
 
 
 def check_storage(place: str) -> dict[str, Any]:
-    """Seconds of a durable write, bytes, and for a folder the free bytes.
+    """Seconds of a durable write, its bytes, and for a folder the free bytes.
 
-    A folder that is not there yet is looked for upwards: what is above it must be writable.
+    If the folder does not exist yet, its nearest existing parent is probed.
 
     Raises:
-        RayzeroError: the place cannot be used.
+        RayzeroError: the folder or URL cannot be used.
     """
     remote = is_remote(place)
     top = place if remote else str(_existing_ancestor(Path(place.removeprefix("file://"))))
@@ -40,27 +38,27 @@ def check_storage(place: str) -> dict[str, Any]:
             sink.write(memoryview(content))
         taken = time.monotonic() - started
         if store.read(name) != content:
-            raise RayzeroError(f"{top}: what is read is not what was written")
+            raise RayzeroError(f"{top}: the data read differs from the data written")
     finally:
         store.remove(name)
-    told: dict[str, Any] = {"write_s": taken, "nbytes": _TEST_BYTES}
+    facts: dict[str, Any] = {"write_s": taken, "nbytes": _TEST_BYTES}
     if not remote:
-        found = os.statvfs(top)
-        told["free_bytes"] = found.f_bavail * found.f_frsize
-    return told
+        stat = os.statvfs(top)
+        facts["free_bytes"] = stat.f_bavail * stat.f_frsize
+    return facts
 
 
 def _existing_ancestor(path: Path) -> Path:
     """The folder itself, or the nearest one above it that exists."""
-    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
 def storage_main() -> None:
     try:
-        told = check_storage(sys.stdin.read())
+        facts = check_storage(sys.stdin.read())
     except RayzeroError as error:
-        told = {"trouble": error.seen, "fix": error.fix}
-    print(json.dumps(told), flush=True)
+        facts = {"trouble": error.seen, "fix": error.fix}
+    print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":
