@@ -1,4 +1,4 @@
-"""The job's checkpoints where they really are: on a disk, or in an object store."""
+"""The job's checkpoints on a disk or in an object store."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from rayzero.workers.vault.records import RankFile
 
 
 class FileCheckpointStore:
-    """An Archive. The store is only ever asked in other threads.
+    """A CheckpointStore. All I/O runs in other threads.
 
     Args:
-        tell: shows a warning.
-        adopting: the checkpoints of the job's folder are those of the run that is gone on with, so
-            they come before all that `checkpoint.resume` may say.
-        fence: raises when the folder is somebody else's by now; asked before each commit.
+        warn: emits a warning.
+        adopting: whether the run continues one that lost its controller: checkpoints in the job's
+            folder belong to it, and take precedence over `checkpoint.resume`.
+        check_lease: called before each commit; raises if another process owns the folder.
     """
 
     def __init__(
         self,
         plan: JobPlan,
-        tell: Callable[[str], None],
+        warn: Callable[[str], None],
         *,
         adopting: bool = False,
-        fence: Callable[[], None] = lambda: None,
+        check_lease: Callable[[], None] = lambda: None,
     ) -> None:
         self._plan = plan
         self._settings = plan.spec.checkpoint
-        self._warn = tell
+        self._warn = warn
         self._adopting = adopting
-        self._check_lease = fence
+        self._check_lease = check_lease
 
     def folder(self, step: int) -> str:
         return join_url(self._plan.job_folder, step_folder_name(step))
 
     async def resolve_resume(self) -> CheckpointRef | None:
         if self._adopting:
-            found = self._newest_usable(await self._list_checkpoints(self._plan.job_folder))
-            if found is not None or self._settings.resume in ("auto", "never"):
-                return found
+            newest = self._newest_usable(await self._list_checkpoints(self._plan.job_folder))
+            if newest is not None or self._settings.resume in ("auto", "never"):
+                return newest
         elif self._settings.resume == "auto":
             return self._newest_usable(await self._list_checkpoints(self._plan.job_folder))
         elif self._settings.resume == "never":
@@ -62,8 +62,8 @@ class FileCheckpointStore:
         return await self._resume_from(self._settings.resume)
 
     async def newest(self, excluding: frozenset[int]) -> CheckpointRef | None:
-        found = await asyncio.to_thread(newest_complete, self._plan.job_folder, excluding)
-        return None if found is None else CheckpointRef(found.step, found.folder)
+        newest = await asyncio.to_thread(newest_complete, self._plan.job_folder, excluding)
+        return None if newest is None else CheckpointRef(newest.step, newest.folder)
 
     async def commit(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
         await asyncio.to_thread(self._write_manifest, step, generation, files)
@@ -75,43 +75,42 @@ class FileCheckpointStore:
         commit_checkpoint(self.folder(step), manifest)
 
     async def prune(self) -> None:
-        wanted = self._settings
-        await asyncio.to_thread(
-            prune_checkpoints, self._plan.job_folder, wanted.keep, wanted.keep_every
-        )
+        keep, keep_every = self._settings.keep, self._settings.keep_every
+        await asyncio.to_thread(prune_checkpoints, self._plan.job_folder, keep, keep_every)
 
     @staticmethod
     async def _list_checkpoints(path: str) -> list[CheckpointInfo]:
         return await asyncio.to_thread(list_checkpoints, path)
 
-    def _newest_usable(self, found: Sequence[CheckpointInfo]) -> CheckpointRef | None:
-        """The newest whole one; those beyond it are told, because their steps are lost."""
-        for one in sorted(found, key=lambda one: one.step, reverse=True):
-            if one.is_complete:
-                return CheckpointRef(one.step, one.folder)
-            if one.status != "unfinished":
-                self._warn(f"the checkpoint {one.folder} is left out: {one.problem}")
+    def _newest_usable(self, checkpoints: Sequence[CheckpointInfo]) -> CheckpointRef | None:
+        """The newest complete one. Warns of unusable newer ones, because their steps are lost."""
+        for info in sorted(checkpoints, key=lambda info: info.step, reverse=True):
+            if info.is_complete:
+                return CheckpointRef(info.step, info.folder)
+            if info.status != "unfinished":
+                self._warn(f"the checkpoint {info.folder} is skipped: {info.problem}")
         return None
 
-    def _refuse_existing(self, found: Sequence[CheckpointInfo]) -> None:
-        there = [one for one in found if one.status != "unfinished"]
-        if there:
+    def _refuse_existing(self, checkpoints: Sequence[CheckpointInfo]) -> None:
+        existing = [info for info in checkpoints if info.status != "unfinished"]
+        if existing:
+            plural = "s" * (len(existing) != 1)
             raise ConfigError(
-                f"{self._plan.job_folder} holds {len(there)} checkpoint{'s' * (len(there) != 1)}, the "
-                f"newest of step {there[-1].step}, and checkpoint.resume is never",
+                f"{self._plan.job_folder} holds {len(existing)} checkpoint{plural}, "
+                f"the newest of step {existing[-1].step}, and checkpoint.resume is never",
                 allowed="a folder without checkpoints",
                 fix="another name or checkpoint.path, checkpoint.resume: auto, or remove them",
             )
 
     async def _resume_from(self, path: str) -> CheckpointRef:
-        """A checkpoint by its folder, or the newest of a job's folder. What is no folder of ours
-        may be a foreign checkpoint: which, and of which step, only a worker can say."""
-        found = await self._list_checkpoints(path)
-        stored = self._newest_usable(found)
-        if stored is not None:
-            return stored
-        if found or not ("://" in path or Path(path).exists()):
-            problem = found[-1].problem if found else "there is nothing"
+        """A checkpoint by its folder, or the newest of a job's folder. Any other folder may be a
+        foreign checkpoint, whose format and step only a worker can determine."""
+        checkpoints = await self._list_checkpoints(path)
+        newest = self._newest_usable(checkpoints)
+        if newest is not None:
+            return newest
+        if checkpoints or not ("://" in path or Path(path).exists()):
+            problem = checkpoints[-1].problem if checkpoints else "there is no such folder"
             raise ConfigError(
                 f"checkpoint.resume: {path!r} cannot be resumed from: {problem}",
                 allowed="auto, never, or a checkpoint's folder: a path or a URL",

@@ -203,32 +203,32 @@ class VaultGroup(Protocol):
 
 
 class CheckpointStore(Protocol):
-    """One job's folder of checkpoints. Everything that waits for a store is awaited, and none of
-    it blocks the event loop. All of it may raise StoreError: full, gone, forbidden, slow."""
+    """One job's folder of checkpoints. No method blocks the event loop; each may raise StoreError:
+    the store is full, gone, forbidden or slow."""
 
     def folder(self, step: int) -> str:
-        """Where the checkpoint of that step lies, or is to lie."""
+        """The path or URL of that step's checkpoint."""
 
     async def resolve_resume(self) -> CheckpointRef | None:
-        """What this run of the job begins from, by `checkpoint.resume`.
+        """The checkpoint that this run starts from, by `checkpoint.resume`.
 
         Raises:
-            ConfigError: there is no such checkpoint, or there are some and none is wanted.
+            ConfigError: there is no such checkpoint, or there are some and resume is `never`.
         """
 
     async def newest(self, excluding: frozenset[int]) -> CheckpointRef | None:
-        """The newest whole checkpoint but for these steps."""
+        """The newest complete checkpoint, without those of the excluded steps."""
 
     async def commit(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
-        """Makes a checkpoint exist: its files are durable, its manifest is now."""
+        """Writes the manifest, which makes the checkpoint exist. Its files are durable already."""
 
     async def prune(self) -> None:
-        """Removes what `checkpoint.keep` and `keep_every` do not keep."""
+        """Removes checkpoints by `checkpoint.keep` and `keep_every`."""
 
 
 @dataclass(frozen=True)
 class ScaleWorkers:
-    """Between `least` and `most` workers from now on."""
+    """Changes the limits for the number of workers."""
 
     min_workers: int
     max_workers: int
@@ -236,7 +236,7 @@ class ScaleWorkers:
 
 @dataclass(frozen=True)
 class InjectFaults:
-    """These faults, in the fault language; the step may be left out."""
+    """Injects faults, given in the fault language; the step is optional."""
 
     faults: tuple[str, ...]
 

@@ -76,19 +76,40 @@ def make_plan(
         ) from None
     engine = spec.engine if isinstance(spec.engine, dict) else None
     workers = spec.workers
-    worker_spec = WorkerSpec(
+    resources = ResourceRequest(
+        workers.min,
+        workers.most + workers.spares,
+        workers.cpus,
+        workers.gpus,
+        workers.start_timeout_s,
+    )
+    stage = None if engine is None else parse_config(engine).zero_optimization.stage
+    return JobPlan(
+        spec,
+        _worker_spec(spec, entrypoint, (cwd, *import_paths), output_dir),
+        resources,
+        output_dir,
+        job_folder,
+        stage,
+    )
+
+
+def _worker_spec(
+    spec: JobSpec, entrypoint: str | bytes, import_paths: tuple[str, ...], output_dir: Path
+) -> WorkerSpec:
+    return WorkerSpec(
         name=spec.name,
         entrypoint=entrypoint,
         args=spec.args,
         seed=spec.seed,
         steps=spec.steps,
         output_dir=str(output_dir),
-        engine_config=engine,
-        cpus=workers.cpus,
-        gpus=workers.gpus,
+        engine_config=spec.engine if isinstance(spec.engine, dict) else None,
+        cpus=spec.workers.cpus,
+        gpus=spec.workers.gpus,
         hang_timeout_s=spec.recovery.hang_timeout_s,
-        working_dir=cwd,
-        import_paths=(cwd, *import_paths),
+        working_dir=import_paths[0],
+        import_paths=import_paths,
         mirror=MirrorPolicy(
             replicas=spec.recovery.replicas,
             every_steps=spec.recovery.mirror_every,
@@ -98,15 +119,6 @@ def make_plan(
         ledger=spec.ledger,
         run=f"{time_ns():020d}",
     )
-    resources = ResourceRequest(
-        workers.min,
-        workers.most + workers.spares,
-        workers.cpus,
-        workers.gpus,
-        workers.start_timeout_s,
-    )
-    stage = None if engine is None else parse_config(engine).zero_optimization.stage
-    return JobPlan(spec, worker_spec, resources, output_dir, job_folder, stage)
 
 
 def _refuse_temporary_folder(spec: JobSpec, cwd: str) -> None:
@@ -117,7 +129,7 @@ def _refuse_temporary_folder(spec: JobSpec, cwd: str) -> None:
         raise ConfigError(
             f"checkpoint.path is {checkpoint.path!r}, which is in Ray's copy of the working "
             "directory: Ray removes it after the job, with all checkpoints",
-            allowed="a folder that outlives the job and that all nodes share, or an object store URL",
+            allowed="a folder that outlives the job and is on all nodes, or an object store URL",
             fix=f"checkpoint.path: /shared/{checkpoint.path} or s3://bucket/{checkpoint.path}, for "
             "example with --set checkpoint.path=...; for a trial, remove checkpoint.every_steps",
         )

@@ -1,4 +1,5 @@
-"""The rooms of the controller: each acts on one thing. They decide nothing that a policy can.
+"""The controller and its components. Each component acts on one subject; policies decide.
 
-Rooms share a `JobContext`, run in one event loop, and wait for nothing without a limit or a bell.
+Components share a `JobContext`, run in one event loop, and wait only with a timeout or on its
+`ChangeNotifier`.
 """

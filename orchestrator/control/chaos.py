@@ -95,7 +95,7 @@ class ClusterFaultInjector:
                 self._skip(fault, f"{folder} is not on a local or mounted disk")
         elif torn:
             path = folder.removeprefix("file://")
-            self._store.after_commit(step, {one.rank: Path(path, one.name) for one in files})
+            self._store.after_commit(step, {file.rank: Path(path, file.name) for file in files})
 
     async def _inject_node_fault(self, fault: FaultSpec, step: int) -> None:
         ctx = self._context
@@ -108,7 +108,7 @@ class ClusterFaultInjector:
                 return
             node = nodes[fault.node]
             members = ctx.generation.workers
-            rank = next(rank for rank, one in enumerate(members) if one.node_id == node)
+            rank = next(rank for rank, w in enumerate(members) if w.node_id == node)
             self._schedule.record_fired(fault, rank, step)
             await with_timeout(
                 ctx.deps.clock,
@@ -151,4 +151,4 @@ class ClusterFaultInjector:
 
     def _nodes_by_rank(self) -> list[str]:
         """The nodes in the order of their first ranks."""
-        return list(dict.fromkeys(one.node_id for one in self._context.generation.workers))
+        return list(dict.fromkeys(worker.node_id for worker in self._context.generation.workers))

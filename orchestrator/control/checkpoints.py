@@ -26,7 +26,7 @@ class PinnedStep:
     """A step that every rank of a generation has pinned.
 
     Args:
-        slots: one a rank, by rank.
+        slots: one per rank, by rank.
         checkpoint: whether it becomes a checkpoint.
         stopped_s: how long training was blocked for it, on the slowest rank.
     """
@@ -70,9 +70,12 @@ class PinnedSteps:
         del self._incomplete[key]
         self._in_progress.add(key)
         slots = tuple(SlotRef(*key[:1], rank, key[1], ranks[rank][1]) for rank in sorted(ranks))
-        said = [one for one, _ in ranks.values()]
+        messages = [message for message, _ in ranks.values()]
         return PinnedStep(
-            *key, slots, any(one.checkpoint for one in said), max(one.stopped_s for one in said)
+            *key,
+            slots,
+            any(message.checkpoint for message in messages),
+            max(message.stopped_s for message in messages),
         )
 
     def complete(self, pin: PinnedStep, *, hold: bool) -> None:

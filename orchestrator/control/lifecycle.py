@@ -22,7 +22,8 @@ UNWIND_TIMEOUT_S = 4.0
 
 
 class JobShutdown:
-    """Unwinds the workers; with checkpoints on, writes a last one within `checkpoint.grace_period_s`."""
+    """Unwinds the workers; with checkpoints on, writes a last one. All of it takes at most
+    `checkpoint.grace_period_s`."""
 
     def __init__(
         self,

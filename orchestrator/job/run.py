@@ -100,7 +100,7 @@ async def open_run(
     spec = plan.spec
     vaults = RayVaultGroup(spec.name, faults=spec.faults, output_dir=str(plan.output_dir))
     workers = RayWorkerGroup(plan.worker_spec, clock, can_grow, vaults)
-    store = FileCheckpointStore(plan, warn, adopting=history is not None, fence=lease.check)
+    store = FileCheckpointStore(plan, warn, adopting=history is not None, check_lease=lease.check)
     dependencies = Dependencies(workers, vaults, store, events, clock)
     return JobRun(recorder, telemetry, Controller(plan, dependencies, history))
 

@@ -1,4 +1,1 @@
-"""Pure decisions: small values in, one small value out. No clock, no I/O, no Ray.
-
-This file imports nothing.
-"""
+"""Pure decisions: values in, one value out. No clock, no I/O, no Ray."""

@@ -66,7 +66,7 @@ def test_a_damaged_one_is_named_and_skipped_and_an_unfinished_one_does_not_exist
     assert begun is not None
     assert begun.step == 10
     (told,) = box.told
-    assert "step-20 is left out" in told
+    assert "step-20 is skipped" in told
 
 
 def test_never_refuses_a_folder_with_checkpoints(tmp_path: Path):
