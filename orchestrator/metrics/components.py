@@ -26,6 +26,7 @@ _RecoveryHistogram = partial(Histogram, RECOVERY_BUCKETS_S)
 class FaultMetrics:
     """Args:
     budget: of hardware faults.
+    adopted_at_step: the last step of an adopted run, until the first step after its adoption.
     """
 
     budget: FaultBudget
@@ -33,6 +34,7 @@ class FaultMetrics:
     repairs_by_cause: Counter[str] = field(default_factory=Counter)
     resizes: int = 0
     steps_redone: int = 0
+    adopted_at_step: int | None = None
     recovery_time: Histogram = field(default_factory=_RecoveryHistogram)
     phase_times: dict[str, Histogram] = field(
         default_factory=lambda: {phase: _RecoveryHistogram() for phase in PHASE_CATEGORY}
@@ -44,6 +46,11 @@ class FaultMetrics:
         since_s = fault.at_s - self.budget.window_s
         self._recent = [earlier for earlier in self._recent if earlier.at_s > since_s]
         self._recent.append(fault)
+
+    def on_step(self, step: int) -> None:
+        if self.adopted_at_step is not None:
+            self.steps_redone += max(0, self.adopted_at_step - step + 1)
+            self.adopted_at_step = None
 
     def on_repaired(self, event: Repaired) -> None:
         self.repairs_by_cause[event.cause] += 1

@@ -198,8 +198,6 @@ class JobMetrics:
         self.replicas = ReplicaMetrics()
         self.checkpoints = CheckpointMetrics(info.has_checkpoints)
         self.history = DisplayHistory()
-        self.resumed_at_step: int | None = None
-        """The last step of an adopted run, until the first step after its adoption."""
 
     def on_event(self, event: JobEvent, now: Timestamps) -> None:
         match event:  # the frequent events first
@@ -256,9 +254,7 @@ class JobMetrics:
             TimeCategory.CHECKPOINT: checkpoint_s,
         }
         self.time_accounting.on_step(record.step, record.step_s, waits_s, now.clock_s)
-        if self.resumed_at_step is not None:
-            self.faults.steps_redone += max(0, self.resumed_at_step - record.step + 1)
-            self.resumed_at_step = None
+        self.faults.on_step(record.step)
         if record.loss is not None:
             self.history.on_step(record.step, record.loss, self.steps.step)
         self.steps.add_step(record, now.unix_s)

@@ -137,7 +137,7 @@ def restore_metrics(metrics: JobMetrics, past: RunHistory, now: Timestamps) -> N
         to_number = type(getattr(metrics.steps, field))
         setattr(metrics.steps, field, to_number(past.counters.get(field, 0)))
     metrics.steps.step = past.step
-    metrics.resumed_at_step = past.step
+    metrics.faults.adopted_at_step = past.step
     metrics.generation = past.generation
     if past.scaled_limits is not None:
         metrics.worker_limits = past.scaled_limits
