@@ -101,7 +101,12 @@ BROKEN: dict[str, tuple[SystemFacts, str, Severity, str]] = {
     "stray token": (machine(stray_token=True), "ray token", Severity.WARN, "RAY_AUTH_MODE"),
     "no cluster": (cluster("there is no Ray cluster"), "cluster", Severity.FAIL, "--address"),
     "empty cluster": (cluster(cpus=0.0), "cluster resources", Severity.WARN, "autoscaler"),
-    "leaving nodes": (cluster(leaving=1), "cluster resources", Severity.WARN, "nodes being drained: 1"),
+    "leaving nodes": (
+        cluster(leaving=1),
+        "cluster resources",
+        Severity.WARN,
+        "nodes being drained: 1",
+    ),
     "no memfd": (
         machine(memfd_error="memfd_create: no"),
         "shared memory",
