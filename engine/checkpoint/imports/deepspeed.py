@@ -1,8 +1,8 @@
 """A DeepSpeed ZeRO checkpoint of stages 1 to 3 as a training state: fp32 main weights, optimizer
 state, buffers, step, sample cursor, schedule, dynamic loss scale, ties.
 
-Main weights and moments stay where they are in the mapped files; only their places are worked out.
-Its random-number states are not taken over.
+Main weights and moments are views of the mapped files; only their ranges are computed.
+Random-number states are not imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ParamShapes = dict[str, tuple[int, ...]]
 # Stages 1 and 2 pad a group to twice its ranks, for NCCL; some versions keep that padding.
 _PADDING_PER_RANK = 2
 _OPTION_TYPES = (bool, int, float, str, type(None), list, tuple)
-# What keys, types and lengths other than DeepSpeed's make of the code below.
+# Errors that unexpected keys, types and lengths cause in the code below.
 _FORMAT_ERRORS = (LookupError, TypeError, AttributeError, ValueError)
 
 
@@ -87,12 +87,12 @@ def _layout_stages_1_2(
     paddings = _param_paddings(files, groups)
     layout: list[list[list[TensorRange]]] = [[] for _ in range(world_size)]
     for index, group in enumerate(groups):
-        stretches = [
+        flat_ranges = [
             FlatRange(name, 0, prod(shape), prod(shape) + padding)
             for (name, shape), padding in zip(group.items(), paddings[index], strict=True)
         ]
         lengths = [one.flat_tensors[index].numel() for one in files.partitions]
-        cuts = cut_ranges(stretches, lengths, slack=_PADDING_PER_RANK * world_size)
+        cuts = cut_ranges(flat_ranges, lengths, slack=_PADDING_PER_RANK * world_size)
         for rank, ranges in enumerate(cuts):
             layout[rank].append(ranges)
     return layout
@@ -161,8 +161,8 @@ def _frozen_params(files: ZeroFiles, trained: ParamShapes) -> Iterator[FlatTenso
         full, numel = f"weights/{name}", prod(shape)
         for rank, model in enumerate(files.models):
             fragment = model["frozen_param_fragments"][name].reshape(-1)
-            stretch = rank_range(full, numel, rank, len(files.models))
-            (ranges,) = cut_ranges([stretch], [fragment.numel()])
+            flat_range = rank_range(full, numel, rank, len(files.models))
+            (ranges,) = cut_ranges([flat_range], [fragment.numel()])
             yield FlatTensor(fragment, ranges, {full: tuple(shape)})
 
 

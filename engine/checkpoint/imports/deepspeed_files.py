@@ -1,13 +1,9 @@
-"""Files and flat layout of a ZeRO checkpoint.
+"""Files of a DeepSpeed ZeRO checkpoint, and the layout of parameters in its flat partitions.
 
-The files of a DeepSpeed ZeRO checkpoint: which there must be, and what each rank's hold.
-
-Where DeepSpeed's flat partitions hold which part of which parameter. Pure integers.
-
-Stages 1 and 2: a group's parameters stand behind one another in one flat tensor, which is cut into
-as many partitions as there are ranks. Stage 3: every parameter is cut into equal parts, the last
-one padded, and a rank's parts of all parameters stand behind one another. Either way a sequence of
-stretches lies in a sequence of flat tensors whose boundaries need not be the same.
+Stages 1 and 2: a group's parameters are concatenated in one flat tensor, which is cut into one
+partition for each rank. Stage 3: every parameter is cut into equal parts, the last one padded, and a
+rank's parts of all parameters are concatenated. In both cases a sequence of ranges fills a sequence
+of flat tensors, whose boundaries may differ from those of the ranges.
 """
 
 from __future__ import annotations
@@ -243,7 +239,7 @@ class FlatRange:
     length: int
 
     def param_elements(self, start: int, stop: int) -> tuple[int, int]:
-        """The parameter's elements in places `start` to `stop` of the stretch."""
+        """The parameter's elements at positions `start` to `stop` of this range."""
         return min(self.start + start, self.stop), min(self.start + stop, self.stop)
 
 
@@ -255,18 +251,18 @@ def rank_range(name: str, numel: int, rank: int, world_size: int) -> FlatRange:
 
 
 def cut_ranges(
-    stretches: Sequence[FlatRange], lengths: Sequence[int], slack: int = 0
+    flat_ranges: Sequence[FlatRange], lengths: Sequence[int], slack: int = 0
 ) -> list[list[TensorRange]]:
-    """What lies in each of the flat tensors; offsets are counted in elements.
+    """The parameter ranges in each flat tensor; offsets count elements.
 
     Args:
         lengths: elements of each flat tensor, in order.
-        slack: so many elements may be left over at the end.
+        slack: maximum number of unused elements at the end.
 
     Raises:
-        DataError: the stretches do not fill the flat tensors, so this is not how they were cut.
+        DataError: the sizes differ, so the layout is not what is assumed here.
     """
-    wanted, held = sum(one.length for one in stretches), sum(lengths)
+    wanted, held = sum(one.length for one in flat_ranges), sum(lengths)
     if not wanted <= held <= wanted + slack:
         raise DataError(
             f"the partitions hold {held} elements, the parameters need {wanted}",
@@ -275,7 +271,7 @@ def cut_ranges(
     ranges: list[list[TensorRange]] = [[] for _ in lengths]
     ends = list(accumulate(lengths))
     flat = at = 0
-    for one in stretches:
+    for one in flat_ranges:
         done = 0
         while done < one.length:
             take = min(one.length - done, ends[flat] - at)
