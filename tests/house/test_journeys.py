@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -37,7 +38,7 @@ def connected(files: list[str], graph: dict[str, set[str]]) -> set[str]:
     edges = {(one, other) for one in names for other in graph.get(one, set()) & names.keys()}
     for protocol in PROTOCOLS:
         users = sorted(name for name in names if protocol in graph.get(name, set()))
-        edges |= set(zip(users, users[1:], strict=False))
+        edges |= set(pairwise(users))
     return {names[name] for edge in edges for name in edge}
 
 
