@@ -153,8 +153,8 @@ def refused(rank: int, world: int, config: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (zero(2, zero_quantized_weights=True), "every rank has all weights"),
-        (zero(1, zero_hpz_partition_size=2), "every rank has all weights"),
+        (zero(2, zero_quantized_weights=True), "every rank holds all weights"),
+        (zero(1, zero_hpz_partition_size=2), "every rank holds all weights"),
         (zero(3, zero_hpz_partition_size=3), "what divides the world size: 1, 2"),
         (
             zero(3, zero_hpz_partition_size=2, offload_param={"device": "cpu"}),
