@@ -195,12 +195,11 @@ class StepWork:
     def end_step(self, step_s: float) -> dict[str, float]:
         """Returns the step's metrics, as far as they are known, and resets them.
 
-        step_tokens and tokens_per_s over all ranks; flops_per_s of this rank; mfu of its device.
+        step_tokens over all ranks; flops_per_s of this rank; mfu of its device.
         """
         metrics = {}
         if self._tokens and self._weight:
             metrics["step_tokens"] = self._tokens / self._weight
-            metrics["tokens_per_s"] = metrics["step_tokens"] / step_s
         if self._flop_meter.micro_step_flops and self._peak_flops is not None:
             metrics["flops_per_s"] = self._flop_meter.micro_step_flops * self._micro_steps / step_s
             metrics["mfu"] = metrics["flops_per_s"] / self._peak_flops

@@ -68,8 +68,8 @@ _WARMUP_STEPS = 3
 
 
 _RECOUNT_STEPS = 50
-"""Persistent bytes rarely change after a run's first steps. From then on they are counted every this
-many steps only, because counting takes longer than the rest of a report."""
+"""Persistent bytes rarely change after a run's first steps. From then on they are counted every this many
+steps only, because counting takes longer than the rest of a report."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,8 @@ class StepMetrics:
         step_samples: samples of a step, over all ranks.
         step_tokens: tokens of the last step, over all ranks; None if the model's inputs are not
             tokens.
-        tokens_per_s: step_tokens / step_s.
-        flops_per_s: this rank's forward and backward, as `rayzero.engine.accounting` counts them; None
-            where the device's peak is not known.
+        flops_per_s: this rank's forward and backward, as `rayzero.engine.accounting` counts them;
+            None where the device's peak is not known.
         mfu: model flops utilization, relative to the device's peak.
         loss_scale: of the next step in fp16; 1 otherwise.
         bytes: persistent memory of this rank, by class (see `rayzero.engine.accounting`).
@@ -110,7 +109,6 @@ class StepMetrics:
     phases: dict[str, float] = field(default_factory=dict)
     step_samples: int = 0
     step_tokens: float | None = None
-    tokens_per_s: float | None = None
     flops_per_s: float | None = None
     mfu: float | None = None
     skipped_steps: int = 0
@@ -118,10 +116,15 @@ class StepMetrics:
     bytes: dict[str, int] = field(default_factory=dict)
     collectives: dict[str, dict[str, int]] = field(default_factory=dict)
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """step_tokens / step_s; None if the model's inputs are not tokens."""
+        return None if self.step_tokens is None else self.step_tokens / self.step_s
+
     def to_flat_dict(self) -> dict[str, float]:
         """Numbers under one name each: `bytes/optimizer_state`, `collectives/vote/calls`."""
         flat: dict[str, float] = {}
-        _flatten_into("", asdict(self), flat)
+        _flatten_into("", {**asdict(self), "tokens_per_s": self.tokens_per_s}, flat)
         return flat
 
 

@@ -155,7 +155,7 @@ def _release_groups() -> None:
 
 def _run_within_limit(work: Callable[[], None]) -> None:
     """Runs it in a thread, because destroying a group waits for its collectives."""
-    thread = Thread(target=work, name="rayzero-leaving", daemon=True)
+    thread = Thread(target=work, name="rayzero-gloo-exit", daemon=True)
     thread.start()
     thread.join(EXIT_LIMIT_S)
 
