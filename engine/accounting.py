@@ -127,7 +127,8 @@ class FlopMeter:
             is used only where the device's peak is known.
 
     Attributes:
-        micro_step_flops: flops of forward and backward of one micro-step on this rank; 0 until known.
+        micro_step_flops: flops of forward and backward of one micro-step on this rank; 0 until
+        known.
     """
 
     def __init__(self, enabled: bool) -> None:

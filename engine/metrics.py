@@ -68,8 +68,8 @@ _WARMUP_STEPS = 3
 
 
 _RECOUNT_STEPS = 50
-"""Persistent bytes rarely change after a run's first steps. From then on they are counted every this many
-steps only, because counting takes longer than the rest of a report."""
+"""Persistent bytes rarely change after a run's first steps. From then on they are counted every
+this many steps only, because counting takes longer than the rest of a report."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Probes torch on this machine: two processes run `python -m rayzero.engine.torch_probe RANK FOLDER`.
+"""Probes torch on this machine: two processes run `python -m rayzero.engine.torch_probe RANK
+FOLDER`.
 
 Each fact is printed as a line of JSON as soon as it is known, so that a later step that hangs or
 crashes loses none. The two rendezvous through a file in the folder and run an all-reduce.

@@ -3,7 +3,8 @@
 One step is any number of micro-steps (forward, backward, `step()`), the last of which updates the
 weights:
 
-    EMPTY -> BACKWARD -> STEP_PENDING -> ACCUMULATING -> BACKWARD -> STEP_PENDING -> UPDATING -> EMPTY
+    EMPTY -> BACKWARD -> STEP_PENDING -> ACCUMULATING -> BACKWARD -> STEP_PENDING -> UPDATING ->
+    EMPTY
 
 Inside `no_sync()`, and where the script declared that a micro-step is not the last one, backward
 leads to ACCUMULATING directly, because no `step()` is due.
@@ -102,7 +103,8 @@ class StepTracker:
         """Changes the phase.
 
         Raises:
-            RuntimeError: that phase does not follow this one: an error in the engine, not the script.
+            RuntimeError: that phase does not follow this one: an error in the engine, not the
+            script.
         """
         if phase not in _TRANSITIONS[self._phase]:
             raise RuntimeError(f"the step cannot go from {self._phase.name} to {phase.name}")

@@ -1,4 +1,5 @@
-"""Errors that end a job. A mistake in the user's configuration stays a ConfigError (exit code 2)."""
+"""Errors that end a job. A mistake in the user's configuration stays a ConfigError (exit code
+2)."""
 
 from __future__ import annotations
 

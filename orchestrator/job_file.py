@@ -81,7 +81,8 @@ def check_batch_sizes(config: EngineConfig, min_workers: int, max_workers: int) 
             f"with {min_workers} to {max_workers} workers the global batch would vary from "
             f"{min(totals)} to {max(totals)} samples, because train_batch_size is not set",
             allowed="a global batch that does not depend on the number of workers",
-            fix="set train_batch_size in the engine config, or make workers.min and workers.max equal",
+            fix="set train_batch_size in the engine config, or make workers.min and workers.max "
+            "equal",
         )
 
 
@@ -158,13 +159,15 @@ ADOPTABLE_KEYS = (
     "engine.steps_per_print",
 )
 """Keys, with all below them, that may differ when a lost run is adopted: they determine where, how
-fast and how safely it trains. All others determine what is trained, which cannot change within a run.
+fast and how safely it trains. All others determine what is trained, which cannot change within a
+run.
 """
 
 
 @dataclass(frozen=True)
 class SpecDiff:
-    """One key with different values; `ABSENT` where a spec does not have it. `str()` hides secrets."""
+    """One key with different values; `ABSENT` where a spec does not have it. `str()` hides
+    secrets."""
 
     key: str
     old: str

@@ -92,7 +92,8 @@ class CheckpointSpec(_Section):
     path: str = Field(
         default="runs",
         min_length=1,
-        description="folder relative to the working directory, or a URL (s3://, gs://, hdfs://); the job "
+        description="folder relative to the working directory, or a URL (s3://, gs://, hdfs://); "
+        "the job "
         "writes its checkpoints and journal to a subfolder with its name",
     )
     every_steps: int | None = Field(default=None, ge=1, description="steps between checkpoints")
@@ -105,7 +106,8 @@ class CheckpointSpec(_Section):
     resume: str = Field(
         default="auto",
         min_length=1,
-        description="checkpoint to start from: `auto` is the newest complete one in the job's folder, "
+        description="checkpoint to start from: `auto` is the newest complete one in the job's "
+        "folder, "
         "if any; `never` fails if the folder has checkpoints; or the path of a checkpoint",
     )
     grace_period_s: float = Field(
@@ -116,7 +118,8 @@ class CheckpointSpec(_Section):
     lease_s: float = Field(
         default=20,
         ge=1,
-        description="seconds without a lease renewal by the controller after which another cluster may "
+        description="seconds without a lease renewal by the controller after which another "
+        "cluster may "
         "take over the job's folder",
     )
 
@@ -184,14 +187,16 @@ class MetricsSpec(_Section):
         default=None,
         ge=0,
         le=65535,
-        description="port of /metrics and /snapshot.json on the controller's machine; 0: any free port, "
+        description="port of /metrics and /snapshot.json on the controller's machine; 0: any "
+        "free port, "
         "which is printed; default: no endpoint",
     )
     ports: int = Field(
         default=1,
         ge=1,
         le=1000,
-        description="number of ports tried in turn, starting at `port`: as many as jobs share a head node",
+        description="number of ports tried in turn, starting at `port`: as many as jobs share a "
+        "head node",
     )
     host: str = Field(
         default="127.0.0.1",

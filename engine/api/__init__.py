@@ -1,1 +1,2 @@
-"""DeepSpeed's names over rayzero's engine. Scripts import them through `rayzero` or `rayzero.deepspeed`."""
+"""DeepSpeed's names over rayzero's engine. Scripts import them through `rayzero` or
+`rayzero.deepspeed`."""

@@ -1,8 +1,8 @@
 """DeepSpeed's activation checkpointing functions, over `torch.utils.checkpoint`.
 
 Always non-reentrant: it keeps autograd's graph, so gradients arrive as without checkpointing, and
-stage 3 sees each block's recomputed forward. Method: Chen et al., "Training Deep Nets with Sublinear
-Memory Cost", 2016.
+stage 3 sees each block's recomputed forward. Method: Chen et al., "Training Deep Nets with
+Sublinear Memory Cost", 2016.
 """
 
 from __future__ import annotations

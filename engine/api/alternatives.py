@@ -67,7 +67,8 @@ ALTERNATIVES: Mapping[str, str] = {
     "communication_data_type": _USE_SETTINGS,
 }
 
-# The model has these methods too, but calling them would replace the engine's parameters or forward.
+# The model has these methods too, but calling them would replace the engine's parameters or
+# forward.
 NOT_DELEGATED = frozenset(
     {"half", "bfloat16", "float", "double", "type", "cpu", "to_empty", "compile"}
 )

@@ -114,7 +114,8 @@ def _check_process_group(required: bool | None) -> None:
     """Checks that a process group exists where the script requires it."""
     if required is False and not torch.distributed.is_initialized():
         raise ConfigError(
-            "initialize(dist_init_required=False) was given, and torch.distributed has no process group",
+            "initialize(dist_init_required=False) was given, and torch.distributed has no "
+            "process group",
             fix="leave it out, or call torch.distributed.init_process_group before",
         )
 

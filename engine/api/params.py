@@ -1,5 +1,5 @@
-"""DeepSpeed's `zero.Init` and `zero.GatheredParameters`, and the lookup of a parameter's engine, which
-they and `tensor_fragments` need because they are given parameters only."""
+"""DeepSpeed's `zero.Init` and `zero.GatheredParameters`, and the lookup of a parameter's engine,
+which they and `tensor_fragments` need because they are given parameters only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _param_indices: WeakKeyDictionary[Engine, _ParamIndex] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class ParamOwner:
-    """Where a parameter is stored. `location` is None for a frozen one that every rank holds in full."""
+    """Where a parameter is stored. `location` is None for a frozen one that every rank holds in
+    full."""
 
     engine: Engine
     location: ParamLocation | None

@@ -112,7 +112,8 @@ class BlockFile:
         for number, at in enumerate(range(0, len(data), BLOCK_BYTES), start=block):
             if xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) != self._entry.blocks[number]:
                 raise CheckpointDamagedError(
-                    f"{self._where} is damaged: block {number} of its data does not match its checksum"
+                    f"{self._where} is damaged: block {number} of its data does not match its "
+                    "checksum"
                 )
 
 

@@ -1,4 +1,5 @@
-"""The interfaces of communication: a backend, the work that it starts, and operations over units."""
+"""The interfaces of communication: a backend, the work that it starts, and operations over
+units."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class Work(Protocol):
     """
 
     def wait(self) -> None:
-        """Returns when the result is available (on CUDA: to work enqueued on the current stream)."""
+        """Returns when the result is available (on CUDA: to work enqueued on the current
+        stream)."""
 
     def release(self) -> None:
         """Waits, and returns when no other rank reads this rank's buffers any more."""
@@ -31,7 +33,8 @@ class ChainableWork(Work, Protocol):
 
 
 class Backend(Protocol):
-    """Moves data between the ranks of one generation. All calls except `broadcast` are asynchronous.
+    """Moves data between the ranks of one generation. All calls except `broadcast` are
+    asynchronous.
 
     `full` is a flat buffer of world_size equal parts; a rank's own part is `full[rank]` of them.
     """
@@ -61,7 +64,8 @@ class Backend(Protocol):
         """
 
     def all_to_all(self, full: Tensor, received: Tensor) -> Work:
-        """Sends each rank its part of `full`; `received` gets the parts for this rank, in rank order."""
+        """Sends each rank its part of `full`; `received` gets the parts for this rank, in rank
+        order."""
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
         """Concatenates all ranks' `part`s in `full`, on rank `target` only."""

@@ -61,8 +61,8 @@ class P2PChannel:
         self._received: Counter[int] = Counter()
 
     def next_tag(self) -> int:
-        """The next collective's tag. All ranks launch the same collectives in the same order, in every
-        engine of the group, so they agree on it."""
+        """The next collective's tag. All ranks launch the same collectives in the same order, in
+        every engine of the group, so they agree on it."""
         self._tag = (self._tag + 1) % _TAG_COUNT
         return self._tag
 
@@ -131,7 +131,8 @@ _group_refs: WeakSet[GroupRef] = WeakSet()
 
 
 def destroy_at_exit() -> None:
-    """Destroys the default group, which the engine created, at exit, unless the script has done so."""
+    """Destroys the default group, which the engine created, at exit, unless the script has done
+    so."""
     atexit.register(_run_within_limit, _destroy_default_group)
 
 

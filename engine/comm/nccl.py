@@ -74,7 +74,8 @@ class NcclBackend:
         return _NcclWork(_all_gather(full, part, group=group, async_op=True))
 
     def _subgroup(self, size: int) -> dist.ProcessGroup:
-        """This rank's group of `size` consecutive ranks. Collective: all ranks create all groups."""
+        """This rank's group of `size` consecutive ranks. Collective: all ranks create all
+        groups."""
         own: dist.ProcessGroup
         own, _ = dist.new_subgroups(size, group=self._group)
         return own

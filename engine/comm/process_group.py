@@ -130,7 +130,8 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Creates the default process group, unless it exists: of torchrun's ranks, or of this one alone.
+    """Creates the default process group, unless it exists: of torchrun's ranks, or of this one
+    alone.
 
     Args:
         dist_backend: nccl or gloo; by default nccl where there are GPUs.

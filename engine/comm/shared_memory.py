@@ -1,8 +1,8 @@
 """Exchanges between ranks on one host: gloo sends tokens, data is read in place.
 
 TCP on loopback copies every byte four times; here a reduction reads the peers' buffers in place,
-and a gather is one copy. Each exchange has two messages per peer: *ready* says where to read, *done*
-that it has been read.
+and a gather is one copy. Each exchange has two messages per peer: *ready* says where to read,
+*done* that it has been read.
 
 Order. Exchanges run in launch order, and waiting for one runs all before it; so a rank that waits
 has done its share of everything its peers may be waiting for, and no cycle can form. `drain` runs

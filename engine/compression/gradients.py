@@ -1,5 +1,5 @@
-"""Gradient reduction: uncompressed, quantized, or as low-rank factors. One object per run, chosen in
-`select`; it makes every unit's `ReduceOp`, and owns the residuals of error feedback.
+"""Gradient reduction: uncompressed, quantized, or as low-rank factors. One object per run, chosen
+in `select`; it makes every unit's `ReduceOp`, and owns the residuals of error feedback.
 """
 
 from __future__ import annotations

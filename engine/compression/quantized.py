@@ -28,8 +28,8 @@ from rayzero.engine.zero.reducer import ErrorFeedback
 
 
 class PayloadBuffers:
-    """Reused byte buffers for collectives, each as long as the largest requested so far. Once all are
-    allocated, a step allocates nothing."""
+    """Reused byte buffers for collectives, each as long as the largest requested so far. Once all
+    are allocated, a step allocates nothing."""
 
     def __init__(self, collectives: Collectives, device: torch.device) -> None:
         self._collectives = collectives

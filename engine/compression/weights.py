@@ -32,8 +32,8 @@ class PlainGather:
 
 
 class QuantizedGather:
-    """Weights are quantized before they are sent (Wang et al. 2023, "ZeRO++"). Every rank decodes all
-    parts, also its own, so that all compute with the same weights; shards stay exact.
+    """Weights are quantized before they are sent (Wang et al. 2023, "ZeRO++"). Every rank decodes
+    all parts, also its own, so that all compute with the same weights; shards stay exact.
     """
 
     secondary_bytes = 0
@@ -116,8 +116,8 @@ class HpzGather:
 
 
 class _SecondaryShard:
-    """One unit's secondary shard. It is written after the unit was gathered from all ranks. No other
-    rank reads it then, because a vote has followed all reads of it.
+    """One unit's secondary shard. It is written after the unit was gathered from all ranks. No
+    other rank reads it then, because a vote has followed all reads of it.
     """
 
     def __init__(

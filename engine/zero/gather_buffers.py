@@ -66,7 +66,8 @@ class Block:
 
 
 def assign_buffers(order: Sequence[int], alone: set[int], count: int) -> dict[int, int | None]:
-    """The buffer of each block: round robin in the order of first use, None for those in `alone`."""
+    """The buffer of each block: round robin in the order of first use, None for those in
+    `alone`."""
     indices: dict[int, int | None] = {}
     for block in order:
         if block not in indices:

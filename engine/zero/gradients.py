@@ -136,7 +136,8 @@ class GradBufferPool:
 
 
 class ShardedGrads:
-    """This rank's shard of the sum; full gradients exist only in a pool buffer, within a micro-step."""
+    """This rank's shard of the sum; full gradients exist only in a pool buffer, within a
+    micro-step."""
 
     def __init__(
         self, layout: UnitLayout, shard: Tensor, buffers: GradBufferPool, reduce_op: ReduceOp
@@ -197,7 +198,8 @@ class ShardedGrads:
 
 
 class HostPartialGrads(PartialGrads):
-    """The full unit stays on the device, as without offload; the owned part of the sum is in host memory."""
+    """The full unit stays on the device, as without offload; the owned part of the sum is in host
+    memory."""
 
     def __init__(
         self,

@@ -47,8 +47,8 @@ class ReplicatedWeights:
 class ShardedWeights:
     """Sharded: the parameters have values only while the unit is gathered.
 
-    Otherwise a parameter keeps its shape but reads as NaN, so that a weight used outside its block's
-    forward is noticed at once instead of giving stale values.
+    Otherwise a parameter keeps its shape but reads as NaN, so that a weight used outside its
+    block's forward is noticed at once instead of giving stale values.
     """
 
     memory_kind = MemoryKind.DEVICE

@@ -102,7 +102,8 @@ class Reducer:
             self._launch_ready()
 
     def finish_backward(self) -> None:
-        """Called after a backward: treats missing gradients as zero, and reduces the remaining units."""
+        """Called after a backward: treats missing gradients as zero, and reduces the remaining
+        units."""
         for readiness in self._units:
             for index in readiness.missing_indices():
                 if self._overwrite:

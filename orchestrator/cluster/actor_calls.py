@@ -26,8 +26,9 @@ _BATCH_FROM_WORKERS = 100
 
 
 def batch_delay_s(workers: int) -> float:
-    """How long to collect replies of this many workers. A wake-up of the event loop costs as much as
-    ten replies, and a thousand workers with one message a second would wake it a thousand times."""
+    """How long to collect replies of this many workers. A wake-up of the event loop costs as much
+    as ten replies, and a thousand workers with one message a second would wake it a thousand
+    times."""
     if workers < _BATCH_FROM_WORKERS:
         return 0.0
     return min(_MAX_BATCH_DELAY_S, _DELAY_PER_WORKER_S * workers)

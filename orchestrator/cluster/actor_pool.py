@@ -118,8 +118,8 @@ class Reservations:
 
 
 def remove_stale_reservations(job: str) -> int:
-    """Removes the reservations of an earlier process of the job; their number. Ray removes them with
-    the actor that created them, but not if that actor is restarted."""
+    """Removes the reservations of an earlier process of the job; their number. Ray removes them
+    with the actor that created them, but not if that actor is restarted."""
     stale = [
         group_id
         for group_id, entry in placement_group_table().items()
@@ -137,7 +137,8 @@ def _name_prefix(job: str) -> str:
 def _create_placement_group(
     job: str, need: ResourceRequest, target: str | None, avoid: frozenset[str]
 ) -> PlacementGroup:
-    """Ray supports a soft target node with STRICT_PACK only; with one bundle all strategies are equal."""
+    """Ray supports a soft target node with STRICT_PACK only; with one bundle all strategies are
+    equal."""
     bundle = {"CPU": need.cpus} | ({"GPU": need.gpus} if need.gpus else {})
     selector = {_NODE_LABEL: f"!in({','.join(sorted(avoid))})"} if avoid else {}
     group: PlacementGroup = placement_group(
@@ -233,8 +234,10 @@ class ActorPool:
         return info
 
     def free(self, worker: WorkerHandle, delay_s: float) -> None:
-        """Ends a worker. Its reservation is available after `delay_s`; a draining one is removed."""
-        # The process may be alive: Ray also reports actors as lost that it cannot reach for a while.
+        """Ends a worker. Its reservation is available after `delay_s`; a draining one is
+        removed."""
+        # The process may be alive: Ray also reports actors as lost that it cannot reach for a
+        # while.
         ray.kill(self._workers.pop(worker.index).actor)
         worker.reservation.worker = None
         worker.reservation.available_at_s = self._clock.now() + delay_s
@@ -242,7 +245,8 @@ class ActorPool:
             self.reservations.remove(worker.reservation)
 
     def start_failed(self, worker: WorkerHandle) -> float:
-        """Frees the reservation of a worker that did not start; the delay, doubled with every failure."""
+        """Frees the reservation of a worker that did not start; the delay, doubled with every
+        failure."""
         delay_s = min(_MAX_START_BACKOFF_S, 2.0**worker.reservation.start_failures)
         worker.reservation.start_failures += 1
         self.free(worker, delay_s)

@@ -114,7 +114,8 @@ def head_address(address: str | None) -> str:
         raise ConfigError(
             f"address {address!r} is an address of Ray Client, which rayzero does not support",
             allowed="host:port of a cluster that this machine is part of, or `auto`",
-            fix="from outside the cluster: `ray job submit --address http://HOST:8265 -- rayzero run "
+            fix="from outside the cluster: `ray job submit --address http://HOST:8265 -- rayzero "
+            "run "
             "job.yaml`",
         )
     return address
@@ -146,8 +147,8 @@ def connect_each(address: str | None) -> Iterator[ClusterConnection]:
     """Connects to each of `find_clusters` in turn.
 
     A connection is closed when the next one is requested; the last one is the caller's to close if
-    it stops early. Clusters that were not named and cannot be connected to are skipped, unless there
-    is only one.
+    it stops early. Clusters that were not named and cannot be connected to are skipped, unless
+    there is only one.
 
     Raises:
         ConfigError: there is no cluster, or the named one cannot be connected to.
@@ -172,8 +173,8 @@ def connect_each(address: str | None) -> Iterator[ClusterConnection]:
 
 
 def check_reachable(address: str) -> None:
-    """Checks that a head node listens at host:port and accepts the token. `ray.init` would retry for
-    minutes without a way to interrupt it. Other addresses, such as `auto`, are not checked.
+    """Checks that a head node listens at host:port and accepts the token. `ray.init` would retry
+    for minutes without a way to interrupt it. Other addresses, such as `auto`, are not checked.
 
     Raises:
         ConfigError: nothing listens there.

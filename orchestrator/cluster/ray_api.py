@@ -1,8 +1,8 @@
 """Ray calls without a public API or with rough edges: auth check, node tables, actor deaths.
 
-All uses of Ray's private modules by the orchestrator are here; `test_ray_api.py` names each of them,
-so that it fails by name when an upgrade of Ray removes one. Functions that query the cluster block for
-some milliseconds.
+All uses of Ray's private modules by the orchestrator are here; `test_ray_api.py` names each of
+them, so that it fails by name when an upgrade of Ray removes one. Functions that query the cluster
+block for some milliseconds.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class AuthRefusedError(ConfigError):
 
 
 def check_auth(address: str) -> None:
-    """Checks the auth token with one RPC to the head at host:port. `ray.init` would retry a rejected
-    token for 20 s and then report that the cluster does not respond. All other errors are ignored
-    here and left to `ray.init`.
+    """Checks the auth token with one RPC to the head at host:port. `ray.init` would retry a
+    rejected token for 20 s and then report that the cluster does not respond. All other errors are
+    ignored here and left to `ray.init`.
 
     Raises:
         AuthRefusedError: the token is rejected or missing.

@@ -48,8 +48,8 @@ class RayWorkerGroup:
     """Implements `WorkerGroup`. Owns the reservations and the workers in them, from `start_workers`
     until `release`. Used from one event loop.
 
-    One background task starts a worker in every granted reservation without one; it sleeps while all
-    are occupied. All tasks end in `release`.
+    One background task starts a worker in every granted reservation without one; it sleeps while
+    all are occupied. All tasks end in `release`.
 
     Args:
         can_grow: whether nodes may join the cluster; if not, no more is requested than can fit.
@@ -119,9 +119,9 @@ class RayWorkerGroup:
         await self._pool.remove([self._pool.get(worker)])
 
     async def kill(self, worker: int) -> None:
-        """Kills through the vault, which takes a millisecond, and leaves Ray to find the true cause of
-        death. `ray.kill` would report itself as the cause, also of a worker that had died before,
-        and would wait 5 s for a stopped process to exit by itself."""
+        """Kills through the vault, which takes a millisecond, and leaves Ray to find the true cause
+        of death. `ray.kill` would report itself as the cause, also of a worker that had died
+        before, and would wait 5 s for a stopped process to exit by itself."""
         victim = self._pool.get(worker)
         if victim.info is not None:
             with suppress(VaultLostError, TimeoutError):
@@ -202,8 +202,8 @@ class RayWorkerGroup:
                 raise
 
     async def _acquire(self) -> None:
-        """Requests all reservations and starts workers in the granted ones. Returns when there are as
-        many as fit, or enough and no further one within `_EXTRA_WORKER_WAIT_S`."""
+        """Requests all reservations and starts workers in the granted ones. Returns when there are
+        as many as fit, or enough and no further one within `_EXTRA_WORKER_WAIT_S`."""
         need = self._resources
         cluster = await asyncio.to_thread(ray_api.node_snapshot)
         total = total_fit(cluster.all_capacities, need)

@@ -61,7 +61,10 @@ def _check_torch(probe: ProbeResult) -> Iterator[Finding]:
     told = probe.facts
     version = str(told.get("torch", ""))
     if not version:
-        fix = f"pip install 'torch>={_version_text(MIN_TORCH)}'; `python -c 'import torch'` shows more"
+        fix = (
+            f"pip install 'torch>={_version_text(MIN_TORCH)}'; `python -c 'import torch'` "
+            "shows more"
+        )
         yield Finding("torch", Severity.FAIL, probe.error or "the probe printed nothing", fix)
         return
     if _is_older(version, MIN_TORCH):
@@ -161,7 +164,10 @@ def _check_machine(machine: MachineFacts) -> Iterator[Finding]:
         )
     soft, hard = machine.open_files
     if hard < _MIN_OPEN_FILES:
-        fix = f"ulimit -Hn {_MIN_OPEN_FILES} or more (LimitNOFILE of the service, docker run --ulimit)"
+        fix = (
+            f"ulimit -Hn {_MIN_OPEN_FILES} or more (LimitNOFILE of the service, docker run "
+            "--ulimit)"
+        )
         yield Finding("open files", Severity.WARN, f"at most {hard}", fix)
     else:
         yield Finding("open files", Severity.OK, f"{soft}, at most {hard}")

@@ -1,6 +1,6 @@
 """Probe that writes, reads and removes a file through the store that checkpoints use:
-`python -m rayzero.orchestrator.doctor.storage_probe`, with the path or URL on stdin: a URL may contain
-credentials, and every user of a machine can read command lines.
+`python -m rayzero.orchestrator.doctor.storage_probe`, with the path or URL on stdin: a URL may
+contain credentials, and every user of a machine can read command lines.
 """
 
 from __future__ import annotations

@@ -167,7 +167,8 @@ class JobHandle:
         self.wait(STOP_TIMEOUT_S + self._grace_period_s)
 
     def close(self) -> None:
-        """Detaches from the job, which continues. Happens by itself at the job's end and at exit."""
+        """Detaches from the job, which continues. Happens by itself at the job's end and at
+        exit."""
         self._follower.close()
         self.wait(LONG_POLL_S + FOLLOWER_CLOSE_S)
 

@@ -127,7 +127,8 @@ def this_process() -> ProcessIdentity:
 
 
 def is_process_gone(process: ProcessIdentity) -> bool | None:
-    """True if the process has ended; None if it runs on another host or in another PID namespace."""
+    """True if the process has ended; None if it runs on another host or in another PID
+    namespace."""
     if (process.boot, process.space) != (_boot_id(), _pid_namespace()):
         return None
     return _start_ticks(process.pid) != process.started

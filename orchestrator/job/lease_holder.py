@@ -127,7 +127,8 @@ def acquire_lease(
                     if not warned:
                         warned = True
                         warn(
-                            f"{_describe_holder(blocking)} holds {redact_url(job_folder)} and may be lost: "
+                            f"{_describe_holder(blocking)} holds {redact_url(job_folder)} and "
+                            "may be lost: "
                             f"waiting at most {blocking.lease_s:g} s (checkpoint.lease_s)"
                         )
                     time.sleep(CLAIM_POLL_S)

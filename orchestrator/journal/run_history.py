@@ -1,4 +1,5 @@
-"""What is known of a job's last run, folded from its journal entries; and whether it can be adopted.
+"""What is known of a job's last run, folded from its journal entries; and whether it can be
+adopted.
 
 Pure. A journal entry is a JSON object with `at_s` (Unix time), `kind`, and the fields of that kind.
 Unknown kinds and entries of a later version are ignored.

@@ -33,7 +33,8 @@ def journeys() -> dict[str, tuple[int, list[str]]]:
 
 
 def connected(files: list[str], graph: dict[str, set[str]]) -> set[str]:
-    """The files of a journey that import another of it, are imported by one, or share a protocol."""
+    """The files of a journey that import another of it, are imported by one, or share a
+    protocol."""
     names = {f"rayzero.{file.removesuffix('.py').replace('/', '.')}": file for file in files}
     edges = {(one, other) for one in names for other in graph.get(one, set()) & names.keys()}
     for protocol in PROTOCOLS:

@@ -101,7 +101,8 @@ FAULTS_ROW = DashboardRow(
         ),
         Panel(
             "Replicas",
-            "Bytes that vaults hold of their nodes' ranks, and that the newest step takes on others.",
+            "Bytes that vaults hold of their nodes' ranks, and that the newest step takes on "
+            "others.",
             "bytes",
             (gauge_query("rayzero_replica_bytes", "{{place}}"),),
         ),

@@ -1,9 +1,9 @@
 """Files of a DeepSpeed ZeRO checkpoint, and the layout of parameters in its flat partitions.
 
 Stages 1 and 2: a group's parameters are concatenated in one flat tensor, which is cut into one
-partition for each rank. Stage 3: every parameter is cut into equal parts, the last one padded, and a
-rank's parts of all parameters are concatenated. In both cases a sequence of ranges fills a sequence
-of flat tensors, whose boundaries may differ from those of the ranges.
+partition for each rank. Stage 3: every parameter is cut into equal parts, the last one padded, and
+a rank's parts of all parameters are concatenated. In both cases a sequence of ranges fills a
+sequence of flat tensors, whose boundaries may differ from those of the ranges.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Names of Ray's private modules that rayzero uses: an upgrade that removes one fails here by name."""
+"""Names of Ray's private modules that rayzero uses: an upgrade that removes one fails here by
+name."""
 
 from __future__ import annotations
 
