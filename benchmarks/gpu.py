@@ -129,7 +129,7 @@ def flops_of(plan: Plan) -> int:
     with torch.device("meta"):
         model = GPT(plan.model)
         tokens = torch.zeros((plan.batch, plan.model.context), dtype=torch.int64)
-    meter = FlopMeter(wanted=True)
+    meter = FlopMeter(enabled=True)
     with meter.track_forward():
         loss = model(tokens, tokens)
     with meter.track_backward():

@@ -217,7 +217,7 @@ def test_feedback_is_dropped_aloud_where_there_is_none(caplog: pytest.LogCapture
     blocks = [run_ranks(0, drift, compressed(0, "sign"), range(2), None)[0][0]]
     with caplog.at_level("WARNING", "rayzero.engine"):
         drift(0, 0, compressed(0, "none"), range(2, 3), blocks)
-    assert "they are dropped" in caplog.text
+    assert "which are dropped" in caplog.text
 
 
 def skipped(rank: int, world: int, stage: int, name: str) -> tuple[int, float, float]:

@@ -70,7 +70,7 @@ class TestMisuse:
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
-        with pytest.raises(ConfigError, match="has taken steps already"):
+        with pytest.raises(ConfigError, match="has already taken steps"):
             rayzero.initialize(model=model, optimizer=optimizer, config=config())
 
     def test_wrong_optimizer_argument(self) -> None:

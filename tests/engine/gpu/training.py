@@ -35,14 +35,14 @@ def alone_on_nccl(store: Path) -> Iterator[None]:
     """One rank whose collectives are NCCL's, at stages that shard. `store`: a file to be made."""
     file = dist.FileStore(str(store), 1)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=file, rank=0, world_size=1)
-    connect, on = builder.connect, Stage.for_world_size
+    connect, on = builder.connect_collectives, Stage.for_world_size
     backend = NcclBackend(dist.group.WORLD)
-    builder.connect = lambda: (Collectives(backend), torch.device("cuda", 0))
+    builder.connect_collectives = lambda: (Collectives(backend), torch.device("cuda", 0))
     Stage.for_world_size = lambda self, world_size, *, moves=False: self  # type: ignore[method-assign]
     try:
         yield
     finally:
-        builder.connect, Stage.for_world_size = connect, on  # type: ignore[method-assign]
+        builder.connect_collectives, Stage.for_world_size = connect, on  # type: ignore[method-assign]
         dist.destroy_process_group()
 
 

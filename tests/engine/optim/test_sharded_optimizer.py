@@ -235,7 +235,7 @@ class Normed(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("OneBitLamb", "refused: it is not in this version: use OneBitAdam"),
+        ("OneBitLamb", "refused: not supported in this version: use OneBitAdam"),
         ("lbfgs", "refused: its step needs the whole model"),
         ("Adm", r"mean 'Adam'.*Adam, AdamW, SGD"),
     ],

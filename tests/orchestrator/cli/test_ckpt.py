@@ -79,7 +79,7 @@ def test_verify(job):
     text = ckpt("verify", job, code=1)
     assert "step 10: damaged" in text
     assert f"{file.name} is damaged between bytes " in text
-    assert "notes.txt is no part of it" in text
+    assert "notes.txt is not part of the checkpoint" in text
     assert "step 9: intact" in text
     lines = ckpt("verify", job / "step-10", "--json", code=1).splitlines()
     (problem,) = json.loads(lines[0])["problems"]
