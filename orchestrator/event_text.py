@@ -23,6 +23,7 @@ from rayzero.orchestrator.job_events import (
 )
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import JobResult
+from rayzero.orchestrator.top.format import format_size
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import LogLine
 
@@ -111,16 +112,7 @@ def print_error(error: RayzeroError) -> None:
     print(f"error: {error}", file=sys.stderr, flush=True)
 
 
-def format_bytes(nbytes: float) -> str:
-    """`12.8 MiB`"""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
-
-
 def _format_value(value: Any, is_size: bool) -> str:
     if is_size and isinstance(value, int | float) and not isinstance(value, bool):
-        return format_bytes(value)
+        return format_size(value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -22,6 +21,8 @@ app.add_typer(config.commands, name="config")
 
 def _print_version(requested: bool) -> None:
     if requested:
+        from importlib.metadata import version  # brings the email package with it
+
         print(f"rayzero {version('rayzero')}")
         raise typer.Exit
 

@@ -19,7 +19,7 @@ from rayzero.engine.checkpoint.store import split_url
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.cli.command import JsonValueFlag, local_command, new_group
-from rayzero.orchestrator.event_text import format_bytes
+from rayzero.orchestrator.top.format import format_size
 
 if TYPE_CHECKING:
     from rayzero.engine.checkpoint.catalogue import CheckpointInfo
@@ -116,7 +116,7 @@ def prune_command(
         print(f"{verb}: steps {', '.join(map(str, result.removed))}")
     if result.swept:
         print(f"{verb}: unfinished saves of steps {', '.join(map(str, result.swept))}")
-    print(f"{verb}: {format_bytes(result.nbytes)}")
+    print(f"{verb}: {format_size(result.nbytes)}")
     print(f"kept: steps {', '.join(map(str, result.kept)) or 'none'}")
 
 
@@ -230,7 +230,7 @@ def _table_row(checkpoint: CheckpointInfo) -> tuple[str, ...]:
     return (
         str(checkpoint.step),
         _format_age(time() - manifest.created_s) if manifest else "-",
-        format_bytes(sum(entry.nbytes for entry in checkpoint.entries)),
+        format_size(sum(entry.nbytes for entry in checkpoint.entries)),
         str(manifest.world_size) if manifest else "-",
         "-" if manifest is None or manifest.stage is None else str(manifest.stage),
         checkpoint.status + (f": {checkpoint.problem}" if checkpoint.problem else ""),
@@ -269,7 +269,7 @@ class PeriodicProgress:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._text = text
-        self._total_text = "" if total is None else f" of {format_bytes(total)}"
+        self._total_text = "" if total is None else f" of {format_size(total)}"
         self._write = write
         self._every_s = every_s
         self._clock = clock
@@ -280,7 +280,7 @@ class PeriodicProgress:
         self._done += nbytes
         if (now_s := self._clock()) - self._last_print_s >= self._every_s:
             self._last_print_s = now_s
-            self._write(f"{self._text}: {format_bytes(self._done)}{self._total_text} read")
+            self._write(f"{self._text}: {format_size(self._done)}{self._total_text} read")
 
 
 def _format_age(seconds: float) -> str:

@@ -123,7 +123,7 @@ def test_a_drained_node_costs_no_fault(nodes: Nodes, tmp_path: Path):
         (up,) = notes.of(WorkersReady)
         (old,) = {worker.node_id for worker in up.workers}
         nodes.drain(old)
-        wait(handle, lambda: any("leaving" in one.text for one in notes.of(JobWarning)))
+        wait(handle, lambda: any("draining" in one.text for one in notes.of(JobWarning)))
         wait(handle, lambda: len(notes.of(Resized)) > 0)
     late = [worker for one in notes.of(WorkersReady)[1:] for worker in one.workers]
     assert {worker.node_id for worker in late} == {first, second} - {old}

@@ -216,7 +216,7 @@ def test_workers_that_do_not_start(tmp_path: Path):
             await workers.start_workers(need(1, 1))
             trouble.touch()
             workers.resize(1, 2)
-            with pytest.raises(WorkerLostError, match=r"did not start, the next try is in 1 s"):
+            with pytest.raises(WorkerLostError, match=r"did not start, trying again in 1 s"):
                 await asyncio.wait_for(workers.next_worker(), WAIT_S)
             trouble.unlink()
             assert (await asyncio.wait_for(workers.next_worker(), WAIT_S)).index >= 2

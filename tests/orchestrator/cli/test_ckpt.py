@@ -132,8 +132,8 @@ def test_a_long_reading_is_told_in_lines_where_there_is_no_terminal():
     for now_s[0] in (0.0, 9.0, 11.0, 12.0, 21.5):
         tell(2**19)
     assert lines == [
-        "exporting: 1.5 MiB of 4.0 MiB read",
-        "exporting: 2.5 MiB of 4.0 MiB read",
+        "exporting: 1.5 MiB of 4 MiB read",
+        "exporting: 2.5 MiB of 4 MiB read",
     ]
 
 
