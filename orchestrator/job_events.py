@@ -103,7 +103,8 @@ class Repaired:
         step: the step that training went back to.
         steps_redone: finished steps that had to be recomputed.
         world_size_before, world_size: ranks before and after.
-        seconds: duration of each recovery phase; `recompute` ends with the next finished step and does
+        seconds: duration of each recovery phase; `recompute` ends with the next finished step and
+        does
             not include the duration of that step.
     """
 
