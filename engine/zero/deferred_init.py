@@ -152,8 +152,7 @@ class _RecordingMode(TorchDispatchMode):
     def _advance_rng(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        """Advances the generator of a random operation; its state before, None for other
-        operations."""
+        """Advances a random operation's generator; its state before, None for other operations."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
         generator = kwargs.get("generator") or torch.default_generator
