@@ -136,7 +136,7 @@ def test_a_summary_is_read_by_a_person():
         "accuracy": {"first": 0.0, "last": 0.12345678},
     }
     assert list(summary_lines(JobResult("job", metrics, Path("s.json")))) == [
-        "peak_bytes: process 632.0 MiB",
+        "peak_bytes: process 632 MiB",
         "file_bytes: unknown",
         "world_sizes: 2, 1",
         "accuracy: first 0, last 0.123457",
