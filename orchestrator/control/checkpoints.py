@@ -153,7 +153,7 @@ class CheckpointWriter:
         """The newest complete checkpoint; the store is asked only if the known one is unreadable.
 
         Raises:
-            JobFailedError: the unreadable one is the one that the job was told to start from.
+            JobFailedError: the unreadable one is `checkpoint.resume`.
         """
         ctx, known = self._context, self._newest
         if known is None or known.step not in unreadable:

@@ -55,7 +55,7 @@ class ResumePointSelector:
         """The step and its source; copies workers' memories into vaults where it needs them.
 
         Raises:
-            JobFailedError: the checkpoint that the job was told to start from cannot be read.
+            JobFailedError: the configured checkpoint cannot be read.
         """
         ctx, excluded = self._context, self._failures.excluded
         held, store = await asyncio.gather(self._vaults.inventory(), self._open_store_early())

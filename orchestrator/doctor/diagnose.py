@@ -100,13 +100,13 @@ def _check_devices(probe: ProbeResult) -> Iterator[Finding]:
 
 
 def _check_backend(name: str, probe: ProbeResult, fix: str) -> Finding:
-    told = probe.facts
-    if f"{name}_s" in told:
-        seen = f"two processes joined and added up in {told[f'{name}_s']:.2f} s"
+    facts = probe.facts
+    if f"{name}_s" in facts:
+        seen = f"two processes joined and added up in {facts[f'{name}_s']:.2f} s"
         return Finding(name, Severity.OK, seen)
-    if name == "gloo" and not told.get("gloo", True):
+    if name == "gloo" and not facts.get("gloo", True):
         return Finding(name, Severity.FAIL, "torch has no gloo", "a build of torch with it")
-    trouble = told.get(f"{name}_trouble") or probe.error or "the probe printed nothing"
+    trouble = facts.get(f"{name}_trouble") or probe.error or "the probe printed nothing"
     return Finding(name, Severity.FAIL, f"two processes could not add up: {trouble}", fix)
 
 

@@ -27,7 +27,7 @@ from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import EventPage, JobEnd
 
 MAX_BUFFERED_EVENTS = 10_000
-"""A client that is further behind than this misses events, and is told how many."""
+"""A client that is further behind than this misses events; the reply has their number."""
 
 
 MAX_PAGE_EVENTS = 500
