@@ -10,6 +10,7 @@ from rayzero.engine.config.fields import (
     ConfigSection,
     DtypeName,
     NonNegativeFloat,
+    PositiveFloat,
     PositiveInt,
     PositiveSize,
     name_validator,
@@ -157,7 +158,7 @@ class EngineConfig(ConfigSection):
     prescale_gradients: bool = implemented(
         False, "gradients are divided before they are reduced over ranks"
     )
-    gradient_predivide_factor: NonNegativeFloat = implemented(
+    gradient_predivide_factor: PositiveFloat = implemented(
         1.0, "the divisor before the reduction; the rest is divided after it"
     )
     communication_data_type: DtypeName | None = implemented(

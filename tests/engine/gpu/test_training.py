@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.engine.precision.loss_scale import DynamicScaler, DynamicScaleRules
+from rayzero.engine.config.precision import Fp16Config
+from rayzero.engine.precision.loss_scale import DynamicScaler
 from tests.engine import zoo
 from tests.engine.gpu.training import (
     DEVICE,
@@ -138,7 +139,7 @@ def test_no_stream_runs_ahead_of_another(stage: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_overflow_halves_the_scale_and_changes_nothing_else(stage: int, tmp_path: Path) -> None:
-    rules = DynamicScaler(DynamicScaleRules(2.0**8, window=2, hysteresis=1))
+    rules = DynamicScaler(Fp16Config(initial_scale_power=8, loss_scale_window=2, hysteresis=1))
     document = config(stage, "fp16")
     document["fp16"]["loss_scale_window"] = 2
     with alone_on_nccl(tmp_path / "store"):

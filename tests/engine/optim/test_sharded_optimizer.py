@@ -24,13 +24,13 @@ from rayzero.engine.optim.sharded_optimizer import (
     optimizer_shards,
     rebind_params,
 )
-from rayzero.engine.precision.policy import NativePrecision
+from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.gradients import PartialGrads
 from rayzero.engine.zero.parameters import ReplicatedWeights
 from rayzero.engine.zero.placement import Collective
 from rayzero.engine.zero.unit import Unit
 
-HOME = DeviceStore(NativePrecision(), NoTransfer(), torch.device("cpu"), MemoryKind.DEVICE)
+HOME = DeviceStore(Precision(), NoTransfer(), torch.device("cpu"), MemoryKind.DEVICE)
 
 
 def make_runs(*groups: int, dtype: torch.dtype = torch.float32) -> list[OptimizerShard]:

@@ -11,15 +11,16 @@ from torch import Tensor, nn
 
 import rayzero
 from examples.gpt.model import GPT, GPTConfig
+from rayzero.engine.config.precision import Fp16Config
 from rayzero.engine.errors import ConfigError, EngineError
-from rayzero.engine.precision.loss_scale import DynamicScaler, DynamicScaleRules
+from rayzero.engine.precision.loss_scale import DynamicScaler
 from rayzero.engine.session import use_session
 from tests.engine import zoo
 from tests.engine.state.blocks import Block, StateSession
 from tests.support.ranks import run_ranks
 
-RULES = DynamicScaleRules(2.0**8, window=2, hysteresis=2)
 FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
+RULES = Fp16Config(**FP16)
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 50}}
 
 

@@ -4,42 +4,57 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import log2
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.engine.precision.loss_scale import (
-    DynamicScaler,
-    DynamicScaleRules,
-    FixedScaler,
-    LossScaleState,
-)
+from rayzero.engine.config.precision import Fp16Config
+from rayzero.engine.precision.loss_scale import DynamicScaler, FixedScaler, LossScaleState
+
+
+def make_rules(
+    initial_scale: float,
+    window: int,
+    hysteresis: int,
+    *,
+    consecutive: bool = False,
+    minimum: float = 1,
+) -> Fp16Config:
+    return Fp16Config(
+        initial_scale_power=int(log2(initial_scale)),
+        loss_scale_window=window,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=consecutive,
+        min_loss_scale=minimum,
+    )
+
 
 # A row: rules, then what each step was ("." good, "x" overflow), and the scale after each.
 TABLE = [
     # The first rise takes window + 1 good steps, the following ones window each.
-    (DynamicScaleRules(16, 2, 1), ".....", [16, 16, 32, 32, 64]),
-    (DynamicScaleRules(16, 1, 1), "....", [16, 32, 64, 128]),
+    (make_rules(16, 2, 1), ".....", [16, 16, 32, 32, 64]),
+    (make_rules(16, 1, 1), "....", [16, 32, 64, 128]),
     # An overflow begins the count anew; without hysteresis it lowers at once.
-    (DynamicScaleRules(16, 2, 1), "..x...x", [16, 16, 8, 8, 8, 16, 8]),
+    (make_rules(16, 2, 1), "..x...x", [16, 16, 8, 8, 8, 16, 8]),
     # Hysteresis 2: the first overflow is free, the second lowers, and so does every one after it,
     # good steps between them or not, until the scale has risen.
-    (DynamicScaleRules(16, 2, 2), "x.x.x", [16, 16, 8, 8, 4]),
-    (DynamicScaleRules(16, 2, 2), "xx...xx", [16, 8, 8, 8, 16, 16, 8]),
+    (make_rules(16, 2, 2), "x.x.x", [16, 16, 8, 8, 4]),
+    (make_rules(16, 2, 2), "xx...xx", [16, 8, 8, 8, 16, 16, 8]),
     # A rise that comes due without an overflow before it leaves the hysteresis full.
-    (DynamicScaleRules(16, 2, 3), "...xxx", [16, 16, 32, 32, 32, 16]),
+    (make_rules(16, 2, 3), "...xxx", [16, 16, 32, 32, 32, 16]),
     # Consecutive: any good step gives the hysteresis back.
-    (DynamicScaleRules(16, 2, 2, consecutive=True), "x.x.xx", [16, 16, 16, 16, 16, 8]),
-    (DynamicScaleRules(16, 9, 2, consecutive=True), "xx.x", [16, 8, 8, 8]),
+    (make_rules(16, 2, 2, consecutive=True), "x.x.xx", [16, 16, 16, 16, 16, 8]),
+    (make_rules(16, 9, 2, consecutive=True), "xx.x", [16, 8, 8, 8]),
     # The minimum holds, also where the start was below it.
-    (DynamicScaleRules(4, 5, 1, minimum=3), "x", [3]),
-    (DynamicScaleRules(2, 5, 1, minimum=8), "x.", [8, 8]),
+    (make_rules(4, 5, 1, minimum=3), "x", [3]),
+    (make_rules(2, 5, 1, minimum=8), "x.", [8, 8]),
 ]
 
 
 @pytest.mark.parametrize(("rules", "steps", "scales"), TABLE)
-def test_the_table(rules: DynamicScaleRules, steps: str, scales: list[float]) -> None:
+def test_the_table(rules: Fp16Config, steps: str, scales: list[float]) -> None:
     scaler, seen = DynamicScaler(rules), []
     for step in steps:
         scaler.update(overflow=step == "x")
@@ -48,74 +63,76 @@ def test_the_table(rules: DynamicScaleRules, steps: str, scales: list[float]) ->
 
 
 @dataclass
-class Counted:
+class DeepSpeedScaler:
     """The same rules as DeepSpeed keeps them: by the numbers of steps, not by a count."""
 
-    rules: DynamicScaleRules
+    rules: Fp16Config
 
     def __post_init__(self) -> None:
-        self.step, self.last, self.left = 0, -1, self.rules.hysteresis
-        self.scale = float(self.rules.initial)
+        self.step, self.last_overflow, self.hysteresis = 0, -1, self.rules.hysteresis
+        self.scale = 2.0**self.rules.initial_scale_power
 
-    def after(self, overflow: bool) -> None:
+    def update(self, overflow: bool) -> None:
+        rules = self.rules
         if overflow:
-            if 1 in (self.rules.hysteresis, self.left):
-                self.scale = max(self.scale / 2, self.rules.minimum)
+            if 1 in (rules.hysteresis, self.hysteresis):
+                self.scale = max(self.scale / 2, rules.min_loss_scale)
             else:
-                self.left -= 1
-            self.last = self.step
+                self.hysteresis -= 1
+            self.last_overflow = self.step
         else:
-            if self.rules.consecutive:
-                self.left = self.rules.hysteresis
-            between = self.step - self.last - 1
-            if between > 0 and between % self.rules.window == 0:
-                if not self.rules.consecutive:
-                    self.left = self.rules.hysteresis
+            if rules.consecutive_hysteresis:
+                self.hysteresis = rules.hysteresis
+            between = self.step - self.last_overflow - 1
+            if between > 0 and between % rules.loss_scale_window == 0:
+                if not rules.consecutive_hysteresis:
+                    self.hysteresis = rules.hysteresis
                 self.scale *= 2
         self.step += 1
 
 
 RULES = st.builds(
-    DynamicScaleRules,
-    initial=st.integers(0, 30).map(lambda power: 2.0**power),
-    window=st.integers(1, 6),
+    Fp16Config,
+    initial_scale_power=st.integers(0, 30),
+    loss_scale_window=st.integers(1, 6),
     hysteresis=st.integers(1, 4),
-    consecutive=st.booleans(),
-    minimum=st.sampled_from([0.25, 1, 2, 64]),
+    consecutive_hysteresis=st.booleans(),
+    min_loss_scale=st.sampled_from([0.25, 1, 2, 64]),
 )
+OVERFLOWS = st.lists(st.booleans(), max_size=60)
 
 
-@given(RULES, st.lists(st.booleans(), max_size=60))
-def test_equals_a_record_of_step_numbers(rules: DynamicScaleRules, steps: list[bool]) -> None:
-    ours, right = DynamicScaler(rules), Counted(rules)
-    for overflow in steps:
-        assert ours.cannot_decrease == (
-            right.scale == rules.minimum and 1 in (rules.hysteresis, right.left)
+@given(RULES, OVERFLOWS)
+def test_equals_a_record_of_step_numbers(rules: Fp16Config, overflows: list[bool]) -> None:
+    scaler, expected = DynamicScaler(rules), DeepSpeedScaler(rules)
+    for overflow in overflows:
+        assert scaler.cannot_decrease == (
+            expected.scale == rules.min_loss_scale and 1 in (rules.hysteresis, expected.hysteresis)
         )
-        ours.update(overflow=overflow)
-        right.after(overflow)
-        assert (ours.value, ours.current.hysteresis) == (right.scale, right.left)
+        scaler.update(overflow=overflow)
+        expected.update(overflow)
+        assert (scaler.value, scaler.current.hysteresis) == (expected.scale, expected.hysteresis)
 
 
-@given(RULES, st.lists(st.booleans(), max_size=60))
-def test_invariants(rules: DynamicScaleRules, steps: list[bool]) -> None:
-    now = rules.initial_state()
-    for overflow in steps:
-        then = rules.next_state(now, overflow=overflow)
-        assert 1 <= then.hysteresis <= rules.hysteresis
-        assert then.value >= min(rules.minimum, rules.initial)
-        assert then.good_steps == (0 if overflow else now.good_steps + 1)
+@given(RULES, OVERFLOWS)
+def test_invariants(rules: Fp16Config, overflows: list[bool]) -> None:
+    scaler = DynamicScaler(rules)
+    lowest = min(rules.min_loss_scale, scaler.value)
+    for overflow in overflows:
+        before = scaler.current
+        scaler.update(overflow=overflow)
+        after = scaler.current
+        assert 1 <= after.hysteresis <= rules.hysteresis
+        assert after.value >= lowest
+        assert after.good_steps == (0 if overflow else before.good_steps + 1)
         if overflow:
-            assert then.value <= max(now.value, rules.minimum)
+            assert after.value <= max(before.value, rules.min_loss_scale)
         else:
-            assert then.value in (now.value, 2 * now.value)
-        now = then
+            assert after.value in (before.value, 2 * before.value)
 
 
-@given(RULES, st.lists(st.booleans(), max_size=20), st.lists(st.booleans(), max_size=20))
-def test_goes_on_from_its_json(
-    rules: DynamicScaleRules, before: list[bool], after: list[bool]
-) -> None:
+@given(RULES, OVERFLOWS, OVERFLOWS)
+def test_continues_from_its_json(rules: Fp16Config, before: list[bool], after: list[bool]) -> None:
     first, second = DynamicScaler(rules), DynamicScaler(rules)
     for overflow in before:
         first.update(overflow=overflow)
@@ -123,12 +140,12 @@ def test_goes_on_from_its_json(
     for overflow in after:
         first.update(overflow=overflow)
         second.update(overflow=overflow)
-    if first.value >= rules.minimum:  # a start below the minimum is lifted by a load
+    if first.value >= rules.min_loss_scale:  # a load raises a start below the minimum
         assert first.current == second.current
 
 
-def test_a_state_of_other_rules_is_fitted() -> None:
-    scaler = DynamicScaler(DynamicScaleRules(16, 2, hysteresis=1, minimum=4))
+def test_a_state_of_other_rules_is_clamped() -> None:
+    scaler = DynamicScaler(make_rules(16, 2, 1, minimum=4))
     scaler.load_state_dict({"value": 1.0, "hysteresis": 3, "good_steps": 7})
     assert scaler.current == LossScaleState(4.0, 1, 7)
     scaler.load_state_dict(None)  # of a run without a scale

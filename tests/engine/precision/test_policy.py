@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayzero.engine.precision.policy import MixedPrecision, NativePrecision
+from rayzero.engine.precision.policy import MixedPrecision, Precision
 
 LOW = torch.bfloat16
 
@@ -39,7 +39,7 @@ class Slots:
 
 
 def test_floats_are_cast_and_nothing_else() -> None:
-    cast = MixedPrecision(LOW).cast_inputs
+    cast = MixedPrecision(dtype=LOW).cast_inputs
     assert cast(torch.ones(2)).dtype is LOW
     assert cast(torch.ones(2).double()).dtype is LOW
     for tensor in (torch.ones(2).long(), torch.ones(2).bool(), torch.ones(2).to(torch.complex64)):
@@ -52,7 +52,7 @@ def test_floats_are_cast_and_nothing_else() -> None:
 
 def test_containers_keep_their_kind() -> None:
     x = torch.ones(2)
-    cast = MixedPrecision(LOW).cast_inputs
+    cast = MixedPrecision(dtype=LOW).cast_inputs
     kept: Any
     for kept in ([x, 1], (x, 1), {"x": x}, OrderedDict(x=x), defaultdict(list, x=x)):
         found = cast(kept)
@@ -84,7 +84,7 @@ class Sealed(OrderedDict):
 
 def test_mappings_that_are_not_plain_dictionaries() -> None:
     ids, pixels = torch.ones(2).long(), torch.ones(2)
-    cast = MixedPrecision(LOW).cast_inputs
+    cast = MixedPrecision(dtype=LOW).cast_inputs
     given = Encoding({"ids": ids, "pixels": pixels}, 3)
     found = cast(given)
     assert isinstance(found, Encoding)
@@ -97,7 +97,11 @@ def test_mappings_that_are_not_plain_dictionaries() -> None:
 
 
 def test_what_holds_nothing_to_cast_is_itself() -> None:
-    cast, ids, low = MixedPrecision(LOW).cast_inputs, torch.ones(2).long(), torch.ones(2, dtype=LOW)
+    cast, ids, low = (
+        MixedPrecision(dtype=LOW).cast_inputs,
+        torch.ones(2).long(),
+        torch.ones(2, dtype=LOW),
+    )
     for one in (
         {"ids": ids, "more": [low, (1, None)]},
         [ids, {"x": low}],
@@ -114,12 +118,12 @@ def test_what_holds_nothing_to_cast_is_itself() -> None:
 
 def test_fp16_is_told_not_to_cast() -> None:
     given = {"x": torch.ones(2)}
-    assert MixedPrecision(torch.float16, input_casting=False).cast_inputs(given) is given
-    assert MixedPrecision(torch.float16).cast_inputs(given)["x"].dtype is torch.float16
+    assert MixedPrecision(dtype=torch.float16, input_casting=False).cast_inputs(given) is given
+    assert MixedPrecision(dtype=torch.float16).cast_inputs(given)["x"].dtype is torch.float16
 
 
 def test_named_tuples_and_dataclasses() -> None:
-    cast = MixedPrecision(LOW).cast_inputs
+    cast = MixedPrecision(dtype=LOW).cast_inputs
     point = cast(Point(torch.ones(2), "a"))
     assert isinstance(point, Point)
     assert (point.x.dtype, point.label) == (LOW, "a")
@@ -130,12 +134,12 @@ def test_named_tuples_and_dataclasses() -> None:
 
 def test_gradients_flow_through_a_cast() -> None:
     x = torch.ones(2, requires_grad=True)
-    MixedPrecision(LOW).cast_inputs({"x": [x]})["x"][0].sum().backward()
+    MixedPrecision(dtype=LOW).cast_inputs({"x": [x]})["x"][0].sum().backward()
     assert x.grad is not None
 
 
 def test_native_leaves_all_as_it_is() -> None:
-    policy, value = NativePrecision(), {"x": torch.ones(1)}
+    policy, value = Precision(), {"x": torch.ones(1)}
     assert policy.cast_inputs(value) is value
     weights = torch.ones(3, dtype=torch.float64)
     assert policy.main_weights(weights, weights) is weights
@@ -146,7 +150,7 @@ def test_native_leaves_all_as_it_is() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_bf16_keeps_main_weights_of_its_own_in_fp32(dtype: torch.dtype) -> None:
-    policy, original = MixedPrecision(LOW), torch.tensor([1 / 3, 2.0]).to(dtype)
+    policy, original = MixedPrecision(dtype=LOW), torch.tensor([1 / 3, 2.0]).to(dtype)
     assert policy.model_dtype(dtype) is LOW
     assert policy.main_dtype(dtype) is torch.float32
     model = original.to(LOW, copy=True)
@@ -160,5 +164,5 @@ def test_bf16_keeps_main_weights_of_its_own_in_fp32(dtype: torch.dtype) -> None:
 
 
 def test_bf16_leaves_whole_numbers_alone() -> None:
-    assert MixedPrecision(LOW).model_dtype(torch.int64) is torch.int64
-    assert MixedPrecision(LOW).model_dtype(torch.bool) is torch.bool
+    assert MixedPrecision(dtype=LOW).model_dtype(torch.int64) is torch.int64
+    assert MixedPrecision(dtype=LOW).model_dtype(torch.bool) is torch.bool
