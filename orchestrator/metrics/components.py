@@ -69,7 +69,7 @@ class CheckpointMetrics:
     """Args:
     enabled: the job writes checkpoints while it trains.
     first_step_unix_s: when this run's first step finished; None before.
-    step, at_unix_s: of the newest checkpoint; `step` is None without one.
+    step, at_unix_s: of the newest checkpoint; None without one.
     """
 
     enabled: bool = False
@@ -77,7 +77,7 @@ class CheckpointMetrics:
     written: int = 0
     failed: int = 0
     step: int | None = None
-    at_unix_s: float = 0.0
+    at_unix_s: float | None = None
     nbytes: int = 0
     write_time: Histogram = field(default_factory=partial(Histogram, CHECKPOINT_BUCKETS_S))
     stall_time: Histogram = field(default_factory=partial(Histogram, STEP_BUCKETS_S))
@@ -99,7 +99,7 @@ class CheckpointMetrics:
         first step."""
         if not self.enabled:
             return None
-        return self.first_step_unix_s if self.step is None else self.at_unix_s
+        return self.first_step_unix_s if self.at_unix_s is None else self.at_unix_s
 
     def set_newest(self, step: int, unix_s: float) -> None:
         self.step, self.at_unix_s = step, unix_s
@@ -110,21 +110,20 @@ class ReplicaLevel:
     """The newest step of which every rank's shard is stored in a place.
 
     Args:
-        step: None before the first.
-        at_unix_s: when that step finished.
+        step, at_unix_s: its number, and when it finished; None before the first.
         first_pending_unix_s: when the first step finished that is to be stored there; None if none
             is.
     """
 
     step: int | None = None
-    at_unix_s: float = 0.0
+    at_unix_s: float | None = None
     nbytes: float = 0.0
     first_pending_unix_s: float | None = None
 
     @property
     def unprotected_since_unix_s(self) -> float | None:
         """Start of the training that is not stored there; None if nothing is to be."""
-        if self.first_pending_unix_s is None or self.step is None:
+        if self.first_pending_unix_s is None or self.at_unix_s is None:
             return self.first_pending_unix_s
         return max(self.first_pending_unix_s, self.at_unix_s)
 

@@ -1,4 +1,4 @@
-"""All counts of one job, updated by its events. No clock, no I/O."""
+"""All counts of one job, updated by its events. No I/O."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from rayzero.orchestrator.metrics.history import DisplayHistory
 from rayzero.orchestrator.metrics.rank_metrics import RankMetricsTable
 from rayzero.orchestrator.policies.failure import FaultBudget
 from rayzero.orchestrator.progress import StepRecord
+from rayzero.orchestrator.spec import JobSpec
 
 _PHASE_PREFIX = "phases/"
 _SMOOTHING = 0.1
@@ -46,8 +47,23 @@ STEP_PHASES = ("data", "forward", "backward", "reduce", "update", "publish", "mi
 MAX_USER_METRICS = 100
 """Maximum number of user metric names of a job; bounds the number of Prometheus series."""
 
-GaugeFilter = Callable[[Mapping[str, float]], Iterator[tuple[str, float]]]
-"""Selects the values of the training function among all that ranks report."""
+BUILTIN_GAUGES = frozenset(
+    {
+        *("step", "step_s", "samples", "step_samples", "step_tokens", "tokens_per_s"),
+        *("lr", "grad_norm", "loss_scale", "mfu", "flops_per_s", "skipped", "skipped_steps"),
+        *("exposed_comm_s", "checkpoint_s", "replica_step", "replica_bytes"),
+        *("resident_bytes", "device_peak_bytes"),
+    }
+)
+"""Names that engines and workers report."""
+_BUILTIN_PREFIXES = (_PHASE_PREFIX, "bytes/", "collectives/")
+
+
+def user_gauges(gauges: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    """The values that the training function reports: those that no engine or worker does."""
+    for name, value in gauges.items():
+        if name not in BUILTIN_GAUGES and not name.startswith(_BUILTIN_PREFIXES):
+            yield name, value
 
 
 @dataclass
@@ -59,21 +75,25 @@ class UserMetrics:
         dropped: number of values under names beyond the first `MAX_USER_METRICS`.
     """
 
-    user_gauges: GaugeFilter
     values: dict[str, float] = field(default_factory=dict)
     dropped: int = 0
 
     def add(self, gauges: Mapping[str, float]) -> None:
-        for name, value in self.user_gauges(gauges):
+        for name, value in user_gauges(gauges):
             if name in self.values or len(self.values) < MAX_USER_METRICS:
                 self.values[name] = value
             else:
                 self.dropped += 1
 
 
+JOURNALED_TOTALS = ("done", "tokens", "samples", "skipped", "nonfinite")
+"""Totals that continue when another controller adopts the run."""
+
+
 @dataclass
 class StepTotals:
-    """Totals of this run: recomputed steps count again. A step that finished but was never
+    """Totals of this run, of which the journal stores `JOURNALED_TOTALS`: recomputed steps count
+    again. A step that finished but was never
     reported, because no rank survived, counts like the next one.
 
     Args:
@@ -138,68 +158,36 @@ class Timestamps:
     unix_s: float
 
 
-@dataclass(frozen=True)
-class JobInfo:
-    """What is known of a job before it starts.
+class JobMetrics:
+    """Counts a job's events.
 
     Args:
-        target_steps: None if it is not known.
         stage: the ZeRO stage; None without an engine config.
-        has_replicas: steps are mirrored out of the ranks' processes.
-        has_checkpoints: checkpoints are written while it trains.
+        now: the current time.
     """
 
-    name: str
-    target_steps: int | None
-    stage: int | None
-    min_workers: int
-    max_workers: int
-    hang_timeout_s: float
-    fault_budget: FaultBudget
-    has_replicas: bool = True
-    has_checkpoints: bool = False
-
-
-METRIC_EVENTS: tuple[type[JobEvent], ...] = (
-    StateEntered,
-    StepRecord,
-    Repaired,
-    Resized,
-    FaultDetected,
-    Resumed,
-    Checkpointed,
-    CheckpointFailed,
-    StepReported,
-    HeartbeatReceived,
-    ReplicationChanged,
-    FaultRecorded,
-    LimitsChanged,
-    StepReplicated,
-)
-"""The events that `JobMetrics.on_event` counts."""
-
-
-class JobMetrics:
-    """Counts a job's events. It has no clock: every call gets the time."""
-
-    def __init__(self, info: JobInfo, now: Timestamps, user_gauges: GaugeFilter) -> None:
-        self.info = info
-        self.started = now
+    def __init__(self, spec: JobSpec, stage: int | None, now: Callable[[], Timestamps]) -> None:
+        self.spec = spec
+        self.stage = stage
+        self.now = now
+        self.started = self.state_since = now()
         self.state = State.PENDING
-        self.state_since = now
         self.generation = 0
         self.world_size = 0
-        self.worker_limits = (info.min_workers, info.max_workers)
-        self.time_accounting = TimeAccounting(now.clock_s)
+        self.worker_limits = (spec.workers.min, spec.workers.most)
+        self.time_accounting = TimeAccounting(self.started.clock_s)
         self.steps = StepTotals()
-        self.user_metrics = UserMetrics(user_gauges)
+        self.user_metrics = UserMetrics()
         self.ranks = RankMetricsTable()
-        self.faults = FaultMetrics(info.fault_budget)
+        self.faults = FaultMetrics(
+            FaultBudget(spec.recovery.max_faults, spec.recovery.fault_window_s)
+        )
         self.replicas = ReplicaMetrics()
-        self.checkpoints = CheckpointMetrics(info.has_checkpoints)
+        self.checkpoints = CheckpointMetrics(enabled=spec.checkpoint.every_steps is not None)
         self.history = DisplayHistory()
 
-    def on_event(self, event: JobEvent, now: Timestamps) -> None:
+    def on_event(self, event: JobEvent) -> None:
+        now = self.now()
         match event:  # the frequent events first
             case StepReported():
                 self.ranks.on_report(event.report)
@@ -230,11 +218,9 @@ class JobMetrics:
                 self.worker_limits = (event.min_workers, event.max_workers)
             case StepReplicated():
                 self.replicas.on_replicated(event.step, event.nbytes, now.unix_s)
-            case _:
-                pass
 
-    def time_breakdown(self, now: Timestamps) -> TimeBreakdown:
-        return self.time_accounting.breakdown_at(now.clock_s)
+    def time_breakdown(self) -> TimeBreakdown:
+        return self.time_accounting.breakdown_at(self.now().clock_s)
 
     def _on_state(self, event: StateEntered, now: Timestamps) -> None:
         self.time_accounting.on_state(event.state, now.clock_s)
@@ -260,7 +246,7 @@ class JobMetrics:
         self.steps.add_step(record, now.unix_s)
         self.user_metrics.add(record.gauges)
         self.checkpoints.on_step(now.unix_s)
-        if self.info.has_replicas:
+        if self.spec.recovery.replicas > 0:
             self.replicas.own_node.mark_pending(now.unix_s)
         if record.mirrored_step is not None:
             self.replicas.on_mirrored(record.mirrored_step, record.mirrored_bytes, now.unix_s)

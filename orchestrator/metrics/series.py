@@ -17,7 +17,7 @@ from prometheus_client.core import (
 )
 
 from rayzero.orchestrator.metrics.histograms import Histogram
-from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
+from rayzero.orchestrator.metrics.job_metrics import JobMetrics
 from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable
 
 SeriesKind = Literal["gauge", "counter", "histogram"]
@@ -26,13 +26,7 @@ Samples: TypeAlias = Sample | Mapping[str, Sample] | Mapping[tuple[str, ...], Sa
 """One value, or values by label value; a tuple where there are several labels beside `job`."""
 Source = TypeVar("Source")
 
-
-@dataclass(frozen=True)
-class JobReading:
-    """The source of the metrics of the job as a whole: its counts, and the time of the scrape."""
-
-    job: JobMetrics
-    now: Timestamps
+_BASE_UNITS = ("seconds", "bytes", "ratio")
 
 
 @dataclass(frozen=True)
@@ -40,22 +34,21 @@ class Series(Generic[Source]):
     """One metric.
 
     Args:
-        unit: of the value; empty for a plain number.
         read: returns the current values; samples that are None are left out.
         labels: beside `job`.
-        gauge: the name under which ranks report the value, if it is reported as one.
-        journal_field: the `StepTotals` field of a counter that the journal stores, so that it
-            continues when another controller adopts the run.
     """
 
     name: str
     kind: SeriesKind
-    unit: str
     help: str
     read: Callable[[Source], Samples]
     labels: tuple[str, ...] = ()
-    gauge: str = ""
-    journal_field: str = ""
+
+    @property
+    def unit(self) -> str:
+        """The base unit, which ends the name; empty for a plain number."""
+        last_word = self.name.removesuffix("_total").rpartition("_")[2]
+        return last_word if last_word in _BASE_UNITS else ""
 
     def family(self, job: str, source: Source) -> Metric:
         """The samples of job `job`; a family without samples has nothing to export."""
@@ -76,7 +69,7 @@ class Series(Generic[Source]):
         return scalars
 
 
-class JobSeries(Series[JobReading]):
+class JobSeries(Series[JobMetrics]):
     """A metric of the job as a whole."""
 
 
@@ -84,55 +77,39 @@ class RankSeries(Series[RankMetricsTable]):
     """A metric of the ranks, read from a copy of their table outside of the job's lock."""
 
 
-def gauge(
-    name: str, unit: str, text: str, read: Callable[[JobReading], Samples], *labels: str
-) -> JobSeries:
-    return JobSeries(name, "gauge", unit, text, read, labels)
+def gauge(name: str, text: str, read: Callable[[JobMetrics], Samples], *labels: str) -> JobSeries:
+    return JobSeries(name, "gauge", text, read, labels)
 
 
-def counter(
-    name: str,
-    unit: str,
-    text: str,
-    read: Callable[[JobReading], Samples],
-    *labels: str,
-    journal_field: str = "",
-) -> JobSeries:
-    return JobSeries(name, "counter", unit, text, read, labels, journal_field=journal_field)
+def counter(name: str, text: str, read: Callable[[JobMetrics], Samples], *labels: str) -> JobSeries:
+    return JobSeries(name, "counter", text, read, labels)
 
 
 def histogram(
-    name: str, text: str, read: Callable[[JobReading], Samples], *labels: str
+    name: str, text: str, read: Callable[[JobMetrics], Samples], *labels: str
 ) -> JobSeries:
-    return JobSeries(name, "histogram", "seconds", text, read, labels)
+    return JobSeries(name, "histogram", text, read, labels)
 
 
-def step_gauge(name: str, unit: str, text: str, reported: str) -> JobSeries:
+def step_gauge(name: str, text: str, reported: str) -> JobSeries:
     """What ranks report as `reported`: the mean over ranks, in the last step."""
-    return JobSeries(
-        name, "gauge", unit, text, lambda r: r.job.steps.gauge(reported), gauge=reported
-    )
+    return gauge(name, text, lambda job: job.steps.gauge(reported))
 
 
 def rank_series(
-    name: str,
-    kind: SeriesKind,
-    unit: str,
-    text: str,
-    read: Callable[[RankMetrics], float | None],
-    reported: str = "",
+    name: str, kind: SeriesKind, text: str, read: Callable[[RankMetrics], float | None]
 ) -> RankSeries:
     """One sample for each rank."""
 
     def read_all(ranks: RankMetricsTable) -> Mapping[str, Sample]:
         return {str(rank): read(metrics) for rank, metrics in ranks.by_rank.items()}
 
-    return RankSeries(name, kind, unit, text, read_all, ("rank",), gauge=reported)
+    return RankSeries(name, kind, text, read_all, ("rank",))
 
 
-def rank_gauge(name: str, unit: str, text: str, reported: str) -> RankSeries:
+def rank_gauge(name: str, text: str, reported: str) -> RankSeries:
     """What each rank reports as `reported`, in its last step."""
-    return rank_series(name, "gauge", unit, text, lambda rank: rank.gauge(reported), reported)
+    return rank_series(name, "gauge", text, lambda rank: rank.gauge(reported))
 
 
 def _tuple(label: str | tuple[str, ...]) -> tuple[str, ...]:

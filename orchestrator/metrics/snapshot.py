@@ -7,34 +7,50 @@ from math import isfinite
 from typing import Any
 
 from rayzero.orchestrator.journal.run_history import RunHistory, faults_on_clock
-from rayzero.orchestrator.metrics.catalog import JOURNAL_FIELDS
-from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
+from rayzero.orchestrator.metrics.job_metrics import JOURNALED_TOTALS, JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable
 
 SNAPSHOT_FORMAT = 2
 """Incremented when readers of the previous format could misread the value."""
 
 
-def make_snapshot(metrics: JobMetrics, now: Timestamps) -> dict[str, Any]:
+def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
     """The job without its ranks. Times are Unix seconds; unknown values, inf and nan are None.
 
     `loss` is [[step, loss], ...], downsampled; lists hold the newest entries, oldest first.
     """
-    info, history, times = metrics.info, metrics.history, metrics.time_breakdown(now)
-    value: dict[str, Any] = {
+    steps, history, times = metrics.steps, metrics.history, metrics.time_breakdown()
+    record, target, replica = steps.last_record, metrics.spec.steps, metrics.replicas.own_node
+    value = {
         "format": SNAPSHOT_FORMAT,
         "version": version("rayzero"),
-        "at_s": now.unix_s,
-        "job": info.name,
-        "stage": info.stage,
+        "at_s": metrics.now().unix_s,
+        "job": metrics.spec.name,
+        "stage": metrics.stage,
         "state": str(metrics.state),
         "state_since_s": metrics.state_since.unix_s,
         "began_s": metrics.started.unix_s,
         "generation": metrics.generation,
         "world_size": metrics.world_size,
         "workers": dict(zip(("min", "max"), metrics.worker_limits, strict=True)),
-        "progress": _progress_section(metrics),
-        "training": _training_section(metrics),
+        "progress": {
+            "step": steps.step,
+            "steps": target,
+            "remaining_s": steps.remaining_s(target),
+            "step_s": steps.smoothed_step_s or None,
+            "tokens_per_s": record.tokens_per_s if record else None,
+            "tokens": steps.tokens,
+            "samples": steps.samples,
+            "last_step_at_s": steps.last_at_unix_s,
+        },
+        "training": {
+            "loss": record.loss if record else None,
+            "learning_rate": steps.gauge("lr"),
+            "gradient_norm": steps.gauge("grad_norm"),
+            "loss_scale": steps.gauge("loss_scale"),
+            "model_flops_utilization": steps.gauge("mfu"),
+            "skipped_steps": steps.skipped,
+        },
         "loss": history.loss.points(),
         "goodput": {
             "ratio": times.goodput,
@@ -49,51 +65,18 @@ def make_snapshot(metrics: JobMetrics, now: Timestamps) -> dict[str, Any]:
         "checkpoint_failures": metrics.checkpoints.failed,
         "steps_redone": metrics.faults.steps_redone,
         "replicas": {
-            "step": metrics.replicas.own_node.step,
-            "at_s": metrics.replicas.own_node.at_unix_s
-            if metrics.replicas.own_node.step is not None
-            else None,
-            "bytes": metrics.replicas.own_node.nbytes,
+            "step": replica.step,
+            "at_s": replica.at_unix_s,
+            "bytes": replica.nbytes,
             "step_on_other_nodes": metrics.replicas.other_nodes.step,
         },
     }
-    plain: dict[str, Any] = _to_finite_json(value)
-    return plain
+    return {key: finite_json(item) for key, item in value.items()}
 
 
 def snapshot_ranks(ranks: RankMetricsTable) -> list[dict[str, Any]]:
     """The value's `ranks`: those that have reported, in order."""
-    rows: list[dict[str, Any]] = _to_finite_json(
-        [_rank_row(rank, metrics) for rank, metrics in sorted(ranks.by_rank.items())]
-    )
-    return rows
-
-
-def _progress_section(metrics: JobMetrics) -> dict[str, Any]:
-    steps, target = metrics.steps, metrics.info.target_steps
-    return {
-        "step": steps.step,
-        "steps": target,
-        "remaining_s": steps.remaining_s(target),
-        "step_s": steps.smoothed_step_s or None,
-        "tokens_per_s": steps.last_record.tokens_per_s if steps.last_record else None,
-        "tokens": steps.tokens,
-        "samples": steps.samples,
-        "last_step_at_s": steps.last_at_unix_s,
-    }
-
-
-def _training_section(metrics: JobMetrics) -> dict[str, Any]:
-    last = metrics.steps.last_record
-    gauges = last.gauges if last else {}
-    return {
-        "loss": last.loss if last else None,
-        "learning_rate": gauges.get("lr"),
-        "gradient_norm": gauges.get("grad_norm"),
-        "loss_scale": gauges.get("loss_scale"),
-        "model_flops_utilization": gauges.get("mfu"),
-        "skipped_steps": metrics.steps.skipped,
-    }
+    return [finite_json(_rank_row(rank, ranks.by_rank[rank])) for rank in sorted(ranks.by_rank)]
 
 
 def _rank_row(rank: int, metrics: RankMetrics) -> dict[str, Any]:
@@ -110,30 +93,31 @@ def _rank_row(rank: int, metrics: RankMetrics) -> dict[str, Any]:
     }
 
 
-def _to_finite_json(value: Any) -> Any:
+def finite_json(value: Any) -> Any:
     """Replaces inf and nan, which JSON does not have, with None."""
     if isinstance(value, dict):
-        return {key: _to_finite_json(item) for key, item in value.items()}
+        return {key: finite_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_finite_json(item) for item in value]
+        return [finite_json(item) for item in value]
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def dump_counters(metrics: JobMetrics, now: Timestamps) -> dict[str, Any]:
+def dump_counters(metrics: JobMetrics) -> dict[str, Any]:
     """Counters for the journal that cannot be derived from its events."""
-    seconds = metrics.time_breakdown(now).seconds
+    seconds = metrics.time_breakdown().seconds
     return {
         "seconds": {str(why): round(spent, 3) for why, spent in seconds.items() if spent},
-        **{field: getattr(metrics.steps, field) for field in JOURNAL_FIELDS},
+        **{field: getattr(metrics.steps, field) for field in JOURNALED_TOTALS},
     }
 
 
-def restore_metrics(metrics: JobMetrics, past: RunHistory, now: Timestamps) -> None:
+def restore_metrics(metrics: JobMetrics, past: RunHistory) -> None:
     """Continues the counts of a run that is adopted. `metrics` are new."""
+    now = metrics.now()
     ago_s = max(0.0, now.unix_s - past.began_at_s)
     metrics.started = Timestamps(now.clock_s - ago_s, past.began_at_s)
     metrics.time_accounting.restore(past.counters.get("seconds", {}), past.best_step, ago_s)
-    for field in JOURNAL_FIELDS:
+    for field in JOURNALED_TOTALS:
         to_number = type(getattr(metrics.steps, field))
         setattr(metrics.steps, field, to_number(past.counters.get(field, 0)))
     metrics.steps.step = past.step

@@ -13,51 +13,49 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
+from math import copysign, inf
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rayzero.engine.errors import first_line
-from rayzero.orchestrator.metrics.catalog import user_gauges
+from rayzero.orchestrator.metrics.job_metrics import user_gauges
+from rayzero.orchestrator.metrics.snapshot import finite_json
 from rayzero.orchestrator.progress import StepRecord
 
+JSON_LINES_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+_TENSORBOARD_TAGS = {
+    "lr": "train/learning_rate",
+    "grad_norm": "train/gradient_norm",
+    "loss_scale": "train/loss_scale",
+    "step_s": "speed/step_seconds",
+    "exposed_comm_s": "speed/exposed_communication_seconds",
+    "mfu": "speed/model_flops_utilization",
+}
+_TAG_PREFIXES = {"phases/": "phase_seconds/", "bytes/": "memory_bytes/"}
+"""Gauges that are shown under another TensorBoard folder."""
+
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_FILE_VERSION, _SUMMARY, _SESSION_LOG = 3, 5, 7
+"""Fields of `Event`."""
 
 
-_SESSION_START = 1
-"""SessionLog.START."""
+def encode_event(at_s: float, step: int, field: int, content: bytes) -> bytes:
+    """One record of an event file: an `Event` with its wall time, its step and a third field."""
+    wall_time = _key(1, _FIXED64) + struct.pack("<d", at_s)
+    event = wall_time + _key(2, _VARINT) + _varint(step) + _bytes_field(field, content)
+    length = struct.pack("<Q", len(event))
+    return length + _checksum(length) + event + _checksum(event)
 
 
-def frame_record(data: bytes) -> bytes:
-    """One record of an event file."""
-    length = struct.pack("<Q", len(data))
-    return (
-        length
-        + struct.pack("<I", _masked_crc32c(length))
-        + data
-        + struct.pack("<I", _masked_crc32c(data))
-    )
+def encode_summary(values: Mapping[str, float]) -> bytes:
+    """A `Summary` of these values by tag."""
+    pairs = (_bytes_field(1, tag.encode()) + _float_field(2, x) for tag, x in values.items())
+    return b"".join(_bytes_field(1, pair) for pair in pairs)
 
 
-def version_event(at_s: float) -> bytes:
-    """The first event of a file. `at_s` is Unix time, here and below."""
-    return _double_field(1, at_s) + _string_field(3, "brain.Event:2")
-
-
-def scalars_event(at_s: float, step: int, values: Mapping[str, float]) -> bytes:
-    """The values of a step, by tag."""
-    pairs = (_string_field(1, tag) + _float_field(2, value) for tag, value in values.items())
-    summary = b"".join(_bytes_field(1, pair) for pair in pairs)
-    return _double_field(1, at_s) + _int_field(2, step) + _bytes_field(5, summary)
-
-
-def restart_event(at_s: float, step: int) -> bytes:
-    """Voids the earlier events of this step and later ones."""
-    return (
-        _double_field(1, at_s)
-        + _int_field(2, step)
-        + _bytes_field(7, _int_field(1, _SESSION_START))
-    )
+def _key(number: int, kind: int) -> bytes:
+    return bytes([number << 3 | kind])
 
 
 def _varint(value: int) -> bytes:
@@ -68,32 +66,16 @@ def _varint(value: int) -> bytes:
     return bytes([*encoded, value])
 
 
-def _field_key(number: int, kind: int) -> bytes:
-    return _varint(number << 3 | kind)
-
-
-def _int_field(number: int, value: int) -> bytes:
-    return _field_key(number, _VARINT) + _varint(value)
-
-
-def _double_field(number: int, value: float) -> bytes:
-    return _field_key(number, _FIXED64) + struct.pack("<d", value)
-
-
 def _float_field(number: int, value: float) -> bytes:
     try:
         packed = struct.pack("<f", value)
     except OverflowError:  # larger than a float32 can be
-        packed = struct.pack("<f", float("inf") if value > 0 else float("-inf"))
-    return _field_key(number, _FIXED32) + packed
+        packed = struct.pack("<f", copysign(inf, value))
+    return _key(number, _FIXED32) + packed
 
 
 def _bytes_field(number: int, data: bytes) -> bytes:
-    return _field_key(number, _BYTES) + _varint(len(data)) + data
-
-
-def _string_field(number: int, text: str) -> bytes:
-    return _bytes_field(number, text.encode())
+    return _key(number, _BYTES) + _varint(len(data)) + data
 
 
 def _make_crc_table() -> tuple[int, ...]:
@@ -110,31 +92,22 @@ def _make_crc_table() -> tuple[int, ...]:
 _CRC_TABLE = _make_crc_table()
 
 
-def _masked_crc32c(data: bytes) -> int:
+def _checksum(data: bytes) -> bytes:
+    """The masked CRC-32C."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ _CRC_TABLE[(crc ^ byte) & 0xFF]
     crc ^= 0xFFFFFFFF
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-JSON_LINES_FILE = "metrics.jsonl"
+class StepSink(Protocol):
+    """A file of steps. Used by one thread; may raise anything."""
 
+    def write(self, records: Sequence[StepRecord]) -> None:
+        """Writes and flushes: a process that is killed loses no step that a checkpoint has."""
 
-TENSORBOARD_FOLDER = "tensorboard"
-
-_TENSORBOARD_TAGS = {
-    "lr": "train/learning_rate",
-    "grad_norm": "train/gradient_norm",
-    "loss_scale": "train/loss_scale",
-    "step_s": "speed/step_seconds",
-    "exposed_comm_s": "speed/exposed_communication_seconds",
-    "mfu": "speed/model_flops_utilization",
-}
-
-
-_TAG_PREFIXES = {"phases/": "phase_seconds/", "bytes/": "memory_bytes/"}
-"""Gauges that are shown under another TensorBoard folder."""
+    def close(self) -> None: ...
 
 
 class JsonLinesWriter:
@@ -144,22 +117,19 @@ class JsonLinesWriter:
     def __init__(self, folder: Path) -> None:
         self._file = (folder / JSON_LINES_FILE).open("a", encoding="utf-8")
 
-    def write(self, record: StepRecord) -> None:
-        line = {
-            "step": record.step,
-            "generation": record.generation,
-            "world_size": record.world_size,
-            "at_s": record.at_s,
-            "loss": record.loss,
-            "tokens": record.tokens,
-            "step_s": record.step_s,
-            **{name: value for name, value in record.gauges.items() if name != "step"},
-        }
-        self._file.write(
-            json.dumps({key: _json_value(value) for key, value in line.items()}) + "\n"
-        )
-
-    def flush(self) -> None:
+    def write(self, records: Sequence[StepRecord]) -> None:
+        for record in records:
+            line = {
+                "step": record.step,
+                "generation": record.generation,
+                "world_size": record.world_size,
+                "at_s": record.at_s,
+                "loss": record.loss,
+                "tokens": record.tokens,
+                "step_s": record.step_s,
+                **{name: value for name, value in record.gauges.items() if name != "step"},
+            }
+            self._file.write(json.dumps(finite_json(line)) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -175,17 +145,17 @@ class TensorBoardWriter:
         name = f"events.out.tfevents.{int(now_s):010d}.{socket.gethostname()}.{time.time_ns()}"
         self._file = (event_folder / name).open("wb")
         self._last_step = 0
-        self._file.write(frame_record(version_event(now_s)))
+        self._file.write(encode_event(now_s, 0, _FILE_VERSION, b"brain.Event:2"))
 
-    def write(self, record: StepRecord) -> None:
-        if record.step <= self._last_step:  # recomputed after a recovery
-            self._file.write(frame_record(restart_event(record.at_s, record.step)))
-        self._last_step = record.step
-        self._file.write(
-            frame_record(scalars_event(record.at_s, record.step, _tensorboard_scalars(record)))
-        )
-
-    def flush(self) -> None:
+    def write(self, records: Sequence[StepRecord]) -> None:
+        for record in records:
+            at_s, step = record.at_s, record.step
+            if step <= self._last_step:  # recomputed: voids the earlier events from this step on
+                start = _key(1, _VARINT) + _varint(1)  # SessionLog.status = START
+                self._file.write(encode_event(at_s, step, _SESSION_LOG, start))
+            self._last_step = step
+            summary = encode_summary(_tensorboard_scalars(record))
+            self._file.write(encode_event(at_s, step, _SUMMARY, summary))
         self._file.flush()
 
     def close(self) -> None:
@@ -208,25 +178,10 @@ def _tensorboard_scalars(record: StepRecord) -> dict[str, float]:
     return scalars | {f"user/{name}": value for name, value in user_gauges(record.gauges)}
 
 
-def _json_value(value: Any) -> Any:
-    return None if isinstance(value, float) and not isfinite(value) else value
-
-
-class StepSink(Protocol):
-    """A file of steps. Used by one thread; may raise anything."""
-
-    def write(self, record: StepRecord) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class StepFiles:
     """Writes steps into several sinks. A sink that fails is left out from then on, with a warning.
 
-    Used by the thread of a `BackgroundWriter`. Each batch is flushed, so that a process that is
-    killed loses no step that a checkpoint has.
+    Used by the thread of a `BackgroundWriter`.
     """
 
     def __init__(self, sinks: Sequence[StepSink], warn: Callable[[str], None]) -> None:
@@ -234,9 +189,7 @@ class StepFiles:
         self._warn = warn
 
     def write(self, records: Sequence[StepRecord]) -> None:
-        for record in records:
-            self._for_each_sink(lambda sink, record=record: sink.write(record))  # type: ignore[misc]
-        self._for_each_sink(lambda sink: sink.flush())
+        self._for_each_sink(lambda sink: sink.write(records))
 
     def close(self) -> None:
         self._for_each_sink(lambda sink: sink.close())

@@ -40,10 +40,8 @@ from rayzero.orchestrator.journal.run_history import (
     why_not_adoptable,
 )
 from rayzero.orchestrator.journal.writer import DEFAULT_STEP_INTERVAL_S, JournalWriter
-from rayzero.orchestrator.metrics.catalog import user_gauges
-from rayzero.orchestrator.metrics.job_metrics import JobInfo, JobMetrics, Timestamps
+from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.snapshot import restore_metrics
-from rayzero.orchestrator.policies.failure import FaultBudget
 from tests.orchestrator.support import Stage, plan, played, settle
 
 ENGINE = {
@@ -402,10 +400,8 @@ def test_a_journals_list_has_a_bound_and_passes_over_what_it_does_not_know(tmp_p
             "moved", state="running", event="e", generation=generation, world_size=2, step=1
         )
     chronicle.append("of a later version", reason="?")
-    tally = JobMetrics(
-        JobInfo("j", 1, None, 1, 1, 1.0, FaultBudget(1, 1.0)), Timestamps(0.0, 0.0), user_gauges
-    )
-    restore_metrics(tally, known(chronicle), Timestamps(0.0, 0.0))
+    tally = JobMetrics(plan(tmp_path).spec, None, lambda: Timestamps(0.0, 0.0))
+    restore_metrics(tally, known(chronicle))
     assert [one["generation"] for one in tally.history.generations][-1] == MAX_ENTRIES + 9
     assert len(tally.history.generations) == MAX_ENTRIES
     assert not tally.history.recoveries
@@ -441,7 +437,7 @@ async def test_what_was_counted_goes_on(folder: Path):
     assert value["began_s"] == pytest.approx(began_s)
     series = {
         (one.name, *sorted(one.labels.values())): one.value
-        for family in stage.told.families()
+        for family in stage.told.collect()
         for one in family.samples
     }
     assert series["rayzero_faults_total", "job", "lost"] == 1

@@ -17,13 +17,20 @@ from rayzero.orchestrator.job_events import (
     StepReported,
 )
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.metrics.catalog import user_gauges
-from rayzero.orchestrator.metrics.job_metrics import JobInfo, JobMetrics, Timestamps
-from rayzero.orchestrator.policies.failure import Fault, FaultBudget, FaultCause
+from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
+from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.progress import JobProgress, StepRecord
+from rayzero.orchestrator.spec import CheckpointSpec, JobSpec, RecoverySpec, Workers
 from rayzero.workers.messages import Heartbeat, StepReport, WorkerInfo
 
-FACTS = JobInfo("gpt", 100, 2, 1, 4, 30.0, FaultBudget(20, 3600.0), has_checkpoints=True)
+SPEC = JobSpec(
+    name="gpt",
+    entrypoint="m:f",
+    steps=100,
+    workers=Workers(min=1, max=4),
+    recovery=RecoverySpec(hang_timeout_s=30.0, max_faults=20, fault_window_s=3600.0),
+    checkpoint=CheckpointSpec(every_steps=2),
+)
 UNIX = 1_700_000_000.0
 WORKER = WorkerInfo(1, "a", "host-a", "10.0.0.1", 77)
 GAUGES = {
@@ -56,7 +63,7 @@ class Life:
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.tally = JobMetrics(FACTS, self.now, user_gauges)
+        self.tally = JobMetrics(SPEC, 2, lambda: self.now)
         self.progress = JobProgress()
 
     @property
@@ -64,7 +71,7 @@ class Life:
         return Timestamps(self.now_s, UNIX + self.now_s)
 
     def see(self, notice: JobEvent) -> None:
-        self.tally.on_event(notice, self.now)
+        self.tally.on_event(notice)
 
     def enter(self, state: State, generation: int = 1, world_size: int = 2) -> None:
         self.see(StateEntered(state, generation, world_size))

@@ -30,8 +30,8 @@ class Collected(Collector):
 
     def collect(self) -> Iterator[Metric]:
         tally = self._life.tally
-        yield from job_families(tally, self._life.now)
-        yield from rank_families(tally.info.name, tally.ranks.copy())
+        yield from job_families(tally)
+        yield from rank_families(tally.spec.name, tally.ranks.copy())
 
 
 def text_of(life: Life) -> str:

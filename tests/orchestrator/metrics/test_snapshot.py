@@ -17,7 +17,7 @@ from tests.orchestrator.metrics.jobs import UNIX, WORKER, Life, lived
 
 def test_it_is_json_and_tells_the_jobs_life():
     life = lived()
-    value = {**make_snapshot(life.tally, life.now), "ranks": snapshot_ranks(life.tally.ranks)}
+    value = {**make_snapshot(life.tally), "ranks": snapshot_ranks(life.tally.ranks)}
     told = json.loads(json.dumps(value, allow_nan=False))
     assert (told["job"], told["state"], told["generation"]) == ("gpt", "running", 3)
     assert told["workers"] == {"min": 1, "max": 4}
@@ -40,7 +40,7 @@ def test_it_is_json_and_tells_the_jobs_life():
 
 def test_before_anything_happened():
     life = Life()
-    told = make_snapshot(life.tally, life.now)
+    told = make_snapshot(life.tally)
     assert (told["state"], told["loss"]) == ("pending", [])
     assert snapshot_ranks(life.tally.ranks) == []
     assert told["progress"]["remaining_s"] is None
@@ -55,7 +55,7 @@ def test_a_job_with_many_faults_and_steps_stays_small():
         life.step(step, 1, 1)
         life.see(FaultDetected("lost", WORKER, 1, step, "again"))
         life.enter(State.RUNNING, 1, 1)
-    told = make_snapshot(life.tally, life.now)
+    told = make_snapshot(life.tally)
     assert len(told["faults"]) == len(told["generations"]) == MAX_HISTORY_ENTRIES
     assert told["faults"][-1]["step"] == 2999
     assert len(told["loss"]) <= 514

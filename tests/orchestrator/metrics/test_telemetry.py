@@ -54,7 +54,7 @@ async def test_the_limits_and_the_faults_on_record_are_told(tmp_path: Path):
     stage.controller.scale(1, 3)
     stage.world.kill(0)
     await stage.clock.turn(1.0)
-    values = {one.name: one for one in stage.told.families()}
+    values = {one.name: one for one in stage.told.collect()}
     limits = {one.labels["limit"]: one.value for one in values["rayzero_workers"].samples}
     assert limits == {"min": 1, "max": 3}
     assert counted(values["rayzero_faults"]) == {"lost": 1}
@@ -74,7 +74,7 @@ async def test_the_fault_that_ends_a_job_is_counted_once(tmp_path: Path):
         stage.world.crash(rank, "user")
     await stage.clock.turn(10.0)
     assert stage.states[-1] is State.FAILED
-    values = {one.name: one for one in stage.told.families()}
+    values = {one.name: one for one in stage.told.collect()}
     assert counted(values["rayzero_faults"]) == {"user": 1}
     assert stage.told.snapshot()["goodput"]["unattributed_s"] == 0
     assert stage.run.exception() is not None
@@ -88,7 +88,7 @@ async def test_copies_on_other_nodes_are_told_as_they_are_made(tmp_path: Path):
     for rank in range(2):
         world.say(rank, Pinned(1, rank, 1, False, 0.0))
     await settle()
-    values = {one.name: one for one in stage.told.families()}
+    values = {one.name: one for one in stage.told.collect()}
     newest = {one.labels["place"]: one.value for one in values["rayzero_replica_step"].samples}
     assert newest["other"] == 1
     assert stage.told.snapshot()["replicas"]["step_on_other_nodes"] == newest["other"]
@@ -104,7 +104,7 @@ async def test_series_of_ranks_can_be_left_out(tmp_path: Path):
         await stage.steps(2)
         stage.world.beat(0)
         await settle()
-        told = {one.name: one for one in stage.told.families()}
+        told = {one.name: one for one in stage.told.collect()}
         assert any("rank" in one.labels for f in told.values() for one in f.samples) is wanted
         assert told["rayzero_world_size"].samples[0].value == 2
         assert stage.told.snapshot()["ranks"]
