@@ -211,18 +211,10 @@ class StepReplicated:
 
 
 @dataclass(frozen=True)
-class StepReported:
-    """A rank of the newest generation finished a step. Precedes the `StepRecord` of that step."""
+class GenerationStarted:
+    """A generation was given to its members; `nodes` has the node of each rank."""
 
-    report: StepReport
-
-
-@dataclass(frozen=True)
-class HeartbeatReceived:
-    """A heartbeat of a member of the newest generation, on that node."""
-
-    heartbeat: Heartbeat
-    node: str
+    nodes: tuple[str, ...]
 
 
 ClientEvent: TypeAlias = (
@@ -250,16 +242,20 @@ ControlEvent: TypeAlias = (
     | LimitsChanged
     | ReplicationChanged
     | StepReplicated
-    | StepReported
-    | HeartbeatReceived
+    | GenerationStarted
 )
-"""What only the job's own process uses. Reports and heartbeats are too many for anyone else."""
+"""What only the job's own process uses."""
+
+
+RankEvent: TypeAlias = StepReport | Heartbeat
+"""Messages of single ranks of the newest generation: too many for anyone but the metrics. The last
+report of a step precedes its `StepRecord`."""
 
 
 JobEvent: TypeAlias = ClientEvent | ControlEvent
 
 CLIENT_EVENTS: tuple[type[JobEvent], ...] = get_args(ClientEvent)
-ALL_EVENTS: tuple[type[JobEvent], ...] = CLIENT_EVENTS + get_args(ControlEvent)
+JOB_EVENTS: tuple[type[JobEvent], ...] = CLIENT_EVENTS + get_args(ControlEvent)
 
 
 class JobObserver(Protocol):
@@ -281,14 +277,16 @@ class EventBus:
     """
 
     def __init__(self) -> None:
-        self._handlers: dict[type[JobEvent], tuple[Callable[[Any], None], ...]] = {}
+        self._handlers: dict[type[JobEvent | RankEvent], tuple[Callable[[Any], None], ...]] = {}
 
     def subscribe(
-        self, handler: Callable[[Any], None], types: Iterable[type[JobEvent]] = CLIENT_EVENTS
+        self,
+        handler: Callable[[Any], None],
+        types: Iterable[type[JobEvent | RankEvent]] = CLIENT_EVENTS,
     ) -> None:
         for event_type in types:
             self._handlers[event_type] = (*self._handlers.get(event_type, ()), handler)
 
-    def emit(self, event: JobEvent) -> None:
+    def emit(self, event: JobEvent | RankEvent) -> None:
         for handler in self._handlers.get(type(event), ()):
             handler(event)

@@ -22,7 +22,7 @@ from rayzero.orchestrator.interfaces import (
     WorkerGroup,
     WorkerLostError,
 )
-from rayzero.orchestrator.job_events import EventBus, JobEvent
+from rayzero.orchestrator.job_events import EventBus, JobEvent, RankEvent
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.membership import WorkerLimits, WorkerRegistry
@@ -103,7 +103,7 @@ class JobContext:
         """Queues an event for the state machine."""
         self.events.put_nowait(event)
 
-    def emit(self, event: JobEvent) -> None:
+    def emit(self, event: JobEvent | RankEvent) -> None:
         self.deps.events.emit(event)
 
     async def call_worker(

@@ -235,7 +235,7 @@ class StragglerMonitor:
     def add_report(self, worker: int, report: StepReport) -> None:
         """A worker of this generation finished a step."""
         gauges = report.gauges
-        if "exposed_comm_s" not in gauges or self._context.generation.rank_of(worker) is None:
+        if "exposed_comm_s" not in gauges:
             return  # the job has no engine that measures
         compute_s = gauges["step_s"] - gauges["exposed_comm_s"]
         # Only ratios count, and the global batch is constant: shares work as well as samples.

@@ -15,7 +15,6 @@ from rayzero.orchestrator.control.generation import RecoveryTimer
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.interfaces import WORKER_POLL_S
-from rayzero.orchestrator.job_events import HeartbeatReceived, StepReported
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import (
@@ -218,7 +217,7 @@ class MessageDispatcher:
         ctx = self._context
         if report.generation == ctx.generation.number:
             ctx.generation.advance_to(report.step + 1)
-            ctx.emit(StepReported(report))
+            ctx.emit(report)
             self._stragglers.add_report(worker, report)
         record = ctx.progress.add_report(report)
         if record is not None:
@@ -238,7 +237,7 @@ class MessageDispatcher:
     def _on_heartbeat(self, worker: int, beat: Heartbeat) -> None:
         ctx = self._context
         if ctx.generation.on_heartbeat(worker, beat):
-            ctx.emit(HeartbeatReceived(beat, ctx.registry.info(worker).node))
+            ctx.emit(beat)
 
     def _on_joined(self, worker: int, message: Joined) -> None:
         ctx = self._context

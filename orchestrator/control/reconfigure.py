@@ -20,7 +20,7 @@ from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.restore import ResumePoint, ResumePointSelector
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.interfaces import WorkerCalls
-from rayzero.orchestrator.job_events import JobWarning
+from rayzero.orchestrator.job_events import GenerationStarted, JobWarning
 from rayzero.orchestrator.policies.membership import NotEnough, Selected, not_enough_error
 from rayzero.orchestrator.policies.placement import assign_ranks
 from rayzero.workers.messages import GenerationSpec, RankAssignment
@@ -184,6 +184,7 @@ class Reconfiguration:
             ctx.generation.number + 1, selection, placements, resume.restore
         )
         ctx.registry.members = generation.members
+        ctx.emit(GenerationStarted(tuple(worker.node for worker in generation.workers)))
         for record in ctx.progress.start_generation(
             generation.number, generation.world_size, resume.step
         ):

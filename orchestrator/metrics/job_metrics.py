@@ -12,7 +12,7 @@ from rayzero.orchestrator.job_events import (
     CheckpointFailed,
     FaultDetected,
     FaultRecorded,
-    HeartbeatReceived,
+    GenerationStarted,
     JobEvent,
     LimitsChanged,
     Repaired,
@@ -21,7 +21,6 @@ from rayzero.orchestrator.job_events import (
     Resumed,
     StateEntered,
     StepReplicated,
-    StepReported,
 )
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.components import (
@@ -188,11 +187,9 @@ class JobMetrics:
 
     def on_event(self, event: JobEvent) -> None:
         now = self.now()
-        match event:  # the frequent events first
-            case StepReported():
-                self.ranks.on_report(event.report)
-            case HeartbeatReceived():
-                self.ranks.on_heartbeat(event.heartbeat, event.node)
+        match event:
+            case GenerationStarted():
+                self.ranks.start_generation(event.nodes)
             case ReplicationChanged():
                 self.replicas.set_replication(event.enabled, now.unix_s)
             case StateEntered():
@@ -226,9 +223,7 @@ class JobMetrics:
         self.time_accounting.on_state(event.state, now.clock_s)
         self.state, self.state_since = event.state, now
         self.generation = event.generation
-        if event.world_size != self.world_size:
-            self.world_size = event.world_size
-            self.ranks.resize(event.world_size)
+        self.world_size = event.world_size
         if event.state is State.RUNNING:
             self.history.on_generation(event, now.unix_s)
 

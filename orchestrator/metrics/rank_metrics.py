@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -22,7 +22,6 @@ class RankMetrics:
 
     Args:
         report: of its last step in this generation; None before the first.
-        node: empty before its first heartbeat.
         exposed_comm_s, data_wait_s: total wait for other ranks and for data under this rank number.
     """
 
@@ -47,7 +46,7 @@ class RankMetrics:
 
 @dataclass
 class RankMetricsTable:
-    """The ranks of the newest generation that have reported.
+    """The ranks of the newest generation.
 
     A report costs about a microsecond: engines count their traffic cumulatively, so it suffices to
     add an engine's last count when it is replaced, and when the sums are read.
@@ -59,10 +58,12 @@ class RankMetricsTable:
     by_rank: defaultdict[int, RankMetrics] = field(default_factory=lambda: defaultdict(RankMetrics))
     departed_traffic: TrafficTotals = field(default_factory=lambda: defaultdict(float))
 
-    def resize(self, world_size: int) -> None:
-        """Removes the ranks that a new generation does not have."""
-        for rank in [rank for rank in self.by_rank if rank >= world_size]:
+    def start_generation(self, nodes: Sequence[str]) -> None:
+        """A generation of these nodes, by rank; ranks that it does not have are removed."""
+        for rank in [rank for rank in self.by_rank if rank >= len(nodes)]:
             self.by_rank.pop(rank).add_traffic(self.departed_traffic)
+        for rank, node in enumerate(nodes):
+            self.by_rank[rank].node = node
 
     def copy(self) -> RankMetricsTable:
         """A copy, in the order of the ranks."""
@@ -79,9 +80,8 @@ class RankMetricsTable:
             metrics.data_wait_s += data_wait_s
         metrics.report = report
 
-    def on_heartbeat(self, beat: Heartbeat, node: str) -> None:
-        metrics = self.by_rank[beat.rank]
-        metrics.beat, metrics.node = beat, node
+    def on_heartbeat(self, beat: Heartbeat) -> None:
+        self.by_rank[beat.rank].beat = beat
 
     def traffic(self) -> TrafficTotals:
         """Calls and bytes by collective, of all ranks since the run began."""

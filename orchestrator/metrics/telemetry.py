@@ -18,7 +18,7 @@ from prometheus_client.registry import CollectorRegistry
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
-from rayzero.orchestrator.job_events import ALL_EVENTS, EventBus, JobEvent
+from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.metrics.catalog import job_families, rank_families
 from rayzero.orchestrator.metrics.endpoint import Endpoint, make_json_page
@@ -39,6 +39,7 @@ from rayzero.orchestrator.page import page_response
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import MetricsSpec
+from rayzero.workers.messages import Heartbeat, StepReport
 
 _PORT_LIMIT = 65536
 
@@ -100,13 +101,24 @@ class Telemetry:
 
     def subscribe_to(self, events: EventBus) -> None:
         """Counts these events from now on."""
-        events.subscribe(self.on_event, ALL_EVENTS)
+        events.subscribe(self.on_event, JOB_EVENTS)
+        # There are thousands of these a second: no time is read, and their types are not compared.
+        events.subscribe(self._on_report, (StepReport,))
+        events.subscribe(self._on_heartbeat, (Heartbeat,))
 
     def on_event(self, event: JobEvent) -> None:
         with self._lock:
             self._metrics.on_event(event)
         if self._step_queue is not None and isinstance(event, StepRecord):
             self._step_queue.put(event)
+
+    def _on_report(self, report: StepReport) -> None:
+        with self._lock:
+            self._metrics.ranks.on_report(report)
+
+    def _on_heartbeat(self, beat: Heartbeat) -> None:
+        with self._lock:
+            self._metrics.ranks.on_heartbeat(beat)
 
     def snapshot(self) -> dict[str, Any]:
         """The current state of the job as JSON-ready data. Thread-safe."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -69,16 +69,15 @@ class SpeedTracker:
     """
 
     def __init__(self) -> None:
-        self._workers: dict[int, _WorkerSamples] = {}
+        self._workers: defaultdict[int, _WorkerSamples] = defaultdict(_WorkerSamples)
         self._sorted_medians_s: list[float] = []
         """The medians of all workers that have one, kept sorted: thousands of workers read them."""
 
     def start_generation(self, workers: Sequence[int]) -> None:
         """A generation of these workers begins. Workers that stay keep their state, but times are
         measured anew because the split of the samples may have changed."""
-        self._workers = {
-            worker: self._workers.get(worker) or _WorkerSamples() for worker in workers
-        }
+        for worker in self._workers.keys() - set(workers):
+            del self._workers[worker]
         self._sorted_medians_s.clear()
         for record in self._workers.values():
             record.compute_s.clear()
@@ -89,7 +88,7 @@ class SpeedTracker:
 
         A step without a compute time was not measured, and is skipped.
         """
-        record = self._workers.setdefault(worker, _WorkerSamples())
+        record = self._workers[worker]
         if compute_s <= 0:
             return None
         record.compute_s.append(compute_s)

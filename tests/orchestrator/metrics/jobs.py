@@ -7,14 +7,13 @@ from rayzero.orchestrator.job_events import (
     CheckpointFailed,
     FaultDetected,
     FaultRecorded,
-    HeartbeatReceived,
+    GenerationStarted,
     JobEvent,
     Repaired,
     ReplicationChanged,
     Resized,
     StateEntered,
     StepReplicated,
-    StepReported,
 )
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
@@ -77,6 +76,7 @@ class Life:
         self.see(StateEntered(state, generation, world_size))
 
     def form(self, generation: int, world_size: int, step: int) -> None:
+        self.see(GenerationStarted(("host-a",) * world_size))
         self.enter(State.RUNNING, generation, world_size)
         self.progress.start_generation(generation, world_size, step)
 
@@ -89,8 +89,8 @@ class Life:
             }
             told = {**GAUGES, "replica_step": float(step), **traffic, **gauges}
             report = StepReport(generation, rank, step, {}, told, UNIX + self.now_s)
-            self.see(StepReported(report))
-            self.see(HeartbeatReceived(Heartbeat(rank, step + 1, "forward", 0.25), "host-a"))
+            self.tally.ranks.on_report(report)
+            self.tally.ranks.on_heartbeat(Heartbeat(rank, step + 1, "forward", 0.25))
             record = self.progress.add_report(report)
         assert record is not None
         self.see(record)
