@@ -136,7 +136,7 @@ def open_checkpoint(path: str) -> StateSource:
 
 def _read_latest_tag(folder: str) -> str | None:
     try:
-        return open_store(folder).read(LATEST_FILE).decode(errors="repath").strip() or None
+        return open_store(folder).read(LATEST_FILE).decode(errors="replace").strip() or None
     except StoreError as error:
         if error.kind != "gone":
             raise

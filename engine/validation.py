@@ -16,6 +16,7 @@ M = TypeVar("M", bound=BaseModel)
 
 DOCUMENT_CONTEXT = {"document": True}
 """Validation context of documents that were read; models constructed by a script have none."""
+_MAX_LISTED_KEYS = 60
 
 
 class _ShortRepr(Repr):
@@ -56,12 +57,18 @@ def validate_document(model: type[M], value: Any, what: str) -> M:
     return validated
 
 
-def validate_model(model: type[M], value: dict[str, Any]) -> tuple[M | None, list[str]]:
-    """`value` as a `model`, or None and a line for every mistake in it."""
+def validate_model(
+    model: type[M], value: dict[str, Any], prefix: str = ""
+) -> tuple[M | None, list[str]]:
+    """`value` as a `model`, or None and a line for every mistake in it.
+
+    Args:
+        prefix: of the keys' paths in messages, if the value is a part of a document.
+    """
     try:
         return model.model_validate(value, context=DOCUMENT_CONTEXT), []
     except ValidationError as error:
-        return None, error_lines(model, error)
+        return None, [prefix + line for line in error_lines(model, error)]
 
 
 def error_lines(model: type[BaseModel], error: ValidationError) -> list[str]:
@@ -85,7 +92,9 @@ def _error_line(model: type[BaseModel], error: ErrorDetails) -> str:
     name = ".".join(path) or "(top level)"
     if error["type"] == "extra_forbidden":
         known = _allowed_keys(model, path[:-1])
-        hint = did_you_mean(path[-1], known) or f"; known keys here: {', '.join(known)}"
+        hint = did_you_mean(path[-1], known)
+        if not hint and len(known) <= _MAX_LISTED_KEYS:
+            hint = f"; known keys: {', '.join(known)}"
         return f"{name}: unknown key{hint}"
     if error["type"] == "missing":
         return f"{name}: this key is required"

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from rayzero.engine.config import EngineConfig, read_config, resolve_batch_sizes
-from rayzero.engine.config.auto import fill_total_steps
+from rayzero.engine.config.normalize import fill_total_steps
 from rayzero.engine.config.parse import parse_with_provenance
 from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.redact import REDACTED, is_secret_key, redact_url

@@ -1,113 +1,47 @@
-"""Checks of a document against the table of keys: unknown, refused and conflicting keys."""
+"""Checks of a config: refused keys, and keys that contradict each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, starmap
 from typing import Any
 
-from rayzero.engine.config.key_table import FREE_FORM_SECTIONS, KEYS
-from rayzero.engine.config.keys import REFUSED, Key
-from rayzero.engine.config.model import EngineConfig
-from rayzero.engine.errors import did_you_mean
+from rayzero.engine.config.keys import REFUSED, Key, is_set
+from rayzero.engine.config.model import KEYS, EngineConfig
+from rayzero.engine.config.normalize import get_path
 from rayzero.engine.validation import repr_value
 
-_DEFAULT_CONFIG = EngineConfig()
+DEFAULTS = EngineConfig().model_dump(mode="json")
 
 
-def list_children() -> dict[str, list[str]]:
-    """{path of a section: the names of its keys}; the top of the document is ""."""
-    children: dict[str, dict[str, None]] = {}
-    for path in KEYS:
-        parts = path.split(".")
-        for depth, part in enumerate(parts):
-            children.setdefault(".".join(parts[:depth]), {})[part] = None
-    return {section: sorted(names) for section, names in children.items()}
-
-
-_CHILDREN = list_children()
-
-
-def split_known_keys(
-    document: dict[str, Any], mistakes: list[str], prefix: str = ""
-) -> dict[str, Any]:
-    """The part of the document that `EngineConfig` validates: keys that are its fields.
-
-    Args:
-        mistakes: gets a line for every unknown key, and for every refused key without a field whose
-            value is active.
-    """
-    kept = {}
-    for name, value in document.items():
-        path = prefix + name
-        key = KEYS.get(path)
-        if key is not None and key.is_active is not None:
-            if key.status is REFUSED and key.is_active(value):
-                mistakes.append(refusal_message(key, value))
-        elif path in FREE_FORM_SECTIONS and isinstance(value, dict):
-            kept[name] = _check_free_form(path, value, mistakes)
-        elif path in _CHILDREN and isinstance(value, dict):
-            kept[name] = split_known_keys(value, mistakes, f"{path}.")
-        elif key is not None or path in _CHILDREN:
-            if value is not None:  # null means that the key is absent
-                kept[name] = value
-        else:
-            known = _CHILDREN[prefix.rstrip(".")]
-            hint = did_you_mean(name, known)
-            if not hint and prefix:
-                hint = f"; known keys here: {', '.join(known)}"
-            mistakes.append(f"{path}: unknown key{hint}")
-    return kept
-
-
-def _check_free_form(section: str, params: dict[str, Any], mistakes: list[str]) -> dict[str, Any]:
-    """The params without the keys that have an entry in `KEYS`, which are not the optimizer's."""
-    rows = {name: KEYS.get(f"{section}.{name}") for name in params}
-    for name, row in rows.items():
-        if (
-            row is not None
-            and row.status is REFUSED
-            and row.is_active
-            and row.is_active(params[name])
-        ):
-            mistakes.append(refusal_message(row, params[name]))
-    return {name: value for name, value in params.items() if rows[name] is None}
-
-
-def refused_fields(config: EngineConfig) -> Iterator[str]:
-    """A line for every refused field whose value is not its default."""
+def find_refused(document: Mapping[str, Any]) -> Iterator[str]:
+    """A line for every refused key whose value requests something."""
     for key in KEYS.values():
-        if key.status is REFUSED and key.is_active is None and is_in_force(config, key.path):
-            value = get_field(config, key.path)
-            if value != get_field(_DEFAULT_CONFIG, key.path):
-                yield refusal_message(key, value)
+        if key.status is REFUSED and is_in_force(document, key.path):
+            value = get_path(document, key.path)
+            if _requests_something(key, value):
+                use = f"; use {key.alternative}" if key.alternative else ""
+                seen = repr_value(value)
+                yield f"{key.path}: refused: {key.reason}{use} (seen: {seen})"
 
 
-def refusal_message(key: Key, seen: Any) -> str:
-    """The message for a refused value of a key."""
-    use = f"; use {key.alternative}" if key.alternative else ""
-    return f"{key.path}: refused: {key.reason}{use} (seen: {repr_value(seen)})"
+def _requests_something(key: Key, value: Any) -> bool:
+    if key.is_active is not None:
+        return key.is_active(value)
+    return is_set(value) and value != get_path(DEFAULTS, key.path)
 
 
-def get_field(config: EngineConfig, path: str) -> Any:
-    """A field's value; None below a section that is None."""
-    value: Any = config
-    for part in path.split("."):
-        value = getattr(value, part, None)
-    return value
-
-
-def is_in_force(config: EngineConfig, path: str) -> bool:
+def is_in_force(document: Mapping[str, Any], path: str) -> bool:
     """Whether the key's section is present, not `enabled: false` and not `device: none`."""
-    *outer, last = path.split(".")
-    section: Any = config
-    for part in outer:
-        section = getattr(section, part, None)
-        if section is None:
-            return False
-    off = not getattr(section, "enabled", True) or getattr(section, "device", "") == "none"
-    return last in ("enabled", "device") or not off
+    outer, _, last = path.rpartition(".")
+    section = get_path(document, outer) if outer else document
+    if not isinstance(section, Mapping):
+        return False
+    default = get_path(DEFAULTS, outer) if outer else {}
+    settings = {**(default or {}), **section}
+    on = is_set(settings.get("enabled", True)) and settings.get("device") != "none"
+    return last in ("enabled", "device") or on
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rayzero.engine.config.checks import get_field, is_in_force
-from rayzero.engine.config.key_table import FREE_FORM_SECTIONS, KEY_GROUPS, KEYS
+from rayzero.engine.config.checks import DEFAULTS, is_in_force
 from rayzero.engine.config.keys import IMPLEMENTED, NO_OP, Key, KeyStatus
-from rayzero.engine.config.model import EngineConfig
+from rayzero.engine.config.model import FREE_FORM_SECTIONS, KEY_GROUPS, KEYS, EngineConfig
 from rayzero.engine.config.normalize import OLD_NAMES, SHORTHANDS, get_path
 from rayzero.engine.config.parse import ParsedConfig
 from rayzero.engine.validation import repr_value
@@ -19,7 +18,6 @@ from rayzero.engine.validation import repr_value
 log = logging.getLogger(__name__)
 
 _MISSING = object()
-_DEFAULT_CONFIG = EngineConfig()
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def key_infos(parsed: ParsedConfig) -> Iterator[KeyInfo]:
         for key in keys:
             if key.path in FREE_FORM_SECTIONS:
                 yield from _param_infos(group, key, parsed, dump)
-            elif key.is_active is not None or not _is_section(key.path):
+            elif key.path not in ("optimizer", "scheduler"):
                 yield _key_info(group, key, parsed, dump)
 
 
@@ -81,19 +79,15 @@ def _is_ineffective(info: KeyInfo) -> bool:
     return (
         info.status is NO_OP
         and info.source == "file"
-        and info.value != get_field(_DEFAULT_CONFIG, info.key)
+        and info.value != get_path(DEFAULTS, info.key)
     )
 
 
 def _key_info(group: str, key: Key, parsed: ParsedConfig, dump: dict[str, Any]) -> KeyInfo:
     value = get_path(dump, key.path)
-    written = get_path(dict(parsed.document), key.path, _MISSING)
-    if key.is_active is not None and written is not _MISSING:
-        value = written
-    source = parsed.provenance.get(key.path) or (
-        "default" if written in (_MISSING, None) else "file"
-    )
-    force = key.status is IMPLEMENTED and value is not None and is_in_force(parsed.config, key.path)
+    written = get_path(parsed.document, key.path)
+    source = parsed.provenance.get(key.path) or ("default" if written is None else "file")
+    force = key.status is IMPLEMENTED and value is not None and is_in_force(dump, key.path)
     return KeyInfo(group, key.path, key.status, value, source, force, key.description, key.reason)
 
 
@@ -102,7 +96,7 @@ def _param_infos(
 ) -> Iterator[KeyInfo]:
     paths = [f"{key.path}.{name}" for name in get_path(dump, key.path) or {}]
     left_out = [path for path in parsed.provenance if path.startswith(f"{key.path}.")]
-    for path in dict.fromkeys([*paths, *left_out]):
+    for path in dict.fromkeys([*paths, *left_out]).keys() - KEYS.keys():
         source = parsed.provenance.get(path, "file")
         yield KeyInfo(
             group, path, key.status, get_path(dump, path), source, True, key.description, key.reason
@@ -111,11 +105,7 @@ def _param_infos(
 
 def _current_value(parsed: ParsedConfig, path: str) -> Any:
     value = get_path(parsed.config.model_dump(mode="json"), path, _MISSING)
-    return get_path(dict(parsed.document), path) if value is _MISSING else value
-
-
-def _is_section(path: str) -> bool:
-    return path in ("optimizer", "scheduler")
+    return get_path(parsed.document, path) if value is _MISSING else value
 
 
 _NUMERIC_TYPES = {"integer", "number"}
@@ -130,9 +120,10 @@ def json_schema() -> dict[str, Any]:
     _inline_refs(schema, sections)
     _loosen(schema, "")
     for key in KEYS.values():
-        _describe_property(schema, key.path, {}, key.text)
+        _describe_property(schema, key.path, {"description": key.text})
     for name in OLD_NAMES:
-        _describe_property(schema, name.old, {"deprecated": True}, f"The old name of {name.new}.")
+        text = f"The old name of {name.new}."
+        _describe_property(schema, name.old, {"description": text, "deprecated": True})
     return schema
 
 
@@ -162,7 +153,7 @@ def _loosen(node: dict[str, Any], path: str) -> None:
         kinds = {option.get("type") for option in options}
         if kinds & _NUMERIC_TYPES:
             options = [*map(_allow_fraction, options), {"type": "string"}]
-        if any(short.path == full for short in SHORTHANDS):
+        if full in SHORTHANDS:
             options.append({"type": "boolean"})
         options += [{"type": "null"}, {"const": "auto"}]
         node["properties"][name] = {"anyOf": options} | default | described
@@ -173,15 +164,11 @@ def _allow_fraction(option: dict[str, Any]) -> dict[str, Any]:
     return option | {"type": "number"} if option.get("type") == "integer" else option
 
 
-def _describe_property(schema: dict[str, Any], path: str, empty: dict[str, Any], text: str) -> None:
+def _describe_property(schema: dict[str, Any], path: str, text: dict[str, Any]) -> None:
     """Describes the property at `path`; creates it where the model has no such field."""
     node = schema
     *outer, last = path.split(".")
     for part in outer:
-        child = node.setdefault("properties", {}).setdefault(part, {})
-        options = [
-            option for option in child.get("anyOf", [child]) if option.get("type") == "object"
-        ]
-        node = options[0] if options else child
-    properties = node.setdefault("properties", {})
-    properties[last] = properties.get(last, dict(empty)) | {"description": text}
+        options = node["properties"][part]["anyOf"]
+        node = next(option for option in options if option.get("type") == "object")
+    node.setdefault("properties", {}).setdefault(last, {}).update(text)

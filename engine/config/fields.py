@@ -11,18 +11,33 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rayzero.engine.errors import did_you_mean
 
 NO_LIMIT = sys.maxsize  # what `Infinity` means for a size
 
 
-class ConfigSection(BaseModel):
-    """A section of the config; unknown keys are errors."""
+class StrictModel(BaseModel):
+    """Unknown keys are errors."""
 
     # Infinity is kept when a config is serialized.
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
+
+
+class ConfigSection(StrictModel):
+    """A section of the config, in which null means that a key is absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, section: Any) -> Any:
+        if not isinstance(section, dict):
+            return section
+        return {
+            key: value
+            for key, value in section.items()
+            if value is not None or key not in cls.model_fields
+        }
 
 
 def parse_number(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """`Key`: the metadata of one config key, declared with its field.
 
 `implemented`, `no_op` and `refused` take the place of pydantic's `Field`: a field made with them
-carries its key's status, meaning, old names and "auto" rule. `key_table` collects them.
+carries its key's status, meaning, old names and "auto" rule. `model.KEYS` collects them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ _UNSET_VALUES = (None, False, 0, "auto", "false", "False")
 
 @dataclass(frozen=True)
 class Auto:
-    """The value that "auto" stands for; None leaves the key out. `reason` is shown to users."""
+    """The value that "auto" stands for; None leaves the key out. `reason` is shown to users.
+
+    `copied_from` is the path of a key whose value is used instead.
+    """
 
     value: Any
     reason: str
+    copied_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,14 @@ class Key:
         description: what the key requests.
         why: why it has no effect, or why it is refused.
         alternative: what to use instead of a refused key.
-        is_active: for a key that is not a field: whether a value requests something. Keys below it
-            are not checked.
+        is_active: whether a value of a refused key requests something, where that is not every
+            value but the default.
         group: heading in `rayzero config explain` and docs/config.md; empty for that of the field
             before it.
         old_names: older paths of the key.
         old_true: the value that `true` under an old name stands for; None if values are unchanged.
         auto: what "auto" becomes, where that is not the default.
-        path: dotted path from the top of the config; `key_table` sets it.
+        path: dotted path from the top of the config; `model.KEYS` sets it.
     """
 
     status: KeyStatus
@@ -84,7 +88,7 @@ class Key:
         return text
 
     def __call__(self, schema: dict[str, Any]) -> None:
-        """Describes the field in the JSON schema (pydantic's `json_schema_extra`)."""
+        """Pydantic's `json_schema_extra`."""
         schema["description"] = self.text
 
 
@@ -111,26 +115,3 @@ def is_set(value: Any) -> bool:
 def is_enabled(value: Any) -> bool:
     """Whether a section's `enabled` is set."""
     return is_set(value.get("enabled")) if isinstance(value, dict) else is_set(value)
-
-
-def is_enabled_anywhere(value: Any) -> bool:
-    """Whether a section, or one nested in it, is enabled."""
-    if not isinstance(value, dict):
-        return is_set(value)
-    return is_enabled(value) or any(
-        is_enabled_anywhere(inner) for inner in value.values() if isinstance(inner, dict)
-    )
-
-
-def active_unless(*values: Any) -> Callable[[Any], bool]:
-    """A predicate: set, and none of `values`."""
-    return lambda value: is_set(value) and value not in values
-
-
-def active_if_child(name: str, *values: Any) -> Callable[[Any], bool]:
-    """A predicate of sections: the key `name` in it is set, and none of `values`."""
-
-    def is_active(value: Any) -> bool:
-        return active_unless(*values)(value.get(name)) if isinstance(value, dict) else is_set(value)
-
-    return is_active

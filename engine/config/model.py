@@ -1,10 +1,12 @@
-"""`EngineConfig`, the whole document, and its sections `optimizer` and `scheduler`."""
+"""`EngineConfig`, the whole document, its sections `optimizer` and `scheduler`, and `KEYS`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, create_model
+from pydantic import BaseModel, BeforeValidator
 
 from rayzero.engine.config.fields import (
     ConfigSection,
@@ -13,11 +15,17 @@ from rayzero.engine.config.fields import (
     PositiveFloat,
     PositiveInt,
     PositiveSize,
+    StrictModel,
     name_validator,
     parse_number,
 )
-from rayzero.engine.config.keys import Auto, implemented, no_op
-from rayzero.engine.config.optimizers import OPTIMIZER_PARAMS, OPTIMIZERS, REFUSED_OPTIMIZERS
+from rayzero.engine.config.keys import Auto, Key, implemented, no_op, refused
+from rayzero.engine.config.optimizers import (
+    OPTIMIZER_PARAMS,
+    OPTIMIZERS,
+    REFUSED_OPTIMIZERS,
+    OptimizerParams,
+)
 from rayzero.engine.config.precision import (
     Bf16Config,
     DataTypesConfig,
@@ -32,13 +40,13 @@ from rayzero.engine.config.sections import (
     RayzeroConfig,
     TimersConfig,
 )
+from rayzero.engine.config.unsupported import UnsupportedKeys
 from rayzero.engine.config.zero import ZeroConfig
-from rayzero.engine.validation import raise_config_error, validate_model
+from rayzero.engine.validation import nested_section, raise_config_error, validate_model
 
 _FROM_BATCH_SIZES = "left out: computed from the other two batch sizes"
 
-S = TypeVar("S", bound=ConfigSection)
-
+P = TypeVar("P", bound=StrictModel)
 
 _REFUSED_OPTIMIZER_NAMES = {name.lower(): name for name in REFUSED_OPTIMIZERS}
 
@@ -85,36 +93,23 @@ def find_param_errors(
 ) -> list[str]:
     """A line for every mistake in `params` that can be detected without torch."""
     mistakes = []
-    if optimizer is not None and optimizer.type in OPTIMIZER_PARAMS:
-        params_model = OPTIMIZER_PARAMS[optimizer.type]
-        mistakes += _validate_params("optimizer", params_model, optimizer.params)[1]
-    if scheduler is not None and scheduler.type in SCHEDULE_PARAMS:
-        schedule_model = SCHEDULE_PARAMS[scheduler.type]
-        mistakes += _validate_params("scheduler", schedule_model, scheduler.params)[1]
+    if optimizer is not None and (params_model := OPTIMIZER_PARAMS.get(optimizer.type)):
+        mistakes += validate_model(params_model, optimizer.params, "optimizer.params.")[1]
+    if scheduler is not None and (schedule_model := SCHEDULE_PARAMS.get(scheduler.type)):
+        mistakes += validate_model(schedule_model, scheduler.params, "scheduler.params.")[1]
     return mistakes
 
 
-def parse_params(section: str, model: type[S], params: dict[str, Any]) -> S:
-    """A section's params as their model.
+def parse_params(section: str, model: type[P], params: dict[str, Any]) -> P:
+    """The params of the section `optimizer` or `scheduler` as their model.
 
     Raises:
         ConfigError: naming every wrong key by its whole path.
     """
-    typed, mistakes = _validate_params(section, model, params)
+    typed, mistakes = validate_model(model, params, f"{section}.params.")
     if typed is None:
         raise_config_error("engine config", mistakes)
     return typed
-
-
-def _validate_params(
-    section: str, model: type[S], params: dict[str, Any]
-) -> tuple[S | None, list[str]]:
-    """Validates params nested in their section, so that messages contain the whole path."""
-    inner = create_model("Inner", __base__=ConfigSection, params=(model, ...))
-    fields: dict[str, Any] = {section: (inner, ...)}
-    outer = create_model("Outer", __base__=ConfigSection, **fields)
-    document, mistakes = validate_model(outer, {section: {"params": params}})
-    return (None if document is None else getattr(document, section).params), mistakes
 
 
 def coerce_numbers(params: dict[str, Any]) -> dict[str, Any]:
@@ -122,10 +117,11 @@ def coerce_numbers(params: dict[str, Any]) -> dict[str, Any]:
     return {
         key: parse_number(value) if isinstance(value, str) else value
         for key, value in params.items()
+        if key != "max_grad_norm"  # refused, unless it requests nothing
     }
 
 
-class EngineConfig(ConfigSection):
+class EngineConfig(UnsupportedKeys):
     """A whole config file."""
 
     train_batch_size: PositiveInt | None = implemented(
@@ -143,6 +139,13 @@ class EngineConfig(ConfigSection):
         None,
         "micro-batches per step on one rank",
         auto=Auto(None, f"{_FROM_BATCH_SIZES}; 1 without them"),
+    )
+    managed_gradient_accumulation: Any = refused(
+        True,
+        "false: step() ends a step whenever it is called",
+        "the global batch would depend on the script, and a resumed run could not know it",
+        alternative="gradient_accumulation_steps, or no_sync()",
+        is_active=lambda value: value not in (None, True, "auto"),
     )
     optimizer: OptimizerConfig | None = implemented(
         None,
@@ -167,6 +170,13 @@ class EngineConfig(ConfigSection):
         "the default",
         old_names=("fp32_allreduce",),
         old_true="fp32",
+    )
+    gradient_allreduce_op: Any = refused(
+        "mean",
+        "whether gradients are averaged or summed over the ranks",
+        "a sum would make the step depend on the number of ranks",
+        alternative="the mean, and a larger learning rate or loss",
+        is_active=lambda value: str(value).lower() not in ("none", "auto", "mean"),
     )
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()
@@ -199,3 +209,35 @@ class EngineConfig(ConfigSection):
     checkpoint: CheckpointConfig = CheckpointConfig()
     aio: AioConfig = AioConfig()
     rayzero: RayzeroConfig = RayzeroConfig()
+
+
+FREE_FORM_SECTIONS = ("optimizer.params", "scheduler.params")
+"""Sections whose keys are those of the optimizer or the schedule."""
+
+
+def _field_keys(
+    model: type[BaseModel], prefix: str = "", group: str = ""
+) -> Iterator[tuple[str, Key]]:
+    """(group, key) of every field; sections recursively, inherited fields last."""
+    for name in sorted(model.model_fields, key=lambda name: name not in model.__annotations__):
+        field, path = model.model_fields[name], prefix + name
+        if isinstance(key := field.json_schema_extra, Key):
+            group = key.group or group
+            yield group, replace(key, path=path)
+        if path == "optimizer.params":
+            yield from _field_keys(OptimizerParams, f"{path}.", group)
+        elif (section := nested_section(field.annotation)) is not None:
+            yield from _field_keys(section, f"{path}.", group)
+
+
+def _group_keys() -> dict[str, list[Key]]:
+    groups: dict[str, list[Key]] = {}
+    for group, key in _field_keys(EngineConfig):
+        groups.setdefault(group, []).append(key)
+    return groups
+
+
+KEY_GROUPS = _group_keys()
+"""Every key that DeepSpeed 0.19 knows, and rayzero's, by subject."""
+
+KEYS: dict[str, Key] = {key.path: key for keys in KEY_GROUPS.values() for key in keys}

@@ -1,26 +1,34 @@
-"""Normalizes a document: old names, booleans in place of sections; access by dotted paths."""
+"""Rewrites a document in place: booleans in place of sections, old names, "auto".
+
+A file with "auto" was written for a trainer that fills in values from its arguments. Without one,
+"auto" becomes that trainer's default, a value that follows from other keys, or the key's default.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rayzero.engine.config.key_table import KEYS
+from rayzero.engine.config.keys import Auto
+from rayzero.engine.config.model import KEYS
 from rayzero.engine.validation import repr_value
 
+AUTO = "auto"
+TOTAL_STEPS_PATH = "scheduler.params.total_num_steps"
 
-def get_path(document: dict[str, Any], path: str, missing: Any = None) -> Any:
-    """The value at `path`, or `missing`."""
+
+def get_path(document: Mapping[str, Any], path: str, missing: Any = None) -> Any:
+    """The value at a dotted path, or `missing`."""
     node: Any = document
     for part in path.split("."):
-        if not isinstance(node, dict) or part not in node:
+        if not isinstance(node, Mapping) or part not in node:
             return missing
         node = node[part]
     return node
 
 
-def set_path(document: dict[str, Any], path: str, value: Any) -> bool:
+def _set_path(document: dict[str, Any], path: str, value: Any) -> bool:
     """Sets the value at `path`; returns False if a parent is not a mapping."""
     *outer, last = path.split(".")
     node: Any = document
@@ -32,154 +40,127 @@ def set_path(document: dict[str, Any], path: str, value: Any) -> bool:
     return True
 
 
-def pop_path(document: dict[str, Any], path: str) -> tuple[Any] | None:
-    """Removes and returns the value at `path`, in a tuple; None if there is none."""
+def _pop_path(document: dict[str, Any], path: str, missing: Any = None) -> Any:
+    """Removes and returns the value at `path`, or returns `missing`."""
     outer, _, last = path.rpartition(".")
     parent = get_path(document, outer) if outer else document
-    return (parent.pop(last),) if isinstance(parent, dict) and last in parent else None
-
-
-ConvertFn = Callable[[Any], Any]
-
-
-def _identity(value: Any) -> Any:
-    return value
-
-
-def _true_means(meaning: str) -> ConvertFn:
-    def convert(value: Any) -> Any:
-        if value not in (True, False, None, "auto"):
-            raise ValueError("true or false was expected")
-        return meaning if value is True else None
-
-    return convert
+    return parent.pop(last, missing) if isinstance(parent, dict) else missing
 
 
 @dataclass(frozen=True)
 class OldName:
-    """A key's older name.
-
-    Attributes:
-        old: its path.
-        new: the path of the current key.
-        convert: maps its value to that of the new key; None leaves the key out. Raises ValueError
-            for an invalid value.
-        description: the conversion, where the value changes.
-    """
+    """The older path of a key. Where it was a boolean, `true` is the value that true stands for;
+    false leaves the key out."""
 
     old: str
     new: str
-    convert: ConvertFn = _identity
-    description: str = ""
+    true: str | None = None
+
+    def convert(self, value: Any) -> Any:
+        """The new key's value; None leaves it out. Raises ValueError for an invalid value."""
+        if self.true is None:
+            return value
+        if value not in (True, False, None, AUTO):
+            raise ValueError("true or false was expected")
+        return self.true if value is True else None
 
 
-def _field_old_names() -> Iterator[OldName]:
-    for key in KEYS.values():
-        for old in key.old_names:
-            if key.old_true is None:
-                yield OldName(old, key.path)
-            else:
-                text = f'`true` is `"{key.old_true}"`'
-                yield OldName(old, key.path, _true_means(key.old_true), text)
-
-
-OLD_NAMES = (OldName("bfloat16", "bf16"), *_field_old_names())
-"""A section's old name, then those that fields declare."""
-
-
-@dataclass(frozen=True)
-class Shorthand:
-    """A section that may be written as a boolean.
-
-    Attributes:
-        path: of the section.
-        true: contents that `true` stands for.
-        false: contents that `false` stands for.
-    """
-
-    path: str
-    true: dict[str, Any]
-    false: dict[str, Any]
-
-
-_ON, _OFF, _CPU, _NONE = (
-    {"enabled": True},
-    {"enabled": False},
-    {"device": "cpu"},
-    {"device": "none"},
+OLD_NAMES = (
+    OldName("bfloat16", "bf16"),
+    *(OldName(old, key.path, key.old_true) for key in KEYS.values() for old in key.old_names),
 )
 
+_ON_OFF = ({"enabled": True}, {"enabled": False})
+_CPU_NONE = ({"device": "cpu"}, {"device": "none"})
 
-SHORTHANDS = (
-    Shorthand("zero_optimization", {"stage": 1}, {"stage": 0}),
-    Shorthand("fp16", _ON, _OFF),
-    Shorthand("bf16", _ON, _OFF),
-    Shorthand("bfloat16", _ON, _OFF),
-    Shorthand("torch_autocast", _ON, _OFF),
-    Shorthand("zero_optimization.offload_optimizer", _CPU, _NONE),
-    Shorthand("zero_optimization.offload_param", _CPU, _NONE),
-)
+SHORTHANDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "zero_optimization": ({"stage": 1}, {"stage": 0}),
+    "fp16": _ON_OFF,
+    "bf16": _ON_OFF,
+    "bfloat16": _ON_OFF,
+    "torch_autocast": _ON_OFF,
+    "zero_optimization.offload_optimizer": _CPU_NONE,
+    "zero_optimization.offload_param": _CPU_NONE,
+}
+"""Sections that may be written as a boolean: what true and false stand for."""
+
+_TRANSFORMERS_DEFAULT = "the default of transformers' TrainingArguments"
+
+AUTO_RULES: dict[str, Auto] = {
+    **{path: key.auto for path, key in KEYS.items() if key.auto is not None},
+    "optimizer.params.lr": Auto(5e-5, _TRANSFORMERS_DEFAULT),
+    "optimizer.params.betas": Auto([0.9, 0.999], _TRANSFORMERS_DEFAULT),
+    "optimizer.params.eps": Auto(1e-8, _TRANSFORMERS_DEFAULT),
+    "optimizer.params.weight_decay": Auto(0.0, _TRANSFORMERS_DEFAULT),
+    "scheduler.params.warmup_min_lr": Auto(0, "warm-up starts at 0"),
+    "scheduler.params.warmup_max_lr": Auto(None, "optimizer.params.lr", "optimizer.params.lr"),
+    "scheduler.params.warmup_num_steps": Auto(0, _TRANSFORMERS_DEFAULT),
+}
+"""In the order of application: a rule may copy the result of one before it."""
 
 
-def expand_shorthand(document: dict[str, Any]) -> dict[str, str]:
-    """Replaces sections that were given as a boolean, in place.
+def normalize(document: dict[str, Any], mistakes: list[str]) -> dict[str, str]:
+    """Rewrites a document in place.
+
+    Args:
+        mistakes: gets a line for every value that cannot be rewritten.
 
     Returns:
-        {path of a resulting key: how it was written}
+        {path: how its value was written or derived}, for keys left out as well.
     """
     provenance: dict[str, str] = {}
-    for short in SHORTHANDS:
-        value = get_path(document, short.path)
-        if isinstance(value, bool):
-            meaning = short.true if value else short.false
-            set_path(document, short.path, dict(meaning))
-            provenance |= {
-                f"{short.path}.{key}": f"{short.path}: {str(value).lower()}" for key in meaning
-            }
+    _expand_shorthands(document, provenance)
+    for name in OLD_NAMES:
+        _rename(document, name, provenance, mistakes)
+    _resolve_auto(document, provenance, mistakes)
     return provenance
 
 
-def rename_old_keys(
-    document: dict[str, Any], provenance: dict[str, str], mistakes: list[str]
+def fill_total_steps(document: dict[str, Any], steps: int | None) -> dict[str, Any]:
+    """The document, in which the schedule's number of steps is a job's where it is "auto"."""
+    if steps is not None and get_path(document, TOTAL_STEPS_PATH) == AUTO:
+        _set_path(document, TOTAL_STEPS_PATH, steps)
+    return document
+
+
+def _expand_shorthands(document: dict[str, Any], provenance: dict[str, str]) -> None:
+    for path, (true, false) in SHORTHANDS.items():
+        value = get_path(document, path)
+        if isinstance(value, bool):
+            meaning = true if value else false
+            _set_path(document, path, dict(meaning))
+            provenance |= {f"{path}.{key}": f"{path}: {str(value).lower()}" for key in meaning}
+
+
+def _rename(
+    document: dict[str, Any], name: OldName, provenance: dict[str, str], mistakes: list[str]
 ) -> None:
-    """Renames old keys to their current names, in place.
-
-    Args:
-        provenance: gets {new path: how it was written}.
-        mistakes: gets a line where an old and a new name disagree.
-    """
-    for name in OLD_NAMES:
-        popped = pop_path(document, name.old)
-        if popped is None:
-            continue
-        try:
-            value = name.convert(popped[0])
-        except ValueError as error:
-            mistakes.append(f"{name.old}: {error} (seen: {repr_value(popped[0])})")
-            continue
-        if value is None:
-            continue
-        present = get_path(document, name.new)
-        if isinstance(value, dict) and isinstance(present, dict) and _values_agree(value, present):
-            value = {**value, **present}
-        elif present is not None and present != value:
-            mistakes.append(
-                f"{name.old}: is the old name of {name.new}, and the two disagree "
-                f"({repr_value(popped[0])} and {repr_value(present)})"
-            )
-            continue
-        if not set_path(document, name.new, value):
-            mistakes.append(
-                f"{name.old}: is the old name of {name.new}, whose section is no mapping"
-            )
-            continue
-        for path in [path for path in provenance if path.startswith(f"{name.old}.")]:
-            del provenance[path]  # the path was renamed
-        for path in _leaf_paths(name.new, value):
-            provenance[path] = f"old name {name.old}"
+    written = _pop_path(document, name.old)
+    try:
+        value = name.convert(written)
+    except ValueError as error:
+        mistakes.append(f"{name.old}: {error} (seen: {repr_value(written)})")
+        return
+    if value is None:
+        return
+    present = get_path(document, name.new)
+    if isinstance(value, dict) and isinstance(present, dict) and _agree(value, present):
+        value = {**value, **present}
+    elif present is not None and present != value:
+        mistakes.append(
+            f"{name.old}: is the old name of {name.new}, and the two disagree "
+            f"({repr_value(written)} and {repr_value(present)})"
+        )
+        return
+    if not _set_path(document, name.new, value):
+        mistakes.append(f"{name.old}: is the old name of {name.new}, whose section is no mapping")
+        return
+    for path in [path for path in provenance if path.startswith(f"{name.old}.")]:
+        del provenance[path]  # the path was renamed
+    provenance |= dict.fromkeys(_leaf_paths(name.new, value), f"old name {name.old}")
 
 
-def _values_agree(first: dict[str, Any], second: dict[str, Any]) -> bool:
+def _agree(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return all(first[key] == second[key] for key in first.keys() & second.keys())
 
 
@@ -189,3 +170,32 @@ def _leaf_paths(path: str, value: Any) -> Iterator[str]:
             yield from _leaf_paths(f"{path}.{key}", inner)
     else:
         yield path
+
+
+def _resolve_auto(
+    document: dict[str, Any], provenance: dict[str, str], mistakes: list[str]
+) -> None:
+    if get_path(document, TOTAL_STEPS_PATH) == AUTO:
+        _pop_path(document, TOTAL_STEPS_PATH)
+        mistakes.append(
+            f"{TOTAL_STEPS_PATH}: auto is the number of steps of a job (`steps:` in its job file), "
+            "but this is no job; write the number"
+        )
+    for path, rule in AUTO_RULES.items():
+        if get_path(document, path) == AUTO:
+            value = get_path(document, rule.copied_from) if rule.copied_from else rule.value
+            if value is None:
+                _pop_path(document, path)
+            else:
+                _set_path(document, path, value)
+            provenance[path] = f"auto: {rule.reason}"
+    _drop_remaining_auto(document, "", provenance)
+
+
+def _drop_remaining_auto(section: dict[str, Any], prefix: str, provenance: dict[str, str]) -> None:
+    for name, value in list(section.items()):
+        if isinstance(value, dict):
+            _drop_remaining_auto(value, f"{prefix}{name}.", provenance)
+        elif value == AUTO:
+            del section[name]
+            provenance[prefix + name] = "auto: left out: the key's default"

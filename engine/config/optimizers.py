@@ -14,12 +14,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from rayzero.engine.config.fields import (
-    ConfigSection,
     NonNegativeFloat,
     PositiveInt,
+    StrictModel,
     parse_number,
     reject_bool,
 )
+from rayzero.engine.config.keys import refused
 
 Beta: TypeAlias = Annotated[
     float,
@@ -55,9 +56,6 @@ def _refuse_if_set(reason: str) -> Callable[[Any], Any]:
     return check
 
 
-MustBeUnset: TypeAlias = Annotated[
-    None, BeforeValidator(_refuse_if_set("clipping is the engine's: use gradient_clipping"))
-]
 StateInMainDtype: TypeAlias = Annotated[
     bool,
     _require_value(
@@ -66,7 +64,7 @@ StateInMainDtype: TypeAlias = Annotated[
 ]
 
 
-class OptimizerParams(ConfigSection):
+class OptimizerParams(StrictModel):
     """Params of every optimizer.
 
     Attributes:
@@ -78,7 +76,13 @@ class OptimizerParams(ConfigSection):
     implementation: ClassVar[str]
     group_splitter: ClassVar[str] = ""
 
-    max_grad_norm: MustBeUnset = None
+    max_grad_norm: Annotated[Any, NO_EFFECT] = refused(
+        None,
+        "gradients are clipped by the optimizer",
+        "DeepSpeed rejects it too",
+        alternative="gradient_clipping",
+        group="optimizer, schedule, gradients",
+    )
     # Gradients live in buffers of the engine.
     set_grad_none: Annotated[bool, NO_EFFECT] = True
     fp32_optimizer_states: Annotated[StateInMainDtype, NO_EFFECT] = True

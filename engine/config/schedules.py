@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from rayzero.engine.config.fields import (
-    ConfigSection,
     Integer,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    StrictModel,
     parse_number,
     reject_bool,
 )
@@ -35,7 +35,7 @@ PerGroup: TypeAlias = Annotated[float | tuple[float, ...], BeforeValidator(_vali
 """One number, or one for each parameter group."""
 
 
-class ScheduleParams(ConfigSection):
+class ScheduleParams(StrictModel):
     """Params of every DeepSpeed schedule."""
 
     last_batch_iteration: Annotated[Integer, Field(ge=-1)] = -1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -106,6 +106,9 @@ class CheckpointConfig(ConfigSection):
     checkpoint_serialization: bool = no_op(
         True, "options of torch.save", "checkpoints are safetensors files"
     )
+    writer: Any = no_op(
+        None, "the writer and its buffers", "there is one writer, which does not use torch.save"
+    )
 
 
 class AioConfig(ConfigSection):
@@ -120,6 +123,9 @@ class AioConfig(ConfigSection):
     single_submit: bool = no_op(False, "requests are submitted one by one", _PAGE_CACHE)
     overlap_events: bool = no_op(
         True, "requests are submitted while others are pending", _PAGE_CACHE
+    )
+    use_gds: Any = refused(
+        False, "the GPU reads NVMe directly", "offloaded state is updated on the CPU"
     )
 
 

@@ -19,6 +19,7 @@ from rayzero.engine.config.keys import implemented, no_op, refused
 from rayzero.engine.config.offload import OffloadOptimizerConfig, OffloadParamConfig
 
 _FIXED_MEMORY = "units share a fixed number of buffers: rayzero.gather_buffers bounds live weights"
+_REMOVED = "removed from DeepSpeed 0.19 too"
 _SAME_RESULT = "the backend chooses the collective; the result is the same"
 
 
@@ -46,9 +47,7 @@ class ZeroConfig(ConfigSection):
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_validate_stage)] = implemented(
         0, "what is sharded over the ranks", group="sharding"
     )
-    overlap_comm: Annotated[bool, BeforeValidator(lambda v: True if v is None else v)] = (
-        implemented(True, "gradients are reduced while backward runs")
-    )
+    overlap_comm: bool = implemented(True, "gradients are reduced while backward runs")
     reduce_bucket_size: PositiveSize | None = implemented(
         None,
         "elements reduced together at stages 0 to 2; by default an eighth of the model, at least "
@@ -213,5 +212,36 @@ class ZeroConfig(ConfigSection):
         "Muon's momentum is not offloaded to NVMe",
         "it is kept with the rest of the optimizer state",
     )
+    cpu_offload_use_pin_memory: Any = no_op(
+        None,
+        "CPU memory of offloaded tensors is page-locked",
+        "DeepSpeed ignores this old name too: use pin_memory of offload_optimizer and "
+        "offload_param",
+    )
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     offload_param: OffloadParamConfig = OffloadParamConfig()
+    mics_shard_size: Any = refused(
+        -1,
+        "shards are spread over groups of ranks",
+        _REMOVED,
+        alternative="zero_optimization.zero_hpz_partition_size",
+        group="the rest of zero_optimization",
+    )
+    mics_hierarchical_params_gather: Any = refused(
+        False,
+        "weights are gathered in two levels",
+        _REMOVED,
+        alternative="zero_optimization.zero_hpz_partition_size",
+    )
+    zeropp_loco_param: Any = refused(
+        None,
+        "error feedback for quantized gradients",
+        _REMOVED,
+        alternative="zero_optimization.zero_quantized_gradients",
+    )
+    zenflow: Any = refused(
+        None,
+        "important gradients are applied at once, the others later",
+        "it changes the training result: updates would be stale",
+        alternative="zero_optimization.offload_optimizer",
+    )

@@ -15,10 +15,14 @@ import pytest
 from pydantic import BaseModel
 
 from rayzero.engine import accounting
-from rayzero.engine.config.auto import AUTO_RULES, TOTAL_STEPS_PATH
-from rayzero.engine.config.key_table import KEY_GROUPS
 from rayzero.engine.config.keys import REFUSED
-from rayzero.engine.config.normalize import OLD_NAMES, SHORTHANDS
+from rayzero.engine.config.model import KEY_GROUPS
+from rayzero.engine.config.normalize import (
+    AUTO_RULES,
+    OLD_NAMES,
+    SHORTHANDS,
+    TOTAL_STEPS_PATH,
+)
 from rayzero.engine.zero.placement import STAGES
 from rayzero.orchestrator.machine import EVENTS, NoTransition, State, Transition, all_transitions
 from rayzero.orchestrator.metrics.catalog import CATALOG_GROUPS as SERIES
@@ -107,27 +111,27 @@ def series_table() -> str:
 
 def auto_table() -> str:
     lines = [_row("key", '"auto" becomes', "why"), "|---|---|---|"]
-    for one in AUTO_RULES:
-        value = one.resolve({"optimizer": {"params": {"lr": "optimizer.params.lr"}}})
+    for path, rule in AUTO_RULES.items():
+        value = rule.copied_from or rule.value
         became = "left out" if value is None else f"`{json.dumps(value)}`".replace('"', "")
-        lines.append(_row(f"`{one.path}`", became, one.description.removeprefix("left out: ")))
+        lines.append(_row(f"`{path}`", became, rule.reason.removeprefix("left out: ")))
     lines.append(_row(f"`{TOTAL_STEPS_PATH}`", "`steps` of the job file", "refused outside a job"))
     return "\n".join(lines)
 
 
 def old_name_table() -> str:
     lines = [_row("old", "is now", "value"), "|---|---|---|"]
-    lines += [
-        _row(f"`{one.old}`", f"`{one.new}`", one.description or "the same") for one in OLD_NAMES
-    ]
+    for name in OLD_NAMES:
+        value = f'`true` is `"{name.true}"`' if name.true else "the same"
+        lines.append(_row(f"`{name.old}`", f"`{name.new}`", value))
     return "\n".join(lines)
 
 
 def short_table() -> str:
     lines = [_row("section", "`true`", "`false`"), "|---|---|---|"]
     lines += [
-        _row(f"`{one.path}`", f"`{json.dumps(one.true)}`", f"`{json.dumps(one.false)}`")
-        for one in SHORTHANDS
+        _row(f"`{path}`", *(f"`{json.dumps(meaning)}`" for meaning in meanings))
+        for path, meanings in SHORTHANDS.items()
     ]
     return "\n".join(lines)
 

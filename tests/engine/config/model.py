@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rayzero.engine.config.key_table import FREE_FORM_SECTIONS
-from rayzero.engine.config.model import EngineConfig
+from rayzero.engine.config.model import FREE_FORM_SECTIONS, EngineConfig
 from rayzero.engine.validation import nested_section
 
 

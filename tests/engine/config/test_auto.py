@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rayzero.engine.config import EngineConfig, parse_config
-from rayzero.engine.config.auto import AUTO_RULES, fill_total_steps
-from rayzero.engine.config.key_table import FREE_FORM_SECTIONS, KEYS
+from rayzero.engine.config.model import FREE_FORM_SECTIONS, KEYS
+from rayzero.engine.config.normalize import AUTO_RULES, fill_total_steps
 from rayzero.engine.config.parse import parse_with_provenance
 from rayzero.engine.errors import ConfigError
 from tests.engine.config.model import leaves
@@ -86,13 +86,13 @@ def test_every_key_may_be_auto(path: str) -> None:
             parse_config(document)
         return
     config = parse_config(document)
-    if not any(one.path == path for one in AUTO_RULES) and "." in path and "optimizer" not in path:
+    if path not in AUTO_RULES and "." in path and "optimizer" not in path:
         assert config == EngineConfig()
 
 
 def test_the_rows_are_keys() -> None:
-    for one in AUTO_RULES:
-        assert one.path in KEYS or one.path.rpartition(".")[0] in FREE_FORM_SECTIONS
+    for path in AUTO_RULES:
+        assert path in KEYS or path.rpartition(".")[0] in FREE_FORM_SECTIONS
 
 
 def test_the_number_of_steps_is_the_jobs() -> None:

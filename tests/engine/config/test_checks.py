@@ -8,7 +8,7 @@ import pytest
 
 from rayzero.engine.config import EngineConfig, parse_config
 from rayzero.engine.config.checks import CONFLICTS
-from rayzero.engine.config.key_table import KEYS
+from rayzero.engine.config.model import KEYS
 from rayzero.engine.config.parse import parse_with_provenance
 from rayzero.engine.config.precision import Bf16Config, Fp16Config
 from rayzero.engine.errors import ConfigError

@@ -18,8 +18,8 @@ from rayzero.engine.config.explain import (
     key_infos,
     log_explanation,
 )
-from rayzero.engine.config.key_table import KEYS
 from rayzero.engine.config.keys import IMPLEMENTED, NO_OP, REFUSED
+from rayzero.engine.config.model import KEYS
 from rayzero.engine.config.normalize import OLD_NAMES, get_path
 from rayzero.engine.config.parse import parse_with_provenance
 from tests.engine.config.model import leaves

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rayzero.engine.config import parse_config
-from rayzero.engine.config.checks import get_field
+from rayzero.engine.config.normalize import get_path
 from rayzero.engine.errors import ConfigError
 
 BUCKET = "zero_optimization.reduce_bucket_size"
@@ -18,7 +18,7 @@ def read(path: str, value: Any) -> Any:
     document: Any = value
     for part in reversed(path.split(".")):
         document = {part: document}
-    return get_field(parse_config(document), path)
+    return get_path(parse_config(document).model_dump(), path)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_a_parsed_config_is_taken_as_it_is() -> None:
         (
             "rayzero.zebra",
             2,
-            r"rayzero\.zebra: unknown key; known keys here: .*gather_buffers, .*, unshard_modules",
+            r"rayzero\.zebra: unknown key; known keys: .*gather_buffers, .*, unshard_modules",
         ),
     ],
 )

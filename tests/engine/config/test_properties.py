@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from rayzero.engine.config import parse_config, read_config
 from rayzero.engine.config.fields import DTYPE_ALIASES
-from rayzero.engine.config.key_table import FREE_FORM_SECTIONS, KEYS
 from rayzero.engine.config.keys import REFUSED
+from rayzero.engine.config.model import FREE_FORM_SECTIONS, KEYS
 from rayzero.engine.config.optimizers import OPTIMIZERS
 from rayzero.engine.config.schedules import SCHEDULES
 from rayzero.engine.errors import ConfigError

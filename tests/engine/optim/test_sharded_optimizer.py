@@ -197,7 +197,6 @@ def test_lr_is_the_first_groups() -> None:
         ("AdamW", {"betas": [0.9]}, r"optimizer\.params\.betas\.1: "),
         ("AdamW", {"betas": [0.9, 1.0]}, r"optimizer\.params\.betas\.1: .*less than 1"),
         ("AdamW", {"foreach": True, "fused": True}, "params for AdamW: .*fused"),
-        ("AdamW", {"max_grad_norm": 1.0}, r"max_grad_norm: refused: .*gradient_clipping"),
         ("AdamW", {"fp32_optimizer_states": False}, r"fp32_optimizer_states: refused"),
         ("SGD", {"nesterov": True}, "params for SGD: Nesterov"),
         ("Lamb", {"amsgrad": True}, r"params\.amsgrad: refused"),
