@@ -99,13 +99,13 @@ def top(
     Exit code 0: the job has ended, in whatever state. 1: the job did not respond. 2: no such job or
     address. 130: interrupted by Ctrl-C.
     """
-    from rayzero.orchestrator.top.follow import follow_job, show_snapshot
+    from rayzero.orchestrator.top.follow import follow_job
     from rayzero.orchestrator.top.source import is_url
 
     if address is not None and address.startswith(DASHBOARD_SCHEMES) and not is_url(job):
         return _watch_remotely(job, address, once, as_json)
     with _open_source(job, address) as source:
-        (show_snapshot if once else follow_job)(source, as_json)
+        follow_job(source, as_json, once)
     return 0
 
 

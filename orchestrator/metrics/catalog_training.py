@@ -65,7 +65,11 @@ TRAINING_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
             "When this run began.",
             lambda job: job.started.unix_s,
         ),
-        gauge("rayzero_world_size", "Ranks of the newest generation.", lambda job: job.world_size),
+        gauge(
+            "rayzero_world_size",
+            "Ranks of the newest generation.",
+            lambda job: job.ranks.world_size,
+        ),
         gauge(
             "rayzero_generation",
             "Number of the newest generation (process group).",
@@ -135,13 +139,13 @@ TRAINING_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         gauge(
             "rayzero_user_value",
             "Last value that the training function passed to `ctx.report`, the mean over ranks.",
-            lambda job: dict(sorted(job.user_metrics.values.items())),
+            lambda job: dict(sorted(job.steps.user_values.items())),
             "name",
         ),
         counter(
             "rayzero_user_metrics_dropped_total",
             "Values that are not exported because there are too many names.",
-            lambda job: job.user_metrics.dropped,
+            lambda job: job.steps.user_values_dropped,
         ),
     ),
     "Speed": (

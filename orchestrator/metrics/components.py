@@ -24,9 +24,11 @@ _RecoveryHistogram = partial(Histogram, RECOVERY_BUCKETS_S)
 
 @dataclass
 class FaultMetrics:
-    """Args:
-    budget: of hardware faults.
-    adopted_at_step: the last step of an adopted run, until the first step after its adoption.
+    """Faults and recoveries.
+
+    Args:
+        budget: of hardware faults.
+        adopted_at_step: the last step of an adopted run, until the first step after its adoption.
     """
 
     budget: FaultBudget
@@ -66,10 +68,11 @@ class FaultMetrics:
 
 @dataclass
 class CheckpointMetrics:
-    """Args:
-    enabled: the job writes checkpoints while it trains.
-    first_step_unix_s: when this run's first step finished; None before.
-    step, at_unix_s: of the newest checkpoint; None without one.
+    """Checkpoints of this run; `step` and `at_unix_s` are those of the newest, None without one.
+
+    Args:
+        enabled: the job writes checkpoints while it trains.
+        first_step_unix_s: when this run's first step finished; None before.
     """
 
     enabled: bool = False
@@ -135,10 +138,8 @@ class ReplicaLevel:
 
 @dataclass
 class ReplicaMetrics:
-    """Args:
-    own_node: in the vaults of the ranks' own nodes, which outlive a worker.
-    other_nodes: in the vaults of other nodes, which outlive a node.
-    """
+    """Replicas in the vaults of the ranks' own nodes, which outlive a worker, and in those of other
+    nodes, which outlive a node."""
 
     own_node: ReplicaLevel = field(default_factory=ReplicaLevel)
     other_nodes: ReplicaLevel = field(default_factory=ReplicaLevel)

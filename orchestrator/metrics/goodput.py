@@ -62,7 +62,11 @@ PHASE_CATEGORY = {
 }
 """Categories of the phases in `Repaired.seconds`."""
 
-_RECONFIGURING_STATES = (State.RECOVERING, State.RESIZING)
+_UNFINISHED_CATEGORY = {
+    State.RECOVERING: TimeCategory.INTERRUPTED,
+    State.RESIZING: TimeCategory.RESIZING,
+}
+"""Categories of a reconfiguration that does not finish."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,8 @@ class TimeAccounting:
         for category in TimeCategory:
             self._booked_ns[category] = max(0, _to_ns(seconds.get(category, 0.0)))
         booked_ns = sum(self._booked_ns.values())
-        self._start_ns = self._now_ns - max(
-            booked_ns, _to_ns(ago_s)
-        )  # clocks may have been adjusted
+        ago_ns = max(booked_ns, _to_ns(ago_s))  # clocks may have been adjusted
+        self._start_ns = self._now_ns - ago_ns
         self._booked_ns[TimeCategory.ADOPTION] += self._now_ns - self._start_ns - booked_ns
         self._best_step = best_step or None
 
@@ -127,16 +130,14 @@ class TimeAccounting:
             return
         self._advance(now_s)
         before, self._state = self._state, state
-        if state in _RECONFIGURING_STATES:
+        if state in _UNFINISHED_CATEGORY:
             # A fault during a resize turns it into a recovery.
             if self._reconfiguration is not State.RECOVERING:
                 self._reconfiguration = state
-        elif state is State.STOPPING:
-            if self._reconfiguration is not None:
-                self._book_all(self._unfinished_category)
         elif state.is_final:
             self._book_all(self._final_category(before, state))
-        if state is State.STOPPING or state.is_final:
+        elif state is State.STOPPING and self._reconfiguration is not None:
+            self._book_all(_UNFINISHED_CATEGORY[self._reconfiguration])
             self._reconfiguration = None
 
     def on_step(
@@ -191,7 +192,6 @@ class TimeAccounting:
         self._reconfiguration = None
 
     def breakdown_at(self, now_s: float) -> TimeBreakdown:
-        """The attribution at `now_s`."""
         since_ns = 0 if self._state.is_final else max(0, _to_ns(now_s) - self._now_ns)
         booked_ns, unattributed_ns, wall_ns = self.totals_ns()
         return TimeBreakdown(
@@ -204,25 +204,15 @@ class TimeAccounting:
         """(by category, unattributed, wall time), up to the last event."""
         return dict(self._booked_ns), self._unattributed_ns, self._now_ns - self._start_ns
 
-    @property
-    def _unfinished_category(self) -> TimeCategory:
-        """The category of a reconfiguration that did not finish."""
-        return (
-            TimeCategory.RESIZING
-            if self._reconfiguration is State.RESIZING
-            else TimeCategory.INTERRUPTED
-        )
-
     def _final_category(self, before: State, final: State) -> TimeCategory:
         """The category of the time between the last event and the job's end."""
         if before is State.STOPPING:
             return TimeCategory.STOPPING
-        if self._reconfiguration is not None:
-            is_success = final is State.SUCCEEDED
-            return TimeCategory.FINISHING if is_success else self._unfinished_category
-        if before is not State.RUNNING:
+        if self._reconfiguration is None and before is not State.RUNNING:
             return TimeCategory.STARTING
-        return TimeCategory.FINISHING if final is State.SUCCEEDED else TimeCategory.INTERRUPTED
+        if final is State.SUCCEEDED:
+            return TimeCategory.FINISHING
+        return _UNFINISHED_CATEGORY[self._reconfiguration or State.RECOVERING]
 
     def _advance(self, now_s: float) -> None:
         if self._state.is_final:

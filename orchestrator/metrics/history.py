@@ -88,7 +88,7 @@ class DisplayHistory:
 
     def restore(self, past: RunHistory) -> None:
         """Adds the entries of a run's journal, which has no losses."""
-        for fault in past.faults[-MAX_HISTORY_ENTRIES:]:
+        for fault in past.faults:
             entry = (fault.at_s, str(fault.cause), fault.rank, fault.step, describe_fault(fault))
             self.faults.append(_fault_entry(*entry))
         self.generations.extend(_parse_entries(past, "moved", _generation_entry))

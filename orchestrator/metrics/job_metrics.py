@@ -65,40 +65,21 @@ def user_gauges(gauges: Mapping[str, float]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-@dataclass
-class UserMetrics:
-    """Values that the training function reports.
-
-    Args:
-        values: the last one under each name; a step need not report every name.
-        dropped: number of values under names beyond the first `MAX_USER_METRICS`.
-    """
-
-    values: dict[str, float] = field(default_factory=dict)
-    dropped: int = 0
-
-    def add(self, gauges: Mapping[str, float]) -> None:
-        for name, value in user_gauges(gauges):
-            if name in self.values or len(self.values) < MAX_USER_METRICS:
-                self.values[name] = value
-            else:
-                self.dropped += 1
-
-
 JOURNALED_TOTALS = ("done", "tokens", "samples", "skipped", "nonfinite")
-"""Totals that continue when another controller adopts the run."""
+"""The fields of `StepTotals` that continue when another controller adopts the run."""
 
 
 @dataclass
 class StepTotals:
-    """Totals of this run, of which the journal stores `JOURNALED_TOTALS`: recomputed steps count
-    again. A step that finished but was never
+    """Totals of this run, in which recomputed steps count again. A step that finished but was never
     reported, because no rank survived, counts like the next one.
 
     Args:
         step: the last finished step.
         last_record: None before the first step.
         smoothed_step_s: recent duration of a step.
+        user_values: the last value under each name; a step need not report every name.
+        user_values_dropped: under names beyond the first `MAX_USER_METRICS`.
     """
 
     step: int = 0
@@ -110,6 +91,8 @@ class StepTotals:
     samples: float = 0.0
     skipped: float = 0.0
     nonfinite: int = 0
+    user_values: dict[str, float] = field(default_factory=dict)
+    user_values_dropped: int = 0
     step_time: Histogram = field(default_factory=_StepHistogram)
     phase_times: dict[str, Histogram] = field(
         default_factory=lambda: {phase: _StepHistogram() for phase in STEP_PHASES}
@@ -136,6 +119,11 @@ class StepTotals:
             if name.startswith(_PHASE_PREFIX):
                 phase = name.removeprefix(_PHASE_PREFIX)
                 self.phase_times.setdefault(phase, _StepHistogram()).add(seconds)
+        for name, value in user_gauges(gauges):
+            if name in self.user_values or len(self.user_values) < MAX_USER_METRICS:
+                self.user_values[name] = value
+            else:
+                self.user_values_dropped += 1
 
     def remaining_s(self, target: int | None) -> float | None:
         """Time to the target step at the recent step duration; None if either is unknown."""
@@ -172,11 +160,9 @@ class JobMetrics:
         self.started = self.state_since = now()
         self.state = State.PENDING
         self.generation = 0
-        self.world_size = 0
         self.worker_limits = (spec.workers.min, spec.workers.most)
         self.time_accounting = TimeAccounting(self.started.clock_s)
         self.steps = StepTotals()
-        self.user_metrics = UserMetrics()
         self.ranks = RankMetricsTable()
         self.faults = FaultMetrics(
             FaultBudget(spec.recovery.max_faults, spec.recovery.fault_window_s)
@@ -223,7 +209,7 @@ class JobMetrics:
         self.time_accounting.on_state(event.state, now.clock_s)
         self.state, self.state_since = event.state, now
         self.generation = event.generation
-        self.world_size = event.world_size
+        self.ranks.world_size = event.world_size
         if event.state is State.RUNNING:
             self.history.on_generation(event, now.unix_s)
 
@@ -239,7 +225,6 @@ class JobMetrics:
         if record.loss is not None:
             self.history.on_step(record.step, record.loss, self.steps.step)
         self.steps.add_step(record, now.unix_s)
-        self.user_metrics.add(record.gauges)
         self.checkpoints.on_step(now.unix_s)
         if self.spec.recovery.replicas > 0:
             self.replicas.own_node.mark_pending(now.unix_s)

@@ -57,6 +57,7 @@ class RankMetricsTable:
 
     by_rank: defaultdict[int, RankMetrics] = field(default_factory=lambda: defaultdict(RankMetrics))
     departed_traffic: TrafficTotals = field(default_factory=lambda: defaultdict(float))
+    world_size: int = 0
 
     def start_generation(self, nodes: Sequence[str]) -> None:
         """A generation of these nodes, by rank; ranks that it does not have are removed."""
@@ -68,7 +69,9 @@ class RankMetricsTable:
     def copy(self) -> RankMetricsTable:
         """A copy, in the order of the ranks."""
         rows = {rank: metrics.copy() for rank, metrics in sorted(self.by_rank.items())}
-        return RankMetricsTable(defaultdict(RankMetrics, rows), self.departed_traffic.copy())
+        return RankMetricsTable(
+            defaultdict(RankMetrics, rows), self.departed_traffic.copy(), self.world_size
+        )
 
     def on_report(self, report: StepReport) -> None:
         metrics, gauges = self.by_rank[report.rank], report.gauges

@@ -31,7 +31,7 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
         "state_since_s": metrics.state_since.unix_s,
         "began_s": metrics.started.unix_s,
         "generation": metrics.generation,
-        "world_size": metrics.world_size,
+        "world_size": metrics.ranks.world_size,
         "workers": dict(zip(("min", "max"), metrics.worker_limits, strict=True)),
         "progress": {
             "step": steps.step,

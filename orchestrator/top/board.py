@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.machine import FINAL_STATES, State
 from rayzero.orchestrator.top.format import (
     format_duration,
     format_number,
@@ -33,7 +33,7 @@ _MAX_CHECKPOINTS = 3
 _MAX_RANK_TILES = 128
 """More ranks than this are only counted by phase."""
 
-_STATE_STYLES = {
+_STATE_STYLES: dict[str, str] = {
     State.RUNNING: "black on green",
     State.SUCCEEDED: "black on green",
     State.FAILED: "white on red",
@@ -66,7 +66,7 @@ _CATEGORY_STYLES = {
 
 
 def has_ended(now: Snapshot) -> bool:
-    return now["state"] in {state.value for state in State if state.is_final}
+    return now["state"] in FINAL_STATES
 
 
 def snapshot_line(now: Snapshot) -> str:
@@ -88,22 +88,20 @@ def snapshot_line(now: Snapshot) -> str:
 
 def render_board(now: Snapshot, error: str | None = None) -> RenderableType:
     """Renders the whole board. `error`: why the snapshot is out of date, if it is."""
-    rows: list[RenderableType] = [_header(now, error), _progress_panel(now)]
-    rows.append(Panel(_training_panel(now), title="loss, world size", title_align="left"))
-    rows.append(Panel(_goodput_bar(now["goodput"]), title="goodput", title_align="left"))
-    rows.append(Panel(_rank_tiles(now["ranks"]), title="ranks", title_align="left"))
-    rows.append(Panel(_events_table(now), title="events", title_align="left"))
-    rows.append(
-        Panel(_checkpoints_table(now), title="checkpoints and replicas", title_align="left")
-    )
-    return Group(*rows)
+    panels = {
+        "loss, world size": _training_panel(now),
+        "goodput": _goodput_bar(now["goodput"]),
+        "ranks": _rank_tiles(now["ranks"]),
+        "events": _events_table(now),
+        "checkpoints and replicas": _checkpoints_table(now),
+    }
+    framed = (Panel(panel, title=title, title_align="left") for title, panel in panels.items())
+    return Group(_header(now, error), _progress_panel(now), *framed)
 
 
 def _header(now: Snapshot, error: str | None) -> Text:
     state = printable_text(now["state"])
-    style = next(
-        (style for key, style in _STATE_STYLES.items() if key.value == state), "black on white"
-    )
+    style = _STATE_STYLES.get(state, "black on white")
     stage = "" if now["stage"] is None else f", ZeRO stage {now['stage']}"
     version = f"  rayzero {printable_text(now['version'])}{stage}, generation {now['generation']}"
     head = Text.assemble(

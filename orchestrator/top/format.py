@@ -46,12 +46,15 @@ def format_number(value: float | None, form: str = ".4g") -> str:
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
     """A curve as block characters: each is the mean of its values, blank if unknown."""
-    cells = [_mean_known(cell) for cell in _split_cells(values, width)]
+    columns = min(width, len(values))
+    edges = [len(values) * index // columns for index in range(columns + 1)] if columns else []
+    cells = [_mean_known(values[start:stop]) for start, stop in pairwise(edges)]
     known = [value for value in cells if value is not None]
     if not known:
         return ""
-    low, span = min(known), max(known) - min(known)
-    return "".join(" " if value is None else _block_char(value - low, span) for value in cells)
+    low, span = min(known), (max(known) - min(known)) or 1.0
+    top = len(BLOCKS) - 1
+    return "".join(" " if v is None else BLOCKS[round((v - low) / span * top)] for v in cells)
 
 
 def split_width(values: Sequence[float], width: int) -> list[int]:
@@ -67,16 +70,6 @@ def split_width(values: Sequence[float], width: int) -> list[int]:
     return columns
 
 
-def _split_cells(values: Sequence[float | None], width: int) -> list[Sequence[float | None]]:
-    columns = min(width, len(values))
-    edges = [len(values) * index // columns for index in range(columns + 1)] if columns else []
-    return [values[start:stop] for start, stop in pairwise(edges)]
-
-
 def _mean_known(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def _block_char(above: float, span: float) -> str:
-    return BLOCKS[round(above / span * (len(BLOCKS) - 1)) if span else 0]

@@ -48,11 +48,8 @@ GONE = SnapshotUnavailableError("nothing answers")
 
 def lines(told: Told, clock: Clock) -> list[str]:
     out = StringIO()
-    try:
-        follow._follow_lines(told, lambda now: str(now["state"]), out, clock.now, clock.wait)
-    finally:
-        clock.shown = out.getvalue().split()  # type: ignore[attr-defined]
-    return out.getvalue().split()
+    follow.follow_job(told, True, False, out, clock.now, clock.wait)
+    return [json.loads(line)["state"] for line in out.getvalue().splitlines()]
 
 
 def test_lines_end_with_the_job() -> None:

@@ -22,7 +22,7 @@ def test_snapshots_come_in_any_pieces_among_other_lines() -> None:
     text = OURS + json.dumps(sample()) + "\n" + json.dumps(sample(state="failed")) + "\nerror: x\n"
     for size in (1, 7, 1000, len(text)):
         seen: list[str] = []
-        told = SnapshotParser(lambda now, seen=seen: seen.append(now["state"]), "job 'gpt'")  # type: ignore[misc]
+        told = SnapshotParser(lambda now, _, seen=seen: seen.append(now["state"]), "job 'gpt'")  # type: ignore[misc]
         for at in range(0, len(text), size):
             told.feed(text[at : at + size])
         assert seen == ["running", "failed"]
@@ -30,7 +30,7 @@ def test_snapshots_come_in_any_pieces_among_other_lines() -> None:
 
 
 def test_a_snapshot_of_another_version_is_refused() -> None:
-    told = SnapshotParser(lambda _: None, "job 'gpt'")
+    told = SnapshotParser(lambda *_: None, "job 'gpt'")
     with pytest.raises(ConfigError, match="format 99"):
         told.feed(json.dumps({**sample(), "format": 99}) + "\n")
 
