@@ -6,7 +6,8 @@ in docs/config.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -47,25 +48,6 @@ class Codec(Protocol):
         """The decoded values replace `out`, or are added to it."""
 
 
-def chunk_slices(numel: int, device: torch.device, multiple: int) -> list[slice]:
-    """Ranges to encode one after another: on CPUs such that they fit the cache, otherwise one.
-
-    Args:
-        multiple: the length of every range but the last is a multiple of this.
-    """
-    if device.type != "cpu":
-        return [slice(0, numel)]
-    step = max(1, CODEC_CHUNK_BYTES // 4 // multiple) * multiple
-    return [slice(start, min(start + step, numel)) for start in range(0, numel, step)]
-
-
-def split_into_blocks(values: Tensor, block: int) -> list[Tensor]:
-    """Views of a flat tensor as (blocks, block), and of its remainder as (1, remainder)."""
-    whole = values.numel() // block * block
-    blocks = [values[:whole].view(-1, block)] if whole else []
-    return [*blocks, values[whole:].view(1, -1)] if whole < values.numel() else blocks
-
-
 class BlockScaledCodec:
     """Base of codecs whose payload is one scale (float32) per block, then a few bits per value.
 
@@ -79,13 +61,29 @@ class BlockScaledCodec:
     def is_identity(self, dtype: torch.dtype) -> bool:
         return False
 
-    def _block_count(self, numel: int) -> int:
-        return -(-numel // self._block)
+    def _scale_bytes(self, numel: int) -> int:
+        return 4 * -(-numel // self._block)
 
     def _split_payload(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """The scales, and the values."""
-        at = 4 * self._block_count(numel)
-        return payload[:at].view(torch.float32), payload[at:]
+        start = self._scale_bytes(numel)
+        return payload[:start].view(torch.float32), payload[start:]
+
+    def _blocks(self, values: Tensor, scales: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(range, values in it as one row per block, scales as a column), one after another.
+
+        On CPUs a range fits the cache. A last, shorter block is a range of its own.
+        """
+        numel, block = values.numel(), self._block
+        whole = numel // block * block
+        on_cpu = values.device.type == "cpu"
+        step = max(1, CODEC_CHUNK_BYTES // 4 // block) * block if on_cpu else max(whole, 1)
+        edges = [*range(0, whole, step), whole, numel]
+        for start, stop in pairwise(edges):
+            if start < stop:
+                rows = values[start:stop].view(-1, min(block, stop - start))
+                first = start // block
+                yield slice(start, stop), rows, scales[first : first + len(rows)].unsqueeze(1)
 
 
 class CastCodec:
@@ -124,9 +122,6 @@ class Int8Codec(BlockScaledCodec):
     2016; Wang et al. 2023, "ZeRO++").
 
     Payload: the blocks' scales (float32), then one int8 per value.
-
-    Args:
-        block: values that share a scale.
     """
 
     name = "int8"
@@ -137,43 +132,20 @@ class Int8Codec(BlockScaledCodec):
         super().__init__(block)
 
     def payload_bytes(self, numel: int) -> int:
-        return 4 * self._block_count(numel) + numel
+        return self._scale_bytes(numel) + numel
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
         scales, numbers = self._split_payload(payload, values.numel())
-        for chunk in chunk_slices(values.numel(), values.device, self._block):
-            chunk_scales = scales[self._block_count(chunk.start) : self._block_count(chunk.stop)]
-            at = 0
-            for values_2d, numbers_2d in zip(
-                split_into_blocks(values[chunk], self._block),
-                split_into_blocks(numbers[chunk], self._block),
-                strict=True,
-            ):
-                largest = values_2d.abs().amax(1)
-                scale = chunk_scales[at : at + len(largest)]
-                scale.copy_(largest / INT8_MAX)
-                at += len(largest)
-                # A block of zeros has scale 0 and zero values.
-                factor = scale.where(scale == 0, 1 / scale).unsqueeze(1)
-                numbers_2d.copy_((values_2d * factor).round_().clamp_(-INT8_MAX, INT8_MAX))
+        for span, rows, scale in self._blocks(values, scales):
+            scale.copy_(rows.abs().amax(1, keepdim=True) / INT8_MAX)
+            factor = scale.where(scale == 0, 1 / scale)  # a block of zeros has scale 0
+            rounded = (rows * factor).round_().clamp_(-INT8_MAX, INT8_MAX)
+            numbers[span].view(torch.int8).view_as(rows).copy_(rounded)
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
         scales, numbers = self._split_payload(payload, out.numel())
-        for chunk in chunk_slices(out.numel(), out.device, self._block):
-            chunk_scales = scales[self._block_count(chunk.start) : self._block_count(chunk.stop)]
-            at = 0
-            for out_2d, numbers_2d in zip(
-                split_into_blocks(out[chunk], self._block),
-                split_into_blocks(numbers[chunk], self._block),
-                strict=True,
-            ):
-                scale = chunk_scales[at : at + len(out_2d)].unsqueeze(1)
-                at += len(out_2d)
-                copy_or_add_(out_2d, numbers_2d * scale, add=add)
-
-    def _split_payload(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        scales, numbers = super()._split_payload(payload, numel)
-        return scales, numbers.view(torch.int8)
+        for span, rows, scale in self._blocks(out, scales):
+            copy_or_add_(rows, numbers[span].view(torch.int8).view_as(rows) * scale, add=add)
 
 
 # Eight bytes of 0 or 1, times this, have their bits in the highest byte, the first one lowest.
@@ -185,9 +157,6 @@ class SignCodec(BlockScaledCodec):
     Stochastic Gradient Descent"; Karimireddy et al. 2019, "Error Feedback Fixes SignSGD").
 
     Payload: the blocks' scales (float32), then one bit per value, lowest bit first.
-
-    Args:
-        block: values that share a scale.
     """
 
     name = "sign"
@@ -199,37 +168,21 @@ class SignCodec(BlockScaledCodec):
         self._sign_tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def payload_bytes(self, numel: int) -> int:
-        return 4 * self._block_count(numel) + numel // 8
+        return self._scale_bytes(numel) + numel // 8
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
         scales, packed = self._split_payload(payload, values.numel())
-        for chunk in chunk_slices(values.numel(), values.device, self._block):
-            part = values[chunk]
-            means = [block.abs().mean(1) for block in split_into_blocks(part, self._block)]
-            scales[self._block_count(chunk.start) : self._block_count(chunk.stop)].copy_(
-                torch.cat(means)
-            )
-            bits = (part >= 0).view(torch.int64)
-            packed[_packed_slice(chunk)].copy_(((bits * _PACK_BITS_MULTIPLIER) >> 56) & 255)
+        for span, rows, scale in self._blocks(values, scales):
+            scale.copy_(rows.abs().mean(1, keepdim=True))
+            bits = (values[span] >= 0).view(torch.int64)
+            packed[_packed_slice(span)].copy_(((bits * _PACK_BITS_MULTIPLIER) >> 56) & 255)
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
         scales, packed = self._split_payload(payload, out.numel())
         table = self._sign_table(out.device, out.dtype)
-        for chunk in chunk_slices(out.numel(), out.device, self._block):
-            signs = table[packed[_packed_slice(chunk)].long()].view(-1)
-            chunk_scales = scales[
-                self._block_count(chunk.start) : self._block_count(chunk.stop)
-            ].to(out.dtype)
-            at = 0
-            for out_2d, signs_2d in zip(
-                split_into_blocks(out[chunk], self._block),
-                split_into_blocks(signs, self._block),
-                strict=True,
-            ):
-                copy_or_add_(
-                    out_2d, signs_2d.mul_(chunk_scales[at : at + len(out_2d)].unsqueeze(1)), add=add
-                )
-                at += len(out_2d)
+        for span, rows, scale in self._blocks(out, scales.to(out.dtype)):
+            signs = table[packed[_packed_slice(span)].long()].view_as(rows)
+            copy_or_add_(rows, signs.mul_(scale), add=add)
 
     def _sign_table(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The eight signs of every byte, (256, 8)."""
@@ -241,8 +194,8 @@ class SignCodec(BlockScaledCodec):
         return self._sign_tables[key]
 
 
-def _packed_slice(chunk: slice) -> slice:
-    return slice(chunk.start // 8, chunk.stop // 8)
+def _packed_slice(span: slice) -> slice:
+    return slice(span.start // 8, span.stop // 8)
 
 
 CODECS: Mapping[str, Callable[[int | None], Codec]] = {

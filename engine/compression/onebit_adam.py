@@ -7,8 +7,7 @@ The result is everyone's next momentum; the optimizer gets the gradient that lea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
 
 import torch
 from torch import Tensor
@@ -17,33 +16,40 @@ from rayzero.engine.comm.backend import ChainableWork, ReduceOp
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.codecs import Codec
 from rayzero.engine.compression.gradients import QuantizedReduction
-from rayzero.engine.compression.quantized import QuantizedReduce
 from rayzero.engine.optim.optimizers import OneBitAdam
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
-from rayzero.engine.zero.reducer import UnitGradSpec, UnitResiduals
+from rayzero.engine.zero.reducer import UnitGradSpec
 
 
-@dataclass
-class OptimizerMomenta:
-    """The optimizer's momenta; empty until it has been built.
+class OneBitAdamReduction(QuantizedReduction):
+    """Reduces gradients uncompressed, and once variances are frozen, momenta as signs."""
 
-    Attributes:
-        factor: reduced gradients times this are in units of momenta, which have no loss scale.
-    """
+    def __init__(
+        self, codec: Codec, collectives: Collectives, device: torch.device, *, factor: float
+    ) -> None:
+        super().__init__(codec, collectives, device, feedback=True, factor=factor)
+        self._optimizer: OneBitAdam | None = None
+        self._shards_by_unit: defaultdict[str, list[OptimizerShard]] = defaultdict(list)
 
-    factor: float
-    optimizer: OneBitAdam | None = None
-    shards_by_unit: dict[str, list[OptimizerShard]] = field(default_factory=dict)  # by name
+    def track_optimizer(self, optimizer: ShardedOptimizer) -> None:
+        """Sets the optimizer whose momenta are reduced."""
+        if isinstance(optimizer.torch_optimizer, OneBitAdam):
+            self._optimizer = optimizer.torch_optimizer
+            for shard in optimizer.shards:
+                self._shards_by_unit[shard.unit.name].append(shard)
+
+    def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
+        return OneBitAdamReduce(super().reduce_op(unit), self._collectives, unit, self)
 
     def frozen_momenta(self, unit: UnitGradSpec) -> list[tuple[slice, Tensor, float]]:
         """(range, momentum, beta) of every shard of a unit that is past its warm-up."""
-        if self.optimizer is None:
+        if self._optimizer is None:
             return []
-        betas = [group["betas"][0] for group in self.optimizer.param_groups]
+        betas = [group["betas"][0] for group in self._optimizer.param_groups]
         return [
-            (shard.layout_range, self.optimizer.state[shard.weight]["exp_avg"], betas[shard.group])
-            for shard in self.shards_by_unit.get(unit.name, ())
-            if self.optimizer.is_variance_frozen(shard.weight)
+            (shard.layout_range, self._optimizer.state[shard.weight]["exp_avg"], betas[shard.group])
+            for shard in self._shards_by_unit[unit.name]
+            if self._optimizer.is_variance_frozen(shard.weight)
         ]
 
 
@@ -58,23 +64,24 @@ class OneBitAdamReduce:
 
     def __init__(
         self,
-        quantized: QuantizedReduce,
+        quantized: ReduceOp,
         collectives: Collectives,
         unit: UnitGradSpec,
-        momenta: OptimizerMomenta,
+        reduction: OneBitAdamReduction,
     ) -> None:
         self.rank = collectives.rank
         self.world_size = collectives.world_size
         self._quantized = quantized
         self._collectives = collectives
         self._unit = unit
-        self._momenta = momenta
+        self._reduction = reduction
 
     def all_reduce(self, full: Tensor) -> ChainableWork:
-        momenta = self._momenta.frozen_momenta(self._unit)
+        momenta = self._reduction.frozen_momenta(self._unit)
         if not momenta:
             return self._collectives.all_reduce(full)
-        factor = self._momenta.factor
+        # Reduced gradients times this are in units of momenta, which have no loss scale.
+        factor = self._reduction.residual_factor
         for extent, average, beta in momenta:
             # The ranks' terms sum to the next momentum, before multiplication by the factor.
             part = full[extent].mul_(1.0 - beta)
@@ -91,49 +98,3 @@ class OneBitAdamReduce:
         self, full: Tensor, out: Tensor, *, accumulate: bool = False
     ) -> ChainableWork:
         return self._quantized.reduce_scatter(full, out, accumulate=accumulate)
-
-
-class OneBitAdamReduction:
-    """Reduces gradients uncompressed, and once variances are frozen, momenta as signs."""
-
-    def __init__(
-        self, codec: Codec, collectives: Collectives, device: torch.device, *, factor: float
-    ) -> None:
-        self._collectives = collectives
-        self._momenta = OptimizerMomenta(factor)
-        self._quantized = QuantizedReduction(
-            codec, collectives, device, feedback=True, factor=factor
-        )
-
-    @property
-    def residual_factor(self) -> float:
-        return self._quantized.residual_factor
-
-    @property
-    def residuals(self) -> list[UnitResiduals]:
-        return self._quantized.residuals
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self._quantized.buffer_bytes
-
-    def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ()
-
-    def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
-        quantized = self._quantized.quantized_reduce(unit)
-        return OneBitAdamReduce(quantized, self._collectives, unit, self._momenta)
-
-    def track_optimizer(self, optimizer: ShardedOptimizer) -> None:
-        """Sets the optimizer whose momenta are reduced."""
-        if isinstance(optimizer.torch_optimizer, OneBitAdam):
-            self._momenta.optimizer = optimizer.torch_optimizer
-            for shard in optimizer.shards:
-                self._momenta.shards_by_unit.setdefault(shard.unit.name, []).append(shard)
-
-    def discard_residuals(self) -> None:
-        self._quantized.discard_residuals()
-
-    def rescale(self, ratio: float) -> None:
-        self._quantized.rescale(ratio)
-        self._momenta.factor = self._quantized.residual_factor

@@ -9,7 +9,6 @@ added to its next one. Vectors, and matrices too small to benefit, are sent unco
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,34 +69,28 @@ class PowerSGDReduce:
         self._sequencer = sequencer
         self._layout = layout
         residuals = feedback.local
-        small = [spec for spec in layout.params if not _worthwhile(spec, rank)]
-        large = [spec for spec in layout.params if _worthwhile(spec, rank)]
-        lefts = [spec.shape[0] * rank for spec in large]
-        rights = [spec.numel // spec.shape[0] * rank for spec in large]
         first, second = factor_buffer_numels(layout, rank)
         self._first_buffer = collectives.zeros(first, residuals.dtype, residuals.device)
         self._second_buffer = collectives.zeros(second, residuals.dtype, residuals.device)
-        left, right = (
-            _split_buffer(self._first_buffer, lefts),
-            _split_buffer(self._second_buffer, rights),
-        )
         self.factors: dict[int, MatrixFactors] = {}
-        self._uncompressed: dict[int, Tensor] = {}  # parts of the first buffer
-        offset = sum(lefts)
-        for index, spec in enumerate(layout.params):
-            if spec in small:
-                self._uncompressed[index] = self._first_buffer[offset : offset + spec.numel]
-                offset += spec.numel
+        self._uncompressed: dict[int, Tensor] = {}  # parts of the first buffer, behind the factors
+        left = right = 0
+        specs = sorted(enumerate(layout.params), key=lambda item: not _worthwhile(item[1], rank))
+        for index, spec in specs:
+            if not _worthwhile(spec, rank):
+                self._uncompressed[index] = self._first_buffer[left : left + spec.numel]
+                left += spec.numel
                 continue
-            own_left, own_right = next(left), next(right)
-            self.factors[index] = MatrixFactors(
+            rows, columns = _matrix_shape(spec)
+            self.factors[index] = factors = MatrixFactors(
                 spec.name,
-                residuals[layout.param_range(index)].view(spec.shape[0], -1),
-                own_left.view(-1, rank),
-                own_right.view(-1, rank),
-                torch.empty_like(own_right).view(-1, rank),
+                residuals[layout.param_range(index)].view(rows, columns),
+                self._first_buffer[left : left + rows * rank].view(rows, rank),
+                self._second_buffer[right : right + columns * rank].view(columns, rank),
+                residuals.new_empty(columns, rank),
             )
-            self.factors[index].reset_basis()
+            factors.reset_basis()
+            left, right = left + rows * rank, right + columns * rank
         self._left_factors: dict[int, Tensor] = {}
         self._last_reduce: Work = CompletedWork()
         self._unreleased: list[Work] = []  # all-reduces of the buffers
@@ -110,9 +103,8 @@ class PowerSGDReduce:
     ) -> ChainableWork:
         return self._reduce(full, out, self._layout.shard(self.rank), add=accumulate)
 
-    def reset(self) -> None:
-        """A step was skipped: discards residuals and bases, which may not be finite."""
-        self.feedback.reset()
+    def reset_bases(self) -> None:
+        """A step was skipped: discards bases, which may not be finite."""
         for factors in self.factors.values():
             factors.reset_basis()
 
@@ -173,7 +165,7 @@ class PowerSGDReduce:
 def basis_numel(layout: UnitLayout, rank: int) -> int:
     """Elements of the right factors that are kept for the next reduction."""
     large = [spec for spec in layout.params if _worthwhile(spec, rank)]
-    return sum(spec.numel // spec.shape[0] * rank for spec in large)
+    return sum(_matrix_shape(spec)[1] * rank for spec in large)
 
 
 def factor_buffer_numels(layout: UnitLayout, rank: int) -> tuple[int, int]:
@@ -182,22 +174,14 @@ def factor_buffer_numels(layout: UnitLayout, rank: int) -> tuple[int, int]:
         spec.shape[0] * rank if _worthwhile(spec, rank) else spec.numel for spec in layout.params
     )
     step = ALIGN_NUMEL * layout.world_size
-    first, second = (
-        -(-max(numel, 1) // step) * step for numel in (left, basis_numel(layout, rank))
-    )
-    return first, second
+    right = basis_numel(layout, rank)
+    return -(-max(left, 1) // step) * step, -(-max(right, 1) // step) * step
+
+
+def _matrix_shape(spec: ParamSpec) -> tuple[int, int]:
+    return spec.shape[0], spec.numel // spec.shape[0]
 
 
 def _worthwhile(spec: ParamSpec, rank: int) -> bool:
     """Whether a parameter's factors have fewer elements than the parameter."""
-    if len(spec.shape) < 2:
-        return False
-    rows = spec.shape[0]
-    return (rows + spec.numel // rows) * rank < spec.numel
-
-
-def _split_buffer(buffer: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
-    offset = 0
-    for length in lengths:
-        yield buffer[offset : offset + length]
-        offset += length
+    return len(spec.shape) >= 2 and sum(_matrix_shape(spec)) * rank < spec.numel

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import ChainableWork, CompletedWork, Work, rank_chunk
+from rayzero.engine.comm.backend import ChainableWork, CompletedWork, Work
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.codecs import Codec
 from rayzero.engine.zero.reducer import ErrorFeedback
@@ -143,33 +143,6 @@ class CodecContext:
     buffers: PayloadBuffers
     sequencer: CollectiveSequencer
 
-    @property
-    def ranks(self) -> range:
-        return range(self.collectives.world_size)
-
-    def rank_chunk(self, full: Tensor, rank: int) -> Tensor:
-        return rank_chunk(full, rank, self.collectives.world_size)
-
-    def total_payload_bytes(self, full: Tensor) -> int:
-        """Payload bytes of all parts of `full`, each encoded separately."""
-        ranks = self.collectives.world_size
-        return ranks * self.codec.payload_bytes(full.numel() // ranks)
-
-    def sum_payloads(self, received: Tensor, out: Tensor, *, accumulate: bool) -> None:
-        """Decodes and sums the payloads that all ranks sent for one part."""
-        for rank in self.ranks:
-            self.codec.decode(self.rank_chunk(received, rank), out, add=accumulate or rank > 0)
-
-    def encode(self, values: Tensor, payload: Tensor, residual: Tensor | None) -> None:
-        """Encodes one part. With feedback, `residual` is first added to `values`, then replaced."""
-        if residual is None:
-            self.codec.encode(values, payload)
-            return
-        values.add_(residual)
-        self.codec.encode(values, payload)
-        self.codec.decode(payload, residual, add=False)
-        torch.sub(values, residual, out=residual)
-
 
 class QuantizedReduce:
     """Reduces one unit's gradients in encoded form. See `ReduceOp`; `full` is left undefined.
@@ -186,62 +159,70 @@ class QuantizedReduce:
     ) -> None:
         self.rank = context.collectives.rank
         self.world_size = context.collectives.world_size
-        self._codec_context = context
+        self._context = context
+        self._codec = context.codec
         self._padding = () if context.codec.keeps_zero else tuple(padding)
         self.feedback = feedback
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, accumulate: bool = False
     ) -> ChainableWork:
-        context, exchange = self._codec_context, self._encode_chunks(full)
+        exchange = self._encode_parts(full)
 
         def finish() -> None:
-            context.sum_payloads(exchange.received, out, accumulate=accumulate)
-            self._zero_padding(out, context.collectives.rank * out.numel())
+            self._sum_payloads(exchange.received, out, accumulate=accumulate)
+            self._zero_padding(out, self.rank * out.numel())
             exchange.release_buffers()
 
-        return context.sequencer.start([exchange.all_to_all], finish)
+        return self._context.sequencer.start([exchange.all_to_all], finish)
 
     def all_reduce(self, full: Tensor) -> ChainableWork:
-        context, exchange = self._codec_context, self._encode_chunks(full)
-        rank = context.collectives.rank
-        own, residual = (
-            context.rank_chunk(full, rank),
-            self.feedback.reduced if self.feedback else None,
-        )
+        exchange, parts = self._encode_parts(full), full.view(self.world_size, -1)
+        own, start = parts[self.rank], self.rank * parts.shape[1]
+        residual = self.feedback.reduced if self.feedback else None
 
         def gather() -> Work:
-            context.sum_payloads(exchange.received, own, accumulate=False)
-            self._zero_padding(own, rank * own.numel())
-            context.encode(own, context.rank_chunk(exchange.received, rank), residual)
+            self._sum_payloads(exchange.received, own, accumulate=False)
+            self._zero_padding(own, start)
+            self._encode(own, exchange.received[self.rank], residual)
             if residual is not None:
-                self._zero_padding(residual, rank * own.numel())
+                self._zero_padding(residual, start)
             return exchange.all_gather()
 
         def finish() -> None:
-            for peer in context.ranks:
-                context.codec.decode(
-                    context.rank_chunk(exchange.received, peer),
-                    context.rank_chunk(full, peer),
-                    add=False,
-                )
+            for part, payload in zip(parts, exchange.received, strict=True):
+                self._codec.decode(payload, part, add=False)
             self._zero_padding(full, 0)
             exchange.release_buffers()
 
-        return context.sequencer.start([exchange.all_to_all, gather], finish)
+        return self._context.sequencer.start([exchange.all_to_all, gather], finish)
 
-    def _encode_chunks(self, full: Tensor) -> _PayloadExchange:
-        context = self._codec_context
-        exchange = _PayloadExchange(context, context.total_payload_bytes(full))
-        residuals = self.feedback.local if self.feedback else None
-        for rank in context.ranks:
-            residual = None if residuals is None else context.rank_chunk(residuals, rank)
-            context.encode(
-                context.rank_chunk(full, rank), context.rank_chunk(exchange.sent, rank), residual
-            )
-        if residuals is not None:
-            self._zero_padding(residuals, 0)
+    def _encode_parts(self, full: Tensor) -> _PayloadExchange:
+        parts = full.view(self.world_size, -1)
+        exchange = _PayloadExchange(self._context, self._codec.payload_bytes(parts.shape[1]))
+        if self.feedback is None:
+            for part, payload in zip(parts, exchange.sent, strict=True):
+                self._encode(part, payload, None)
+        else:
+            residuals = self.feedback.local.view_as(parts)
+            for part, payload, residual in zip(parts, exchange.sent, residuals, strict=True):
+                self._encode(part, payload, residual)
+            self._zero_padding(self.feedback.local, 0)
         return exchange
+
+    def _encode(self, values: Tensor, payload: Tensor, residual: Tensor | None) -> None:
+        """Encodes one part. With feedback, `residual` is first added to `values`, then replaced."""
+        if residual is not None:
+            values.add_(residual)
+        self._codec.encode(values, payload)
+        if residual is not None:
+            self._codec.decode(payload, residual, add=False)
+            torch.sub(values, residual, out=residual)
+
+    def _sum_payloads(self, received: Tensor, out: Tensor, *, accumulate: bool) -> None:
+        """Decodes and sums the payloads that all ranks sent for one part, in the order of ranks."""
+        for rank, payload in enumerate(received):
+            self._codec.decode(payload, out, add=accumulate or rank > 0)
 
     def _zero_padding(self, values: Tensor, start: int) -> None:
         """Zeroes the padding in `values`, which begin at `start` of the unit's flat layout."""
@@ -252,26 +233,29 @@ class QuantizedReduce:
 
 
 class _PayloadExchange:
-    """The buffers of one quantized reduction: a part for each rank, sent and received."""
+    """The payloads of one quantized reduction, sent and received: one row for each rank."""
 
-    def __init__(self, context: CodecContext, nbytes: int) -> None:
-        self._codec_context = context
-        self._buffers = context.buffers.acquire(nbytes), context.buffers.acquire(nbytes)
-        self.sent, self.received = (base[:nbytes] for base in self._buffers)
+    def __init__(self, context: CodecContext, row_bytes: int) -> None:
+        self._collectives = context.collectives
+        self._pool = context.buffers
+        nbytes = self._collectives.world_size * row_bytes
+        self._buffers = self._pool.acquire(nbytes), self._pool.acquire(nbytes)
+        self.sent, self.received = (base[:nbytes].view(-1, row_bytes) for base in self._buffers)
         self._scattered: Work = CompletedWork()
         self._gathered: Work = CompletedWork()
 
     def all_to_all(self) -> Work:
-        self._scattered = self._codec_context.collectives.all_to_all(self.sent, self.received)
+        sent, received = self.sent.view(-1), self.received.view(-1)
+        self._scattered = self._collectives.all_to_all(sent, received)
         return self._scattered
 
     def all_gather(self) -> Work:
-        """Gathers the parts of `received`; this rank contributes its own part."""
-        own = self._codec_context.rank_chunk(self.received, self._codec_context.collectives.rank)
-        self._gathered = self._codec_context.collectives.all_gather(self.received, own)
+        """Gathers the rows of `received`; this rank contributes its own row."""
+        own = self.received[self._collectives.rank]
+        self._gathered = self._collectives.all_gather(self.received.view(-1), own)
         return self._gathered
 
     def release_buffers(self) -> None:
         """Called when everything has been decoded."""
         for base, last in zip(self._buffers, (self._scattered, self._gathered), strict=True):
-            self._codec_context.buffers.release(base, last)
+            self._pool.release(base, last)

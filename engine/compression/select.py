@@ -6,13 +6,9 @@ import logging
 from dataclasses import dataclass
 
 from rayzero.engine.compression.codecs import CODECS, Codec, SignCodec
-from rayzero.engine.compression.gradients import (
-    PlainReduction,
-    PowerSGDReduction,
-    QuantizedReduction,
-)
+from rayzero.engine.compression.gradients import PowerSGDReduction, QuantizedReduction
 from rayzero.engine.compression.onebit_adam import OneBitAdamReduction
-from rayzero.engine.compression.weights import HpzGather, PlainGather, QuantizedGather
+from rayzero.engine.compression.weights import HpzGather, QuantizedGather
 from rayzero.engine.config import EngineConfig
 from rayzero.engine.config.sections import CompressionConfig
 from rayzero.engine.errors import ConfigError
@@ -21,9 +17,6 @@ from rayzero.engine.zero.parameters import WeightGather
 from rayzero.engine.zero.reducer import GradReduction
 
 log = logging.getLogger("rayzero.engine")
-
-
-GRADIENTS_KEY = "rayzero.compression.gradients"
 
 
 @dataclass(frozen=True)
@@ -49,21 +42,19 @@ def resolve_compression(config: EngineConfig) -> GradientCompression:
     Raises:
         ConfigError: two keys contradict each other, or the combination is not supported.
     """
-    check_weight_compression(config)
+    _check_weight_compression(config)
     name, section = _gradient_codec_name(config), config.rayzero.compression
     if config.optimizer is not None and config.optimizer.type == "OneBitAdam":
         _check_onebit_adam(config, name)
-        return GradientCompression(
-            SignCodec(section.block_size or 128), feedback=True, one_bit=True
-        )
+        codec: Codec = SignCodec(section.block_size or 128)
+        return GradientCompression(codec, feedback=True, one_bit=True)
     if name == "none":
         return GradientCompression()
     if name == "lowrank":
         return GradientCompression(rank=section.rank, feedback=True)
-    codec = CODECS[name](section.block_size)
-    feedback = (
-        codec.needs_error_feedback if section.error_feedback is None else section.error_feedback
-    )
+    codec, feedback = CODECS[name](section.block_size), section.error_feedback
+    if feedback is None:
+        feedback = codec.needs_error_feedback
     if codec.needs_error_feedback and not feedback:
         raise ConfigError(
             f"rayzero.compression: error_feedback is false with {name!r}, which does not converge "
@@ -84,17 +75,16 @@ def make_grad_reduction(
     Raises:
         ConfigError: as `resolve_compression`.
     """
-    asked, collectives, device = resolve_compression(config), context.collectives, context.device
+    chosen, collectives, device = resolve_compression(config), context.collectives, context.device
     factor /= context.precision.scaler.value
-    if asked.rank:
-        return PowerSGDReduction(asked.rank, collectives, device, factor=factor)
-    if asked.codec is None:
-        return PlainReduction(collectives)
-    if asked.one_bit:
-        return OneBitAdamReduction(asked.codec, collectives, device, factor=factor)
-    return QuantizedReduction(
-        asked.codec, collectives, device, feedback=asked.feedback, factor=factor
-    )
+    if chosen.rank:
+        return PowerSGDReduction(chosen.rank, collectives, device, factor=factor)
+    codec = chosen.codec
+    if codec is None:
+        return GradReduction(collectives, factor)
+    if chosen.one_bit:
+        return OneBitAdamReduction(codec, collectives, device, factor=factor)
+    return QuantizedReduction(codec, collectives, device, feedback=chosen.feedback, factor=factor)
 
 
 def make_weight_gather(config: EngineConfig, context: BuildContext) -> WeightGather:
@@ -105,7 +95,7 @@ def make_weight_gather(config: EngineConfig, context: BuildContext) -> WeightGat
     """
     collectives, device = context.collectives, context.device
     zero, section = config.zero_optimization, config.rayzero.compression
-    gather: WeightGather = PlainGather(collectives)
+    gather = WeightGather(collectives)
     if zero.zero_quantized_weights:
         gather = QuantizedGather(weight_codec(section), collectives, device)
     size = hpz_group_size(
@@ -119,48 +109,42 @@ def weight_codec(section: CompressionConfig) -> Codec:
     return CODECS["int8"](section.block_size)
 
 
-def hpz_group_size(asked: int, world_size: int, *, elastic: bool) -> int:
+def hpz_group_size(size: int, world_size: int, *, elastic: bool) -> int:
     """Ranks per secondary partition (ZeRO++ hpZ); 1 for none.
 
     Args:
-        asked: 0 or 1 for none.
+        size: `zero_hpz_partition_size`; 0 or 1 for none.
         elastic: the world size may change, so the next smaller size that divides it is used, with
             a warning.
 
     Raises:
         ConfigError: the size does not divide the world size.
     """
-    allowed = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    if asked <= 1 or asked in allowed:
-        return max(asked, 1)
+    allowed = [divisor for divisor in range(1, world_size + 1) if world_size % divisor == 0]
+    if size <= 1 or size in allowed:
+        return max(size, 1)
     if not elastic:
         raise ConfigError(
-            f"zero_optimization.zero_hpz_partition_size is {asked} on {world_size} ranks",
+            f"zero_optimization.zero_hpz_partition_size is {size} on {world_size} ranks",
             allowed=f"what divides the world size: {', '.join(map(str, allowed))}",
         )
-    used = max(size for size in allowed if size < asked)
+    used = max(divisor for divisor in allowed if divisor < size)
     log.warning(
         "zero_hpz_partition_size %d does not divide the world size %d: %d is used until that "
         "changes",
-        asked,
+        size,
         world_size,
         used,
     )
     return used
 
 
-def check_weight_compression(config: EngineConfig) -> None:
-    """Refuses compression of weights where they are not sharded.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+def _check_weight_compression(config: EngineConfig) -> None:
+    """Refuses compression of weights where they are not sharded."""
     zero = config.zero_optimization
-    asked = {
-        "zero_quantized_weights": zero.zero_quantized_weights,
-        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-    }
-    for key in [key for key, on in asked.items() if on]:
+    set_keys = ["zero_quantized_weights"] * zero.zero_quantized_weights
+    set_keys += ["zero_hpz_partition_size"] * (zero.zero_hpz_partition_size > 1)
+    for key in set_keys:
         if zero.stage != 3:
             raise ConfigError(
                 f"zero_optimization.{key} is set at stage {zero.stage}, where every rank holds all "
@@ -178,16 +162,16 @@ def check_weight_compression(config: EngineConfig) -> None:
 def _gradient_codec_name(config: EngineConfig) -> str:
     """The name of the gradient compression, from whichever key selects it."""
     zero = config.zero_optimization
-    asked = {
-        GRADIENTS_KEY: config.rayzero.compression.gradients,
+    settings = {
+        "rayzero.compression.gradients": config.rayzero.compression.gradients,
         "communication_data_type": config.communication_data_type or "none",
         "zero_optimization.zero_quantized_gradients": (
             "int8" if zero.zero_quantized_gradients else "none"
         ),
     }
-    chosen = {key: value for key, value in asked.items() if value != "none"}
+    chosen = {key: name for key, name in settings.items() if name != "none"}
     if len(set(chosen.values())) > 1:
-        seen = ", ".join(f"{key} is {value}" for key, value in chosen.items())
+        seen = ", ".join(f"{key} is {name}" for key, name in chosen.items())
         raise ConfigError(f"two gradient compressions are set: {seen}", fix="leave one out")
     return next(iter(chosen.values()), "none")
 
@@ -198,7 +182,7 @@ def _check_onebit_adam(config: EngineConfig, name: str) -> None:
     if stage != 0:
         raise ConfigError(
             f"optimizer.type is OneBitAdam at zero_optimization.stage {stage}: each rank "
-            "must hold the momentum of all weights, and here has a shard of it only",
+            "must hold the momentum of all weights, and at this stage holds only its shard",
             allowed="stage 0",
             fix='"rayzero": {"compression": {"gradients": "sign"}} with AdamW, at any stage',
         )

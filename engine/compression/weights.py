@@ -1,7 +1,4 @@
-"""All-gather of sharded weights: uncompressed, quantized, or from a secondary partition (hpZ).
-
-One `WeightGather` per run, chosen in `select`; it makes every unit's `GatherOp`.
-"""
+"""All-gather of sharded weights, quantized or from a secondary partition (hpZ)."""
 
 from __future__ import annotations
 
@@ -15,54 +12,32 @@ from rayzero.engine.compression.quantized import PayloadBuffers
 from rayzero.engine.zero.parameters import ShardedWeights, WeightGather
 
 
-class PlainGather:
-    """Weights are gathered uncompressed."""
-
-    secondary_bytes = 0
-    buffer_bytes = 0
-
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-
-    def gather_op(self, unit: ShardedWeights) -> GatherOp:
-        return self._collectives
-
-    def invalidate(self) -> None:
-        return
-
-
-class QuantizedGather:
+class QuantizedGather(WeightGather):
     """Weights are quantized before they are sent (Wang et al. 2023, "ZeRO++"). Every rank decodes
     all parts, also its own, so that all compute with the same weights; shards stay exact.
     """
 
-    secondary_bytes = 0
-
     def __init__(self, codec: Codec, collectives: Collectives, device: torch.device) -> None:
+        super().__init__(collectives)
         self.rank = collectives.rank
         self.world_size = collectives.world_size
         self._codec = codec
-        self._collectives = collectives
         self._buffers = PayloadBuffers(collectives, device)
 
     def gather_op(self, unit: ShardedWeights) -> GatherOp:
         return self if unit.shard.is_floating_point() else self._collectives
 
-    def invalidate(self) -> None:
-        return
-
     def all_gather(self, full: Tensor, part: Tensor) -> ChainableWork:
         nbytes = self.world_size * self._codec.payload_bytes(part.numel())
         base = self._buffers.acquire(nbytes)
         payload = base[:nbytes]
-        own = rank_chunk(payload, self.rank, self.world_size)
-        self._codec.encode(part, own)
-        pending = self._collectives.all_gather(payload, own)
+        payloads = payload.view(self.world_size, -1)
+        self._codec.encode(part, payloads[self.rank])
+        pending = self._collectives.all_gather(payload, payloads[self.rank])
 
         def decode() -> None:
-            for rank in range(self.world_size):
-                values = rank_chunk(full, rank, self.world_size)
-                self._codec.decode(rank_chunk(payload, rank, self.world_size), values, add=False)
+            for encoded, values in zip(payloads, full.view(self.world_size, -1), strict=True):
+                self._codec.decode(encoded, values, add=False)
             self._buffers.release(base, pending)
 
         return pending.then(decode)
@@ -72,7 +47,7 @@ class QuantizedGather:
         return self._buffers.total_bytes
 
 
-class HpzGather:
+class HpzGather(WeightGather):
     """A secondary partition within every group of consecutive ranks: after an update a unit is
     gathered from all ranks once, and then from the group only ("ZeRO++", hpZ).
 
@@ -84,8 +59,8 @@ class HpzGather:
     def __init__(
         self, inner: WeightGather, collectives: Collectives, size: int, device: torch.device
     ) -> None:
+        super().__init__(collectives)
         self._inner = inner
-        self._collectives = collectives
         self._device = device
         first = collectives.rank // size * size
         self._group_ranks = range(first, first + size)
@@ -102,7 +77,6 @@ class HpzGather:
         return secondary
 
     def invalidate(self) -> None:
-        self._inner.invalidate()
         for unit in self._secondary_shards.values():
             unit.is_current = False
 

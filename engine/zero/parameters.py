@@ -7,8 +7,6 @@ change between forward and backward, because autograd saves views of weights (a 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
@@ -158,11 +156,16 @@ class HostShardedWeights(ShardedWeights):
         return self._shard_gather.new_buffer(numel, self.shard.dtype)
 
 
-class WeightGather(Protocol):
-    """Gathers a run's sharded weights."""
+class WeightGather:
+    """Gathers a run's sharded weights: uncompressed in this class, quantized or from a secondary
+    partition in those of `compression`."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
 
     def gather_op(self, unit: ShardedWeights) -> GatherOp:
         """The operation that gathers a unit."""
+        return self._collectives
 
     def invalidate(self) -> None:
         """Shards were updated: copies of gathered weights are stale."""
@@ -170,7 +173,9 @@ class WeightGather(Protocol):
     @property
     def secondary_bytes(self) -> int:
         """Bytes of secondary shards (hpZ)."""
+        return 0
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the payload buffers."""
+        return 0

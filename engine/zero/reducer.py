@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from rayzero.engine.comm.backend import ReduceOp, Work
+from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.zero.gradients import GradBufferPool, GradStore
@@ -203,8 +203,12 @@ class UnitResiduals:
     feedback: ErrorFeedback
 
 
-class GradReduction(Protocol):
-    """How a run's gradients are communicated: as they are, quantized, or as low-rank factors.
+class GradReduction:
+    """How a run's gradients are communicated: uncompressed in this class, quantized or as low-rank
+    factors in those of `compression`.
+
+    Args:
+        factor: the initial `residual_factor`.
 
     Attributes:
         residuals: of the units with error feedback.
@@ -212,24 +216,32 @@ class GradReduction(Protocol):
             loss scale, and on the world size where gradients are averaged after the reduction.
     """
 
-    @property
-    def residual_factor(self) -> float: ...
-
-    @property
-    def residuals(self) -> Sequence[UnitResiduals]: ...
-
-    def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of training state that is equal on all ranks."""
+    def __init__(self, collectives: Collectives, factor: float) -> None:
+        self.residuals: list[UnitResiduals] = []
+        self.residual_factor = factor
+        self._collectives = collectives
 
     def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
         """The operation that reduces a unit's gradients. Called once per unit."""
+        return self._collectives
+
+    def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of training state that is equal on all ranks."""
+        yield from ()
 
     def discard_residuals(self) -> None:
         """A step was skipped: its gradient must not be applied later."""
+        for unit in self.residuals:
+            unit.feedback.reset()
 
     def rescale(self, ratio: float) -> None:
-        """The loss scale, and so all later gradients, have been multiplied by `ratio`."""
+        """The loss scale, and so all later gradients, have been multiplied by `ratio`: a power of
+        two, so that nothing is rounded."""
+        for unit in self.residuals:
+            unit.feedback.scale(ratio)
+        self.residual_factor /= ratio
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the payload buffers."""
+        return 0
