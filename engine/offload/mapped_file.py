@@ -43,10 +43,6 @@ class MappedFile:
         self._size_bytes = 0
         self._offsets: dict[int, int] = {}  # in bytes, by the address of the storage
 
-    @property
-    def total_bytes(self) -> int:
-        return self._size_bytes
-
     def new_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A mapped flat tensor of zeros. Its disk space is allocated at once.
 
@@ -66,20 +62,16 @@ class MappedFile:
         self._size_bytes += size
         return tensor
 
-    def offset_of(self, tensor: Tensor) -> int | None:
-        """A tensor's offset in bytes; None if it is not in the file."""
-        start = self._offsets.get(tensor.untyped_storage().data_ptr())
-        if start is None:
-            return None
-        return start + int(tensor.storage_offset()) * tensor.element_size()
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._offsets
 
-    def read(self, offset: int, into: Tensor) -> None:
-        """Fills a contiguous tensor in host memory.
+    def read(self, stored: Tensor, into: Tensor) -> None:
+        """Copies a tensor in the file to a contiguous tensor in host memory.
 
         Raises:
             EngineError: the disk failed.
         """
-        remaining = _as_bytes(into)
+        remaining, offset = _as_bytes(into), self._offset_of(stored)
         while remaining.nbytes:
             try:
                 count = os.preadv(self._file.fileno(), [remaining], offset)
@@ -89,13 +81,13 @@ class MappedFile:
                 raise self._io_error(f"the file ends at {offset} of {self._size_bytes} bytes", None)
             remaining, offset = remaining[count:], offset + count
 
-    def write(self, offset: int, source: Tensor) -> None:
-        """Writes a contiguous tensor in host memory.
+    def write(self, stored: Tensor, source: Tensor) -> None:
+        """Copies a contiguous tensor in host memory to a tensor in the file.
 
         Raises:
             EngineError: the disk is full, or failed.
         """
-        remaining = _as_bytes(source)
+        remaining, offset = _as_bytes(source), self._offset_of(stored)
         while remaining.nbytes:
             try:
                 count = os.pwritev(self._file.fileno(), [remaining], offset)
@@ -106,6 +98,11 @@ class MappedFile:
     def close(self) -> None:
         """Closes the descriptor. The disk space is freed with the last tensor in it."""
         self._file.close()
+
+    def _offset_of(self, stored: Tensor) -> int:
+        """In bytes."""
+        start = self._offsets[stored.untyped_storage().data_ptr()]
+        return start + int(stored.storage_offset()) * stored.element_size()
 
     def _io_error(self, what: str, error: OSError | None) -> EngineError:
         reason = f": {error.strerror}" if error is not None else ""

@@ -32,18 +32,27 @@ _IO_THREADS = 2  # a read and a write side by side
 
 
 @dataclass
+class _Attached:
+    """A weight (key empty) or one tensor of its state, in the file and in a buffer."""
+
+    weight: Tensor
+    key: str
+    stored: Tensor
+    buffered: Tensor
+
+
+@dataclass
 class _ChunkBuffer:
     """Memory for one chunk: a flat tensor for each kind of state.
 
     Attributes:
         pending_io: the read or write that uses it.
-        attached: its content as (weight, key, tensor in the file, part of the buffer); key None is
-            the weight itself.
+        attached: its content.
     """
 
-    memory: dict[tuple[str | None, torch.dtype], Tensor] = field(default_factory=dict)
+    memory: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
     pending_io: Future[None] | None = None
-    attached: list[tuple[Tensor, str | None, Tensor, Tensor]] = field(default_factory=list)
+    attached: list[_Attached] = field(default_factory=list)
 
     def wait(self) -> None:
         """Returns when the read or write is over.
@@ -62,15 +71,33 @@ class _ChunkBuffer:
                 fix="zero_optimization.offload_optimizer.nvme_path",
             ) from None
 
-    def chunk_slice(self, key: str | None, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        return self.memory[key, dtype][start:stop]
+    def attach(self, state: OptimizerStateMap) -> None:
+        """Points the optimizer's tensors to the buffer."""
+        for entry in self.attached:
+            if entry.key:
+                state[entry.weight][entry.key] = entry.buffered
+            else:
+                entry.weight.data = entry.buffered
+
+    def detach(self, state: OptimizerStateMap) -> list[tuple[Tensor, Tensor]]:
+        """Points the optimizer's tensors to the file again; returns what must be written, as
+        (tensor in the file, values)."""
+        writes = []
+        for entry in self.attached:
+            if entry.key:
+                writes.append((entry.stored, state[entry.weight][entry.key]))
+                state[entry.weight][entry.key] = entry.stored
+            else:
+                writes.append((entry.stored, entry.weight.detach()))
+                entry.weight.data = entry.stored
+        self.attached.clear()
+        return writes
 
 
 class NvmeStore(HostStore):
     """State in a file, gradients in host memory.
 
     Args:
-        weights: the memory of the model weights.
         folder: the file is created there.
         buffers: chunks in memory at a time.
         chunk_numel: the most elements of a chunk.
@@ -82,12 +109,13 @@ class NvmeStore(HostStore):
         self,
         precision: Precision,
         transfer: HostTransfer,
-        weights: MemoryKind,
         folder: Path,
         buffers: int,
         chunk_numel: int,
+        *,
+        separate_memory: bool,
     ) -> None:
-        super().__init__(precision, transfer, weights)
+        super().__init__(precision, transfer, separate_memory=separate_memory)
         self.chunk_numel = chunk_numel
         self._file = MappedFile(folder)
         self._buffers = [_ChunkBuffer() for _ in range(buffers)]
@@ -104,7 +132,7 @@ class NvmeStore(HostStore):
         if main is model_weights and not self._separate_memory:  # they are in host memory
             return main
         stored = self._file.new_tensor(main.numel(), main.dtype)
-        self._write([(stored, main.cpu())])
+        self._file.write(stored, main.cpu())
         return stored
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -122,10 +150,10 @@ class NvmeStore(HostStore):
                     started += 1
                 buffer = self._buffer_for(index)
                 buffer.wait()
-                _attach(buffer, state)
+                buffer.attach(state)
                 yield index
                 current = [weight.detach() for weight in chunk.weights]
-                writes, new_state = _detach(buffer, state), self._spill_new_state(chunk, state)
+                writes, new_state = buffer.detach(state), self._spill_new_state(chunk, state)
                 self._send_updated(chunk, current)
                 buffer.pending_io = self._io_pool.submit(self._write, writes + new_state)
                 if new_state:  # its first update
@@ -151,21 +179,15 @@ class NvmeStore(HostStore):
         buffer.attached.clear()
         for weight in chunk.weights:
             start, stop = stop, stop + weight.numel()
-            stored: dict[str | None, Tensor] = {None: weight.detach()}
-            stored |= {
-                key: value
-                for key, value in state.get(weight, {}).items()
-                if _is_per_element(value, weight)
-            }
-            for key, value in stored.items():
-                if self._file.offset_of(value) is not None:
-                    memory_key = key, value.dtype
-                    if memory_key not in buffer.memory:
-                        memory = self._transfer.host_zeros(max_numel, value.dtype)
-                        buffer.memory[memory_key] = memory
-                    part = buffer.chunk_slice(key, value.dtype, start, stop)
-                    buffer.attached.append((weight, key, value, part))
-        reads = [(stored_value, part) for _, _, stored_value, part in buffer.attached]
+            values = {"": weight.detach()} | _per_element_state(weight, state)
+            for key, stored in values.items():
+                if stored in self._file:
+                    kind = key, stored.dtype
+                    if kind not in buffer.memory:
+                        buffer.memory[kind] = self._transfer.host_zeros(max_numel, stored.dtype)
+                    part = buffer.memory[kind][start:stop]
+                    buffer.attached.append(_Attached(weight, key, stored, part))
+        reads = [(entry.stored, entry.buffered) for entry in buffer.attached]
         buffer.pending_io = self._io_pool.submit(self._read, reads)
 
     def _spill_new_state(
@@ -174,8 +196,8 @@ class NvmeStore(HostStore):
         """Allocates file space for state that the optimizer has created in memory."""
         writes = []
         for weight in chunk.weights:
-            for key, value in list(state.get(weight, {}).items()):
-                if _is_per_element(value, weight) and self._file.offset_of(value) is None:
+            for key, value in _per_element_state(weight, state).items():
+                if value not in self._file:
                     stored = self._file.new_tensor(value.numel(), value.dtype)
                     state[weight][key] = stored
                     writes.append((stored, value))
@@ -189,24 +211,18 @@ class NvmeStore(HostStore):
                 buffer.wait()
             except EngineError as error:
                 failure = failure or error
-            _detach(buffer, state)
+            buffer.detach(state)
         self._transfer.wait_h2d()
         if failure is not None:
             raise failure
 
     def _read(self, reads: Sequence[tuple[Tensor, Tensor]]) -> None:
         for stored, part in reads:
-            self._file.read(self._file_offset(stored), part)
+            self._file.read(stored, part)
 
     def _write(self, writes: Sequence[tuple[Tensor, Tensor]]) -> None:
         for stored, value in writes:
-            self._file.write(self._file_offset(stored), value)
-
-    def _file_offset(self, stored: Tensor) -> int:
-        offset = self._file.offset_of(stored)
-        if offset is None:
-            raise RuntimeError("a tensor is not in the file")
-        return offset
+            self._file.write(stored, value)
 
 
 def _trim_heap() -> None:
@@ -220,29 +236,10 @@ def _trim_heap() -> None:
         trim(0)
 
 
-def _attach(buffer: _ChunkBuffer, state: OptimizerStateMap) -> None:
-    """Points the optimizer's tensors to the buffer."""
-    for weight, key, _, part in buffer.attached:
-        if key is None:
-            weight.data = part
-        else:
-            state[weight][key] = part
-
-
-def _detach(buffer: _ChunkBuffer, state: OptimizerStateMap) -> list[tuple[Tensor, Tensor]]:
-    """Points the optimizer's tensors to the file again; returns what must be written."""
-    writes = []
-    for weight, key, stored, _ in buffer.attached:
-        if key is None:
-            writes.append((stored, weight.detach()))
-            weight.data = stored
-        else:
-            writes.append((stored, state[weight][key]))
-            state[weight][key] = stored
-    buffer.attached.clear()
-    return writes
-
-
-def _is_per_element(value: object, weight: Tensor) -> bool:
-    """Whether a value is state with one element per element of the weight."""
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == weight.shape
+def _per_element_state(weight: Tensor, state: OptimizerStateMap) -> dict[str, Tensor]:
+    """A weight's state with one element per element of the weight, by key."""
+    return {
+        key: value
+        for key, value in state.get(weight, {}).items()
+        if isinstance(value, Tensor) and value.ndim > 0 and value.shape == weight.shape
+    }

@@ -14,7 +14,7 @@ from rayzero.engine.layout.flat_layout import ALIGN_NUMEL
 from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.offload.nvme_store import NvmeStore
 from rayzero.engine.offload.stores import DeviceStore, HostStore, StateStore
-from rayzero.engine.offload.transfer import HostShardGather, HostTransfer, MemoryKind, make_transfer
+from rayzero.engine.offload.transfer import HostShardGather, HostTransfer, make_transfer
 from rayzero.engine.precision.policy import Precision
 
 
@@ -78,17 +78,17 @@ def plan_offload(
     Raises:
         ConfigError: no file can be created in `nvme_path`.
     """
-    transfer = make_transfer(device)
-    weights = MemoryKind.DEVICE if config.offload_param.device == "none" else MemoryKind.HOST
-    device_store = DeviceStore(precision, transfer, device, weights)
-    section = config.offload_optimizer
+    transfer, section = make_transfer(device), config.offload_optimizer
+    on_host = transfer.separate_memory and config.offload_param.device != "none"  # model weights
+    on_device = transfer.separate_memory and not on_host
+    device_store = DeviceStore(precision, device, separate_memory=on_host)
     store: StateStore = device_store
     if section.device == "cpu":
-        store = HostStore(precision, transfer, weights)
+        store = HostStore(precision, transfer, separate_memory=on_device)
     elif section.nvme_path is not None and section.device == "nvme":
         folder, numel = Path(section.nvme_path), update_chunk_numel(config)
-        store = NvmeStore(precision, transfer, weights, folder, section.buffer_count, numel)
-    gather = None
-    if transfer.separate_memory and weights is MemoryKind.HOST:
-        gather = HostShardGather(transfer, collectives, device)
+        store = NvmeStore(
+            precision, transfer, folder, section.buffer_count, numel, separate_memory=on_device
+        )
+    gather = HostShardGather(transfer, collectives, device) if on_host else None
     return Offload(transfer, gather, device_store, store, section.ratio)

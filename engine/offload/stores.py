@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,22 +46,29 @@ class UpdateChunk:
         return sum(weight.numel() for weight in self.weights)
 
 
-class StateStore(Protocol):
+class StateStore:
     """Storage that all units with the same placement share.
+
+    Args:
+        device: where optimizer state is stored and updates run.
+        separate_memory: model weights are in other memory than that.
 
     Attributes:
         memory_kind: of main weights and optimizer state.
         grad_transfer: copies reduced gradients to host memory; None if they stay on the device.
         chunk_numel: the most elements of a chunk; None for whole units.
-        staging_bytes: host memory for chunks in flight.
     """
 
     memory_kind: MemoryKind
-    grad_transfer: HostTransfer | None
-    chunk_numel: int | None
+    grad_transfer: HostTransfer | None = None
+    chunk_numel: int | None = None
 
-    @property
-    def staging_bytes(self) -> int: ...
+    def __init__(
+        self, precision: Precision, device: torch.device, *, separate_memory: bool
+    ) -> None:
+        self._precision = precision
+        self._device = device
+        self._separate_memory = separate_memory
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         """The main weights for a range of model weights; may be the same memory.
@@ -69,49 +76,40 @@ class StateStore(Protocol):
         Args:
             original: the values, in the model's own dtype, on the device.
         """
+        raise NotImplementedError
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor of optimizer state in this storage."""
+        return torch.zeros(numel, dtype=dtype, device=self._device)
 
     def update_chunks(
         self, chunks: Sequence[UpdateChunk], state: OptimizerStateMap
     ) -> Iterator[int]:
         """Yields chunk indices; each chunk must be updated before the next is requested. Meanwhile
         its weights and state are in memory."""
+        raise NotImplementedError
 
     def copy_to_model(self, main: Tensor, model_weights: Tensor) -> None:
         """Copies main weights to model weights, unless the update has done so."""
+        raise NotImplementedError
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory for chunks in flight."""
+        return 0
 
     def close(self) -> None:
         """Stops threads and closes files. Idempotent."""
 
 
-class DeviceStore:
+class DeviceStore(StateStore):
     """Device memory, as without offload. Model weights may still be in host memory."""
 
     memory_kind = MemoryKind.DEVICE
-    grad_transfer: HostTransfer | None = None
-    chunk_numel: int | None = None
-    staging_bytes = 0
-
-    def __init__(
-        self,
-        precision: Precision,
-        transfer: HostTransfer,
-        device: torch.device,
-        weights: MemoryKind,
-    ) -> None:
-        self._precision = precision
-        self._device = device
-        # Model weights are in other memory.
-        self._separate_memory = transfer.separate_memory and weights is MemoryKind.HOST
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         main = self._precision.main_weights(original, model_weights)
         return original.clone() if self._separate_memory and main is model_weights else main
-
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self._device)
 
     def update_chunks(
         self, chunks: Sequence[UpdateChunk], state: OptimizerStateMap
@@ -124,38 +122,26 @@ class DeviceStore:
         else:
             self._precision.copy_to_model(main, model_weights)
 
-    def close(self) -> None:
-        return
 
-
-class HostStore:
+class HostStore(StateStore):
     """Host memory: pinned if a GPU reads it."""
 
     memory_kind = MemoryKind.HOST
-    chunk_numel: int | None = None
 
-    def __init__(self, precision: Precision, transfer: HostTransfer, weights: MemoryKind) -> None:
-        self._precision = precision
+    def __init__(
+        self, precision: Precision, transfer: HostTransfer, *, separate_memory: bool
+    ) -> None:
+        super().__init__(precision, torch.device("cpu"), separate_memory=separate_memory)
         self._transfer = transfer
-        # Model weights are in other memory.
-        self._separate_memory = transfer.separate_memory and weights is MemoryKind.DEVICE
         self._sent: set[int] = set()  # by the main weights' identity
         self.grad_transfer = transfer if transfer.separate_memory else None
 
-    @property
-    def staging_bytes(self) -> int:
-        return 0
-
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         main = self._precision.main_weights(original, model_weights)
-        if not self._transfer.separate_memory or (
-            main is model_weights and not self._separate_memory
-        ):
+        in_host_memory = main is model_weights and not self._separate_memory
+        if in_host_memory or not self._transfer.separate_memory:
             return main
         return self._transfer.host_zeros(main.numel(), main.dtype).copy_(main)
-
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype)
 
     def update_chunks(
         self, chunks: Sequence[UpdateChunk], state: OptimizerStateMap
@@ -170,9 +156,6 @@ class HostStore:
         else:
             self._copy_to_model(main, model_weights)
         self._transfer.sync_compute()
-
-    def close(self) -> None:
-        return
 
     def _send_updated(self, chunk: UpdateChunk, weights: Sequence[Tensor]) -> None:
         """Starts to copy an updated chunk to its model weights."""

@@ -1,11 +1,4 @@
-"""Copies between a device and host memory, their streams, and when buffers may be reused.
-
-| class | device | copies |
-|---|---|---|
-| NoTransfer | CPU: computes in host memory | none |
-| CopyingTransfer | CPU, as if its memory were separate (tests, measurements) | synchronous |
-| CudaTransfer | GPU | asynchronous, on side streams, from and to pinned memory |
-"""
+"""Copies between a device and host memory, their streams, and when buffers may be reused."""
 
 from __future__ import annotations
 
@@ -13,7 +6,6 @@ from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,44 +21,47 @@ from rayzero.engine.comm.backend import (
 from rayzero.engine.comm.collectives import Collectives
 
 
-@dataclass(frozen=True)
-class D2HCopy:
-    """A device-to-host copy: `source` replaces `target`, or is added to it.
+class MemoryKind(Enum):
+    """Where a tensor is stored between steps."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class HostTransfer:
+    """Moves flat tensors between one device and host memory. In this class the device is a CPU and
+    every copy is synchronous; `CudaTransfer` is for GPUs.
 
     Attributes:
-        wait_on_side_stream: the copy follows a single collective, whose `wait` may be called at
-            once and on the copy's stream, so that the GPU keeps computing. A compressed reduction
-            runs kernels of its own and must be waited for first.
-    """
-
-    source: Tensor
-    target: Tensor
-    add: bool
-    wait_on_side_stream: bool
-
-
-class HostTransfer(Protocol):
-    """Moves flat tensors between one device and host memory.
-
-    Attributes:
-        separate_memory: host memory is not the device's memory.
+        separate_memory: host memory is not the device's memory. On a CPU it is, except in tests and
+            measurements: then gradients need no copy, and `h2d` only casts.
         staging_bytes: host memory of intermediate copies.
     """
 
-    separate_memory: bool
-
-    @property
-    def staging_bytes(self) -> int: ...
+    def __init__(self, *, separate_memory: bool) -> None:
+        self.separate_memory = separate_memory
+        self.staging_bytes = 0
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros in host memory."""
+        return torch.zeros(numel, dtype=dtype)
 
-    def d2h(self, arrives: ChainableWork, copy: D2HCopy) -> Work:
-        """Copies device to host as soon as `arrives` is complete.
+    def d2h(
+        self, arrives: ChainableWork, source: Tensor, target: Tensor, *, add: bool, early: bool
+    ) -> Work:
+        """Copies device to host as soon as `arrives` is complete: `source` replaces `target`, or is
+        added to it.
 
         Only `wait_d2h` guarantees that the data is in host memory, not the returned work's `wait`.
         After its `release`, kernels that are enqueued may overwrite `source`.
+
+        Args:
+            early: `arrives` is a single collective, whose `wait` may be called at once and on the
+                copy's stream, so that the GPU keeps computing. A compressed reduction runs kernels
+                of its own and must be waited for first.
         """
+        return arrives.then(lambda: copy_or_add_(target, source, add=add))
 
     def wait_d2h(self) -> None:
         """Returns when every copy whose work was waited for is in host memory."""
@@ -74,6 +69,7 @@ class HostTransfer(Protocol):
     def h2d(self, source: Tensor, target: Tensor) -> None:
         """Copies host to device, cast to the target's dtype. `source` may be overwritten only after
         `wait_h2d`; kernels enqueued after `sync_compute` see the target."""
+        target.copy_(source)
 
     def wait_h2d(self) -> None:
         """Returns when the sources of all host-to-device copies may be overwritten."""
@@ -84,40 +80,7 @@ class HostTransfer(Protocol):
     def side_stream(self) -> AbstractContextManager[None]:
         """Copies and collectives launched inside overlap with computation, after what was enqueued
         so far. The collective's own `wait`, or `sync_compute`, waits for their results."""
-
-
-class CopyingTransfer:
-    """A CPU device, as if its memory were separate: every copy is synchronous."""
-
-    separate_memory = True
-    staging_bytes = 0
-
-    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype)
-
-    def d2h(self, arrives: ChainableWork, copy: D2HCopy) -> Work:
-        return arrives.then(lambda: copy_or_add_(copy.target, copy.source, add=copy.add))
-
-    def wait_d2h(self) -> None:
-        return
-
-    def h2d(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source)
-
-    def wait_h2d(self) -> None:
-        return
-
-    def sync_compute(self) -> None:
-        return
-
-    def side_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-
-class NoTransfer(CopyingTransfer):
-    """Host memory is the device's memory: gradients need no copy, and `h2d` only casts."""
-
-    separate_memory = False
 
 
 @dataclass
@@ -129,8 +92,9 @@ class _PendingD2H:
     staging: Tensor | None
 
 
-class CudaTransfer:
-    """A GPU. One stream per direction, so that the two do not queue behind each other.
+class CudaTransfer(HostTransfer):
+    """A GPU, with pinned host memory. One stream per direction, so that the two do not queue behind
+    each other.
 
     Order. A copy starts after what was enqueued on the compute stream before it (`wait_stream`). A
     device-to-host copy also waits, on its own stream, for its collective, so computation continues.
@@ -139,25 +103,28 @@ class CudaTransfer:
     long as the engine, so `record_stream` is not needed.
     """
 
-    separate_memory = True
-
     def __init__(self, device: torch.device) -> None:
+        super().__init__(separate_memory=True)
         self._device = device
         self._d2h_stream = torch.cuda.Stream(device)
         self._h2d_stream = torch.cuda.Stream(device)
         self._pending_d2h: deque[_PendingD2H] = deque()
         self._free_staging: list[Tensor] = []  # pinned, not in use
-        self.staging_bytes = 0
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, pin_memory=True)
 
-    def d2h(self, arrives: ChainableWork, copy: D2HCopy) -> Work:
-        if copy.wait_on_side_stream:
-            return self._start_d2h(arrives, copy)
-        done: list[_CopyWork] = []
-        reduced = arrives.then(lambda: done.append(self._start_d2h(CompletedWork(), copy)))
-        return _DeferredCopyWork(reduced, done)
+    def d2h(
+        self, arrives: ChainableWork, source: Tensor, target: Tensor, *, add: bool, early: bool
+    ) -> Work:
+        if early:
+            return self._start_d2h(arrives, source, target, add=add)
+        copies: list[Work] = []
+
+        def start() -> None:
+            copies.append(self._start_d2h(CompletedWork(), source, target, add=add))
+
+        return _DeferredCopyWork(arrives.then(start), copies)
 
     def wait_d2h(self) -> None:
         while self._pending_d2h:
@@ -178,16 +145,16 @@ class CudaTransfer:
         self._h2d_stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._h2d_stream)
 
-    def _start_d2h(self, arrives: Work, copy: D2HCopy) -> _CopyWork:
-        staging = self._acquire_staging(copy.source) if copy.add else None
-        destination = copy.target if staging is None else staging[: copy.source.numel()]
+    def _start_d2h(self, arrives: Work, source: Tensor, target: Tensor, *, add: bool) -> Work:
+        staging = self._acquire_staging(source) if add else None
+        destination = target if staging is None else staging[: source.numel()]
         self._d2h_stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._d2h_stream):
             arrives.wait()
-            destination.copy_(copy.source, non_blocking=True)
+            destination.copy_(source, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._d2h_stream)
-        self._pending_d2h.append(_PendingD2H(done, copy.target, staging))
+        self._pending_d2h.append(_PendingD2H(done, target, staging))
         return _CopyWork(done, self._device)
 
     def _wait_oldest_d2h(self) -> None:
@@ -226,7 +193,7 @@ class _CopyWork:
 class _DeferredCopyWork:
     """A reduction whose copy to the host starts when the host has waited for it."""
 
-    def __init__(self, reduced: Work, copies: list[_CopyWork]) -> None:
+    def __init__(self, reduced: Work, copies: list[Work]) -> None:
         self._reduced = reduced
         self._copies = copies
 
@@ -241,15 +208,7 @@ class _DeferredCopyWork:
 
 def make_transfer(device: torch.device) -> HostTransfer:
     """The transfer between host memory and a device."""
-    return CudaTransfer(device) if device.type == "cuda" else NoTransfer()
-
-
-class MemoryKind(Enum):
-    """Where a tensor is stored between steps."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
+    return CudaTransfer(device) if device.type == "cuda" else HostTransfer(separate_memory=False)
 
 
 class HostShardGather:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rayzero.engine.comm.backend import ChainableWork, ReduceOp, Work, copy_or_add_, rank_chunk
 from rayzero.engine.layout.flat_layout import UnitLayout
-from rayzero.engine.offload.transfer import D2HCopy, HostTransfer, MemoryKind
+from rayzero.engine.offload.transfer import HostTransfer, MemoryKind
 from rayzero.engine.zero.parameters import param_views
 from rayzero.engine.zero.placement import Collective
 
@@ -219,7 +219,7 @@ class HostPartialGrads(PartialGrads):
     def reduce(self, *, first: bool) -> Work:
         early = self._reduce_op.single_collective
         reduced = self._start_reduce()
-        return self._transfer.d2h(reduced, D2HCopy(self._owned, self.host, False, early))
+        return self._transfer.d2h(reduced, self._owned, self.host, add=False, early=early)
 
     def owned(self) -> Tensor:
         return self.host
@@ -251,8 +251,9 @@ class HostShardedGrads(ShardedGrads):
     def _reduce_scatter(self, full: Tensor, *, first: bool) -> Work:
         op = self._reduce_op
         own = rank_chunk(full, op.rank, op.world_size)
-        copy = D2HCopy(own, self.host, not first, op.single_collective)
-        return self._transfer.d2h(op.reduce_scatter(full, own), copy)
+        reduced = op.reduce_scatter(full, own)
+        early = op.single_collective
+        return self._transfer.d2h(reduced, own, self.host, add=not first, early=early)
 
     def norm_part(self, shard: slice) -> Tensor:
         self._transfer.wait_d2h()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.comm.backend import CompletedWork
-from rayzero.engine.offload.transfer import CudaTransfer, D2HCopy
+from rayzero.engine.offload.transfer import CudaTransfer
 from tests.engine.gpu.training import DEVICE
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ def test_a_fetch_waits_for_what_was_enqueued_before_it(link: CudaTransfer) -> No
     target = link.host_zeros(NUMEL, torch.float32)
     assert target.is_pinned()
     source = late(3.0)
-    link.d2h(CompletedWork(), D2HCopy(source, target, add=False, wait_on_side_stream=True))
+    link.d2h(CompletedWork(), source, target, add=False, early=True)
     link.wait_d2h()
     assert torch.equal(target, torch.full((NUMEL,), 3.0))
 
@@ -44,9 +44,7 @@ def test_a_fetch_waits_for_what_was_enqueued_before_it(link: CudaTransfer) -> No
 def test_a_source_may_be_overwritten_after_its_release(link: CudaTransfer) -> None:
     target = link.host_zeros(1 << 24, torch.float32)  # 64 MiB: takes milliseconds to copy
     source = torch.full((1 << 24,), 1.0, device=DEVICE)
-    fetched = link.d2h(
-        CompletedWork(), D2HCopy(source, target, add=False, wait_on_side_stream=True)
-    )
+    fetched = link.d2h(CompletedWork(), source, target, add=False, early=True)
     fetched.release()
     source.fill_(2.0)
     link.wait_d2h()
@@ -58,10 +56,8 @@ def test_fetches_add_up_in_order(link: CudaTransfer, early: bool) -> None:
     """More of them than there are staging buffers."""
     target = link.host_zeros(NUMEL, torch.float32).fill_(100.0)
     for number in range(1, 6):
-        pending = link.d2h(
-            CompletedWork(),
-            D2HCopy(late(float(number)), target, add=True, wait_on_side_stream=early),
-        )
+        source = late(float(number))
+        pending = link.d2h(CompletedWork(), source, target, add=True, early=early)
         pending.wait()
     link.wait_d2h()
     assert torch.equal(target, torch.full((NUMEL,), 115.0))

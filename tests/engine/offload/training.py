@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rayzero
 from rayzero.engine.offload import plan
-from rayzero.engine.offload.transfer import CopyingTransfer
+from rayzero.engine.offload.transfer import HostTransfer
 from tests.engine import zoo
 
 SAMPLES, CLIP = 12, 0.5
@@ -22,7 +22,7 @@ Outcome = tuple[list[float], dict[str, Tensor]]
 def memory_apart() -> Iterator[None]:
     """A CPU device whose memory is copied from and to, as a GPU's is."""
     original = plan.make_transfer
-    plan.make_transfer = lambda device: CopyingTransfer()
+    plan.make_transfer = lambda device: HostTransfer(separate_memory=True)
     try:
         yield
     finally:

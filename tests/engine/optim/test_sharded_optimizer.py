@@ -14,7 +14,6 @@ from rayzero.engine.config import OptimizerConfig, parse_config
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.flat_layout import ParamSpec, make_layout
 from rayzero.engine.offload.stores import DeviceStore
-from rayzero.engine.offload.transfer import MemoryKind, NoTransfer
 from rayzero.engine.optim.build import optimizer_factory
 from rayzero.engine.optim.param_groups import find_param_groups
 from rayzero.engine.optim.sharded_optimizer import (
@@ -30,7 +29,7 @@ from rayzero.engine.zero.parameters import ReplicatedWeights
 from rayzero.engine.zero.placement import Collective
 from rayzero.engine.zero.unit import Unit
 
-HOME = DeviceStore(Precision(), NoTransfer(), torch.device("cpu"), MemoryKind.DEVICE)
+HOME = DeviceStore(Precision(), torch.device("cpu"), separate_memory=False)
 
 
 def make_runs(*groups: int, dtype: torch.dtype = torch.float32) -> list[OptimizerShard]:

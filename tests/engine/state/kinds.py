@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import rayzero
 from rayzero.engine.offload import plan
-from rayzero.engine.offload.transfer import CopyingTransfer
+from rayzero.engine.offload.transfer import HostTransfer
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME
 from tests.engine.state.blocks import Block
 
@@ -143,7 +143,7 @@ def memory(kind: Kind) -> Iterator[None]:
     """Host memory as the row wants it."""
     found = plan.make_transfer
     if kind.apart:
-        plan.make_transfer = lambda device: CopyingTransfer()
+        plan.make_transfer = lambda device: HostTransfer(separate_memory=True)
     try:
         yield
     finally:
