@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 
 
+class Waitable(Protocol):
+    """Something in flight: a torch work, a message."""
+
+    def wait(self) -> object:
+        """Returns when it is complete."""
+
+
 class Work(Protocol):
     """A collective in flight. Its buffers must not be touched before `wait` has returned.
 
@@ -33,8 +40,7 @@ class ChainableWork(Work, Protocol):
 
 
 class Backend(Protocol):
-    """Moves data between the ranks of one generation. All calls except `broadcast` are
-    asynchronous.
+    """Moves data between the ranks of one generation, asynchronously.
 
     `full` is a flat buffer of world_size equal parts; a rank's own part is `full[rank]` of them.
     """
@@ -76,7 +82,7 @@ class Backend(Protocol):
         All are flat and of one dtype; lengths may differ and be zero. A rank's own is copied.
         """
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Copies the source's `tensor` to every rank, in place."""
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -139,6 +145,25 @@ class CompletedWork:
 
     def release(self) -> None:
         return
+
+
+class AsyncWork:
+    """Torch's works in flight, and a callback for when all are complete. Waits once."""
+
+    def __init__(self, works: Sequence[Waitable], finish: Callable[[], None] | None = None) -> None:
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = ()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def release(self) -> None:
+        self.wait()
 
 
 def rank_chunk(full: Tensor, rank: int, world_size: int) -> Tensor:

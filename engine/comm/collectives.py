@@ -11,15 +11,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import Backend, CompletedWork, Work
+from rayzero.engine.comm.backend import Backend, Work
 from rayzero.engine.errors import CollectiveError, EngineError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -83,67 +85,60 @@ class Collectives:
         Without it a peer could wait for this rank's share of an exchange while this rank waits in
         the script's collective.
         """
-        if self.world_size > 1:
-            self.run_timed("an exchange", self.counters.sequence, self._backend.progress_pending)
+        self.run_timed("an exchange", self.counters.sequence, self._backend.progress_pending)
 
     def all_reduce(self, full: Tensor) -> CollectiveWork:
-        return self._launch("all_reduce", 2 * full.nbytes, lambda: self._backend.all_reduce(full))
+        return self._launch("all_reduce", 2 * full.nbytes, self._backend.all_reduce, full)
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, accumulate: bool = False
     ) -> CollectiveWork:
-        return self._launch(
-            "reduce_scatter",
-            full.nbytes,
-            lambda: self._backend.reduce_scatter(full, out, accumulate=accumulate),
-        )
+        start = self._backend.reduce_scatter
+        return self._launch("reduce_scatter", full.nbytes, start, full, out, accumulate=accumulate)
 
     def all_gather(self, full: Tensor, part: Tensor) -> CollectiveWork:
-        return self._launch("all_gather", full.nbytes, lambda: self._backend.all_gather(full, part))
+        return self._launch("all_gather", full.nbytes, self._backend.all_gather, full, part)
 
     def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> CollectiveWork:
-        return self._launch(
-            "all_gather_in_group",
-            full.nbytes,
-            lambda: self._backend.all_gather_in_group(full, part, members),
-        )
+        start = self._backend.all_gather_in_group
+        return self._launch("all_gather_in_group", full.nbytes, start, full, part, members)
 
     def all_to_all(self, full: Tensor, received: Tensor) -> CollectiveWork:
-        moved = full.nbytes
-        return self._launch("all_to_all", moved, lambda: self._backend.all_to_all(full, received))
+        return self._launch("all_to_all", full.nbytes, self._backend.all_to_all, full, received)
 
     def gather(self, full: Tensor, part: Tensor, target: int = 0) -> CollectiveWork:
         moved = part.nbytes * self.world_size
-        return self._launch("gather", moved, lambda: self._backend.gather(full, part, target))
+        return self._launch("gather", moved, self._backend.gather, full, part, target)
 
     def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> CollectiveWork:
         moved = sum(part.nbytes for part in sent)
-        return self._launch("exchange", moved, lambda: self._backend.all_to_all_v(received, sent))
+        return self._launch("exchange", moved, self._backend.all_to_all_v, received, sent)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        def run() -> Work:
-            self._backend.broadcast(tensor, source)
-            return CompletedWork()
+        """Copies the source's tensor to every rank, and waits for it."""
+        self._launch("broadcast", tensor.nbytes, self._backend.broadcast, tensor, source).wait()
 
-        self._launch("broadcast", tensor.nbytes, run)
+    def all_reduce_scalars(self, scalars: Tensor, name: str = "vote") -> None:
+        """Sums a few numbers over the ranks, in place, and waits for them; counted by `name`."""
+        self._launch(name, scalars.nbytes, self._backend.all_reduce, scalars).wait()
 
-    def all_reduce_scalars(self, scalars: Tensor) -> None:
-        """Sums a few numbers over the ranks, in place, and waits for them."""
-        self._launch("vote", scalars.nbytes, lambda: self._backend.all_reduce(scalars)).wait()
-
-    def all_reduce_now(self, values: Tensor) -> None:
-        """Sums a short vector over the ranks, in place, and waits for it."""
-        self._launch("sums", values.nbytes, lambda: self._backend.all_reduce(values)).wait()
-
-    def _launch(self, name: str, moved_bytes: int, run: Callable[[], Work]) -> CollectiveWork:
+    def _launch(
+        self,
+        name: str,
+        moved_bytes: int,
+        start: Callable[P, Work],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> CollectiveWork:
         self.counters.count(name, moved_bytes)
-        if self.world_size == 1:
-            return CollectiveWork(run(), None, name, 0)
         number = self.counters.sequence
-        return CollectiveWork(self.run_timed(name, number, run), self, name, number)
+        work = self.run_timed(name, number, partial(start, *args, **kwargs))
+        return CollectiveWork(work, self, name, number)
 
     def run_timed(self, name: str, number: int, waits: Callable[[], T]) -> T:
         """Runs something that may wait for other ranks; a failure names the collective."""
+        if self.world_size == 1:
+            return waits()
         start = perf_counter()
         self.wait_observer(number, True)
         try:
@@ -159,17 +154,11 @@ class Collectives:
 
 
 class CollectiveWork:
-    """The work that `Collectives` returns: waits are timed and observed, and callbacks follow.
+    """The work that `Collectives` returns: waits are timed and observed, and callbacks follow."""
 
-    Args:
-        timer: None on a single rank, where nothing waits.
-    """
-
-    def __init__(self, work: Work, timer: Collectives | None, name: str, number: int) -> None:
+    def __init__(self, work: Work, collectives: Collectives, name: str, number: int) -> None:
         self._work = work
-        self._timer = timer
-        self._name = name
-        self._number = number
+        self._run_timed = partial(collectives.run_timed, name, number)
         self._callbacks: list[Callable[[], None]] = []
 
     def then(self, finish: Callable[[], None]) -> CollectiveWork:
@@ -177,46 +166,19 @@ class CollectiveWork:
         return self
 
     def wait(self) -> None:
-        if self._timer is not None:
-            self._timer.run_timed(self._name, self._number, self._work.wait)
-        if self._callbacks:
-            callbacks, self._callbacks = self._callbacks, []
-            for finish in callbacks:
-                finish()
+        self._run_timed(self._work.wait)
+        callbacks, self._callbacks = self._callbacks, []
+        for finish in callbacks:
+            finish()
 
     def release(self) -> None:
         if self._callbacks:
             self.wait()
-        if self._timer is not None:
-            self._timer.run_timed(self._name, self._number, self._work.release)
+        self._run_timed(self._work.release)
 
 
 def _no_observer(number: int, entered: bool) -> None:
     """The default: waits are not observed."""
-
-
-def all_gather_bytes(collectives: Collectives, message: bytes, device: torch.device) -> list[bytes]:
-    """Each rank's message, on every rank. Collective.
-
-    Args:
-        device: one that the group's backend can read from.
-    """
-    ranks = range(collectives.world_size)
-    if len(ranks) == 1:
-        return [message]
-    lengths = torch.zeros(len(ranks), dtype=torch.float64, device=device)
-    lengths[collectives.rank] = len(message)
-    collectives.all_reduce_scalars(lengths)
-    messages = []
-    for rank, length in zip(ranks, lengths.tolist(), strict=True):
-        buffer = torch.zeros(int(length), dtype=torch.uint8)
-        if rank == collectives.rank and message:
-            buffer.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-        buffer = buffer.to(device)
-        if length:
-            collectives.broadcast(buffer, rank)
-        messages.append(buffer.cpu().numpy().tobytes())
-    return messages
 
 
 def run_on_all_ranks(
@@ -227,25 +189,40 @@ def run_on_all_ranks(
     If it fails on one rank it fails on all of them, so that none waits forever.
 
     Args:
+        device: one that the group's backend can read from.
         work: returns a JSON value. It must not call collectives.
 
     Raises:
         Whatever `work` raised here; EngineError with the first failure's text elsewhere.
     """
     failure: Exception | None = None
-    result = None
     try:
-        result = work()
+        outcome = {"result": work()}
     except Exception as error:  # noqa: BLE001  raised below, once the other ranks know
-        failure = error
-    outcome = {"result": result} if failure is None else {"error": str(failure)}
-    answers = [
-        json.loads(message)
-        for message in all_gather_bytes(collectives, json.dumps(outcome).encode(), device)
-    ]
+        failure, outcome = error, {"error": str(error)}
+    messages = _all_gather_bytes(collectives, json.dumps(outcome).encode(), device)
     if failure is not None:
         raise failure
-    for rank, answer in enumerate(answers):
-        if "error" in answer:
-            raise EngineError(f"rank {rank} failed: {answer['error']}")
-    return [answer["result"] for answer in answers]
+    outcomes = [json.loads(message) for message in messages]
+    for rank, other in enumerate(outcomes):
+        if "error" in other:
+            raise EngineError(f"rank {rank} failed: {other['error']}")
+    return [other["result"] for other in outcomes]
+
+
+def _all_gather_bytes(
+    collectives: Collectives, message: bytes, device: torch.device
+) -> list[bytes]:
+    """Each rank's message, which is not empty, on every rank. Collective."""
+    if collectives.world_size == 1:
+        return [message]
+    lengths = torch.zeros(collectives.world_size, dtype=torch.float64, device=device)
+    lengths[collectives.rank] = len(message)
+    collectives.all_reduce_scalars(lengths)
+    messages = []
+    for rank, length in enumerate(lengths.tolist()):
+        own = message if rank == collectives.rank else bytes(int(length))
+        buffer = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+        collectives.broadcast(buffer, rank)
+        messages.append(buffer.cpu().numpy().tobytes())
+    return messages

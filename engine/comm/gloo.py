@@ -3,42 +3,19 @@
 gloo's own reduce_scatter_tensor and all_gather_into_tensor copy through temporaries and take three
 times as long. Here every rank posts all sends and receives at once: the same bytes as a ring, with
 no rank waiting for another's partial sum. Sums have a fixed order, so a result does not depend on
-timing. If all ranks are on one host, buffers are in shared memory and only tokens are sent
-(`shared_memory`).
+timing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayzero.engine.comm.backend import Work, rank_chunk
-from rayzero.engine.comm.gloo_p2p import GroupRef, P2PWork, p2p_channel
-from rayzero.engine.comm.shared_memory import sum_terms, try_shared_memory
-
-
-class _GlooWork:
-    """Messages in flight, and a callback for when all have arrived. Waits once."""
-
-    def __init__(
-        self, works: Sequence[dist.Work | P2PWork], finish: Callable[[], None] | None = None
-    ) -> None:
-        self._works = works
-        self._finish = finish
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = ()
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-
-    def release(self) -> None:
-        self.wait()
+from rayzero.engine.comm.backend import AsyncWork, Work, rank_chunk
+from rayzero.engine.comm.gloo_p2p import P2PWork, p2p_channel
 
 
 class StagingPool:
@@ -66,136 +43,106 @@ class StagingPool:
 
 
 class GlooBackend:
-    """CPU ranks.
+    """CPU ranks, which exchange messages. `group` is a gloo group of two ranks or more."""
 
-    Args:
-        group: a gloo group of two ranks or more.
-        share_memory: exchange through shared memory if all ranks can.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, *, share_memory: bool = True) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._group_ref = GroupRef(group)
+        # The other ranks, nearest first, so that not all ranks start with rank 0.
+        steps = range(1, self.world_size)
+        self.peers = [(self.rank + step) % self.world_size for step in steps]
+        self.channel = p2p_channel(group)
+        self.channel.drain_leftovers()
         self._staging = StagingPool()
-        self._channel = p2p_channel(group)
-        self._channel.drain_leftovers(group)
-        self._shared_memory = try_shared_memory(self, group) if share_memory else None
 
     @property
     def staging_bytes(self) -> int:
         return self._staging.total_bytes
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._shared_memory is not None:
-            return self._shared_memory.segments.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def progress_pending(self) -> None:
-        if self._shared_memory is not None:  # point-to-point messages need no help
-            self._shared_memory.execute_all()
+        return  # messages need no help
 
     def all_reduce(self, full: Tensor) -> Work:
-        if self._shared_memory is not None:
-            if self._shared_memory.segments.locate(full) is not None:
-                return self._shared_memory.all_reduce(full)
-            self._shared_memory.drain()
-        return _GlooWork([dist.all_reduce(full, group=self._group_ref.group, async_op=True)])
+        return AsyncWork([dist.all_reduce(full, group=self.channel.group, async_op=True)])
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Work:
-        if self._shared_memory is not None:
-            return self._shared_memory.reduce_scatter(full, out, accumulate=accumulate)
-        own = self._rank_chunk(full, self.rank)
-        buffers = {peer: self._staging.acquire(own.dtype, own.numel()) for peer in self._peers()}
+        parts = self.chunks(full)
+        own = parts.pop(self.rank)
+        buffers = {peer: self._staging.acquire(own.dtype, own.numel()) for peer in self.peers}
         received = {peer: buffer[: own.numel()] for peer, buffer in buffers.items()}
-        works = self._post_messages(
-            receive=received, send={peer: self._rank_chunk(full, peer) for peer in self._peers()}
-        )
 
         def add_up() -> None:
-            sum_terms(own, [received[peer] for peer in self._peers()], out, accumulate=accumulate)
+            sum_terms(own, list(received.values()), out, accumulate=accumulate)
             for buffer in buffers.values():
                 self._staging.release(buffer)
 
-        return _GlooWork(works, add_up)
+        return AsyncWork(self._post_messages(received, parts), add_up)
 
     def all_gather(self, full: Tensor, part: Tensor) -> Work:
-        if self._shared_memory is not None:
-            return self._shared_memory.all_gather(full, part)
-        own = self._rank_chunk(full, self.rank)
-        if own.data_ptr() != part.data_ptr():
-            own.copy_(part)
-        works = self._post_messages(
-            receive={peer: self._rank_chunk(full, peer) for peer in self._peers()},
-            send=dict.fromkeys(self._peers(), part),
-        )
-        return _GlooWork(works)
+        return self._all_gather(self.chunks(full), part)
 
     def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> Work:
-        if self._shared_memory is not None:
-            return self._shared_memory.all_gather_in_group(full, part, members)
-        parts = dict(zip(members, full.chunk(len(members)), strict=True))
-        parts.pop(self.rank).copy_(part)
-        return _GlooWork(self._post_messages(receive=parts, send=dict.fromkeys(parts, part)))
+        return self._all_gather(dict(zip(members, full.chunk(len(members)), strict=True)), part)
+
+    def _all_gather(self, parts: dict[int, Tensor], part: Tensor) -> Work:
+        """`parts`: where each rank's part goes, this one's too."""
+        copy_unless_same(parts.pop(self.rank), part)
+        return AsyncWork(self._post_messages(parts, dict.fromkeys(parts, part)))
 
     def all_to_all(self, full: Tensor, received: Tensor) -> Work:
-        if self._shared_memory is not None:
-            return self._shared_memory.all_to_all(full, received)
-        self._rank_chunk(received, self.rank).copy_(self._rank_chunk(full, self.rank))
-        return _GlooWork(
-            self._post_messages(
-                receive={peer: self._rank_chunk(received, peer) for peer in self._peers()},
-                send={peer: self._rank_chunk(full, peer) for peer in self._peers()},
-            )
-        )
+        parts, arriving = self.chunks(full), self.chunks(received)
+        arriving.pop(self.rank).copy_(parts.pop(self.rank))
+        return AsyncWork(self._post_messages(arriving, parts))
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
-        self._drain_shared_memory()
         if self.rank != target:
-            return _GlooWork(self._post_messages(receive={}, send={target: part}))
-        self._rank_chunk(full, target).copy_(part)
-        return _GlooWork(
-            self._post_messages(
-                receive={peer: self._rank_chunk(full, peer) for peer in self._peers()}, send={}
-            )
-        )
+            return AsyncWork(self._post_messages({}, {target: part}))
+        parts = self.chunks(full)
+        parts.pop(target).copy_(part)
+        return AsyncWork(self._post_messages(parts, {}))
 
     def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
-        self._drain_shared_memory()
         received[self.rank].copy_(sent[self.rank])
-        return _GlooWork(
+        return AsyncWork(
             self._post_messages(
-                receive={peer: received[peer] for peer in self._peers() if received[peer].numel()},
-                send={peer: sent[peer] for peer in self._peers() if sent[peer].numel()},
+                {peer: received[peer] for peer in self.peers if received[peer].numel()},
+                {peer: sent[peer] for peer in self.peers if sent[peer].numel()},
             )
         )
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        self._drain_shared_memory()
-        dist.broadcast(tensor, group=self._group_ref.group, group_src=source)
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        group = self.channel.group
+        return AsyncWork([dist.broadcast(tensor, group=group, group_src=source, async_op=True)])
 
-    def next_tag(self) -> int:
-        return self._channel.next_tag()
-
-    def send(self, tensor: Tensor, peer: int, tag: int) -> P2PWork:
-        return self._channel.send(self._group_ref.group, tensor, peer, tag)
-
-    def recv(self, tensor: Tensor, peer: int, tag: int) -> P2PWork:
-        return self._channel.recv(self._group_ref.group, tensor, peer, tag)
-
-    def _drain_shared_memory(self) -> None:
-        if self._shared_memory is not None:
-            self._shared_memory.drain()
+    def chunks(self, full: Tensor) -> dict[int, Tensor]:
+        """Each rank's part of `full`; peers in order, then this rank."""
+        ranks = (*self.peers, self.rank)
+        return {rank: rank_chunk(full, rank, self.world_size) for rank in ranks}
 
     def _post_messages(self, receive: dict[int, Tensor], send: dict[int, Tensor]) -> list[P2PWork]:
         """Starts the messages of one collective; receives first, so that no send has to buffer."""
-        tag = self.next_tag()
-        works = [self.recv(tensor, peer, tag) for peer, tensor in receive.items()]
-        return works + [self.send(tensor, peer, tag) for peer, tensor in send.items()]
+        tag = self.channel.next_tag()
+        works = [self.channel.recv(tensor, peer, tag) for peer, tensor in receive.items()]
+        return works + [self.channel.send(tensor, peer, tag) for peer, tensor in send.items()]
 
-    def _peers(self) -> list[int]:
-        """The other ranks, nearest first, so that not all ranks start with rank 0."""
-        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
-    def _rank_chunk(self, full: Tensor, rank: int) -> Tensor:
-        return rank_chunk(full, rank, self.world_size)
+def copy_unless_same(target: Tensor, source: Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+
+
+def sum_terms(own: Tensor, terms: Sequence[Tensor], out: Tensor, *, accumulate: bool) -> None:
+    """Sums this rank's term and the others' into `out`, which may be `own`, in the given order.
+
+    This rank's term is first, so that its memory can hold the running sum.
+    """
+    if accumulate:
+        out.add_(own)
+    else:
+        torch.add(own, terms[0], out=out)
+        terms = terms[1:]
+    for term in terms:
+        out.add_(term)

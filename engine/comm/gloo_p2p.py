@@ -8,9 +8,9 @@ the same group.
 At exit, gloo's threads must end before the interpreter does. A gloo thread frees a collective's
 tensors after its waiters have continued; if it does so while Python is being finalized, the process
 dies by std::terminate (torch 2.13: about one exit in forty on a busy machine). The threads end when
-the last reference to their process group is dropped. `torch.distributed.nn.functional` keeps one in
-the defaults of its functions if it is imported after the group was created, and the first step of
-any torch optimizer imports it.
+the last reference to their process group is dropped, so the engine has weak ones only.
+`torch.distributed.nn.functional` keeps one in the defaults of its functions if it is imported after
+the group was created, and the first step of any torch optimizer imports it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from threading import Thread
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 _TAG_COUNT = 1 << 31  # gloo's are of 31 bits
+_LEFT_GROUP = "this process has left the process group"
 
 
 class P2PWork:
@@ -54,11 +55,20 @@ class P2PChannel:
         in_flight: messages that have not been waited for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = ref(group)
         self.in_flight: set[P2PWork] = set()
         self._tag = 0
         self._sent: Counter[int] = Counter()  # by peer, ever
         self._received: Counter[int] = Counter()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Raises RuntimeError once the group has been destroyed."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError(_LEFT_GROUP)
+        return group
 
     def next_tag(self) -> int:
         """The next collective's tag. All ranks launch the same collectives in the same order, in
@@ -66,28 +76,28 @@ class P2PChannel:
         self._tag = (self._tag + 1) % _TAG_COUNT
         return self._tag
 
-    def send(self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int) -> P2PWork:
-        """Starts to send; the peer receives with the same tag."""
+    def send(self, tensor: Tensor, peer: int, tag: int) -> P2PWork:
+        """Starts to send; the peer receives with the same tag, in the order of sends."""
         self._sent[peer] += 1
-        return self._track(dist.isend(tensor, group=group, group_dst=peer, tag=tag))
+        return self._track(dist.isend(tensor, group=self.group, group_dst=peer, tag=tag))
 
-    def recv(self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int) -> P2PWork:
+    def recv(self, tensor: Tensor, peer: int, tag: int) -> P2PWork:
         """Starts to receive; the peer sends with the same tag."""
         self._received[peer] += 1
-        return self._track(dist.irecv(tensor, group=group, group_src=peer, tag=tag))
+        return self._track(dist.irecv(tensor, group=self.group, group_src=peer, tag=tag))
 
-    def drain_leftovers(self, group: dist.ProcessGroup) -> None:
+    def drain_leftovers(self) -> None:
         """Waits for messages of the group's earlier engines, if all of them were sent. Collective.
 
         They were not if one rank dropped its engine in the middle of a step.
         """
         if not self._tag:  # on every rank: nothing was ever sent
             return
-        rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+        rank, ranks = dist.get_rank(self.group), range(dist.get_world_size(self.group))
         own = [[count[peer] for peer in ranks] for count in (self._sent, self._received)]
         card = torch.tensor(own)
         cards = [torch.empty_like(card) for _ in ranks]
-        dist.all_gather(cards, card, group=group)
+        dist.all_gather(cards, card, group=self.group)
         sent, received = torch.stack(cards, 1)[:, :, rank].tolist()
         if [received, sent] == own:
             for message in tuple(self.in_flight):
@@ -95,7 +105,7 @@ class P2PChannel:
 
     def _track(self, work: dist.Work | None) -> P2PWork:
         if work is None:  # torch returns None on ranks outside the group
-            raise RuntimeError("this process has left the process group")
+            raise RuntimeError(_LEFT_GROUP)
         message = P2PWork(work, self)
         self.in_flight.add(message)
         return message
@@ -103,31 +113,13 @@ class P2PChannel:
 
 def p2p_channel(group: dist.ProcessGroup) -> P2PChannel:
     """The group's channel; it lives as long as the group."""
-    return _channels.setdefault(group, P2PChannel())
+    return _channels.setdefault(group, P2PChannel(group))
 
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, P2PChannel] = WeakKeyDictionary()
 
 EXIT_LIMIT_S = 5.0
 """How long a collective that other ranks never joined may delay the exit."""
-
-
-class GroupRef:
-    """A reference to a process group that is released at exit."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group: list[dist.ProcessGroup] = [group]
-        _group_refs.add(self)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self._group[0]
-
-    def release(self) -> None:
-        self._group.clear()
-
-
-_group_refs: WeakSet[GroupRef] = WeakSet()
 
 
 def destroy_at_exit() -> None:
@@ -139,18 +131,17 @@ def destroy_at_exit() -> None:
 def _destroy_default_group() -> None:
     if dist.is_initialized() and "nccl" not in dist.get_backend_config():
         dist.destroy_process_group()
-    _release_groups()
+    _drop_default_arguments()
 
 
-def _release_groups() -> None:
-    for group_ref in tuple(_group_refs):
-        group_ref.release()
+def _drop_default_arguments() -> None:
+    """Drops the references to groups in `torch.distributed.nn.functional`."""
     functional = sys.modules.get("torch.distributed.nn.functional")
     for function in vars(functional).values() if functional else ():
         defaults = getattr(function, "__defaults__", None) or ()
-        if any(isinstance(one, dist.ProcessGroup) for one in defaults):
+        if any(isinstance(value, dist.ProcessGroup) for value in defaults):
             function.__defaults__ = tuple(
-                None if isinstance(one, dist.ProcessGroup) else one for one in defaults
+                None if isinstance(value, dist.ProcessGroup) else value for value in defaults
             )
 
 
@@ -161,4 +152,4 @@ def _run_within_limit(work: Callable[[], None]) -> None:
     thread.join(EXIT_LIMIT_S)
 
 
-atexit.register(_run_within_limit, _release_groups)
+atexit.register(_run_within_limit, _drop_default_arguments)

@@ -17,10 +17,15 @@ from torch import Tensor
 
 from rayzero.engine.comm.backend import Backend, CompletedWork, Work
 from rayzero.engine.comm.collectives import Collectives
-from rayzero.engine.comm.gloo import GlooBackend
 from rayzero.engine.comm.gloo_p2p import destroy_at_exit
 from rayzero.engine.comm.nccl import NcclBackend
+from rayzero.engine.comm.shared_memory import make_gloo_backend
 from rayzero.engine.errors import ConfigError
+
+log = logging.getLogger("rayzero.engine")
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+_RENDEZVOUS_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}
 
 
 class SingleRankBackend:
@@ -66,8 +71,8 @@ class SingleRankBackend:
         received[0].copy_(sent[0])
         return CompletedWork()
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        return
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return CompletedWork()
 
 
 def connect_collectives() -> tuple[Collectives, torch.device]:
@@ -80,9 +85,7 @@ def connect_collectives() -> tuple[Collectives, torch.device]:
     Raises:
         ConfigError: the group's backend is neither nccl nor gloo.
     """
-    if not dist.is_available():
-        return Collectives(SingleRankBackend()), _select_device(prefer_cuda=True)
-    if not dist.is_initialized() and {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+    if not dist.is_initialized() and os.environ.keys() >= _RENDEZVOUS_VARIABLES:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         destroy_at_exit()
     if not dist.is_initialized():
@@ -96,7 +99,7 @@ def connect_collectives() -> tuple[Collectives, torch.device]:
     if group is None or dist.get_world_size() == 1:
         return Collectives(SingleRankBackend()), device
     share = os.environ.get("RAYZERO_SHARED_MEMORY", "1") != "0"
-    backend: Backend = NcclBackend(group) if cuda else GlooBackend(group, share_memory=share)
+    backend: Backend = NcclBackend(group) if cuda else make_gloo_backend(group, share_memory=share)
     return Collectives(backend), device
 
 
@@ -108,14 +111,6 @@ def _select_device(*, prefer_cuda: bool) -> torch.device:
     device = torch.device("cuda", number % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-log = logging.getLogger("rayzero.engine")
-
-DEFAULT_TIMEOUT = timedelta(minutes=30)
-
-
-_RENDEZVOUS_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}
 
 
 def init_distributed(

@@ -6,49 +6,35 @@ and a gather is one copy. Each exchange has two messages per peer: *ready* says 
 
 Order. Exchanges run in launch order, and waiting for one runs all before it; so a rank that waits
 has done its share of everything its peers may be waiting for, and no cycle can form. `drain` runs
-the remaining ones before any other collective; `execute_all` before returning to the script, which
-may call collectives itself. Peers may read a buffer until its exchange was released or drained;
-waiting for that only before the buffer is overwritten saves a barrier per exchange.
+the remaining ones before any other collective; `progress_pending` before returning to the script,
+which may call collectives itself. Peers may read a buffer until its exchange was released or
+drained; waiting for that only before the buffer is overwritten saves a barrier per exchange.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayzero.engine.comm.backend import rank_chunk
-from rayzero.engine.comm.gloo_p2p import P2PWork
-from rayzero.engine.comm.shm_segments import ReadabilityProbe, ShmSegments
+from rayzero.engine.comm.backend import Work
+from rayzero.engine.comm.gloo import GlooBackend, copy_unless_same, sum_terms
+from rayzero.engine.comm.gloo_p2p import P2PChannel, P2PWork
+from rayzero.engine.comm.shm_segments import ShmSegments, is_readable, make_probe
 from rayzero.engine.errors import EngineError
 
 MAX_UNREAD = 64
 
 
-class TokenChannel(Protocol):
-    """Sends small tensors between ranks; messages of one pair and tag arrive in order."""
-
-    rank: int
-    world_size: int
-
-    def next_tag(self) -> int:
-        """The tag of a round of messages, the same on every rank."""
-
-    def send(self, tensor: Tensor, peer: int, tag: int) -> P2PWork:
-        """Starts to send."""
-
-    def recv(self, tensor: Tensor, peer: int, tag: int) -> P2PWork:
-        """Starts to receive into `tensor`."""
-
-
 class _TokenRound:
     """One message to and from each peer: a location to read from."""
 
-    def __init__(self, channel: TokenChannel, peers: Sequence[int]) -> None:
+    def __init__(self, channel: P2PChannel, peers: Iterable[int]) -> None:
         self._channel = channel
         self._tag = tag = channel.next_tag()
         self._locations = {peer: torch.empty(2, dtype=torch.int64) for peer in peers}
@@ -57,14 +43,14 @@ class _TokenRound:
         }
         self._sends: list[P2PWork] = []
 
-    def send(self, peer: int, location: tuple[int, int]) -> None:
+    def send(self, peer: int, location: tuple[int, int] = (0, 0)) -> None:
         token = torch.tensor(location, dtype=torch.int64)
         self._sends.append(self._channel.send(token, peer, self._tag))
 
     def send_all(self) -> None:
         """Sends tokens without a location."""
         for peer in self._locations:
-            self.send(peer, (0, 0))
+            self.send(peer)
 
     def recv(self, peer: int) -> tuple[int, int]:
         """Waits for the peer's message; once, because a second wait would never return."""
@@ -80,19 +66,19 @@ class _TokenRound:
             self._sends.pop().wait()
 
 
-class SharedMemoryWork:
+class _Exchange:
     """A collective in shared memory. `execute` runs once, in launch order."""
 
     def __init__(
-        self, owner: SharedMemoryExchange, steps: Iterator[None], done: _TokenRound
+        self, backend: SharedMemoryBackend, steps: Iterator[None], done: _TokenRound
     ) -> None:
-        self._owner = owner
+        self._backend = backend
         self._steps = steps
         self._done_round = done
         self.finished = False
 
     def wait(self) -> None:
-        self._owner.execute_until(self)
+        self._backend.execute_until(self)
 
     def release(self) -> None:
         self.wait()
@@ -105,59 +91,67 @@ class SharedMemoryWork:
         self.finished = True
 
 
-class SharedMemoryExchange:
-    """Collectives over the segments of ranks on one host. Same contract as `Backend`'s."""
+class SharedMemoryBackend(GlooBackend):
+    """Ranks on one host. Buffers are segments that all of them can read."""
 
-    def __init__(self, channel: TokenChannel, segments: ShmSegments) -> None:
-        self.segments = segments
-        self._channel = channel
-        self._rank = channel.rank
-        self._peers = [
-            (channel.rank + step) % channel.world_size for step in range(1, channel.world_size)
-        ]
-        self._queued: deque[SharedMemoryWork] = deque()
+    def __init__(self, group: dist.ProcessGroup, segments: ShmSegments) -> None:
+        super().__init__(group)
+        self._segments = segments
+        self._queued: deque[_Exchange] = deque()
         # Not yet known to have been read by all peers, oldest first.
-        self._not_yet_read: deque[SharedMemoryWork] = deque()
+        self._not_yet_read: deque[_Exchange] = deque()
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> SharedMemoryWork:
-        return self._launch(self._reduce_scatter(full, out, accumulate), self._peers)
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._segments.zeros(numel, dtype)
 
-    def all_gather(self, full: Tensor, part: Tensor) -> SharedMemoryWork:
-        parts = {rank: self._rank_chunk(full, rank) for rank in (self._rank, *self._peers)}
-        return self._launch(self._all_gather(parts, part, self._peers), self._peers)
+    def all_reduce(self, full: Tensor) -> Work:
+        if self._segments.locate(full) is None:  # a few numbers
+            self.drain()
+            return super().all_reduce(full)
+        return self._launch(self._all_reduce_steps(full), self.peers)
 
-    def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> SharedMemoryWork:
-        parts = dict(zip(members, full.chunk(len(members)), strict=True))
-        peers = [peer for peer in self._peers if peer in parts]
-        return self._launch(self._all_gather(parts, part, peers), peers)
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Work:
+        return self._launch(self._reduce_scatter_steps(full, out, accumulate), self.peers)
 
-    def all_reduce(self, full: Tensor) -> SharedMemoryWork:
-        return self._launch(self._all_reduce(full), self._peers)
+    def _all_gather(self, parts: dict[int, Tensor], part: Tensor) -> Work:
+        peers = [peer for peer in self.peers if peer in parts]
+        return self._launch(self._all_gather_steps(parts, part), peers)
 
-    def all_to_all(self, full: Tensor, received: Tensor) -> SharedMemoryWork:
-        return self._launch(self._all_to_all(full, received), self._peers)
+    def all_to_all(self, full: Tensor, received: Tensor) -> Work:
+        return self._launch(self._all_to_all_steps(full, received), self.peers)
 
-    def drain(self) -> None:
-        """Runs everything launched, and waits until all peers have read this rank's buffers."""
-        self.execute_all()
-        while self._not_yet_read:
-            self._not_yet_read.popleft().release()
+    def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
+        self.drain()
+        return super().gather(full, part, target)
 
-    def execute_all(self) -> None:
-        """Does this rank's share of everything launched."""
+    def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
+        self.drain()
+        return super().all_to_all_v(received, sent)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        self.drain()
+        return super().broadcast(tensor, source)
+
+    def progress_pending(self) -> None:
         while self._queued:
             self._queued.popleft().execute()
 
-    def execute_until(self, exchange: SharedMemoryWork) -> None:
+    def drain(self) -> None:
+        """Runs everything launched, and waits until all peers have read this rank's buffers."""
+        self.progress_pending()
+        while self._not_yet_read:
+            self._not_yet_read.popleft().release()
+
+    def execute_until(self, exchange: _Exchange) -> None:
         while not exchange.finished:
             if not self._queued:  # it started, and failed
                 raise RuntimeError("an earlier exchange failed")
             self._queued.popleft().execute()
 
-    def _launch(self, steps: Iterator[None], peers: Sequence[int]) -> SharedMemoryWork:
+    def _launch(self, steps: Iterator[None], peers: Sequence[int]) -> Work:
         """Runs an exchange up to its first yield, which announces this rank's part."""
         next(steps)
-        exchange = SharedMemoryWork(self, steps, self._token_round(peers))
+        exchange = _Exchange(self, steps, _TokenRound(self.channel, peers))
         self._queued.append(exchange)
         self._not_yet_read.append(exchange)
         # An evaluation gathers weights repeatedly without a vote in between. A peer that waits
@@ -166,103 +160,83 @@ class SharedMemoryExchange:
             self._not_yet_read.popleft().release()
         return exchange
 
-    def _reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool) -> Iterator[None]:
-        ready = self._send_locations({peer: self._rank_chunk(full, peer) for peer in self._peers})
+    def _reduce_scatter_steps(self, full: Tensor, out: Tensor, accumulate: bool) -> Iterator[None]:
+        parts = self.chunks(full)
+        own = parts.pop(self.rank)
+        ready = self._send_locations(parts)
         yield
-        self._sum_chunk(full, out, ready, accumulate=accumulate)
+        self._sum_chunk(own, out, ready, accumulate=accumulate)
 
-    def _all_gather(
-        self, parts: dict[int, Tensor], part: Tensor, peers: Sequence[int]
-    ) -> Iterator[None]:
-        """`parts` are the destinations of all ranks' parts, including this one's."""
-        ready = self._send_locations(dict.fromkeys(peers, part))
-        own = parts[self._rank]
-        if own.data_ptr() != part.data_ptr():
-            own.copy_(part)
+    def _all_gather_steps(self, parts: dict[int, Tensor], part: Tensor) -> Iterator[None]:
+        own = parts.pop(self.rank)
+        ready = self._send_locations(dict.fromkeys(parts, part))
+        copy_unless_same(own, part)
         yield
-        self._copy_chunks({peer: parts[peer] for peer in peers}, ready)
+        self._copy_chunks(parts, ready)
 
-    def _all_to_all(self, full: Tensor, received: Tensor) -> Iterator[None]:
-        ready = self._send_locations({peer: self._rank_chunk(full, peer) for peer in self._peers})
-        self._rank_chunk(received, self._rank).copy_(self._rank_chunk(full, self._rank))
+    def _all_to_all_steps(self, full: Tensor, received: Tensor) -> Iterator[None]:
+        parts, arriving = self.chunks(full), self.chunks(received)
+        own = parts.pop(self.rank)
+        ready = self._send_locations(parts)
+        arriving.pop(self.rank).copy_(own)
         yield
-        self._copy_chunks({peer: self._rank_chunk(received, peer) for peer in self._peers}, ready)
+        self._copy_chunks(arriving, ready)
 
-    def _all_reduce(self, full: Tensor) -> Iterator[None]:
+    def _all_reduce_steps(self, full: Tensor) -> Iterator[None]:
         """Reduce-scatters, then all-gathers. A peer's part of `full` is overwritten only after the
         peer has announced its sum, for which it has read that part."""
-        parts = {peer: self._rank_chunk(full, peer) for peer in self._peers}
-        ready, summed = self._send_locations(parts), self._token_round(self._peers)
+        parts = self.chunks(full)
+        own = parts.pop(self.rank)
+        ready, summed = self._send_locations(parts), _TokenRound(self.channel, parts)
         yield
-        own = self._rank_chunk(full, self._rank)
-        self._sum_chunk(full, own, ready, accumulate=False)
-        for peer in self._peers:
+        self._sum_chunk(own, own, ready, accumulate=False)
+        for peer in parts:
             summed.send(peer, self._location(own))
         self._copy_chunks(parts, summed)
 
     def _send_locations(self, parts: dict[int, Tensor]) -> _TokenRound:
         """Announces to each peer where to read its part."""
-        ready = self._token_round(list(parts))
+        ready = _TokenRound(self.channel, parts)
         for peer, part in parts.items():
             ready.send(peer, self._location(part))
         return ready
 
-    def _sum_chunk(
-        self, full: Tensor, out: Tensor, ready: _TokenRound, *, accumulate: bool
-    ) -> None:
+    def _sum_chunk(self, own: Tensor, out: Tensor, ready: _TokenRound, *, accumulate: bool) -> None:
         """Sums this rank's part over the ranks, in a fixed order."""
-        own = self._rank_chunk(full, self._rank)
-        terms = [self.segments.view(peer, ready.recv(peer), own) for peer in self._peers]
+        terms = [self._segments.view(peer, ready.recv(peer), own) for peer in self.peers]
         ready.wait_all()
         sum_terms(own, terms, out, accumulate=accumulate)
 
     def _copy_chunks(self, targets: dict[int, Tensor], ready: _TokenRound) -> None:
         for peer, target in targets.items():
-            target.copy_(self.segments.view(peer, ready.recv(peer), target))
+            target.copy_(self._segments.view(peer, ready.recv(peer), target))
         ready.wait_all()
 
-    def _token_round(self, peers: Sequence[int]) -> _TokenRound:
-        return _TokenRound(self._channel, peers)
-
     def _location(self, part: Tensor) -> tuple[int, int]:
-        location = self.segments.locate(part)
+        location = self._segments.locate(part)
         if location is None:
             raise EngineError("a buffer that was not made by Collectives.zeros was exchanged")
         return location
 
-    def _rank_chunk(self, full: Tensor, rank: int) -> Tensor:
-        return rank_chunk(full, rank, len(self._peers) + 1)
+
+def make_gloo_backend(group: dist.ProcessGroup, *, share_memory: bool) -> GlooBackend:
+    """A backend that exchanges through shared memory if `share_memory` and all ranks can read each
+    other's, else messages, on all of them. Collective."""
+    pids = _shared_memory_pids(group) if share_memory else None
+    return GlooBackend(group) if pids is None else SharedMemoryBackend(group, ShmSegments(pids))
 
 
-def sum_terms(own: Tensor, terms: Sequence[Tensor], out: Tensor, *, accumulate: bool) -> None:
-    """Sums this rank's term and the others' into `out`, which may be `own`, in the given order.
-
-    This rank's term is first, so that its memory can hold the running sum.
-    """
-    if accumulate:
-        out.add_(own)
-    elif terms:
-        torch.add(own, terms[0], out=out)
-        terms = terms[1:]
-    for term in terms:
-        out.add_(term)
-
-
-def try_shared_memory(
-    channel: TokenChannel, group: dist.ProcessGroup
-) -> SharedMemoryExchange | None:
-    """An exchange over shared memory if all ranks can read each other's, else None on all of them.
-    Collective."""
-    probe = ReadabilityProbe()
+def _shared_memory_pids(group: dist.ProcessGroup) -> list[int] | None:
+    """Every rank's process id; None, on all ranks, if one cannot read another's memory."""
+    secret = secrets.randbits(62)
+    descriptor = make_probe(secret)
     try:
-        card = torch.tensor([probe.pid, probe.descriptor, probe.secret], dtype=torch.int64)
-        cards = [torch.empty_like(card) for _ in range(channel.world_size)]
+        card = torch.tensor([os.getpid(), descriptor, secret], dtype=torch.int64)
+        cards = [torch.empty_like(card) for _ in range(dist.get_world_size(group))]
         dist.all_gather(cards, card, group=group)
-        readable = all(ReadabilityProbe.is_readable(*other.tolist()) for other in cards)
+        readable = all(is_readable(*other.tolist()) for other in cards)
         agreed = torch.tensor(int(readable))
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
     finally:
-        probe.close()
-    if not agreed.item():
-        return None
-    return SharedMemoryExchange(channel, ShmSegments([int(other[0]) for other in cards]))
+        os.close(descriptor)
+    return [int(other[0]) for other in cards] if agreed.item() else None

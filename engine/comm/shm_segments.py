@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import sys
 from collections.abc import Sequence
 
@@ -18,8 +17,6 @@ from torch import Tensor
 from rayzero.engine.errors import EngineError
 
 SEGMENT_BYTES = 8 << 20  # small buffers share a segment, or descriptors would run out
-
-
 ALIGN_BYTES = 128
 
 
@@ -84,26 +81,20 @@ class ShmSegments:
         self.close()
 
 
-class ReadabilityProbe:
-    """A segment with a secret: a rank that can read the secret shares memory with this one."""
+def make_probe(secret: int) -> int:
+    """The descriptor of a segment with a secret: a rank that can read it shares memory."""
+    descriptor = os.memfd_create("rayzero-probe")
+    os.write(descriptor, secret.to_bytes(8, sys.byteorder))
+    return descriptor
 
-    def __init__(self) -> None:
-        self.secret = secrets.randbits(62)
-        self.pid = os.getpid()
-        self.descriptor = os.memfd_create("rayzero-probe")
-        os.write(self.descriptor, self.secret.to_bytes(8, sys.byteorder))
 
-    def close(self) -> None:
-        os.close(self.descriptor)
-
-    @staticmethod
-    def is_readable(pid: int, descriptor: int, secret: int) -> bool:
-        """Whether this rank can read another rank's probe."""
-        try:
-            with _map_segment(pid, descriptor) as memory:
-                return int.from_bytes(memory[:8], sys.byteorder) == secret
-        except (OSError, ValueError):
-            return False
+def is_readable(pid: int, descriptor: int, secret: int) -> bool:
+    """Whether this rank can read another rank's probe."""
+    try:
+        with _map_segment(pid, descriptor) as memory:
+            return int.from_bytes(memory[:8], sys.byteorder) == secret
+    except (OSError, ValueError):
+        return False
 
 
 def _make_segment(size: int) -> tuple[int, mmap.mmap]:

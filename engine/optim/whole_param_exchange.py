@@ -76,7 +76,7 @@ class ShardedWholeParamOps:
     def all_reduce_sum(self, values: Tensor) -> None:
         if self._sharded:
             on_device = values.to(self._device)  # weights may be offloaded
-            self._collectives.all_reduce_now(on_device)
+            self._collectives.all_reduce_scalars(on_device, "sums")
             values.copy_(on_device)
 
     def transform(

@@ -19,7 +19,7 @@ from rayzero.engine.compression.quantized import (
     QuantizedReduce,
 )
 from rayzero.engine.zero.reducer import ErrorFeedback
-from tests.engine.comm.test_collectives import CPU, open_way, shared_or_not
+from tests.engine.comm.test_collectives import CPU, connect_gloo, with_and_without_sharing
 from tests.support.ranks import run_ranks
 
 CODECS: dict[str, Codec] = {
@@ -67,7 +67,7 @@ def make(ours: Collectives, name: str, feedback: ErrorFeedback | None = None) ->
 
 
 def both_sums(rank: int, world: int, name: str, share: bool) -> list[Tensor]:
-    ours, codec = open_way(share), CODECS[name]
+    ours, codec = connect_gloo(share), CODECS[name]
     sums = make(ours, name)
     full, out = term(rank, world, 0), torch.full((PART,), 7.0)
     expected = right_sum(codec, world, 0)
@@ -88,7 +88,7 @@ def both_sums(rank: int, world: int, name: str, share: bool) -> list[Tensor]:
     return [full]
 
 
-@shared_or_not
+@with_and_without_sharing
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", CODECS)
 def test_sums_of_codes(name: str, world: int, share: bool) -> None:
@@ -98,7 +98,7 @@ def test_sums_of_codes(name: str, world: int, share: bool) -> None:
 
 def in_any_order(rank: int, world: int, name: str, share: bool) -> tuple[list[Tensor], int]:
     """Many sums at once, waited for in another order on every rank."""
-    ours = open_way(share)
+    ours = connect_gloo(share)
     shuffled = random.Random(rank)
     results = []
     coding = CodecContext(CODECS[name], ours, PayloadBuffers(ours, CPU), CollectiveSequencer())
@@ -123,7 +123,7 @@ def in_any_order(rank: int, world: int, name: str, share: bool) -> tuple[list[Te
     return results, coding.buffers.total_bytes
 
 
-@shared_or_not
+@with_and_without_sharing
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_may_wait_in_any_order(world: int, share: bool) -> None:
     results = run_ranks(world, in_any_order, "int8", share)
@@ -134,7 +134,7 @@ def test_ranks_may_wait_in_any_order(world: int, share: bool) -> None:
 
 def with_feedback(rank: int, world: int, name: str, whole: bool) -> tuple[Tensor, Tensor]:
     """(all that arrived, all that is kept back), in the unit's layout."""
-    ours = open_way(True)
+    ours = connect_gloo(True)
     of_sum = torch.zeros(PART) if whole else None
     feedback = ErrorFeedback(torch.zeros(world * PART), of_sum)
     sums = make(ours, name, feedback)

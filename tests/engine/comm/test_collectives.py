@@ -1,4 +1,4 @@
-"""The collectives against plain sums, and what is told when one fails."""
+"""The collectives against plain sums, and the error when one fails."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ from rayzero.engine.comm.backend import rank_chunk
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.gloo import GlooBackend, StagingPool
 from rayzero.engine.comm.process_group import SingleRankBackend, connect_collectives
+from rayzero.engine.comm.shared_memory import SharedMemoryBackend, make_gloo_backend
 from rayzero.engine.errors import CollectiveError, ConfigError
 from tests.support.ranks import RankError, run_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 PART = 96  # elements of one rank's part
 CPU = torch.device("cpu")
-shared_or_not = pytest.mark.parametrize("share", [True, False], ids=["shared", "messages"])
+with_and_without_sharing = pytest.mark.parametrize(
+    "share", [True, False], ids=["shared", "messages"]
+)
 
 
-def open_way(share: bool) -> Collectives:
-    """Through shared memory, as ranks on one host go; or through messages, as between hosts."""
+def connect_gloo(share: bool) -> Collectives:
+    """Through shared memory, as ranks on one host do; or through messages, as between hosts."""
     group = dist.group.WORLD
     assert group is not None
-    backend = GlooBackend(group, share_memory=share)
-    assert (backend._shared_memory is not None) == share
+    backend = make_gloo_backend(group, share_memory=share)
+    assert isinstance(backend, SharedMemoryBackend) == share
     return Collectives(backend)
 
 
@@ -48,61 +51,67 @@ def total(world: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.stack([values(rank, world, dtype, seed) for rank in range(world)]).sum(0)
 
 
-def buffer(ours: Collectives, value: Tensor) -> Tensor:
-    return ours.zeros(value.numel(), value.dtype, CPU).copy_(value)
+def buffer(collectives: Collectives, value: Tensor) -> Tensor:
+    return collectives.zeros(value.numel(), value.dtype, CPU).copy_(value)
 
 
 def every_collective(rank: int, world: int, share: bool) -> dict[str, dict[str, int]]:
-    ours = open_way(share)
-    assert (ours.rank, ours.world_size) == (rank, world)
+    collectives = connect_gloo(share)
+    assert (collectives.rank, collectives.world_size) == (rank, world)
     for dtype in DTYPES:
         summed = total(world, dtype)
         mine = rank_chunk(summed, rank, world)
 
-        full = buffer(ours, values(rank, world, dtype))
-        ours.all_reduce(full).wait()
+        full = buffer(collectives, values(rank, world, dtype))
+        collectives.all_reduce(full).wait()
         assert torch.equal(full, summed)
 
-        full, out = buffer(ours, values(rank, world, dtype)), torch.full((PART,), 7, dtype=dtype)
-        ours.reduce_scatter(full, out).wait()
+        full, out = (
+            buffer(collectives, values(rank, world, dtype)),
+            torch.full((PART,), 7, dtype=dtype),
+        )
+        collectives.reduce_scatter(full, out).wait()
         assert torch.equal(out, mine)
 
-        full = buffer(ours, values(rank, world, dtype))
-        ours.reduce_scatter(full, rank_chunk(full, rank, world)).wait()
+        full = buffer(collectives, values(rank, world, dtype))
+        collectives.reduce_scatter(full, rank_chunk(full, rank, world)).wait()
         assert torch.equal(rank_chunk(full, rank, world), mine)
 
-        full, out = buffer(ours, values(rank, world, dtype)), torch.full((PART,), 7, dtype=dtype)
-        ours.reduce_scatter(full, out, accumulate=True).wait()
+        full, out = (
+            buffer(collectives, values(rank, world, dtype)),
+            torch.full((PART,), 7, dtype=dtype),
+        )
+        collectives.reduce_scatter(full, out, accumulate=True).wait()
         assert torch.equal(out, mine + 7)
 
-        full = buffer(ours, torch.full((world * PART,), -1, dtype=dtype))
+        full = buffer(collectives, torch.full((world * PART,), -1, dtype=dtype))
         rank_chunk(full, rank, world).copy_(mine)
-        ours.all_gather(full, rank_chunk(full, rank, world)).wait()
+        collectives.all_gather(full, rank_chunk(full, rank, world)).wait()
         assert torch.equal(full, summed)
 
-        full = torch.full((world * PART,), -1, dtype=dtype)  # a slot: only what is read is shared
-        ours.all_gather(full, buffer(ours, mine)).wait()
+        full = torch.full((world * PART,), -1, dtype=dtype)  # only what peers read must be shared
+        collectives.all_gather(full, buffer(collectives, mine)).wait()
         assert torch.equal(full, summed)
 
         for target in range(world):
             full = torch.zeros(world * PART if rank == target else 0, dtype=dtype)
-            ours.gather(full, mine, target).wait()
+            collectives.gather(full, mine, target).wait()
             assert rank != target or torch.equal(full, summed)
 
         source = world - 1
         full = values(rank, world, dtype)
-        ours.broadcast(full, source)
+        collectives.broadcast(full, source)
         assert torch.equal(full, values(source, world, dtype))
 
     scalars = torch.tensor([rank, 1.0], dtype=torch.float64)
-    ours.all_reduce_scalars(scalars)
+    collectives.all_reduce_scalars(scalars)
     assert scalars.tolist() == [world * (world - 1) / 2, world]
-    assert ours.counters.exposed_s > 0
-    assert ours.counters.sequence == len(DTYPES) * (7 + world) + 1
-    return {name: vars(traffic) for name, traffic in ours.counters.by_name.items()}
+    assert collectives.counters.exposed_s > 0
+    assert collectives.counters.sequence == len(DTYPES) * (7 + world) + 1
+    return {name: vars(traffic) for name, traffic in collectives.counters.by_name.items()}
 
 
-@shared_or_not
+@with_and_without_sharing
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_results_are_plain_sums_and_all_is_counted(world: int, share: bool) -> None:
     full = sum(world * PART * dtype.itemsize for dtype in DTYPES)
@@ -120,40 +129,40 @@ def test_results_are_plain_sums_and_all_is_counted(world: int, share: bool) -> N
 
 def many_in_flight(rank: int, world: int, share: bool) -> int:
     """A dozen at once of three kinds, waited for in another order on each rank."""
-    ours = open_way(share)
+    collectives = connect_gloo(share)
     shuffled = random.Random(rank)
     for _ in range(3):
-        jobs, right = [], []
+        pending, expected = [], []
         for seed in range(12):
             full, part = (
-                buffer(ours, values(rank, world, torch.float64, seed)),
+                buffer(collectives, values(rank, world, torch.float64, seed)),
                 torch.zeros(PART, dtype=torch.float64),
             )
             if seed % 3 == 0:
-                jobs.append((ours.reduce_scatter(full, part), part))
-                right.append(rank_chunk(total(world, torch.float64, seed), rank, world))
+                pending.append((collectives.reduce_scatter(full, part), part))
+                expected.append(rank_chunk(total(world, torch.float64, seed), rank, world))
             elif seed % 3 == 1:
-                jobs.append((ours.all_gather(full, rank_chunk(full, rank, world)), full))
-                terms = [values(one, world, torch.float64, seed) for one in range(world)]
-                right.append(torch.cat([rank_chunk(t, r, world) for r, t in enumerate(terms)]))
+                pending.append((collectives.all_gather(full, rank_chunk(full, rank, world)), full))
+                terms = [values(peer, world, torch.float64, seed) for peer in range(world)]
+                expected.append(torch.cat([rank_chunk(t, r, world) for r, t in enumerate(terms)]))
             else:
-                jobs.append((ours.all_reduce(full), full))
-                right.append(total(world, torch.float64, seed))
-        order = list(range(len(jobs)))
+                pending.append((collectives.all_reduce(full), full))
+                expected.append(total(world, torch.float64, seed))
+        order = list(range(len(pending)))
         shuffled.shuffle(order)
         for number in order:
-            jobs[number][0].wait()
-            jobs[number][0].wait()  # a second wait changes nothing
-        for (_, seen), expected in zip(jobs, right, strict=True):
-            assert torch.equal(seen, expected)
-        ours.all_reduce_scalars(torch.zeros(1))  # after it a gathered part may go
-    return ours.staging_bytes
+            pending[number][0].wait()
+            pending[number][0].wait()  # a second wait changes nothing
+        for (_, result), right in zip(pending, expected, strict=True):
+            assert torch.equal(result, right)
+        collectives.all_reduce_scalars(torch.zeros(1))  # after it a gathered part may be dropped
+    return collectives.staging_bytes
 
 
-@shared_or_not
+@with_and_without_sharing
 @pytest.mark.parametrize("world", [2, 4])
-def test_many_under_way_at_once_keep_their_data_apart(world: int, share: bool) -> None:
-    # Four reduce-scatters are under way at once; the rounds after the first use their buffers.
+def test_many_in_flight_keep_their_data_apart(world: int, share: bool) -> None:
+    # Four reduce-scatters are in flight at once; later rounds reuse their buffers.
     expected = 0 if share else 4 * (world - 1) * PART * 8
     assert run_ranks(world, many_in_flight, share) == [expected] * world
 
@@ -162,88 +171,90 @@ def repeated(rank: int, world: int) -> list[Tensor]:
     """Values whose sum depends on the order of addition, with ranks late by turns."""
     results = []
     for share in (False, True):
-        ours = open_way(share)
+        collectives = connect_gloo(share)
         for late in range(world):
             torch.manual_seed(rank)
-            full = buffer(ours, torch.randn(world * PART) * 10.0 ** torch.randint(-6, 6, (1,)))
-            kept = buffer(ours, full)
+            full = buffer(
+                collectives, torch.randn(world * PART) * 10.0 ** torch.randint(-6, 6, (1,))
+            )
+            kept = buffer(collectives, full)
             if rank == late:
                 time.sleep(0.05)
             out = torch.empty(PART)
-            ours.reduce_scatter(full, out).wait()
-            ours.reduce_scatter(kept, rank_chunk(kept, rank, world)).wait()
+            collectives.reduce_scatter(full, out).wait()
+            collectives.reduce_scatter(kept, rank_chunk(kept, rank, world)).wait()
             results += [out, rank_chunk(kept, rank, world).clone()]
     return results
 
 
-def test_a_sum_is_bitwise_the_same_whoever_is_late_and_whichever_way_it_goes() -> None:
+def test_a_sum_is_bitwise_the_same_whichever_rank_is_late() -> None:
     for results in run_ranks(4, repeated):
-        assert all(torch.equal(one, results[0]) for one in results)
+        assert all(torch.equal(result, results[0]) for result in results)
 
 
 class Broken(SingleRankBackend):
-    """Two ranks, as far as it says; nothing works."""
+    """Claims to have two ranks; nothing works."""
 
     world_size = 2
 
-    class _Never:
+    class _BrokenWork:
         def wait(self) -> None:
             raise RuntimeError("peer gone")
 
     def all_gather(self, full: Tensor, part: Tensor) -> Any:
-        return self._Never()
+        return self._BrokenWork()
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
+    def broadcast(self, tensor: Tensor, source: int) -> Any:
         raise RuntimeError("peer gone")
 
 
 def test_an_error_names_the_collective_that_failed_not_the_latest() -> None:
-    ours = Collectives(Broken())
-    first = ours.all_gather(torch.zeros(2), torch.zeros(1))
-    ours.all_gather(torch.zeros(2), torch.zeros(1))
+    collectives = Collectives(Broken())
+    first = collectives.all_gather(torch.zeros(2), torch.zeros(1))
+    collectives.all_gather(torch.zeros(2), torch.zeros(1))
     with pytest.raises(
         CollectiveError, match=r"all_gather .* rank 0 of 2 \(collective 1\): peer gone"
     ):
         first.wait()
     with pytest.raises(CollectiveError, match=r"broadcast .* \(collective 3\): peer gone"):
-        ours.broadcast(torch.zeros(2))
+        collectives.broadcast(torch.zeros(2))
 
 
-def test_alone_every_collective_is_done_and_counted() -> None:
-    ours = Collectives(SingleRankBackend())
+def test_a_single_rank_completes_and_counts_every_collective() -> None:
+    collectives = Collectives(SingleRankBackend())
     full = torch.arange(4.0)
-    ours.all_reduce(full).wait()
-    ours.all_gather(full, full).wait()
-    ours.broadcast(full)
-    ours.all_reduce_scalars(full)
+    collectives.all_reduce(full).wait()
+    collectives.all_gather(full, full).wait()
+    collectives.broadcast(full)
+    collectives.all_reduce_scalars(full)
     assert full.tolist() == [0, 1, 2, 3]
     out = torch.ones(4)
-    ours.reduce_scatter(full, out, accumulate=True).wait()
+    collectives.reduce_scatter(full, out, accumulate=True).wait()
     assert out.tolist() == [1, 2, 3, 4]
-    ours.reduce_scatter(full, out).wait()
+    collectives.reduce_scatter(full, out).wait()
     assert torch.equal(out, full)
-    ours.reduce_scatter(full, full).wait()
+    collectives.reduce_scatter(full, full).wait()
     assert full.tolist() == [0, 1, 2, 3]
-    for fill in (ours.gather, ours.all_gather):
+    for fill in (collectives.gather, collectives.all_gather):
         whole = torch.zeros(4)
         fill(whole, full).wait()
         assert torch.equal(whole, full)
-    assert ours.zeros(3, torch.bfloat16, CPU).tolist() == [0, 0, 0]
-    assert ours.counters.by_name["reduce_scatter"].calls == 3
-    assert ours.counters.exposed_s == 0
-    assert ours.staging_bytes == 0
+    assert collectives.zeros(3, torch.bfloat16, CPU).tolist() == [0, 0, 0]
+    assert collectives.counters.by_name["reduce_scatter"].calls == 3
+    assert collectives.counters.exposed_s == 0
+    assert collectives.staging_bytes == 0
 
 
-def test_staging_buffers_are_used_again() -> None:
+def test_staging_buffers_are_reused() -> None:
     pool = StagingPool()
     first = pool.acquire(torch.float32, 10)
     second = pool.acquire(torch.float32, 10)
     assert first.data_ptr() != second.data_ptr()
     assert pool.total_bytes == 80
     pool.release(first)
-    assert pool.acquire(torch.float32, 8) is first  # longer ones will do
+    assert pool.acquire(torch.float32, 8) is first  # a longer one
     pool.release(first)
-    assert pool.acquire(torch.float64, 8).dtype is torch.float64  # but not of another dtype
+    assert pool.acquire(torch.float64, 8).dtype is torch.float64  # not one of another dtype
     assert pool.acquire(torch.float32, 11).numel() == 11
     assert pool.total_bytes == 80 + 64 + 44
 
@@ -264,11 +275,11 @@ def group(backend: str | None) -> Iterator[None]:
 
 
 class TestConnect:
-    def test_without_a_group_this_process_is_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_a_group_there_is_a_single_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
             monkeypatch.delenv(name, raising=False)
-        ours, device = connect_collectives()
-        assert isinstance(ours._backend, SingleRankBackend)
+        collectives, device = connect_collectives()
+        assert isinstance(collectives._backend, SingleRankBackend)
         assert device == torch.device("cuda" if torch.cuda.is_available() else "cpu", device.index)
         assert not dist.is_initialized()
 
@@ -280,70 +291,70 @@ class TestConnect:
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert connect_collectives()[0].world_size == 1
 
-    def test_under_torchrun_the_group_is_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        made: list[str] = []
-        monkeypatch.setattr(connecting.dist, "init_process_group", made.append)
+    def test_under_torchrun_the_group_is_created(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        created: list[str] = []
+        monkeypatch.setattr(connecting.dist, "init_process_group", created.append)
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
             monkeypatch.setenv(name, value)
         connect_collectives()
-        assert made == ["nccl" if torch.cuda.is_available() else "gloo"]
+        assert created == ["nccl" if torch.cuda.is_available() else "gloo"]
 
     @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", None])
     def test_a_group_of_one_rank_needs_no_backend(self, backend: str | None) -> None:
         with group(backend):
-            ours, device = connect_collectives()
-            assert isinstance(ours._backend, SingleRankBackend)
+            collectives, device = connect_collectives()
+            assert isinstance(collectives._backend, SingleRankBackend)
             assert torch.cuda.is_available() or device.type == "cpu"
 
-    def test_another_backend_is_refused(self) -> None:
+    def test_other_backends_are_refused(self) -> None:
         with group("fake"), pytest.raises(ConfigError, match=r"(?s)'.*fake.*'.*nccl, gloo"):
             connect_collectives()
 
 
 def unnamed_backend(rank: int, world: int) -> bool:
-    """A group made without naming a backend has gloo for CPU tensors."""
+    """A group created without naming a backend has gloo for CPU tensors."""
     store = dist.distributed_c10d._get_default_store()
-    dist.barrier()  # all have joined the group that goes
+    dist.barrier()  # all have joined the group that is destroyed
     dist.destroy_process_group()
     again = dist.PrefixStore("again", store)
     dist.init_process_group(store=again, rank=rank, world_size=world)
-    ours, _ = connect_collectives()
-    full = ours.zeros(world * 4, torch.float32, CPU).fill_(1)
-    ours.all_reduce(full).wait()
-    return isinstance(ours._backend, GlooBackend) and full.tolist() == [world] * (4 * world)
+    collectives, _ = connect_collectives()
+    full = collectives.zeros(world * 4, torch.float32, CPU).fill_(1)
+    collectives.all_reduce(full).wait()
+    return isinstance(collectives._backend, GlooBackend) and full.tolist() == [world] * (4 * world)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it would be NCCL")
-def test_a_group_made_without_naming_a_backend_will_do() -> None:
+def test_a_group_without_a_named_backend_uses_gloo() -> None:
     assert run_ranks(2, unnamed_backend) == [True, True]
 
 
-def lose_a_peer(rank: int, world: int, share: bool) -> None:
-    ours = open_way(share)
-    full, out = buffer(ours, torch.zeros(world * 1_000_000)), torch.zeros(1_000_000)
-    ours.broadcast(full)  # all are connected
+def lose_peer(rank: int, world: int, share: bool) -> None:
+    collectives = connect_gloo(share)
+    full, out = buffer(collectives, torch.zeros(world * 1_000_000)), torch.zeros(1_000_000)
+    collectives.broadcast(full)  # all are connected
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    start, told = time.monotonic(), []
+    start, messages = time.monotonic(), []
     for call in (
-        lambda: ours.all_gather(full, rank_chunk(full, rank, world)).wait(),
-        lambda: ours.reduce_scatter(full, out).wait(),
-        lambda: ours.all_reduce(full).wait(),
-        lambda: ours.all_reduce_scalars(torch.zeros(1)),
-        lambda: ours.broadcast(full, source=1),
+        lambda: collectives.all_gather(full, rank_chunk(full, rank, world)).wait(),
+        lambda: collectives.reduce_scatter(full, out).wait(),
+        lambda: collectives.all_reduce(full).wait(),
+        lambda: collectives.all_reduce_scalars(torch.zeros(1)),
+        lambda: collectives.broadcast(full, source=1),
     ):
         with pytest.raises(CollectiveError) as caught:
             call()
-        told.append(caught.value.seen)
-    # The process of rank 1 is gone, so what was told here comes to the test in a RankError.
+        messages.append(caught.value.seen)
+    # The process of rank 1 is gone, so the messages reach the test in a RankError.
     quick = "at once" if time.monotonic() - start < 5 else "late"
-    raise RuntimeError(f"{quick}: {told}")
+    raise RuntimeError(f"{quick}: {messages}")
 
 
-@shared_or_not
+@with_and_without_sharing
 def test_a_killed_peer_is_an_error_that_names_the_collective(share: bool) -> None:
     with pytest.raises(RankError, match="rank 1: the process died") as caught:
-        run_ranks(2, lose_a_peer, share)
+        run_ranks(2, lose_peer, share)
     text = str(caught.value)
     assert "RuntimeError: at once" in text
     names = ["all_gather", "reduce_scatter", "all_reduce", "vote", "broadcast"]

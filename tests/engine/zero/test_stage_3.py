@@ -364,7 +364,7 @@ def test_the_next_block_is_gathered_while_this_one_computes() -> None:
 def evaluate(rank: int, world: int) -> list[int]:
     """The exchanges still remembered after each of many forwards with no step between."""
     engine = start(make(Base))
-    exchange = engine._runtime.collectives._backend._shared_memory
+    exchange = engine._runtime.collectives._backend
     remembered = []
     with torch.no_grad():
         for batch in batches(60):

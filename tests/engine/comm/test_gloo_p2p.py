@@ -1,0 +1,191 @@
+"""Messages in flight outlive a dropped engine; gloo's threads end before the interpreter does."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rayzero
+from rayzero.engine.comm.backend import rank_chunk
+from rayzero.engine.comm.gloo import GlooBackend
+from rayzero.engine.comm.gloo_p2p import p2p_channel
+from rayzero.engine.comm.shared_memory import make_gloo_backend
+from tests.support.ranks import run_ranks
+
+LIMIT_S = 60.0
+
+
+def world_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def run_in_order(rank: int, *, first: Callable[[], None], then: Callable[[], None]) -> None:
+    """Rank 1 calls `first`, and only then rank 0 calls `then`. They synchronize through the store,
+    which sends no message in the group."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        first()
+        store.set("first", "done")
+    else:
+        store.wait(["first"])
+        then()
+
+
+def drop_backend(rank: int, world: int, share: bool) -> tuple[float, int]:
+    """Rank 1 drops its backend before rank 0's messages to it are sent."""
+    backends = [make_gloo_backend(world_group(), share_memory=share)]
+    full = backends[0].zeros(4 * world, torch.float32, torch.device("cpu"))
+    launched = [backends[0].all_gather(full, rank_chunk(full, rank, world))] if rank == 1 else []
+
+    def first() -> None:
+        launched.clear()
+        backends.clear()
+        gc.collect()
+
+    def then() -> None:
+        other = backends[0].all_gather(full, rank_chunk(full, rank, world))
+        if not share:  # where memory is shared, a peer that is gone cannot be read
+            other.wait()
+
+    run_in_order(rank, first=first, then=then)
+    channel = p2p_channel(world_group())
+    in_flight = len(channel.in_flight)
+    value = torch.tensor(float(rank))
+    dist.all_reduce(value)
+    again = make_gloo_backend(world_group(), share_memory=share)
+    # Where memory is shared, rank 1 has never said that it has read rank 0's part.
+    assert len(channel.in_flight) == (in_flight if share else 0)
+    full = again.zeros(4 * world, torch.float32, torch.device("cpu"))
+    rank_chunk(full, rank, world).fill_(rank + 1)
+    again.all_gather(full, rank_chunk(full, rank, world)).wait()
+    return value.item() + full.sum().item(), in_flight
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "messages"])
+def test_a_group_still_works_after_a_receiver_was_dropped(share: bool) -> None:
+    results = run_ranks(2, drop_backend, share, timeout_s=LIMIT_S)
+    assert [total for total, _ in results] == [1.0 + 4 * 3] * 2
+    assert results[1][1] > 0, "rank 1 left messages in flight"
+
+
+def train(rank: int, world: int, stage: int) -> list[int]:
+    in_flight = []
+    for _ in range(20):
+        model = nn.Linear(4, 2)
+        config: dict[str, Any] = {
+            "train_batch_size": world,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "zero_optimization": {"stage": stage},
+        }
+        engine, *_ = rayzero.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        del engine, model
+        gc.collect()
+        in_flight.append(len(p2p_channel(world_group()).in_flight))
+    return in_flight
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_engine_after_another_in_one_group(stage: int) -> None:
+    """None of them is closed. Each drains the messages of the one before."""
+    for in_flight in run_ranks(2, train, stage, timeout_s=LIMIT_S):
+        assert max(in_flight) <= 8, in_flight
+
+
+def use_two_backends(rank: int, world: int) -> float:
+    """A backend is created before all peers have read another's finished exchanges."""
+    backends = [make_gloo_backend(world_group(), share_memory=True)]
+    full = backends[0].zeros(4 * world, torch.float32, torch.device("cpu"))
+    rank_chunk(full, rank, world).fill_(rank + 1)
+    first = backends[0].all_gather(full, rank_chunk(full, rank, world))
+    first.wait()
+    backends.append(make_gloo_backend(world_group(), share_memory=True))
+    assert not p2p_channel(world_group()).in_flight
+    first.release()  # waits for nothing twice
+    backends[0].all_gather(full, rank_chunk(full, rank, world)).release()
+    return full.sum().item()
+
+
+def test_two_engines_of_one_group_at_once() -> None:
+    assert run_ranks(2, use_two_backends, timeout_s=LIMIT_S) == [4.0 * 3] * 2
+
+
+def next_tags(rank: int, world: int) -> tuple[int, int]:
+    first = GlooBackend(world_group())
+    second = GlooBackend(world_group())
+    return first.channel.next_tag(), second.channel.next_tag()
+
+
+def test_engines_of_one_group_share_their_numbering() -> None:
+    assert run_ranks(2, next_tags) == [(1, 2)] * 2
+
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+import atexit, contextlib, os, sys
+
+def threads():
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            names.append(open(f"/proc/self/task/{task}/comm").read().strip())
+    return names
+
+def write_threads():
+    with open(f"{sys.argv[2]}/threads-{os.environ['RANK']}", "w") as file:
+        file.write(" ".join(threads()))
+
+atexit.register(write_threads)  # registered first: called last
+
+import rayzero, torch
+from rayzero.engine.comm.process_group import init_distributed
+import torch.distributed as dist
+
+if sys.argv[1] == "rayzero":
+    init_distributed()
+elif sys.argv[1] == "script":
+    dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer}
+engine = rayzero.initialize(model=model, config=config)[0]
+engine.backward(engine(torch.ones(1, 4)).sum())
+engine.step()
+dist.all_reduce(torch.ones(3))
+assert "pt_gloo_runloop" in threads()
+if sys.argv[1] == "script":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("creator", ["rayzero", "script", "torchrun"])
+def test_no_gloo_thread_outlives_the_script(creator: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = subprocess.run(
+        [sys.executable, *launched, str(tmp_path / "script.py"), creator, str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    threads = [(tmp_path / f"threads-{rank}").read_text().split() for rank in range(2)]
+    assert all("python" in names for names in threads)
+    assert not any("pt_gloo_runloop" in names for names in threads)
