@@ -12,7 +12,7 @@ import typer
 from rayzero.orchestrator.cli.command import JsonValueFlag, local_command, new_group
 
 if TYPE_CHECKING:
-    from rayzero.orchestrator.doctor.collect import Finding
+    from rayzero.orchestrator.doctor.diagnose import Finding
 
 commands = new_group()
 
@@ -41,8 +41,8 @@ def doctor(
     Exit code 0: jobs can run, perhaps with warnings. 1: jobs cannot run.
     """
     from rayzero.orchestrator.cluster.connect import head_address
-    from rayzero.orchestrator.doctor.collect import Severity, collect_facts
-    from rayzero.orchestrator.doctor.diagnose import diagnose, worst_severity
+    from rayzero.orchestrator.doctor.collect import collect_facts
+    from rayzero.orchestrator.doctor.diagnose import Severity, diagnose, worst_severity
 
     findings = diagnose(collect_facts(checkpoint, head_address(address)))
     level = worst_severity(findings)

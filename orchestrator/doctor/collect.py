@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -22,38 +21,17 @@ from typing import IO, Any
 
 from rayzero.engine.redact import redact_url
 
-
-class Severity(StrEnum):
-    """No problem; jobs may be slow or fail; jobs cannot run."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A line of the report.
-
-    Args:
-        seen: the observation, with numbers.
-        fix: what to change, if there is a problem.
-    """
-
-    name: str
-    level: Severity
-    seen: str
-    fix: str = ""
+_PROBES = "rayzero.orchestrator.doctor.probes"
+_TORCH_TIMEOUT_S = 90.0  # importing torch on a busy machine, and 30 s for a collective
+_CLUSTER_TIMEOUT_S = 45.0
+_STORAGE_TIMEOUT_S = 45.0
+_KILL_TIMEOUT_S = 5.0
+_MAX_ERROR_CHARS = 300  # of a failed process's last line
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The output of a probe.
-
-    Args:
-        facts: printed facts, also of a probe that failed later.
-        error: why it did not complete; empty if it did.
-    """
+    """The facts that a probe printed, also if it failed later, and why it did not complete."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     error: str = ""
@@ -82,13 +60,7 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class SystemFacts:
-    """All facts.
-
-    Args:
-        torch: from the first of two processes.
-        cluster: None without an address.
-        storage: of `checkpoint_path`.
-    """
+    """All facts; `cluster` is None without an address, `storage` is that of `checkpoint_path`."""
 
     machine: MachineFacts
     torch: ProbeResult
@@ -96,21 +68,6 @@ class SystemFacts:
     storage: ProbeResult
     address: str
     checkpoint_path: str
-
-
-_TORCH_TIMEOUT_S = 90.0  # importing torch on a busy machine, and 30 s for a collective
-
-
-_CLUSTER_TIMEOUT_S = 45.0
-
-
-_STORAGE_TIMEOUT_S = 45.0
-
-
-_KILL_TIMEOUT_S = 5.0
-
-
-_MAX_ERROR_CHARS = 300  # of a failed process's last line
 
 
 def collect_facts(place: str, address: str) -> SystemFacts:
@@ -127,24 +84,15 @@ def collect_facts(place: str, address: str) -> SystemFacts:
             )
             for rank in range(2)
         )
-        store = threads.submit(
-            run_probe, "rayzero.orchestrator.doctor.storage_probe", (), _STORAGE_TIMEOUT_S, place
-        )
-        cluster = (
-            threads.submit(
-                run_probe,
-                "rayzero.orchestrator.doctor.cluster_probe",
-                (address,),
-                _CLUSTER_TIMEOUT_S,
-            )
-            if address
-            else None
-        )
+        storage = threads.submit(run_probe, _PROBES, ("storage",), _STORAGE_TIMEOUT_S, place)
+        cluster = None
+        if address:
+            cluster = threads.submit(run_probe, _PROBES, ("cluster", address), _CLUSTER_TIMEOUT_S)
         return SystemFacts(
             machine=inspect_machine(os.environ),
             torch=torch.result(),
             cluster=None if cluster is None else cluster.result(),
-            storage=store.result(),
+            storage=storage.result(),
             address=address,
             checkpoint_path=redact_url(place),
         )
@@ -157,49 +105,56 @@ def run_probe(
 
     The key `trouble` is the error of the probe. A process that exceeds the limit is killed, and its
     output so far is used.
-
-    Args:
-        stdin_text: passed on its stdin.
     """
     command = [sys.executable, "-m", module, *arguments]
     # Files, not pipes: a child of the process may keep a pipe open after it has ended.
-    with TemporaryFile() as said, TemporaryFile() as complaint:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=complaint)
+    with TemporaryFile() as stdout, TemporaryFile() as stderr:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr)
+        error = ""
         try:
             process.communicate(stdin_text.encode(), timeout=limit_s)
-            trouble = ""
             if process.returncode != 0:
-                trouble = _exit_reason(process.returncode, _read_text(complaint))
+                error = _exit_reason(process.returncode, _read_text(stderr))
         except subprocess.TimeoutExpired:
             process.kill()
             with suppress(subprocess.TimeoutExpired):  # it may hang in I/O
                 process.wait(_KILL_TIMEOUT_S)
-            trouble = f"no answer within {limit_s:g} s"
-        told = _parse_output(_read_text(said))
-    return ProbeResult(told, str(told.pop("trouble", trouble)))
+            error = f"no answer within {limit_s:g} s"
+        facts = _parse_output(_read_text(stdout))
+    return ProbeResult(facts, str(facts.pop("trouble", error)))
 
 
 def inspect_machine(environment: Mapping[str, str]) -> MachineFacts:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     token = Path.home() / ".ray" / "auth_token"
-    named = environment.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+    auth_settings = environment.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+    ray, shm_bytes, memfd_error = "", None, ""
+    with suppress(metadata.PackageNotFoundError):
+        ray = metadata.version("ray")
+    with suppress(OSError):
+        shm = os.statvfs("/dev/shm")
+        shm_bytes = shm.f_blocks * shm.f_frsize
+    try:
+        os.close(os.memfd_create("rayzero-doctor"))
+    except OSError as error:
+        memfd_error = f"memfd_create: {error.strerror}"
     return MachineFacts(
         python=sys.version_info[:3],
-        ray=_package_version("ray"),
-        shm_bytes=_filesystem_bytes(Path("/dev/shm")),
-        memfd_error=_memfd_error(),
+        ray=ray,
+        shm_bytes=shm_bytes,
+        memfd_error=memfd_error,
         open_files=(soft, hard if hard != resource.RLIM_INFINITY else sys.maxsize),
-        stray_token=not named and token.exists(),
+        stray_token=not auth_settings and token.exists(),
     )
 
 
 def _parse_output(text: str) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for line in text.splitlines():
         if line.startswith("{"):  # libraries also print to stdout
             with suppress(ValueError):  # cut off by the kill
-                told |= json.loads(line)
-    return told
+                facts |= json.loads(line)
+    return facts
 
 
 def _read_text(file: IO[bytes]) -> str:
@@ -207,30 +162,7 @@ def _read_text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def _exit_reason(code: int, complaint: str) -> str:
-    lines = [line.strip() for line in complaint.splitlines() if line.strip()]
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return lines[-1][:_MAX_ERROR_CHARS] if lines else f"the probe ended with {how}"
-
-
-def _package_version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _filesystem_bytes(path: Path) -> int | None:
-    try:
-        found = os.statvfs(path)
-    except OSError:
-        return None
-    return found.f_blocks * found.f_frsize
-
-
-def _memfd_error() -> str:
-    try:
-        os.close(os.memfd_create("rayzero-doctor"))
-    except OSError as error:
-        return f"memfd_create: {error.strerror}"
-    return ""
+def _exit_reason(code: int, stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return lines[-1][:_MAX_ERROR_CHARS] if lines else f"the probe ended with {reason}"

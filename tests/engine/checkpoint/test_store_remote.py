@@ -20,7 +20,7 @@ from rayzero.engine.checkpoint.store import join_url
 from rayzero.engine.checkpoint.store_remote import RemoteStore
 from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.checkpoint.writer import commit_checkpoint
-from rayzero.orchestrator.doctor.storage_probe import check_storage
+from rayzero.orchestrator.doctor.probes import check_storage
 from tests.engine.checkpoint.saving import blocks, save, write_files
 from tests.support.bucket import bucket_url
 

@@ -17,8 +17,10 @@ import pytest
 from rayzero.engine.errors import RayzeroError
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.doctor.collect import ProbeResult, inspect_machine, run_probe
-from rayzero.orchestrator.doctor.storage_probe import check_storage
+from rayzero.orchestrator.doctor.probes import check_storage
 from tests.house.source import ROOT
+
+PROBES = "rayzero.orchestrator.doctor.probes"
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def test_a_torch_that_cannot_be_imported(modules: Path) -> None:
 def test_a_cluster_that_is_not_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    probe = run_probe("rayzero.orchestrator.doctor.cluster_probe", (f"127.0.0.1:{port}",), 60)
+    probe = run_probe(PROBES, ("cluster", f"127.0.0.1:{port}"), 60)
     assert f"127.0.0.1:{port}" in probe.error
     assert "refused" in probe.error.lower()
 
@@ -108,7 +110,7 @@ def test_a_place_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     with pytest.raises(RayzeroError, match="Not a directory"):
         check_storage(str(tmp_path / "runs" / "gpt"))
-    probe = run_probe("rayzero.orchestrator.doctor.storage_probe", (), 60, str(tmp_path / "runs"))
+    probe = run_probe(PROBES, ("storage",), 60, str(tmp_path / "runs"))
     assert "Not a directory" in probe.error
     assert probe.facts["fix"]
 
@@ -116,9 +118,7 @@ def test_a_place_that_is_a_file(tmp_path: Path) -> None:
 def test_credentials_in_a_url_are_not_shown() -> None:
     url = "s3://AKIA:p4ss@bucket/runs?region=x"
     assert redact_url(f"{url}: no") == "s3://***@bucket/runs?region=x: no"
-    probe = run_probe(
-        "rayzero.orchestrator.doctor.storage_probe", (), 60, url.replace("s3:", "ftp:")
-    )
+    probe = run_probe(PROBES, ("storage",), 60, url.replace("s3:", "ftp:"))
     assert "***" in probe.error
     assert "p4ss" not in json.dumps([probe.facts, probe.error])
 

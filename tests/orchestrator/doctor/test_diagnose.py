@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.cli.doctor import report_lines
 from rayzero.orchestrator.doctor import collect
-from rayzero.orchestrator.doctor.collect import MachineFacts, ProbeResult, Severity, SystemFacts
-from rayzero.orchestrator.doctor.diagnose import diagnose, worst_severity
+from rayzero.orchestrator.doctor.collect import MachineFacts, ProbeResult, SystemFacts
+from rayzero.orchestrator.doctor.diagnose import Severity, diagnose, worst_severity
 
 MACHINE = MachineFacts(
     python=(3, 11, 7),
