@@ -12,14 +12,13 @@ from rayzero.engine.checkpoint.catalogue import (
     newest_complete,
     prune_checkpoints,
 )
-from rayzero.engine.checkpoint.format import step_folder_name
+from rayzero.engine.checkpoint.format import WrittenFile, step_folder_name
 from rayzero.engine.checkpoint.manifest import make_manifest
 from rayzero.engine.checkpoint.store import join_url
 from rayzero.engine.checkpoint.writer import commit_checkpoint
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.recovery import CheckpointRef
-from rayzero.workers.vault.records import RankFile
 
 
 class FileCheckpointStore:
@@ -65,10 +64,10 @@ class FileCheckpointStore:
         newest = await asyncio.to_thread(newest_complete, self._plan.job_folder, excluding)
         return None if newest is None else CheckpointRef(newest.step, newest.folder)
 
-    async def commit(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
+    async def commit(self, step: int, generation: int, files: Sequence[WrittenFile]) -> None:
         await asyncio.to_thread(self._write_manifest, step, generation, files)
 
-    def _write_manifest(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
+    def _write_manifest(self, step: int, generation: int, files: Sequence[WrittenFile]) -> None:
         name, stage = self._plan.spec.name, self._plan.stage
         manifest = make_manifest(name, step, generation, files, stage=stage)
         self._check_lease()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
+from rayzero.engine.checkpoint.format import WrittenFile
 from rayzero.orchestrator.aio import PendingReplies
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.orchestrator.policies.recovery import CheckpointRef
@@ -15,7 +16,7 @@ from rayzero.workers.messages import (
     WorkerInfo,
     WorkerMessage,
 )
-from rayzero.workers.vault.records import RankFile, SlotInfo
+from rayzero.workers.vault.records import SlotInfo
 
 if TYPE_CHECKING:
     from rayzero.workers.vault.vault import Vault
@@ -219,7 +220,7 @@ class CheckpointStore(Protocol):
     async def newest(self, excluding: frozenset[int]) -> CheckpointRef | None:
         """The newest complete checkpoint, without those of the excluded steps."""
 
-    async def commit(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
+    async def commit(self, step: int, generation: int, files: Sequence[WrittenFile]) -> None:
         """Writes the manifest, which makes the checkpoint exist. Its files are durable already."""
 
     async def prune(self) -> None:

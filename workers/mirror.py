@@ -157,8 +157,8 @@ class Mirror:
         if self._vault is None:
             raise VaultGoneError("this node has no vault")
         assignment = self._assignment
-        [buffer] = self._vault.reserve(
-            assignment.generation, assignment.rank, assignment.world_size, table, 1
+        buffer = self._vault.reserve(
+            assignment.generation, assignment.rank, assignment.world_size, table
         )
         self._buffers.append(buffer)
         self._cost_model.skip_next()  # the first write into new memory is slower

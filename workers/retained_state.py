@@ -117,10 +117,10 @@ class RetainedState:
         state = self._engine.state
         table, parts, offsets = state.describe_block(whole=state.complete_on_rank)
         world_size = 1 if state.complete_on_rank else assignment.world_size
-        buffers = self.vault.reserve(assignment.generation, assignment.rank, world_size, table, 1)
-        buffers[0].begin()
-        copy_to_block(parts, offsets, buffers[0].data, constants=True)
-        buffers[0].commit(memory_state.step, state.metadata(), False, None)
+        buffer = self.vault.reserve(assignment.generation, assignment.rank, world_size, table)
+        buffer.begin()
+        copy_to_block(parts, offsets, buffer.data, constants=True)
+        buffer.commit(memory_state.step, state.metadata(), False, None)
         return SlotInfo(
             assignment.generation,
             assignment.rank,

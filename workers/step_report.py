@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ from rayzero.engine.errors import EngineError
 from rayzero.workers.messages import Assignment, StepReport
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.training_thread import GenerationChannel
+from rayzero.workers.vault.buffers import resident_bytes
 
 if TYPE_CHECKING:
     from rayzero.engine.engine import Engine
@@ -26,7 +25,6 @@ _RESERVED_PREFIXES = ("phases/", "bytes/", "collectives/")
 """Prefixes of the engine's metrics."""
 
 _MAX_NAME_CHARACTERS = 128
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class StepReporter:
@@ -170,11 +168,3 @@ class WorkerStats:
         if torch.cuda.is_initialized():
             stats["device_peak_bytes"] = float(torch.cuda.max_memory_allocated())
         return stats
-
-
-def resident_bytes() -> int:
-    """This process's resident memory; 0 if it cannot be determined."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
-    except OSError:
-        return 0

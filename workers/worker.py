@@ -52,7 +52,7 @@ class WorkerProcess:
         self._rank = index  # until the first generation assigns one
         self._outbox = Outbox()
         self._retained = RetainedState(index)
-        self._fault_schedule = FaultSchedule((), FaultRecord(spec.output_dir), self._outbox.post)
+        self._fault_schedule = FaultSchedule(FaultRecord(spec.output_dir), self._outbox.post)
         self._training_thread = TrainingThread(on_unwound=self._on_unwound)
         self._channel = GenerationChannel(self._outbox.post)
         self._train_function: TrainFunction | None = None

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rayzero.engine.checkpoint.format import WrittenFile
 from rayzero.engine.checkpoint.store import is_remote
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.aio import with_timeout
@@ -18,7 +19,6 @@ from rayzero.orchestrator.interfaces import VaultLostError, WorkerCalls
 from rayzero.orchestrator.job_events import JobWarning
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, StoreFaultInjector
 from rayzero.workers.chaos.spec import FaultSpec, parse_fault
-from rayzero.workers.vault.records import RankFile
 
 VAULT_REPLY_TIMEOUT_S = 5.0
 """How long a vault may take to reply: a user waits for the result."""
@@ -31,7 +31,7 @@ class ClusterFaultInjector:
         self._context = context
         self._faults = [parse_fault(text) for text in context.plan.worker_spec.faults]
         self._record = FaultRecord(context.plan.output_dir)
-        self._schedule = FaultSchedule(self._faults, self._record, context.emit)
+        self._schedule = FaultSchedule(self._record, context.emit)
         self._store = StoreFaultInjector(self._schedule)
         self._in_progress: set[FaultSpec] = set()
         self._skipped: set[FaultSpec] = set()
@@ -87,7 +87,7 @@ class ClusterFaultInjector:
                 self._in_progress.add(fault)
                 self._context.tasks.spawn(self._inject_node_fault(fault, step + 1))
 
-    def on_checkpoint_committed(self, step: int, folder: str, files: Sequence[RankFile]) -> None:
+    def on_checkpoint_committed(self, step: int, folder: str, files: Sequence[WrittenFile]) -> None:
         """A checkpoint was committed."""
         torn = [fault for fault in self._schedule.due(step) if fault.kind == "tear_file"]
         if torn and is_remote(folder):

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from rayzero.engine.checkpoint.format import WrittenFile
 from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import JobContext
@@ -15,7 +16,7 @@ from rayzero.orchestrator.interfaces import VaultLostError
 from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed, JobWarning, Resumed
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.workers.messages import Pinned
-from rayzero.workers.vault.records import RankFile, SlotRef
+from rayzero.workers.vault.records import SlotRef
 from rayzero.workers.vault.vault import Vault
 
 ALL_STEPS = 2**62
@@ -125,7 +126,7 @@ class CheckpointWriter:
     """Writes one checkpoint at a time, in order. A failing store never stops training."""
 
     def __init__(
-        self, context: JobContext, on_committed: Callable[[int, str, Sequence[RankFile]], None]
+        self, context: JobContext, on_committed: Callable[[int, str, Sequence[WrittenFile]], None]
     ) -> None:
         """
         Args:
@@ -225,7 +226,7 @@ class CheckpointWriter:
             *(self._write_on_node(node, folder, slots) for node, slots in by_node.items()),
             return_exceptions=True,
         )
-        files: list[RankFile] = []
+        files: list[WrittenFile] = []
         for part in parts:
             if isinstance(part, BaseException):
                 raise part
@@ -244,7 +245,7 @@ class CheckpointWriter:
 
     async def _write_on_node(
         self, node: str, folder: str, slots: Sequence[SlotRef]
-    ) -> list[RankFile]:
+    ) -> list[WrittenFile]:
         ctx = self._context
         command = ctx.deps.vaults.call(node, Vault.write, folder, slots)
         return await with_timeout(ctx.deps.clock, WRITE_TIMEOUT_S, command)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rayzero.engine.checkpoint.format import WrittenFile
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.aio import Clock, PendingReplies, SystemClock, with_timeout
 from rayzero.orchestrator.errors import JobFailedError
@@ -40,7 +41,7 @@ from rayzero.workers.messages import (
     WorkerInfo,
     WorkerMessage,
 )
-from rayzero.workers.vault.records import ConnectionLost, RankFile, SlotInfo, SlotRef
+from rayzero.workers.vault.records import ConnectionLost, SlotInfo, SlotRef
 
 Node = Callable[[int], str]
 
@@ -608,7 +609,7 @@ class Vaults:
             )
         return 64 * len(slots)
 
-    async def write(self, node_id: str, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
+    async def write(self, node_id: str, folder: str, slots: Sequence[SlotRef]) -> list[WrittenFile]:
         await asyncio.sleep(0)
         self.writes += 1
         await self.may_write.wait()
@@ -620,7 +621,7 @@ class Vaults:
             if (ref.generation, ref.rank, ref.step) not in vault.slots:
                 raise RayzeroError(f"{ref} is gone")
             vault.files.append((folder, ref))
-            files.append(RankFile(f"rank-{ref.rank}", ref.rank, 64, 0, (), {}, {}, 0.1))
+            files.append(WrittenFile(f"rank-{ref.rank}", ref.rank, 64, 0, (), {}, {}, 0.1))
         return files
 
     async def inspect(self, node_id: str, pid: int) -> str:
@@ -674,7 +675,7 @@ class Shelf:
         steps = [step for step in self.steps if step not in excluding]
         return CheckpointRef(max(steps), self.folder(max(steps))) if steps else None
 
-    async def commit(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
+    async def commit(self, step: int, generation: int, files: Sequence[WrittenFile]) -> None:
         await asyncio.sleep(0)
         if self.errors:
             raise self.errors.pop(0)

@@ -41,16 +41,13 @@ class FakeVault:
     error: Exception | None = None
     table: BlockIndex | None = None
 
-    def reserve(
-        self, generation: int, rank: int, world: int, table: BlockIndex, count: int
-    ) -> list[Buffer]:
+    def reserve(self, generation: int, rank: int, world: int, table: BlockIndex) -> Buffer:
         if self.error:
             raise self.error
-        made = [Buffer() for _ in range(count)]
         if table is not self.table:
             self.table, self.buffers = table, []
-        self.buffers = [*self.buffers, *made]
-        return made
+        self.buffers.append(Buffer())
+        return self.buffers[-1]
 
     def announce_complete(self, generation: int) -> None:
         self.complete_generations.append(generation)

@@ -20,7 +20,7 @@ from tests.workers.support import ASSIGN, setup
 def session(**changes: Any) -> tuple[JobSession, GenerationChannel, list[WorkerMessage]]:
     posted: list[WorkerMessage] = []
     wire = GenerationChannel(posted.append)
-    injector = WorkerFaultInjector(FaultSchedule([], FaultRecord("/nowhere"), posted.append), 0)
+    injector = WorkerFaultInjector(FaultSchedule(FaultRecord("/nowhere"), posted.append), 0)
     return JobSession(setup(**changes), ASSIGN, wire, RetainedState(0), injector), wire, posted
 
 

@@ -11,10 +11,13 @@ import json
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict
 from pathlib import Path
 
+from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.errors import ConfigError
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
 
@@ -45,14 +48,13 @@ class FaultRecord:
         Raises:
             ConfigError: the folder cannot be written.
         """
-        kept = "".join(_json_line(fired) for fired in self.read() if fired.fault in faults)
+        kept = [fired for fired in self.read() if fired.fault in faults]
         try:
-            if kept:
-                self._path.write_text(kept, encoding="utf-8")
-            else:
-                self._path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
         except OSError as error:
             raise self._write_error(error) from error
+        for fired in kept:
+            self.add(fired)
 
     def add(self, fired: FaultFired) -> None:
         """Appends a line by one system call, so that it persists if the process dies right after.
@@ -61,11 +63,8 @@ class FaultRecord:
             ConfigError: the folder cannot be written.
         """
         try:
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                os.write(file, _json_line(fired).encode())
-            finally:
-                os.close(file)
+            with self._path.open("ab", buffering=0) as file:
+                file.write(json.dumps(asdict(fired)).encode() + b"\n")
         except OSError as error:
             raise self._write_error(error) from error
 
@@ -77,10 +76,6 @@ class FaultRecord:
         )
 
 
-def _json_line(fired: FaultFired) -> str:
-    return json.dumps({"rank": fired.rank, "step": fired.step, "fault": fired.fault}) + "\n"
-
-
 class FaultSchedule:
     """The faults that are still to be injected, according to the record. Safe from any thread.
 
@@ -88,15 +83,12 @@ class FaultSchedule:
     is recorded while it is held, so that none is counted twice or missed.
     """
 
-    def __init__(
-        self, faults: Iterable[FaultSpec], record: FaultRecord, post: Callable[[FaultFired], None]
-    ) -> None:
+    def __init__(self, record: FaultRecord, post: Callable[[FaultFired], None]) -> None:
         self._record = record
         self._post = post
         self._total_firings = 0
         self._remaining_firings: dict[FaultSpec, int] = {}
         self._lock = threading.Lock()
-        self.set_faults(faults)
 
     def set_faults(self, faults: Iterable[FaultSpec]) -> None:
         """Replaces the list of all faults, and reads the record again.
@@ -115,15 +107,11 @@ class FaultSchedule:
                 fault: count - done[str(fault)] for fault, count in firings.items()
             }
 
-    @property
-    def remaining(self) -> tuple[FaultSpec, ...]:
-        """The faults with firings left."""
+    def due(self, step: int) -> list[FaultSpec]:
+        """The faults whose step is reached, with firings left."""
         with self._lock:
-            return tuple(fault for fault, count in self._remaining_firings.items() if count > 0)
-
-    def due(self, step: int) -> tuple[FaultSpec, ...]:
-        """The remaining faults whose step is reached."""
-        return tuple(fault for fault in self.remaining if fault.step <= step)
+            firings = self._remaining_firings.items()
+            return [fault for fault, count in firings if count > 0 and fault.step <= step]
 
     def record_fired(self, fault: FaultSpec, rank: int, step: int) -> None:
         """Records and reports a fault. Call it before the fault takes effect."""
@@ -135,14 +123,12 @@ class FaultSchedule:
 
 
 class WorkerFaultInjector:
-    """Injects the faults of one rank in one generation. Used by the training thread, except for
-    `close`."""
+    """Injects the faults of one rank in one generation. Used by the training thread."""
 
     def __init__(self, schedule: FaultSchedule, rank: int) -> None:
         self._schedule = schedule
         self._rank = rank
         self._slowed_steps: set[tuple[FaultSpec, int]] = set()  # a step is slowed only once
-        self._closed = threading.Event()
 
     def on_phase(self, phase: str, step: int) -> None:
         """Injects the faults that are due when the training thread enters a phase.
@@ -158,24 +144,17 @@ class WorkerFaultInjector:
                     continue
                 self._slowed_steps.add((fault, step))
             self._schedule.record_fired(fault, self._rank, step)
-            self._execute(fault, phase, step)
-
-    def close(self) -> None:
-        """Releases a thread that hangs or sleeps in a fault. Only before the process exits."""
-        self._closed.set()
-
-    def _execute(self, fault: FaultSpec, phase: str, step: int) -> None:
-        match fault.kind:
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            case "slow":
-                self._closed.wait(fault.seconds)
-            case "hang":
-                self._closed.wait()
-            case "raise_error":
-                raise InjectedError(f"injected in phase {phase} of step {step}")
+            match fault.kind:
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                case "slow":
+                    time.sleep(fault.seconds)
+                case "hang":
+                    threading.Event().wait()
+                case "raise_error":
+                    raise InjectedError(f"injected in phase {phase} of step {step}")
 
 
 class StoreFaultInjector:
@@ -183,21 +162,21 @@ class StoreFaultInjector:
 
     def __init__(self, schedule: FaultSchedule) -> None:
         self._schedule = schedule
-        self._closed = threading.Event()
 
-    def before_write(self, step: int, rank: int) -> None:
+    def before_write(self, folder: str, step: int, rank: int) -> None:
         """Injects the faults that are due before a rank's checkpoint file is written.
 
         Raises:
-            OSError: ENOSPC, as for a full disk.
+            StoreError: the same as for a full disk.
         """
         for fault in self._schedule.due(step):
             if fault.kind == "slow_store":
                 self._schedule.record_fired(fault, rank, step)
-                self._closed.wait(fault.seconds)
+                time.sleep(fault.seconds)
             elif fault.kind == "full_disk":
                 self._schedule.record_fired(fault, rank, step)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                path = os.path.join(folder, f"rank-{rank:05d}")
+                raise StoreError("full", path, os.strerror(errno.ENOSPC))
 
     def after_commit(self, step: int, paths: dict[int, Path]) -> None:
         """Damages files of a durable checkpoint; `paths` are its local files, by rank."""
@@ -207,22 +186,17 @@ class StoreFaultInjector:
                 self._schedule.record_fired(fault, fault.rank, step)
                 damage_file(path, fault.how)
 
-    def close(self) -> None:
-        """Releases a thread that sleeps in `before_write`."""
-        self._closed.set()
-
 
 def damage_file(path: Path, how: str) -> None:
     """Damages a file: flips a bit in its middle, truncates it to half, or removes it."""
+    middle = path.stat().st_size // 2
     if how == "remove":
         path.unlink()
-        return
-    middle = path.stat().st_size // 2
-    with path.open("r+b") as file:
-        if how == "cut":
-            file.truncate(middle)
-            return
-        file.seek(middle)
-        byte = file.read(1)[0]
-        file.seek(middle)
-        file.write(bytes([byte ^ 1]))
+    elif how == "cut":
+        os.truncate(path, middle)
+    else:
+        with path.open("r+b") as file:
+            file.seek(middle)
+            byte = file.read(1)[0]
+            file.seek(middle)
+            file.write(bytes([byte ^ 1]))

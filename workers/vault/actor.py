@@ -7,6 +7,7 @@ passes it the other nodes' vaults, and again whenever one of them is replaced.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,9 +18,9 @@ from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.workers.chaos import node as node_faults
-from rayzero.workers.chaos.spec import parse_fault
-from rayzero.workers.vault.background import FaultInjectingStore
+from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, StoreFaultInjector
+from rayzero.workers.chaos.node import inject_node_fault, why_impossible
+from rayzero.workers.chaos.spec import FaultFired, parse_fault
 from rayzero.workers.vault.records import SlotRef, VaultEvent, VaultGoneError
 from rayzero.workers.vault.vault import Vault
 
@@ -45,29 +46,31 @@ class VaultActor(Vault):
         with suppress(OSError):  # Ray raises workers' niceness; detecting a death must not wait
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         self._peers: Mapping[str, Any] = {}
-        self._store = FaultInjectingStore(faults, output_dir)
-        super().__init__(job, node_id, self._fetch_remote, write_file=self._store.write)
+        self._fired: deque[FaultFired] = deque()
+        self._faults = FaultSchedule(FaultRecord(output_dir), self._fired.append)
+        self.inject(faults)
+        injector = StoreFaultInjector(self._faults)
+        super().__init__(job, node_id, self._fetch_remote, before_write=injector.before_write)
 
     def set_peers(self, peers: Mapping[str, Any]) -> None:
         """Replaces the actor handles of the other nodes' vaults, by node id."""
         self._peers = dict(peers)
 
     def poll(self, timeout_s: float) -> list[VaultEvent]:
-        return [*super().poll(timeout_s), *self._store.pop_fired()]
+        lost = super().poll(timeout_s)
+        return [*lost, *(self._fired.popleft() for _ in range(len(self._fired)))]
 
     def inject(self, faults: Sequence[str]) -> None:
         """Replaces the list of the job's faults."""
-        self._store.set_faults(faults)
+        self._faults.set_faults(map(parse_fault, faults))
 
     def why_not_injectable(
         self, fault: str, is_controller_node: bool, controller_network: str
     ) -> str:
-        return node_faults.why_impossible(
-            parse_fault(fault), is_controller_node, controller_network
-        )
+        return why_impossible(parse_fault(fault), is_controller_node, controller_network)
 
     def inject_node_fault(self, fault: str) -> None:
-        node_faults.inject_node_fault(parse_fault(fault))
+        inject_node_fault(parse_fault(fault))
 
     def _fetch_remote(self, ref: SlotRef, offset: int, length: int) -> memoryview:
         """Reads through Ray's object store. Called by the vault's own threads."""
@@ -77,14 +80,13 @@ class VaultActor(Vault):
         reply = peer.read.remote(ref.generation, ref.rank, ref.step, offset, length)
         try:
             data: NDArray[np.uint8] = ray.get(reply, timeout=_FETCH_TIMEOUT_S)
+            return data.data
+        except GetTimeoutError:
+            problem = f"did not answer within {_FETCH_TIMEOUT_S:g} s"
         except RayTaskError as error:
             if isinstance(error.cause, RayzeroError):
                 raise error.cause from None
-            raise VaultGoneError(f"the vault on node {ref.node_id} failed: {error}") from None
-        except GetTimeoutError:
-            raise VaultGoneError(
-                f"the vault on node {ref.node_id} did not answer within {_FETCH_TIMEOUT_S:g} s"
-            ) from None
+            problem = f"failed: {error}"
         except RayError as error:
-            raise VaultGoneError(f"the vault on node {ref.node_id} is gone: {error}") from None
-        return data.data
+            problem = f"is gone: {error}"
+        raise VaultGoneError(f"the vault on node {ref.node_id} {problem}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -27,11 +28,19 @@ def available_bytes(root: Path = Path("/")) -> int:
 def fits_twice(processes: int, root: Path = Path("/")) -> bool:
     """Whether `processes` processes like this one can each allocate 1.5 times their resident memory
     again. False if it cannot be determined."""
+    resident = resident_bytes(root)
+    with suppress(OSError, ValueError, RayzeroError):
+        return resident > 0 and available_bytes(root) > 1.5 * processes * resident
+    return False
+
+
+def resident_bytes(root: Path = Path("/")) -> int:
+    """This process's resident memory; 0 if it cannot be determined."""
     try:
         pages = int((root / "proc/self/statm").read_text().split()[1])
-        return available_bytes(root) > 1.5 * processes * pages * os.sysconf("SC_PAGESIZE")
-    except (OSError, ValueError, RayzeroError):
-        return False
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGESIZE")
 
 
 def _mem_available(root: Path) -> int:
@@ -91,7 +100,7 @@ def _read_memory_stat(group: Path, name: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
 
 
-@dataclass
+@dataclass(eq=False)
 class SharedBuffer:
     """Anonymous shared memory. Grows and never shrinks: other processes have it mapped."""
 
@@ -102,9 +111,6 @@ class SharedBuffer:
         if nbytes > self.capacity_bytes:
             os.posix_fallocate(self.fd, self.capacity_bytes, nbytes - self.capacity_bytes)
             self.capacity_bytes = nbytes
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 class BufferPool:
@@ -125,31 +131,25 @@ class BufferPool:
         with self._lock:
             return sum(buffer.capacity_bytes for buffer in self._spares)
 
-    def acquire(self, nbytes: int, count: int) -> list[SharedBuffer]:
-        """Buffers of at least `nbytes` each, spare ones first, with their old contents.
+    def acquire(self, nbytes: int) -> SharedBuffer:
+        """A buffer of at least `nbytes`, if possible a spare one, with its old contents.
 
         Raises:
             VaultMemoryError: there is not enough memory.
         """
         with self._allocation_lock:
-            buffers = self._take_best_fitting(nbytes, count)
-            missing = count * nbytes - sum(min(nbytes, b.capacity_bytes) for b in buffers)
+            buffer = self._take_best_fitting(nbytes)
+            missing = max(0, nbytes - buffer.capacity_bytes)
             if missing > self._available_bytes():
                 self.trim()
             available = self._available_bytes()
-            if missing > available:
-                self.release(buffers)
-                raise VaultMemoryError(missing, available)
-            try:
-                while len(buffers) < count:
-                    buffers.append(_new_buffer())
-                for buffer in buffers:
+            with suppress(OSError):  # a limit that `available` does not include
+                if missing <= available:
                     buffer.grow(nbytes)
-            except OSError:  # a limit that `available` does not include
-                self.release(buffers)
-                self.trim()
-                raise VaultMemoryError(missing, available) from None
-            return buffers
+                    return buffer
+            self.release([buffer])
+            self.trim()
+            raise VaultMemoryError(missing, available)
 
     def release(self, buffers: list[SharedBuffer]) -> None:
         with self._lock:
@@ -160,19 +160,20 @@ class BufferPool:
         with self._lock:
             spares, self._spares = self._spares, []
         for buffer in spares:
-            buffer.close()
+            os.close(buffer.fd)
 
-    def _take_best_fitting(self, nbytes: int, count: int) -> list[SharedBuffer]:
-        """Up to `count` spares: those large enough first, then by nearest size."""
+    def _take_best_fitting(self, nbytes: int) -> SharedBuffer:
+        """The spare of the nearest size, if possible a sufficient one; an empty one if none."""
+
+        def misfit(spare: SharedBuffer) -> tuple[bool, int]:
+            return spare.capacity_bytes < nbytes, abs(spare.capacity_bytes - nbytes)
+
         with self._lock:
-            self._spares.sort(
-                key=lambda spare: (
-                    spare.capacity_bytes < nbytes,
-                    abs(spare.capacity_bytes - nbytes),
-                )
-            )
-            buffers, self._spares = self._spares[:count], self._spares[count:]
-        return buffers
+            if not self._spares:
+                return _new_buffer()
+            best = min(self._spares, key=misfit)
+            self._spares.remove(best)
+            return best
 
 
 def _new_buffer() -> SharedBuffer:

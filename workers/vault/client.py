@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
+import pickle
 import socket
-from collections import deque
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from itertools import count
 from threading import Event, Lock, Thread
 from time import monotonic
-from typing import Any
+from typing import TypeVarTuple
 
-from rayzero.engine.errors import DataError
+from rayzero.engine.errors import RayzeroError
 from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.workers.vault.images import MappedSlotReader, RemoteSlotReader, SlotReader, VaultSource
-from rayzero.workers.vault.protocol import (
-    Deregister,
-    FetchVersion,
-    GenerationComplete,
-    JsonLineDecoder,
-    OpenVersion,
-    Register,
-    Reserve,
-    VaultRequest,
-    abstract_socket_name,
-    decode_error,
-    encode_request,
-)
+from rayzero.workers.vault.peers import Peer
 from rayzero.workers.vault.records import Restore, SlotRef, VaultGoneError
-from rayzero.workers.vault.slots import SlotWriter, encode_table, slot_geometry
+from rayzero.workers.vault.requests import (
+    MAX_PACKET_BYTES,
+    Descriptors,
+    WorkerRequests,
+    abstract_socket_name,
+)
+from rayzero.workers.vault.slots import SlotWriter, encode_table
 
 _CALL_TIMEOUT_S = 10.0
 _RESERVE_TIMEOUT_S = 300.0
 """Memory is allocated and touched at about 1 GB/s."""
 _FETCH_TIMEOUT_S = 60.0
-_RECEIVE_BYTES = 64 * 1024
 _MAX_FDS = 64
+
+Ts = TypeVarTuple("Ts")
 
 
 class VaultClient:
@@ -53,31 +49,25 @@ class VaultClient:
     """
 
     def __init__(self, address: str, worker: int) -> None:
-        self._decoder = JsonLineDecoder()
-        self._replies: deque[dict[str, Any]] = deque()
-        self._fds: deque[int] = deque()
         self._request_ids = count(1)
         self._call_lock = Lock()  # one call at a time: the next reply is the call's own
-        self._send_lock = Lock()  # keeps each line whole; held briefly
-        self._closed = False
-        self._closed_event = Event()
+        self._closed = Event()
         # Exits with the process, or once the session is closed.
-        liveness = Thread(target=self._closed_event.wait, name="rayzero-liveness", daemon=True)
+        liveness = Thread(target=self._closed.wait, name="rayzero-liveness", daemon=True)
         liveness.start()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_CALL_TIMEOUT_S)
         try:
             self._socket.connect(abstract_socket_name(address))
-            self._node_id, _ = self._call(Register(worker, os.getpid(), liveness.native_id or 0))
+            own_thread = liveness.native_id or 0
+            self._call(_CALL_TIMEOUT_S, WorkerRequests.register, worker, os.getpid(), own_thread)
         except (OSError, VaultGoneError) as error:
-            self._closed_event.set()
+            self._closed.set()
             self._socket.close()
             raise VaultGoneError(f"no vault answers at {address}: {error}") from None
 
-    def reserve(
-        self, generation: int, rank: int, world_size: int, table: BlockIndex, buffers: int
-    ) -> list[SlotWriter]:
-        """Allocates empty buffers for a state with that table. Takes about 1 s per GB.
+    def reserve(self, generation: int, rank: int, world_size: int, table: BlockIndex) -> SlotWriter:
+        """Allocates an empty buffer for a state with that table. Takes about 1 s per GB.
 
         Buffers reserved earlier by this worker that hold no complete version are released.
 
@@ -85,76 +75,62 @@ class VaultClient:
             VaultMemoryError: the node has too little memory.
         """
         table_json = encode_table(table)
-        size = slot_geometry(table, table_json)
-        request = Reserve(
+        [fd] = self._call(
+            _RESERVE_TIMEOUT_S,
+            WorkerRequests.reserve,
             generation,
             rank,
             world_size,
-            size.table_bytes,
-            size.metadata_capacity,
-            size.data_bytes,
-            buffers,
+            len(table_json),
+            table.nbytes,
         )
-        _, fds = self._call(request, _RESERVE_TIMEOUT_S)
         try:
-            return [SlotWriter(fd, table_json) for fd in fds]
+            return SlotWriter(fd, table_json)
         finally:
-            _close_fds(fds)
+            os.close(fd)
 
     def announce_complete(self, generation: int) -> None:
         """All ranks have a complete version of this generation. Does not wait for a reply."""
-        self._send(GenerationComplete(generation))
+        self._send(None, WorkerRequests.generation_complete, generation)
 
-    def open_source(
-        self, restore: Restore, local_node: str | None = None, verify: bool = True
-    ) -> VaultSource:
+    def open_source(self, restore: Restore) -> VaultSource:
         """Opens the slots of `restore`; those on other nodes are read through this vault.
-
-        Args:
-            local_node: the node this vault is on; None: as the vault itself reports.
-            verify: compare the data's checksums, where they were computed.
 
         Raises:
             DataError: a slot is gone or damaged.
         """
-        images: list[SlotReader] = []
-        try:
+        with ExitStack() as on_error:
+            images: list[SlotReader] = []
             for ref in restore.slots:
-                local = ref.node_id == (local_node or self._node_id)
-                images.append(
-                    self._open_local(ref) if local else RemoteSlotReader(ref, self._fetch_remote)
-                )
-            return VaultSource(restore.step, images, verify)
-        except BaseException:
-            for image in images:
-                image.close()
-            raise
+                images.append(self._open_slot(ref))
+                on_error.callback(images[-1].close)
+            source = VaultSource(restore.step, images)
+            on_error.pop_all()
+            return source
 
     def close(self) -> None:
         """Closes the session, and ends a call in flight on another thread. Idempotent."""
-        if self._closed:
+        if self._closed.is_set():
             return
-        self._closed = True
         with suppress(VaultGoneError):
-            self._send(Deregister())
-        self._closed_event.set()
+            self._send(None, WorkerRequests.deregister)
+        self._closed.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._call_lock:
             self._socket.close()
-            _close_fds(self._fds)
-            self._fds.clear()
 
-    def _open_local(self, ref: SlotRef) -> MappedSlotReader:
-        _, [fd] = self._call(OpenVersion(ref.generation, ref.rank, ref.step))
+    def _open_slot(self, ref: SlotRef) -> SlotReader:
+        fds = self._call(_CALL_TIMEOUT_S, WorkerRequests.open_version, *ref)
+        if not fds:
+            return RemoteSlotReader(ref, self._fetch_remote)
         try:
-            return MappedSlotReader(ref, fd)
+            return MappedSlotReader(ref, fds[0])
         finally:
-            os.close(fd)
+            os.close(fds[0])
 
     def _fetch_remote(self, ref: SlotRef, offset: int, length: int) -> memoryview:
-        request = FetchVersion(ref.node_id, ref.generation, ref.rank, ref.step, offset, length)
-        _, [fd] = self._call(request, _FETCH_TIMEOUT_S)
+        [fd] = self._call(_FETCH_TIMEOUT_S, WorkerRequests.fetch_version, *ref, offset, length)
         try:
             nbytes = os.fstat(fd).st_size
             return memoryview(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ) if nbytes else b"")
@@ -162,50 +138,49 @@ class VaultClient:
             os.close(fd)
 
     def _call(
-        self, request: VaultRequest, timeout_s: float = _CALL_TIMEOUT_S
-    ) -> tuple[str, list[int]]:
-        """The reply's value and descriptors."""
+        self,
+        timeout_s: float,
+        method: Callable[[WorkerRequests, Peer, *Ts], Descriptors],
+        *arguments: *Ts,
+    ) -> Descriptors:
         deadline = monotonic() + timeout_s
         if not self._call_lock.acquire(timeout=timeout_s):
             raise VaultGoneError(f"the vault did not answer another call within {timeout_s:g} s")
         try:
             request_id = next(self._request_ids)
-            self._send(request, request_id)
-            reply, fds = self._receive(deadline)
-            while reply["id"] != request_id:  # the late reply of a call that timed out
-                _close_fds(fds)
-                reply, fds = self._receive(deadline)
+            self._send(request_id, method, *arguments)
+            reply_id, error, fds = self._receive(deadline)
+            while reply_id != request_id:  # the late reply of a call that timed out
+                for fd in fds:
+                    os.close(fd)
+                reply_id, error, fds = self._receive(deadline)
         finally:
             self._call_lock.release()
-        if "error" in reply:
-            raise decode_error(reply["error"])
-        return reply["value"], fds
+        if error is not None:
+            raise error
+        return fds
 
-    def _send(self, request: VaultRequest, request_id: int | None = None) -> None:
+    def _send(
+        self,
+        request_id: int | None,
+        method: Callable[[WorkerRequests, Peer, *Ts], Descriptors],
+        *arguments: *Ts,
+    ) -> None:
+        request = {"id": request_id, "call": method.__name__, "arguments": arguments}
         try:
-            with self._send_lock:
-                self._socket.sendall(encode_request(request, request_id))
+            self._socket.send(json.dumps(request).encode())
         except OSError as error:
             raise VaultGoneError(f"the vault cannot be reached: {error}") from None
 
-    def _receive(self, deadline: float) -> tuple[dict[str, Any], list[int]]:
-        """The next reply and its descriptors."""
-        while not self._replies:
-            self._socket.settimeout(max(0.001, deadline - monotonic()))
-            try:
-                received, fds, _, _ = socket.recv_fds(
-                    self._socket, _RECEIVE_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
-                )
-                self._fds += fds
-                self._replies += self._decoder.feed(received)
-            except (OSError, DataError) as error:
-                raise VaultGoneError(f"the vault does not answer: {error}") from None
-            if not received:
-                raise VaultGoneError("the vault closed the connection: its process is gone")
-        reply = self._replies.popleft()
-        return reply, [self._fds.popleft() for _ in range(reply["fds"])]
-
-
-def _close_fds(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+    def _receive(self, deadline: float) -> tuple[int, RayzeroError | None, Descriptors]:
+        """The next reply."""
+        self._socket.settimeout(max(0.001, deadline - monotonic()))
+        try:
+            packet, fds, _, _ = socket.recv_fds(
+                self._socket, MAX_PACKET_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+            )
+        except OSError as error:
+            raise VaultGoneError(f"the vault does not answer: {error}") from None
+        if not packet:
+            raise VaultGoneError("the vault closed the connection: its process is gone")
+        return *pickle.loads(packet), fds

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -14,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 from rayzero.engine.errors import DataError
 from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.workers.vault.records import SlotDamagedError, SlotGoneError, SlotRef
-from rayzero.workers.vault.slots import HEADER_BYTES, SlotHeader, SlotStatus, read_header
+from rayzero.workers.vault.slots import HEADER_BYTES, PAGE_BYTES, SlotHeader, read_header
 
 FETCH_CHUNK_BYTES = 16 * 2**20
 """The largest read from another node."""
@@ -31,15 +32,33 @@ def describe_slot(ref: SlotRef) -> str:
     )
 
 
-class SlotReader(Protocol):
-    """Reads the image of one complete version. Offsets count from the start of the header."""
+def slot_gone_error(ref: SlotRef) -> SlotGoneError:
+    return SlotGoneError(f"{describe_slot(ref)} is gone: dropped, overwritten, or never finished")
 
-    @property
-    def ref(self) -> SlotRef: ...
 
-    @property
-    def header(self) -> SlotHeader: ...
+def require_version(header: SlotHeader | None, ref: SlotRef) -> SlotHeader:
+    """The header.
 
+    Raises:
+        SlotGoneError: it is of another version, or of an incomplete one.
+    """
+    if header is None or not header.holds(ref):
+        raise slot_gone_error(ref)
+    return header
+
+
+class SlotReader(ABC):
+    """Reads the image of one complete version. Offsets count from the start of the header.
+
+    Raises:
+        SlotGoneError: the header is not that of the version.
+    """
+
+    def __init__(self, ref: SlotRef, header: SlotHeader | None) -> None:
+        self.ref = ref
+        self.header = require_version(header, ref)
+
+    @abstractmethod
     def read(self, offset: int, into: memoryview) -> None:
         """Fills `into` from byte `offset`.
 
@@ -47,6 +66,7 @@ class SlotReader(Protocol):
             SlotGoneError: the version no longer exists.
         """
 
+    @abstractmethod
     def verify(self) -> None:
         """Compares the data with its writer's checksum, if there is one.
 
@@ -54,48 +74,62 @@ class SlotReader(Protocol):
             SlotDamagedError: they differ.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Releases the memory. Idempotent."""
 
+    def table(self) -> BlockIndex:
+        """The layout of the data."""
+        header = self.header
+        text = self._read_json(PAGE_BYTES, header.table_bytes, header.table_checksum, "its table")
+        return BlockIndex.from_json(text)
 
-class MappedSlotReader:
+    def metadata(self) -> dict[str, Any]:
+        """The state's JSON metadata."""
+        header, start = self.header, self.header.metadata_offset
+        return self._read_json(
+            start, header.metadata_bytes, header.metadata_checksum, "its metadata"
+        )
+
+    def _read_json(self, offset: int, length: int, checksum: int, part: str) -> dict[str, Any]:
+        text = bytearray(length)
+        self.read(offset, memoryview(text))
+        self._compare(text, checksum, part)
+        document: dict[str, Any] = json.loads(text)
+        return document
+
+    def _compare(self, data: bytearray | memoryview, checksum: int, part: str) -> None:
+        if xxh3_64_intdigest(data) != checksum:
+            raise SlotDamagedError(
+                f"{describe_slot(self.ref)} is damaged: {part} does not match its checksum"
+            )
+
+
+class MappedSlotReader(SlotReader):
     """A version in this node's shared memory.
 
     Args:
         fd: its buffer; the caller may close it afterwards.
         header: the header of a replica whose own is not written yet; None: the buffer's.
-
-    Raises:
-        SlotGoneError: the buffer holds another version, or none.
     """
 
     def __init__(self, ref: SlotRef, fd: int, header: SlotHeader | None = None) -> None:
-        self._ref = ref
-        self._header = header = require_complete(header or read_header(fd), ref)
-        self._map = mmap.mmap(fd, header.geometry.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        super().__init__(ref, header or read_header(fd))
+        self._map = mmap.mmap(fd, self.header.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         self._bytes = memoryview(self._map)
-
-    @property
-    def ref(self) -> SlotRef:
-        return self._ref
-
-    @property
-    def header(self) -> SlotHeader:
-        return self._header
 
     @property
     def data(self) -> memoryview:
         """The state's bytes, read-only."""
-        geometry = self._header.geometry
-        return self._bytes[geometry.data_offset : geometry.data_offset + geometry.data_bytes]
+        start = self.header.data_offset
+        return self._bytes[start : start + self.header.data_bytes]
 
     def read(self, offset: int, into: memoryview) -> None:
         copy_bytes(into, self._bytes[offset : offset + len(into)])
 
     def verify(self) -> None:
-        expected = self._header.data_checksum
-        if expected is not None and xxh3_64_intdigest(self.data) != expected:
-            raise _damaged_error(self._ref, "its data")
+        if self.header.data_checksum is not None:
+            self._compare(self.data, self.header.data_checksum, "its data")
 
     def close(self) -> None:
         self._bytes.release()
@@ -104,27 +138,16 @@ class MappedSlotReader:
             self._map.close()
 
 
-class RemoteSlotReader:
+class RemoteSlotReader(SlotReader):
     """A version on another node, read through a buffer of one chunk.
 
     Reads are mostly sequential, so most of them are served from the current chunk.
     """
 
     def __init__(self, ref: SlotRef, fetch: FetchRemote) -> None:
-        self._ref = ref
         self._fetch = fetch
-        self._start, self._window = 0, memoryview(b"")
-        header = bytearray(HEADER_BYTES)
-        self.read(0, memoryview(header))
-        self._header = require_complete(SlotHeader.decode(bytes(header)), ref)
-
-    @property
-    def ref(self) -> SlotRef:
-        return self._ref
-
-    @property
-    def header(self) -> SlotHeader:
-        return self._header
+        self._start, self._window = 0, fetch(ref, 0, FETCH_CHUNK_BYTES)
+        super().__init__(ref, SlotHeader.decode(bytes(self._window[:HEADER_BYTES])))
 
     def read(self, offset: int, into: memoryview) -> None:
         done = 0
@@ -132,9 +155,9 @@ class RemoteSlotReader:
             skip = offset + done - self._start
             if not 0 <= skip < len(self._window):
                 self._start, skip = offset + done, 0
-                self._window = self._fetch(self._ref, self._start, FETCH_CHUNK_BYTES)
+                self._window = self._fetch(self.ref, self._start, FETCH_CHUNK_BYTES)
                 if not self._window:
-                    raise SlotGoneError(f"{describe_slot(self._ref)} ends at byte {self._start}")
+                    raise SlotGoneError(f"{describe_slot(self.ref)} ends at byte {self._start}")
             part = self._window[skip : skip + len(into) - done]
             copy_bytes(into[done : done + len(part)], part)
             done += len(part)
@@ -146,58 +169,9 @@ class RemoteSlotReader:
         self._window = memoryview(b"")
 
 
-def require_complete(header: SlotHeader | None, ref: SlotRef) -> SlotHeader:
-    """The header, checked to be that of a complete version `ref`.
-
-    Raises:
-        SlotGoneError: it is of another version, or of an incomplete one.
-    """
-    if header is None or header.status is not SlotStatus.COMPLETE or not _is_version(header, ref):
-        raise SlotGoneError(
-            f"{describe_slot(ref)} is gone: dropped, overwritten, or never finished"
-        )
-    return header
-
-
-def read_table(image: SlotReader) -> BlockIndex:
-    """The layout of the data."""
-    geometry = image.header.geometry
-    text = _read_checked(
-        image, geometry.table_offset, geometry.table_bytes, image.header.table_checksum, "its table"
-    )
-    return BlockIndex.from_json(json.loads(text))
-
-
-def read_metadata(image: SlotReader) -> dict[str, Any]:
-    """The state's JSON metadata."""
-    header = image.header
-    offset = header.geometry.metadata_offset
-    text = _read_checked(
-        image, offset, header.metadata_bytes, header.metadata_checksum, "its metadata"
-    )
-    metadata: dict[str, Any] = json.loads(text)
-    return metadata
-
-
 def copy_bytes(into: memoryview, source: memoryview) -> None:
     """Copies without holding the GIL, unlike slice assignment. Both have the same length."""
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
-
-
-def _read_checked(image: SlotReader, offset: int, length: int, checksum: int, part: str) -> bytes:
-    text = bytearray(length)
-    image.read(offset, memoryview(text))
-    if xxh3_64_intdigest(text) != checksum:
-        raise _damaged_error(image.ref, part)
-    return bytes(text)
-
-
-def _damaged_error(ref: SlotRef, part: str) -> SlotDamagedError:
-    return SlotDamagedError(f"{describe_slot(ref)} is damaged: {part} does not match its checksum")
-
-
-def _is_version(header: SlotHeader, ref: SlotRef) -> bool:
-    return (header.generation, header.rank, header.step) == (ref.generation, ref.rank, ref.step)
 
 
 class VaultSource:
@@ -210,39 +184,30 @@ class VaultSource:
         DataError: a slot is gone or damaged.
     """
 
-    def __init__(self, step: int, images: Sequence[SlotReader], verify: bool = True) -> None:
+    def __init__(self, step: int, images: Sequence[SlotReader]) -> None:
         if not images:
             raise DataError(f"no vault slot holds the state of step {step}")
-        self._step = step
+        self.step = step
+        self.block_indexes = [image.table() for image in images]
         self._images = images
-        self._tables = [read_table(image) for image in images]
-        self._metadata_by_rank = {image.ref.rank: read_metadata(image) for image in images}
-        self._unverified = set(range(len(images))) if verify else set()
-
-    @property
-    def step(self) -> int:
-        return self._step
-
-    @property
-    def block_indexes(self) -> Sequence[BlockIndex]:
-        return self._tables
+        self._metadata_by_rank = {image.ref.rank: image.metadata() for image in images}
+        self._unverified = set(range(len(images)))
 
     def metadata(self, rank: int) -> dict[str, Any]:
-        return self._metadata_by_rank[
-            rank if rank in self._metadata_by_rank else min(self._metadata_by_rank)
-        ]
+        ranks = self._metadata_by_rank
+        return ranks[rank if rank in ranks else min(ranks)]
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
         image = self._images[block]
         if block in self._unverified:
             image.verify()
             self._unverified.remove(block)
-        end = image.header.geometry.data_bytes
+        end = image.header.data_bytes
         if not 0 <= offset <= end - len(into):
             raise DataError(
                 f"bytes {offset} to {offset + len(into)} of a vault slot", f"0 to {end}"
             )
-        image.read(image.header.geometry.data_offset + offset, into)
+        image.read(image.header.data_offset + offset, into)
 
     def close(self) -> None:
         for image in self._images:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from rayzero.engine.checkpoint.format import WrittenFile
 from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.workers.chaos.spec import FaultFired
 
@@ -64,10 +63,6 @@ class ConnectionLost:
 
 
 VaultEvent: TypeAlias = ConnectionLost | FaultFired
-
-
-RankFile: TypeAlias = WrittenFile
-"""A checkpoint file, as reported by the vault that wrote it."""
 
 
 class VaultGoneError(RayzeroError):

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from threading import Lock
 
 from rayzero.workers.vault.buffers import BufferPool, SharedBuffer
-from rayzero.workers.vault.images import describe_slot, require_complete
-from rayzero.workers.vault.records import SlotGoneError, SlotInfo, SlotRef
+from rayzero.workers.vault.images import require_version, slot_gone_error
+from rayzero.workers.vault.records import SlotInfo, SlotRef
 from rayzero.workers.vault.slots import (
-    SlotGeometry,
     SlotHeader,
-    SlotStatus,
     read_header,
     read_pin,
     write_header,
@@ -27,16 +25,29 @@ from rayzero.workers.vault.slots import (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
-    """A buffer in use. `owner` is the number of the peer that writes it; None: a replica."""
+    """A buffer in use. `owner` is the connection of its writer; None: a replica."""
 
     buffer: SharedBuffer
     generation: int
     rank: int
-    owner: int | None
+    owner: object | None
     readers: int = 0
     dropped: bool = False
+
+    @property
+    def pinned(self) -> bool:
+        return read_pin(self.buffer.fd)
+
+    @property
+    def version(self) -> SlotHeader | None:
+        """The header of the buffer's complete version, if it holds one."""
+        header = read_header(self.buffer.fd)
+        if header is None or header.step < 0:
+            return None
+        is_own = (header.generation, header.rank) == (self.generation, self.rank)
+        return header if is_own else None
 
 
 class SlotRegistry:
@@ -52,28 +63,20 @@ class SlotRegistry:
         self._current_generation = 0  # older generations are over
         self._lock = Lock()  # guards the entries; held briefly
 
-    def reserve(
-        self,
-        owner: int,
-        generation: int,
-        rank: int,
-        world_size: int,
-        geometry: SlotGeometry,
-        count: int,
-    ) -> list[int]:
-        """New descriptors of `count` empty buffers; the caller closes them. Allocation is slow.
+    def reserve(self, owner: object, header: SlotHeader) -> int:
+        """A new descriptor of an empty buffer with this header; the caller closes it. The owner's
+        buffers without a complete version become spare. Allocation is slow.
 
         Raises:
             VaultMemoryError: there is not enough memory.
         """
         self.discard_unfinished(owner)  # the owner waits for this call: it is not writing
-        buffers = self._pool.acquire(geometry.nbytes, count)
-        for buffer in buffers:
-            write_pin(buffer.fd, False)
-            write_header(buffer.fd, SlotHeader(generation, rank, world_size, geometry))
+        buffer = self._pool.acquire(header.nbytes)
+        write_pin(buffer.fd, False)
+        write_header(buffer.fd, header)
         with self._lock:
-            self._entries += [_Entry(buffer, generation, rank, owner) for buffer in buffers]
-            return [os.dup(buffer.fd) for buffer in buffers]
+            self._entries.append(_Entry(buffer, header.generation, header.rank, owner))
+            return os.dup(buffer.fd)
 
     def open_version(self, ref: SlotRef) -> int:
         """A new descriptor of the version's buffer; the caller closes it.
@@ -97,7 +100,7 @@ class SlotRegistry:
             entry.readers += 1
         try:
             yield entry.buffer.fd
-            require_complete(read_header(entry.buffer.fd), ref)
+            require_version(read_header(entry.buffer.fd), ref)
         finally:
             with self._lock:
                 entry.readers -= 1
@@ -114,10 +117,15 @@ class SlotRegistry:
         Raises:
             VaultMemoryError: there is not enough memory.
         """
-        self._drop_older_replicas(header.generation, header.rank)
-        [buffer] = self._pool.acquire(header.geometry.nbytes, 1)
+        with self._lock:
+            self._drop_entries(
+                entry
+                for entry in self._outdated_replicas()
+                if (entry.generation, entry.rank) == (header.generation, header.rank)
+            )
+        buffer = self._pool.acquire(header.nbytes)
         try:
-            write_header(buffer.fd, SlotHeader(header.generation, header.rank, 0, header.geometry))
+            write_header(buffer.fd, header._replace(step=-1))
             yield buffer.fd
             write_pin(buffer.fd, True)
             write_header(buffer.fd, header)
@@ -129,7 +137,7 @@ class SlotRegistry:
 
     def has_version(self, ref: SlotRef) -> bool:
         with self._lock:
-            return any(_matches(version, ref) for _, version in self._complete_versions())
+            return any(version.holds(ref) for _, version in self._complete_versions())
 
     def inventory(self) -> list[SlotInfo]:
         """All complete versions."""
@@ -140,8 +148,8 @@ class SlotRegistry:
                     version.rank,
                     version.world_size,
                     version.step,
-                    version.geometry.data_bytes,
-                    read_pin(entry.buffer.fd),
+                    version.data_bytes,
+                    entry.pinned,
                     entry.owner is None,
                 )
                 for entry, version in self._complete_versions()
@@ -155,12 +163,10 @@ class SlotRegistry:
                 held["replicas" if entry.owner is None else "slots"] += entry.buffer.capacity_bytes
         return held | {"spare": self._pool.nbytes}
 
-    def discard_unfinished(self, owner: int) -> None:
+    def discard_unfinished(self, owner: object) -> None:
         """Makes the owner's buffers without a complete version spare: it no longer writes them."""
         with self._lock:
-            self._drop_entries(
-                e for e in self._entries if e.owner == owner and _complete_version(e) is None
-            )
+            self._drop_entries(e for e in self._entries if e.owner == owner and e.version is None)
 
     def generation_complete(self, generation: int) -> None:
         """All ranks have a complete version of this generation: older generations are over."""
@@ -179,7 +185,7 @@ class SlotRegistry:
                 # Read the pin before the header: the writer sets it before, and only this method
                 # clears it. In the other order, a pin set in between would be attributed to the
                 # version before.
-                pinned, version = read_pin(entry.buffer.fd), _complete_version(entry)
+                pinned, version = entry.pinned, entry.version
                 if pinned and version and entry.generation <= generation and version.step <= step:
                     write_pin(entry.buffer.fd, False)
             self._evict_before(max(generation, self._current_generation))
@@ -193,18 +199,14 @@ class SlotRegistry:
     # The methods below are called with the lock held.
 
     def _complete_versions(self) -> list[tuple[_Entry, SlotHeader]]:
-        return [
-            (entry, version) for entry in self._entries if (version := _complete_version(entry))
-        ]
+        return [(entry, version) for entry in self._entries if (version := entry.version)]
 
     def _find_entry(self, ref: SlotRef) -> _Entry:
         # Latest entry first: salvage may write a version again after all others.
         for entry, version in reversed(self._complete_versions()):
-            if _matches(version, ref):
+            if version.holds(ref):
                 return entry
-        raise SlotGoneError(
-            f"{describe_slot(ref)} is gone: dropped, overwritten, or never finished"
-        )
+        raise slot_gone_error(ref)
 
     def _drop_entries(self, entries: Iterable[_Entry]) -> None:
         dropped = list(entries)
@@ -217,48 +219,25 @@ class SlotRegistry:
     def _evict_before(self, generation: int) -> None:
         """Drops unpinned versions of older generations, and unpinned outdated replicas."""
         self._current_generation = generation
-        newest = self._newest_replicas()
+        outdated = self._outdated_replicas()
         self._drop_entries(
             entry
             for entry in self._entries
-            if not (read_pin(entry.buffer.fd) and _complete_version(entry))
-            and (entry.generation < generation or _is_outdated(entry, newest))
+            if not (entry.pinned and entry.version)
+            and (entry.generation < generation or entry in outdated)
         )
 
-    def _newest_replicas(self) -> dict[tuple[int, int], int]:
-        """The newest step with a replica, by (generation, rank)."""
+    def _outdated_replicas(self) -> list[_Entry]:
+        """Replicas of which this vault has a newer one."""
         newest: dict[tuple[int, int], int] = {}
-        for entry, version in self._complete_versions():
-            if entry.owner is None:
-                key = (version.generation, version.rank)
-                newest[key] = max(version.step, newest.get(key, -1))
-        return newest
-
-    def _drop_older_replicas(self, generation: int, rank: int) -> None:
-        with self._lock:
-            newest = self._newest_replicas().get((generation, rank), -1)
-            self._drop_entries(
-                entry
-                for entry, version in self._complete_versions()
-                if entry.owner is None
-                and (version.generation, version.rank) == (generation, rank)
-                and version.step < newest
-            )
-
-
-def _complete_version(entry: _Entry) -> SlotHeader | None:
-    """The header of a buffer's complete version, if it holds one."""
-    header = read_header(entry.buffer.fd)
-    if header is None or header.status is not SlotStatus.COMPLETE:
-        return None
-    return header if (header.generation, header.rank) == (entry.generation, entry.rank) else None
-
-
-def _matches(version: SlotHeader, ref: SlotRef) -> bool:
-    return (version.generation, version.rank, version.step) == (ref.generation, ref.rank, ref.step)
-
-
-def _is_outdated(entry: _Entry, newest: dict[tuple[int, int], int]) -> bool:
-    version = _complete_version(entry)
-    key = (entry.generation, entry.rank)
-    return entry.owner is None and version is not None and version.step < newest.get(key, -1)
+        replicas = [
+            (entry, version) for entry, version in self._complete_versions() if entry.owner is None
+        ]
+        for entry, version in replicas:
+            key = entry.generation, entry.rank
+            newest[key] = max(version.step, newest.get(key, -1))
+        return [
+            entry
+            for entry, version in replicas
+            if version.step < newest[entry.generation, entry.rank]
+        ]

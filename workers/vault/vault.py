@@ -1,32 +1,47 @@
-"""The vault of one node, without Ray: its parts, wired."""
+"""The vault of one node, without Ray: what the controller calls by `VaultGroup.call`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import closing
+from threading import BoundedSemaphore, Event, Lock
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.format import WrittenFile
 from rayzero.engine.checkpoint.writer import write_rank_file
-from rayzero.workers.vault.background import CheckpointFileWriter, Replicator, WriteRankFile
 from rayzero.workers.vault.buffers import BufferPool, available_bytes
-from rayzero.workers.vault.images import FETCH_CHUNK_BYTES, FetchRemote, MappedSlotReader
-from rayzero.workers.vault.peers import Peer, inspect_process
-from rayzero.workers.vault.protocol import (
-    Deregister,
-    FetchVersion,
-    GenerationComplete,
-    OpenVersion,
-    Register,
-    Reserve,
-    VaultRequest,
+from rayzero.workers.vault.images import (
+    FETCH_CHUNK_BYTES,
+    FetchRemote,
+    MappedSlotReader,
+    describe_slot,
+    require_version,
 )
-from rayzero.workers.vault.records import RankFile, SlotInfo, SlotRef, VaultEvent
+from rayzero.workers.vault.peers import inspect_process
+from rayzero.workers.vault.records import (
+    SlotGoneError,
+    SlotInfo,
+    SlotRef,
+    VaultEvent,
+    VaultGoneError,
+)
 from rayzero.workers.vault.registry import SlotRegistry
-from rayzero.workers.vault.server import Reply, VaultServer, make_address
-from rayzero.workers.vault.slots import SlotGeometry, write_fully
+from rayzero.workers.vault.requests import WorkerRequests
+from rayzero.workers.vault.server import VaultServer, make_address
+from rayzero.workers.vault.slots import HEADER_BYTES, PAGE_BYTES, SlotHeader, write_fully
+
+MAX_REPLICATE_CALLS = 3
+"""Calls of `replicate` at once, of which all but one wait; fewer than the vault's threads."""
+STORE_WAIT_S = 5.0
+"""The time to wait for an earlier write; shorter than the timeout of a vault's poll."""
+
+BeforeWrite: TypeAlias = Callable[[str, int, int], None]
+"""(folder, step, rank); raises StoreError."""
 
 
 class Vault:
@@ -37,7 +52,7 @@ class Vault:
         node_id: this node, as in `SlotRef.node_id`.
         fetch: reads from vaults of other nodes; must return within a bounded time.
         available: returns the machine's free memory in bytes.
-        write_file: writes one rank's file of a checkpoint.
+        before_write: called before each file of a checkpoint is written.
     """
 
     def __init__(
@@ -46,19 +61,22 @@ class Vault:
         node_id: str,
         fetch: FetchRemote,
         available: Callable[[], int] = available_bytes,
-        write_file: WriteRankFile = write_rank_file,
+        before_write: BeforeWrite = lambda folder, step, rank: None,
     ) -> None:
+        self._node_id = node_id
         self._address = make_address(job)
         self._available_bytes = available
-        self._fetch = fetch
+        self._fetch_remote = fetch
+        self._before_write = before_write
+        self._pull_lock = Lock()  # one chunk from another node in flight
+        self._replicate_calls = BoundedSemaphore(MAX_REPLICATE_CALLS)
+        self._write_lock = Lock()
+        self._closing = Event()
         self._registry = SlotRegistry(BufferPool(available))
-        self._replicator = Replicator(self._registry, fetch)
-        self._file_writer = CheckpointFileWriter(self._registry, write_file)
-        self._node_id = node_id
         self._server = VaultServer(
             self._address,
-            self._handle,
-            lambda peer: self._registry.discard_unfinished(peer.number),
+            WorkerRequests(node_id, self._registry, fetch),
+            self._registry.discard_unfinished,
         )
 
     def address(self) -> str:
@@ -69,21 +87,25 @@ class Vault:
         """Workers whose processes died, each reported once; waits up to `timeout_s` for one."""
         return [*self._server.poll(timeout_s)]
 
+    def kill(self, pid: int) -> bool:
+        """Sends SIGKILL to a worker's process. False if no worker with that pid was connected."""
+        return self._server.kill(pid)
+
+    def inspect(self, pid: int) -> str:
+        """State and Python stacks of a process on this node."""
+        return inspect_process(pid)
+
     def inventory(self) -> list[SlotInfo]:
         """All complete versions in this vault."""
         return self._registry.inventory()
 
+    def usage(self) -> dict[str, int]:
+        """Bytes allocated: `slots`, `replicas`, `spare`; and `available` on this machine."""
+        return self._registry.usage() | {"available": self._available_bytes()}
+
     def unpin(self, generation: int, step: int) -> None:
         """Unpins the versions of `step` and of earlier steps."""
         self._registry.unpin(generation, step)
-
-    def replicate(self, slots: Sequence[SlotRef]) -> int:
-        """Copies versions from other nodes' vaults; returns the bytes copied. See `Replicator`."""
-        return self._replicator.replicate(slots)
-
-    def write(self, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
-        """Writes versions as files of the checkpoint in `folder`. See `CheckpointFileWriter`."""
-        return self._file_writer.write(folder, slots)
 
     def read(
         self, generation: int, rank: int, step: int, offset: int, length: int
@@ -99,76 +121,86 @@ class Vault:
         """
         ref = SlotRef(generation, rank, step, self._node_id)
         with self._registry.open_pinned(ref) as fd:
-            image = MappedSlotReader(ref, fd)
-            try:
+            with closing(MappedSlotReader(ref, fd)) as image:
                 if offset == 0:
                     image.verify()
-                end = image.header.geometry.nbytes
-            finally:
-                image.close()
-            data = np.empty(max(0, min(length, end - offset)), np.uint8)
+            data = np.empty(max(0, min(length, image.header.nbytes - offset)), np.uint8)
             os.preadv(fd, [data.data], offset)
             return data
 
-    def inspect(self, pid: int) -> str:
-        """State and Python stacks of a process on this node."""
-        return inspect_process(pid)
+    def replicate(self, slots: Sequence[SlotRef]) -> int:
+        """Copies the versions that this vault does not have from other nodes' vaults, in chunks;
+        returns the bytes copied.
 
-    def kill(self, pid: int) -> bool:
-        """Sends SIGKILL to a connected worker's process; False if no worker has that pid."""
-        return self._server.kill(pid)
+        Raises:
+            SlotGoneError: a version no longer exists; those before it were copied.
+            SlotDamagedError: the received bytes do not match their checksums.
+            VaultMemoryError: there is too little memory.
+            VaultGoneError: another vault does not answer, this vault is closing, or too many
+                earlier calls have not returned.
+        """
+        # A caller that timed out may call again: retries must not use up the vault's threads.
+        if not self._replicate_calls.acquire(blocking=False):
+            raise VaultGoneError("earlier requests for replicas are still in flight")
+        try:
+            with self._pull_lock:
+                return sum(self._pull(ref) for ref in slots if not self._registry.has_version(ref))
+        finally:
+            self._replicate_calls.release()
 
-    def usage(self) -> dict[str, Any]:
-        """Bytes allocated: `slots`, `replicas`, `spare`; and `available` on this machine."""
-        return self._registry.usage() | {"available": self._available_bytes()}
+    def write(self, folder: str, slots: Sequence[SlotRef]) -> list[WrittenFile]:
+        """Writes a durable file of the checkpoint in `folder` for each version, one at a time.
+
+        Raises:
+            StoreError: writing failed, or an earlier write has not finished.
+            DataError: a version is gone or damaged.
+        """
+        # The store may hang for ever: retries must not use up the vault's threads.
+        if not self._write_lock.acquire(timeout=STORE_WAIT_S):
+            raise StoreError("slow", folder, "earlier files are still being written")
+        try:
+            return [self._write_file(folder, ref) for ref in slots]
+        finally:
+            self._write_lock.release()
 
     def close(self) -> None:
-        """Stops the server and frees the memory. Idempotent."""
-        self._replicator.stop()
+        """Stops the server, aborts copies at their next chunk, and frees the memory. Idempotent."""
+        self._closing.set()
         self._server.close()
         self._registry.close()
 
-    def _handle(self, peer: Peer, request: VaultRequest) -> Reply:
-        """Executes a worker's request. On several threads at once, but for one peer in order."""
-        match request:
-            case Register():
-                peer.worker, peer.pid = request.worker, request.pid
-                return Reply(self._node_id)
-            case Reserve():
-                return self._reserve(peer, request)
-            case OpenVersion(generation, rank, step):
-                ref = SlotRef(generation, rank, step, self._node_id)
-                return Reply(fds=[self._registry.open_version(ref)])
-            case FetchVersion():
-                return self._fetch_version(request)
-            case GenerationComplete(generation):
-                self._registry.generation_complete(generation)
-            case Deregister():
-                peer.worker = -1
-                self._registry.discard_unfinished(peer.number)
-        return Reply()
+    def _pull(self, ref: SlotRef) -> int:
+        packed = bytes(self._fetch_remote(ref, 0, HEADER_BYTES))
+        header = require_version(SlotHeader.decode(packed), ref)
+        with self._registry.receive_replica(header) as fd:
+            done = PAGE_BYTES  # `receive_replica` writes the header last, on success
+            while done < header.nbytes:
+                if self._closing.is_set():
+                    raise VaultGoneError("the vault is closing")
+                chunk = self._fetch_remote(ref, done, min(FETCH_CHUNK_BYTES, header.nbytes - done))
+                if not chunk:
+                    raise SlotGoneError(f"{describe_slot(ref)} ends at byte {done}")
+                write_fully(fd, chunk, done)
+                done += len(chunk)
+            with closing(MappedSlotReader(ref, fd, header)) as image:
+                image.table()
+                image.metadata()
+                image.verify()
+        return header.nbytes
 
-    def _reserve(self, peer: Peer, request: Reserve) -> Reply:
-        geometry = SlotGeometry(request.table_bytes, request.metadata_capacity, request.data_bytes)
-        fds = self._registry.reserve(
-            peer.number,
-            request.generation,
-            request.rank,
-            request.world_size,
-            geometry,
-            request.buffers,
-        )
-        if peer.closed:  # it died during the allocation: `on_disconnect` ran too early for these
-            self._registry.discard_unfinished(peer.number)
-        return Reply(fds=fds)
-
-    def _fetch_version(self, request: FetchVersion) -> Reply:
-        ref = SlotRef(request.generation, request.rank, request.step, request.node_id)
-        data = self._fetch(ref, request.offset, min(request.length, FETCH_CHUNK_BYTES))
-        fd = os.memfd_create("rayzero-fetched", os.MFD_CLOEXEC)
-        try:
-            write_fully(fd, data, 0)
-        except BaseException:
-            os.close(fd)
-            raise
-        return Reply(fds=[fd])
+    def _write_file(self, folder: str, ref: SlotRef) -> WrittenFile:
+        self._before_write(folder, ref.step, ref.rank)
+        with (
+            self._registry.open_pinned(ref) as fd,
+            closing(MappedSlotReader(ref, fd)) as image,
+        ):
+            image.verify()
+            return write_rank_file(
+                folder,
+                ref.rank,
+                image.table(),
+                image.metadata(),
+                image.data,
+                generation=ref.generation,
+                world_size=image.header.world_size,
+            )

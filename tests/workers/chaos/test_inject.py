@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.errors import ConfigError
 from rayzero.workers.chaos.inject import (
     FaultRecord,
@@ -31,7 +31,8 @@ class Worker:
     def __init__(self, folder: Path, rank: int, *texts: str) -> None:
         self.posted: list[FaultFired] = []
         faults = [parse_fault(text) for text in texts]
-        self.schedule = FaultSchedule(faults, FaultRecord(folder), self.posted.append)
+        self.schedule = FaultSchedule(FaultRecord(folder), self.posted.append)
+        self.schedule.set_faults(faults)
         self.injector = WorkerFaultInjector(self.schedule, rank)
 
     def steps(self, first: int, last: int) -> None:
@@ -94,20 +95,13 @@ def test_slow_sleeps_once_a_step(tmp_path: Path) -> None:
     assert [one.step for one in worker.posted] == [2, 3, 4]
 
 
-def test_a_hang_waits_for_ever_until_the_process_ends(tmp_path: Path) -> None:
-    told = threading.Event()
-    faults = [parse_fault("hang(rank=0, step=1)")]
-    injector = WorkerFaultInjector(
-        FaultSchedule(faults, FaultRecord(tmp_path), lambda _: told.set()), 0
-    )
-    thread = threading.Thread(target=injector.on_phase, args=("forward", 1), daemon=True)
+def test_a_hang_is_reported_and_never_ends(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, 0, "hang(rank=0, step=1)")
+    thread = threading.Thread(target=worker.injector.on_phase, args=("forward", 1), daemon=True)
     thread.start()
-    assert told.wait(5)
-    thread.join(0.2)
+    thread.join(0.5)
     assert thread.is_alive()
-    injector.close()
-    thread.join(5)
-    assert not thread.is_alive()
+    assert len(worker.posted) == 1
 
 
 def child(folder: Path, text: str) -> subprocess.Popen[bytes]:
@@ -117,7 +111,8 @@ def child(folder: Path, text: str) -> subprocess.Popen[bytes]:
         "from rayzero.workers.chaos.spec import parse_fault\n"
         "from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector\n"
         "faults, record = [parse_fault(sys.argv[2])], FaultRecord(sys.argv[1])\n"
-        "schedule = FaultSchedule(faults, record, lambda _: None)\n"
+        "schedule = FaultSchedule(record, lambda _: None)\n"
+        "schedule.set_faults(faults)\n"
         "injector = WorkerFaultInjector(schedule, 0)\n"
         "for step in (1, 2, 3): injector.on_phase('reduce', step)\n"
     )
@@ -150,10 +145,8 @@ def test_faults_of_others_are_left_to_them(tmp_path: Path) -> None:
     worker.steps(1, 3)
     assert FaultRecord(tmp_path).read() == ()
     assert [str(fault) for fault in worker.schedule.due(1)] == texts
-    worker.schedule.record_fired(
-        worker.schedule.remaining[0], rank=0, step=1
-    )  # by whoever drops nodes
-    assert [str(fault) for fault in worker.schedule.remaining] == texts[1:]
+    worker.schedule.record_fired(worker.schedule.due(1)[0], rank=0, step=1)  # by the controller
+    assert [str(fault) for fault in worker.schedule.due(1)] == texts[1:]
 
 
 def test_a_new_job_forgets_what_an_earlier_one_recorded(tmp_path: Path) -> None:
@@ -175,24 +168,15 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 def test_a_full_disk_happens_so_many_times(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 0, "full_disk(step=50, times=2)")
     store = StoreFaultInjector(worker.schedule)
-    store.before_write(49, 0)
+    store.before_write("folder", 49, 0)
     for _ in range(2):
-        with pytest.raises(OSError, match="No space") as caught:
-            store.before_write(50, 0)
-        assert caught.value.errno == errno.ENOSPC
-    store.before_write(50, 0)
+        with pytest.raises(
+            StoreError, match="folder/rank-00000: No space left on device"
+        ) as caught:
+            store.before_write("folder", 50, 0)
+        assert caught.value.kind == "full"
+    store.before_write("folder", 50, 0)
     assert len(worker.posted) == 2
-
-
-def test_a_slow_store_can_be_closed(tmp_path: Path) -> None:
-    store = StoreFaultInjector(Worker(tmp_path, 0, "slow_store(seconds=1000)").schedule)
-    thread = threading.Thread(target=store.before_write, args=(50, 0), daemon=True)
-    thread.start()
-    thread.join(0.1)
-    assert thread.is_alive()
-    store.close()
-    thread.join(5)
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

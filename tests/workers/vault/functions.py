@@ -23,11 +23,11 @@ def connect(address: str, worker: int) -> None:
 def mirror(address: str, worker: int) -> None:
     """Two whole steps, and is in the middle of a third."""
     client = VaultClient(address, worker)
-    buffers = client.reserve(1, worker, 1, table(worker), 2)
-    write(buffers[1], worker, 1)
-    write(buffers[0], worker, 2)
-    buffers[1].begin()
-    buffers[1].data[:3] = b"new"
+    first = client.reserve(1, worker, 1, table(worker))
+    write(first, worker, 1)
+    write(client.reserve(1, worker, 1, table(worker)), worker, 2)
+    first.begin()
+    first.data[:3] = b"new"
     say_and_wait()
     client.close()
 

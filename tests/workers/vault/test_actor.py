@@ -36,7 +36,7 @@ def ask(vault: Any, method: str, *arguments: Any) -> Any:
 def test_a_replica_serves_when_the_first_vault_is_lost(vaults: dict[str, Any]):
     one = VaultClient(ask(vaults["a"], "address"), 0)
     other = VaultClient(ask(vaults["b"], "address"), 1)
-    [buffer] = one.reserve(1, 0, 1, table(nbytes=NBYTES), 1)
+    buffer = one.reserve(1, 0, 1, table(nbytes=NBYTES))
     write(buffer, 0, 4, pin=True)
     found = bytearray(NBYTES)
 

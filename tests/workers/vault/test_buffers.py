@@ -8,10 +8,11 @@ import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.workers.vault.buffers import BufferPool, available_bytes, fits_twice
+from rayzero.workers.vault.buffers import BufferPool, available_bytes, fits_twice, resident_bytes
 from rayzero.workers.vault.records import VaultMemoryError
 
 MIB = 2**20
@@ -83,6 +84,11 @@ def test_a_machine_that_does_not_say(tmp_path: Path):
         available_bytes(root)
 
 
+def test_resident_memory_is_what_the_system_says():
+    expected = psutil.Process().memory_info().rss
+    assert abs(resident_bytes() - expected) < 0.2 * expected
+
+
 def test_this_machine_says():
     assert available_bytes() > 0
 
@@ -95,7 +101,7 @@ def test_too_little_memory_says_how_much_and_what_to_change():
     before = fds()
     pool = BufferPool(lambda: 5 * MIB)
     with pytest.raises(VaultMemoryError) as caught:
-        pool.acquire(2 * MIB, 3)
+        pool.acquire(6 * MIB)
     error = pickle.loads(pickle.dumps(caught.value))
     assert (error.needed_bytes, error.available_bytes) == (6 * MIB, 5 * MIB)
     assert "6 MiB" in str(error)
@@ -103,9 +109,9 @@ def test_too_little_memory_says_how_much_and_what_to_change():
     for setting in ("recovery.replicas", "checkpoint.every_steps", "memory limit"):
         assert setting in str(error)
     assert fds() == before
-    held = pool.acquire(2 * MIB, 2)
-    assert all(os.fstat(one.fd).st_blocks * 512 >= 2 * MIB for one in held)  # touched already
-    pool.release(held)
+    buffer = pool.acquire(2 * MIB)
+    assert os.fstat(buffer.fd).st_blocks * 512 >= 2 * MIB  # touched already
+    pool.release([buffer])
     pool.trim()
     assert fds() == before
 
@@ -118,20 +124,20 @@ def test_a_limit_that_only_shows_when_memory_is_taken(monkeypatch: pytest.Monkey
     pool = BufferPool(lambda: 100 * MIB)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(VaultMemoryError):
-        pool.acquire(MIB, 2)
+        pool.acquire(MIB)
     assert (fds(), pool.nbytes) == (before, 0)
 
 
 def test_spare_buffers_are_used_first_and_only_growth_counts():
     available = 100 * MIB
     pool = BufferPool(lambda: available)
-    small, large = pool.acquire(MIB, 1) + pool.acquire(4 * MIB, 1)
+    small, large = pool.acquire(MIB), pool.acquire(4 * MIB)
     pool.release([small, large])
     assert pool.nbytes == 5 * MIB
     available = 2 * MIB
-    [first] = pool.acquire(2 * MIB, 1)
+    first = pool.acquire(2 * MIB)
     assert first is large  # it need not grow
-    [second] = pool.acquire(3 * MIB, 1)
+    second = pool.acquire(3 * MIB)
     assert second is small
     assert second.capacity_bytes == os.fstat(second.fd).st_size == 3 * MIB
     pool.release([first, second])
@@ -142,17 +148,18 @@ def test_spares_of_no_use_go_before_memory_is_refused():
     left = [3 * MIB, 8 * MIB]  # what is there before and after the spares went
     pool = BufferPool(lambda: left[0] if pool.nbytes else left[1])
     left[0], left[1] = 8 * MIB, 8 * MIB
-    pool.release(pool.acquire(MIB, 5))
+    pool.release([pool.acquire(MIB) for _ in range(5)])
     left[0] = 3 * MIB
-    held = pool.acquire(8 * MIB, 1)
-    assert (len(held), pool.nbytes) == (1, 0)
-    pool.release(held)
+    buffer = pool.acquire(8 * MIB)
+    assert pool.nbytes == 0
+    pool.release([buffer])
     pool.trim()
 
 
 def test_nobody_can_cut_a_buffer_under_the_mappings_of_others():
     pool = BufferPool(lambda: MIB)
-    [one] = pool.acquire(8192, 1)
+    buffer = pool.acquire(8192)
     with pytest.raises(PermissionError):
-        os.ftruncate(one.fd, 0)
-    one.close()
+        os.ftruncate(buffer.fd, 0)
+    pool.release([buffer])
+    pool.trim()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import socket
 import threading
 import time
@@ -12,14 +13,9 @@ import pytest
 from rayzero.engine.errors import DataError
 from rayzero.workers.vault import client as client_module
 from rayzero.workers.vault.client import VaultClient
-from rayzero.workers.vault.protocol import (
-    JsonLineDecoder,
-    abstract_socket_name,
-    decode_error,
-    encode_error,
-    encode_message,
-)
 from rayzero.workers.vault.records import Restore, VaultGoneError, VaultMemoryError
+from rayzero.workers.vault.registry import SlotRegistry
+from rayzero.workers.vault.requests import abstract_socket_name
 from tests.workers.vault.support import (
     VaultCluster,
     open_fds,
@@ -31,42 +27,43 @@ from tests.workers.vault.support import (
 )
 
 
-def test_buffers_are_empty_apart_and_of_the_tables_size(cluster: VaultCluster):
-    first, second = cluster.client().reserve(1, 0, 1, table(nbytes=1000), 2)
-    first.begin()
-    first.data[:] = b"a" * 1000
-    assert len(second.data) == 1000
+def test_buffers_are_empty_separate_and_of_the_tables_size(cluster: VaultCluster):
+    client = cluster.client()
+    first = client.reserve(1, 0, 1, table(nbytes=1000))
+    write(first, 0, 1)
+    second = client.reserve(1, 0, 1, table(nbytes=1000))
+    assert (len(second.data), second.step) == (1000, -1)
     assert bytes(second.data) == b"\0" * 1000
-    assert (first.step, second.step) == (-1, -1)
+    assert first.step == 1
 
 
 def test_too_little_memory_reaches_the_worker_as_it_is(cluster: VaultCluster):
     cluster.vault(available=lambda: 2**20)
     with pytest.raises(VaultMemoryError) as caught:
-        cluster.client().reserve(1, 0, 1, table(nbytes=2**20), 2)
+        cluster.client().reserve(1, 0, 1, table(nbytes=2**20))
     assert caught.value.available_bytes == 2**20
-    assert caught.value.needed_bytes > 2**21
-    assert len(cluster.client().reserve(1, 0, 1, table(), 1)) == 1
+    assert caught.value.needed_bytes > 2**20
+    assert cluster.client().reserve(1, 0, 1, table()).step == -1
 
 
 def test_complete_waits_for_nothing_and_ends_older_generations(cluster: VaultCluster):
     vault, client = cluster.vault(), cluster.client()
-    [old] = client.reserve(1, 0, 1, table(), 1)
+    old = client.reserve(1, 0, 1, table())
     write(old, 0, 4)
-    [new] = client.reserve(2, 0, 1, table(), 1)
+    new = client.reserve(2, 0, 1, table())
     write(new, 0, 5)
     assert steps_of(vault) == [(0, 4), (0, 5)]
     client.announce_complete(2)
-    client.reserve(2, 0, 1, table(), 1)  # answered after what was said before
+    client.reserve(2, 0, 1, table())  # answered after what was said before
     assert steps_of(vault) == [(0, 5)]
 
 
 def test_a_vault_that_is_gone_is_an_error_that_can_be_survived(cluster: VaultCluster):
     client = cluster.client()
-    [buffer] = client.reserve(1, 0, 1, table(), 1)
+    buffer = client.reserve(1, 0, 1, table())
     cluster.vault().close()
     with pytest.raises(VaultGoneError):
-        client.reserve(1, 0, 1, table(), 1)
+        client.reserve(1, 0, 1, table())
     with pytest.raises(VaultGoneError):
         client.announce_complete(1)
     write(buffer, 0, 1)  # the memory is still there
@@ -80,7 +77,7 @@ def test_a_vault_that_is_gone_is_an_error_that_can_be_survived(cluster: VaultClu
 @contextmanager
 def silent_vault(answers: int) -> Iterator[str]:
     """Answers so many requests, and then no more."""
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(abstract_socket_name("@rayzero-silent"))
         listener.listen()
 
@@ -89,7 +86,7 @@ def silent_vault(answers: int) -> Iterator[str]:
             kept.append(connection)
             for number in range(1, answers + 1):
                 connection.recv(4096)
-                connection.sendall(encode_message({"id": number, "fds": 0, "value": "a"}))
+                connection.send(pickle.dumps((number, None)))
 
         kept: list[socket.socket] = []
         thread = threading.Thread(target=serve)
@@ -105,14 +102,14 @@ def test_every_call_has_a_limit(monkeypatch: pytest.MonkeyPatch):
     with silent_vault(answers=1) as address:
         client = VaultClient(address, 0)
         with pytest.raises(VaultGoneError, match="timed out"):
-            client.reserve(1, 0, 1, table(), 1)
+            client.reserve(1, 0, 1, table())
         client.close()
 
 
 def test_close_frees_a_call_that_waits():
     with silent_vault(answers=1) as address, ThreadPoolExecutor(1) as threads:
         client = VaultClient(address, 0)
-        call = threads.submit(client.reserve, 1, 0, 1, table(), 1)
+        call = threads.submit(client.reserve, 1, 0, 1, table())
         time.sleep(0.05)
         client.close()
         with pytest.raises(VaultGoneError):
@@ -128,9 +125,9 @@ def test_a_late_reply_is_not_taken_for_that_of_another_call(cluster: VaultCluste
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client_module, "_RESERVE_TIMEOUT_S", 0.0)
         with pytest.raises(VaultGoneError):
-            client.reserve(1, 0, 1, table(nbytes=10), 3)
+            client.reserve(1, 0, 1, table(nbytes=10))
     may_reply.set()
-    [buffer] = client.reserve(1, 0, 1, table(nbytes=20), 1)
+    buffer = client.reserve(1, 0, 1, table(nbytes=20))
     assert len(buffer.data) == 20
     del buffer
     client.close()
@@ -141,7 +138,7 @@ def test_a_late_reply_is_not_taken_for_that_of_another_call(cluster: VaultCluste
 def test_calls_of_several_threads_do_not_mix(cluster: VaultCluster):
     client, steps = cluster.client(), range(1, 30)
     for step in steps:
-        [buffer] = client.reserve(1, 0, 1, table(nbytes=step), 1)
+        buffer = client.reserve(1, 0, 1, table(nbytes=step))
         write(buffer, 0, step)
 
     def size(step: int) -> int:
@@ -160,27 +157,18 @@ def test_nothing_is_left_open(cluster: VaultCluster):
         inner = VaultCluster()
         for worker in range(3):
             client = inner.client(worker=worker)
-            for buffer in client.reserve(1, worker, 3, table(worker), 2):
-                write(buffer, worker, 1)
-        del buffer
+            for step in (1, 2):
+                write(client.reserve(1, worker, 3, table(worker)), worker, step)
         inner.close()
     wait_for_fds(before)
 
 
-def test_messages_are_cut_where_they_end():
-    lines = JsonLineDecoder()
-    assert lines.feed(b'{"a": 1}\n{"b"') == [{"a": 1}]
-    assert lines.feed(b": 2}") == []
-    assert lines.feed(b"\n") == [{"b": 2}]
-    with pytest.raises(DataError):
-        lines.feed(b"x" * 70_000)
+def test_an_error_of_the_vault_is_raised_at_the_worker(
+    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object) -> None:
+        raise OSError("a disk")
 
-
-def test_errors_cross_the_socket():
-    memory = decode_error(encode_error(VaultMemoryError(5, 3)))
-    assert isinstance(memory, VaultMemoryError)
-    assert memory.needed_bytes == 5
-    data = decode_error(encode_error(DataError("seen", "allowed", "fix")))
-    assert (type(data), data.fix) == (DataError, "fix")
-    other = decode_error(encode_error(OSError("a disk")))
-    assert str(other) == "OSError: a disk"
+    monkeypatch.setattr(SlotRegistry, "reserve", fail)
+    with pytest.raises(DataError, match="OSError: a disk"):
+        cluster.client().reserve(1, 0, 1, table())

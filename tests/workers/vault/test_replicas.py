@@ -8,7 +8,7 @@ from threading import Event
 
 import pytest
 
-from rayzero.workers.vault import background
+from rayzero.workers.vault import vault as vault_module
 from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS
 from rayzero.workers.vault.records import (
     Restore,
@@ -34,7 +34,7 @@ LIMIT_S = 60.0
 
 def pinned(cluster: VaultCluster, step: int, rank: int = 0, nbytes: int = 64) -> list[SlotRef]:
     """A rank's pinned version in vault a."""
-    [buffer] = cluster.client("a", rank).reserve(1, rank, 2, table(rank, nbytes), 1)
+    buffer = cluster.client("a", rank).reserve(1, rank, 2, table(rank, nbytes))
     write(buffer, rank, step, pin=True)
     return refs((1, rank, step))
 
@@ -92,7 +92,7 @@ def test_a_replica_of_a_replica(cluster: VaultCluster):
 def test_the_older_replica_stays_until_the_new_one_is_whole(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(background, "FETCH_CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(vault_module, "FETCH_CHUNK_BYTES", 10_000)
     vault = cluster.vault("b")
     vault.replicate(pinned(cluster, 4, nbytes=50_000))
     vault.unpin(1, 4)
@@ -123,8 +123,7 @@ def test_damage_on_the_way_in_is_not_kept(cluster: VaultCluster):
     newer = pinned(cluster, 8)
     # After its own vault compared it, which is when the first byte is read.
     cluster.on_fetch = lambda ref, offset: (
-        offset
-        and damage(cluster.vaults["a"], newer[0], lambda image: image.header.geometry.data_offset)
+        offset and damage(cluster.vaults["a"], newer[0], lambda image: image.header.data_offset)
     )
     with pytest.raises(SlotDamagedError, match="rank 0, step 8 on node a is damaged: its data"):
         vault.replicate(newer)
@@ -133,7 +132,7 @@ def test_damage_on_the_way_in_is_not_kept(cluster: VaultCluster):
 
 def test_damage_at_the_source_is_found_there(cluster: VaultCluster):
     slots = pinned(cluster, 4)
-    damage(cluster.vaults["a"], slots[0], lambda image: image.header.geometry.data_offset)
+    damage(cluster.vaults["a"], slots[0], lambda image: image.header.data_offset)
     with pytest.raises(SlotDamagedError):
         cluster.vault("b").replicate(slots)
     assert len(cluster.fetched) == 1
@@ -142,7 +141,7 @@ def test_damage_at_the_source_is_found_there(cluster: VaultCluster):
 def test_a_version_that_goes_meanwhile_leaves_what_was_there(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(background, "FETCH_CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(vault_module, "FETCH_CHUNK_BYTES", 10_000)
     vault = cluster.vault("b")
     vault.replicate(pinned(cluster, 4, nbytes=50_000))
     newer = pinned(cluster, 8, nbytes=50_000)
@@ -158,7 +157,7 @@ def test_a_version_that_goes_meanwhile_leaves_what_was_there(
 
 
 def test_closing_the_vault_ends_a_copy(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(background, "FETCH_CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(vault_module, "FETCH_CHUNK_BYTES", 10_000)
     slots = pinned(cluster, 4, nbytes=100_000)
     vault, closing = cluster.vault("b"), threading.Event()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import socket
 import threading
 import time
@@ -10,10 +12,11 @@ from contextlib import suppress
 
 import pytest
 
+from rayzero.engine.errors import DataError
 from rayzero.workers.vault import peers
 from rayzero.workers.vault.images import MappedSlotReader
-from rayzero.workers.vault.protocol import abstract_socket_name
 from rayzero.workers.vault.records import ConnectionLost, Restore, SlotRef, VaultGoneError
+from rayzero.workers.vault.requests import abstract_socket_name
 from rayzero.workers.vault.server import make_address
 from tests.workers.vault.support import (
     VaultCluster,
@@ -49,7 +52,7 @@ def test_a_death_is_noticed_before_the_socket_is_closed(cluster: VaultCluster):
     if not _kernel_watches_threads():
         pytest.skip("this kernel has no pidfds of threads (Linux 6.9)")
     vault, client = cluster.vault(), cluster.client(worker=5)
-    client._closed_event.set()  # what the process's death does to that thread
+    client._closed.set()  # what the process's death does to that thread
     assert vault.poll(10.0) == [ConnectionLost(5, os.getpid())]
     assert vault.poll(0.0) == []
 
@@ -116,7 +119,7 @@ def test_what_a_killed_writer_leaves_is_its_whole_versions(cluster: VaultCluster
             assert (found, source.metadata(0)) == (content(0, 2), {"step": 2, "rank": 0})
             source.close()
         # What it had begun goes to the next one who needs a buffer.
-        [new] = cluster.client(worker=1).reserve(2, 0, 1, table(), 1)
+        new = cluster.client(worker=1).reserve(2, 0, 1, table())
         assert vault.usage()["spare"] == 0
         write(new, 0, 3)
         assert steps_of(vault) == [(0, 2), (0, 3)]
@@ -158,48 +161,51 @@ def test_processes_of_other_users_are_not_let_in(
 @pytest.mark.parametrize(
     "line",
     [
-        b"no json\n",
-        b"[1]\n",
-        b"\xff\n",
-        b"x" * 200_000,
-        b'{"op": "Register"}\n',
-        b'{"op": 5}\n',
-        b"\n",
+        b"no json",
+        b"[1]",
+        b"\xff",
+        b"x" * 100_000,
+        b"[" * 60_000,
+        b'{"call": "register"}',
+        b'{"call": 5}',
+        b"",
     ],
 )
 def test_nonsense_harms_nobody_else(cluster: VaultCluster, line: bytes):
     vault, client = cluster.vault(), cluster.client()
-    with socket.socket(socket.AF_UNIX) as stranger:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(5.0)
         stranger.connect(abstract_socket_name(vault.address()))
         with suppress(BrokenPipeError, ConnectionResetError):
             stranger.sendall(line)
     assert vault.poll(0.05) == []
-    assert len(client.reserve(1, 0, 1, table(), 1)) == 1
+    assert client.reserve(1, 0, 1, table()).step == -1
 
 
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
-        (b'{"id": 1, "op": "dance"}', b"vault request 'dance'"),
-        (b'{"id": 2, "op": "OpenVersion"}', b"OpenVersion with generation=None"),
-        (b'{"id": 3, "op": "Reserve", "generation": "x"}', b"Reserve with generation='x'"),
-        (b'{"id": 4, "op": "Register", "worker": null, "pid": 1}', b"Register with worker=None"),
+        (b'{"id": 1, "call": "dance"}', "vault request 'dance'"),
+        (b'{"id": 2, "call": "_fetch", "arguments": []}', "vault request '_fetch'"),
+        (b'{"id": 3, "call": "open_version"}', "open_version with None"),
+        (b'{"id": 4, "call": "open_version", "arguments": [1]}', r"open_version with \[1\]"),
+        (b'{"id": 5, "call": "register", "arguments": [null, 1, 1]}', r"with \[None, 1, 1\]"),
     ],
 )
-def test_requests_that_make_no_sense_are_answered(
-    cluster: VaultCluster, line: bytes, answer: bytes
-):
-    with socket.socket(socket.AF_UNIX) as stranger:
+def test_requests_that_make_no_sense_are_answered(cluster: VaultCluster, line: bytes, answer: str):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(5.0)
         stranger.connect(abstract_socket_name(cluster.vault().address()))
-        stranger.sendall(line + b"\n")
-        assert answer in stranger.recv(4096)
+        stranger.send(line)
+        request_id, error = pickle.loads(stranger.recv(4096))
+        assert request_id == json.loads(line)["id"]
+        with pytest.raises(DataError, match=answer):
+            raise error
 
 
 def test_a_slow_fetch_holds_up_neither_notices_nor_other_requests(cluster: VaultCluster):
     vault, other = cluster.vault(), cluster.vault("b")
-    [buffer] = cluster.client("b").reserve(1, 0, 1, table(), 1)
+    buffer = cluster.client("b").reserve(1, 0, 1, table())
     write(buffer, 0, 4)
     asked, go_on = threading.Event(), threading.Event()
 
@@ -217,7 +223,7 @@ def test_a_slow_fetch_holds_up_neither_notices_nor_other_requests(cluster: Vault
     with WorkerProcess("connect", vault.address(), worker=7) as worker:
         worker.kill()
         assert vault.poll(10.0) == [ConnectionLost(7, worker.pid)]
-    assert len(cluster.client(worker=2).reserve(1, 1, 2, table(), 1)) == 1
+    assert cluster.client(worker=2).reserve(1, 1, 2, table()).step == -1
     assert not opened
     go_on.set()
     thread.join(5.0)
@@ -235,7 +241,7 @@ def test_an_address_is_short_plain_and_new():
 
 def test_a_version_of_a_dropped_buffer_stays_with_who_opened_it(cluster: VaultCluster):
     vault = cluster.vault()
-    [buffer] = cluster.client().reserve(1, 0, 1, table(), 1)
+    buffer = cluster.client().reserve(1, 0, 1, table())
     write(buffer, 0, 4)
     [ref] = refs((1, 0, 4))
     fd = vault._registry.open_version(ref)

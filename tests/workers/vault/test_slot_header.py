@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from struct import pack_into
 
 import pytest
@@ -11,11 +10,10 @@ from xxhash import xxh3_64_intdigest
 from rayzero.workers.vault.records import SlotDamagedError
 from rayzero.workers.vault.slots import (
     HEADER_BYTES,
+    METADATA_CAPACITY,
     PAGE_BYTES,
     PIN_OFFSET,
-    SlotGeometry,
     SlotHeader,
-    SlotStatus,
 )
 
 SIZES = st.integers(0, 2**48)
@@ -26,8 +24,8 @@ HEADERS = st.builds(
     generation=st.integers(0, 2**62),
     rank=RANKS,
     world_size=RANKS,
-    geometry=st.builds(SlotGeometry, SIZES, SIZES, SIZES),
-    status=st.sampled_from(SlotStatus),
+    table_bytes=SIZES,
+    data_bytes=SIZES,
     step=st.integers(-1, 2**62),
     table_checksum=WORDS,
     metadata_bytes=SIZES,
@@ -65,29 +63,23 @@ def test_other_bytes_are_no_header(raw: bytes):
 
 
 def test_another_format_is_an_error_that_says_so():
-    raw = bytearray(SlotHeader(1, 0, 1, SlotGeometry(1, 1, 1)).encode())
+    raw = bytearray(SlotHeader(1, 0, 1, 1, 1).encode())
     pack_into("<I", raw, 8, 9)
     pack_into("<Q", raw, HEADER_BYTES - 8, xxh3_64_intdigest(bytes(raw[:-8])))
     with pytest.raises(SlotDamagedError, match="format version 9"):
         SlotHeader.decode(bytes(raw))
 
 
-@given(st.builds(SlotGeometry, SIZES, SIZES, SIZES))
-def test_parts_lie_on_pages_of_their_own_and_hold_what_they_must(geometry: SlotGeometry):
-    starts = [
-        geometry.table_offset,
-        geometry.metadata_offset,
-        geometry.data_offset,
-        geometry.nbytes,
-    ]
-    sizes = [geometry.table_bytes, geometry.metadata_capacity, geometry.data_bytes]
-    assert starts[0] == PAGE_BYTES
+@given(HEADERS)
+def test_parts_are_on_pages_of_their_own_and_large_enough(header: SlotHeader):
+    starts = [PAGE_BYTES, header.metadata_offset, header.data_offset, header.nbytes]
+    sizes = [header.table_bytes, METADATA_CAPACITY, header.data_bytes]
     assert all(start % PAGE_BYTES == 0 for start in starts)
     for start, end, size in zip(starts[:-1], starts[1:], sizes, strict=True):
         assert size <= end - start < size + PAGE_BYTES
 
 
 def test_a_checksum_of_zero_is_not_one_that_was_not_taken():
-    header = SlotHeader(1, 0, 1, SlotGeometry(1, 1, 1), data_checksum=0)
+    header = SlotHeader(1, 0, 1, 1, 1, data_checksum=0)
     assert SlotHeader.decode(header.encode()) == header
-    assert header.encode() != replace(header, data_checksum=None).encode()
+    assert header.encode() != header._replace(data_checksum=None).encode()

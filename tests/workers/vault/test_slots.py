@@ -14,7 +14,7 @@ import pytest
 from rayzero.engine.errors import EngineError
 from rayzero.workers.vault import slots
 from rayzero.workers.vault.buffers import BufferPool
-from rayzero.workers.vault.images import MappedSlotReader, read_metadata, read_table
+from rayzero.workers.vault.images import MappedSlotReader
 from rayzero.workers.vault.records import SlotGoneError, SlotRef, SlotRoomError
 from rayzero.workers.vault.slots import (
     METADATA_CAPACITY,
@@ -22,7 +22,6 @@ from rayzero.workers.vault.slots import (
     SlotWriter,
     encode_table,
     read_pin,
-    slot_geometry,
     write_header,
     write_pin,
 )
@@ -35,11 +34,11 @@ TABLE_JSON = encode_table(table())
 def fds() -> Iterator[list[int]]:
     """Two buffers as a vault reserves them."""
     pool = BufferPool()
-    geometry = slot_geometry(table(), TABLE_JSON)
-    buffers = pool.acquire(geometry.nbytes, 2)
-    for one in buffers:
-        write_header(one.fd, SlotHeader(1, 0, 1, geometry))
-    yield [one.fd for one in buffers]
+    header = SlotHeader(1, 0, 1, len(TABLE_JSON), table().nbytes)
+    buffers = [pool.acquire(header.nbytes) for _ in range(2)]
+    for buffer in buffers:
+        write_header(buffer.fd, header)
+    yield [buffer.fd for buffer in buffers]
     pool.release(buffers)
     pool.trim()
 
@@ -49,8 +48,8 @@ def read(fd: int, step: int) -> tuple[bytes, dict[str, Any]]:
     image = MappedSlotReader(SlotRef(1, 0, step, "a"), fd)
     try:
         image.verify()
-        assert read_table(image) == table()
-        return bytes(image.data), read_metadata(image)
+        assert image.table() == table()
+        return bytes(image.data), image.metadata()
     finally:
         image.close()
 

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.format import WrittenFile
 from rayzero.engine.layout.state_index import BlockIndex
-from rayzero.workers.vault import background, peers
+from rayzero.workers.vault import peers
+from rayzero.workers.vault import vault as vault_module
 from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS
-from rayzero.workers.vault.records import RankFile, SlotDamagedError, SlotGoneError
+from rayzero.workers.vault.records import SlotDamagedError, SlotGoneError
 from tests.workers.vault.support import (
     ROOT,
     VaultCluster,
@@ -37,11 +39,12 @@ LIMIT_S = 60.0
 
 
 class Disk:
-    """Takes files as the checkpoint writer does."""
+    """Takes files in place of the checkpoint writer."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files: list[tuple[Any, ...]] = []
         self.while_writing: Any = lambda: None
+        monkeypatch.setattr(vault_module, "write_rank_file", self.write)
 
     def write(
         self,
@@ -53,22 +56,21 @@ class Disk:
         *,
         generation: int,
         world_size: int,
-    ) -> RankFile:
+    ) -> WrittenFile:
         self.while_writing()
         self.files.append((folder, rank, table, small, bytes(data), generation, world_size))
-        return RankFile(f"rank-{rank}", rank, len(data), 0, (), {}, small, 0.1)
+        return WrittenFile(f"rank-{rank}", rank, len(data), 0, (), {}, small, 0.1)
 
 
-def test_files_hold_the_pinned_versions(cluster: VaultCluster):
-    disk = Disk()
-    vault = cluster.vault(write_file=disk.write)
+def test_files_hold_the_pinned_versions(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
+    disk, vault = Disk(monkeypatch), cluster.vault()
     for rank in (0, 1):
-        [buffer] = cluster.client(worker=rank).reserve(3, rank, 2, table(rank), 1)
+        buffer = cluster.client(worker=rank).reserve(3, rank, 2, table(rank))
         write(buffer, rank, 50, pin=True)
     # What is dropped meanwhile is still written.
     disk.while_writing = lambda: keep_only(vault._registry, (3, 1, 50))
-    background = vault.write("s3://bucket/step-50", refs((3, 0, 50), (3, 1, 50)))
-    assert [one.rank for one in background] == [0, 1]
+    files = vault.write("s3://bucket/step-50", refs((3, 0, 50), (3, 1, 50)))
+    assert [file.rank for file in files] == [0, 1]
     assert disk.files == [
         (
             "s3://bucket/step-50",
@@ -87,34 +89,38 @@ def test_files_hold_the_pinned_versions(cluster: VaultCluster):
 def test_a_file_of_the_real_format_is_durable_and_holds_the_data(
     cluster: VaultCluster, tmp_path: Path
 ):
-    [buffer] = cluster.client().reserve(1, 0, 1, table(), 1)
+    buffer = cluster.client().reserve(1, 0, 1, table())
     write(buffer, 0, 4, pin=True)
     [file] = cluster.vault().write(str(tmp_path / "step-4"), refs((1, 0, 4)))
     assert (tmp_path / "step-4" / file.name).read_bytes().endswith(content(0, 4))
     assert (file.rank, file.small) == (0, {"step": 4, "rank": 0})
 
 
-def test_what_is_damaged_or_overwritten_does_not_become_a_checkpoint(cluster: VaultCluster):
-    disk = Disk()
-    vault = cluster.vault(write_file=disk.write)
-    [buffer] = cluster.client().reserve(1, 0, 1, table(), 1)
+def test_what_is_damaged_or_overwritten_does_not_become_a_checkpoint(
+    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
+):
+    disk, vault = Disk(monkeypatch), cluster.vault()
+    buffer = cluster.client().reserve(1, 0, 1, table())
     write(buffer, 0, 4)
     disk.while_writing = lambda: write(buffer, 0, 5)  # nobody pinned it
     with pytest.raises(SlotGoneError):
         vault.write("folder", refs((1, 0, 4)))
     disk.files.clear()
-    damage(vault, refs((1, 0, 5))[0], lambda image: image.header.geometry.data_offset)
+    damage(vault, refs((1, 0, 5))[0], lambda image: image.header.data_offset)
     with pytest.raises(SlotDamagedError):
         vault.write("folder", refs((1, 0, 5)))
     assert disk.files == []
 
 
-def test_a_store_that_fails_leaves_the_version(cluster: VaultCluster):
-    def full(*arguments: Any, **named: Any) -> RankFile:
+def test_a_store_that_fails_leaves_the_version(
+    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*arguments: Any, **named: Any) -> WrittenFile:
         raise OSError("no space")
 
-    vault = cluster.vault(write_file=full)
-    [buffer] = cluster.client().reserve(1, 0, 1, table(), 1)
+    monkeypatch.setattr(vault_module, "write_rank_file", full)
+    vault = cluster.vault()
+    buffer = cluster.client().reserve(1, 0, 1, table())
     write(buffer, 0, 4, pin=True)
     with pytest.raises(OSError, match="no space"):
         vault.write("folder", refs((1, 0, 4)))
@@ -126,11 +132,11 @@ def test_a_store_that_hangs_holds_up_nobody_but_its_writer(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
     """As many writes as a vault's process has threads: it still answers polls."""
-    monkeypatch.setattr(background, "STORE_WAIT_S", 0.01)
-    disk, answers = Disk(), Event()
+    monkeypatch.setattr(vault_module, "STORE_WAIT_S", 0.01)
+    disk, answers = Disk(monkeypatch), Event()
     disk.while_writing = answers.wait
-    vault = cluster.vault(write_file=disk.write)
-    [buffer] = cluster.client().reserve(1, 0, 1, table(), 1)
+    vault = cluster.vault()
+    buffer = cluster.client().reserve(1, 0, 1, table())
     write(buffer, 0, 4, pin=True)
     with ThreadPoolExecutor(VAULT_COMMAND_THREADS) as threads:
         tries = [
@@ -150,7 +156,7 @@ def test_a_store_that_hangs_holds_up_nobody_but_its_writer(
 def test_usage_counts_every_buffer(cluster: VaultCluster):
     vault = cluster.vault(available=lambda: 2**33)
     assert vault.usage() == {"slots": 0, "replicas": 0, "spare": 0, "available": 2**33}
-    [buffer] = cluster.client().reserve(1, 0, 1, table(nbytes=2**20), 1)
+    buffer = cluster.client().reserve(1, 0, 1, table(nbytes=2**20))
     write(buffer, 0, 4)
     assert 2**20 < vault.usage()["slots"] < 2**20 + 2**19
     keep_only(vault._registry)

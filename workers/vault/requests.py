@@ -1,0 +1,124 @@
+"""The calls of a worker to its vault: JSON packets over a unix socket, with file descriptors.
+
+A request is {"call": a method of `WorkerRequests`, "arguments", "id"}. Its reply is a pickled (id,
+error or None), with the descriptors that the method returned; a request without an id gets none.
+The vault checks what it receives; a worker trusts its vault.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeAlias
+
+from rayzero.engine.errors import DataError
+from rayzero.workers.vault.images import FETCH_CHUNK_BYTES, FetchRemote
+from rayzero.workers.vault.peers import Peer
+from rayzero.workers.vault.records import SlotRef
+from rayzero.workers.vault.registry import SlotRegistry
+from rayzero.workers.vault.slots import SlotHeader, write_fully
+
+MAX_PACKET_BYTES = 64 * 1024
+"""The longest message; tables and states go through shared memory."""
+
+Descriptors: TypeAlias = list[int]
+"""File descriptors for the worker; closed here once they are sent."""
+
+
+class WorkerRequests:
+    """What a worker calls by `VaultClient`. Several threads run it at once, but for one peer in
+    order. Every method returns descriptors, and raises what the worker's call raises."""
+
+    def __init__(self, node_id: str, registry: SlotRegistry, fetch: FetchRemote) -> None:
+        self._node_id = node_id
+        self._registry = registry
+        self._fetch = fetch
+
+    def register(self, peer: Peer, worker: int, pid: int, thread: int) -> Descriptors:
+        """Identifies the worker behind a connection.
+
+        Args:
+            thread: native id of a thread that exits with the process, or after `deregister`.
+        """
+        peer.register(worker, pid, thread)
+        return []
+
+    def reserve(
+        self,
+        peer: Peer,
+        generation: int,
+        rank: int,
+        world_size: int,
+        table_bytes: int,
+        data_bytes: int,
+    ) -> Descriptors:
+        """An empty buffer. Makes the worker's buffers without a complete version spare."""
+        header = SlotHeader(generation, rank, world_size, table_bytes, data_bytes)
+        fd = self._registry.reserve(peer, header)
+        if peer.closed:  # it died during the allocation: its end was handled too early for this one
+            self._registry.discard_unfinished(peer)
+        return [fd]
+
+    def open_version(
+        self, peer: Peer, generation: int, rank: int, step: int, node_id: str
+    ) -> Descriptors:
+        """The buffer of a version in this vault; nothing if the version is on another node."""
+        if node_id != self._node_id:
+            return []
+        return [self._registry.open_version(SlotRef(generation, rank, step, node_id))]
+
+    def fetch_version(
+        self,
+        peer: Peer,
+        generation: int,
+        rank: int,
+        step: int,
+        node_id: str,
+        offset: int,
+        length: int,
+    ) -> Descriptors:
+        """A file with bytes of a version's image from another node's vault: fewer than `length` at
+        the image's end."""
+        ref = SlotRef(generation, rank, step, node_id)
+        data = self._fetch(ref, offset, min(length, FETCH_CHUNK_BYTES))
+        fd = os.memfd_create("rayzero-fetched", os.MFD_CLOEXEC)
+        try:
+            write_fully(fd, data, 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        return [fd]
+
+    def generation_complete(self, peer: Peer, generation: int) -> Descriptors:
+        """All ranks have a complete version of this generation: older ones can be freed."""
+        self._registry.generation_complete(generation)
+        return []
+
+    def deregister(self, peer: Peer) -> Descriptors:
+        """Closes the session: the end of the connection is then no loss."""
+        peer.worker = -1
+        self._registry.discard_unfinished(peer)
+        return []
+
+
+_ARGUMENT_TYPES = {
+    name: [*method.__annotations__.values()][1:-1]  # without the peer and the result
+    for name, method in vars(WorkerRequests).items()
+    if not name.startswith("_")
+}
+
+
+def check_request(name: Any, arguments: Any) -> None:
+    """
+    Raises:
+        DataError: there is no such call, or its arguments have other types.
+    """
+    types = _ARGUMENT_TYPES.get(name) if isinstance(name, str) else None
+    if types is None:
+        raise DataError(f"vault request {name!r}", f"one of {[*_ARGUMENT_TYPES]}")
+    if not isinstance(arguments, list) or [type(value).__name__ for value in arguments] != types:
+        raise DataError(f"vault request {name} with {arguments!r}", f"{name} with {types}")
+
+
+def abstract_socket_name(address: str) -> str:
+    """The address as the kernel expects it: an abstract name starts with a zero byte."""
+    return "\0" + address.removeprefix("@")
