@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.comm.shared_memory import SharedMemoryExchange
+from rayzero.engine.comm.shared_memory import SharedMemoryBackend
 
 SAMPLES, LENGTH = 12, 50
 
@@ -50,10 +50,10 @@ def train(ctx: Any) -> dict[str, Any]:
     return {}
 
 
-_gather = SharedMemoryExchange._all_gather
+_gather = SharedMemoryBackend._all_gather_steps
 
 
-def _late_gather(self: SharedMemoryExchange, *arguments: Any) -> Iterator[None]:
+def _late_gather(self: SharedMemoryBackend, *arguments: Any) -> Iterator[None]:
     steps = _gather(self, *arguments)
     next(steps)
     time.sleep(0.1)
@@ -65,7 +65,7 @@ def train_late(ctx: Any) -> dict[str, Any]:
     """Rank 0 is slow between saying that its weights are there and listening for who has read
     them: its peers are through with the step before."""
     if ctx.rank == 0:
-        SharedMemoryExchange._all_gather = _late_gather  # type: ignore[method-assign]
+        SharedMemoryBackend._all_gather_steps = _late_gather  # type: ignore[method-assign]
     return train(ctx)
 
 
