@@ -14,8 +14,8 @@ from rayzero.engine.accounting import StepWork, peak_flops
 from rayzero.engine.comm.process_group import connect_collectives
 from rayzero.engine.compression.onebit_adam import OneBitAdamReduction
 from rayzero.engine.config import EngineConfig, resolve_batch_sizes
-from rayzero.engine.data.loader import LoaderPlan, MapDataset, StepLoader, dataset_length
-from rayzero.engine.data.sampling import SampleOrder, TrainingProgress
+from rayzero.engine.data.loader import MapDataset, StepLoader
+from rayzero.engine.data.sampling import TrainingProgress, assign_step
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.metrics import StepMeter
 from rayzero.engine.offload.plan import plan_offload
@@ -173,18 +173,23 @@ def make_loader(
     session: HostSession | None,
 ) -> StepLoader:
     """The loader of this rank's part of every step."""
-    seed = session.seed if session is not None else 0
     batches, collectives = parts.settings.batches, parts.runtime.collectives
-    plan = LoaderPlan(
+    step_plan = assign_step(
         batches.global_batch,
-        batches.micro_batch,
         collectives.world_size,
         collectives.rank,
+        batches.micro_batch,
         batches.shares,
     )
-    order = SampleOrder(dataset_length(data), seed)
-    device = parts.settings.device
-    return StepLoader(data, order, plan, parts.state.progress, collate_fn, device)
+    return StepLoader(
+        data,
+        session.seed if session is not None else 0,
+        step_plan,
+        parts.state.progress,
+        session,
+        collate_fn,
+        parts.settings.device,
+    )
 
 
 def _call_model_fn(model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:

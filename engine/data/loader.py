@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from rayzero.engine.data.prefetch import Prefetch, batch_to_device, pin_batch
-from rayzero.engine.data.sampling import SampleOrder, TrainingProgress, assign_step
+from rayzero.engine.data.sampling import MicroBatch, SampleOrder, TrainingProgress
 from rayzero.engine.errors import DataError, EngineError
-from rayzero.engine.session import current_session
+from rayzero.engine.session import HostSession
 
 
 class MapDataset(Protocol):
@@ -25,23 +25,6 @@ class MapDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
-
-
-@dataclass(frozen=True)
-class LoaderPlan:
-    """The split of a step over ranks and micro-steps, and this rank.
-
-    Attributes:
-        global_batch: samples of a step, over all ranks.
-        micro_batch: maximum samples of a micro-step on one rank.
-        shares: each rank's share of a step's samples; empty for even shares.
-    """
-
-    global_batch: int
-    micro_batch: int
-    world_size: int
-    rank: int
-    shares: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,42 +59,34 @@ class StepLoader:
 
     Args:
         dataset: map-style.
-        order: of `len(dataset)` samples.
-        plan: split of a step.
+        seed: of the order of samples.
+        step_plan: this rank's micro-batches of every step.
         progress: the job's progress, updated by the engine.
+        session: gets the phase "data", and the samples as they are yielded.
         collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
         device: device of the batches; to CUDA through pinned memory, non-blocking.
 
     Raises:
-        DataError: the dataset is not map-style, or not as long as `order`.
-        ConfigError: the plan is inconsistent.
+        DataError: the dataset is not map-style, or empty.
     """
 
     def __init__(
         self,
         dataset: MapDataset,
-        order: SampleOrder,
-        plan: LoaderPlan,
+        seed: int,
+        step_plan: Sequence[MicroBatch],
         progress: TrainingProgress,
+        session: HostSession | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        length = dataset_length(dataset)
-        if length != order.length:
-            raise DataError(
-                f"the dataset has {length} samples, but its order was made for {order.length}",
-                "the same length",
-                "the dataset: its length must not change while it is in use",
-            )
         self.dataset = dataset
-        self.plan = plan
         self.progress = progress
         self.device = device or torch.device("cpu")
-        self._order = order
+        self._order = SampleOrder(_dataset_length(dataset), seed)
+        self._step_plan = step_plan
+        self._session = session
         self._collate = collate_fn or default_collate
-        self._step_plan = assign_step(
-            plan.global_batch, plan.world_size, plan.rank, plan.micro_batch, plan.shares
-        )
         self._prefetch: weakref.ref[Prefetch[_StepPart]] | None = None
         self._last_reported = (-1, -1)  # position last reported to the session
 
@@ -122,7 +97,7 @@ class StepLoader:
 
     def __len__(self) -> int:
         """Number of micro-batches of the current epoch, from its first step."""
-        cursor, batch = self.progress.sample_cursor, self.plan.global_batch
+        cursor, batch = self.progress.sample_cursor, self.progress.global_batch
         into_epoch = cursor % self._order.length
         first = cursor - into_epoch // batch * batch
         return self._steps_to_epoch_end(first) * self.micro_steps
@@ -164,7 +139,7 @@ class StepLoader:
         earlier = self._prefetch() if self._prefetch is not None else None
         if earlier is not None:
             earlier.close()
-        session = current_session()
+        session = self._session
         cursor, done = self.progress.sample_cursor, self.progress.micro_step
         steps = self._steps_to_epoch_end(cursor) if steps is None else steps
         feed = Prefetch(self._read_ahead(cursor, done, steps))
@@ -187,14 +162,14 @@ class StepLoader:
     def _steps_to_epoch_end(self, cursor: int) -> int:
         """Steps from `cursor` to the first end of a step at or after the end of its epoch."""
         remaining = self._order.length - cursor % self._order.length
-        return -(-remaining // self.plan.global_batch)
+        return -(-remaining // self.progress.global_batch)
 
     def _read_ahead(self, cursor: int, done: int, steps: int) -> Iterator[_StepPart]:
         """Runs in the thread: batches in host memory, skipping `done` of the first step."""
         if self.device.type == "cuda":  # or pinning uses device 0
             torch.cuda.set_device(self.device)
         for step in range(steps):
-            start = cursor + step * self.plan.global_batch
+            start = cursor + step * self.progress.global_batch
             for turn in range(done if step == 0 else 0, self.micro_steps):
                 part = self._step_plan[turn]
                 indices = self._order.indices(start + part.start, part.read_count).tolist()
@@ -215,7 +190,7 @@ class StepLoader:
             ) from error
 
 
-def dataset_length(dataset: object) -> int:
+def _dataset_length(dataset: object) -> int:
     """Number of samples of a map-style dataset.
 
     Raises:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator
+from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
@@ -26,70 +26,36 @@ class _EndOfStream:
         self.error = error
 
 
-class _QueueClosedError(Exception):
-    """The queue was closed."""
-
-
-class _BoundedQueue(Generic[Item]):
-    """A bounded queue that can be closed, which ends all waits at once: a recovery waits for that.
-
-    `queue.Queue` has `shutdown` only from Python 3.13 on, and its lock is not reentrant.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._items: deque[Item] = deque()
-        self.closed = False
-        # Reentrant: the garbage collector may call `close` in a thread that holds the lock.
-        self._changed = threading.Condition(threading.RLock())
-
-    def put(self, item: Item) -> None:
-        """Add an item, blocking while the queue is full. Raises _QueueClosedError."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.closed or len(self._items) < self._depth)
-            if self.closed:
-                raise _QueueClosedError
-            self._items.append(item)
-            self._changed.notify_all()
-
-    def get(self) -> Item:
-        """Remove an item, blocking while the queue is empty. Raises _QueueClosedError."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.closed or self._items)
-            if self.closed:
-                raise _QueueClosedError
-            self._changed.notify_all()
-            return self._items.popleft()
-
-    def close(self) -> None:
-        """Drop all items and end current and future waits. Safe to repeat."""
-        with self._changed:
-            self.closed = True
-            self._items.clear()
-            self._changed.notify_all()
-
-
 class Prefetch(Generic[Item]):
-    """The items of `source`, up to `depth` of them produced ahead.
+    """The items of `source`, up to `depth` of them read, or being read, ahead.
 
     Owns one daemon thread, the only one that advances `source`. The thread ends when `source` is
     exhausted or raises (the consumer gets the exception), on `close`, and when this object is
-    garbage-collected: the thread refers to the queue, never to this object. An item in production
+    garbage-collected: the thread refers to the queues, never to this object. An item in production
     at that time is completed and dropped.
 
     Raises:
         EngineError: advanced after `close`.
     """
 
-    def __init__(self, source: Iterator[Item], depth: int = 2) -> None:
-        self._queue: _BoundedQueue[Item | _EndOfStream] = _BoundedQueue(depth)
+    def __init__(self, source: Iterator[Item], depth: int = 3) -> None:
+        # `SimpleQueue.put` may interrupt itself: the garbage collector may close this object in a
+        # thread that is in the middle of one.
+        self._items: SimpleQueue[Item | _EndOfStream] = SimpleQueue()
+        self._permits: SimpleQueue[None] = SimpleQueue()  # one for each item that may be read
+        closed = threading.Event()
         self.wait_s = 0.0
         """Seconds that the consumer waited for the last item."""
         self._ended = False
         self._thread = threading.Thread(
-            target=_fill_queue, args=(source, self._queue), name="rayzero-prefetch", daemon=True
+            target=_read_ahead,
+            args=(source, self._items, self._permits, closed),
+            name="rayzero-prefetch",
+            daemon=True,
         )
-        weakref.finalize(self, self._queue.close)
+        self._stop = weakref.finalize(self, _stop_reading, closed, self._permits)
+        for _ in range(depth):
+            self._permits.put(None)
         self._thread.start()
 
     def __iter__(self) -> Iterator[Item]:
@@ -99,15 +65,15 @@ class Prefetch(Generic[Item]):
         since_s = perf_counter()
         if self._ended:
             raise StopIteration
-        try:
-            item = self._queue.get()
-        except _QueueClosedError:
+        if not self._stop.alive:
             raise EngineError(
                 "this iterator over the data was closed by a newer one",
                 "one iteration at a time",
                 "use the newest iterator",
-            ) from None
+            )
+        item = self._items.get()
         if not isinstance(item, _EndOfStream):
+            self._permits.put(None)
             self.wait_s = perf_counter() - since_s
             return item
         self._ended = True
@@ -117,26 +83,32 @@ class Prefetch(Generic[Item]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread and join it, for at most 5 s if `source` is slow. Safe to repeat."""
-        self._queue.close()
+        """Ends the thread and joins it, for at most 5 s if `source` is slow. Safe to repeat."""
+        self._stop()
         if threading.current_thread() is not self._thread:  # the garbage collector runs anywhere
             self._thread.join(_JOIN_TIMEOUT_S)
 
 
-def _fill_queue(source: Iterator[Item], queue: _BoundedQueue[Item | _EndOfStream]) -> None:
-    """Thread body: fill the queue until `source` ends or the queue is closed."""
-    end = _EndOfStream(None)
-    try:
-        for item in source:
-            queue.put(item)
-    except _QueueClosedError:
-        return
-    except BaseException as error:  # noqa: BLE001 - re-raised in the consumer
-        end = _EndOfStream(error)
-    try:
-        queue.put(end)
-    except _QueueClosedError:
-        return
+def _stop_reading(closed: threading.Event, permits: SimpleQueue[None]) -> None:
+    closed.set()
+    permits.put(None)
+
+
+def _read_ahead(
+    source: Iterator[Item],
+    items: SimpleQueue[Item | _EndOfStream],
+    permits: SimpleQueue[None],
+    closed: threading.Event,
+) -> None:
+    """Thread body: reads an item for each permit, until `source` ends or `closed` is set."""
+    permits.get()
+    while not closed.is_set():
+        try:
+            items.put(next(source))
+        except BaseException as error:  # noqa: BLE001 - re-raised in the consumer
+            items.put(_EndOfStream(None if isinstance(error, StopIteration) else error))
+            return
+        permits.get()
 
 
 def pin_batch(batch: Any) -> Any:
