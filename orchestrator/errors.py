@@ -1,5 +1,4 @@
-"""Errors that end a job. A mistake in the user's configuration stays a ConfigError (exit code
-2)."""
+"""Errors that end a job. A mistake of the user stays a ConfigError, with exit code 2."""
 
 from __future__ import annotations
 
@@ -25,6 +24,13 @@ class _TracedError(RayzeroError):
 
 class JobFailedError(_TracedError):
     """The job ended without success."""
+
+
+def internal_error(error: Exception) -> JobFailedError:
+    """The job fails by a bug of rayzero."""
+    return JobFailedError(
+        f"rayzero itself failed: {type(error).__name__}: {error}", fix="please report this"
+    )
 
 
 class JobConfigError(_TracedError, ConfigError):

@@ -1,10 +1,10 @@
-"""What the controller needs of workers, vaults and checkpoints, without Ray; commands to a job."""
+"""What the controller needs of workers, vaults and checkpoints, without Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rayzero.engine.checkpoint.format import WrittenFile
 from rayzero.orchestrator.aio import PendingReplies
@@ -225,21 +225,3 @@ class CheckpointStore(Protocol):
 
     async def prune(self) -> None:
         """Removes checkpoints by `checkpoint.keep` and `keep_every`."""
-
-
-@dataclass(frozen=True)
-class ScaleWorkers:
-    """Changes the limits for the number of workers."""
-
-    min_workers: int
-    max_workers: int
-
-
-@dataclass(frozen=True)
-class InjectFaults:
-    """Injects faults, given in the fault language; the step is optional."""
-
-    faults: tuple[str, ...]
-
-
-JobCommand: TypeAlias = ScaleWorkers | InjectFaults

@@ -11,6 +11,8 @@ from time import time_ns
 from rayzero.engine.checkpoint.store import join_url
 from rayzero.engine.config import parse_config
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.redact import redact_url
+from rayzero.orchestrator.journal.files import state_url
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.orchestrator.spec import JobSpec
 from rayzero.workers.chaos.spec import parse_fault
@@ -18,6 +20,9 @@ from rayzero.workers.messages import MirrorPolicy, WorkerSpec
 
 _RAY_WORKING_DIR = re.compile(r"/working_dir_files/_ray_pkg_[^/]+")
 """Path of an unpacked `--working-dir`; Ray removes it some time after the job."""
+
+LOG_FILE = "logs/job.log"
+"""Path of a job's log in its output folder."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,19 @@ class JobPlan:
     output_dir: Path
     job_folder: str
     stage: int | None
+
+    @property
+    def log_path(self) -> Path:
+        return self.output_dir / LOG_FILE
+
+    @property
+    def summary_path(self) -> Path:
+        return self.output_dir / "summary.json"
+
+    @property
+    def journal_url(self) -> str:
+        """Path or URL of the job's state file, for messages."""
+        return redact_url(state_url(self.job_folder))
 
     @property
     def output_is_temporary(self) -> bool:

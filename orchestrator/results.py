@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.job_events import JobEvent
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.progress import JobProgress
 
 
 @dataclass(frozen=True)
@@ -33,94 +32,17 @@ class JobResult:
         return int(self.metrics["steps"])
 
 
-@dataclass(frozen=True)
-class JobTotals:
-    """Data about a finished job beside its progress.
-
-    Args:
-        seconds: from submission to the last rank's end.
-        return_value: the return value of rank 0's training function.
-        history: faults, repairs, steps_redone, checkpoints.
-    """
-
-    name: str
-    world_size: int
-    stage: int | None
-    seconds: float
-    return_value: dict[str, Any]
-    history: dict[str, Any] = field(default_factory=dict)
-
-
-def summarize(totals: JobTotals, progress: JobProgress) -> dict[str, Any]:
-    """The summary; the training function's return value is merged in and takes precedence."""
-    return {
-        "job": totals.name,
-        "steps": progress.steps,
-        "world_size": totals.world_size,
-        "stage": totals.stage,
-        "loss": {"first": progress.first_loss, "last": progress.last_loss},
-        "tokens_per_s": progress.tokens_per_s,
-        "seconds": totals.seconds,
-        "peak_bytes": dict(sorted(progress.peak_bytes.items())),
-        "world_sizes": list(progress.world_sizes),
-        **totals.history,
-        **totals.return_value,
-    }
-
-
-def write_summary(output_dir: Path, summary: dict[str, Any]) -> Path:
+def write_summary(result: JobResult) -> None:
     """Writes `summary.json` atomically."""
-    path = summary_path(output_dir)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-    return path
+    temporary = result.summary_path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(result.metrics, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, result.summary_path)
 
 
-def summary_path(output_dir: Path) -> Path:
-    return output_dir / "summary.json"
-
-
-def remove_summary(output_dir: Path) -> None:
-    """Removes an earlier run's summary: it exists if and only if the last run succeeded."""
-    summary_path(output_dir).unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class JobEnd:
-    """How a job ended: with a result, or with an error."""
-
-    result: JobResult | None = None
-    error: RayzeroError | None = None
-
-    def unwrap(self) -> JobResult:
-        """
-        Raises:
-            JobFailedError, ConfigError: the job failed.
-            JobStoppedError: it was stopped.
-        """
-        if self.result is None:
-            raise self.error or JobFailedError("the controller ended without a result")
-        return self.result
-
-
-@dataclass(frozen=True)
-class EventPage:
-    """The events since the last request.
-
-    Args:
-        run: id of the process that sent it; another process numbers its events anew.
-        events: in order.
-        next_index: where the next request starts.
-        dropped: number of events that were dropped because they were not fetched in time.
-        ended: the outcome, once no more events follow.
-    """
-
-    run: str
-    events: tuple[JobEvent, ...]
-    next_index: int
-    dropped: int = 0
-    ended: JobEnd | None = None
+def final_state(outcome: JobResult | RayzeroError) -> State:
+    if isinstance(outcome, JobResult):
+        return State.SUCCEEDED
+    return State.STOPPED if isinstance(outcome, JobStoppedError) else State.FAILED
 
 
 @dataclass(frozen=True)
@@ -161,3 +83,40 @@ class JobStatus:
     @property
     def is_running(self) -> bool:
         return self.state is not None and not self.state.is_final
+
+
+@dataclass(frozen=True)
+class EndedJob:
+    """How a job ended, at `status.at_s`."""
+
+    status: JobStatus
+    outcome: JobResult | RayzeroError
+
+    def result(self) -> JobResult:
+        """
+        Raises:
+            JobFailedError, ConfigError: the job failed.
+            JobStoppedError: it was stopped.
+        """
+        if isinstance(self.outcome, RayzeroError):
+            raise self.outcome
+        return self.outcome
+
+
+@dataclass(frozen=True)
+class EventPage:
+    """The events since the last request.
+
+    Args:
+        run: id of the process that sent it; another process numbers its events anew.
+        events: in order.
+        next_index: where the next request starts.
+        dropped: number of events that were dropped because they were not fetched in time.
+        ended: the job's end, once no more events follow.
+    """
+
+    run: str = ""
+    events: tuple[JobEvent, ...] = ()
+    next_index: int = 0
+    dropped: int = 0
+    ended: EndedJob | None = None

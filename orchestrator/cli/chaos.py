@@ -58,12 +58,12 @@ def chaos(
     name, *faults = name_and_faults or [""]
     if not (name and faults):
         raise typer.BadParameter("a job's name and a fault are needed, or --list, or --random")
-    from rayzero.orchestrator.interfaces import InjectFaults
+    from rayzero.orchestrator.job.actor import JobActor
     from rayzero.workers.chaos.spec import parse_fault
 
     for text in faults:
         parse_fault(text, step=1)  # a syntax error needs no running job
-    answer = call_job(name, address, "execute", InjectFaults(tuple(faults)))
+    answer = call_job(name, address, JobActor.inject, faults)
     print(json.dumps({"job": name, "scheduled": answer.splitlines()}) if as_json else answer)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, TypeVarTuple
 
 import typer
 
@@ -25,14 +25,16 @@ from rayzero.orchestrator.cli.command import (
 )
 
 if TYPE_CHECKING:
+    from rayzero.orchestrator.job.actor import JobActor
     from rayzero.orchestrator.results import JobStatus
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 commands = new_group()
 
 STOP_MARGIN_S = 15.0
 """How long a stop may take beyond `checkpoint.grace_period_s`."""
-CALL_TIMEOUT_S = 15.0
-"""How long a running job may take to answer."""
 STOP_POLL_S = 0.1
 
 
@@ -96,7 +98,8 @@ def stop(name: JobName, address: ClusterAddress = None, path: JobsPath = "runs")
     Exit code 0: it has stopped. 1: it did not stop in time. 2: no such job.
     """
     from rayzero.orchestrator.errors import JobFailedError
-    from rayzero.orchestrator.job import client
+    from rayzero.orchestrator.job.actor import JobActor
+    from rayzero.orchestrator.job.client import JobProcess
     from rayzero.orchestrator.job.lookup import check_job_name, find_running
 
     try:
@@ -108,8 +111,8 @@ def stop(name: JobName, address: ClusterAddress = None, path: JobsPath = "runs")
     deadline_s = time.monotonic() + limit_s
     with closing(job.cluster):
         try:
-            job.call("stop")
-            while job.call("spec") is not None:
+            job.process.call(JobActor.stop)
+            while job.process.call(JobActor.spec) is not None:
                 if time.monotonic() >= deadline_s:
                     raise JobFailedError(
                         f"job {name!r} did not stop within {limit_s:g} s",
@@ -117,9 +120,9 @@ def stop(name: JobName, address: ClusterAddress = None, path: JobsPath = "runs")
                     )
                 time.sleep(STOP_POLL_S)
             with suppress(JobFailedError):
-                job.call("acknowledge_end")
+                job.process.call(JobActor.acknowledge_end)
         except JobFailedError:
-            if client.find_job_actor(name) is not None:
+            if JobProcess.find(name) is not None:
                 raise
     print(f"{name}: stopped")
 
@@ -141,19 +144,24 @@ def scale(
     Exit code 0: accepted. 1: the job did not respond. 2: no such job, or a number of workers that
     the job cannot have.
     """
-    from rayzero.orchestrator.interfaces import ScaleWorkers
+    from rayzero.orchestrator.job.actor import JobActor
     from rayzero.orchestrator.job_file import parse_worker_limits
 
-    print(call_job(name, address, "execute", ScaleWorkers(*parse_worker_limits(workers))))
+    print(call_job(name, address, JobActor.scale, *parse_worker_limits(workers)))
 
 
-def call_job(name: str, address: str | None, method: str, *args: Any) -> Any:
-    """Calls a running job. Raises as `find_running` and `RunningJob.call`."""
+def call_job(
+    name: str,
+    address: str | None,
+    method: Callable[[JobActor, *Ts], Coroutine[Any, Any, T]],
+    *args: *Ts,
+) -> T:
+    """Calls a running job. Raises as `find_running` and `JobProcess.call`."""
     from rayzero.orchestrator.job.lookup import find_running
 
     job = find_running(name, address)
     with closing(job.cluster):
-        return job.call(method, *args)
+        return job.process.call(method, *args)
 
 
 def status_line(status: JobStatus) -> str:
@@ -167,13 +175,14 @@ def status_line(status: JobStatus) -> str:
 
 def _find_status(name: str, address: str | None, path: str | None) -> JobStatus:
     """From the running job; otherwise from its journal or the cluster's record."""
-    from rayzero.orchestrator.job.ended_jobs import EndedJobRecord
+    from rayzero.orchestrator.job.actor import JobActor
     from rayzero.orchestrator.job.lookup import (
         DEFAULT_CHECKPOINT_PATH,
         NoJournalError,
         find_any,
         status_from_journal,
     )
+    from rayzero.orchestrator.results import EndedJob
 
     try:
         job = find_any(name, address)
@@ -182,27 +191,26 @@ def _find_status(name: str, address: str | None, path: str | None) -> JobStatus:
             return status_from_journal(path or DEFAULT_CHECKPOINT_PATH, name)
         except NoJournalError:
             raise not_found from None
-    if isinstance(job, EndedJobRecord):
+    if isinstance(job, EndedJob):
         return job.status if path is None else status_from_journal(path, name)
     with closing(job.cluster):
-        status: JobStatus = job.call("status")
-        return status
+        return job.process.call(JobActor.status)
 
 
 def _cluster_statuses(address: str | None, ended: bool) -> Iterator[JobStatus]:
     """Ended jobs first, so that a running one of the same name replaces them."""
     from rayzero.orchestrator.cluster.connect import connect_each
     from rayzero.orchestrator.cluster.ray_api import AuthRefusedError
-    from rayzero.orchestrator.job import client
+    from rayzero.orchestrator.job.actor import JobActor
+    from rayzero.orchestrator.job.client import list_running
     from rayzero.orchestrator.job.ended_jobs import list_ended
 
     try:
         for _ in connect_each(address):
             yield from (record.status for record in (list_ended() if ended else ()))
-            for name in client.list_running():
+            for process in list_running():
                 with suppress(RayzeroError):  # it has ended meanwhile
-                    actor = client.find_job_actor(name)
-                    yield client.call(actor, "status", timeout_s=CALL_TIMEOUT_S)
+                    yield process.call(JobActor.status)
     except ConfigError as error:
         if address is not None or isinstance(error, AuthRefusedError):
             raise  # otherwise no cluster runs on this machine
@@ -210,7 +218,7 @@ def _cluster_statuses(address: str | None, ended: bool) -> Iterator[JobStatus]:
 
 def _abandon_lost_run(name: str, path: str, not_found: ConfigError) -> None:
     """Writes the end of a run whose process is lost into its journal."""
-    from rayzero.orchestrator.job.lease_holder import acquire_lease
+    from rayzero.orchestrator.job.lease import acquire_lease
     from rayzero.orchestrator.job.lookup import job_folder, load_run_history
     from rayzero.orchestrator.journal.writer import write_end
 

@@ -22,7 +22,6 @@ from rayzero.orchestrator.cli.command import (
 )
 
 if TYPE_CHECKING:
-    from rayzero.orchestrator.job.lookup import RunningJob
     from rayzero.orchestrator.top.source import SnapshotSource
 
 commands = new_group()
@@ -46,6 +45,8 @@ def logs(
     Exit code 0: printed. 1: the job did not respond. 2: no such job, or its log is on another
     machine.
     """
+    from rayzero.orchestrator.job.client import tail_log
+    from rayzero.orchestrator.job.log import iter_log_lines
     from rayzero.orchestrator.job.lookup import (
         DEFAULT_CHECKPOINT_PATH,
         NoJournalError,
@@ -66,7 +67,7 @@ def logs(
         return
     if isinstance(job, RunningJob):
         with closing(job.cluster):
-            _print_running(job, follow, rank)
+            _print_lines(iter_log_lines(tail_log(job.process, follow), rank))
     elif path is not None:
         _print_from_disk(status_from_journal(path, name).log, rank)
     elif Path(job.status.log).is_file():
@@ -109,20 +110,8 @@ def top(
     return 0
 
 
-def _print_running(job: RunningJob, follow: bool, rank: int | None) -> None:
-    from rayzero.orchestrator.errors import JobFailedError
-    from rayzero.orchestrator.job import client
-    from rayzero.orchestrator.job.log import iter_log_lines
-
-    try:
-        file = job.call("status").log
-        _print_lines(iter_log_lines(client.tail_running(job.actor, file, follow), rank))
-    except (client.JobUnavailableError, client.JobProcessLostError) as error:
-        raise JobFailedError(f"job {job.spec.name!r}: {error.seen}") from None
-
-
 def _print_from_disk(file: str, rank: int | None) -> None:
-    from rayzero.orchestrator.job.client import read_ended
+    from rayzero.orchestrator.job.client import read_ended_log
     from rayzero.orchestrator.job.log import iter_log_lines
 
     if not Path(file).is_file():
@@ -131,24 +120,20 @@ def _print_from_disk(file: str, rank: int | None) -> None:
             allowed="the machine on which the job's controller ran",
             fix="run the command there, or give the --address of the job's cluster",
         )
-    _print_lines(iter_log_lines(read_ended(file), rank))
+    _print_lines(iter_log_lines(read_ended_log(file), rank))
 
 
 def _print_from_head(name: str, address: str | None, rank: int | None) -> None:
     """From the disk of the head node of the cluster that has a record of the job."""
     from rayzero.orchestrator.cluster.connect import connect_each
-    from rayzero.orchestrator.errors import JobFailedError
-    from rayzero.orchestrator.job.client import JobProcessLostError, read_ended
+    from rayzero.orchestrator.job.client import read_ended_log
     from rayzero.orchestrator.job.ended_jobs import load_ended
     from rayzero.orchestrator.job.log import iter_log_lines
 
     for cluster in connect_each(address):
         if (record := load_ended(name)) is not None:
             with closing(cluster):
-                try:
-                    _print_lines(iter_log_lines(read_ended(record.status.log), rank))
-                except JobProcessLostError as error:
-                    raise JobFailedError(f"job {name!r}: {error.seen}") from None
+                _print_lines(iter_log_lines(read_ended_log(record.status.log), rank))
                 return
     raise ConfigError(
         f"no cluster has a record of job {name!r}",
@@ -196,13 +181,15 @@ def _open_source(target: str, address: str | None) -> Iterator[SnapshotSource]:
     if is_url(target):
         yield endpoint_source(target)
         return
-    from rayzero.orchestrator.job.lookup import find_running  # imports ray, which a URL needs not
+    # These import ray, which a URL does not need.
+    from rayzero.orchestrator.job.actor import JobActor
+    from rayzero.orchestrator.job.lookup import find_running
 
     job = find_running(target, address)
 
     def fetch_snapshot() -> dict[str, Any]:
         try:
-            return check_snapshot(job.call("snapshot"), f"job {target!r}")
+            return check_snapshot(job.process.call(JobActor.snapshot), f"job {target!r}")
         except JobFailedError as error:
             raise SnapshotUnavailableError(error.seen) from None
 

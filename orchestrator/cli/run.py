@@ -75,7 +75,8 @@ def submit(job: JobFile, address: ClusterAddress = None, overrides: SpecOverride
     deadline_s = time.monotonic() + ACCEPT_TIMEOUT_S
     while not handle.wait(0.1) and time.monotonic() < deadline_s:
         with suppress(JobFailedError):  # still starting; or it has failed, which `result` raises
-            if handle.status().state not in (None, "pending"):
+            status = handle.status()
+            if status.is_running and status.state != "pending":
                 break
     if handle.wait(0):
         handle.result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rayzero.engine.config import parse_config
@@ -21,20 +22,13 @@ from rayzero.orchestrator.control.reconfigure import Reconfiguration
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.restore import ResumePointSelector
 from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.interfaces import InjectFaults, JobCommand, ScaleWorkers
+from rayzero.orchestrator.errors import JobStoppedError, internal_error
 from rayzero.orchestrator.job_events import StateEntered, WorkersReady
 from rayzero.orchestrator.job_file import check_batch_sizes
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.machine import Instruction, State
 from rayzero.orchestrator.plan import JobPlan
-from rayzero.orchestrator.results import (
-    JobResult,
-    JobStatus,
-    JobTotals,
-    summarize,
-    summary_path,
-)
+from rayzero.orchestrator.results import JobResult, JobStatus
 
 
 class Controller:
@@ -94,17 +88,13 @@ class Controller:
         """Queues an event. From another thread: `loop.call_soon_threadsafe(post_event, event)`."""
         self._context.post_event(event)
 
-    async def execute(self, command: JobCommand) -> str:
-        """Executes a user's command on the running job; returns a message about the result.
+    async def inject(self, faults: Sequence[str]) -> str:
+        """Schedules faults; returns a message about the result.
 
         Raises:
-            ConfigError: the command is not possible in this job.
+            ConfigError: a fault is invalid, or impossible in this job.
         """
-        match command:
-            case ScaleWorkers(min_workers, max_workers):
-                return self.scale(min_workers, max_workers)
-            case InjectFaults(faults):
-                return await self._fault_injector.inject(faults)
+        return await self._fault_injector.inject(faults)
 
     def scale(self, min_workers: int, max_workers: int) -> str:
         """Changes the limits for the number of workers; returns a message about the result.
@@ -138,6 +128,8 @@ class Controller:
             faults=self._failures.counts_by_cause(),
             repairs=self._recovery_timer.repairs,
             checkpoint_step=self._checkpoints.newest_step,
+            journal=ctx.plan.journal_url,
+            log=str(ctx.plan.log_path),
             error="" if self._error is None else first_line(self._error),
         )
 
@@ -218,39 +210,37 @@ class Controller:
         elif isinstance(error, RayzeroError):
             self.post_event(machine.FaultFatal(error))
         else:
-            self.post_event(machine.FaultFatal(_internal_error(error)))
+            self.post_event(machine.FaultFatal(internal_error(error)))
 
     def _write_summary(self) -> None:
+        """The training function's return value is merged in and takes precedence."""
         ctx = self._context
-        totals = JobTotals(
-            name=ctx.plan.spec.name,
-            world_size=self._world_size,
-            stage=ctx.plan.stage,
-            seconds=ctx.now_s() - self._started_at_s,
-            return_value=ctx.generation.return_value,
-            history={
-                "faults": self._failures.counts_by_cause(),
-                "repairs": self._recovery_timer.repairs,
-                "steps_redone": self._recovery_timer.steps_redone,
-                "checkpoints": {
-                    "written": self._checkpoints.written,
-                    "failed": self._checkpoints.failed,
-                },
+        progress = ctx.progress
+        self._summary = {
+            "job": ctx.plan.spec.name,
+            "steps": progress.steps,
+            "world_size": self._world_size,
+            "stage": ctx.plan.stage,
+            "loss": {"first": progress.first_loss, "last": progress.last_loss},
+            "tokens_per_s": progress.tokens_per_s,
+            "seconds": ctx.now_s() - self._started_at_s,
+            "peak_bytes": dict(sorted(progress.peak_bytes.items())),
+            "world_sizes": list(progress.world_sizes),
+            "faults": self._failures.counts_by_cause(),
+            "repairs": self._recovery_timer.repairs,
+            "steps_redone": self._recovery_timer.steps_redone,
+            "checkpoints": {
+                "written": self._checkpoints.written,
+                "failed": self._checkpoints.failed,
             },
-        )
-        self._summary = summarize(totals, ctx.progress)
+            **ctx.generation.return_value,
+        }
 
     def _result(self) -> JobResult:
         ctx = self._context
         name = ctx.plan.spec.name
         if ctx.state is State.SUCCEEDED:
-            return JobResult(name, self._summary, summary_path(ctx.plan.output_dir))
+            return JobResult(name, self._summary, ctx.plan.summary_path)
         if self._error is not None:
             raise self._error
         raise JobStoppedError(f"job {name!r} was stopped after step {ctx.progress.steps}")
-
-
-def _internal_error(error: Exception) -> JobFailedError:
-    return JobFailedError(
-        f"rayzero itself failed: {type(error).__name__}: {error}", fix="please report this"
-    )

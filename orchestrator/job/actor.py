@@ -10,6 +10,8 @@ import asyncio
 import gc
 import os
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,59 +19,40 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rayzero.engine.errors import RayzeroError
+from rayzero.engine.errors import RayzeroError, first_line
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import SystemClock
 from rayzero.orchestrator.background_writer import BackgroundWriter
-from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.interfaces import JobCommand
-from rayzero.orchestrator.job.ended_jobs import EndedJobRecord, delete_ended, store_ended
-from rayzero.orchestrator.job.lease_holder import Lease, acquire_lease
-from rayzero.orchestrator.job.log import LogPosition, log_path, read_log
+from rayzero.orchestrator.control.controller import Controller
+from rayzero.orchestrator.errors import JobFailedError, internal_error
+from rayzero.orchestrator.job.ended_jobs import delete_ended, store_ended
+from rayzero.orchestrator.job.lease import Lease, acquire_lease
+from rayzero.orchestrator.job.log import LogPosition, read_log
 from rayzero.orchestrator.job.recorder import EventBuffer
-from rayzero.orchestrator.job.run import JobRun, Output, load_adoptable_run, open_run, save_summary
+from rayzero.orchestrator.job.run import JobRun, load_adoptable_run, open_run, save_summary
 from rayzero.orchestrator.job_events import JobWarning
-from rayzero.orchestrator.journal.files import state_url
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan
-from rayzero.orchestrator.results import EventPage, JobEnd, JobResult, JobStatus
+from rayzero.orchestrator.results import EndedJob, EventPage, JobResult, JobStatus, final_state
 from rayzero.orchestrator.spec import JobSpec
 
 FETCH_LINGER_S = 15.0
 """How long the process waits for its end to be fetched, if a client polled recently."""
-
-
 UNWATCHED_LINGER_S = 2.0
 """The same if none did."""
-
-
 JOURNAL_TIMEOUT_S = 10.0
 """Limit for writing the end into the journal."""
-
-
 LOG_READ_LINGER_S = 5.0
 """How long the process waits for the readers of its log."""
-
-
 RECORD_TIMEOUT_S = 5.0
 """Limit for recording the end in the cluster."""
-
-
 _LOG_READER_IDLE_S = 1.5
 """A reader that has not asked for this long has stopped."""
-
-
 _RECENT_POLL_S = 10.0
-
-
 _REPLY_FLUSH_S = 0.2
 """Pause between the last reply and the end of the process."""
-
-
 _GC_THRESHOLD = 50_000
-
-
 _SWITCH_INTERVAL_S = 0.001
 
 
@@ -91,8 +74,8 @@ class JobActor:
         self._has_begun = False
         """The job owns its name and its folder; it has not, while it may still be refused."""
         self._stop_requested = False
-        self._last_poll_s: float | None = None
-        self._last_log_read_s: float | None = None
+        self._last_poll_s = float("-inf")
+        self._last_log_read_s = float("-inf")
         self._end_acknowledged = asyncio.Event()
         # Owned by this object; it ends with the process.
         self._main_task = self._loop.create_task(self._main())
@@ -111,14 +94,16 @@ class JobActor:
         return None if self._events.ended is not None else self._plan.spec
 
     async def status(self) -> JobStatus:
+        if self._run is not None:
+            return self._run.controller.status()
         plan = self._plan
-        files = {
-            "journal": redact_url(state_url(plan.job_folder)),
-            "log": str(log_path(plan.output_dir)),
-        }
-        if self._run is None:
-            return JobStatus(plan.spec.name, State.PENDING, **files)  # type: ignore[arg-type]
-        return replace(self._run.controller.status(), **files)  # type: ignore[arg-type]
+        return JobStatus(
+            plan.spec.name,
+            State.PENDING,
+            at_s=time.time(),
+            journal=plan.journal_url,
+            log=str(plan.log_path),
+        )
 
     async def snapshot(self) -> dict[str, Any]:
         """As `Telemetry.snapshot`.
@@ -128,19 +113,18 @@ class JobActor:
         """
         return self._started().telemetry.snapshot()
 
-    async def execute(self, command: JobCommand) -> str | RayzeroError:
-        """As `Controller.execute`; its error is returned."""
-        try:
-            if self._events.ended is not None:
-                raise JobFailedError(f"job {self._plan.spec.name!r} has just ended")
-            return await self._started().controller.execute(command)
-        except RayzeroError as error:
-            return error
+    async def scale(self, min_workers: int, max_workers: int) -> str:
+        """As `Controller.scale`; raises also if the job is not running."""
+        return self._running_controller().scale(min_workers, max_workers)
+
+    async def inject(self, faults: Sequence[str]) -> str:
+        """As `Controller.inject`; raises also if the job is not running."""
+        return await self._running_controller().inject(faults)
 
     async def log(self, position: LogPosition) -> tuple[bytes, LogPosition]:
         """As `read_log`. The process waits for its readers at the end."""
         self._last_log_read_s = self._clock.now()
-        return await asyncio.to_thread(read_log, log_path(self._plan.output_dir), position)
+        return await asyncio.to_thread(read_log, self._plan.log_path, position)
 
     async def stop(self) -> None:
         """Requests a clean end."""
@@ -153,21 +137,26 @@ class JobActor:
             raise JobFailedError(f"job {self._plan.spec.name!r} is still starting")
         return self._run
 
+    def _running_controller(self) -> Controller:
+        if self._events.ended is not None:
+            raise JobFailedError(f"job {self._plan.spec.name!r} has just ended")
+        return self._started().controller
+
     def _warn(self, text: str) -> None:
         """Thread-safe."""
         self._loop.call_soon_threadsafe(self._events.on_event, JobWarning(redact_url(text)))
 
     async def _main(self) -> None:
         lease: Lease | None = None
+        outcome: JobResult | RayzeroError
         try:
             lease = await self._acquire_lease()
-            ended = JobEnd(await self._run_job(lease))
+            outcome = await self._run_job(lease)
         except RayzeroError as error:
-            ended = JobEnd(error=error)
+            outcome = error
         except Exception as error:  # noqa: BLE001  # clients must see the end in any case
-            text = f"internal error in rayzero: {type(error).__name__}: {error}"
-            ended = JobEnd(error=JobFailedError(text, fix="please report this"))
-        await self._record_end(ended)
+            outcome = internal_error(error)
+        ended = await self._record_end(outcome)
         if lease is not None:
             await asyncio.to_thread(lease.release)
         self._events.finish(ended)
@@ -175,7 +164,8 @@ class JobActor:
             await self._run.telemetry.await_final_scrape()
             self._run.telemetry.close()
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._linger_s()):
+            is_polled = self._clock.now() - self._last_poll_s < _RECENT_POLL_S
+            async with asyncio.timeout(FETCH_LINGER_S if is_polled else UNWATCHED_LINGER_S):
                 await self._end_acknowledged.wait()
         await self._wait_log_readers()
         await asyncio.sleep(_REPLY_FLUSH_S)
@@ -184,22 +174,18 @@ class JobActor:
     async def _acquire_lease(self) -> Lease:
         """Raises as `acquire_lease`."""
         spec = self._plan.spec
-        lease = await asyncio.to_thread(
+        return await asyncio.to_thread(
             acquire_lease,
             self._plan.job_folder,
             spec.name,
             spec.checkpoint.lease_s,
             self._warn,
             lambda: self._stop_requested,
+            lambda error: self._loop.call_soon_threadsafe(self._give_up_folder, error),
         )
-        lease.on_lost = self._on_lease_lost
-        return lease
-
-    def _on_lease_lost(self, error: RayzeroError) -> None:
-        """Another process owns the job's folder. Called in the lease's thread."""
-        self._loop.call_soon_threadsafe(self._give_up_folder, error)
 
     def _give_up_folder(self, error: RayzeroError) -> None:
+        """Another process owns the job's folder."""
         if self._run is not None:
             self._run.recorder.stop_journal()
             self._run.controller.post_event(machine.FaultFatal(error))
@@ -210,47 +196,44 @@ class JobActor:
         self._has_begun = True
         with suppress(RayError):  # then the record of the last run is shown for a little longer
             await asyncio.to_thread(delete_ended, plan.spec.name)
-        output = Output(self._events, self._writer, self._warn)
-        run = self._run = await open_run(plan, self._can_grow, history, lease, output)
+        run = self._run = await open_run(
+            plan, self._can_grow, history, lease, self._events, self._writer, self._warn
+        )
         if self._stop_requested:
             run.controller.post_event(machine.StopRequested())
         result = await run.controller.run()
-        await save_summary(plan, result)
+        await save_summary(result)
         return result
 
-    async def _record_end(self, ended: JobEnd) -> None:
+    async def _record_end(self, outcome: JobResult | RayzeroError) -> EndedJob:
         """Makes the end durable before clients see it, within limits."""
         if self._run is not None:
-            self._run.recorder.end(ended.error)
+            self._run.recorder.end(outcome)
         await asyncio.to_thread(self._writer.close, JOURNAL_TIMEOUT_S)
+        error = first_line(outcome) if isinstance(outcome, RayzeroError) else ""
+        status = replace(await self.status(), state=final_state(outcome), error=error)
+        ended = EndedJob(status, outcome)
         if not self._has_begun:
-            return
+            return ended
         if self._run is not None and not self._run.recorder.is_journal_written:
             self._events.on_event(
                 JobWarning("the end of the job is not in its journal: it may be adopted")
             )
-        status = await self.status()
-        if not (status.state and status.state.is_final):
-            status = replace(status, state=State.FAILED)
         try:
             async with asyncio.timeout(RECORD_TIMEOUT_S):
-                await asyncio.to_thread(store_ended, EndedJobRecord(status, ended))
+                await asyncio.to_thread(store_ended, ended)
         except (RuntimeError, OSError, TimeoutError, RayError) as error:
             text = f"the cluster cannot record the end of the job: {error}"
             self._events.on_event(JobWarning(text))
+        return ended
 
     async def _wait_log_readers(self) -> None:
         """Waits until no client reads the log any more, with a limit."""
         deadline_s = self._clock.now() + LOG_READ_LINGER_S
         while (now_s := self._clock.now()) < deadline_s:
-            if self._last_log_read_s is None or now_s - self._last_log_read_s > _LOG_READER_IDLE_S:
+            if now_s - self._last_log_read_s > _LOG_READER_IDLE_S:
                 return
             await asyncio.sleep(_REPLY_FLUSH_S)
-
-    def _linger_s(self) -> float:
-        polled_s = self._last_poll_s
-        recent = polled_s is not None and self._clock.now() - polled_s < _RECENT_POLL_S
-        return FETCH_LINGER_S if recent else UNWATCHED_LINGER_S
 
 
 def tune_gc_and_switch_interval() -> None:

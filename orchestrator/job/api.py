@@ -15,35 +15,26 @@ from rayzero.engine.validation import validate_document
 from rayzero.orchestrator.cluster.connect import connect
 from rayzero.orchestrator.console import open_console
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.interfaces import ScaleWorkers
-from rayzero.orchestrator.job import client
-from rayzero.orchestrator.job.ended_jobs import EndedJobRecord
+from rayzero.orchestrator.job.actor import JobActor
+from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, JobUnavailableError
 from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job.lookup import find_any
 from rayzero.orchestrator.job.recorder import LATEST
 from rayzero.orchestrator.job_events import JobObserver, NullObserver
 from rayzero.orchestrator.job_file import (
     LIVE_KEYS,
-    SpecDiff,
     diff_documents,
     not_covered_by,
     resolve_engine_config,
     to_document,
 )
 from rayzero.orchestrator.plan import JobPlan, make_plan
-from rayzero.orchestrator.results import JobResult
+from rayzero.orchestrator.results import EndedJob, JobResult
 from rayzero.orchestrator.spec import JobSpec, Workers
-
-SUBMIT_REPLY_TIMEOUT_S = 15.0
-"""Limit for a reply of a running job."""
-
 
 EXIT_TIMEOUT_S = 60.0
 """Limit for the exit of the process of a job that has ended."""
-
-
 _RETRY_INTERVAL_S = 0.05
-
 
 __all__ = ["Job", "JobHandle", "JobResult", "Workers"]
 
@@ -113,17 +104,12 @@ class Job:
         plan = self._make_plan()
         cluster = connect(address)
         try:
-            actor = start_or_attach(plan, cluster.can_grow)
+            process = start_or_attach(plan, cluster.can_grow)
         except BaseException:
             cluster.close()
             raise
-        return JobHandle(
-            self.spec.name,
-            actor,
-            cluster,
-            observer or NullObserver(),
-            grace_period_s=_grace_period_s(self.spec),
-        )
+        grace_period_s = _grace_period_s(self.spec)
+        return JobHandle(process, cluster, observer or NullObserver(), 0, grace_period_s)
 
     @classmethod
     def attach(
@@ -142,10 +128,10 @@ class Job:
             JobFailedError: the job does not answer.
         """
         job = find_any(name, address)
-        if isinstance(job, EndedJobRecord):
-            return JobHandle.from_record(job)
+        if isinstance(job, EndedJob):
+            return JobHandle.of_ended(job)
         observer, grace_period_s = observer or NullObserver(), _grace_period_s(job.spec)
-        return JobHandle(name, job.actor, job.cluster, observer, LATEST, grace_period_s)
+        return JobHandle(job.process, job.cluster, observer, LATEST, grace_period_s)
 
     def run(self, address: str | None = None, observer: JobObserver | None = None) -> JobResult:
         """Runs the job and waits for its end. An exception in this process, such as Ctrl-C, stops
@@ -158,15 +144,12 @@ class Job:
         Raises:
             JobFailedError, ConfigError: the job failed.
         """
-        if observer is not None:
-            return self._run_with_observer(address, observer)
-        with open_console(sys.stdout) as console:
-            console.start(self.spec.name, self.spec.steps)
-            result = self._run_with_observer(address, console)
-            console.finish_ok(result)
-            return result
-
-    def _run_with_observer(self, address: str | None, observer: JobObserver) -> JobResult:
+        if observer is None:
+            with open_console(sys.stdout) as console:
+                console.start(self.spec.name, self.spec.steps)
+                result = self.run(address, console)
+                console.finish_ok(result)
+                return result
         handle = self.submit(address, observer)
         try:
             return handle.result()
@@ -179,8 +162,8 @@ class Job:
         return make_plan(self.spec, cloudpickle.dumps(self._function), tuple(sys.path))  # type: ignore[no-untyped-call]
 
 
-def start_or_attach(plan: JobPlan, can_grow: bool) -> Any:
-    """The job's actor: that of a running job with the same spec, or else a new one.
+def start_or_attach(plan: JobPlan, can_grow: bool) -> JobProcess:
+    """The process of a running job with the same spec, or else a new one.
 
     Raises:
         ConfigError: a different job of that name is running.
@@ -189,23 +172,17 @@ def start_or_attach(plan: JobPlan, can_grow: bool) -> Any:
     name = plan.spec.name
     deadline_s = time.monotonic() + EXIT_TIMEOUT_S
     while time.monotonic() < deadline_s:
-        actor = client.find_job_actor(name)
         try:
-            if actor is None:
-                return client.start_job_actor(plan, can_grow)
-            running = client.call(actor, "spec", timeout_s=SUBMIT_REPLY_TIMEOUT_S)
-            if running is not None:
-                _attach_to_running(actor, running, plan.spec)
-                return actor
-            client.call(actor, "acknowledge_end", timeout_s=SUBMIT_REPLY_TIMEOUT_S)
-        except ValueError:
-            pass  # another client has started it: attach to that
-        except client.JobProcessLostError:
-            pass  # the last run has just exited
-        except client.JobUnavailableError as away:
-            raise JobFailedError(
-                f"job {name!r} is running and does not answer: {away.seen}"
-            ) from None
+            if (process := JobProcess.find(name)) is None:
+                return JobProcess.start(plan, can_grow)
+            if (running := process.call(JobActor.spec)) is not None:
+                _attach_to_running(process, running, plan.spec)
+                return process
+            process.call(JobActor.acknowledge_end)
+        except (ValueError, JobProcessLostError):
+            pass  # another client has just started it, or the last run has just exited
+        except JobUnavailableError as unavailable:
+            raise JobFailedError(f"a job called {name!r} is running: {unavailable.seen}") from None
         time.sleep(_RETRY_INTERVAL_S)
     raise JobFailedError(
         f"the process of the last run of job {name!r} did not exit within {EXIT_TIMEOUT_S:g} s",
@@ -213,25 +190,17 @@ def start_or_attach(plan: JobPlan, can_grow: bool) -> Any:
     )
 
 
-def _attach_to_running(actor: Any, running: JobSpec, spec: JobSpec) -> None:
+def _attach_to_running(process: JobProcess, running: JobSpec, spec: JobSpec) -> None:
     diffs = diff_documents(to_document(running), to_document(spec))
     if other := not_covered_by(diffs, LIVE_KEYS):
+        lines = "\n".join(f"    {diff}" for diff in other)
         raise ConfigError(
-            f"a different job called {spec.name!r} is running:\n{_format_diffs(other)}",
+            f"a different job called {spec.name!r} is running:\n{lines}",
             allowed="the same job, to attach to it; workers.min and workers.max may differ",
             fix=f"`rayzero stop {spec.name}`, or another name",
         )
     if diffs:
-        client.call(
-            actor,
-            "execute",
-            ScaleWorkers(spec.workers.min, spec.workers.most),
-            timeout_s=SUBMIT_REPLY_TIMEOUT_S,
-        )
-
-
-def _format_diffs(diffs: list[SpecDiff]) -> str:
-    return "\n".join(f"    {diff}" for diff in diffs)
+        process.call(JobActor.scale, spec.workers.min, spec.workers.most)
 
 
 def _grace_period_s(spec: JobSpec) -> float:

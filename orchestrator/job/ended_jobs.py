@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
+from pydantic import TypeAdapter
 from ray.exceptions import RayError
 from ray.experimental.internal_kv import (
     _internal_kv_del,
@@ -25,47 +25,27 @@ from ray.experimental.internal_kv import (
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.engine.redact import redact_document
 from rayzero.orchestrator.errors import JobConfigError, JobFailedError, JobStoppedError
-from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.results import JobEnd, JobResult, JobStatus
+from rayzero.orchestrator.results import EndedJob, JobResult, JobStatus
 
 MAX_RECORDS = 100
 """Records per cluster, one per job name; the oldest are deleted."""
-
-
 MAX_RECORD_AGE_S = 30 * 86400.0
 """Older records are deleted."""
-
-
 MAX_RECORD_BYTES = 64 * 1024
 """Large results of the training function are left out of bigger records."""
-
 _MAX_METRIC_CHARS = 512
-
-
 _KV_NAMESPACE = b"rayzero"
-
-
 _KEY_PREFIX = b"ended:"
-
 
 _ERROR_CLASSES: Mapping[str, type[RayzeroError]] = {
     cls.__name__: cls for cls in (ConfigError, JobConfigError, JobFailedError, JobStoppedError)
 }
+_STATUS, _RESULT = TypeAdapter(JobStatus), TypeAdapter(JobResult)
 
 
-@dataclass(frozen=True)
-class EndedJobRecord:
-    """The end of one job, at `status.at_s`."""
-
-    status: JobStatus
-    ended: JobEnd
-
-
-def store_ended(record: EndedJobRecord) -> None:
+def store_ended(job: EndedJob) -> None:
     """Stores a record, replacing an earlier one of that name. Blocks on the head node."""
-    _internal_kv_put(
-        _kv_key(record.status.name), encode_record(record), True, namespace=_KV_NAMESPACE
-    )
+    _internal_kv_put(_kv_key(job.status.name), encode_record(job), True, namespace=_KV_NAMESPACE)
     records = sorted(list_ended(), key=lambda ended: ended.status.at_s, reverse=True)
     oldest_s = time.time() - MAX_RECORD_AGE_S
     for index, old in enumerate(records):
@@ -78,7 +58,7 @@ def delete_ended(name: str) -> None:
     _internal_kv_del(_kv_key(name), namespace=_KV_NAMESPACE)
 
 
-def load_ended(name: str) -> EndedJobRecord | None:
+def load_ended(name: str) -> EndedJob | None:
     """The record of a job name, if the cluster has one and answers."""
     try:
         return _read_record(_kv_key(name)) if ray.is_initialized() else None
@@ -86,50 +66,42 @@ def load_ended(name: str) -> EndedJobRecord | None:
         return None
 
 
-def list_ended() -> list[EndedJobRecord]:
+def list_ended() -> list[EndedJob]:
     """All records, sorted by name."""
     keys = sorted(_internal_kv_list(_KEY_PREFIX, namespace=_KV_NAMESPACE))
     return [record for key in keys if (record := _read_record(key)) is not None]
 
 
-def encode_record(record: EndedJobRecord) -> bytes:
+def encode_record(job: EndedJob) -> bytes:
     """JSON, with secrets redacted."""
-    ended, result, error = record.ended, record.ended.result, record.ended.error
-    document: dict[str, Any] = {"status": asdict(record.status)}
-    if result is not None:
-        document["result"] = {**asdict(result), "summary_path": str(result.summary_path)}
-    if error is not None:
-        kind = next((name for name, cls in _ERROR_CLASSES.items() if type(error) is cls), "")
-        fallback = "ConfigError" if isinstance(error, ConfigError) else "JobFailedError"
-        traceback = getattr(error, "traceback", "")
-        document["error"] = {
-            "kind": kind or fallback,
-            "given": [error.seen, error.allowed, error.fix, traceback[-MAX_RECORD_BYTES // 4 :]],
-        }
+    document: dict[str, Any] = {"status": asdict(job.status)}
+    outcome = job.outcome
+    if isinstance(outcome, RayzeroError):
+        kind = type(outcome).__name__
+        if kind not in _ERROR_CLASSES:
+            kind = "ConfigError" if isinstance(outcome, ConfigError) else "JobFailedError"
+        traceback = getattr(outcome, "traceback", "")[-MAX_RECORD_BYTES // 4 :]
+        given = [outcome.seen, outcome.allowed, outcome.fix, traceback]
+        document["error"] = {"kind": kind, "given": given}
+    else:
+        document["result"] = asdict(outcome)
     content = json.dumps(redact_document(document), default=str).encode()
-    if len(content) > MAX_RECORD_BYTES and result is not None:
-        small = {
-            key: value
-            for key, value in result.metrics.items()
-            if len(repr(value)) < _MAX_METRIC_CHARS
-        }
-        slim = JobResult(result.name, small, result.summary_path)
-        return encode_record(EndedJobRecord(record.status, JobEnd(slim, ended.error)))
+    if len(content) > MAX_RECORD_BYTES and isinstance(outcome, JobResult):
+        metrics = outcome.metrics.items()
+        small = {key: value for key, value in metrics if len(repr(value)) < _MAX_METRIC_CHARS}
+        if len(small) < len(metrics):
+            return encode_record(replace(job, outcome=replace(outcome, metrics=small)))
     return content
 
 
-def decode_record(content: bytes) -> EndedJobRecord | None:
+def decode_record(content: bytes) -> EndedJob | None:
     """None if another version wrote the record."""
     try:
         document = json.loads(content)
-        status = document["status"]
-        state = None if status["state"] is None else State(status["state"])
-        ended = JobEnd(error=_decode_error(document["error"])) if "error" in document else JobEnd()
-        if "result" in document:
-            result = document["result"]
-            path = Path(result["summary_path"])
-            ended = JobEnd(JobResult(result["name"], result["metrics"], path))
-        return EndedJobRecord(JobStatus(**{**status, "state": state}), ended)
+        status = _STATUS.validate_python(document["status"])
+        if "error" in document:
+            return EndedJob(status, _decode_error(document["error"]))
+        return EndedJob(status, _RESULT.validate_python(document["result"]))
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -140,7 +112,7 @@ def _decode_error(document: Mapping[str, Any]) -> RayzeroError:
     return kind(*arguments) if has_traceback else kind(*arguments[:3])
 
 
-def _read_record(key: bytes) -> EndedJobRecord | None:
+def _read_record(key: bytes) -> EndedJob | None:
     content = _internal_kv_get(key, namespace=_KV_NAMESPACE)
     return None if content is None else decode_record(content)
 

@@ -5,34 +5,24 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from threading import Condition
 
 from rayzero.orchestrator.cluster.connect import ClusterConnection
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.interfaces import InjectFaults, JobCommand, ScaleWorkers
-from rayzero.orchestrator.job import client
-from rayzero.orchestrator.job.client import LogReaders, read_ended, tail_running
-from rayzero.orchestrator.job.ended_jobs import EndedJobRecord, load_ended
+from rayzero.orchestrator.job.actor import JobActor
+from rayzero.orchestrator.job.client import JobProcess, read_ended_log, tail_log
 from rayzero.orchestrator.job.log import iter_log_lines
 from rayzero.orchestrator.job.subscriber import LONG_POLL_S, EventSubscriber
 from rayzero.orchestrator.job_events import JobEvent, JobObserver, NullObserver
 from rayzero.orchestrator.job_file import parse_worker_limits
-from rayzero.orchestrator.results import JobEnd, JobResult, JobStatus
+from rayzero.orchestrator.results import EndedJob, JobResult, JobStatus
 
 STOP_TIMEOUT_S = 15.0
 """Limit for a clean stop, without the last checkpoint."""
-
-
 FOLLOWER_CLOSE_S = 1.0
 """Limit for the subscriber's end, beyond its current poll."""
-
-
 LOG_READ_S = 10.0
 """How long the connection is kept for readers of the log after the job's end."""
-
-
-CALL_TIMEOUT_S = 15.0
-"""Limit for a reply of a running job."""
 
 
 class JobHandle:
@@ -42,35 +32,34 @@ class JobHandle:
 
     def __init__(
         self,
-        name: str,
-        actor: Any,
+        process: JobProcess,
         cluster: ClusterConnection,
         observer: JobObserver,
         since: int = 0,
         grace_period_s: float = 0.0,
-        record: EndedJobRecord | None = None,
+        ended: EndedJob | None = None,
     ) -> None:
         """
         Args:
-            actor: None if the job has ended, as described by `record`.
             since: as for `EventBuffer.fetch_since`.
             grace_period_s: how much longer a stop may take for a last checkpoint.
+            ended: the end of the job, if it has ended before.
         """
-        self.name = name
+        self.name = process.name
         self._grace_period_s = grace_period_s
-        self._actor = actor
-        self._record = record
-        self._log_readers = LogReaders()
+        self._process = process
+        self._log_readers = 0
+        self._log_readers_changed = Condition()
         self._cluster = cluster
         self._at_exit = self.end if cluster.is_local else self.close
         atexit.register(self._at_exit)  # an orderly end, before the connection's
-        self._follower = EventSubscriber(actor, since, observer, self._on_end, self._lookup_ended)
+        self._subscriber = EventSubscriber(process, since, observer, self._on_end, ended)
 
     @classmethod
-    def from_record(cls, record: EndedJobRecord) -> JobHandle:
+    def of_ended(cls, ended: EndedJob) -> JobHandle:
         """A handle on a job that has ended, for `status`, `result` and `logs`."""
-        no_cluster = ClusterConnection(owned=False, can_grow=True)
-        handle = cls(record.status.name, None, no_cluster, NullObserver(), record=record)
+        process, no_cluster = JobProcess(ended.status.name, None), ClusterConnection(False, True)
+        handle = cls(process, no_cluster, NullObserver(), ended=ended)
         handle.wait()
         return handle
 
@@ -89,13 +78,20 @@ class JobHandle:
         Raises:
             JobFailedError: the job does not answer, or its log cannot be read from this machine.
         """
-        with self._log_readers:
-            try:
-                for line in iter_log_lines(self._read_log(follow), rank):
-                    if line.startswith("[rank "):
-                        yield line
-            except (client.JobUnavailableError, client.JobProcessLostError) as error:
-                raise JobFailedError(f"job {self.name!r}: {error.seen}") from None
+        with self._log_readers_changed:
+            self._log_readers += 1
+        try:
+            running, ended = self._subscriber.is_alive, self._subscriber.ended
+            if running or ended is None:
+                parts = tail_log(self._process, follow)
+            else:
+                parts = read_ended_log(ended.status.log)
+            lines = iter_log_lines(parts, rank)
+            yield from (line for line in lines if line.startswith("[rank "))
+        finally:
+            with self._log_readers_changed:
+                self._log_readers -= 1
+                self._log_readers_changed.notify_all()
 
     def status(self) -> JobStatus:
         """The current status; after the job's end, the final one.
@@ -103,14 +99,13 @@ class JobHandle:
         Raises:
             JobFailedError: the job does not answer.
         """
-        if self._follower.status is not None:
-            return self._follower.status
-        status: JobStatus = self._call("status")
-        return status
+        if self._subscriber.ended is not None:
+            return self._subscriber.ended.status
+        return self._running_process().call(JobActor.status)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the job's end. Returns False when `timeout_s` passed before it."""
-        return self._follower.wait(timeout_s)
+        return self._subscriber.wait(timeout_s)
 
     def result(self) -> JobResult:
         """Waits for the job's end and returns its result.
@@ -120,16 +115,18 @@ class JobHandle:
             JobStoppedError: the job was stopped.
         """
         self.wait()
-        return (self._follower.ended or JobEnd()).unwrap()
+        if self._subscriber.ended is None:
+            raise JobFailedError(f"job {self.name!r}: this handle was closed before the job's end")
+        return self._subscriber.ended.result()
 
     def events(self) -> Iterator[JobEvent]:
         """The job's events in order, to its end; of those before this call, the newest 10,000."""
-        return self._follower.iter_events()
+        return self._subscriber.iter_events()
 
     def stop(self) -> None:
         """Requests the job's end. Returns at once; may be called twice."""
-        if self._follower.is_alive:
-            client.call_async(self._actor, "stop")
+        if self._subscriber.is_alive:
+            self._process.request_stop()
 
     def scale(self, workers: int | tuple[int, int] | str) -> str:
         """Changes the limits for the number of workers, at the next step boundary.
@@ -144,7 +141,7 @@ class JobHandle:
             ConfigError: the engine config does not work with these numbers.
             JobFailedError: the job has ended, or does not answer.
         """
-        return self._command(ScaleWorkers(*parse_worker_limits(workers)))
+        return self._running_process().call(JobActor.scale, *parse_worker_limits(workers))
 
     def inject(self, *faults: str) -> str:
         """Injects faults into the running job, such as `kill(rank=1)`.
@@ -159,7 +156,7 @@ class JobHandle:
             ConfigError: a fault cannot be parsed, or cannot be injected into this job.
             JobFailedError: the job has ended, or does not answer.
         """
-        return self._command(InjectFaults(faults))
+        return self._running_process().call(JobActor.inject, faults)
 
     def end(self) -> None:
         """Stops the job and waits for its end, up to the limit of a clean stop."""
@@ -169,30 +166,17 @@ class JobHandle:
     def close(self) -> None:
         """Detaches from the job, which continues. Happens by itself at the job's end and at
         exit."""
-        self._follower.close()
+        self._subscriber.close()
         self.wait(LONG_POLL_S + FOLLOWER_CLOSE_S)
 
-    def _read_log(self, follow: bool) -> Iterator[bytes]:
-        if self._follower.is_alive:
-            return tail_running(self._actor, self.status().log, follow)
-        return read_ended(self.status().log)
-
-    def _command(self, command: JobCommand) -> str:
-        return str(self._call("execute", command))
-
-    def _call(self, method: str, *args: Any) -> Any:
-        if not self._follower.is_alive:
+    def _running_process(self) -> JobProcess:
+        if not self._subscriber.is_alive:
             raise JobFailedError(f"job {self.name!r} is not running")
-        try:
-            return client.call(self._actor, method, *args, timeout_s=CALL_TIMEOUT_S)
-        except (client.JobUnavailableError, client.JobProcessLostError) as error:
-            raise JobFailedError(f"job {self.name!r}: {error.seen}") from None
-
-    def _lookup_ended(self) -> EndedJobRecord | None:
-        return self._record or load_ended(self.name)
+        return self._process
 
     def _on_end(self) -> None:
-        self._log_readers.wait_idle(LOG_READ_S)
+        with self._log_readers_changed:
+            self._log_readers_changed.wait_for(lambda: self._log_readers == 0, LOG_READ_S)
         with suppress(Exception):  # the interpreter may be exiting
             self._cluster.close()
         atexit.unregister(self._at_exit)

@@ -1,4 +1,4 @@
-"""The lease of a job's folder: an exclusive lock of claim files, renewed by its holder. Pure.
+"""The lease of a job's folder: an exclusive lock of claim files, renewed by its holder.
 
 Each process writes a claim of its own and then lists all claims. Of two that acquire at once, at
 least one sees the other's claim, because both write before they list. The one with the greater id
@@ -8,207 +8,192 @@ had listed before. So there is at most one holder, in any store with read-after-
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-from collections.abc import Generator
-from dataclasses import asdict, dataclass, replace
-from enum import Enum, auto
-from pathlib import Path
-from typing import Any, TypeAlias
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from threading import Event, Lock, Thread
 
-RENEWALS_PER_LEASE = 4
-"""Renewals during the time of a lease; all but one of them may fail."""
-
-
-CLOCK_SLACK_S = 3.0
-"""Resolution of a store's timestamps, at worst."""
-
-
-@dataclass(frozen=True)
-class ProcessIdentity:
-    """Identifies a process for other processes on its host.
-
-    Args:
-        boot: boot id of the host's kernel.
-        space: PID namespace.
-        started: clock ticks since the boot, because PIDs are reused.
-    """
-
-    host: str
-    boot: str
-    space: str
-    pid: int
-    started: int
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One controller's claim file.
-
-    Args:
-        id: random.
-        job: the job's name.
-        holds: True once the lease is acquired.
-        epoch: increases with every holder.
-        beat: increases with every renewal.
-        lease_s: a claim without a renewal for this long is lost.
-    """
-
-    id: str
-    job: str
-    process: ProcessIdentity
-    lease_s: float
-    holds: bool = False
-    epoch: int = 0
-    beat: int = 0
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def parse(cls, content: bytes) -> Claim | None:
-        """None if the content is not a claim."""
-        try:
-            document: dict[str, Any] = json.loads(content)
-            return cls(**{**document, "process": ProcessIdentity(**document["process"])})
-        except (ValueError, KeyError, TypeError):
-            return None
-
-
-@dataclass(frozen=True)
-class OtherClaim:
-    """An observation of another process's claim.
-
-    Args:
-        process_gone: its process has ended; None when this host cannot know.
-        renewed: it was renewed since it was first seen.
-        observed_s: since it was first seen, or last changed.
-        age_s: since it was written, by the store's clock.
-    """
-
-    claim: Claim
-    process_gone: bool | None
-    renewed: bool
-    observed_s: float
-    age_s: float
-
-
-class ClaimState(Enum):
-    LOST = auto()
-    HELD = auto()
-    UNDECIDED = auto()
-    """Not known yet."""
-    BACK_OFF = auto()
-    """The other process acquires, too, and has the smaller id."""
-
-
-def classify_claim(other: OtherClaim, own: Claim) -> ClaimState:
-    """The state of another claim, for a process that acquires."""
-    claim = other.claim
-    expired = other.age_s > claim.lease_s + CLOCK_SLACK_S
-    expired = expired or (other.observed_s > claim.lease_s and not other.renewed)
-    if other.process_gone or (other.process_gone is None and expired):
-        return ClaimState.LOST
-    if claim.holds:
-        return (
-            ClaimState.HELD
-            if other.process_gone is False or other.renewed
-            else ClaimState.UNDECIDED
-        )
-    return ClaimState.UNDECIDED if own.id < claim.id else ClaimState.BACK_OFF
-
-
-def this_process() -> ProcessIdentity:
-    pid = os.getpid()
-    return ProcessIdentity(
-        socket.gethostname(), _boot_id(), _pid_namespace(), pid, _start_ticks(pid) or 0
-    )
-
-
-def is_process_gone(process: ProcessIdentity) -> bool | None:
-    """True if the process has ended; None if it runs on another host or in another PID
-    namespace."""
-    if (process.boot, process.space) != (_boot_id(), _pid_namespace()):
-        return None
-    return _start_ticks(process.pid) != process.started
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _pid_namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")
-
-
-def _start_ticks(pid: int) -> int | None:
-    """None if the process does not run, or is a zombie."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
-
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.engine.redact import redact_url
+from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
+from rayzero.orchestrator.job.claims import (
+    Claim,
+    ClaimState,
+    ClaimStore,
+    classify_claim,
+    this_process,
+)
+from rayzero.orchestrator.journal.files import has_journal
 
 CLAIM_POLL_S = 0.5
 """Pause between two lists of the claims."""
+RENEWALS_PER_LEASE = 4
+"""Renewals during the time of a lease; all but one of them may fail."""
+RELEASE_TIMEOUT_S = 5.0
+"""Limit for the end of the thread."""
 
 
-@dataclass(frozen=True)
-class WriteClaim:
-    """Write this claim."""
-
-    claim: Claim
+class LeaseLostError(JobFailedError):
+    """Another process holds the job's folder: this one must not write there."""
 
 
-@dataclass(frozen=True)
-class DeleteClaim:
-    """Delete a claim."""
+def acquire(own: Claim, claims: ClaimStore, wait: Callable[[Claim], None]) -> Claim:
+    """Acquires the folder, unless another process holds it.
 
-    id: str
+    Args:
+        wait: called while another claim has to be waited for, before the claims are listed again.
 
-
-@dataclass(frozen=True)
-class ListClaims:
-    """Answered with the claims of all other processes."""
-
-
-@dataclass(frozen=True)
-class Sleep:
-    """Wait because of another claim."""
-
-    blocking_claim: Claim
-
-
-LeaseOperation: TypeAlias = WriteClaim | DeleteClaim | ListClaims | Sleep
-
-
-AcquireProtocol: TypeAlias = Generator[LeaseOperation, tuple[OtherClaim, ...], Claim]
-"""Returns the claim that holds the folder: its own, or another one."""
-
-
-def acquire(own: Claim) -> AcquireProtocol:
-    """Acquires the folder, unless another process holds it."""
+    Returns:
+        The claim that holds the folder: the own one, or another process's.
+    """
     while True:
-        yield WriteClaim(own)
-        others = yield ListClaims()
-        classified = [(classify_claim(other, own), other.claim) for other in others]
-        by_state = dict(classified)
+        claims.write(own)
+        others, _ = claims.list_others(own.id)
+        by_state = {classify_claim(other, own): other.claim for other in others}
         if (holder := by_state.get(ClaimState.HELD)) is not None:
-            yield DeleteClaim(own.id)
+            claims.delete(own.id)
             return holder
         if (first := by_state.get(ClaimState.BACK_OFF)) is not None:
-            yield DeleteClaim(own.id)
-            yield Sleep(first)
+            claims.delete(own.id)
+            wait(first)
         elif (undecided := by_state.get(ClaimState.UNDECIDED)) is not None:
-            yield Sleep(undecided)
+            wait(undecided)
             own = replace(own, beat=own.beat + 1)
         else:
-            epoch = max((claim.epoch for _, claim in classified), default=0) + 1
+            epoch = max((other.claim.epoch for other in others), default=0) + 1
             own = replace(own, holds=True, epoch=epoch)
-            yield WriteClaim(own)
-            for _, lost in classified:  # last, so that the next process sees their epochs
-                yield DeleteClaim(lost.id)
+            claims.write(own)
+            for lost in others:  # last, so that the next process sees their epochs
+                claims.delete(lost.claim.id)
             return own
+
+
+def acquire_lease(
+    job_folder: str,
+    job: str,
+    lease_s: float,
+    warn: Callable[[str], None],
+    is_stopped: Callable[[], bool] = lambda: False,
+    on_lost: Callable[[RayzeroError], object] = lambda _: None,
+) -> Lease:
+    """Acquires a job's folder for this process. Waits for the end of a lease that may be lost.
+
+    Args:
+        on_lost: called once, in the lease's thread, when another process has acquired the folder.
+
+    Raises:
+        ConfigError: a live process holds it.
+        JobStoppedError: `is_stopped` while waiting.
+        StoreError: the folder cannot be written to.
+    """
+    own, claims = Claim(secrets.token_hex(8), job, this_process(), lease_s), ClaimStore(job_folder)
+    warned = False
+
+    def wait(blocking: Claim) -> None:
+        nonlocal warned
+        if is_stopped():
+            claims.delete(own.id)
+            raise JobStoppedError(f"job {job!r} was stopped before it began")
+        if not warned:
+            warned = True
+            warn(
+                f"{_describe_holder(blocking)} holds {redact_url(job_folder)} and may be lost: "
+                f"waiting at most {blocking.lease_s:g} s (checkpoint.lease_s)"
+            )
+        time.sleep(CLAIM_POLL_S)
+
+    holder = acquire(own, claims, wait)
+    if holder.id != own.id:
+        raise ConfigError(
+            f"{redact_url(job_folder)} is in use: {_describe_holder(holder)} writes there",
+            allowed="one running job per job folder",
+            fix=f"another name or checkpoint.path, or `rayzero stop {holder.job}` with the "
+            f"--address of its cluster; a lost process is detected after {holder.lease_s:g} s",
+        )
+    return Lease(job_folder, holder, claims, warn, on_lost)
+
+
+class Lease:
+    """A held lease. Owns the thread `rayzero-lease`, until `release`."""
+
+    def __init__(
+        self,
+        job_folder: str,
+        claim: Claim,
+        claims: ClaimStore,
+        warn: Callable[[str], None],
+        on_lost: Callable[[RayzeroError], object],
+    ) -> None:
+        self._job_folder = job_folder
+        self._claim = claim
+        self._claims = claims
+        self._warn = warn
+        self._on_lost = on_lost
+        self._lost: LeaseLostError | None = None
+        self._check_lock = Lock()  # `check` runs in the lease's thread and in writers
+        self._released = Event()
+        self._thread = Thread(target=self._renew_loop, name="rayzero-lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """To be called before each write that only the holder may do.
+
+        Raises:
+            LeaseLostError: another process has acquired the folder.
+            StoreError: the claims cannot be read.
+        """
+        with self._check_lock:
+            if self._lost is None:
+                self._lost = self._find_loss()
+            if self._lost is not None:
+                raise LeaseLostError(self._lost.seen, fix=self._lost.fix)
+
+    def release(self) -> None:
+        """Releases the folder. May block for a few seconds; if the store does not take it, the
+        lease expires."""
+        self._released.set()
+        self._thread.join(RELEASE_TIMEOUT_S)
+
+    def _find_loss(self) -> LeaseLostError | None:
+        others, exists = self._claims.list_others(self._claim.id)
+        newer = [
+            other.claim
+            for other in others
+            if other.claim.holds and other.claim.epoch > self._claim.epoch
+        ]
+        if exists and not newer:
+            return None
+        if not newer and not has_journal(self._job_folder):
+            raise StoreError("gone", redact_url(self._job_folder), "the job's folder is not there")
+        holder = _describe_holder(newer[0]) if newer else "another process"
+        return LeaseLostError(
+            f"{holder} has taken over {redact_url(self._job_folder)}, because this process did not "
+            f"renew its lease for {self._claim.lease_s:g} s: it writes there no more",
+            fix="the job continues there; a longer checkpoint.lease_s if the store is slow",
+        )
+
+    def _renew_loop(self) -> None:
+        warned = False
+        while not self._released.wait(self._claim.lease_s / RENEWALS_PER_LEASE):
+            try:
+                self.check()
+                self._claim = replace(self._claim, beat=self._claim.beat + 1)
+                self._claims.write(self._claim)
+                warned = False
+            except LeaseLostError as lost:
+                self._on_lost(lost)
+                return
+            except RayzeroError as error:
+                if not warned:
+                    self._warn(f"the lease of the job's folder cannot be renewed: {error.seen}")
+                warned = True
+        with suppress(RayzeroError):  # the lease expires
+            self._claims.delete(self._claim.id)
+
+
+def _describe_holder(claim: Claim) -> str:
+    process = claim.process
+    return f"the process {process.pid} on {process.host} of job {claim.job!r}"

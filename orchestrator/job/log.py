@@ -30,10 +30,6 @@ class LogPosition:
     offset: int = 0
 
 
-def log_path(output_dir: Path) -> Path:
-    return output_dir / "logs" / "job.log"
-
-
 def read_log(path: Path, position: LogPosition) -> tuple[bytes, LogPosition]:
     """The next part after a position, and the position after it; empty at the log's end.
 

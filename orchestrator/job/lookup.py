@@ -6,20 +6,20 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rayzero.engine.checkpoint.open_store import open_store
 from rayzero.engine.checkpoint.store import is_remote, join_url
 from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.cluster.connect import ClusterConnection, connect_each
-from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.job import client
-from rayzero.orchestrator.job.ended_jobs import EndedJobRecord, load_ended
+from rayzero.orchestrator.job.actor import JobActor
+from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, list_running
+from rayzero.orchestrator.job.ended_jobs import load_ended
 from rayzero.orchestrator.journal.files import has_journal, read_journal, state_url
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.results import JobStatus
+from rayzero.orchestrator.plan import LOG_FILE
+from rayzero.orchestrator.results import EndedJob, JobStatus
 from rayzero.orchestrator.spec import JobSpec
 
 DEFAULT_CHECKPOINT_PATH = "runs"
@@ -102,13 +102,9 @@ def status_from_journal(path: str, name: str) -> JobStatus:
         repairs=history.total_repairs,
         checkpoint_step=history.checkpoint_step,
         journal=redact_url(state_url(folder)),
-        log="" if is_remote(folder) else str(Path(folder, "logs", "job.log")),
+        log="" if is_remote(folder) else str(Path(folder, LOG_FILE)),
         error=history.error.partition("\n")[0],
     )
-
-
-LOOKUP_TIMEOUT_S = 15.0
-"""Limit for a reply of a job, which recovery may keep busy."""
 
 
 @dataclass(frozen=True)
@@ -116,19 +112,8 @@ class RunningJob:
     """A running job. The caller closes `cluster`, the connection to it."""
 
     spec: JobSpec
-    actor: Any
+    process: JobProcess
     cluster: ClusterConnection
-
-    def call(self, method: str, *args: Any) -> Any:
-        """
-        Raises:
-            JobFailedError: the job does not answer, or has ended.
-            ConfigError: the request is invalid.
-        """
-        try:
-            return client.call(self.actor, method, *args, timeout_s=LOOKUP_TIMEOUT_S)
-        except (client.JobUnavailableError, client.JobProcessLostError) as error:
-            raise JobFailedError(f"job {self.spec.name!r}: {error.seen}") from None
 
 
 def find_running(name: str, address: str | None) -> RunningJob:
@@ -140,7 +125,7 @@ def find_running(name: str, address: str | None) -> RunningJob:
         JobFailedError: it does not answer.
     """
     job = find_any(name, address)
-    if isinstance(job, EndedJobRecord):
+    if isinstance(job, EndedJob):
         ended_s = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.status.at_s))
         raise ConfigError(
             f"no running job is called {name!r}: it {job.status.state} at {ended_s}",
@@ -149,7 +134,7 @@ def find_running(name: str, address: str | None) -> RunningJob:
     return job
 
 
-def find_any(name: str, address: str | None) -> RunningJob | EndedJobRecord:
+def find_any(name: str, address: str | None) -> RunningJob | EndedJob:
     """As `find_running`; the record of the end, if the job has ended and a cluster has one.
 
     Raises:
@@ -157,12 +142,12 @@ def find_any(name: str, address: str | None) -> RunningJob | EndedJobRecord:
         JobFailedError: it does not answer.
     """
     running: list[str] = []
-    ended: list[EndedJobRecord] = []
+    ended: list[EndedJob] = []
     for cluster in connect_each(address):
         try:
             if (job := _in_cluster(name, cluster)) is not None:
                 return job
-            running += client.list_running()
+            running += [process.name for process in list_running()]
             if (record := load_ended(name)) is not None:
                 ended.append(record)
         except BaseException:
@@ -178,13 +163,9 @@ def find_any(name: str, address: str | None) -> RunningJob | EndedJobRecord:
 
 
 def _in_cluster(name: str, cluster: ClusterConnection) -> RunningJob | None:
-    actor = client.find_job_actor(name)
-    if actor is None:
-        return None
     try:
-        spec = client.call(actor, "spec", timeout_s=LOOKUP_TIMEOUT_S)
-    except client.JobProcessLostError:
+        process = JobProcess.find(name)
+        spec = None if process is None else process.call(JobActor.spec)
+    except JobProcessLostError:
         return None
-    except client.JobUnavailableError as away:
-        raise JobFailedError(f"job {name!r}: {away.seen}") from None
-    return None if spec is None else RunningJob(spec, actor, cluster)
+    return None if process is None or spec is None else RunningJob(spec, process, cluster)

@@ -9,15 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from time import monotonic, sleep
-from typing import Any
 
 from rayzero.orchestrator.cluster.connect import connect
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.job import client
+from rayzero.orchestrator.job.actor import JobActor
+from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, list_running
 
 _POLL_S = 0.2
-
-
 _CALL_TIMEOUT_S = 5.0
 
 
@@ -28,27 +26,22 @@ def stop_all_jobs(limit_s: float) -> tuple[list[str], list[str]]:
         The names of the jobs that have ended, and of those that have not within `limit_s`.
     """
     deadline_s = monotonic() + limit_s
-    actors = {
-        name: actor
-        for name in client.list_running()
-        if (actor := client.find_job_actor(name)) is not None
-    }
-    for actor in actors.values():
-        client.call_async(actor, "stop")
-    running = dict(actors)
-    while (
-        running := {name: actor for name, actor in running.items() if not _has_ended(actor)}
-    ) and monotonic() < deadline_s:
+    jobs = list_running()
+    for job in jobs:
+        job.request_stop()
+    running = jobs
+    while (running := [job for job in running if not _has_ended(job)]) and monotonic() < deadline_s:
         sleep(_POLL_S)
-    return sorted(actors.keys() - running.keys()), sorted(running)
+    late = [job.name for job in running]
+    return [job.name for job in jobs if job.name not in late], late
 
 
-def _has_ended(actor: Any) -> bool:
+def _has_ended(job: JobProcess) -> bool:
     try:
-        return client.call(actor, "spec", timeout_s=_CALL_TIMEOUT_S) is None
-    except client.JobProcessLostError:
+        return job.call(JobActor.spec, timeout_s=_CALL_TIMEOUT_S) is None
+    except JobProcessLostError:
         return True
-    except (client.JobUnavailableError, JobFailedError):
+    except JobFailedError:
         return False  # busy, or being restarted
 
 

@@ -15,8 +15,7 @@ from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.aio import ChangeNotifier
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.console import PlainConsole
-from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.job.log import append_log, log_path
+from rayzero.orchestrator.job.log import append_log
 from rayzero.orchestrator.job_events import EventBus, JobEvent, StateEntered
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.journal.files import JournalFiles, flush_interval_s, step_interval_s
@@ -24,7 +23,7 @@ from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.journal.writer import JOURNAL_EVENTS, JournalWriter
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.orchestrator.results import EventPage, JobEnd
+from rayzero.orchestrator.results import EndedJob, EventPage, JobResult, final_state
 
 MAX_BUFFERED_EVENTS = 10_000
 """A client that is further behind than this misses events; the reply has their number."""
@@ -50,7 +49,7 @@ class EventBuffer:
 
     def __init__(self) -> None:
         self.run = secrets.token_hex(8)
-        self.ended: JobEnd | None = None
+        self.ended: EndedJob | None = None
         self._events: deque[JobEvent] = deque(maxlen=MAX_BUFFERED_EVENTS)
         self._count = 0
         self._latest_by_type: dict[type[JobEvent], JobEvent] = {}
@@ -63,7 +62,7 @@ class EventBuffer:
             self._latest_by_type[type(event)] = event
         self._changed.notify()
 
-    def finish(self, ended: JobEnd) -> None:
+    def finish(self, ended: EndedJob) -> None:
         """There are no events after this."""
         self.ended = ended
         self._changed.notify()
@@ -130,7 +129,7 @@ class JobRecorder:
         self._plan = plan
         self._events = events
         log = writer.add_queue(
-            "the job's log", partial(append_log, log_path(plan.output_dir)), _LOG_FLUSH_INTERVAL_S
+            "the job's log", partial(append_log, plan.log_path), _LOG_FLUSH_INTERVAL_S
         )
         self._journal_queue = writer.add_queue(
             "the journal",
@@ -155,11 +154,10 @@ class JobRecorder:
             by_value=isinstance(worker_spec.entrypoint, bytes),
         )
 
-    def end(self, error: RayzeroError | None) -> None:
+    def end(self, outcome: JobResult | RayzeroError) -> None:
         """The last entry: how the job ended."""
-        state = "succeeded" if error is None else "failed"
-        state = "stopped" if isinstance(error, JobStoppedError) else state
-        self._append("ended", state=state, error="" if error is None else error.seen)
+        error = outcome.seen if isinstance(outcome, RayzeroError) else ""
+        self._append("ended", state=str(final_state(outcome)), error=error)
 
     def subscribe_to(self, events: EventBus) -> None:
         """Keeps these events from now on."""

@@ -16,26 +16,17 @@ from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.job.lease_holder import Lease
+from rayzero.orchestrator.job.lease import Lease
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job_events import EventBus, MetricsServed
 from rayzero.orchestrator.journal.files import read_journal
 from rayzero.orchestrator.journal.run_history import RunHistory, why_not_adoptable
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan
-from rayzero.orchestrator.results import JobResult, remove_summary, write_summary
+from rayzero.orchestrator.results import JobResult, write_summary
 
 SUMMARY_TIMEOUT_S = 10.0
 """Limit for writing `summary.json`."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """Where a job's events go; it outlives the run. `warn` is thread-safe."""
-
-    buffer: EventBuffer
-    writer: BackgroundWriter
-    warn: Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -70,21 +61,29 @@ async def load_adoptable_run(plan: JobPlan) -> RunHistory | None:
 
 
 async def open_run(
-    plan: JobPlan, can_grow: bool, history: RunHistory | None, lease: Lease, output: Output
+    plan: JobPlan,
+    can_grow: bool,
+    history: RunHistory | None,
+    lease: Lease,
+    buffer: EventBuffer,
+    writer: BackgroundWriter,
+    warn: Callable[[str], None],
 ) -> JobRun:
     """Builds a run of a job whose folder is leased.
 
     Args:
         history: of the lost run to adopt.
+        buffer, writer: where its events go; they outlive the run.
+        warn: thread-safe.
 
     Raises:
         As `Telemetry`.
     """
-    warn, writer = output.warn, output.writer
-    await asyncio.to_thread(remove_summary, plan.output_dir)
+    # It exists if and only if the last run succeeded.
+    await asyncio.to_thread(plan.summary_path.unlink, missing_ok=True)
     clock = SystemClock()
     telemetry = await asyncio.to_thread(lambda: Telemetry(plan, clock, writer, warn, past=history))
-    recorder = JobRecorder(plan, output.buffer, writer, history, lease.check)
+    recorder = JobRecorder(plan, buffer, writer, history, lease.check)
     recorder.set_counter_source(telemetry.dump_counters)
     recorder.begin(adopted=history is not None)
     events = EventBus()
@@ -105,7 +104,7 @@ async def open_run(
     return JobRun(recorder, telemetry, Controller(plan, dependencies, history))
 
 
-async def save_summary(plan: JobPlan, result: JobResult) -> None:
+async def save_summary(result: JobResult) -> None:
     """Writes `summary.json`.
 
     Raises:
@@ -113,7 +112,7 @@ async def save_summary(plan: JobPlan, result: JobResult) -> None:
     """
     try:
         async with asyncio.timeout(SUMMARY_TIMEOUT_S):
-            await asyncio.to_thread(write_summary, plan.output_dir, result.metrics)
+            await asyncio.to_thread(write_summary, result)
     except (OSError, RayzeroError) as error:  # TimeoutError is an OSError
         reason = str(error) or f"no answer from the disk for {SUMMARY_TIMEOUT_S:g} s"
         raise JobFailedError(

@@ -6,64 +6,52 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from threading import Condition, Event, Thread
-from typing import Any
 
-from rayzero.engine.errors import RayzeroError
-from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.job import client
-from rayzero.orchestrator.job.ended_jobs import EndedJobRecord
+from rayzero.engine.errors import RayzeroError, first_line
+from rayzero.orchestrator.errors import JobFailedError, internal_error
+from rayzero.orchestrator.job.actor import JobActor
+from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, JobUnavailableError
+from rayzero.orchestrator.job.ended_jobs import load_ended
 from rayzero.orchestrator.job.recorder import MAX_BUFFERED_EVENTS
 from rayzero.orchestrator.job_events import JobEvent, JobObserver, JobWarning, NullObserver
-from rayzero.orchestrator.results import EventPage, JobEnd, JobStatus
+from rayzero.orchestrator.results import EndedJob, EventPage, JobStatus
 
 LONG_POLL_S = 1.0
 """How long a poll waits in the job's process for an event."""
-
-
 ANSWER_MARGIN_S = 30.0
 """How much longer the reply may take."""
-
-
 UNAVAILABLE_LIMIT_S = 60.0
 """How long a process that does not answer is polled again: Ray may be restarting it."""
-
-
 _RETRY_PAUSE_S = 0.2
-
-
-_END_CALL_TIMEOUT_S = 5.0
-"""Limit for the last calls, after the job's end."""
+_ACKNOWLEDGE_TIMEOUT_S = 5.0
 
 
 class EventSubscriber:
     """Owns the thread `rayzero-follower`, which ends with the job, or at `close`.
 
     Args:
-        actor: the job's process; None when the job has ended before.
         since: as for `EventBuffer.fetch_since`.
         observer: gets every event, in the thread.
         on_end: called at the end of the thread, in it.
-        lookup_ended: the cluster's record of the job's end, if there is one; called when the
-            process has ended.
+        ended: the end of the job, if it has ended before; then there is nothing to poll.
     """
 
     def __init__(
         self,
-        actor: Any,
+        process: JobProcess,
         since: int,
         observer: JobObserver,
         on_end: Callable[[], None],
-        lookup_ended: Callable[[], EndedJobRecord | None] = lambda: None,
+        ended: EndedJob | None = None,
     ) -> None:
-        self.ended: JobEnd | None = None
-        self.status: JobStatus | None = None
-        """The final status."""
-        self._actor = actor
+        self.ended = ended
+        """Set before the thread ends, unless it was closed."""
+        self._process = process
         self._since = since
         self._observer = observer
         self._on_end = on_end
-        self._lookup_ended = lookup_ended
         self._events: deque[JobEvent] = deque(maxlen=MAX_BUFFERED_EVENTS)
         self._count = 0
         self._changed = Condition()
@@ -84,11 +72,6 @@ class EventSubscriber:
         """Ends the thread. The job continues."""
         self._closed.set()
 
-    def buffered_events(self) -> list[JobEvent]:
-        """The events that are kept now."""
-        with self._changed:
-            return list(self._events)
-
     def iter_events(self) -> Iterator[JobEvent]:
         """From the oldest event that is kept to the last one; waits for events to come."""
         index = 0
@@ -106,34 +89,31 @@ class EventSubscriber:
 
     def _run(self) -> None:
         try:
-            self.ended = self._poll_events()
-        except RayzeroError as error:
-            self.ended = JobEnd(error=error)
-        except Exception as error:  # noqa: BLE001  # `result` must raise it
-            text = f"internal error in rayzero: {type(error).__name__}: {error}"
-            self.ended = JobEnd(error=JobFailedError(text, fix="please report this"))
+            if self.ended is None:
+                self._follow()
+        except Exception as error:  # noqa: BLE001  # `JobHandle.result` must raise it
+            outcome = error if isinstance(error, RayzeroError) else internal_error(error)
+            status = JobStatus(self._process.name, None, error=first_line(outcome))
+            self.ended = EndedJob(status, outcome)
         finally:
             self._on_end()
 
-    def _poll_events(self) -> JobEnd | None:
-        run, since = "", self._since
-        if self._actor is None:
-            return self._load_recorded_end()
+    def _follow(self) -> None:
+        page = EventPage(next_index=self._since)
         while not self._closed.is_set():
-            page = self._fetch_page(run, since)
+            page = self._fetch_page(page.run, page.next_index)
             if page.dropped:
                 text = f"{page.dropped} events were dropped: this client is slower than the job"
                 self._deliver(JobWarning(text))
             for event in page.events:
                 self._deliver(event)
-            run, since = page.run, page.next_index
             if page.ended is not None:
+                self.ended = page.ended
                 self._acknowledge_end()
-                return page.ended
-        return None
+                return
 
     def _fetch_page(self, run: str, since: int) -> EventPage:
-        """The next events; retries for `UNAVAILABLE_LIMIT_S`.
+        """The next events; retries for `UNAVAILABLE_LIMIT_S`. No events after `close`.
 
         Raises:
             JobFailedError: the process does not answer, or has ended without a record of its end.
@@ -141,35 +121,27 @@ class EventSubscriber:
         deadline_s = time.monotonic() + UNAVAILABLE_LIMIT_S
         while True:
             try:
-                wait_s = LONG_POLL_S + ANSWER_MARGIN_S
-                page: EventPage = client.call(
-                    self._actor, "fetch_events", run, since, LONG_POLL_S, timeout_s=wait_s
+                return self._process.call(
+                    JobActor.fetch_events,
+                    run,
+                    since,
+                    LONG_POLL_S,
+                    timeout_s=LONG_POLL_S + ANSWER_MARGIN_S,
                 )
-                return page
-            except client.JobUnavailableError as away:
+            except JobUnavailableError as unavailable:
                 if time.monotonic() > deadline_s:
-                    raise JobFailedError(away.seen) from None
-            except client.JobProcessLostError as gone:
+                    raise JobFailedError(unavailable.seen) from None
+            except JobProcessLostError as lost:
                 # Another client may have acknowledged the end, and the process has ended itself.
-                if (ended := self._load_recorded_end()) is None:
-                    raise JobFailedError(gone.seen) from None
+                if (ended := load_ended(self._process.name)) is None:
+                    raise JobFailedError(lost.seen) from None
                 return EventPage(run, (), since, ended=ended)
             if self._closed.wait(_RETRY_PAUSE_S):
-                return EventPage(run, (), since, ended=JobEnd())
-
-    def _load_recorded_end(self) -> JobEnd | None:
-        if (record := self._lookup_ended()) is None:
-            return None
-        self.status = record.status
-        return record.ended
+                return EventPage(run, (), since)
 
     def _acknowledge_end(self) -> None:
-        try:
-            if self.status is None:
-                self.status = client.call(self._actor, "status", timeout_s=_END_CALL_TIMEOUT_S)
-            client.call(self._actor, "acknowledge_end", timeout_s=_END_CALL_TIMEOUT_S)
-        except RayzeroError:
-            pass  # another client has acknowledged the end, and the process has ended
+        with suppress(RayzeroError):  # another client has done so, and the process has ended
+            self._process.call(JobActor.acknowledge_end, timeout_s=_ACKNOWLEDGE_TIMEOUT_S)
 
     def _deliver(self, event: JobEvent) -> None:
         with self._changed:

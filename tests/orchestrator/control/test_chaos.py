@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.interfaces import InjectFaults
 from rayzero.orchestrator.job_events import JobWarning
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired, parse_fault
@@ -29,7 +28,7 @@ def warnings(stage: Stage) -> str:
 
 
 async def injected(stage: Stage, *faults: str) -> str:
-    return await stage.controller.execute(InjectFaults(faults))
+    return await stage.controller.inject(faults)
 
 
 @played

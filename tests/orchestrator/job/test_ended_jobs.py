@@ -12,21 +12,20 @@ from rayzero.orchestrator.job import ended_jobs
 from rayzero.orchestrator.job.ended_jobs import (
     MAX_RECORD_BYTES,
     MAX_RECORDS,
-    EndedJobRecord,
     decode_record,
     encode_record,
 )
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.results import JobEnd, JobResult, JobStatus
+from rayzero.orchestrator.results import EndedJob, JobResult, JobStatus
 
 
-def record(ended: JobEnd, name: str = "job", at_s: float = 10.0) -> EndedJobRecord:
-    return EndedJobRecord(
-        JobStatus(name, State.SUCCEEDED, step=7, at_s=at_s, faults={"lost": 1}), ended
+def record(outcome: JobResult | RayzeroError, name: str = "job", at_s: float = 10.0) -> EndedJob:
+    return EndedJob(
+        JobStatus(name, State.SUCCEEDED, step=7, at_s=at_s, faults={"lost": 1}), outcome
     )
 
 
-def read(kept: EndedJobRecord) -> EndedJobRecord:
+def read(kept: EndedJob) -> EndedJob:
     found = decode_record(encode_record(kept))
     assert found is not None
     return found
@@ -42,33 +41,33 @@ def read(kept: EndedJobRecord) -> EndedJobRecord:
     ],
 )
 def test_an_error_is_the_same_to_whoever_asks_later(error: RayzeroError):
-    found = read(record(JobEnd(error=error)))
-    assert (type(found.ended.error), str(found.ended.error)) == (type(error), str(error))
+    found = read(record(error))
+    assert (type(found.outcome), str(found.outcome)) == (type(error), str(error))
 
 
 def test_an_error_of_another_kind_is_a_failed_job():
-    found = read(record(JobEnd(error=DataError("a hole"))))
+    found = read(record(DataError("a hole")))
     with pytest.raises(JobFailedError, match="a hole"):
-        found.ended.unwrap()
+        found.result()
 
 
 def test_a_result_and_how_the_job_stood():
-    kept = record(JobEnd(JobResult("job", {"steps": 7, "loss": {"last": 0.5}}, Path("/x/s.json"))))
+    kept = record(JobResult("job", {"steps": 7, "loss": {"last": 0.5}}, Path("/x/s.json")))
     assert read(kept) == kept
 
 
 def test_what_is_too_much_is_left_out_and_the_rest_kept():
     result = JobResult("job", {"steps": 7, "all": "x" * MAX_RECORD_BYTES}, Path("/x"))
-    content = encode_record(record(JobEnd(result)))
+    content = encode_record(record(result))
     assert len(content) < MAX_RECORD_BYTES
     found = decode_record(content)
     assert found is not None
-    assert found.ended.unwrap().steps == 7
+    assert found.result().steps == 7
 
 
 def test_no_secret_is_kept():
     result = JobResult("job", {"steps": 1, "hf_token": "abc", "at": "s3://me:pass@b/"}, Path("/x"))
-    content = encode_record(record(JobEnd(result)))
+    content = encode_record(record(result))
     assert b"abc" not in content
     assert b"pass@" not in content
 
@@ -85,9 +84,11 @@ def test_their_number_and_age_are_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ended_jobs, "_internal_kv_list", lambda *_, **__: list(kept))
     monkeypatch.setattr(ended_jobs, "_internal_kv_del", lambda k, **_: kept.pop(k, None))
     monkeypatch.setattr("time.time", lambda: 10_000_000.0)
-    ended_jobs.store_ended(record(JobEnd(), "old", at_s=1.0))
+    ended_jobs.store_ended(record(JobStoppedError("s"), "old", at_s=1.0))
     assert kept == {}
     for number in range(MAX_RECORDS + 3):
-        ended_jobs.store_ended(record(JobEnd(), f"job-{number}", at_s=9_999_000.0 + number))
+        ended_jobs.store_ended(
+            record(JobStoppedError("s"), f"job-{number}", at_s=9_999_000.0 + number)
+        )
     names = {one.status.name for one in ended_jobs.list_ended()}
     assert names == {f"job-{number}" for number in range(3, MAX_RECORDS + 3)}

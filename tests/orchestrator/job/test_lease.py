@@ -1,154 +1,175 @@
-"""At most one holds a folder, in any order of what the askers do and whoever dies on the way."""
+"""Acquiring, holding and losing the lease of a real folder."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from rayzero.orchestrator.job.lease import (
-    AcquireProtocol,
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.orchestrator.errors import JobStoppedError
+from rayzero.orchestrator.job import lease as lease_module
+from rayzero.orchestrator.job.claims import (
+    LEASE_FOLDER,
     Claim,
-    ClaimState,
-    DeleteClaim,
-    LeaseOperation,
-    ListClaims,
-    OtherClaim,
-    ProcessIdentity,
-    Sleep,
-    WriteClaim,
-    acquire,
-    classify_claim,
+    ClaimStore,
+    is_process_gone,
+    this_process,
 )
+from rayzero.orchestrator.job.lease import Lease, LeaseLostError, acquire_lease
 
-PROCESS = ProcessIdentity("host", "boot", "space", 1, 1)
-
-
-def claim(id_: str, **changes: object) -> Claim:
-    return replace(Claim(id_, "job", PROCESS, 10.0), **changes)  # type: ignore[arg-type]
+ELSEWHERE = replace(this_process(), host="other", boot="another boot")
 
 
-@dataclass
-class Asker:
-    id: str
-    way: AcquireProtocol
-    next: LeaseOperation | None
-    dead: bool = False
-    outcome: Claim | None = None
-
-    @property
-    def holds(self) -> bool:
-        return self.outcome is not None and self.outcome.id == self.id
+def acquired(
+    folder: Path,
+    lease_s: float = 60.0,
+    warn: Callable[[str], None] = print,
+    on_lost: Callable[[RayzeroError], object] = print,
+) -> Lease:
+    return acquire_lease(str(folder), "job", lease_s, warn, on_lost=on_lost)
 
 
-class Place:
-    """A store in which everybody sees what was written before; who is dead is known as such."""
-
-    def __init__(self, ids: list[str]) -> None:
-        self.claims: dict[str, Claim] = {}
-        ways = {one: acquire(claim(one)) for one in ids}
-        self.askers = {one: Asker(one, way, next(way)) for one, way in ways.items()}
-
-    def step(self, asker: Asker) -> None:
-        rivals: tuple[OtherClaim, ...] = ()
-        match asker.next:
-            case WriteClaim(made):
-                self.claims[asker.id] = made
-            case DeleteClaim(id_):
-                self.claims.pop(id_, None)
-            case ListClaims():
-                rivals = tuple(
-                    OtherClaim(one, self.askers[one.id].dead, False, 0.0, 0.0)
-                    for one in self.claims.values()
-                    if one.id != asker.id
-                )
-        try:
-            asker.next = asker.way.send(rivals)
-        except StopIteration as end:
-            asker.next, asker.outcome = None, end.value
+def claims(folder: Path) -> list[Claim]:
+    files = (folder / LEASE_FOLDER).glob("*.json")
+    return [claim for file in files if (claim := Claim.parse(file.read_bytes())) is not None]
 
 
-@settings(max_examples=300)
-@given(st.permutations(["1", "2", "3"]), st.data())
-def test_one_holds_it_and_one_always_comes_to(ids: list[str], data: st.DataObject):
-    place = Place(ids)
-    for _ in range(60):
-        able = [one for one in place.askers.values() if one.next is not None and not one.dead]
-        if not able:
-            break
-        asker = data.draw(st.sampled_from(able))
-        if data.draw(st.integers(0, 19)) == 0:
-            asker.dead = True
-            continue
-        place.step(asker)
-        holders = [one for one in place.askers.values() if one.holds and not one.dead]
-        assert len(holders) <= 1
-    for _ in range(200):  # in turn, so that all come to an end
-        for one in place.askers.values():
-            if one.next is not None and not one.dead:
-                place.step(one)
-    alive = [one for one in place.askers.values() if not one.dead]
-    assert all(one.outcome is not None for one in alive)
-    assert sum(one.holds for one in alive) <= 1
-    if alive:
-        (holder,) = {one.outcome.id for one in alive if one.outcome is not None}
-        assert place.askers[holder].holds
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
-def test_a_later_holder_has_the_greater_epoch():
-    place = Place(["1", "2"])
-    first, second = place.askers.values()
-    while first.next is not None:
-        place.step(first)
-    first.dead = True
-    while second.next is not None:
-        place.step(second)
-    assert first.outcome is not None
-    assert second.outcome is not None
-    assert second.outcome.epoch > first.outcome.epoch
-    assert list(place.claims) == ["2"]
+def test_a_folder_belongs_to_one_process_until_it_is_released(tmp_path: Path):
+    first = acquired(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        acquired(tmp_path)
+    assert (
+        f"{tmp_path} is in use: the process {this_process().pid} on {this_process().host}"
+        in str(refused.value)
+    )
+    assert "rayzero stop job" in str(refused.value)
+    first.check()
+    first.release()
+    assert claims(tmp_path) == []
+    acquired(tmp_path).release()
 
 
-def test_nobody_waits_where_nobody_is():
-    way = acquire(claim("1"))
-    assert isinstance(next(way), WriteClaim)
-    assert isinstance(way.send(()), ListClaims)
-    made = way.send(())
-    assert isinstance(made, WriteClaim)
-    assert made.claim.holds
-    with pytest.raises(StopIteration):
-        way.send(())
+def test_a_dead_process_of_this_host_is_not_waited_for(tmp_path: Path):
+    script = f"""
+from rayzero.orchestrator.job.lease import acquire_lease
+import os, signal
+acquire_lease({str(tmp_path)!r}, "job", 3600.0, print)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    (lost,) = claims(tmp_path)
+    assert (lost.holds, is_process_gone(lost.process)) == (True, True)
+    warnings: list[str] = []
+    acquired(tmp_path, warn=warnings.append).release()
+    assert warnings == []
 
 
-HOLDER = claim("2", holds=True, epoch=1)
+def test_a_lost_process_elsewhere_is_waited_for_and_then_taken_over(tmp_path: Path):
+    ClaimStore(str(tmp_path)).write(Claim("0" * 16, "job", ELSEWHERE, 1.0, holds=True, epoch=7))
+    fresh_s = time.time() + 3600  # otherwise it might be old before it is seen
+    os.utime(tmp_path / LEASE_FOLDER / f"{'0' * 16}.json", (fresh_s, fresh_s))
+    warnings: list[str] = []
+    lease = acquired(tmp_path, warn=warnings.append)
+    assert len(warnings) == 1
+    assert "waiting at most 1 s (checkpoint.lease_s)" in warnings[0]
+    assert "on other of job 'job'" in warnings[0]
+    assert [claim.epoch for claim in claims(tmp_path)] == [8]
+    lease.release()
 
 
-@pytest.mark.parametrize(
-    ("rival", "verdict"),
-    [
-        (OtherClaim(HOLDER, True, False, 0.0, 0.0), ClaimState.LOST),
-        (OtherClaim(HOLDER, False, False, 99.0, 99.0), ClaimState.HELD),  # stopped, and there
-        (OtherClaim(HOLDER, None, False, 1.0, 1.0), ClaimState.UNDECIDED),
-        (OtherClaim(HOLDER, None, True, 1.0, 1.0), ClaimState.HELD),
-        (OtherClaim(HOLDER, None, False, 10.1, 10.1), ClaimState.LOST),
-        (
-            OtherClaim(HOLDER, None, False, 0.0, 13.1),
-            ClaimState.LOST,
-        ),  # for long before it was seen
-        (OtherClaim(claim("0"), None, False, 0.0, 0.0), ClaimState.BACK_OFF),
-        (OtherClaim(claim("2"), None, False, 0.0, 0.0), ClaimState.UNDECIDED),
-        (OtherClaim(claim("0"), None, False, 10.1, 10.1), ClaimState.LOST),
-    ],
-)
-def test_what_is_thought_of_a_rival(rival: OtherClaim, verdict: ClaimState):
-    assert classify_claim(rival, claim("1")) is verdict
+def test_a_live_process_elsewhere_keeps_the_folder(tmp_path: Path):
+    other = Claim("0" * 16, "job", ELSEWHERE, 3600.0, holds=True, epoch=7)
+    store = ClaimStore(str(tmp_path))
+    store.write(other)
+
+    def renew_while_waited_for(_: str) -> None:
+        store.write(replace(other, beat=1))
+
+    with pytest.raises(ConfigError, match=r"is in use: the process \d+ on other"):
+        acquired(tmp_path, warn=renew_while_waited_for)
+    assert claims(tmp_path) == [replace(other, beat=1)]
 
 
-def test_a_pause_names_whom_it_is_for():
-    way = acquire(claim("1"))
-    next(way)
-    way.send(())
-    pause = way.send((OtherClaim(HOLDER, None, False, 1.0, 1.0),))
-    assert pause == Sleep(HOLDER)
+def test_a_stop_ends_the_wait(tmp_path: Path):
+    ClaimStore(str(tmp_path)).write(Claim("0" * 16, "job", ELSEWHERE, 3600.0, holds=True))
+    with pytest.raises(JobStoppedError):
+        acquire_lease(str(tmp_path), "job", 60.0, print, lambda: True)
+    assert len(claims(tmp_path)) == 1
+
+
+def test_a_takeover_is_noticed_before_the_next_commit(tmp_path: Path):
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "x").touch()
+    lost: list[RayzeroError] = []
+    noticed = threading.Event()
+    lease = acquired(tmp_path, 1.0, on_lost=lambda error: (lost.append(error), noticed.set()))
+    (own,) = claims(tmp_path)
+    newer = replace(own, id="f" * 16, epoch=own.epoch + 1, process=ELSEWHERE)
+    ClaimStore(str(tmp_path)).write(newer)
+    with pytest.raises(LeaseLostError, match="on other of job 'job' has taken"):
+        lease.check()
+    assert noticed.wait(30)
+    assert isinstance(lost[0], LeaseLostError)
+    lease.release()
+    assert newer in claims(tmp_path)
+
+
+def test_a_missing_claim_means_a_takeover_by_a_process_that_has_ended(tmp_path: Path):
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "x").touch()
+    lease = acquired(tmp_path)
+    shutil.rmtree(tmp_path / LEASE_FOLDER)
+    with pytest.raises(LeaseLostError, match="another process has taken over"):
+        lease.check()
+    lease.release()
+
+
+def test_a_missing_job_folder_is_no_takeover(tmp_path: Path):
+    lease = acquired(tmp_path / "runs")
+    shutil.rmtree(tmp_path / "runs")
+    with pytest.raises(StoreError):
+        lease.check()
+    lease.release()
+
+
+def test_a_failing_store_is_warned_of_once_and_the_lease_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(lease_module, "RENEWALS_PER_LEASE", 100)
+    warnings: list[str] = []
+    lease = acquired(tmp_path, 1.0, warnings.append)
+    write, failing = ClaimStore.write, threading.Event()
+    failures: list[int] = []
+
+    def flaky(self: ClaimStore, claim: Claim) -> None:
+        if failing.is_set():
+            failures.append(claim.beat)
+            raise StoreError("full", "disk", "No space left on device")
+        write(self, claim)
+
+    failing.set()
+    monkeypatch.setattr(ClaimStore, "write", flaky)
+    wait_until(lambda: len(failures) >= 3)
+    failing.clear()
+    wait_until(lambda: claims(tmp_path)[0].beat > failures[-1])
+    assert len(warnings) == 1
+    assert "cannot be renewed" in warnings[0]
+    lease.check()
+    lease.release()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.orchestrator.job import log as log_module
-from rayzero.orchestrator.job.log import LogPosition, append_log, iter_log_lines, log_path, read_log
+from rayzero.orchestrator.job.log import LogPosition, append_log, iter_log_lines, read_log
 
 
 def all_from(path: Path, place: LogPosition) -> tuple[bytes, LogPosition]:
@@ -24,7 +24,7 @@ def all_from(path: Path, place: LogPosition) -> tuple[bytes, LogPosition]:
 
 
 def test_all_of_it_from_the_beginning_and_then_what_comes(tmp_path: Path):
-    path = log_path(tmp_path)
+    path = tmp_path / "logs" / "job.log"
     assert read_log(path, LogPosition()) == (b"", LogPosition())
     append_log(path, ["one", "two"])
     found, place = all_from(path, LogPosition())
@@ -39,7 +39,7 @@ def test_nothing_is_missed_when_a_new_file_is_begun(
 ):
     monkeypatch.setattr(log_module, "LOG_MAX_BYTES", 20)
     monkeypatch.setattr(log_module, "_READ_BYTES", 8)
-    path = log_path(tmp_path)
+    path = tmp_path / "logs" / "job.log"
     place, found = LogPosition(), b""
     for number in range(12):
         append_log(path, [f"line {number}"])
@@ -56,7 +56,7 @@ def test_a_file_begun_while_the_log_is_being_opened_hides_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(log_module, "LOG_MAX_BYTES", 20)
-    path = log_path(tmp_path)
+    path = tmp_path / "logs" / "job.log"
     append_log(path, ["the oldest, which goes"])
     append_log(path, ["one"])
     _, place = all_from(path, LogPosition())
@@ -84,7 +84,7 @@ def test_a_new_file_is_not_taken_for_the_one_that_made_room_for_it(
 ):
     """A late reader's file is gone; file systems give a new file the number of one that is gone."""
     monkeypatch.setattr(log_module, "LOG_MAX_BYTES", 20)
-    path = log_path(tmp_path)
+    path = tmp_path / "logs" / "job.log"
     append_log(path, ["the oldest, which goes"])
     _, place = all_from(path, LogPosition())
     append_log(path, ["one, which stays for now"])
@@ -114,5 +114,5 @@ def test_the_lines_of_one_rank():
 
 
 def test_a_secret_of_a_url_is_not_written(tmp_path: Path):
-    append_log(log_path(tmp_path), ["see s3://me:pass@bucket/x"])
-    assert b"pass" not in log_path(tmp_path).read_bytes()
+    append_log(tmp_path / "logs" / "job.log", ["see s3://me:pass@bucket/x"])
+    assert b"pass" not in (tmp_path / "logs" / "job.log").read_bytes()

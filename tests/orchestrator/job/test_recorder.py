@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
+from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.job import recorder as feed_module
 from rayzero.orchestrator.job.recorder import LATEST, EventBuffer
 from rayzero.orchestrator.job_events import JobWarning, StateEntered
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.results import JobEnd
+from rayzero.orchestrator.results import EndedJob, JobStatus
 
 
 def test_pages_in_order_and_the_end_behind_the_last(monkeypatch: pytest.MonkeyPatch):
@@ -20,7 +21,7 @@ def test_pages_in_order_and_the_end_behind_the_last(monkeypatch: pytest.MonkeyPa
         feed = EventBuffer()
         for number in range(7):
             feed.on_event(JobWarning(str(number)))
-        feed.finish(JobEnd())
+        feed.finish(EndedJob(JobStatus("job", State.STOPPED), JobStoppedError("s")))
         texts, since, pages = [], 0, 0
         while True:
             news = await feed.fetch_since(feed.run, since, 1.0)

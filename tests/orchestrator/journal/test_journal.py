@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rayzero.engine.redact import REDACTED, redact_document, redact_url, redacted_keys
 from rayzero.orchestrator.background_writer import BackgroundWriter
-from rayzero.orchestrator.job.lease_holder import LeaseLostError
+from rayzero.orchestrator.job.lease import LeaseLostError
 from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed, FaultDetected, Repaired
 from rayzero.orchestrator.job_file import (
     ADOPTABLE_KEYS,

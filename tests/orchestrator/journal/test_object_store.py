@@ -16,8 +16,8 @@ from rayzero.engine.checkpoint.open_store import open_store
 from rayzero.engine.checkpoint.store import join_url
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.background_writer import BackgroundWriter
-from rayzero.orchestrator.job.lease import Claim, this_process
-from rayzero.orchestrator.job.lease_holder import ClaimStore, acquire_lease
+from rayzero.orchestrator.job.claims import Claim, ClaimStore, this_process
+from rayzero.orchestrator.job.lease import acquire_lease
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job_events import Checkpointed, EventBus, Repaired, StateEntered
 from rayzero.orchestrator.job_file import to_document

@@ -1,0 +1,198 @@
+"""Claims on a job's folder: one file for each process that holds the folder or acquires it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.open_store import open_store
+from rayzero.engine.checkpoint.store import join_url
+
+LEASE_FOLDER = "lease"
+CLOCK_SLACK_S = 3.0
+"""Resolution of a store's timestamps, at worst."""
+_CLAIM_FILE_NAME = re.compile(r"([0-9a-f]{16})\.json")
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """Identifies a process for other processes on its host.
+
+    Args:
+        boot: boot id of the host's kernel.
+        space: PID namespace.
+        started: clock ticks since the boot, because PIDs are reused.
+    """
+
+    host: str
+    boot: str
+    space: str
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One controller's claim file.
+
+    Args:
+        id: random.
+        job: the job's name.
+        holds: True once the lease is acquired.
+        epoch: increases with every holder.
+        beat: increases with every renewal.
+        lease_s: a claim without a renewal for this long is lost.
+    """
+
+    id: str
+    job: str
+    process: ProcessIdentity
+    lease_s: float
+    holds: bool = False
+    epoch: int = 0
+    beat: int = 0
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def parse(cls, content: bytes) -> Claim | None:
+        """None if the content is not a claim."""
+        try:
+            document: dict[str, Any] = json.loads(content)
+            return cls(**{**document, "process": ProcessIdentity(**document["process"])})
+        except (ValueError, KeyError, TypeError):
+            return None
+
+
+@dataclass(frozen=True)
+class OtherClaim:
+    """An observation of another process's claim.
+
+    Args:
+        process_gone: its process has ended; None when this host cannot know.
+        renewed: it was renewed since it was first seen.
+        observed_s: since it was first seen, or last changed.
+        age_s: since it was written, by the store's clock.
+    """
+
+    claim: Claim
+    process_gone: bool | None
+    renewed: bool
+    observed_s: float
+    age_s: float
+
+
+def this_process() -> ProcessIdentity:
+    pid = os.getpid()
+    return ProcessIdentity(
+        socket.gethostname(), _boot_id(), _pid_namespace(), pid, _start_ticks(pid) or 0
+    )
+
+
+def is_process_gone(process: ProcessIdentity) -> bool | None:
+    """True if the process has ended; None if it runs on another host or in another PID
+    namespace."""
+    if (process.boot, process.space) != (_boot_id(), _pid_namespace()):
+        return None
+    return _start_ticks(process.pid) != process.started
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")
+
+
+def _start_ticks(pid: int) -> int | None:
+    """None if the process does not run, or is a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+class ClaimState(Enum):
+    LOST = auto()
+    HELD = auto()
+    UNDECIDED = auto()
+    """Not known yet."""
+    BACK_OFF = auto()
+    """The other process acquires, too, and has the smaller id."""
+
+
+def classify_claim(other: OtherClaim, own: Claim) -> ClaimState:
+    """The state of another claim, for a process that acquires."""
+    claim = other.claim
+    expired = other.age_s > claim.lease_s + CLOCK_SLACK_S
+    expired = expired or (other.observed_s > claim.lease_s and not other.renewed)
+    if other.process_gone or (other.process_gone is None and expired):
+        return ClaimState.LOST
+    if claim.holds:
+        return (
+            ClaimState.HELD
+            if other.process_gone is False or other.renewed
+            else ClaimState.UNDECIDED
+        )
+    return ClaimState.UNDECIDED if own.id < claim.id else ClaimState.BACK_OFF
+
+
+class ClaimStore:
+    """Claim files in a job's folder, with the time of each observation. Raises StoreError.
+
+    Args:
+        job_folder: a path or a URL.
+        now_s: a monotonic clock.
+    """
+
+    def __init__(self, job_folder: str, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._url = join_url(job_folder, LEASE_FOLDER)
+        self._now_s = now_s
+        self._observed: dict[str, tuple[Claim, float, bool]] = {}
+
+    def write(self, claim: Claim) -> None:
+        open_store(self._url).replace(f"{claim.id}.json", claim.to_bytes())
+
+    def delete(self, id_: str) -> None:
+        open_store(self._url).remove(f"{id_}.json")
+
+    def list_others(self, own_id: str) -> tuple[tuple[OtherClaim, ...], bool]:
+        """All other claims, and True if the own claim exists."""
+        store = open_store(self._url)
+        times = {
+            match[1]: entry.modified_s
+            for entry in store.list_folder()
+            if (match := _CLAIM_FILE_NAME.fullmatch(entry.name))
+        }
+        now_s = times.get(own_id, 0.0)  # by the store's clock; 0 if unknown
+        others = []
+        for id_ in sorted(times.keys() - {own_id}):
+            with suppress(StoreError):  # deleted since the listing
+                claim = Claim.parse(store.read(f"{id_}.json"))
+                if claim is not None and claim.id == id_:
+                    others.append(self._observe(claim, max(0.0, now_s - times[id_])))
+        return tuple(others), own_id in times
+
+    def _observe(self, claim: Claim, age_s: float) -> OtherClaim:
+        now_s = self._now_s()
+        before, since_s, changed = self._observed.get(claim.id, (claim, now_s, False))
+        if replace(before, beat=0) != replace(claim, beat=0):
+            before, since_s, changed = claim, now_s, False  # acquired since then
+        elif before != claim:
+            before, since_s, changed = claim, now_s, True
+        self._observed[claim.id] = (before, since_s, changed)
+        return OtherClaim(claim, is_process_gone(claim.process), changed, now_s - since_s, age_s)

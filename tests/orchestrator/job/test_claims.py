@@ -1,0 +1,172 @@
+"""Mutual exclusion by claim files, in any interleaving of processes, some of which die."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from threading import Semaphore, Thread
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayzero.orchestrator.job.claims import (
+    Claim,
+    ClaimState,
+    ClaimStore,
+    OtherClaim,
+    ProcessIdentity,
+    classify_claim,
+)
+from rayzero.orchestrator.job.lease import acquire
+
+PROCESS = ProcessIdentity("host", "boot", "space", 1, 1)
+
+
+def claim(id_: str, **changes: object) -> Claim:
+    return replace(Claim(id_, "job", PROCESS, 10.0), **changes)  # type: ignore[arg-type]
+
+
+class DiedError(Exception):
+    pass
+
+
+class Acquirer(ClaimStore):
+    """A process that acquires the folder: a thread that stops before each access to the store.
+
+    Every process sees what was written before, and which processes are dead.
+    """
+
+    def __init__(self, id_: str, claims: dict[str, Claim], acquirers: dict[str, Acquirer]) -> None:
+        self.id = id_
+        self.dead = False
+        self.holder: Claim | None = None
+        self._claims = claims
+        self._acquirers = acquirers
+        self._turn, self._stopped = Semaphore(0), Semaphore(0)
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._stopped.acquire()
+
+    @property
+    def holds(self) -> bool:
+        return self.holder is not None and self.holder.id == self.id and not self.dead
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.holder is None and not self.dead
+
+    def step(self) -> None:
+        """Continues to the next access to the store, or to the end."""
+        self._turn.release()
+        self._stopped.acquire()
+
+    def die(self) -> None:
+        self.dead = True
+        self.step()
+        self._thread.join()
+
+    def write(self, claim: Claim) -> None:
+        self._stop()
+        self._claims[claim.id] = claim
+
+    def delete(self, id_: str) -> None:
+        self._stop()
+        self._claims.pop(id_, None)
+
+    def list_others(self, own_id: str) -> tuple[tuple[OtherClaim, ...], bool]:
+        self._stop()
+        others = tuple(
+            OtherClaim(other, self._acquirers[other.id].dead, False, 0.0, 0.0)
+            for other in self._claims.values()
+            if other.id != own_id
+        )
+        return others, own_id in self._claims
+
+    def _stop(self) -> None:
+        self._stopped.release()
+        self._turn.acquire()
+        if self.dead:
+            raise DiedError
+
+    def _run(self) -> None:
+        with suppress(DiedError):
+            self.holder = acquire(claim(self.id), self, lambda _: None)
+        self._stopped.release()
+
+
+@contextmanager
+def acquirers(*ids: str) -> Iterator[tuple[dict[str, Acquirer], dict[str, Claim]]]:
+    claims: dict[str, Claim] = {}
+    processes: dict[str, Acquirer] = {}
+    for id_ in ids:
+        processes[id_] = Acquirer(id_, claims, processes)
+    try:
+        yield processes, claims
+    finally:
+        for process in processes.values():
+            if process.is_waiting:
+                process.die()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.permutations(["1", "2", "3"]), st.data())
+def test_at_most_one_process_holds_the_folder_and_one_always_gets_it(
+    ids: list[str], data: st.DataObject
+):
+    with acquirers(*ids) as (processes, _):
+        for _ in range(60):
+            waiting = [process for process in processes.values() if process.is_waiting]
+            if not waiting:
+                break
+            process = data.draw(st.sampled_from(waiting))
+            if data.draw(st.integers(0, 19)) == 0:
+                process.die()
+            else:
+                process.step()
+            assert sum(process.holds for process in processes.values()) <= 1
+        for _ in range(200):  # in turn, so that all of them end
+            for process in processes.values():
+                if process.is_waiting:
+                    process.step()
+        alive = [process for process in processes.values() if not process.dead]
+        assert sum(process.holds for process in alive) <= 1
+        holders = [processes[process.holder.id] for process in alive if process.holder is not None]
+        assert len(holders) == len(alive)
+        assert all(holder.holds or holder.dead for holder in holders)
+
+
+def test_a_later_holder_has_the_greater_epoch():
+    with acquirers("1", "2") as (processes, claims):
+        first, second = processes.values()
+        while first.is_waiting:
+            first.step()
+        first.dead = True
+        while second.is_waiting:
+            second.step()
+        assert first.holder is not None
+        assert second.holder is not None
+        assert second.holder.epoch > first.holder.epoch
+        assert list(claims) == ["2"]
+
+
+HOLDER = claim("2", holds=True, epoch=1)
+
+
+@pytest.mark.parametrize(
+    ("other", "state"),
+    [
+        (OtherClaim(HOLDER, True, False, 0.0, 0.0), ClaimState.LOST),
+        (OtherClaim(HOLDER, False, False, 99.0, 99.0), ClaimState.HELD),  # stopped, not ended
+        (OtherClaim(HOLDER, None, False, 1.0, 1.0), ClaimState.UNDECIDED),
+        (OtherClaim(HOLDER, None, True, 1.0, 1.0), ClaimState.HELD),
+        (OtherClaim(HOLDER, None, False, 10.1, 10.1), ClaimState.LOST),
+        (OtherClaim(HOLDER, None, False, 0.0, 13.1), ClaimState.LOST),  # old when first seen
+        (OtherClaim(claim("0"), None, False, 0.0, 0.0), ClaimState.BACK_OFF),
+        (OtherClaim(claim("2"), None, False, 0.0, 0.0), ClaimState.UNDECIDED),
+        (OtherClaim(claim("0"), None, False, 10.1, 10.1), ClaimState.LOST),
+    ],
+)
+def test_state_of_another_claim(other: OtherClaim, state: ClaimState):
+    assert classify_claim(other, claim("1")) is state
