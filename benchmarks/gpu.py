@@ -29,7 +29,7 @@ from rich.table import Table
 from benchmarks.gpu_rank import Found, Plan, rank_main
 from benchmarks.systems import ALL, missing
 from examples.gpt.model import GPT, GPTConfig
-from rayzero.engine.accounting import FlopMeter, peak_flops
+from rayzero.engine.accounting import StepWork, peak_flops
 
 BASE = "ddp"
 MODEL = GPTConfig(vocab=50304, context=1024, layers=24, width=1024, heads=16)
@@ -129,12 +129,12 @@ def flops_of(plan: Plan) -> int:
     with torch.device("meta"):
         model = GPT(plan.model)
         tokens = torch.zeros((plan.batch, plan.model.context), dtype=torch.int64)
-    meter = FlopMeter(enabled=True)
-    with meter.track_forward():
+    work = StepWork(micro_steps=1, peak=1.0)
+    with work.track_forward(tokens):
         loss = model(tokens, tokens)
-    with meter.track_backward():
+    with work.track_backward(1.0):
         loss.backward()
-    return meter.micro_step_flops
+    return work.micro_step_flops
 
 
 def impossible(ranks: int, gpus: int, nccl: tuple[int, ...]) -> str:

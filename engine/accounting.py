@@ -20,8 +20,8 @@ checkpointing's recomputation is included.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rayzero.engine.offload.transfer import MemoryKind
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
-from rayzero.engine.zero.hooks import iter_tensors
+from rayzero.engine.tensor_tree import iter_tensors
 from rayzero.engine.zero.runtime import ZeroRuntime
 
 
@@ -42,48 +42,47 @@ def bytes_by_class(runtime: ZeroRuntime, optimizer: ShardedOptimizer) -> dict[st
     zero_hpz_partition_size), slots, staging. Bytes in host memory or files have the same names with
     the prefix `host_` or `disk_`.
     """
-    slots = runtime.grad_buffers.buffers if runtime.grad_buffers is not None else []
+    scheduler, reduction = runtime.unshard_scheduler, runtime.grad_reduction
+    gather = scheduler.weight_gather if scheduler is not None else None
+    grad_buffers = runtime.grad_buffers.buffers if runtime.grad_buffers is not None else []
     gathered = runtime.gather_buffers.total_bytes if runtime.gather_buffers is not None else 0
-    gather = (
-        runtime.unshard_scheduler.weight_gather if runtime.unshard_scheduler is not None else None
-    )
-    found = Counter(
-        model_weights=sum(one.nbytes for one in runtime.ungrouped_params),
+    total = Counter(
+        model_weights=sum(param.nbytes for param in runtime.ungrouped_params),
         main_weights=0,
         main_grads=0,
         optimizer_state=0,
-        error_feedback=sum(one.feedback.nbytes for one in runtime.grad_reduction.residuals)
-        + sum(one.nbytes for _, one in runtime.grad_reduction.replicated_state()),
+        error_feedback=sum(residual.feedback.nbytes for residual in reduction.residuals)
+        + sum(tensor.nbytes for _, tensor in reduction.replicated_state()),
         second_shards=gather.secondary_bytes if gather is not None else 0,
-        slots=sum(one.nbytes for one in slots) + gathered,
+        slots=sum(buffer.nbytes for buffer in grad_buffers) + gathered,
         staging=runtime.collectives.staging_bytes
-        + runtime.grad_reduction.buffer_bytes
+        + reduction.buffer_bytes
         + (gather.buffer_bytes if gather is not None else 0),
     )
-    for name, place, tensor in _persistent_tensors(runtime, optimizer):
-        found[name if place is MemoryKind.DEVICE else f"{place.value}_{name}"] += tensor.nbytes
+    for name, kind, tensor in _persistent_tensors(runtime, optimizer):
+        total[name if kind is MemoryKind.DEVICE else f"{kind.value}_{name}"] += tensor.nbytes
     if runtime.offload.staging_bytes:
-        found["host_staging"] = runtime.offload.staging_bytes
-    return dict(found)
+        total["host_staging"] = runtime.offload.staging_bytes
+    return dict(total)
 
 
 def _persistent_tensors(
     runtime: ZeroRuntime, optimizer: ShardedOptimizer
-) -> Iterable[tuple[str, MemoryKind, Tensor]]:
+) -> Iterator[tuple[str, MemoryKind, Tensor]]:
     """All of the engine's tensors that persist between two steps, each once."""
     for unit in runtime.units:
-        yield "model_weights", unit.weights.memory_kind, unit.weights.persistent_tensor
-        if unit.main_weights is not None and _storage_address(
-            unit.main_weights
-        ) != _storage_address(unit.weights.persistent_tensor):
-            yield "main_weights", unit.state_store.memory_kind, unit.main_weights
+        weights = unit.weights.persistent_tensor
+        yield "model_weights", unit.weights.memory_kind, weights
+        main = unit.main_weights
+        if main is not None and _storage_address(main) != _storage_address(weights):
+            yield "main_weights", unit.state_store.memory_kind, main
         if unit.grads is not None:
-            for place, tensor in unit.grads.persistent_tensors.items():
-                yield "main_grads", place, tensor
-    for run in optimizer.shards:
-        for value in optimizer.torch_optimizer.state.get(run.weight, {}).values():
+            for kind, tensor in unit.grads.persistent_tensors.items():
+                yield "main_grads", kind, tensor
+    for shard in optimizer.shards:
+        for value in optimizer.torch_optimizer.state.get(shard.weight, {}).values():
             if isinstance(value, Tensor) and value.ndim > 0:
-                yield "optimizer_state", run.unit.state_store.memory_kind, value
+                yield "optimizer_state", shard.unit.state_store.memory_kind, value
 
 
 def _storage_address(tensor: Tensor) -> int:
@@ -91,7 +90,7 @@ def _storage_address(tensor: Tensor) -> int:
 
 
 # Dense peak of the tensor cores for bf16 and fp16, in flops a second, from the vendors' data
-# sheets; the longer name first. fp32 is reckoned as TF32: half of it.
+# sheets; the longer name first. fp32 is counted as TF32: half of it.
 _PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -119,70 +118,42 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return peak / 2 if dtype is torch.float32 else None
 
 
-class FlopMeter:
-    """Counts the first micro-step of a run; later ones are the same.
-
-    Args:
-        enabled: whether to count. The counter imports torch's compiler, which takes seconds, so it
-            is used only where the device's peak is known.
-
-    Attributes:
-        micro_step_flops: flops of forward and backward of one micro-step on this rank; 0 until
-        known.
-    """
-
-    def __init__(self, enabled: bool) -> None:
-        self.micro_step_flops = 0
-        self._enabled = enabled
-        self._forward_flops = 0
-
-    @contextmanager
-    def track_forward(self) -> Iterator[None]:
-        """Around a forward. It counts only if a backward follows."""
-        if not self._enabled or self.micro_step_flops or not torch.is_grad_enabled():
-            yield
-            return
-        with FlopCounterMode(display=False) as counter:
-            yield
-        self._forward_flops += counter.get_total_flops()
-
-    @contextmanager
-    def track_backward(self) -> Iterator[None]:
-        """Around the backward."""
-        if self.micro_step_flops or not self._forward_flops:
-            yield
-            return
-        with FlopCounterMode(display=False) as counter:
-            yield
-        self.micro_step_flops = self._forward_flops + counter.get_total_flops()
-
-
 class StepWork:
     """Sums a step's work on this rank, from which that of all ranks is estimated.
+
+    Flops are counted in the first micro-step of a run, since later ones are the same, and only if
+    the device's peak is known: the counter imports torch's compiler, which takes seconds.
 
     Args:
         micro_steps: per step.
         peak: the device's flops per second; None if unknown.
+
+    Attributes:
+        micro_step_flops: of forward and backward of one micro-step on this rank; 0 until counted.
     """
 
     def __init__(self, micro_steps: int, peak: float | None) -> None:
+        self.micro_step_flops = 0
         self._micro_steps = micro_steps
         self._peak_flops = peak
-        self._flop_meter = FlopMeter(enabled=peak is not None)
+        self._forward_flops = 0
         self._pending_tokens = 0  # tokens of a forward that may get a backward
         self._tokens = 0
         self._weight = 0.0
 
     @contextmanager
     def track_forward(self, inputs: Any) -> Iterator[None]:
-        """Around a forward of `inputs`. Tokens are the elements of the first integer tensor
-        with more dimensions than the batch's."""
-        if torch.is_grad_enabled():
-            self._pending_tokens = next(
-                (one.numel() for one in iter_tensors(inputs) if _is_token_ids(one)), 0
-            )
-        with self._flop_meter.track_forward():
+        """Around a forward of `inputs`, which counts if a backward follows. Tokens are the elements
+        of the first integer tensor with more dimensions than the batch's."""
+        if not torch.is_grad_enabled():
             yield
+            return
+        token_ids = (tensor for tensor in iter_tensors(inputs) if _is_token_ids(tensor))
+        self._pending_tokens = next(token_ids, torch.empty(0)).numel()
+        with self._counter(enabled=self._peak_flops is not None) as counter:
+            yield
+        if counter is not None:
+            self._forward_flops += counter.get_total_flops()
 
     @contextmanager
     def track_backward(self, weight: float) -> Iterator[None]:
@@ -190,8 +161,15 @@ class StepWork:
         self._tokens += self._pending_tokens
         self._weight += weight
         self._pending_tokens = 0
-        with self._flop_meter.track_backward():
+        with self._counter(enabled=self._forward_flops > 0) as counter:
             yield
+        if counter is not None:
+            self.micro_step_flops = self._forward_flops + counter.get_total_flops()
+
+    def _counter(self, *, enabled: bool) -> AbstractContextManager[FlopCounterMode | None]:
+        if enabled and not self.micro_step_flops:
+            return FlopCounterMode(display=False)
+        return nullcontext()
 
     def end_step(self, step_s: float) -> dict[str, float]:
         """Returns the step's metrics, as far as they are known, and resets them.
@@ -201,8 +179,8 @@ class StepWork:
         metrics = {}
         if self._tokens and self._weight:
             metrics["step_tokens"] = self._tokens / self._weight
-        if self._flop_meter.micro_step_flops and self._peak_flops is not None:
-            metrics["flops_per_s"] = self._flop_meter.micro_step_flops * self._micro_steps / step_s
+        if self.micro_step_flops and self._peak_flops is not None:
+            metrics["flops_per_s"] = self.micro_step_flops * self._micro_steps / step_s
             metrics["mfu"] = metrics["flops_per_s"] / self._peak_flops
         self._tokens, self._weight = 0, 0.0
         return metrics

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from rayzero.engine.runtime_builder import make_runtime
 from rayzero.engine.session import HostSession
 from rayzero.engine.settings import Settings
 from rayzero.engine.state.training import TrainingState
+from rayzero.engine.training_step import TrainingStep
 from rayzero.engine.zero.build import BuildContext
 from rayzero.engine.zero.deferred_init import Materializer, ScratchBuffer, zero_init
 from rayzero.engine.zero.placement import STAGES
@@ -37,30 +37,16 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 SchedulerLike = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
 
 
-@dataclass(frozen=True)
-class EngineParts:
-    """The parts of one engine, all on the same rank and for the same world size."""
-
-    module: nn.Module
-    runtime: ZeroRuntime
-    optimizer: ShardedOptimizer
-    scheduler: Scheduler | None
-    state: TrainingState
-    settings: Settings
-    meter: StepMeter
-
-
-def build_parts(
+def build_training_step(
     config: EngineConfig,
-    model: nn.Module | Callable[[], nn.Module] | None,
+    model: nn.Module,
     optimizer: OptimizerLike | None,
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
     lr_scheduler: SchedulerLike | None,
     session: HostSession | None,
-) -> EngineParts:
+) -> TrainingStep:
     """Builds an engine's parts from a checked config; the host's session may have a state to
     restore. Collective."""
-    model = _call_model_fn(model)
     with session.resume_from() if session is not None else nullcontext() as source:
         if source is not None:
             config = _with_saved_batch_sizes(config, source.metadata(0))
@@ -72,10 +58,11 @@ def build_parts(
         if isinstance(runtime.grad_reduction, OneBitAdamReduction):
             runtime.grad_reduction.track_optimizer(sharded)
         schedule = _make_schedule(sharded.torch_optimizer, lr_scheduler, config)
+        batches = settings.batches
         progress = TrainingProgress(
-            micro_batch_weight=settings.micro_batch_weight,
-            global_batch=settings.batches.global_batch,
-            micro_batch=settings.batches.micro_batch,
+            micro_batch_weight=1.0 / (batches.micro_steps * runtime.collectives.world_size),
+            global_batch=batches.global_batch,
+            micro_batch=batches.micro_batch,
         )
         state = TrainingState(model, runtime, sharded, schedule, progress, context.device)
         if source is not None:
@@ -83,9 +70,9 @@ def build_parts(
     peak = config.rayzero.peak_flops or peak_flops(
         context.device, context.precision.model_dtype(torch.float32)
     )
-    work = StepWork(settings.batches.micro_steps, peak)
-    meter = StepMeter(runtime, sharded, progress, session, settings.log_every_steps, work)
-    return EngineParts(model, runtime, sharded, schedule, state, settings, meter)
+    work = StepWork(batches.micro_steps, peak)
+    meter = StepMeter(runtime, sharded, progress, session, config.steps_per_print, work)
+    return TrainingStep(runtime, sharded, schedule, state, settings, meter)
 
 
 def _resolve_param_groups(
@@ -107,8 +94,8 @@ def _with_saved_batch_sizes(config: EngineConfig, saved: dict[str, Any]) -> Engi
     """The config with the batch sizes of the saved state, so that a step has the same samples at
     any world size. A config with another global batch keeps its own."""
     total = saved.get("global_batch")
-    asked, steps = config.train_batch_size, config.gradient_accumulation_steps
-    if total is None or asked not in (None, total) or (asked == total and steps is None):
+    given, steps = config.train_batch_size, config.gradient_accumulation_steps
+    if total is None or given not in (None, total) or (given == total and steps is None):
         return config
     sizes = {
         "train_batch_size": total,
@@ -148,32 +135,24 @@ def _resolve_settings(
 ) -> Settings:
     world_size = context.collectives.world_size
     batches = resolve_batch_sizes(config, world_size, shares)
-    return Settings(
-        stage=config.zero_optimization.stage,
-        batches=batches,
-        clip_norm=config.gradient_clipping,
-        log_every_steps=config.steps_per_print,
-        device=context.device,
-        micro_batch_weight=1.0 / (batches.micro_steps * world_size),
-        post_reduce_scale=post_reduce_scale(
-            batches.micro_steps,
-            world_size,
-            average_before_reduce=context.precision.average_before_reduce,
-            prescale=config.prescale_gradients,
-            predivide=config.gradient_predivide_factor,
-        ),
-        config=config,
+    scale = post_reduce_scale(
+        batches.micro_steps,
+        world_size,
+        average_before_reduce=context.precision.average_before_reduce,
+        prescale=config.prescale_gradients,
+        predivide=config.gradient_predivide_factor,
     )
+    return Settings(config, batches, context.device, scale)
 
 
 def make_loader(
-    parts: EngineParts,
+    step: TrainingStep,
     data: MapDataset,
     collate_fn: Callable[[list[Any]], Any] | None,
     session: HostSession | None,
 ) -> StepLoader:
     """The loader of this rank's part of every step."""
-    batches, collectives = parts.settings.batches, parts.runtime.collectives
+    batches, collectives = step.settings.batches, step.runtime.collectives
     step_plan = assign_step(
         batches.global_batch,
         collectives.world_size,
@@ -185,14 +164,15 @@ def make_loader(
         data,
         session.seed if session is not None else 0,
         step_plan,
-        parts.state.progress,
+        step.state.progress,
         session,
         collate_fn,
-        parts.settings.device,
+        step.settings.device,
     )
 
 
-def _call_model_fn(model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
+def make_model(model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
+    """The model, or what a function that builds it returns, without allocating its memory."""
     if isinstance(model, nn.Module):
         return model
     if not callable(model):

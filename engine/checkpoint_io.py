@@ -51,7 +51,7 @@ def save_checkpoint(
         raise ConfigError(
             f"save_checkpoint got different tags: {tags}", allowed="the same tag on every rank"
         )
-    saver = RankSaver(state, collectives, settings.device, settings.stage)
+    saver = RankSaver(state, collectives, settings.device, settings.config.zero_optimization.stage)
     saver.save(folder, tag, answers[0][1], latest=latest, frozen=include_frozen)
 
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.builder import EngineParts, SchedulerLike, build_parts, make_loader
+from rayzero.engine.builder import SchedulerLike, build_training_step, make_loader, make_model
 from rayzero.engine.checkpoint_io import load_checkpoint, save_checkpoint
 from rayzero.engine.config.explain import log_explanation
 from rayzero.engine.data.loader import MapDataset, StepLoader
@@ -53,22 +53,13 @@ class Engine:
 
     training_dataloader: StepLoader | None = None
 
-    def __init__(self, parts: EngineParts) -> None:
-        self.module = parts.module
-        self.progress = parts.state.progress
-        self.state = parts.state
-        self.lr_scheduler = parts.scheduler
-        self._runtime = parts.runtime
-        self._optimizer = parts.optimizer
-        self._meter = parts.meter
-        self._step = TrainingStep(
-            parts.runtime,
-            parts.optimizer,
-            parts.scheduler,
-            parts.state,
-            parts.settings,
-            parts.meter,
-        )
+    def __init__(self, module: nn.Module, step: TrainingStep) -> None:
+        self.module = module
+        self.progress = step.state.progress
+        self.state = step.state
+        self.lr_scheduler = step.scheduler
+        self._step = step
+        self._runtime = step.runtime
         _engines[self] = None
 
     @classmethod
@@ -106,12 +97,13 @@ class Engine:
         """
         session = current_session()
         parsed = resolve_config(config, optimizer, lr_scheduler, session)
-        parts = build_parts(
-            parsed.config, model, optimizer, model_parameters, lr_scheduler, session
+        module = make_model(model)
+        step = build_training_step(
+            parsed.config, module, optimizer, model_parameters, lr_scheduler, session
         )
-        engine = cls(parts)
+        engine = cls(module, step)
         if training_data is not None:
-            engine.training_dataloader = make_loader(parts, training_data, collate_fn, session)
+            engine.training_dataloader = make_loader(step, training_data, collate_fn, session)
         if session is not None:
             session.on_engine_ready(engine)
         if engine.rank == 0:
@@ -120,10 +112,10 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; its inputs are cast to the precision of the weights."""
-        self._meter.enter_phase("forward")
+        self._step.meter.enter_phase("forward")
         precision = self._runtime.precision
         cast = precision.cast_inputs
-        with self._meter.step_work.track_forward((args, kwargs)), precision.forward_context():
+        with self._step.meter.step_work.track_forward((args, kwargs)), precision.forward_context():
             return self.module(*cast(args), **cast(kwargs))
 
     forward = __call__
@@ -180,7 +172,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The full model in CPU memory on rank 0, an empty dict on the others. Collective."""
-        self._meter.enter_phase("gather")
+        self._step.meter.enter_phase("gather")
         return full_state_dict(self.module, self._runtime)
 
     def save(
@@ -262,13 +254,14 @@ class Engine:
     @property
     def metrics(self) -> StepMetrics:
         """Loss, norm, times, bytes and traffic, as of the last finished step."""
-        return self._meter.metrics
+        return self._step.meter.metrics
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The torch optimizer, which `step()` steps: do not step it yourself. None where the engine
         only evaluates."""
-        return None if isinstance(self._optimizer, NoOptimizer) else self._optimizer.torch_optimizer
+        sharded = self._step.optimizer
+        return None if isinstance(sharded, NoOptimizer) else sharded.torch_optimizer
 
     @property
     def settings(self) -> Settings:

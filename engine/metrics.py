@@ -157,9 +157,6 @@ class StepMeter:
         self.step_work = work
         self.phases = PhaseTimer(session.on_phase if session else None)
         self.enter_phase = self.phases.enter
-        self.step_requests: Callable[[], StepRequests] = (
-            session.step_requests if session else _no_requests
-        )
         self._runtime = runtime
         self._optimizer = optimizer
         self._progress = progress
@@ -171,6 +168,10 @@ class StepMeter:
         self._bytes_by_class: dict[str, int] = {}
         self._applied_steps = 0
         self.last_step: dict[str, Any] = {}
+
+    def step_requests(self) -> StepRequests:
+        """The host's requests for the vote of this step."""
+        return self._session.step_requests() if self._session is not None else NO_REQUESTS
 
     def end_step(self, vote: StepVote, lr: float) -> None:
         """Called when a step has finished or was skipped."""
@@ -227,7 +228,3 @@ class StepMeter:
             )
         elif self._log_every_steps and step % self._log_every_steps == 0:
             log.info("step %d: loss %.4f, lr %.3g", step, vote.loss, self.last_step["lr"])
-
-
-def _no_requests() -> StepRequests:
-    return NO_REQUESTS

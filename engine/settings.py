@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,38 +25,19 @@ DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 1e-
 
 @dataclass(frozen=True)
 class Settings:
-    """Fixed for one world size, except for the batch sizes.
+    """A run's checked config, and what follows from it for one world size.
 
     Attributes:
-        stage: the ZeRO stage.
         batches: samples per step, samples per micro-batch, micro-steps per step.
-        clip_norm: gradients are clipped to this L2 norm; 0 for never.
-        log_every_steps: rank 0 logs a line every this many steps; None for never.
         device: of the model.
-        micro_batch_weight: the weight of a micro-batch of average size.
         post_reduce_scale: reduced gradients are still to be multiplied by it, and divided by the
             loss scale; see `rayzero.engine.precision.policy`.
-        config: the checked config that all of it follows from.
     """
 
-    stage: int
-    batches: BatchSizes
-    clip_norm: float
-    log_every_steps: int | None
-    device: torch.device
-    micro_batch_weight: float
-    post_reduce_scale: float
     config: EngineConfig
-
-    def initial_grad(self, weight: float) -> float:
-        """The gradient of a micro-batch's loss of this weight, before loss scaling."""
-        return weight / self.post_reduce_scale
-
-    def with_batch_sizes(self, micro_batch: int, micro_steps: int, world_size: int) -> Settings:
-        """These settings with another number of samples per step."""
-        sizes = BatchSizes(micro_batch * micro_steps * world_size, micro_batch, micro_steps)
-        weight = 1.0 / (micro_steps * world_size)
-        return replace(self, batches=sizes, micro_batch_weight=weight)
+    batches: BatchSizes
+    device: torch.device
+    post_reduce_scale: float
 
 
 def resolve_config(
@@ -73,11 +54,10 @@ def resolve_config(
     if config is None and session is not None:
         config = session.engine_config
     if config is None and optimizer is None:
-        if is_rank_zero():
-            log.warning(
-                "neither a config nor an optimizer was given: AdamW with a learning rate of 1e-3, "
-                "and the default of every other setting, are used"
-            )
+        _warn_once_per_job(
+            "neither a config nor an optimizer was given: AdamW with a learning rate of 1e-3, and "
+            "the default of every other setting, are used"
+        )
         return parse_with_provenance({"optimizer": DEFAULT_OPTIMIZER})
     parsed = parse_with_provenance(config)
     if optimizer is None and parsed.config.optimizer is None:
@@ -95,13 +75,11 @@ def _check_evaluation_only(*, in_job: bool, has_scheduler: bool) -> None:
             allowed='"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}} in the engine '
             "config, or initialize(optimizer=...)",
         )
-    if is_rank_zero():
-        log.warning(
-            "no optimizer was given: the engine only evaluates, and the model's parameters are "
-            "frozen"
-        )
+    _warn_once_per_job(
+        "no optimizer was given: the engine only evaluates, and the model's parameters are frozen"
+    )
 
 
-def is_rank_zero() -> bool:
-    """By the environment: before a process group exists."""
-    return int(os.environ.get("RANK", "0")) == 0
+def _warn_once_per_job(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # there may be no process group yet
+        log.warning(text)

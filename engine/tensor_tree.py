@@ -1,4 +1,4 @@
-"""Map a function over the tensors of a nested container.
+"""The tensors of a nested container: iterate over them, map a function over them.
 
 `torch.utils._pytree` is private and would need a registration for every container class of
 transformers; here mappings and dataclasses are handled by what they are.
@@ -8,10 +8,25 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
+
+
+def iter_tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested mappings, lists, tuples and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for child in value.values():
+            yield from iter_tensors(child)
+    elif isinstance(value, list | tuple):
+        for child in value:
+            yield from iter_tensors(child)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from iter_tensors(getattr(value, field.name))
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

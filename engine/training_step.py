@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -70,23 +71,19 @@ class StepTracker:
     """
 
     def __init__(self) -> None:
-        self._phase = StepPhase.EMPTY
+        self.phase = StepPhase.EMPTY
         self.boundary = Boundary.COUNTED
         self.no_sync = False
         self.applied = False
 
     @property
-    def phase(self) -> StepPhase:
-        return self._phase
-
-    @property
     def has_gradients(self) -> bool:
         """Whether a backward of this step has run."""
-        return self._phase in (StepPhase.STEP_PENDING, StepPhase.ACCUMULATING, StepPhase.UPDATING)
+        return self.phase in (StepPhase.STEP_PENDING, StepPhase.ACCUMULATING, StepPhase.UPDATING)
 
     @property
     def step_pending(self) -> bool:
-        return self._phase is StepPhase.STEP_PENDING
+        return self.phase is StepPhase.STEP_PENDING
 
     @property
     def skips_step(self) -> bool:
@@ -106,19 +103,19 @@ class StepTracker:
             RuntimeError: that phase does not follow this one: an error in the engine, not the
             script.
         """
-        if phase not in _TRANSITIONS[self._phase]:
-            raise RuntimeError(f"the step cannot go from {self._phase.name} to {phase.name}")
-        self._phase = phase
+        if phase not in _TRANSITIONS[self.phase]:
+            raise RuntimeError(f"the step cannot go from {self.phase.name} to {phase.name}")
+        self.phase = phase
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around one backward. If it fails, the script may call it again."""
-        before = self._phase
+        before = self.phase
         self.move_to(StepPhase.BACKWARD)
         try:
             yield
         except BaseException:
-            self._phase = before
+            self.phase = before
             raise
         deferred = self.no_sync or self.boundary is Boundary.NOT_LAST
         self.move_to(StepPhase.ACCUMULATING if deferred else StepPhase.STEP_PENDING)
@@ -135,35 +132,30 @@ class StepTracker:
         self.move_to(StepPhase.EMPTY)
 
 
+@dataclass
 class TrainingStep:
-    """Runs backward, and updates the weights at the end of a step.
+    """The parts of one engine, and the training step over them: backward, and the update of the
+    weights at the end of a step.
 
     Attributes:
         settings: batch sizes may be replaced between two steps.
     """
 
-    def __init__(
-        self,
-        runtime: ZeroRuntime,
-        optimizer: ShardedOptimizer,
-        scheduler: Scheduler | None,
-        state: TrainingState,
-        settings: Settings,
-        meter: StepMeter,
-    ) -> None:
-        self.settings = settings
-        self.tracker = StepTracker()
-        self._runtime = runtime
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._state = state
-        self._progress = state.progress
-        self._meter = meter
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=settings.device)
+    runtime: ZeroRuntime
+    optimizer: ShardedOptimizer
+    scheduler: Scheduler | None
+    state: TrainingState
+    settings: Settings
+    meter: StepMeter
+    tracker: StepTracker = field(default_factory=StepTracker)
+
+    def __post_init__(self) -> None:
+        self._progress = self.state.progress
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.settings.device)
 
     @property
     def loss_scale(self) -> float:
-        return self._runtime.precision.scaler.value
+        return self.runtime.precision.scaler.value
 
     @property
     def is_boundary(self) -> bool:
@@ -180,14 +172,14 @@ class TrainingStep:
         self._check_backward(loss)
         tracker = self.tracker
         first, last = not tracker.has_gradients, not tracker.no_sync and self.is_boundary
-        self._meter.enter_phase("backward")
+        self.meter.enter_phase("backward")
         with tracker.backward():
-            running = self._runtime.backward_pass(first=first, last=last)
-            with self._meter.step_work.track_backward(weight), running:
+            running = self.runtime.backward_pass(first=first, last=last)
+            with self.meter.step_work.track_backward(weight), running:
                 grad = torch.full_like(loss, self._initial_grad(weight, loss.dtype))
                 torch.autograd.backward(loss, grad, retain_graph=retain_graph)
             self._loss_sum.add_(loss.detach(), alpha=weight)
-            self._meter.phases.leave()
+            self.meter.phases.leave()
 
     def step(self) -> None:
         """See `Engine.step`."""
@@ -196,7 +188,7 @@ class TrainingStep:
         if tracker.skips_step:
             return
         if not tracker.step_pending:
-            if isinstance(self._optimizer, NoOptimizer):
+            if isinstance(self.optimizer, NoOptimizer):
                 raise no_optimizer_error("step")
             raise EngineError(
                 "step() was called without a backward() before it",
@@ -209,9 +201,9 @@ class TrainingStep:
         with tracker.update():
             vote, lr = self._update()
         if vote.finite:  # the state is complete without it: weights can be gathered again
-            self._meter.enter_phase("publish")
-            self._runtime.sync_model_weights()
-        self._meter.end_step(vote, lr)
+            self.meter.enter_phase("publish")
+            self.runtime.sync_model_weights()
+        self.meter.end_step(vote, lr)
 
     def discard_gradients(self) -> None:
         """Forgets the gradients and losses of unfinished micro-steps."""
@@ -220,13 +212,13 @@ class TrainingStep:
 
     def _update(self) -> tuple[StepVote, float]:
         """Agrees on the step with all ranks, and applies it; the learning rate that it used."""
-        self._meter.enter_phase("reduce")
+        self.meter.enter_phase("reduce")
         factor = self.settings.post_reduce_scale / self.loss_scale
-        vote = self._runtime.vote(self._loss_sum, factor, self._meter.step_requests())
-        lr = self._optimizer.lr
+        vote = self.runtime.vote(self._loss_sum, factor, self.meter.step_requests())
+        lr = self.optimizer.lr
         if vote.finite:
-            self._meter.enter_phase("update")
-        with self._state.updating():
+            self.meter.enter_phase("update")
+        with self.state.updating():
             self._apply_vote(vote, factor)
         self.tracker.applied = vote.finite
         self._loss_sum.zero_()
@@ -235,13 +227,13 @@ class TrainingStep:
     def _apply_vote(self, vote: StepVote, factor: float) -> None:
         """Changes the state from one step to the next. No collectives except LAMB's and Muon's."""
         if vote.finite:
-            clip = vote.clip_factor(self.settings.clip_norm)
-            self._optimizer.step(factor * clip)
-            if self._scheduler is not None:
-                self._scheduler.step()
+            clip = vote.clip_factor(self.settings.config.gradient_clipping)
+            self.optimizer.step(factor * clip)
+            if self.scheduler is not None:
+                self.scheduler.step()
         else:
-            self._runtime.grad_reduction.discard_residuals()
-        self._runtime.update_loss_scale(overflow=not vote.finite)
+            self.runtime.grad_reduction.discard_residuals()
+        self.runtime.update_loss_scale(overflow=not vote.finite)
         self._progress.skipped_steps += not vote.finite
         self._progress.micro_step = 0
         self._progress.step += 1
@@ -249,10 +241,10 @@ class TrainingStep:
 
     def _initial_grad(self, weight: float, dtype: torch.dtype) -> float:
         """The gradient of the loss itself; infinite if a 16-bit loss cannot represent it."""
-        return clamp_to_dtype(self.settings.initial_grad(weight) * self.loss_scale, dtype)
+        return clamp_to_dtype(weight / self.settings.post_reduce_scale * self.loss_scale, dtype)
 
     def _check_backward(self, loss: Tensor) -> None:
-        if isinstance(self._optimizer, NoOptimizer):
+        if isinstance(self.optimizer, NoOptimizer):
             raise no_optimizer_error("backward")
         if self.tracker.step_pending:
             raise EngineError(

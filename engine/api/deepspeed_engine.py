@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -18,12 +19,12 @@ from rayzero.engine.api.alternatives import NOT_DELEGATED, unsupported_attribute
 from rayzero.engine.checkpoint.export_model import write_model_file
 from rayzero.engine.checkpoint_io import load_model_state, without_frozen
 from rayzero.engine.comm.collectives import run_on_all_ranks
-from rayzero.engine.config.model import OptimizerConfig, SchedulerConfig
+from rayzero.engine.config import BatchSizes, EngineConfig, OptimizerConfig, SchedulerConfig
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.state.load import LoadOptions
 from rayzero.engine.training_step import Boundary
-from rayzero.engine.zero.placement import STAGES, Placement
+from rayzero.engine.zero.placement import STAGES, Placement, Stage
 
 T = TypeVar("T")
 
@@ -35,6 +36,15 @@ def _getter(read: Callable[[DeepSpeedEngine], T]) -> Callable[[DeepSpeedEngine],
         return read(self)
 
     return get
+
+
+def _config(engine: Engine) -> EngineConfig:
+    return engine.settings.config
+
+
+def _stage(engine: Engine) -> Stage:
+    """As configured, also on one rank."""
+    return STAGES[_config(engine).zero_optimization.stage]
 
 
 def _type(section: OptimizerConfig | SchedulerConfig | None) -> str | None:
@@ -69,7 +79,7 @@ class DeepSpeedEngine(Engine):
 
     def get_global_grad_norm(self) -> float | None:
         """The L2 norm of the last step's gradient before clipping; None before the first."""
-        return self._meter.last_step.get("grad_norm")
+        return self._step.meter.last_step.get("grad_norm")
 
     # Batch sizes
 
@@ -113,11 +123,12 @@ class DeepSpeedEngine(Engine):
                 allowed="between two steps, with batches that the script makes itself",
                 fix="train_batch_size in the config",
             )
-        settings = self.settings.with_batch_sizes(micro_batch, micro_steps, self.world_size)
-        self._step.settings = settings
-        self.progress.global_batch = settings.batches.global_batch
+        global_batch = micro_batch * micro_steps * self.world_size
+        batches = BatchSizes(global_batch, micro_batch, micro_steps)
+        self._step.settings = replace(self.settings, batches=batches)
+        self.progress.global_batch = global_batch
         self.progress.micro_batch = micro_batch
-        self.progress.micro_batch_weight = settings.micro_batch_weight
+        self.progress.micro_batch_weight = micro_batch / global_batch
 
     # Accumulation boundary
 
@@ -174,23 +185,21 @@ class DeepSpeedEngine(Engine):
 
     # Config
 
-    zero_optimization_stage = _getter(lambda engine: engine.settings.stage)
-    zero_optimization = _getter(
-        lambda engine: STAGES[engine.settings.stage].optimizer_state is Placement.SHARDED
-    )
+    zero_optimization_stage = _getter(lambda engine: _config(engine).zero_optimization.stage)
+    zero_optimization = _getter(lambda engine: _stage(engine).optimizer_state is Placement.SHARDED)
     zero_optimization_partition_gradients = _getter(
-        lambda engine: STAGES[engine.settings.stage].main_grads is Placement.SHARDED
+        lambda engine: _stage(engine).main_grads is Placement.SHARDED
     )
     zero_optimization_partition_weights = _getter(
-        lambda engine: STAGES[engine.settings.stage].model_weights is Placement.SHARDED
+        lambda engine: _stage(engine).model_weights is Placement.SHARDED
     )
-    gradient_clipping = _getter(lambda engine: engine.settings.clip_norm)
-    steps_per_print = _getter(lambda engine: engine.settings.log_every_steps)
-    bfloat16_enabled = _getter(lambda engine: engine.settings.config.bf16.enabled)
-    optimizer_name = _getter(lambda engine: _type(engine.settings.config.optimizer))
-    optimizer_params = _getter(lambda engine: _params(engine.settings.config.optimizer))
-    scheduler_name = _getter(lambda engine: _type(engine.settings.config.scheduler))
-    scheduler_params = _getter(lambda engine: _params(engine.settings.config.scheduler))
+    gradient_clipping = _getter(lambda engine: _config(engine).gradient_clipping)
+    steps_per_print = _getter(lambda engine: _config(engine).steps_per_print)
+    bfloat16_enabled = _getter(lambda engine: _config(engine).bf16.enabled)
+    optimizer_name = _getter(lambda engine: _type(_config(engine).optimizer))
+    optimizer_params = _getter(lambda engine: _params(_config(engine).optimizer))
+    scheduler_name = _getter(lambda engine: _type(_config(engine).scheduler))
+    scheduler_params = _getter(lambda engine: _params(_config(engine).scheduler))
 
     def to(self, device: torch.device | str | int) -> Self:
         """Does nothing: the model is on its device already. Raises EngineError for another one."""

@@ -170,7 +170,7 @@ def _grad_slices(engine: Engine, location: ParamLocation) -> list[ParamSlice]:
 
 
 def _optimizer_state_slices(engine: Engine, location: ParamLocation, key: str) -> list[ParamSlice]:
-    optimizer = engine._optimizer
+    optimizer = engine._step.optimizer
     return location.optimizer_state(optimizer.shards, optimizer.torch_optimizer.state, key)
 
 

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.precision.policy import Precision
-from rayzero.engine.zero.hooks import iter_tensors
+from rayzero.engine.tensor_tree import iter_tensors
 
 
 class LiveBytes(TorchDispatchMode):

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.zero.hooks import iter_tensors
+from rayzero.engine.tensor_tree import iter_tensors
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,25 +10,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.errors import EngineError
+from rayzero.engine.tensor_tree import iter_tensors
 from rayzero.engine.zero.gather_buffers import Block, BlockState
 from rayzero.engine.zero.reducer import Reducer
 from rayzero.engine.zero.unit import Unit
 from rayzero.engine.zero.unshard import UnshardScheduler
-
-
-def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested mappings, lists, tuples and dataclasses, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for child in value.values():
-            yield from iter_tensors(child)
-    elif isinstance(value, list | tuple):
-        for child in value:
-            yield from iter_tensors(child)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from iter_tensors(getattr(value, field.name))
 
 
 def hook_gradients(units: list[Unit], reducer: Reducer) -> list[RemovableHandle]:

@@ -8,45 +8,38 @@ from torch import nn
 
 import rayzero
 from examples.gpt.model import GPT, GPTConfig
-from rayzero.engine.accounting import FlopMeter, StepWork, peak_flops
+from rayzero.engine.accounting import StepWork, peak_flops
 
 
-def one_micro_step(meter: FlopMeter) -> None:
+def one_micro_step(work: StepWork) -> None:
     layer = nn.Linear(8, 16)
     x = torch.ones(4, 8, requires_grad=True)
-    with meter.track_forward():
+    with work.track_forward(x):
         y = layer(x)
-    with meter.track_backward():
+    with work.track_backward(1.0):
         y.sum().backward()
 
 
 def test_a_linear_layer_is_three_matrix_products():
-    meter = FlopMeter(enabled=True)
-    one_micro_step(meter)
-    assert meter.micro_step_flops == 3 * 2 * 4 * 8 * 16
-    one_micro_step(meter)
-    assert meter.micro_step_flops == 3 * 2 * 4 * 8 * 16, "counted once"
+    work = StepWork(1, peak=1.0)
+    one_micro_step(work)
+    assert work.micro_step_flops == 3 * 2 * 4 * 8 * 16
+    one_micro_step(work)
+    assert work.micro_step_flops == 3 * 2 * 4 * 8 * 16, "counted once"
 
 
 def test_an_evaluation_before_the_first_step_does_not_count():
-    meter = FlopMeter(enabled=True)
-    with torch.no_grad(), meter.track_forward():
+    work = StepWork(1, peak=1.0)
+    with torch.no_grad(), work.track_forward(()):
         nn.Linear(8, 8)(torch.ones(1, 8))
-    one_micro_step(meter)
-    assert meter.micro_step_flops == 3 * 2 * 4 * 8 * 16
+    one_micro_step(work)
+    assert work.micro_step_flops == 3 * 2 * 4 * 8 * 16
 
 
-def test_nothing_is_counted_that_nobody_wants():
-    meter = FlopMeter(enabled=False)
-    one_micro_step(meter)
-    assert meter.micro_step_flops == 0
-
-
-def test_what_is_known_is_not_counted_again():
-    meter = FlopMeter(enabled=True)
-    meter.micro_step_flops = 7
-    one_micro_step(meter)
-    assert meter.micro_step_flops == 7
+def test_flops_are_not_counted_without_a_peak():
+    work = StepWork(1, peak=None)
+    one_micro_step(work)
+    assert work.micro_step_flops == 0
 
 
 def test_an_unknown_device_has_no_peak(monkeypatch: pytest.MonkeyPatch):

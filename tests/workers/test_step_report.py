@@ -84,7 +84,7 @@ def test_a_report_is_cheap():
     """Of a model with 400 parameters, which have 1,200 tensors of state."""
     layers: list[Any] = [nn.Linear(4, 4) for _ in range(200)]
     engine, made, _ = trained(nn.Sequential(*layers), 4)
-    meter, took_s = engine._meter, []
+    meter, took_s = engine._step.meter, []
     for _ in range(20):
         before = thread_time()
         made.on_step_end(

@@ -183,11 +183,11 @@ engine.backward(engine(torch.randn(2, width)))
 gc.collect()
 before = anonymous_bytes()  # with gradients, which rest in memory
 peaks = []
-narrow = engine._optimizer._restrict_params
+narrow = engine._step.optimizer._restrict_params
 def watched(runs):
     peaks.append(anonymous_bytes())
     narrow(runs)
-engine._optimizer._restrict_params = watched
+engine._step.optimizer._restrict_params = watched
 engine.step()
 for _ in range(3):
     engine.backward(engine(torch.randn(2, width)))
