@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from importlib import import_module
 from time import monotonic, time
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -24,6 +23,8 @@ from rayzero.orchestrator.top.format import format_size
 if TYPE_CHECKING:
     from rayzero.engine.checkpoint.catalogue import CheckpointInfo
     from rayzero.engine.checkpoint.verify import FileProblem
+
+PROGRESS_INTERVAL_S = 10.0
 
 commands = new_group("List, verify, prune and export checkpoints.", "rayzero ckpt ls runs/gpt")
 
@@ -66,17 +67,20 @@ def verify_command(path: CheckpointPath, as_json: CheckpointLinesFlag = False) -
 
     Exit code 0: all files are intact. 1: a checkpoint is damaged.
     """
-    damaged = False
+    any_damaged = False
     is_single = parse_step(split_url(path)[1]) is not None
     for checkpoint in _require_checkpoints(path):
-        problems, verdict = _verify_one(checkpoint, is_single, as_json)
-        damaged = damaged or any(problem.makes_unusable for problem in problems)
+        is_read = is_single or checkpoint.status != "unfinished"
+        problems = _find_problems(checkpoint, as_json) if is_read else []
+        is_damaged = any(problem.makes_unusable for problem in problems)
+        any_damaged = any_damaged or is_damaged
         if as_json:
             fields = {"problems": [asdict(problem) for problem in problems]}
             print(json.dumps(_checkpoint_json(checkpoint) | fields))
         else:
-            print("\n".join([verdict, *(f"  {problem}" for problem in problems)]))
-    return int(damaged)
+            verdict = "damaged" if is_damaged else "intact" if is_read else checkpoint.problem
+            print(f"step {checkpoint.step}: {verdict}", *problems, sep="\n  ")
+    return int(any_damaged)
 
 
 @commands.command(
@@ -171,24 +175,18 @@ def _require_checkpoints(path: str) -> Sequence[CheckpointInfo]:
     return checkpoints
 
 
-def _verify_one(
-    checkpoint: CheckpointInfo, is_single: bool, as_json: bool
-) -> tuple[list[FileProblem], str]:
-    """Its problems, and a line that sums them up. An unfinished one is read only if `is_single`."""
+def _find_problems(checkpoint: CheckpointInfo, as_json: bool) -> list[FileProblem]:
+    """Reads a checkpoint completely."""
     from rayzero.engine.checkpoint.verify import verify_checkpoint
 
-    step, manifest = checkpoint.step, checkpoint.manifest
     if checkpoint.status == "newer":
         raise ConfigError(
             f"{checkpoint.folder}: {checkpoint.problem}", fix="upgrade rayzero to read it"
         )
-    if checkpoint.status == "unfinished" and not is_single:
-        return [], f"step {step}: {checkpoint.problem}"
+    manifest = checkpoint.manifest
     total = sum(file.block_index.nbytes for file in manifest.files) if manifest else None
-    with _byte_progress(f"step {step}", total, as_json) as progress:
-        problems = list(verify_checkpoint(checkpoint.folder, progress))
-    is_damaged = any(problem.makes_unusable for problem in problems)
-    return problems, f"step {step}: {'damaged' if is_damaged else 'intact'}"
+    with _byte_progress(f"step {checkpoint.step}", total, as_json) as progress:
+        return list(verify_checkpoint(checkpoint.folder, progress))
 
 
 def _find_exportable(path: str) -> CheckpointInfo | None:
@@ -226,15 +224,11 @@ def _checkpoint_json(checkpoint: CheckpointInfo) -> dict[str, Any]:
 
 
 def _table_row(checkpoint: CheckpointInfo) -> tuple[str, ...]:
-    manifest = checkpoint.manifest
-    return (
-        str(checkpoint.step),
-        _format_age(time() - manifest.created_s) if manifest else "-",
-        format_size(sum(entry.nbytes for entry in checkpoint.entries)),
-        str(manifest.world_size) if manifest else "-",
-        "-" if manifest is None or manifest.stage is None else str(manifest.stage),
-        checkpoint.status + (f": {checkpoint.problem}" if checkpoint.problem else ""),
-    )
+    fields = _checkpoint_json(checkpoint)
+    age = "-" if fields["created_s"] is None else _format_age(time() - fields["created_s"])
+    numbers = ("-" if fields[key] is None else str(fields[key]) for key in ("world_size", "stage"))
+    status = checkpoint.status + (f": {checkpoint.problem}" if checkpoint.problem else "")
+    return (str(checkpoint.step), age, format_size(fields["bytes"]), *numbers, status)
 
 
 @contextmanager
@@ -245,7 +239,7 @@ def _byte_progress(text: str, total: int | None, as_json: bool) -> Iterator[Call
 
     console = Console(file=sys.stderr)
     if as_json or not console.is_terminal:
-        yield PeriodicProgress(text, total, partial(print, file=sys.stderr, flush=True))
+        yield print_progress(text, total)
         return
     columns = (TextColumn("{task.description}"), BarColumn(24), DownloadColumn(True))
     with Progress(*columns, TransferSpeedColumn(), console=console, transient=True) as bar:
@@ -253,34 +247,22 @@ def _byte_progress(text: str, total: int | None, as_json: bool) -> Iterator[Call
         yield lambda nbytes: bar.update(task, advance=nbytes)
 
 
-class PeriodicProgress:
-    """Prints the bytes read so far, at most once every `every_s` seconds.
+def print_progress(
+    text: str, total: int | None, clock: Callable[[], float] = monotonic
+) -> Callable[[int], None]:
+    """A function that adds bytes, and prints their sum on stderr at most every 10 s."""
+    total_text = "" if total is None else f" of {format_size(total)}"
+    done, printed_s = 0, clock()
 
-    Args:
-        total: None if unknown.
-    """
+    def add(nbytes: int) -> None:
+        nonlocal done, printed_s
+        done += nbytes
+        if clock() - printed_s >= PROGRESS_INTERVAL_S:
+            printed_s = clock()
+            line = f"{text}: {format_size(done)}{total_text} read"
+            print(line, file=sys.stderr, flush=True)
 
-    def __init__(
-        self,
-        text: str,
-        total: int | None,
-        write: Callable[[str], None],
-        every_s: float = 10.0,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        self._text = text
-        self._total_text = "" if total is None else f" of {format_size(total)}"
-        self._write = write
-        self._every_s = every_s
-        self._clock = clock
-        self._done = 0
-        self._last_print_s = clock()
-
-    def __call__(self, nbytes: int) -> None:
-        self._done += nbytes
-        if (now_s := self._clock()) - self._last_print_s >= self._every_s:
-            self._last_print_s = now_s
-            self._write(f"{self._text}: {format_size(self._done)}{self._total_text} read")
+    return add
 
 
 def _format_age(seconds: float) -> str:

@@ -24,21 +24,16 @@ DASHBOARD_SCHEMES = ("http://", "https://")
 
 JobName: TypeAlias = Annotated[str, typer.Argument(help="Name of the job.", metavar="NAME")]
 JobFile: TypeAlias = Annotated[Path, typer.Argument(help="Job file (YAML).", metavar="JOB.yaml")]
+_ADDRESS_HELP = (
+    "host:port of a Ray cluster; from outside the cluster http://HOST:8265, the address of its "
+    "dashboard. Default: $RAY_ADDRESS; otherwise "
+)
 ClusterAddress: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        help="host:port of a Ray cluster; from outside the cluster http://HOST:8265, the address "
-        "of its dashboard. Default: $RAY_ADDRESS; otherwise every cluster whose head node runs on "
-        "this machine."
-    ),
+    typer.Option(help=f"{_ADDRESS_HELP}every cluster whose head node runs on this machine."),
 ]
 StartAddress: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--address",
-        help="host:port of a Ray cluster; from outside the cluster http://HOST:8265, the address "
-        "of its dashboard. Default: $RAY_ADDRESS; otherwise a local Ray cluster is started.",
-    ),
+    str | None, typer.Option(help=f"{_ADDRESS_HELP}a local Ray cluster is started.")
 ]
 SpecOverrides: TypeAlias = Annotated[
     list[str] | None,

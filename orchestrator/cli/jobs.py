@@ -26,7 +26,8 @@ from rayzero.orchestrator.cli.command import (
 
 if TYPE_CHECKING:
     from rayzero.orchestrator.job.actor import JobActor
-    from rayzero.orchestrator.results import JobStatus
+    from rayzero.orchestrator.job.lookup import RunningJob
+    from rayzero.orchestrator.results import EndedJob, JobStatus
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -78,14 +79,21 @@ def status(
 
     Exit code 0: printed. 1: the job did not respond. 2: no such job.
     """
-    from rayzero.orchestrator.job.lookup import check_job_name
+    from rayzero.orchestrator.job.actor import JobActor
+    from rayzero.orchestrator.job.lookup import RunningJob
+    from rayzero.orchestrator.results import EndedJob
 
-    found = _find_status(check_job_name(name), address, path)
+    job = find_job(name, address, path)
+    if isinstance(job, RunningJob):
+        with closing(job.cluster):
+            status = job.process.call(JobActor.status)
+    else:
+        status = job.status if isinstance(job, EndedJob) else job
     if as_json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(status)))
         return
-    print(f"{name}: {status_line(found)}")
-    for key, value in asdict(found).items():
+    print(f"{name}: {status_line(status)}")
+    for key, value in asdict(status).items():
         if key not in ("name", "state", "step", "steps") and value not in (None, "", 0, {}):
             print(f"  {key}: {_format_field(key, value)}")
 
@@ -164,6 +172,36 @@ def call_job(
         return job.process.call(method, *args)
 
 
+def find_job(
+    name: str, address: str | None, path: str | None
+) -> RunningJob | EndedJob | JobStatus:
+    """The running job; otherwise its last status: with a `path` from its journal there, without one
+    from the cluster's record, or from its journal in the default folder.
+
+    Raises:
+        As `find_any`.
+    """
+    from rayzero.orchestrator.job.lookup import (
+        DEFAULT_CHECKPOINT_PATH,
+        NoJournalError,
+        RunningJob,
+        check_job_name,
+        find_any,
+        status_from_journal,
+    )
+
+    try:
+        job = find_any(check_job_name(name), address)
+    except ConfigError as not_found:
+        try:
+            return status_from_journal(path or DEFAULT_CHECKPOINT_PATH, name)
+        except NoJournalError:
+            raise not_found from None
+    if path is None or isinstance(job, RunningJob):
+        return job
+    return status_from_journal(path, name)
+
+
 def status_line(status: JobStatus) -> str:
     """`running at step 12 of 100, 2 workers`"""
     state = "lost, can be resumed" if status.state is None else str(status.state)
@@ -171,30 +209,6 @@ def status_line(status: JobStatus) -> str:
     workers = f", {status.world_size} worker{'s' * (status.world_size != 1)}"
     error = f": {status.error}" if status.error and status.state == "failed" else ""
     return f"{state} at step {status.step}{steps}{workers if status.is_running else ''}{error}"
-
-
-def _find_status(name: str, address: str | None, path: str | None) -> JobStatus:
-    """From the running job; otherwise from its journal or the cluster's record."""
-    from rayzero.orchestrator.job.actor import JobActor
-    from rayzero.orchestrator.job.lookup import (
-        DEFAULT_CHECKPOINT_PATH,
-        NoJournalError,
-        find_any,
-        status_from_journal,
-    )
-    from rayzero.orchestrator.results import EndedJob
-
-    try:
-        job = find_any(name, address)
-    except ConfigError as not_found:
-        try:
-            return status_from_journal(path or DEFAULT_CHECKPOINT_PATH, name)
-        except NoJournalError:
-            raise not_found from None
-    if isinstance(job, EndedJob):
-        return job.status if path is None else status_from_journal(path, name)
-    with closing(job.cluster):
-        return job.process.call(JobActor.status)
 
 
 def _cluster_statuses(address: str | None, ended: bool) -> Iterator[JobStatus]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,9 +21,12 @@ from rayzero.orchestrator.cli.command import (
     local_command,
     new_group,
 )
+from rayzero.orchestrator.cli.jobs import find_job
 
 if TYPE_CHECKING:
-    from rayzero.orchestrator.top.source import SnapshotSource
+    from rayzero.orchestrator.job.lookup import RunningJob
+    from rayzero.orchestrator.results import EndedJob, JobStatus
+    from rayzero.orchestrator.top.source import Snapshot
 
 commands = new_group()
 
@@ -45,35 +49,11 @@ def logs(
     Exit code 0: printed. 1: the job did not respond. 2: no such job, or its log is on another
     machine.
     """
-    from rayzero.orchestrator.job.client import tail_log
     from rayzero.orchestrator.job.log import iter_log_lines
-    from rayzero.orchestrator.job.lookup import (
-        DEFAULT_CHECKPOINT_PATH,
-        NoJournalError,
-        RunningJob,
-        check_job_name,
-        find_any,
-        status_from_journal,
-    )
 
-    try:
-        job = find_any(check_job_name(name), address)
-    except ConfigError as not_found:
-        try:
-            status = status_from_journal(path or DEFAULT_CHECKPOINT_PATH, name)
-        except NoJournalError:
-            raise not_found from None
-        _print_from_disk(status.log, rank)
-        return
-    if isinstance(job, RunningJob):
-        with closing(job.cluster):
-            _print_lines(iter_log_lines(tail_log(job.process, follow), rank))
-    elif path is not None:
-        _print_from_disk(status_from_journal(path, name).log, rank)
-    elif Path(job.status.log).is_file():
-        _print_from_disk(job.status.log, rank)
-    else:
-        _print_from_head(name, address, rank)
+    job = find_job(name, address, path)
+    for line in iter_log_lines(_log_parts(job, address, follow), rank):
+        print(line, flush=True)
 
 
 @commands.command(epilog="Example: rayzero top gpt, rayzero top http://127.0.0.1:9400")
@@ -101,50 +81,55 @@ def top(
     address. 130: interrupted by Ctrl-C.
     """
     from rayzero.orchestrator.top.follow import follow_job
-    from rayzero.orchestrator.top.source import is_url
+    from rayzero.orchestrator.top.source import endpoint_source, is_url
 
-    if address is not None and address.startswith(DASHBOARD_SCHEMES) and not is_url(job):
+    if is_url(job):
+        follow_job(endpoint_source(job), as_json, once)
+        return 0
+    if address is not None and address.startswith(DASHBOARD_SCHEMES):
         return _watch_remotely(job, address, once, as_json)
-    with _open_source(job, address) as source:
-        follow_job(source, as_json, once)
+    from rayzero.orchestrator.job.lookup import find_running  # imports ray, which a URL needs not
+
+    running = find_running(job, address)
+    with closing(running.cluster):
+        follow_job(partial(_fetch_snapshot, running), as_json, once)
     return 0
 
 
-def _print_from_disk(file: str, rank: int | None) -> None:
-    from rayzero.orchestrator.job.client import read_ended_log
-    from rayzero.orchestrator.job.log import iter_log_lines
+def _log_parts(
+    job: RunningJob | EndedJob | JobStatus, address: str | None, follow: bool
+) -> Iterator[bytes]:
+    """The log of a running job; of one that has ended from the disk of this machine, or of the head
+    node of the cluster that has a record of it."""
+    from rayzero.orchestrator.cluster.connect import connect_each
+    from rayzero.orchestrator.job.client import read_ended_log, tail_log
+    from rayzero.orchestrator.job.ended_jobs import load_ended
+    from rayzero.orchestrator.job.lookup import RunningJob
+    from rayzero.orchestrator.results import EndedJob
 
-    if not Path(file).is_file():
+    if isinstance(job, RunningJob):
+        with closing(job.cluster):
+            yield from tail_log(job.process, follow)
+        return
+    status = job.status if isinstance(job, EndedJob) else job
+    if Path(status.log).is_file():
+        yield from read_ended_log(status.log)
+        return
+    if not isinstance(job, EndedJob):
         raise ConfigError(
-            f"the job's log {file!r} does not exist on this machine",
+            f"the job's log {status.log!r} does not exist on this machine",
             allowed="the machine on which the job's controller ran",
             fix="run the command there, or give the --address of the job's cluster",
         )
-    _print_lines(iter_log_lines(read_ended_log(file), rank))
-
-
-def _print_from_head(name: str, address: str | None, rank: int | None) -> None:
-    """From the disk of the head node of the cluster that has a record of the job."""
-    from rayzero.orchestrator.cluster.connect import connect_each
-    from rayzero.orchestrator.job.client import read_ended_log
-    from rayzero.orchestrator.job.ended_jobs import load_ended
-    from rayzero.orchestrator.job.log import iter_log_lines
-
     for cluster in connect_each(address):
-        if (record := load_ended(name)) is not None:
+        if (record := load_ended(status.name)) is not None:
             with closing(cluster):
-                _print_lines(iter_log_lines(read_ended_log(record.status.log), rank))
-                return
+                yield from read_ended_log(record.status.log)
+            return
     raise ConfigError(
-        f"no cluster has a record of job {name!r}",
+        f"no cluster has a record of job {status.name!r}",
         fix="--path: checkpoint.path of its job file; --address: the job's cluster",
     )
-
-
-def _print_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
 
 
 def _watch_remotely(name: str, address: str, once: bool, as_json: bool) -> int:
@@ -167,31 +152,12 @@ def _watch_remotely(name: str, address: str, once: bool, as_json: bool) -> int:
     return code
 
 
-@contextmanager
-def _open_source(target: str, address: str | None) -> Iterator[SnapshotSource]:
-    """Snapshots from the job's metrics endpoint (URL) or its process (name)."""
+def _fetch_snapshot(job: RunningJob) -> Snapshot:
     from rayzero.orchestrator.errors import JobFailedError
-    from rayzero.orchestrator.top.source import (
-        SnapshotUnavailableError,
-        check_snapshot,
-        endpoint_source,
-        is_url,
-    )
-
-    if is_url(target):
-        yield endpoint_source(target)
-        return
-    # These import ray, which a URL does not need.
     from rayzero.orchestrator.job.actor import JobActor
-    from rayzero.orchestrator.job.lookup import find_running
+    from rayzero.orchestrator.top.source import SnapshotUnavailableError, check_snapshot
 
-    job = find_running(target, address)
-
-    def fetch_snapshot() -> dict[str, Any]:
-        try:
-            return check_snapshot(job.process.call(JobActor.snapshot), f"job {target!r}")
-        except JobFailedError as error:
-            raise SnapshotUnavailableError(error.seen) from None
-
-    with closing(job.cluster):
-        yield fetch_snapshot
+    try:
+        return check_snapshot(job.process.call(JobActor.snapshot), f"job {job.spec.name!r}")
+    except JobFailedError as error:
+        raise SnapshotUnavailableError(error.seen) from None

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rayzero.engine.checkpoint.reader import read_manifest
 from rayzero.orchestrator.cli.app import app
-from rayzero.orchestrator.cli.ckpt import PeriodicProgress
+from rayzero.orchestrator.cli.ckpt import print_progress
 from tests.engine.checkpoint.saving import save, write_files
 
 
@@ -124,14 +124,12 @@ def test_export_names_the_checkpoint_and_prints_the_files(job, monkeypatch, path
     assert told == {"folder": str(job / "step-100"), "format": "safetensors", "files": files}
 
 
-def test_a_long_reading_is_told_in_lines_where_there_is_no_terminal():
-    now_s, lines = [0.0], []
-    tell = PeriodicProgress(
-        "exporting", 4 * 2**20, lines.append, every_s=10, clock=lambda: now_s[0]
-    )
+def test_long_reading_prints_lines_where_there_is_no_terminal(capsys):
+    now_s = [0.0]
+    add = print_progress("exporting", 4 * 2**20, clock=lambda: now_s[0])
     for now_s[0] in (0.0, 9.0, 11.0, 12.0, 21.5):
-        tell(2**19)
-    assert lines == [
+        add(2**19)
+    assert capsys.readouterr().err.splitlines() == [
         "exporting: 1.5 MiB of 4 MiB read",
         "exporting: 2.5 MiB of 4 MiB read",
     ]
