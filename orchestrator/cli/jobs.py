@@ -172,9 +172,7 @@ def call_job(
         return job.process.call(method, *args)
 
 
-def find_job(
-    name: str, address: str | None, path: str | None
-) -> RunningJob | EndedJob | JobStatus:
+def find_job(name: str, address: str | None, path: str | None) -> RunningJob | EndedJob | JobStatus:
     """The running job; otherwise its last status: with a `path` from its journal there, without one
     from the cluster's record, or from its journal in the default folder.
 
