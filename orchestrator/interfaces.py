@@ -16,7 +16,6 @@ from rayzero.workers.messages import (
     WorkerInfo,
     WorkerMessage,
 )
-from rayzero.workers.vault.records import SlotInfo
 
 if TYPE_CHECKING:
     from rayzero.workers.vault.vault import Vault
@@ -48,38 +47,6 @@ class WorkerReports:
 
     messages: Sequence[tuple[int, list[WorkerMessage]]] = ()
     lost: Sequence[tuple[int, str]] = ()
-
-
-class WorkerCalls(Protocol):
-    """Calls that a worker's process accepts, by `WorkerGroup.call` and `WorkerGroup.broadcast`.
-
-    `stop`, `drain` and `fence` name a generation; they do nothing if the worker has left it.
-    """
-
-    def open_store(self) -> int:
-        """Opens a TCP store for rendezvous; its port."""
-
-    def stop(self, generation: int) -> None:
-        """Unwinds the user's function at its next report, phase or step."""
-
-    def drain(self, generation: int) -> None:
-        """Unwinds all ranks at the end of the current step, with the state mirrored."""
-
-    def fence(self, generation: int) -> None:
-        """Like `stop`, and also interrupts the collective that the worker may be waiting in."""
-
-    def inject(self, faults: Sequence[str]) -> None:
-        """Replaces the faults that were injected since the job started."""
-
-    def salvage(self, vault: str) -> SlotInfo:
-        """Copies the state in an unwound worker's memory into the vault at that address.
-
-        Raises:
-            EngineError, VaultGoneError: there is no state, or the vault is gone.
-        """
-
-    def dump_stack(self) -> str:
-        """The Python stacks of the process."""
 
 
 class WorkerGroup(Protocol):
@@ -127,7 +94,7 @@ class WorkerGroup(Protocol):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Calls `method`, one of `WorkerCalls`, in a worker's process.
+        """Calls `method`, one of `WorkerCalls` (`workers/messages.py`), in a worker's process.
 
         Raises:
             WorkerLostError: the process is gone.

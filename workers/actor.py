@@ -1,4 +1,4 @@
-"""The Ray actor of a worker: its methods are the controller's commands to a `WorkerProcess`."""
+"""The Ray actor of a worker. Imports no torch: the controller imports it, too."""
 
 from __future__ import annotations
 
@@ -6,21 +6,13 @@ import gc
 import os
 import socket
 import struct
-from collections.abc import Sequence
 from fcntl import ioctl
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rayzero.workers.messages import (
-    GenerationSpec,
-    RankAssignment,
-    WorkerInfo,
-    WorkerMessage,
-    WorkerSpec,
-)
-from rayzero.workers.vault.records import SlotInfo
+from rayzero.workers.messages import WorkerInfo, WorkerSpec
 
 if TYPE_CHECKING:
     from rayzero.workers.worker import WorkerProcess
@@ -36,8 +28,6 @@ class WorkerActor:
 
     def __init__(self, spec: WorkerSpec, index: int) -> None:
         gc.disable()  # until `describe`: imports with collections take a quarter more CPU time
-        # Imported here by name: the controller imports this module to create the actor, and must
-        # not import torch.
         process: type[WorkerProcess] = import_module("rayzero.workers.worker").WorkerProcess
         self._process = process(spec, index)
         self._index = index
@@ -60,32 +50,9 @@ class WorkerActor:
             pid=os.getpid(),
         )
 
-    def open_store(self) -> int:
-        return self._process.open_store()
-
-    def assign(self, generation: GenerationSpec, member: RankAssignment) -> None:
-        self._process.assign(generation.assignment_for(member))
-
-    def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        return self._process.poll(timeout_s)
-
-    def stop(self, generation: int) -> None:
-        self._process.stop(generation)
-
-    def drain(self, generation: int) -> None:
-        self._process.drain(generation)
-
-    def fence(self, generation: int) -> None:
-        self._process.fence(generation)
-
-    def inject(self, faults: Sequence[str]) -> None:
-        self._process.inject(faults)
-
-    def salvage(self, vault: str) -> SlotInfo:
-        return self._process.salvage(vault)
-
-    def dump_stack(self) -> str:
-        return self._process.dump_stack()
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls one of `WorkerCalls` in this process."""
+        return getattr(self._process, method)(*args, **kwargs)
 
 
 def interface_for(ip: str) -> str | None:

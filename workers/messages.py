@@ -1,16 +1,16 @@
-"""Messages between the controller and a worker. Frozen, small, and free of torch.
+"""What the controller and a worker send each other: specs and calls to it, messages from it.
 
-The controller sends `WorkerSpec` once and `GenerationSpec` with a `RankAssignment` for each
-generation; the worker's messages are returned by `poll`.
+Frozen, small, and free of torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from rayzero.workers.chaos.spec import FaultFired
-from rayzero.workers.vault.records import Restore
+from rayzero.workers.vault.records import Restore, SlotInfo
 
 CrashKind: TypeAlias = Literal["config", "entrypoint", "data", "state", "collective", "user"]
 
@@ -77,11 +77,12 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """A worker's rank in one generation, and the store where its members rendezvous.
+class GenerationSpec:
+    """What all workers of a generation get. Its size grows with the number of ranks, so it is
+    pickled once, not once per worker.
 
     Args:
-        vault: the address of the vault on the worker's node; empty if there is none.
+        store_host, store_port: the store where the members rendezvous.
         restore: the state to start from; None: a fresh start.
         shares: each rank's share of a step's samples, adding up to 1; empty: even shares.
         remote: pin steps as often as possible, for replication to another node's vault.
@@ -89,34 +90,6 @@ class Assignment:
     """
 
     generation: int
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    store_host: str
-    store_port: int
-    vault: str = ""
-    restore: Restore | None = None
-    shares: tuple[float, ...] = ()
-    remote: bool = False
-    faults: tuple[str, ...] = ()
-
-
-class RankAssignment(NamedTuple):
-    """The part of an `Assignment` that differs between workers."""
-
-    rank: int
-    local_rank: int
-    local_world_size: int
-    vault: str = ""
-
-
-@dataclass(frozen=True)
-class GenerationSpec:
-    """The part of an `Assignment` that all workers share. Its size grows with the number of ranks,
-    so it is pickled once, not once per worker."""
-
-    generation: int
     world_size: int
     store_host: str
     store_port: int
@@ -125,35 +98,81 @@ class GenerationSpec:
     remote: bool = False
     faults: tuple[str, ...] = ()
 
-    def assignment_for(self, member: RankAssignment) -> Assignment:
-        return Assignment(**vars(self), **member._asdict())
-
 
 @dataclass(frozen=True)
-class Joined:
-    """This rank has joined the process group of its generation."""
+class RankAssignment:
+    """What one worker gets: its rank, and the address of its node's vault, empty without one."""
 
-    generation: int
     rank: int
+    local_rank: int
+    local_world_size: int
+    vault: str
 
 
 @dataclass(frozen=True)
-class Restored:
-    """The engine of this generation has loaded its initial state.
+class Assignment(GenerationSpec, RankAssignment):
+    """A worker's rank in a generation, with what all its members have in common."""
 
-    Args:
-        step: finished steps of that state; 0 for a fresh start.
-        seconds: duration of each part on this rank: `load`.
+
+class WorkerCalls(Protocol):
+    """What the controller calls in a worker's process, by `WorkerGroup.call` and `broadcast`.
+
+    `stop`, `drain` and `fence` do nothing if the worker has left that generation.
     """
 
-    generation: int
-    rank: int
-    step: int
-    seconds: dict[str, float] = field(default_factory=dict)
+    def open_store(self) -> int:
+        """Serves a TCP store for rendezvous; returns its port."""
+
+    def assign(self, generation: GenerationSpec, member: RankAssignment) -> None:
+        """Starts a generation: joins its process group, then calls the training function."""
+
+    def poll(self, timeout_s: float) -> list[WorkerMessage]:
+        """The messages since the last poll, and a heartbeat at the end; waits for the first."""
+
+    def stop(self, generation: int) -> None:
+        """Unwinds the training function at its next report, phase or step; `Stopped` follows."""
+
+    def drain(self, generation: int) -> None:
+        """Unwinds it after a step that all ranks agree on and have mirrored."""
+
+    def fence(self, generation: int) -> None:
+        """Like `stop`, and also aborts a wait for peers in the process group."""
+
+    def inject(self, faults: Sequence[str]) -> None:
+        """Replaces the list of all faults injected since the job started."""
+
+    def salvage(self, vault: str) -> SlotInfo:
+        """Copies the state in an unwound worker's memory into the vault at that address.
+
+        Raises:
+            EngineError: the training function is still running, or there is no state.
+            VaultGoneError: the vault does not answer.
+        """
+
+    def dump_stack(self) -> str:
+        """The Python stack of every thread of the process."""
 
 
 @dataclass(frozen=True)
-class StepReport:
+class RankMessage:
+    generation: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Joined(RankMessage):
+    """This rank has joined the process group of its generation."""
+
+
+@dataclass(frozen=True)
+class Restored(RankMessage):
+    """The engine of this generation has loaded its initial state, of `step` finished steps."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class StepReport(RankMessage):
     """A rank finished a step.
 
     Args:
@@ -162,8 +181,6 @@ class StepReport:
         at_s: Unix time of the step's end on the rank's node.
     """
 
-    generation: int
-    rank: int
     step: int
     counters: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
@@ -198,7 +215,7 @@ class LogLine:
 
 
 @dataclass(frozen=True)
-class Finished:
+class Finished(RankMessage):
     """The training function returned.
 
     Args:
@@ -207,8 +224,6 @@ class Finished:
         peak_rss_bytes: the process's peak resident memory.
     """
 
-    generation: int
-    rank: int
     result: dict[str, Any] | None
     counters: dict[str, float]
     peak_rss_bytes: int
@@ -228,20 +243,15 @@ class InProcessStateInfo:
 
 
 @dataclass(frozen=True)
-class Stopped:
-    """The training function was unwound on the controller's request.
+class Stopped(RankMessage):
+    """The training function was unwound on the controller's request. `memory` is None if there was
+    no engine, or it was mid-update."""
 
-    Args:
-        memory: the state left in memory; None if there was no engine, or it was mid-update.
-    """
-
-    generation: int
-    rank: int
     memory: InProcessStateInfo | None = None
 
 
 @dataclass(frozen=True)
-class Crashed:
+class Crashed(RankMessage):
     """The training function raised an exception, or could not be called.
 
     Args:
@@ -252,8 +262,6 @@ class Crashed:
         memory: as in `Stopped`.
     """
 
-    generation: int
-    rank: int
     kind: CrashKind
     step: int
     error: str
@@ -262,7 +270,7 @@ class Crashed:
 
 
 @dataclass(frozen=True)
-class Pinned:
+class Pinned(RankMessage):
     """This rank's state of a step is in its vault, pinned.
 
     Args:
@@ -270,8 +278,6 @@ class Pinned:
         stopped_s: how long training was paused for the copy.
     """
 
-    generation: int
-    rank: int
     step: int
     checkpoint: bool
     stopped_s: float

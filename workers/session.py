@@ -79,10 +79,8 @@ class JobSession:
         self._stats.start_counting(engine)
         self._register_stop_hooks(engine)
         step = engine.progress.step
-        took_s = {"load": self.reporter.start_at(step)}
-        self._channel.post(
-            Restored(self._assignment.generation, self._assignment.rank, step, took_s)
-        )
+        self.reporter.start_at(step)
+        self.post(Restored(self._assignment.generation, self._assignment.rank, step))
 
     def on_phase(self, name: str) -> None:
         self._enter_phase(name)

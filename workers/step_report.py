@@ -39,12 +39,10 @@ class StepReporter:
         self._last_at_s = monotonic()
         self._checked_names: set[str] = set()
 
-    def start_at(self, step: int) -> float:
-        """Sets the number of finished steps; returns the seconds since the generation started."""
-        took_s = monotonic() - self._last_at_s
+    def start_at(self, step: int) -> None:
+        """Sets the number of finished steps."""
         self._last_step, self._last_at_s = step, monotonic()
         self._channel.progress.begin_step(step + 1)
-        return took_s
 
     def add_user_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Adds metrics reported by the training function.

@@ -24,9 +24,12 @@ from rayzero.workers.entrypoint import TrainFunction, load_train_function
 from rayzero.workers.messages import (
     Assignment,
     Finished,
+    GenerationSpec,
     InProcessStateInfo,
     Joined,
     LogLine,
+    RankAssignment,
+    WorkerCalls,
     WorkerMessage,
     WorkerSpec,
 )
@@ -39,7 +42,7 @@ from rayzero.workers.vault.records import SlotInfo
 FENCE_ATTEMPTS, FENCE_ATTEMPT_S = 20, 0.1
 
 
-class WorkerProcess:
+class WorkerProcess(WorkerCalls):
     """One worker process. Its methods are called by the command threads; none of them waits long
     for the training thread, so the worker always answers.
 
@@ -63,7 +66,6 @@ class WorkerProcess:
         self._enter_working_dir()
 
     def open_store(self) -> int:
-        """Serves a rendezvous store from this process; returns its port."""
         self._store = process_group.open_store(self._collective_timeout_s)
         return int(self._store.port)
 
@@ -74,8 +76,8 @@ class WorkerProcess:
             self._train_function = load_train_function(self._spec.entrypoint)
         warm_up_torch()
 
-    def assign(self, assignment: Assignment) -> None:
-        """Starts a generation: joins its process group, then calls the training function."""
+    def assign(self, generation: GenerationSpec, member: RankAssignment) -> None:
+        assignment = Assignment(**vars(member), **vars(generation))
         self._rank = assignment.rank
         channel = self._channel = GenerationChannel(self._outbox.post, assignment.generation)
         self._training_thread.start(
@@ -83,27 +85,18 @@ class WorkerProcess:
         )
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        """The messages posted since the last poll, and a heartbeat at the end."""
         return [*self._outbox.poll(timeout_s), self._channel.progress.heartbeat(self._rank)]
 
     def stop(self, generation: int) -> None:
-        """Unwinds the training function at its next report, phase or step; `Stopped` follows.
-
-        `stop`, `drain` and `fence` have no effect if another generation runs by then.
-        """
         if self._channel.generation == generation:
             self._channel.interrupt.request()
 
     def drain(self, generation: int) -> None:
-        """Unwinds the training function after a step that all ranks agree on and have mirrored."""
         if self._channel.generation == generation:
             self._channel.drain.request()
 
     def fence(self, generation: int) -> None:
-        """Like `stop`, and also aborts a wait for peers in the process group.
-
-        Retries, because the thread may be about to start such a wait while it joins.
-        """
+        """Retries, because the thread may be about to start a wait for peers while it joins."""
         channel = self._channel
         if channel.generation != generation:
             return
@@ -116,15 +109,9 @@ class WorkerProcess:
                 return
 
     def inject(self, faults: Sequence[str]) -> None:
-        """Replaces the list of all faults injected since the job started."""
         self._fault_schedule.set_faults(parse_fault(text) for text in (*self._spec.faults, *faults))
 
     def salvage(self, vault: str) -> SlotInfo:
-        """Copies the state in this process's memory into the vault at that address.
-
-        Raises:
-            EngineError: the training function is still running, or there is no state.
-        """
         if not self._training_thread.join(timeout_s=1):
             raise EngineError(
                 "the training function is still running, so its state cannot be salvaged"
@@ -132,7 +119,6 @@ class WorkerProcess:
         return self._retained.salvage(vault)
 
     def dump_stack(self) -> str:
-        """The Python stack of every thread of this process."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         return "\n".join(
             f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"

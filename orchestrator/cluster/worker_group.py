@@ -71,7 +71,9 @@ class RayWorkerGroup:
         # Replaced by `start_workers`.
         self._resources = ResourceRequest(1, 1, setup.cpus, setup.gpus, 0.0)
         self._pool = ActorPool(setup, clock, vaults, actor)
-        self._poller = ActorPoller(lambda worker, limit_s: self._actor(worker).poll.remote(limit_s))
+        self._poller = ActorPoller(
+            lambda worker, limit_s: self._call_actor(worker, "poll", limit_s)
+        )
         self._started: asyncio.Queue[WorkerHandle | Exception] = asyncio.Queue()
         self._free_reservation = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -137,9 +139,8 @@ class RayWorkerGroup:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        actor = self._pool.get(worker).actor
         try:
-            reply: T = await getattr(actor, method.__name__).remote(*args, **kwargs)
+            reply: T = await self._call_actor(worker, method.__name__, *args, **kwargs)
             return reply
         except ACTOR_LOST as error:
             raise WorkerLostError(death_cause(error)) from None
@@ -153,7 +154,7 @@ class RayWorkerGroup:
     ) -> PendingReplies:
         return self._poller.broadcast(
             workers,
-            lambda worker: getattr(self._actor(worker), method.__name__).remote(*args, **kwargs),
+            lambda worker: self._call_actor(worker, method.__name__, *args, **kwargs),
         )
 
     def assign(
@@ -162,7 +163,7 @@ class RayWorkerGroup:
         # It names a slot of every worker: serialized once, and fetched once for each node.
         spec = formation if len(places) < _OBJECT_STORE_WORKERS else ray.put(formation)
         return self._poller.broadcast(
-            places, lambda worker: self._actor(worker).assign.remote(spec, places[worker])
+            places, lambda worker: self._call_actor(worker, "assign", spec, places[worker])
         )
 
     def subscribe(self, workers: Iterable[int]) -> None:
@@ -279,8 +280,9 @@ class RayWorkerGroup:
         unannounced = [worker for worker in self._pool.workers[::-1] if not worker.announced]
         await self._pool.remove(unannounced[: max(0, len(reservations) - most)])
 
-    def _actor(self, worker: int) -> Any:
-        return self._pool.get(worker).actor
+    def _call_actor(self, worker: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """The reference to the reply."""
+        return self._pool.get(worker).actor.call.remote(method, *args, **kwargs)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(self._report_errors(work))

@@ -15,10 +15,11 @@ from rayzero.engine.checkpoint.store import is_remote
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import COMMAND_TIMEOUT_S, JobContext
-from rayzero.orchestrator.interfaces import VaultLostError, WorkerCalls
+from rayzero.orchestrator.interfaces import VaultLostError
 from rayzero.orchestrator.job_events import JobWarning
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, StoreFaultInjector
 from rayzero.workers.chaos.spec import FaultSpec, parse_fault
+from rayzero.workers.messages import WorkerCalls
 
 VAULT_REPLY_TIMEOUT_S = 5.0
 """How long a vault may take to reply: a user waits for the result."""

@@ -6,10 +6,10 @@ from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.inbox import WorkerInbox
-from rayzero.orchestrator.interfaces import VaultLostError, WorkerCalls
+from rayzero.orchestrator.interfaces import VaultLostError
 from rayzero.orchestrator.job_events import JobWarning
 from rayzero.orchestrator.policies.hang import Hang, RankProgress, find_hang
-from rayzero.workers.messages import Heartbeat
+from rayzero.workers.messages import Heartbeat, WorkerCalls
 from rayzero.workers.vault.vault import Vault
 
 CHECK_INTERVAL_S = 1.0

@@ -11,11 +11,11 @@ from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
 from rayzero.orchestrator.control.reconfigure import Reconfiguration
 from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.interfaces import WorkerCalls
 from rayzero.orchestrator.job_events import RunAdopted
 from rayzero.orchestrator.journal.run_history import RunHistory, faults_on_clock
 from rayzero.orchestrator.policies.membership import WorkerLimits
 from rayzero.orchestrator.policies.recovery import newest_complete_in_vaults
+from rayzero.workers.messages import WorkerCalls
 
 UNWIND_TIMEOUT_S = 4.0
 """How long the training functions may take to unwind before their processes are killed."""

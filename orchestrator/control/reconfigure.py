@@ -19,11 +19,10 @@ from rayzero.orchestrator.control.generation import GenerationState, RecoveryTim
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.restore import ResumePoint, ResumePointSelector
 from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.interfaces import WorkerCalls
 from rayzero.orchestrator.job_events import GenerationStarted, JobWarning
 from rayzero.orchestrator.policies.membership import NotEnough, Selected, not_enough_error
 from rayzero.orchestrator.policies.placement import assign_ranks
-from rayzero.workers.messages import GenerationSpec, RankAssignment
+from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerCalls
 
 FENCE_TIMEOUT_S = 10.0
 """How long the survivors of a fault may take to unwind before they are killed."""

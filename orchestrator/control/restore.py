@@ -11,11 +11,11 @@ from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableEr
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import RecoveryTimer
 from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.interfaces import WorkerCalls
 from rayzero.orchestrator.job_events import JobWarning, Rewound
 from rayzero.orchestrator.policies import recovery
 from rayzero.orchestrator.policies.membership import NotEnough
 from rayzero.orchestrator.policies.placement import rank_zero
+from rayzero.workers.messages import WorkerCalls
 from rayzero.workers.vault.records import Restore, SlotRef
 
 

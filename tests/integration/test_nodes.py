@@ -15,8 +15,9 @@ import pytest
 from rayzero.orchestrator.aio import SystemClock
 from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
 from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
-from rayzero.orchestrator.interfaces import VaultLostError, WorkerCalls, WorkerLostError
+from rayzero.orchestrator.interfaces import VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
+from rayzero.workers.messages import WorkerCalls
 from rayzero.workers.vault.vault import Vault
 from tests.integration.namespaces import alone
 from tests.integration.nodes import Nodes

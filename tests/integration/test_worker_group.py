@@ -18,9 +18,9 @@ from rayzero.orchestrator.aio import SystemClock
 from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
 from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.interfaces import VaultLostError, WorkerCalls, WorkerLostError
+from rayzero.orchestrator.interfaces import VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
-from rayzero.workers.messages import GenerationSpec, RankAssignment
+from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerCalls
 from rayzero.workers.vault.records import ConnectionLost
 from rayzero.workers.vault.vault import Vault
 from tests.integration.conftest import CPUS, Head

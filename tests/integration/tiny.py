@@ -43,6 +43,9 @@ class TinyWorker:
         node_id = context.get_node_id()
         return WorkerInfo(self._index, node_id, socket.gethostname(), "127.0.0.1", os.getpid())
 
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self, method)(*args)
+
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
         time.sleep(timeout_s)
         return []

@@ -391,7 +391,7 @@ class World:
         return self._command("assign", places, lambda w: self._assign(w, formation, places[w]))
 
     def _assign(self, worker: int, formation: GenerationSpec, own: RankAssignment) -> None:
-        process, assign = self.processes[worker], formation.assignment_for(own)
+        process, assign = self.processes[worker], Assignment(**vars(own), **vars(formation))
         assert process.assign is None, "two generations at once"
         for other in self.processes.values():
             if other.alive and other.assign is not None:

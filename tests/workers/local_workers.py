@@ -8,14 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from rayzero.workers.messages import (
     Crashed,
     Finished,
+    GenerationSpec,
     LogLine,
+    RankAssignment,
     StepReport,
     Stopped,
     WorkerMessage,
@@ -24,7 +25,6 @@ from rayzero.workers.messages import (
 from rayzero.workers.vault.records import Restore, SlotRef
 from rayzero.workers.vault.vault import Vault
 from tests.support.processes import PROCESSES
-from tests.workers.support import ASSIGN
 
 NODE = "node"
 ENDED = (Stopped, Crashed, Finished)
@@ -63,17 +63,8 @@ class LocalWorkers:
                 continue
             self.workers[index].call(
                 "assign",
-                replace(
-                    ASSIGN,
-                    generation=generation,
-                    rank=rank,
-                    world_size=len(members),
-                    local_rank=rank,
-                    local_world_size=len(members),
-                    store_port=port,
-                    vault=self.vault.address(),
-                    restore=restore,
-                ),
+                GenerationSpec(generation, len(members), "127.0.0.1", port, restore),
+                RankAssignment(rank, rank, len(members), self.vault.address()),
             )
 
     def wait(

@@ -31,6 +31,7 @@ ASSIGN = Assignment(
     local_world_size=1,
     store_host="127.0.0.1",
     store_port=0,
+    vault="",
 )
 
 

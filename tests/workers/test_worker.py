@@ -7,7 +7,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,11 @@ from rayzero.workers import process_group, retained_state
 from rayzero.workers.messages import (
     Crashed,
     Finished,
+    GenerationSpec,
     Heartbeat,
     Joined,
     LogLine,
+    RankAssignment,
     StepReport,
     Stopped,
 )
@@ -59,7 +60,10 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeWorker]:
 
 
 def begin(worker: WorkerProcess, generation: int = 1) -> None:
-    worker.assign(replace(ASSIGN, generation=generation, store_port=worker.open_store()))
+    port = worker.open_store()
+    worker.assign(
+        GenerationSpec(generation, 1, "127.0.0.1", port), RankAssignment(0, 0, 1, vault="")
+    )
 
 
 def test_a_generation_from_joining_to_the_result(make_worker: MakeWorker):
