@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics
-from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable
+from rayzero.orchestrator.metrics.rank_metrics import TRAFFIC_PREFIX, RankMetrics, RankMetricsTable
 from rayzero.orchestrator.metrics.series import (
     JobSeries,
     RankSeries,
@@ -26,9 +26,13 @@ def _info(job: JobMetrics) -> Mapping[tuple[str, ...], float]:
     return {(version("rayzero"), "" if job.stage is None else str(job.stage)): 1}
 
 
-def _traffic(what: str, ranks: RankMetricsTable) -> Mapping[str, float]:
-    totals = sorted(ranks.traffic().items())
-    return {collective: amount for (kind, collective), amount in totals if kind == what}
+def _traffic(unit: str, ranks: RankMetricsTable) -> Mapping[str, float]:
+    """By collective. `unit`: "bytes" or "calls"."""
+    return {
+        name.removeprefix(TRAFFIC_PREFIX).removesuffix(f"/{unit}"): amount
+        for name, amount in sorted(ranks.traffic().items())
+        if name.endswith(f"/{unit}")
+    }
 
 
 def _compute_s(rank: RankMetrics) -> float | None:

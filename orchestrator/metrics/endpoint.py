@@ -12,6 +12,7 @@ import socket
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from errno import EADDRINUSE
+from itertools import pairwise
 from threading import Lock
 from time import monotonic
 from typing import Any
@@ -47,25 +48,23 @@ class ScrapeSchedule:
     """Recent reads of each path, and when the next one is expected. Times are of one clock."""
 
     def __init__(self) -> None:
-        self._last_s: dict[str, float] = {}
-        self._intervals_s: defaultdict[str, deque[float]] = defaultdict(
-            lambda: deque(maxlen=_MAX_INTERVALS)
+        self._times_s: defaultdict[str, deque[float]] = defaultdict(
+            lambda: deque(maxlen=_MAX_INTERVALS + 1)
         )
 
     def record_scrape(self, path: str, now_s: float) -> None:
-        if path in self._last_s:
-            self._intervals_s[path].append(now_s - self._last_s[path])
-        self._last_s[path] = now_s
+        self._times_s[path].append(now_s)
 
     def wait_deadline_s(self, ended_s: float) -> float:
         """The time until which a read after `ended_s` is expected; `ended_s` if none is."""
-        return max([ended_s, *(self._expected_scrape_s(path, ended_s) for path in self._last_s)])
-
-    def _expected_scrape_s(self, path: str, ended_s: float) -> float:
-        last_s, intervals_s = self._last_s[path], self._intervals_s[path]
-        if last_s > ended_s or len(intervals_s) < 2 or max(intervals_s) > MAX_REGULAR_INTERVAL_S:
-            return ended_s
-        return min(last_s + 1.5 * max(intervals_s) + _SLACK_S, ended_s + MAX_END_WAIT_S)
+        deadline_s = ended_s
+        for times_s in self._times_s.values():
+            intervals_s = [after - before for before, after in pairwise(times_s)]
+            is_regular = len(intervals_s) >= 2 and max(intervals_s) <= MAX_REGULAR_INTERVAL_S
+            if is_regular and times_s[-1] <= ended_s:
+                expected_s = times_s[-1] + 1.5 * max(intervals_s) + _SLACK_S
+                deadline_s = max(deadline_s, min(expected_s, ended_s + MAX_END_WAIT_S))
+        return deadline_s
 
 
 class Endpoint:

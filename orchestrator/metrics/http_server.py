@@ -82,25 +82,16 @@ class CpuBudget:
     def __init__(self, share: float = 0.25, burst_s: float = 2.0) -> None:
         self._share = share
         self._burst_s = burst_s
-        self._level_s = 0.0
-        self._updated_s = 0.0
+        self._empty_at_s = 0.0  # when the bucket has leaked out
         self._lock = Lock()
 
     def spend(self, cpu_s: float, now_s: float) -> None:
         with self._lock:
-            self._leak(now_s)
-            self._level_s += cpu_s
+            self._empty_at_s = max(self._empty_at_s, now_s) + cpu_s / self._share
 
     def throttle_s(self, now_s: float) -> float:
         """Time until the budget allows more work; 0 if it does now."""
-        with self._lock:
-            self._leak(now_s)
-            return max(0.0, self._level_s - self._burst_s) / self._share
-
-    def _leak(self, now_s: float) -> None:
-        elapsed_s = max(0.0, now_s - self._updated_s)
-        self._level_s = max(0.0, self._level_s - elapsed_s * self._share)
-        self._updated_s = now_s
+        return max(0.0, self._empty_at_s - now_s - self._burst_s / self._share)
 
 
 class BoundedHttpServer(ThreadingMixIn, WSGIServer):

@@ -24,12 +24,13 @@ from rayzero.orchestrator.job_events import (
 )
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.components import (
+    STEP_BUCKETS_S,
     CheckpointMetrics,
     FaultMetrics,
+    Histogram,
     ReplicaMetrics,
 )
 from rayzero.orchestrator.metrics.goodput import TimeAccounting, TimeBreakdown, TimeCategory
-from rayzero.orchestrator.metrics.histograms import STEP_BUCKETS_S, Histogram
 from rayzero.orchestrator.metrics.history import DisplayHistory
 from rayzero.orchestrator.metrics.rank_metrics import RankMetricsTable
 from rayzero.orchestrator.policies.failure import FaultBudget

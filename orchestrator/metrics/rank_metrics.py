@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from rayzero.workers.messages import Heartbeat, StepReport
 
-_TRAFFIC_PREFIX = "collectives/"
-_NO_GAUGES: Mapping[str, float] = {}
-
-TrafficTotals = defaultdict[tuple[str, str], float]
-"""By ("bytes" or "calls", collective)."""
+TRAFFIC_PREFIX = "collectives/"
+"""Of `collectives/NAME/bytes` and `collectives/NAME/calls`, which engines count."""
 
 
 @dataclass
@@ -37,11 +33,12 @@ class RankMetrics:
     def copy(self) -> RankMetrics:
         return RankMetrics(self.report, self.beat, self.node, self.exposed_comm_s, self.data_wait_s)
 
-    def add_traffic(self, totals: TrafficTotals) -> None:
+    def add_traffic(self, totals: defaultdict[str, float]) -> None:
         """Adds what this rank's engine has moved since it was built."""
-        gauges = self.report.gauges if self.report is not None else _NO_GAUGES
-        for name, key in _traffic_gauges(tuple(gauges)):
-            totals[key] += max(0.0, gauges[name])
+        if self.report is not None:
+            for name, amount in self.report.gauges.items():
+                if name.startswith(TRAFFIC_PREFIX):
+                    totals[name] += max(0.0, amount)
 
 
 @dataclass
@@ -56,7 +53,7 @@ class RankMetricsTable:
     """
 
     by_rank: defaultdict[int, RankMetrics] = field(default_factory=lambda: defaultdict(RankMetrics))
-    departed_traffic: TrafficTotals = field(default_factory=lambda: defaultdict(float))
+    departed_traffic: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     world_size: int = 0
 
     def start_generation(self, nodes: Sequence[str]) -> None:
@@ -86,20 +83,9 @@ class RankMetricsTable:
     def on_heartbeat(self, beat: Heartbeat) -> None:
         self.by_rank[beat.rank].beat = beat
 
-    def traffic(self) -> TrafficTotals:
-        """Calls and bytes by collective, of all ranks since the run began."""
+    def traffic(self) -> defaultdict[str, float]:
+        """The sums over all ranks since the run began, by name."""
         totals = self.departed_traffic.copy()
         for metrics in self.by_rank.values():
             metrics.add_traffic(totals)
         return totals
-
-
-@lru_cache(maxsize=256)
-def _traffic_gauges(names: tuple[str, ...]) -> tuple[tuple[str, tuple[str, str]], ...]:
-    """The gauges that count traffic, with their keys. Cached: every rank reports the same names."""
-    keys = []
-    for name in names:
-        if name.startswith(_TRAFFIC_PREFIX):
-            collective, what = name.removeprefix(_TRAFFIC_PREFIX).rsplit("/", 1)
-            keys.append((name, (what, collective)))
-    return tuple(keys)

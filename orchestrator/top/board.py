@@ -111,12 +111,10 @@ def _header(now: Snapshot, error: str | None) -> Text:
 
 
 def _progress_panel(now: Snapshot) -> RenderableType:
-    progress = now["progress"]
-    left = "-" if has_ended(now) else format_duration(progress["remaining_s"])
-    limits = now["workers"]
+    progress, limits = now["progress"], now["workers"]
     facts = {
         "step": _step_text(now).removeprefix("step "),
-        "left": left,
+        "left": "-" if has_ended(now) else format_duration(progress["remaining_s"]),
         "running for": format_duration(now["at_s"] - now["began_s"]),
         "step time": format_duration(progress["step_s"]),
         "tokens/s": format_number(progress["tokens_per_s"], ",.0f"),
@@ -131,28 +129,25 @@ def _progress_panel(now: Snapshot) -> RenderableType:
 
 def _labelled_values(facts: dict[str, str]) -> RenderableType:
     """Side by side, as many as fit; unknown values are left out."""
-    known = {key: value for key, value in facts.items() if value != "-"}
-    rows = [Text.assemble((f"{key} ", "dim"), value) for key, value in known.items()]
-    return Columns(rows, padding=(0, 3))
+    texts = [
+        Text.assemble((f"{key} ", "dim"), value) for key, value in facts.items() if value != "-"
+    ]
+    return Columns(texts, padding=(0, 3))
 
 
 def _training_panel(now: Snapshot) -> RenderableType:
     training = now["training"]
     losses = [loss for _, loss in now["loss"]]
+    loss_scale = None if training["loss_scale"] == 1 else training["loss_scale"]
     facts = {
         "loss": format_number(training["loss"]),
         "learning rate": format_number(training["learning_rate"]),
         "gradient norm": format_number(training["gradient_norm"]),
-        "loss scale": format_number(
-            None if training["loss_scale"] == 1 else training["loss_scale"], "g"
-        ),
+        "loss scale": format_number(loss_scale, "g"),
         "flops used": format_number(training["model_flops_utilization"], ".1%"),
     }
-    rows: list[RenderableType] = [
-        Text(sparkline(losses, BAR_WIDTH), "cyan"),
-        _labelled_values(facts),
-    ]
-    return Group(*rows, *_world_size_rows(now))
+    curve = Text(sparkline(losses, BAR_WIDTH), "cyan")
+    return Group(curve, _labelled_values(facts), *_world_size_rows(now))
 
 
 def _world_size_rows(now: Snapshot) -> Iterator[RenderableType]:
@@ -162,42 +157,32 @@ def _world_size_rows(now: Snapshot) -> Iterator[RenderableType]:
     def column(at_s: float) -> int:
         return min(BAR_WIDTH - 1, max(0, int((at_s - began) / (until - began) * BAR_WIDTH)))
 
-    sizes: list[int] = [0] * BAR_WIDTH
+    sizes = [0] * BAR_WIDTH
     for generation in now["generations"]:
         start = column(generation["at_s"])
         sizes[start:] = [generation["world_size"]] * (BAR_WIDTH - start)
-    if any(sizes):
-        largest = max(sizes)
+    if (largest := max(sizes)) > 0:
         blocks = "".join(" ▁▂▃▄▅▆▇█"[round(8 * size / largest)] for size in sizes)
         yield Text.assemble((blocks, "blue"), (f" {sizes[-1]}", "dim"))
-        marks = Counter(column(fault["at_s"]) for fault in now["faults"])
-        if marks:
-            text = "".join("x" if index in marks else " " for index in range(BAR_WIDTH))
-            yield Text.assemble((text, "bold red"), (f" {sum(marks.values())} faults", "dim"))
+        if columns := {column(fault["at_s"]) for fault in now["faults"]}:
+            marks = "".join("x" if index in columns else " " for index in range(BAR_WIDTH))
+            yield Text.assemble((marks, "bold red"), (f" {len(now['faults'])} faults", "dim"))
 
 
 def _goodput_bar(goodput: dict[str, Any]) -> RenderableType:
     seconds = {**goodput["seconds"], "in progress": goodput["unattributed_s"]}
     ordered = sorted(seconds, key=lambda cause: (cause != "productive", -seconds[cause]))
     causes = [cause for cause in ordered if seconds[cause] > 0]
-    columns = split_width([seconds[cause] for cause in causes], BAR_WIDTH)
-    styles = {
-        cause: _CATEGORY_STYLES.get(cause, "magenta" if cause.startswith("recovery") else "white")
-        for cause in causes
-    }
-    bar = Text.assemble(
-        *(("█" * width, styles[cause]) for cause, width in zip(causes, columns, strict=True))
-    )
+    widths = split_width([seconds[cause] for cause in causes], BAR_WIDTH)
+    bar, legend = Text(), []
+    for cause, width in zip(causes, widths, strict=True):
+        fallback = "magenta" if cause.startswith("recovery") else "white"
+        style = _CATEGORY_STYLES.get(cause, fallback)
+        bar.append("█" * width, style)
+        duration = f" {format_duration(seconds[cause])}"
+        legend.append(Text.assemble(("█ ", style), printable_text(cause), (duration, "dim")))
     bar.append(f" {goodput['ratio']:.1%}", "bold")
-    parts = (
-        Text.assemble(
-            ("█ ", styles[cause]),
-            printable_text(cause),
-            (f" {format_duration(seconds[cause])}", "dim"),
-        )
-        for cause in causes
-    )
-    return Group(bar, Columns(parts, padding=(0, 2)))
+    return Group(bar, Columns(legend, padding=(0, 2)))
 
 
 def _rank_tiles(ranks: list[dict[str, Any]]) -> RenderableType:
