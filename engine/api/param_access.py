@@ -46,7 +46,6 @@ class ParamLocation:
         """This rank's part of the reduced gradient. The reduction must have been waited for."""
         if self.unit.grads is None:
             return []
-        self.unit.grads.norm_part(self.unit.shard)  # waits for copies to host memory
         return list(self._slices_within(self.unit.owned, self.unit.grads.owned()))
 
     def optimizer_state(

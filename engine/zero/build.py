@@ -21,13 +21,10 @@ from rayzero.engine.zero.gather_buffers import Block
 from rayzero.engine.zero.gradients import (
     GradBufferPool,
     GradStore,
-    HostPartialGrads,
-    HostShardedGrads,
     PartialGrads,
     ShardedGrads,
 )
 from rayzero.engine.zero.parameters import (
-    HostShardedWeights,
     ReplicatedWeights,
     ShardedWeights,
     WeightStore,
@@ -127,10 +124,12 @@ def make_unit(
 def _make_sharded_weights(
     plan: UnitPlan, values: Tensor, dtype: torch.dtype, context: BuildContext
 ) -> ShardedWeights:
-    if context.offload.shard_gather is not None:
+    gather = context.offload.shard_gather
+    if gather is None:
+        shard = _copy_to_comm_buffer(values, dtype, context)
+    else:
         shard = context.offload.transfer.host_zeros(values.numel(), dtype).copy_(values)
-        return HostShardedWeights(plan.layout, plan.params, shard, context.offload.shard_gather)
-    return ShardedWeights(plan.layout, plan.params, _copy_to_comm_buffer(values, dtype, context))
+    return ShardedWeights(plan.layout, plan.params, shard, gather)
 
 
 def _flatten_unit(plan: UnitPlan, context: BuildContext) -> Tensor:
@@ -165,17 +164,16 @@ def _make_grad_store(
     op: ReduceOp,
     transfer: HostTransfer | None,
 ) -> GradStore:
-    numel, collective = owned.stop - owned.start, context.stage.gradient_collective
-    host = None if transfer is None else transfer.host_zeros(numel, dtype)
-    if buffers is not None:
-        if transfer is not None and host is not None:
-            return HostShardedGrads(layout, host, buffers, op, transfer)
-        reduced = torch.zeros(numel, dtype=dtype, device=context.device)
-        return ShardedGrads(layout, reduced, buffers, op)
-    flat = context.collectives.zeros(layout.numel, dtype, context.device)
-    if transfer is not None and host is not None:
-        return HostPartialGrads(layout, flat, owned, collective, op, host, transfer)
-    return PartialGrads(layout, flat, owned, collective, op)
+    if buffers is None:
+        flat = context.collectives.zeros(layout.numel, dtype, context.device)
+        collective = context.stage.gradient_collective
+        return PartialGrads(layout, flat, owned, collective, op, transfer)
+    numel = owned.stop - owned.start
+    if transfer is None:
+        shard = torch.zeros(numel, dtype=dtype, device=context.device)
+    else:
+        shard = transfer.host_zeros(numel, dtype)
+    return ShardedGrads(layout, shard, buffers, op, transfer)
 
 
 def place_ungrouped(

@@ -9,9 +9,9 @@ the host during the rest of backward. When accumulating, the host adds sharded r
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from torch import Tensor
 
@@ -22,40 +22,70 @@ from rayzero.engine.zero.parameters import param_views
 from rayzero.engine.zero.placement import Collective
 
 
-class GradStore(Protocol):
-    """One unit's gradients on this rank."""
+class GradStore(ABC):
+    """One unit's gradients on this rank.
+
+    Args:
+        main: the main gradients of the range that this rank's optimizer updates.
+        transfer: copies them to `main` in host memory; None if `main` is on the device.
+    """
+
+    def __init__(self, main: Tensor, reduce_op: ReduceOp, transfer: HostTransfer | None) -> None:
+        self._main = main
+        self._reduce_op = reduce_op
+        self._transfer = transfer
 
     @property
     def needs_buffer(self) -> bool:
         """Whether the next `accumulate` needs a buffer from the pool first."""
+        return False
+
+    @abstractmethod
+    def _views(self) -> list[Tensor]:
+        """Where each parameter's gradient is accumulated."""
 
     def accumulate(self, index: int, grad: Tensor, *, add: bool) -> None:
         """Adds a gradient of parameter `index` to its main gradient, or replaces it."""
+        copy_or_add_(self._views()[index], grad, add=add)
 
     def accumulate_zero(self, index: int) -> None:
         """Parameter `index` was not used in the loss on this rank: its gradient is zero."""
+        self._views()[index].zero_()
 
+    @abstractmethod
     def reduce(self, *, first: bool) -> Work:
         """Starts to reduce over the ranks. All parameters have been accumulated."""
 
     def on_reduced(self, work: Work) -> None:
         """Called once, when `work` has been waited for."""
+        return
 
     def owned(self) -> Tensor:
-        """The main gradients of the range that this rank's optimizer updates."""
-
-    def norm_part(self, shard: slice) -> Tensor:
-        """This rank's part of the gradient norm: over all ranks, each element once."""
+        """The main gradients; waits for copies to host memory."""
+        if self._transfer is not None:
+            self._transfer.wait_d2h()
+        return self._main
 
     @property
     def persistent_tensors(self) -> dict[MemoryKind, Tensor]:
         """The memory held between two steps."""
+        kind = MemoryKind.DEVICE if self._transfer is None else MemoryKind.HOST
+        return {kind: self._main}
+
+    def _copy_to_host(self, reduced: ChainableWork, source: Tensor, *, add: bool) -> Work:
+        """Copies or adds what was reduced to `main`, unless it is there."""
+        if self._transfer is None:
+            return reduced
+        early = self._reduce_op.single_collective
+        return self._transfer.d2h(reduced, source, self._main, add=add, early=early)
 
 
-class PartialGrads:
-    """The full unit in one persistent buffer; reduced over the ranks at the end of a step."""
+class PartialGrads(GradStore):
+    """The full unit in one persistent buffer; reduced over the ranks at the end of a step.
 
-    needs_buffer = False
+    Args:
+        flat: the buffer, zeros: the padding is never written.
+    """
 
     def __init__(
         self,
@@ -64,39 +94,29 @@ class PartialGrads:
         owned: slice,
         collective: Collective,
         reduce_op: ReduceOp,
+        transfer: HostTransfer | None = None,
     ) -> None:
-        self._flat = flat  # zeros: the padding is never written
-        self._owned = flat[owned]
+        part = flat[owned]
+        main = part if transfer is None else transfer.host_zeros(part.numel(), part.dtype)
+        super().__init__(main, reduce_op, transfer)
+        self._flat = flat
+        self._owned = part
         self._collective = collective
-        self._reduce_op = reduce_op
-        self._views = param_views(layout, flat)
+        self._param_views = param_views(layout, flat)
 
-    def accumulate(self, index: int, grad: Tensor, *, add: bool) -> None:
-        copy_or_add_(self._views[index], grad, add=add)
-
-    def accumulate_zero(self, index: int) -> None:
-        self._views[index].zero_()
+    def _views(self) -> list[Tensor]:
+        return self._param_views
 
     def reduce(self, *, first: bool) -> Work:
-        return self._start_reduce()
-
-    def _start_reduce(self) -> ChainableWork:
         if self._collective is Collective.ALL_REDUCE:
-            return self._reduce_op.all_reduce(self._flat)
-        return self._reduce_op.reduce_scatter(self._flat, self._owned)
-
-    def on_reduced(self, work: Work) -> None:
-        return
-
-    def owned(self) -> Tensor:
-        return self._owned
-
-    def norm_part(self, shard: slice) -> Tensor:
-        return self._flat[shard]
+            work = self._reduce_op.all_reduce(self._flat)
+        else:
+            work = self._reduce_op.reduce_scatter(self._flat, self._owned)
+        return self._copy_to_host(work, self._owned, add=False)
 
     @property
     def persistent_tensors(self) -> dict[MemoryKind, Tensor]:
-        return {MemoryKind.DEVICE: self._flat}
+        return super().persistent_tensors | {MemoryKind.DEVICE: self._flat}
 
 
 class GradBufferPool:
@@ -135,130 +155,51 @@ class GradBufferPool:
         self._free.append((buffer, work))
 
 
-class ShardedGrads:
+class ShardedGrads(GradStore):
     """This rank's shard of the sum; full gradients exist only in a pool buffer, within a
     micro-step."""
 
     def __init__(
-        self, layout: UnitLayout, shard: Tensor, buffers: GradBufferPool, reduce_op: ReduceOp
+        self,
+        layout: UnitLayout,
+        shard: Tensor,
+        buffers: GradBufferPool,
+        reduce_op: ReduceOp,
+        transfer: HostTransfer | None = None,
     ) -> None:
+        super().__init__(shard, reduce_op, transfer)
         self._layout = layout
-        self._reduce_op = reduce_op
-        self._shard = shard
         self._buffer_pool = buffers
         self._buffer: Tensor | None = None  # being filled
         self._reducing: deque[Tensor] = deque()  # being reduced, oldest first
-        self._views: dict[int, list[Tensor]] = {}  # by the buffer's address, which is never reused
+        self._param_views: dict[int, list[Tensor]] = {}  # by the buffer's address, never reused
         self._padding_views: dict[int, list[Tensor]] = {}
 
     @property
     def needs_buffer(self) -> bool:
         return self._buffer is None
 
-    def accumulate(self, index: int, grad: Tensor, *, add: bool) -> None:
-        copy_or_add_(self._buffer_views()[index], grad, add=add)
-
-    def accumulate_zero(self, index: int) -> None:
-        self._buffer_views()[index].zero_()
-
-    def _buffer_views(self) -> list[Tensor]:
+    def _views(self) -> list[Tensor]:
         if self._buffer is None:
             self._buffer = self._buffer_pool.acquire()
             key = self._buffer.data_ptr()
-            if key not in self._views:
-                self._views[key] = param_views(self._layout, self._buffer)
+            if key not in self._param_views:
+                self._param_views[key] = param_views(self._layout, self._buffer)
                 self._padding_views[key] = [self._buffer[gap] for gap in self._layout.padding]
             for gap in self._padding_views[key]:  # another unit used the buffer before
                 gap.zero_()
-        return self._views[self._buffer.data_ptr()]
+        return self._param_views[self._buffer.data_ptr()]
 
     def reduce(self, *, first: bool) -> Work:
-        self._buffer_views()
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             raise RuntimeError("a unit was reduced without a buffer")
         self._reducing.append(buffer)
-        return self._reduce_scatter(buffer[: self._layout.numel], first=first)
-
-    def _reduce_scatter(self, full: Tensor, *, first: bool) -> Work:
-        return self._reduce_op.reduce_scatter(full, self._shard, accumulate=not first)
+        full, op = buffer[: self._layout.numel], self._reduce_op
+        if self._transfer is None:
+            return op.reduce_scatter(full, self._main, accumulate=not first)
+        own = rank_chunk(full, op.rank, op.world_size)
+        return self._copy_to_host(op.reduce_scatter(full, own), own, add=not first)
 
     def on_reduced(self, work: Work) -> None:
         self._buffer_pool.release(self._reducing.popleft(), work)
-
-    def owned(self) -> Tensor:
-        return self._shard
-
-    def norm_part(self, shard: slice) -> Tensor:
-        return self._shard
-
-    @property
-    def persistent_tensors(self) -> dict[MemoryKind, Tensor]:
-        return {MemoryKind.DEVICE: self._shard}
-
-
-class HostPartialGrads(PartialGrads):
-    """The full unit stays on the device, as without offload; the owned part of the sum is in host
-    memory."""
-
-    def __init__(
-        self,
-        layout: UnitLayout,
-        flat: Tensor,
-        owned: slice,
-        collective: Collective,
-        reduce_op: ReduceOp,
-        host: Tensor,
-        transfer: HostTransfer,
-    ) -> None:
-        super().__init__(layout, flat, owned, collective, reduce_op)
-        self.host = host
-        self._start = owned.start
-        self._transfer = transfer
-
-    def reduce(self, *, first: bool) -> Work:
-        early = self._reduce_op.single_collective
-        reduced = self._start_reduce()
-        return self._transfer.d2h(reduced, self._owned, self.host, add=False, early=early)
-
-    def owned(self) -> Tensor:
-        return self.host
-
-    def norm_part(self, shard: slice) -> Tensor:
-        self._transfer.wait_d2h()
-        return self.host[shard.start - self._start : shard.stop - self._start]
-
-    @property
-    def persistent_tensors(self) -> dict[MemoryKind, Tensor]:
-        return super().persistent_tensors | {MemoryKind.HOST: self.host}
-
-
-class HostShardedGrads(ShardedGrads):
-    """This rank's shard of the sum in host memory; the device has only the pool's buffers."""
-
-    def __init__(
-        self,
-        layout: UnitLayout,
-        host: Tensor,
-        buffers: GradBufferPool,
-        reduce_op: ReduceOp,
-        transfer: HostTransfer,
-    ) -> None:
-        super().__init__(layout, host, buffers, reduce_op)
-        self.host = host
-        self._transfer = transfer
-
-    def _reduce_scatter(self, full: Tensor, *, first: bool) -> Work:
-        op = self._reduce_op
-        own = rank_chunk(full, op.rank, op.world_size)
-        reduced = op.reduce_scatter(full, own)
-        early = op.single_collective
-        return self._transfer.d2h(reduced, own, self.host, add=not first, early=early)
-
-    def norm_part(self, shard: slice) -> Tensor:
-        self._transfer.wait_d2h()
-        return self.host
-
-    @property
-    def persistent_tensors(self) -> dict[MemoryKind, Tensor]:
-        return {MemoryKind.HOST: self.host}

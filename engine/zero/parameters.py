@@ -1,4 +1,4 @@
-"""Weight stores: one unit's model weights, replicated, sharded, or sharded in host memory.
+"""Weight stores: one unit's model weights, replicated or sharded.
 
 The model's parameters are views of one flat buffer while they are in use. Their addresses do not
 change between forward and backward, because autograd saves views of weights (a linear layer saves
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.comm.backend import CompletedWork, GatherOp, Work, rank_chunk
+from rayzero.engine.comm.backend import GatherOp, Work, rank_chunk
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.offload.transfer import HostShardGather, MemoryKind
@@ -30,10 +30,8 @@ class ReplicatedWeights:
         """The range of model weights whose main weights this rank updates."""
         return self.flat[owned]
 
-    def gather_updates(self, collectives: Collectives, *, gather: bool) -> Work:
-        """Gathers the other ranks' updates, if each rank has updated its own part only."""
-        if not gather:
-            return CompletedWork()
+    def gather_updates(self, collectives: Collectives) -> Work:
+        """Gathers the other ranks' updates: each rank has updated its own part."""
         own = rank_chunk(self.flat, collectives.rank, collectives.world_size)
         return collectives.all_gather(self.flat, own)
 
@@ -47,22 +45,27 @@ class ShardedWeights:
 
     Otherwise a parameter keeps its shape but reads as NaN, so that a weight used outside its
     block's forward is noticed at once instead of giving stale values.
-    """
 
-    memory_kind = MemoryKind.DEVICE
+    Args:
+        shard_gather: gathers a shard in host memory, one for all units of a run; None if the shard
+            is on the device.
+    """
 
     def __init__(
         self,
         layout: UnitLayout,
         params: tuple[nn.Parameter, ...],
         shard: Tensor,
-        device: torch.device | None = None,
+        shard_gather: HostShardGather | None = None,
     ) -> None:
         self.layout = layout
         self.shard = shard
         self.params = params
-        self.device = device or shard.device  # of the parameters; the shard may be in host memory
-        poison = torch.full((), _poison_value(shard.dtype), dtype=shard.dtype, device=self.device)
+        self._shard_gather = shard_gather
+        self.memory_kind = MemoryKind.DEVICE if shard_gather is None else MemoryKind.HOST
+        nan = float("nan") if shard.is_floating_point() or shard.is_complex() else 0
+        self.device = shard.device if shard_gather is None else shard_gather.device
+        poison = torch.full((), nan, dtype=shard.dtype, device=self.device)
         self._poisoned_values = tuple(poison.expand(spec.shape) for spec in layout.params)
         self._buffer: Tensor | None = None
         self._views: tuple[Tensor, ...] = ()
@@ -73,9 +76,6 @@ class ShardedWeights:
         """The range of model weights whose main weights this rank updates: all that it has."""
         return self.shard
 
-    def gather_updates(self, collectives: Collectives, *, gather: bool) -> Work:
-        return CompletedWork()
-
     def unshard(self, buffer: Tensor, gather_op: GatherOp) -> Work:
         """Starts to gather the unit into `buffer` and points the parameters there.
 
@@ -85,17 +85,20 @@ class ShardedWeights:
         if self._buffer is not buffer:
             self._buffer = buffer
             self._views = tuple(param_views(self.layout, buffer))
-        pending = self._all_gather(buffer[: self.layout.numel], gather_op)
+        full = buffer[: self.layout.numel]
+        if self._shard_gather is None:
+            pending: Work = gather_op.all_gather(full, self.shard)
+        else:
+            pending = self._shard_gather.gather(full, self.shard, gather_op)
         for param, view in zip(self.params, self._views, strict=True):
             param.data = view
         return pending
 
-    def _all_gather(self, full: Tensor, gather_op: GatherOp) -> Work:
-        return gather_op.all_gather(full, self.shard)
-
     def new_buffer(self, numel: int) -> Tensor:
         """A buffer of zeros to gather into."""
-        return self.shard.new_zeros(numel)
+        if self._shard_gather is None:
+            return self.shard.new_zeros(numel)
+        return self._shard_gather.new_buffer(numel, self.shard.dtype)
 
     def reshard(self) -> None:
         """Detaches the parameters, before the buffer is reused for another unit."""
@@ -124,36 +127,6 @@ def set_param_data(param: nn.Parameter, value: Tensor) -> None:
         torch.utils.swap_tensors(param, real)
     else:
         param.data = value
-
-
-def _poison_value(dtype: torch.dtype) -> float:
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-
-
-class HostShardedWeights(ShardedWeights):
-    """Sharded, with the shard in host memory: none of it stays on the device.
-
-    Args:
-        shard_gather: one for all units of a run.
-    """
-
-    memory_kind = MemoryKind.HOST
-
-    def __init__(
-        self,
-        layout: UnitLayout,
-        params: tuple[nn.Parameter, ...],
-        shard: Tensor,
-        shard_gather: HostShardGather,
-    ) -> None:
-        super().__init__(layout, params, shard, shard_gather.device)
-        self._shard_gather = shard_gather
-
-    def _all_gather(self, full: Tensor, gather_op: GatherOp) -> Work:
-        return self._shard_gather.gather(full, self.shard, gather_op)
-
-    def new_buffer(self, numel: int) -> Tensor:
-        return self._shard_gather.new_buffer(numel, self.shard.dtype)
 
 
 class WeightGather:

@@ -17,6 +17,7 @@ from rayzero.engine.precision.policy import Precision
 from rayzero.engine.session import StepRequests
 from rayzero.engine.zero.gather_buffers import GatherBuffers
 from rayzero.engine.zero.gradients import GradBufferPool
+from rayzero.engine.zero.parameters import ReplicatedWeights
 from rayzero.engine.zero.placement import Collective, Stage
 from rayzero.engine.zero.reducer import GradReduction, Reducer
 from rayzero.engine.zero.step_vote import StepVote, nonfinite_error, vote_on_step
@@ -71,7 +72,7 @@ class ZeroRuntime:
             EngineError: a gradient is not finite, and the loss scale cannot be lowered.
         """
         self.reducer.wait()
-        parts = [unit.grads.norm_part(unit.shard) for unit in self.units if unit.grads is not None]
+        parts = [part for unit in self.units if (part := unit.shard_grads()) is not None]
         vote = vote_on_step(parts, loss, factor, self.collectives, requests)
         scaler = self.precision.scaler
         if scaler.cannot_decrease and not vote.finite:
@@ -102,10 +103,10 @@ class ZeroRuntime:
         pending = []
         for unit in self.units:
             if unit.main_weights is not None:
-                unit.state_store.copy_to_model(
-                    unit.main_weights, unit.weights.owned_range(unit.owned)
-                )
-                pending.append(unit.weights.gather_updates(self.collectives, gather=gather))
+                owned = unit.weights.owned_range(unit.owned)
+                unit.state_store.copy_to_model(unit.main_weights, owned)
+                if gather and isinstance(unit.weights, ReplicatedWeights):
+                    pending.append(unit.weights.gather_updates(self.collectives))
         for work in pending:
             work.wait()
         if self.unshard_scheduler is not None:

@@ -101,9 +101,9 @@ def _first_nonfinite_param(
     """
     rank, named, counts = collectives.rank, [], list[Tensor]()
     for unit in units:
-        if unit.grads is None:
+        own = unit.shard_grads()
+        if own is None:
             continue
-        own = unit.grads.norm_part(unit.shard)
         bad = torch.zeros(len(unit.layout.params), dtype=torch.float64, device=own.device)
         for span in unit.layout.ranges_in_shard(rank):
             part = own[span.shard_start : span.shard_start + span.numel]

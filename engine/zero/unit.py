@@ -41,3 +41,11 @@ class Unit:
     @property
     def name(self) -> str:
         return self.layout.name
+
+    def shard_grads(self) -> Tensor | None:
+        """The main gradients of this rank's shard, for sums over ranks: over all of them, each
+        element once. None for a frozen unit."""
+        if self.grads is None:
+            return None
+        start = self.owned.start
+        return self.grads.owned()[self.shard.start - start : self.shard.stop - start]

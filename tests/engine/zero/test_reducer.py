@@ -275,7 +275,6 @@ def test_whole_gradients_are_reduced_in_place(how: Collective) -> None:
     assert name == how.value
     assert tensors[0] is flat
     assert store.owned().data_ptr() == flat[LAYOUT.shard(1)].data_ptr()
-    assert torch.equal(store.norm_part(LAYOUT.shard(0)), flat[LAYOUT.shard(0)])
 
 
 def test_sharded_gradients_pass_through_a_slot_whose_padding_is_clean() -> None:
