@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from io import TextIOBase
 from threading import Condition, Lock
 from time import monotonic
@@ -114,13 +113,8 @@ class LineTee(TextIOBase):
             self._sink(self._name, line)
 
 
-@contextmanager
-def tee_output(sink: LineSink) -> Iterator[tuple[LineTee, LineTee]]:
-    """Replaces sys.stdout and sys.stderr by tees inside a `with`."""
-    before = sys.stdout, sys.stderr
-    tees = LineTee(before[0], "stdout", sink), LineTee(before[1], "stderr", sink)
+def tee_output(sink: LineSink) -> tuple[LineTee, LineTee]:
+    """Replaces sys.stdout and sys.stderr by tees, for the rest of the process's life."""
+    tees = LineTee(sys.stdout, "stdout", sink), LineTee(sys.stderr, "stderr", sink)
     sys.stdout, sys.stderr = tees
-    try:
-        yield tees
-    finally:
-        sys.stdout, sys.stderr = before
+    return tees

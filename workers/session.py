@@ -107,7 +107,7 @@ class JobSession:
         step = self._channel.progress.step
         if self._ledger is not None:
             self._ledger.write_step(step)
-        return replace(self._mirror.step_requests(step), drain=self._channel.drain.requested)
+        return replace(self._mirror.step_requests(step), drain=self._channel.drain.is_set())
 
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         """Mirrors the step before reporting it: a reported step is never lost. An interrupt takes

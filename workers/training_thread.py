@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock, Thread
 from time import monotonic
@@ -17,7 +17,6 @@ from types import TracebackType
 from rayzero.engine.errors import CollectiveError, ConfigError, DataError, EngineError
 from rayzero.workers.entrypoint import EntryPointError
 from rayzero.workers.messages import (
-    Assignment,
     Crashed,
     CrashKind,
     Heartbeat,
@@ -40,69 +39,47 @@ class Interrupted(BaseException):
     it."""
 
 
-class StopFlag:
+class StopFlag(Event):
     """Set by a command thread; raised in the training thread at its next `check`."""
-
-    def __init__(self) -> None:
-        self._event = Event()
-
-    def request(self) -> None:
-        self._event.set()
-
-    @property
-    def requested(self) -> bool:
-        return self._event.is_set()
 
     def check(self) -> None:
         """Raises Interrupted if a stop was requested."""
-        if self._event.is_set():
+        if self.is_set():
             raise Interrupted
-
-
-@dataclass(frozen=True)
-class _ProgressState:
-    step: int
-    phase: str
-    at_s: float
-    collective: int = 0
-    waiting: bool = False
 
 
 class ProgressRecord:
     """Step, phase, and time of the last progress. Written by the training thread, read by command
     threads.
 
-    Each write replaces one immutable record, so readers need no lock.
+    Each write replaces one immutable pair, so readers need no lock.
     """
 
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, rank: int, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._state = _ProgressState(0, "start", clock())
+        self._state = Heartbeat(rank, step=0, phase="start", silent_s=0.0), clock()
 
     @property
     def step(self) -> int:
         """The current step, counted from 1; 0 before the training function is called."""
-        return self._state.step
+        return self._state[0].step
 
     def enter_phase(self, phase: str) -> None:
-        self._state = replace(self._state, phase=phase, at_s=self._clock(), waiting=False)
+        self._state = replace(self._state[0], phase=phase, waiting=False), self._clock()
 
     def begin_step(self, step: int) -> None:
-        self._state = replace(self._state, step=step, at_s=self._clock(), waiting=False)
+        self._state = replace(self._state[0], step=step, waiting=False), self._clock()
 
     def set_waiting(self, collective: int, waiting: bool) -> None:
         """A wait for other ranks starts or ends."""
-        self._state = replace(
-            self._state, collective=collective, waiting=waiting, at_s=self._clock()
-        )
+        heartbeat = replace(self._state[0], collective=collective, waiting=waiting)
+        self._state = heartbeat, self._clock()
 
-    def heartbeat(self, rank: int) -> Heartbeat:
-        state = self._state
-        silent_s = self._clock() - state.at_s
-        return Heartbeat(rank, state.step, state.phase, silent_s, state.collective, state.waiting)
+    def heartbeat(self) -> Heartbeat:
+        heartbeat, at_s = self._state
+        return replace(heartbeat, silent_s=self._clock() - at_s)
 
 
-@dataclass(frozen=True)
 class GenerationChannel:
     """What the training thread and the command threads share for one generation.
 
@@ -112,20 +89,18 @@ class GenerationChannel:
         sockets: the process group's connections; shutting them down aborts a wait for peers.
     """
 
-    post: Callable[[WorkerMessage], None]
-    generation: int = 0
-    progress: ProgressRecord = field(default_factory=ProgressRecord)
-    interrupt: StopFlag = field(default_factory=StopFlag)
-    drain: StopFlag = field(default_factory=StopFlag)
-    sockets: SocketTracker = field(default_factory=SocketTracker)
-
-
-GenerationBody = Callable[[], WorkerMessage]
-"""Runs a generation, from joining its group; returns its end message."""
+    def __init__(self, post: Callable[[WorkerMessage], None], generation: int, rank: int) -> None:
+        self.post = post
+        self.generation = generation
+        self.rank = rank
+        self.progress = ProgressRecord(rank)
+        self.interrupt = StopFlag()
+        self.drain = Event()
+        self.sockets = SocketTracker()
 
 
 class TrainingThread:
-    """Runs one body at a time; each ends with exactly one message.
+    """Runs one generation at a time; each ends with exactly one message.
 
     The thread is a daemon: a function that hangs in native code and never reaches a stop check must
     not keep the process alive when the controller kills it.
@@ -140,14 +115,11 @@ class TrainingThread:
         """
         self._on_unwound = on_unwound
         self._thread: Thread | None = None
-        self._channel: GenerationChannel | None = None
         self._end_posted = False  # the thread has nothing left to do but exit
         self._start_lock = Lock()  # `join` must not see a thread that is not started yet
 
-    def start(
-        self, assignment: Assignment, body: GenerationBody, channel: GenerationChannel
-    ) -> None:
-        """Runs `body` in a new training thread.
+    def start(self, channel: GenerationChannel, body: Callable[[], WorkerMessage]) -> None:
+        """Runs `body`, from joining the group to the end message, in a new training thread.
 
         Raises:
             EngineError: the thread of an earlier generation is still alive.
@@ -156,23 +128,15 @@ class TrainingThread:
         # is still finishing.
         if not self.join(THREAD_EXIT_S if self._end_posted else 0.0):
             raise EngineError(
-                f"generation {assignment.generation} cannot start: the training thread of the "
+                f"generation {channel.generation} cannot start: the training thread of the "
                 "previous generation is still running"
             )
         with self._start_lock:
-            self._channel, self._end_posted = channel, False
+            self._end_posted = False
             self._thread = Thread(
-                target=self._run,
-                args=(assignment, body, channel),
-                name="rayzero-train",
-                daemon=True,
+                target=self._run, args=(channel, body), name="rayzero-train", daemon=True
             )
             self._thread.start()
-
-    def stop(self) -> None:
-        """Asks the body to unwind at its next report, phase or step. Returns at once."""
-        if self._channel is not None:
-            self._channel.interrupt.request()
 
     def join(self, timeout_s: float) -> bool:
         """Waits for the thread to exit; False on a timeout."""
@@ -183,26 +147,24 @@ class TrainingThread:
         thread.join(timeout_s)
         return not thread.is_alive()
 
-    def _run(
-        self, assignment: Assignment, body: GenerationBody, channel: GenerationChannel
-    ) -> None:
-        message = self._run_body(assignment, body, channel)
+    def _run(self, channel: GenerationChannel, body: Callable[[], WorkerMessage]) -> None:
+        message = self._run_body(channel, body)
         self._end_posted = True
         channel.post(message)
 
     def _run_body(
-        self, assignment: Assignment, body: GenerationBody, channel: GenerationChannel
+        self, channel: GenerationChannel, body: Callable[[], WorkerMessage]
     ) -> WorkerMessage:
-        generation, rank = assignment.generation, assignment.rank
+        generation, rank = channel.generation, channel.rank
         try:
             return body()
         except Interrupted:
-            drained = not channel.interrupt.requested
+            drained = not channel.interrupt.is_set()
             return Stopped(generation, rank, self._on_unwound(drained))
         except BaseException as error:  # noqa: BLE001  # the thread's last frame: report everything
             memory = self._on_unwound(False)
             crash = describe_crash(error, generation, rank, channel.progress.step)
-            if crash.kind == "collective" and channel.interrupt.requested:  # aborted on request
+            if crash.kind == "collective" and channel.interrupt.is_set():  # aborted on request
                 return Stopped(generation, rank, memory)
             return replace(crash, memory=memory)
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -46,22 +46,20 @@ class WorkerProcess(WorkerCalls):
     """One worker process. Its methods are called by the command threads; none of them waits long
     for the training thread, so the worker always answers.
 
-    Lifetimes: output tees, outbox and store live as long as the process; a context and its channel
-    live for one generation.
+    Output tees, outbox and store live as long as the process, a context and its channel for one
+    generation.
     """
 
     def __init__(self, spec: WorkerSpec, index: int) -> None:
         self._spec = spec
-        self._rank = index  # until the first generation assigns one
         self._outbox = Outbox()
         self._retained = RetainedState(index)
         self._fault_schedule = FaultSchedule(FaultRecord(spec.output_dir), self._outbox.post)
         self._training_thread = TrainingThread(on_unwound=self._on_unwound)
-        self._channel = GenerationChannel(self._outbox.post)
+        self._channel = GenerationChannel(self._outbox.post, generation=0, rank=index)
         self._train_function: TrainFunction | None = None
         self._store: TCPStore | None = None
-        self._exit_stack = ExitStack()
-        self._tees = self._exit_stack.enter_context(tee_output(self._post_log))
+        self._tees = tee_output(self._post_log)
         torch.set_num_threads(max(1, int(spec.cpus)))
         self._enter_working_dir()
 
@@ -78,29 +76,27 @@ class WorkerProcess(WorkerCalls):
 
     def assign(self, generation: GenerationSpec, member: RankAssignment) -> None:
         assignment = Assignment(**vars(member), **vars(generation))
-        self._rank = assignment.rank
-        channel = self._channel = GenerationChannel(self._outbox.post, assignment.generation)
-        self._training_thread.start(
-            assignment, lambda: self._run_generation(assignment, channel), channel
-        )
+        channel = GenerationChannel(self._outbox.post, assignment.generation, assignment.rank)
+        self._channel = channel
+        self._training_thread.start(channel, lambda: self._run_generation(assignment, channel))
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        return [*self._outbox.poll(timeout_s), self._channel.progress.heartbeat(self._rank)]
+        return [*self._outbox.poll(timeout_s), self._channel.progress.heartbeat()]
 
     def stop(self, generation: int) -> None:
         if self._channel.generation == generation:
-            self._channel.interrupt.request()
+            self._channel.interrupt.set()
 
     def drain(self, generation: int) -> None:
         if self._channel.generation == generation:
-            self._channel.drain.request()
+            self._channel.drain.set()
 
     def fence(self, generation: int) -> None:
         """Retries, because the thread may be about to start a wait for peers while it joins."""
         channel = self._channel
         if channel.generation != generation:
             return
-        channel.interrupt.request()
+        channel.interrupt.set()
         for _ in range(FENCE_ATTEMPTS):
             if self._channel is not channel:
                 return  # the next generation has started: its group must not be aborted
@@ -124,14 +120,6 @@ class WorkerProcess(WorkerCalls):
             f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
             for ident, frame in sys._current_frames().items()
         )
-
-    def close(self) -> None:
-        """Unwinds the training function, and restores sys.stdout and sys.stderr. An actor's process
-        does not need it: it just exits."""
-        self._training_thread.stop()
-        self._training_thread.join(timeout_s=5)
-        self._retained.close()
-        self._exit_stack.close()
 
     def _run_generation(self, assignment: Assignment, channel: GenerationChannel) -> WorkerMessage:
         function = self._train_function = self._train_function or load_train_function(
@@ -196,21 +184,14 @@ class WorkerProcess(WorkerCalls):
         """The function's result as JSON; None, with a log line, if it cannot be encoded."""
         if result is None:
             return None
-        if not isinstance(result, Mapping):
-            self._post_log(
-                "stderr",
-                f"the training function returned {type(result).__name__}: only a dict is written "
-                "to the summary",
-            )
-            return None
         try:
-            document = json.loads(json.dumps(dict(result), default=_to_json_scalar))
+            if not isinstance(result, Mapping):
+                raise TypeError(f"it is a {type(result).__name__}, not a dict")
+            return dict(json.loads(json.dumps(dict(result), default=_to_json_scalar)))
         except (TypeError, ValueError) as error:
-            self._post_log(
-                "stderr", f"the training function's result cannot be encoded as JSON: {error}"
-            )
+            text = f"the training function's result cannot be written to the summary: {error}"
+            self._post_log("stderr", text)
             return None
-        return document if isinstance(document, dict) else None
 
     def _enter_working_dir(self) -> None:
         folder = self._spec.working_dir
@@ -227,7 +208,7 @@ class WorkerProcess(WorkerCalls):
         sys.path.extend(path for path in others if path not in sys.path)
 
     def _post_log(self, stream: str, text: str) -> None:
-        self._outbox.post(LogLine(self._rank, stream, text))
+        self._outbox.post(LogLine(self._channel.rank, stream, text))
 
 
 def warm_up_torch() -> None:

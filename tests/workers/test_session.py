@@ -19,7 +19,7 @@ from tests.workers.support import ASSIGN, setup
 
 def session(**changes: Any) -> tuple[JobSession, GenerationChannel, list[WorkerMessage]]:
     posted: list[WorkerMessage] = []
-    wire = GenerationChannel(posted.append)
+    wire = GenerationChannel(posted.append, 1, 0)
     injector = WorkerFaultInjector(FaultSchedule(FaultRecord("/nowhere"), posted.append), 0)
     return JobSession(setup(**changes), ASSIGN, wire, RetainedState(0), injector), wire, posted
 
@@ -119,7 +119,7 @@ def test_an_interrupt_is_raised_at_the_next_report_phase_or_step():
     made, wire, posted = session()
     ctx = Context(setup(), ASSIGN, torch.device("cpu"), made)
     made.on_phase("forward")
-    wire.interrupt.request()
+    wire.interrupt.set()
     for act in (
         lambda: ctx.report(loss=1.0),
         lambda: made.on_phase("data"),
@@ -134,7 +134,7 @@ def test_an_interrupt_is_raised_at_the_next_report_phase_or_step():
 def test_an_agreed_drain_ends_the_function_after_the_step():
     made, wire, posted = session()
     assert not made.step_requests().drain
-    wire.drain.request()
+    wire.drain.set()
     assert made.step_requests().drain
     with pytest.raises(Interrupted):
         made.on_step_end({"step": 1.0}, StepRequests(drain=True))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import Event, Thread
 
 import pytest
@@ -10,14 +10,12 @@ from rayzero.engine.errors import CollectiveError, ConfigError, DataError, Engin
 from rayzero.workers import training_thread as module
 from rayzero.workers.messages import Crashed, Finished, Heartbeat, Stopped, WorkerMessage
 from rayzero.workers.training_thread import (
-    GenerationBody,
     GenerationChannel,
     Interrupted,
     ProgressRecord,
     TrainingThread,
     describe_crash,
 )
-from tests.workers.support import ASSIGN
 
 DONE = Finished(1, 0, None, {}, 0)
 
@@ -28,21 +26,21 @@ class Bench:
     def __init__(self) -> None:
         self.posted: list[WorkerMessage] = []
         self.freed = 0
-        self.channel = GenerationChannel(self.posted.append)
+        self.channel = GenerationChannel(self.posted.append, 1, 0)
         self.thread = TrainingThread(self._free)
 
     def _free(self, drained: bool) -> None:
         self.freed += not drained
 
-    def start(self, body: GenerationBody) -> None:
-        self.thread.start(ASSIGN, body, self.channel)
+    def start(self, body: Callable[[], WorkerMessage]) -> None:
+        self.thread.start(self.channel, body)
 
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     made = Bench()
     yield made
-    made.thread.stop()
+    made.channel.interrupt.set()
     assert made.thread.join(5)
 
 
@@ -75,7 +73,7 @@ def test_stop_unwinds_at_the_next_check_and_frees_the_peers(bench: Bench):
 
     bench.start(body)
     assert running.wait(5)
-    bench.thread.stop()
+    bench.channel.interrupt.set()
     assert bench.thread.join(5)
     assert bench.posted == [Stopped(1, 0)]
     assert bench.freed == 1
@@ -99,7 +97,7 @@ def test_a_collective_that_fails_while_stopping_is_a_stop(bench: Bench):
         raise CollectiveError("a peer was unwound first")
 
     bench.start(body)
-    bench.thread.stop()
+    bench.channel.interrupt.set()
     go.set()
     assert bench.thread.join(5)
     assert bench.posted == [Stopped(1, 0)]
@@ -159,9 +157,9 @@ def test_the_next_generation_waits_for_a_thread_that_has_posted_its_end():
             assert go.wait(30)  # the controller hears of it, and is faster than this thread
 
     thread = TrainingThread(lambda: None)
-    thread.start(ASSIGN, lambda: DONE, GenerationChannel(post))
+    thread.start(GenerationChannel(post, 1, 0), lambda: DONE)
     assert told.wait(30)
-    starter = Thread(target=thread.start, args=(ASSIGN, lambda: DONE, GenerationChannel(post)))
+    starter = Thread(target=thread.start, args=(GenerationChannel(post, 1, 0), lambda: DONE))
     starter.start()
     go.set()
     starter.join(30)
@@ -216,10 +214,10 @@ def test_sys_exit_is_reported_as_text():
 
 def test_a_heartbeat_has_step_phase_and_silent_time():
     now_s = 100.0
-    progress = ProgressRecord(clock=lambda: now_s)
+    progress = ProgressRecord(rank=1, clock=lambda: now_s)
     progress.begin_step(4)
     progress.enter_phase("backward")
     now_s = 102.5
-    assert progress.heartbeat(rank=1) == Heartbeat(1, 4, "backward", 2.5)
+    assert progress.heartbeat() == Heartbeat(1, 4, "backward", 2.5)
     progress.begin_step(5)
-    assert progress.heartbeat(rank=1) == Heartbeat(1, 5, "backward", 0.0)
+    assert progress.heartbeat() == Heartbeat(1, 5, "backward", 0.0)

@@ -38,6 +38,8 @@ MakeWorker = Callable[..., WorkerProcess]
 def make_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeWorker]:
     """Creates workers and restores the process afterwards."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
     monkeypatch.chdir(os.getcwd())
     environment, threads = dict(os.environ), torch.get_num_threads()
     workers: list[WorkerProcess] = []
@@ -51,8 +53,9 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeWorker]:
         return worker
 
     yield make
-    for worker in reversed(workers):
-        worker.close()
+    for worker in workers:
+        for generation in (1, 2):
+            worker.fence(generation)
     process_group.abort_default_group(SocketTracker())
     os.environ.clear()
     os.environ.update(environment)
