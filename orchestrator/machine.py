@@ -1,7 +1,6 @@
 """The states of a job as data: which event leads from which state to which, and what to do then.
 
-`apply_event` is pure. Every (state, event) pair has an answer: a row of `TABLE`, "ignored" (the
-event can come late, and then means nothing), or "illegal" (the controller has a bug).
+`apply_event` is pure. A (state, event) pair without a row in `TABLE` is a bug in the controller.
 
 Policies have decided already: a fault comes as what it means. How a job gets from one generation to
 the next is not the machine's business but `control/reconfigure.py`'s; it reports GenerationFormed.
@@ -10,10 +9,9 @@ An event with a `generation` is dropped by the controller once a newer generatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum, StrEnum
-from typing import Final, TypeAlias, get_args
+from enum import StrEnum
+from typing import Final, NamedTuple, TypeAlias, get_args
 
 from rayzero.engine.errors import RayzeroError
 
@@ -142,16 +140,8 @@ class Instruction(StrEnum):
     """Compute the summary of the run, which is written once the controller has ended."""
 
 
-class NoTransition(Enum):
-    """The meaning of a pair without a row."""
-
-    IGNORED = "ignored"
-    ILLEGAL = "illegal"
-
-
-@dataclass(frozen=True)
-class Transition:
-    """The next state, and the instructions in order."""
+class Transition(NamedTuple):
+    """The next state, and the instructions in order. An ignored event leads to the same state."""
 
     next_state: State
     instructions: tuple[Instruction, ...] = ()
@@ -187,53 +177,34 @@ TABLE: Final[dict[tuple[State, EventType], Transition]] = {
     (State.RESIZING, FaultRecoverable): _RECOVER,
     (State.RESIZING, FaultFatal): _FAIL,
     (State.RESIZING, StopRequested): _STOP,
+    # Ignored, here and below: posted before the state was left, and handled after it.
+    (State.RESIZING, ResizeRequested): Transition(State.RESIZING),  # members are selected later
     (State.RECOVERING, GenerationFormed): _RUN,
     (State.RECOVERING, FaultRecoverable): _RECOVER,  # a further fault: recovery begins again
     (State.RECOVERING, FaultFatal): _FAIL,
     (State.RECOVERING, StopRequested): _STOP,
+    (State.RECOVERING, ResizeRequested): Transition(State.RECOVERING),
+    (State.RECOVERING, AllFinished): Transition(State.RECOVERING),
     # A fault during a stop costs nothing: the mirrored steps are what can be saved.
     (State.STOPPING, TrainingStopped): _STOPPED,
     (State.STOPPING, StopTimedOut): _STOPPED,
     (State.STOPPING, AllFinished): _SUCCEED,
     (State.STOPPING, FaultFatal): _STOPPED,
-}
-
-# Events that were posted before a state was left and are handled after it.
-_IGNORED_LATE: Final[dict[State, tuple[EventType, ...]]] = {
-    State.PENDING: (),
-    State.STARTING: (),
-    State.RUNNING: (),
-    State.RESIZING: (ResizeRequested,),  # the members are selected after the drain anyway
-    State.RECOVERING: (ResizeRequested, AllFinished),
-    State.STOPPING: (GenerationFormed, FaultRecoverable, ResizeRequested, StopRequested),
-    **dict.fromkeys(FINAL_STATES, EVENTS),
+    (State.STOPPING, GenerationFormed): Transition(State.STOPPING),
+    (State.STOPPING, FaultRecoverable): Transition(State.STOPPING),
+    (State.STOPPING, ResizeRequested): Transition(State.STOPPING),
+    (State.STOPPING, StopRequested): Transition(State.STOPPING),
+    **{(state, event): Transition(state) for state in FINAL_STATES for event in EVENTS},
 }
 
 
-def find_transition(state: State, event: EventType) -> Transition | NoTransition:
-    """The table's answer for one pair."""
-    row = TABLE.get((state, event))
-    if row is not None:
-        return row
-    return NoTransition.IGNORED if event in _IGNORED_LATE[state] else NoTransition.ILLEGAL
-
-
-def apply_event(state: State, event: Event) -> tuple[State, tuple[Instruction, ...]]:
+def apply_event(state: State, event: Event) -> Transition:
     """The next state, and the instructions in order.
 
     Raises:
         IllegalEventError: the event cannot happen in this state.
     """
-    transition = find_transition(state, type(event))
-    if transition is NoTransition.IGNORED:
-        return state, ()
-    if not isinstance(transition, Transition):
+    transition = TABLE.get((state, type(event)))
+    if transition is None:
         raise IllegalEventError(f"{type(event).__name__} in state {state}: {event!r}")
-    return transition.next_state, transition.instructions
-
-
-def all_transitions() -> Iterator[tuple[State, EventType, Transition | NoTransition]]:
-    """Every pair with its answer: for the tests and the state table of the documentation."""
-    for state in State:
-        for event in EVENTS:
-            yield state, event, find_transition(state, event)
+    return transition

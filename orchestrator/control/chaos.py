@@ -13,8 +13,7 @@ from pathlib import Path
 from rayzero.engine.checkpoint.format import WrittenFile
 from rayzero.engine.checkpoint.store import is_remote
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.aio import with_timeout
-from rayzero.orchestrator.control.context import COMMAND_TIMEOUT_S, JobContext
+from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.interfaces import VaultLostError
 from rayzero.orchestrator.job_events import JobWarning
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, StoreFaultInjector
@@ -60,18 +59,11 @@ class ClusterFaultInjector:
                 raise ConfigError(f"fault {str(fault)!r} cannot happen: {why}")
         ctx.injected_faults += tuple(map(str, faults))
         self._schedule.set_faults([*self._faults, *map(parse_fault, ctx.injected_faults)])
-        with suppress(TimeoutError):  # VaultManager handles a vault that does not respond
-            await with_timeout(
-                ctx.deps.clock,
-                VAULT_REPLY_TIMEOUT_S,
-                ctx.deps.vaults.inject_faults(ctx.injected_faults),
-            )
-        for worker in ctx.generation.active:  # the next generation gets them with its spec
-            ctx.tasks.spawn(
-                ctx.call_worker(
-                    worker, ctx.deps.workers.call(worker, WorkerCalls.inject, ctx.injected_faults)
-                )
-            )
+        with suppress(VaultLostError):  # VaultManager handles a vault that does not respond
+            injecting = ctx.deps.vaults.inject_faults(ctx.injected_faults)
+            await ctx.vault_reply(injecting, VAULT_REPLY_TIMEOUT_S)
+        # The next generation gets them with its spec.
+        ctx.broadcast(ctx.generation.active, WorkerCalls.inject, ctx.injected_faults)
         when = {fault: "" if fault.step <= current else " from that step on" for fault in faults}
         name = ctx.plan.spec.name
         return "\n".join(
@@ -111,12 +103,8 @@ class ClusterFaultInjector:
             members = ctx.generation.workers
             rank = next(rank for rank, w in enumerate(members) if w.node_id == node)
             self._schedule.record_fired(fault, rank, step)
-            await with_timeout(
-                ctx.deps.clock,
-                COMMAND_TIMEOUT_S,
-                ctx.deps.vaults.inject_node_fault(node, str(fault)),
-            )
-        except (VaultLostError, TimeoutError):
+            await ctx.vault_reply(ctx.deps.vaults.inject_node_fault(node, str(fault)))
+        except VaultLostError:
             pass  # the vault is lost, perhaps before it could act: retried after the next step
         finally:
             self._in_progress.discard(fault)
@@ -137,7 +125,7 @@ class ClusterFaultInjector:
                 return f"the job is on {nodes} node{'s' * (nodes != 1)} now, counted from 0"
             try:
                 return await self._why_not_injectable(fault)
-            except (VaultLostError, TimeoutError):
+            except VaultLostError:
                 return "that node's vault does not respond"
         if ctx.plan.worker_spec.mirror.checkpoint_every_steps is None:
             return "the job writes no checkpoints (checkpoint.every_steps)"
@@ -147,8 +135,9 @@ class ClusterFaultInjector:
 
     async def _why_not_injectable(self, fault: FaultSpec) -> str:
         ctx = self._context
-        command = ctx.deps.vaults.why_not_injectable(self._nodes_by_rank()[fault.node], str(fault))
-        return await with_timeout(ctx.deps.clock, VAULT_REPLY_TIMEOUT_S, command)
+        node = self._nodes_by_rank()[fault.node]
+        reply = ctx.deps.vaults.why_not_injectable(node, str(fault))
+        return await ctx.vault_reply(reply, VAULT_REPLY_TIMEOUT_S)
 
     def _nodes_by_rank(self) -> list[str]:
         """The nodes in the order of their first ranks."""

@@ -16,7 +16,7 @@ from rayzero.orchestrator.interfaces import VaultLostError
 from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed, JobWarning, Resumed
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.workers.messages import Pinned
-from rayzero.workers.vault.records import SlotRef
+from rayzero.workers.vault.records import Restore, SlotRef
 from rayzero.workers.vault.vault import Vault
 
 ALL_STEPS = 2**62
@@ -53,36 +53,37 @@ class PinnedSteps:
     """
 
     def __init__(self) -> None:
-        self._incomplete: defaultdict[tuple[int, int], dict[int, tuple[Pinned, str]]] = defaultdict(
-            dict
-        )
+        # Keys are (generation, step); values are ranks' messages and nodes.
+        self._incomplete: dict[tuple[int, int], dict[int, tuple[Pinned, str]]] = {}
         self._in_progress: set[tuple[int, int]] = set()
         self._limits: dict[int, int] = {}
         self._released: dict[int, int] = {}
 
     def add_rank(self, message: Pinned, node_id: str, world_size: int) -> PinnedStep | None:
         """Returns the pinned step that this message completes, if any; it is then in progress."""
-        key = (message.generation, message.step)
-        self._limits.setdefault(message.generation, -1)
-        ranks = self._incomplete[key]
+        generation, step = key = (message.generation, message.step)
+        self._limits.setdefault(generation, -1)
+        ranks = self._incomplete.setdefault(key, {})
         ranks[message.rank] = (message, node_id)
         if len(ranks) < world_size:
             return None
         del self._incomplete[key]
         self._in_progress.add(key)
-        slots = tuple(SlotRef(*key[:1], rank, key[1], ranks[rank][1]) for rank in sorted(ranks))
-        messages = [message for message, _ in ranks.values()]
         return PinnedStep(
-            *key,
-            slots,
-            any(message.checkpoint for message in messages),
-            max(message.stopped_s for message in messages),
+            generation,
+            step,
+            tuple(
+                SlotRef(generation, rank, step, node) for rank, (_, node) in sorted(ranks.items())
+            ),
+            checkpoint=any(message.checkpoint for message, _ in ranks.values()),
+            stopped_s=max(message.stopped_s for message, _ in ranks.values()),
         )
 
     def complete(self, pin: PinnedStep, *, hold: bool) -> None:
         """A pin is processed. `hold`: it is now complete on every redundancy level."""
         self._in_progress.discard((pin.generation, pin.step))
-        self._raise_limit(pin.generation, pin.step - hold)
+        limit = self._limits.get(pin.generation, -1)
+        self._limits[pin.generation] = max(limit, pin.step - hold)
         if hold:
             self._release_older(pin.generation)
 
@@ -104,9 +105,6 @@ class PinnedSteps:
             if limit > self._released.get(generation, 0):
                 self._released[generation] = limit
                 yield generation, limit
-
-    def _raise_limit(self, generation: int, step: int) -> None:
-        self._limits[generation] = max(self._limits.get(generation, -1), step)
 
     def _release_older(self, generation: int) -> None:
         for older in self._limits:
@@ -181,10 +179,12 @@ class CheckpointWriter:
         """Whether a checkpoint of that step, or a newer one, is stored."""
         return self._newest is not None and self._newest.step >= step
 
-    async def write_pinned(self, pin: PinnedStep) -> None:
+    async def write(
+        self, pin: PinnedStep, retry_backoff_s: Sequence[float] = WRITE_RETRY_BACKOFF_S
+    ) -> None:
         """Writes a pinned step as a checkpoint, with retries while the store fails."""
         async with self._write_lock:
-            for attempts, retry_in_s in enumerate((*WRITE_RETRY_BACKOFF_S, None), start=1):
+            for attempts, retry_in_s in enumerate((*retry_backoff_s, None), start=1):
                 if self.covers(pin.step):
                     return
                 try:
@@ -199,19 +199,14 @@ class CheckpointWriter:
                     return
                 await self._context.deps.clock.sleep(retry_in_s)
 
-    async def write_final(self, slots: Sequence[SlotRef], limit_s: float) -> None:
-        """Writes these slots as a checkpoint: one attempt, within a time limit."""
-        step = slots[0].step
-        pin = PinnedStep(slots[0].generation, step, tuple(slots), checkpoint=True, stopped_s=0.0)
+    async def write_final(self, restore: Restore, limit_s: float) -> None:
+        """Writes the state in these slots as a checkpoint: one attempt, within a time limit."""
+        generation, slots = restore.slots[0].generation, restore.slots
+        pin = PinnedStep(generation, restore.step, slots, checkpoint=True, stopped_s=0.0)
         try:
-            await with_timeout(self._context.deps.clock, limit_s, self._write_in_turn(pin))
-        except (RayzeroError, VaultLostError, TimeoutError) as error:
-            self._report_failure(step, error, 1, None)
-
-    async def _write_in_turn(self, pin: PinnedStep) -> None:
-        async with self._write_lock:
-            if not self.covers(pin.step):
-                await self._write(pin)
+            await with_timeout(self._context.deps.clock, limit_s, self.write(pin, ()))
+        except TimeoutError as error:
+            self._report_failure(restore.step, error, 1, None)
 
     async def _write(self, pin: PinnedStep) -> None:
         ctx = self._context
@@ -235,8 +230,7 @@ class CheckpointWriter:
         self._on_committed(pin.step, folder, files)
         self._newest = CheckpointRef(pin.step, folder)
         self.written += 1
-        nbytes = sum(file.nbytes for file in files)
-        seconds = ctx.now_s() - started_s
+        nbytes, seconds = sum(file.nbytes for file in files), ctx.now_s() - started_s
         ctx.emit(Checkpointed(pin.step, folder, nbytes, seconds, pin.stopped_s))
         try:
             await store.prune()

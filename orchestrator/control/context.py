@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import (
@@ -15,10 +15,11 @@ from rayzero.orchestrator.aio import (
     PendingReplies,
     with_timeout,
 )
-from rayzero.orchestrator.control.generation import GenerationState
+from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
 from rayzero.orchestrator.interfaces import (
     CheckpointStore,
     VaultGroup,
+    VaultLostError,
     WorkerGroup,
     WorkerLostError,
 )
@@ -29,8 +30,9 @@ from rayzero.orchestrator.policies.membership import WorkerLimits, WorkerRegistr
 from rayzero.orchestrator.progress import JobProgress
 
 COMMAND_TIMEOUT_S = 30.0
-"""How long a worker may take to reply to a command."""
+"""How long a worker or a vault may take to reply to a command."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -46,7 +48,7 @@ class Dependencies:
 
 
 class WorkerUnavailableError(Exception):
-    """A worker's process ended or does not respond; `cause` says which, or is empty."""
+    """A worker's process ended or does not respond; `cause` has the reason, or is empty."""
 
     def __init__(self, worker: int, cause: str) -> None:
         super().__init__(worker, cause)
@@ -55,7 +57,7 @@ class WorkerUnavailableError(Exception):
 
 
 def timeout_reason(limit_s: float) -> str:
-    """The cause recorded for a worker that does not respond."""
+    """The cause recorded for a worker or a vault that does not respond."""
     return f"its process did not respond for {limit_s:g} s"
 
 
@@ -71,16 +73,16 @@ class JobContext:
         self.deps = deps
         self.state = State.PENDING
         self.generation = GenerationState()
+        workers = plan.spec.workers
         self.registry = WorkerRegistry(
-            WorkerLimits(
-                plan.resources.min_workers, plan.spec.workers.most, plan.spec.workers.spares
-            )
+            WorkerLimits(plan.resources.min_workers, workers.most, workers.spares)
         )
         self.vault_addresses: dict[str, str] = {}
         """The address of each live vault, by node."""
         self.injected_faults: tuple[str, ...] = ()
         """All faults requested while the job runs."""
         self.progress = JobProgress()
+        self.timer = RecoveryTimer(deps.clock.now)
         self.tasks = BackgroundTasks(on_error)
         self._on_error = on_error
         self.changed = ChangeNotifier()
@@ -106,8 +108,8 @@ class JobContext:
     def emit(self, event: JobEvent | RankEvent) -> None:
         self.deps.events.emit(event)
 
-    async def call_worker(
-        self, worker: int, command: Awaitable[T], limit_s: float = COMMAND_TIMEOUT_S
+    async def worker_reply(
+        self, worker: int, reply: Awaitable[T], limit_s: float = COMMAND_TIMEOUT_S
     ) -> T:
         """Awaits a worker's reply.
 
@@ -115,15 +117,38 @@ class JobContext:
             WorkerUnavailableError: its process ended, or did not reply in time.
         """
         try:
-            return await with_timeout(self.deps.clock, limit_s, command)
+            return await with_timeout(self.deps.clock, limit_s, reply)
         except TimeoutError:
             raise WorkerUnavailableError(worker, timeout_reason(limit_s)) from None
         except WorkerLostError as lost:
             raise WorkerUnavailableError(worker, str(lost)) from None
 
-    async def await_replies(self, replies: PendingReplies) -> None:
-        """Waits until all workers replied to a command. One that does not reply in time counts as
-        lost."""
+    async def vault_reply(self, reply: Awaitable[T], limit_s: float = COMMAND_TIMEOUT_S) -> T:
+        """Awaits a vault's reply.
+
+        Raises:
+            VaultLostError: its process or its node is gone, or it did not reply in time.
+        """
+        try:
+            return await with_timeout(self.deps.clock, limit_s, reply)
+        except TimeoutError:
+            raise VaultLostError(timeout_reason(limit_s)) from None
+
+    def broadcast(
+        self,
+        workers: Iterable[int],
+        method: Callable[Concatenate[Any, P], None],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Calls `method`, one of `WorkerCalls`, in several workers' processes."""
+        self.expect_replies(self.deps.workers.broadcast(workers, method, *args, **kwargs))
+
+    def expect_replies(self, replies: PendingReplies) -> None:
+        """A worker that does not reply to a command in time counts as lost."""
+        self.tasks.spawn(self._await_replies(replies))
+
+    async def _await_replies(self, replies: PendingReplies) -> None:
         try:
             await with_timeout(self.deps.clock, COMMAND_TIMEOUT_S, replies.wait_all())
         except TimeoutError:

@@ -14,13 +14,12 @@ from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.context import Dependencies, JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.elastic import ElasticScaler
 from rayzero.orchestrator.control.failures import FailureHandler, StragglerMonitor
-from rayzero.orchestrator.control.generation import RecoveryTimer
 from rayzero.orchestrator.control.hang_detector import HangDetector
 from rayzero.orchestrator.control.inbox import MessageDispatcher, WorkerInbox
 from rayzero.orchestrator.control.lifecycle import JobShutdown, adopt_run
 from rayzero.orchestrator.control.reconfigure import Reconfiguration
 from rayzero.orchestrator.control.replication import Replication
-from rayzero.orchestrator.control.restore import ResumePointSelector
+from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import JobStoppedError, internal_error
 from rayzero.orchestrator.job_events import StateEntered, WorkersReady
@@ -44,21 +43,16 @@ class Controller:
             past: history of a run that lost its controller and is to be continued.
         """
         ctx = self._context = JobContext(plan, deps, self._on_task_error)
-        timer = self._recovery_timer = RecoveryTimer()
-        failures = self._failures = FailureHandler(ctx, timer)
+        failures = self._failures = FailureHandler(ctx)
         vaults = self._vaults = VaultManager(ctx, self._on_process_died)
         injector = self._fault_injector = ClusterFaultInjector(ctx)
         checkpoints = self._checkpoints = CheckpointWriter(ctx, injector.on_checkpoint_committed)
         replication = Replication(ctx, checkpoints)
         stragglers = StragglerMonitor(ctx)
-        dispatcher = MessageDispatcher(
-            ctx, failures, replication, stragglers, timer, vaults, injector
-        )
+        dispatcher = MessageDispatcher(ctx, failures, replication, stragglers, vaults, injector)
         inbox = self._inbox = WorkerInbox(ctx, dispatcher.dispatch, failures.on_worker_lost)
-        resume_point = ResumePointSelector(ctx, failures, vaults, checkpoints, timer)
-        self._reconfiguration = Reconfiguration(
-            ctx, failures, vaults, resume_point, inbox, stragglers, timer
-        )
+        restore = RestoreSelector(ctx, failures, vaults, checkpoints)
+        self._reconfiguration = Reconfiguration(ctx, failures, vaults, restore, inbox, stragglers)
         self._hang_detector = HangDetector(ctx, inbox, failures)
         self._scaler = ElasticScaler(ctx, failures, vaults, inbox)
         self._shutdown = JobShutdown(ctx, self._reconfiguration, vaults, checkpoints)
@@ -66,7 +60,7 @@ class Controller:
         self._summary: dict[str, Any] = {}
         self._started_at_s = ctx.now_s()
         if past is not None:
-            self._started_at_s = adopt_run(ctx, past, failures, timer, checkpoints)
+            self._started_at_s = adopt_run(ctx, past, failures, checkpoints)
 
     async def run(self) -> JobResult:
         """Runs the job to its end.
@@ -126,7 +120,7 @@ class Controller:
             began_at_s=now_s - (ctx.now_s() - self._started_at_s),
             at_s=now_s,
             faults=self._failures.counts_by_cause(),
-            repairs=self._recovery_timer.repairs,
+            repairs=ctx.timer.repairs,
             checkpoint_step=self._checkpoints.newest_step,
             journal=ctx.plan.journal_url,
             log=str(ctx.plan.log_path),
@@ -145,7 +139,7 @@ class Controller:
         if isinstance(event, machine.FaultFatal) and ctx.state is State.FAILED:
             self._error = self._error or event.error
         if isinstance(event, machine.ResizeRequested) and ctx.state is State.RESIZING:
-            self._recovery_timer.resize_requested(event.reason, self._world_size, ctx.now_s())
+            ctx.timer.resize_requested(event.reason, self._world_size)
         if ctx.state is not before:
             ctx.emit(
                 StateEntered(
@@ -227,8 +221,8 @@ class Controller:
             "peak_bytes": dict(sorted(progress.peak_bytes.items())),
             "world_sizes": list(progress.world_sizes),
             "faults": self._failures.counts_by_cause(),
-            "repairs": self._recovery_timer.repairs,
-            "steps_redone": self._recovery_timer.steps_redone,
+            "repairs": ctx.timer.repairs,
+            "steps_redone": ctx.timer.steps_redone,
             "checkpoints": {
                 "written": self._checkpoints.written,
                 "failed": self._checkpoints.failed,

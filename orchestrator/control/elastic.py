@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from contextlib import suppress
 
 from rayzero.orchestrator import machine
@@ -13,7 +14,7 @@ from rayzero.orchestrator.interfaces import WorkerLostError
 from rayzero.orchestrator.job_events import JobWarning, LimitsChanged, WorkersReady
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies import placement
-from rayzero.orchestrator.policies.membership import NotEnough, Selected, WorkerLimits
+from rayzero.orchestrator.policies.membership import WorkerLimits
 from rayzero.workers.messages import WorkerInfo
 
 JOIN_BATCH_S = 0.5
@@ -66,14 +67,11 @@ class ElasticScaler:
     def release_not_chosen(self) -> None:
         """A generation was formed: ends the workers it does not need."""
         ctx, selection = self._context, self._context.generation.selection
-        for worker in selection.surplus:
+        for worker in (*selection.surplus, *selection.displaced):
             if ctx.registry.is_alive(worker.index):
                 ctx.registry.remove(worker.index)
-                ctx.tasks.spawn(self._release_worker(worker.index))
-        for worker in selection.displaced:
-            if ctx.registry.is_alive(worker.index):
-                ctx.registry.remove(worker.index)
-                ctx.tasks.spawn(self._relocate(worker))
+                displaced = worker in selection.displaced
+                ctx.tasks.spawn(self._relocate(worker) if displaced else self._release(worker))
         ctx.changed.notify()
 
     async def _admit_joining(self) -> None:
@@ -149,7 +147,7 @@ class ElasticScaler:
         if ctx.is_running:
             return True
         forming = (State.STARTING, State.RECOVERING, State.RESIZING)
-        return ctx.state in forming and isinstance(ctx.registry.select_members(), NotEnough)
+        return ctx.state in forming and ctx.registry.select_members() is None
 
     @property
     def _has_progressed(self) -> bool:
@@ -161,32 +159,30 @@ class ElasticScaler:
     def _would_grow(self) -> bool:
         selection = self._context.registry.select_members()
         world_size = self._context.generation.world_size
-        return isinstance(selection, Selected) and len(selection.members) > world_size
+        return selection is not None and len(selection.members) > world_size
 
     def _resize_reason(self) -> str:
         """Why other members would be better now; empty if they would not."""
         ctx = self._context
         generation = ctx.generation
-        if not ctx.is_running or not generation.all_restored or generation.any_finished:
+        if not ctx.is_running or not generation.all_restored or generation.finished:
             return ""
-        if self._vaults.address_changed:
+        if self._vaults.address_changed():
             return "a vault was restarted and is empty"
         selection = ctx.registry.select_members()
-        if isinstance(selection, NotEnough):
-            return ""
-        old, new = generation.members, selection.indices
-        if old == new:
+        old = generation.selection.indices
+        if selection is None or selection.indices == old:
             return ""
         if any(worker.node_id in ctx.registry.draining_nodes for worker in generation.workers):
             return "a node is draining"
-        return f"from {len(old)} to {len(new)} workers"
+        return f"from {len(old)} to {len(selection.indices)} workers"
 
     def _replace(self, worker: WorkerInfo) -> None:
         """Starts a new worker in the reservation of a lost one, unless there are enough workers."""
         ctx = self._context
         limits = ctx.registry.limits
         if len(ctx.registry.ready) >= limits.max + limits.spares:
-            ctx.tasks.spawn(self._release_worker(worker.index))
+            ctx.tasks.spawn(self._release(worker))
             return
         window_s = ctx.plan.spec.recovery.fault_window_s
         history, now_s = self._failures.history, ctx.now_s()
@@ -208,15 +204,12 @@ class ElasticScaler:
         )
 
     async def _relocate(self, worker: WorkerInfo) -> None:
-        await self._end_worker(worker.index, kill=True)
+        await self._await_end(worker, self._context.deps.workers.kill(worker.index))
         self._replace(worker)
 
-    async def _release_worker(self, worker: int) -> None:
-        await self._end_worker(worker, kill=False)
+    async def _release(self, worker: WorkerInfo) -> None:
+        await self._await_end(worker, self._context.deps.workers.release_worker(worker.index))
 
-    async def _end_worker(self, worker: int, *, kill: bool) -> None:
-        group = self._context.deps.workers
+    async def _await_end(self, worker: WorkerInfo, ending: Awaitable[None]) -> None:
         with suppress(WorkerUnavailableError):
-            await self._context.call_worker(
-                worker, group.kill(worker) if kill else group.release_worker(worker)
-            )
+            await self._context.worker_reply(worker.index, ending)

@@ -11,11 +11,11 @@ from dataclasses import replace
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
-from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
+from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.job_events import FaultDetected, FaultRecorded, JobWarning
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies import failure
-from rayzero.orchestrator.policies.failure import HARDWARE_CAUSES, Fault, FaultCause
+from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, FaultCause
 from rayzero.orchestrator.policies.recovery import Excluded
 from rayzero.orchestrator.policies.stragglers import SpeedTracker, balance_shares
 from rayzero.workers.messages import StepReport, WorkerInfo
@@ -26,18 +26,15 @@ COLLECTIVE_GRACE_S = 3.0
 KILL_TIMEOUT_S = 2.0
 """How long a recovery waits for killed processes to exit."""
 
-_LOSS_CAUSES = HARDWARE_CAUSES - {FaultCause.COLLECTIVE}
-
 
 class FailureHandler:
     """Keeps the job's fault history, and reports to the state machine whether the job survives."""
 
-    def __init__(self, context: JobContext, timer: RecoveryTimer) -> None:
+    def __init__(self, context: JobContext) -> None:
         self.history: list[Fault] = []
         """Every fault recovered from, and every lost worker that was no member."""
         self.excluded = Excluded()
         self._context = context
-        self._recovery_timer = timer
         self._hung: dict[int, str] = {}
         self._recorded_dead: set[int] = set()
         """Lost workers in the history: one may be lost to two generations while they change."""
@@ -80,10 +77,10 @@ class FailureHandler:
         if fault is not None:
             self._announce(fault)
             self.evaluate()
-        elif not ctx.generation.any_finished and ctx.state is not State.STOPPING:
-            info = ctx.registry.info(worker)
-            self._record(Fault(cause, info, None, 0, detail, ctx.now_s()))
-            self._announce(self.history[-1])
+        elif not ctx.generation.finished and ctx.state is not State.STOPPING:
+            fault = Fault(cause, ctx.registry.info(worker), None, 0, detail, ctx.now_s())
+            self._record(fault)
+            self._announce(fault)
         ctx.changed.notify()
 
     def on_member_missing(self, worker: int) -> None:
@@ -110,23 +107,22 @@ class FailureHandler:
         decision = failure.decide(
             generation.pending_faults,
             self.history,
-            failure.FailureContext(
-                self._budget, ctx.progress.steps_executed, generation.restore is not None
-            ),
+            self._budget,
+            steps=ctx.progress.steps_executed,
+            restored=generation.restore is not None,
             grace_over=grace_over,
         )
-        match decision:
-            case failure.FailJob(error):
-                # It may be evaluated again before the machine handles the event.
-                if not self._fatal_reported:
-                    root = failure.root_cause(generation.pending_faults)
-                    ctx.emit(FaultRecorded(root, is_fatal=True))
-                self._fatal_reported = True
-                ctx.post_event(machine.FaultFatal(error))
-            case failure.RecoverJob(root):
-                self._start_recovery(generation, root)
-            case failure.WaitForDetails() if not grace_over:
-                ctx.tasks.spawn(self._evaluate_after_grace(generation))
+        if isinstance(decision, Fault):
+            self._start_recovery(generation, decision)
+        elif decision is None:
+            ctx.tasks.spawn(self._evaluate_after_grace(generation))
+        else:
+            # It may be evaluated again before the machine handles the event.
+            if not self._fatal_reported:
+                root = failure.root_cause(generation.pending_faults)
+                ctx.emit(FaultRecorded(root, is_fatal=True))
+            self._fatal_reported = True
+            ctx.post_event(machine.FaultFatal(decision))
 
     def on_crash(self) -> None:
         """A member's crash was added to the pending faults."""
@@ -135,20 +131,19 @@ class FailureHandler:
 
     def _start_recovery(self, generation: GenerationState, root: Fault) -> None:
         ctx = self._context
-        generation.fence()
+        generation.fenced = True
         faults, generation.pending_faults = generation.pending_faults, []
-        losses = [fault for fault in faults if fault.cause in _LOSS_CAUSES]
+        losses = [fault for fault in faults if fault.cause in LOSS_CAUSES]
         for fault in losses if root in losses else [*losses, root]:
             self._record(fault)
         if root.cause is FaultCause.STATE and generation.restore is not None:
             self._exclude_restore_point(generation.restore)
         lost = [fault for fault in faults if not ctx.registry.is_alive(fault.worker.index)]
-        self._recovery_timer.fault_detected(
+        ctx.timer.fault_detected(
             root.cause,
-            [_format_member(fault) for fault in lost],
+            [f"rank {f.rank} on node {f.worker.node} (pid {f.worker.pid})" for f in lost],
             generation.world_size,
             min(fault.at_s for fault in faults),
-            ctx.now_s(),
         )
         ctx.post_event(machine.FaultRecoverable(generation.number))
 
@@ -192,11 +187,11 @@ class FailureHandler:
 
     async def _kill_worker(self, worker: int) -> None:
         with suppress(WorkerUnavailableError):
-            await self._context.call_worker(worker, self._context.deps.workers.kill(worker))
+            await self._context.worker_reply(worker, self._context.deps.workers.kill(worker))
 
     def _record(self, fault: Fault) -> None:
         worker = fault.worker.index
-        if fault.cause in _LOSS_CAUSES and not self._context.registry.is_alive(worker):
+        if fault.cause in LOSS_CAUSES and not self._context.registry.is_alive(worker):
             if worker in self._recorded_dead:
                 return
             self._recorded_dead.add(worker)
@@ -206,10 +201,6 @@ class FailureHandler:
     def _announce(self, fault: Fault) -> None:
         text = failure.describe_fault(fault)
         self._context.emit(FaultDetected(fault.cause, fault.worker, fault.rank, fault.step, text))
-
-
-def _format_member(fault: Fault) -> str:
-    return f"rank {fault.rank} on node {fault.worker.node} (pid {fault.worker.pid})"
 
 
 class StragglerMonitor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rayzero.orchestrator.aio import with_timeout
+from contextlib import suppress
+
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.inbox import WorkerInbox
@@ -35,12 +36,10 @@ class HangDetector:
             await self._context.deps.clock.sleep(CHECK_INTERVAL_S)
             self._inbox.expire_silent()
             generation = self._context.generation
-            if generation.fenced or generation.all_left:
+            members = sorted(generation.active)
+            limit_s = self._context.plan.worker_spec.hang_timeout_s
+            if generation.fenced or not members:
                 continue
-            members, limit_s = (
-                sorted(generation.active),
-                self._context.plan.worker_spec.hang_timeout_s,
-            )
             if self._inbox.longest_silence_s(members) <= limit_s:
                 continue
             ranks = {worker: self._rank_progress(worker) for worker in members}
@@ -56,7 +55,7 @@ class HangDetector:
 
     def _rank_progress(self, worker: int) -> RankProgress:
         generation, info = self._context.generation, self._context.registry.info(worker)
-        rank = generation.rank_of(worker) or 0
+        rank = generation.assignments[worker].rank
         beat, age_s = self._inbox.last_heartbeat(worker)
         return RankProgress(
             node=info.node,
@@ -76,16 +75,11 @@ class HangDetector:
 
     async def _dump_stacks(self, worker: int) -> str:
         """Its Python stacks; if it does not respond, what its node's vault sees of the process."""
-        ctx = self._context
-        try:
-            return await ctx.call_worker(
-                worker, ctx.deps.workers.call(worker, WorkerCalls.dump_stack), STACK_TIMEOUT_S
-            )
-        except WorkerUnavailableError:
-            pass
-        info = ctx.registry.info(worker)
-        try:
-            inspected = ctx.deps.vaults.call(info.node_id, Vault.inspect, info.pid)
-            return await with_timeout(ctx.deps.clock, INSPECT_TIMEOUT_S, inspected)
-        except (VaultLostError, TimeoutError):
-            return "(its process could not be inspected)"
+        ctx, info = self._context, self._context.registry.info(worker)
+        with suppress(WorkerUnavailableError):
+            stacks = ctx.deps.workers.call(worker, WorkerCalls.dump_stack)
+            return await ctx.worker_reply(worker, stacks, STACK_TIMEOUT_S)
+        with suppress(VaultLostError):
+            inspection = ctx.deps.vaults.call(info.node_id, Vault.inspect, info.pid)
+            return await ctx.vault_reply(inspection, INSPECT_TIMEOUT_S)
+        return "(its process could not be inspected)"

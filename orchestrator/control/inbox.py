@@ -11,7 +11,6 @@ from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.context import JobContext, timeout_reason
 from rayzero.orchestrator.control.failures import FailureHandler, StragglerMonitor
-from rayzero.orchestrator.control.generation import RecoveryTimer
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.interfaces import WORKER_POLL_S
@@ -79,7 +78,8 @@ class WorkerInbox:
     def start_generation(self) -> None:
         """Forgets the heartbeats of the generation before."""
         self._heartbeats.clear()
-        self._last_heard_s |= dict.fromkeys(self._context.registry.members, self._context.now_s())
+        members, now_s = self._context.registry.members, self._context.now_s()
+        self._last_heard_s |= dict.fromkeys(members, now_s)
 
     def deliver(self, worker: int) -> None:
         """Delivers the messages of one worker received so far."""
@@ -125,11 +125,8 @@ class WorkerInbox:
             self._mark_lost(worker, timeout_reason(limit_s))
 
     async def _receive_loop(self) -> None:
-        group, heard_at_s, pending = (
-            self._context.deps.workers,
-            self._last_heard_s,
-            self._undelivered,
-        )
+        group, heard_at_s = self._context.deps.workers, self._last_heard_s
+        pending = self._undelivered
         while True:
             reports = await group.receive()
             now_s = self._context.now_s()
@@ -179,19 +176,17 @@ class MessageDispatcher:
         self,
         context: JobContext,
         failures: FailureHandler,
-        keeping: Replication,
-        speeds: StragglerMonitor,
-        timer: RecoveryTimer,
+        replication: Replication,
+        stragglers: StragglerMonitor,
         vaults: VaultManager,
-        chaos: ClusterFaultInjector,
+        fault_injector: ClusterFaultInjector,
     ) -> None:
         self._context = context
-        self._fault_injector = chaos
         self._failures = failures
-        self._replication = keeping
-        self._stragglers = speeds
-        self._recovery_timer = timer
+        self._replication = replication
+        self._stragglers = stragglers
         self._vaults = vaults
+        self._fault_injector = fault_injector
         # A table, not a chain of tests: a large job sends thousands of these a second.
         self._handlers: dict[type[WorkerMessage], Callable[[int, Any], None]] = {
             Heartbeat: self._on_heartbeat,
@@ -201,7 +196,7 @@ class MessageDispatcher:
             Finished: self._on_left,
             Stopped: self._on_left,
             Crashed: self._on_left,
-            Pinned: keeping.on_pinned,
+            Pinned: replication.on_pinned,
             LogLine: self._forward,
             FaultFired: self._forward,
         }
@@ -227,9 +222,8 @@ class MessageDispatcher:
     def _on_step_finished(self, record: StepRecord) -> None:
         ctx = self._context
         ctx.changed.notify()
-        completed = self._recovery_timer.completed(record.step_s, record.world_size, ctx.now_s())
-        if completed is not None:
-            ctx.emit(completed)
+        if recovery := ctx.timer.completed(record.step_s, record.world_size):
+            ctx.emit(recovery)
         self._replication.on_step_finished(record.generation)
         self._vaults.on_step_finished()
         self._fault_injector.on_step_finished(record.step)
@@ -242,20 +236,21 @@ class MessageDispatcher:
     def _on_joined(self, worker: int, message: Joined) -> None:
         ctx = self._context
         if ctx.generation.on_joined(worker, message):
-            self._recovery_timer.enter_phase("load", ctx.now_s())
+            ctx.timer.enter_phase("load")
             ctx.changed.notify()
 
     def _on_restored(self, worker: int, message: Restored) -> None:
-        if self._context.generation.on_restored(worker, message):
-            self._recovery_timer.enter_phase("recompute", self._context.now_s())
-            self._context.changed.notify()
+        ctx = self._context
+        if ctx.generation.on_restored(worker, message):
+            ctx.timer.enter_phase("recompute")
+            ctx.changed.notify()
 
     def _on_left(self, worker: int, message: Finished | Stopped | Crashed) -> None:
         ctx, generation = self._context, self._context.generation
         faults_before = len(generation.pending_faults)
         if not generation.on_left(worker, message, ctx.now_s()):
             return
-        if generation.all_left or not isinstance(message, Stopped):
+        if not generation.active or not isinstance(message, Stopped):
             ctx.changed.notify()
         if len(generation.pending_faults) > faults_before:
             self._failures.on_crash()

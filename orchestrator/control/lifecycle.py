@@ -8,7 +8,7 @@ from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.control.failures import FailureHandler
-from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
+from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.reconfigure import Reconfiguration
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.job_events import RunAdopted
@@ -39,58 +39,39 @@ class JobShutdown:
 
     def start(self) -> None:
         self._reconfiguration.cancel()
-        keeps = self._context.plan.worker_spec.mirror.checkpoint_every_steps is not None
-        self._context.tasks.spawn(self._stop_with_checkpoint() if keeps else self._stop())
+        self._context.tasks.spawn(self._stop())
 
     async def _stop(self) -> None:
-        self._unwind(softly=not self._context.generation.fenced)
-        await self._wait_unwound(UNWIND_TIMEOUT_S)
-        self._post_outcome()
-
-    async def _stop_with_checkpoint(self) -> None:
         ctx, generation = self._context, self._context.generation
-        grace_period_s = ctx.plan.spec.checkpoint.grace_period_s
-        until_s = ctx.now_s() + grace_period_s
-        if generation.all_restored and not generation.fenced:
-            drained = ctx.deps.workers.broadcast(
-                generation.active, WorkerCalls.drain, generation.number
-            )
-            ctx.tasks.spawn(ctx.await_replies(drained))
-            # Half of the time for the current step; no more once a rank is lost, because its peers
-            # would wait for it in vain.
-            await ctx.wait_for(
-                grace_period_s / 2, lambda: generation.all_left or bool(generation.pending_faults)
-            )
-        self._unwind(softly=False)
-        await self._wait_unwound(min(UNWIND_TIMEOUT_S, until_s - ctx.now_s()))
-        newest = newest_complete_in_vaults(await self._vaults.inventory())
-        if newest is not None and not self._checkpoints.covers(newest.step):
-            await self._checkpoints.write_final(newest.slots, until_s - ctx.now_s())
-        self._post_outcome()
+        checkpointing = ctx.plan.worker_spec.mirror.checkpoint_every_steps is not None
+        until_s = ctx.now_s() + ctx.plan.spec.checkpoint.grace_period_s
+        limit_s = UNWIND_TIMEOUT_S
+        if checkpointing:
+            if generation.all_restored and not generation.fenced:
+                await self._finish_step()
+            limit_s = min(limit_s, until_s - ctx.now_s())
+        softly = not checkpointing and not generation.fenced
+        self._reconfiguration.interrupt_members(softly=softly)
+        await ctx.wait_for(limit_s, lambda: not generation.active)
+        if checkpointing:
+            newest = newest_complete_in_vaults(await self._vaults.inventory())
+            if newest is not None and not self._checkpoints.covers(newest.step):
+                await self._checkpoints.write_final(newest, until_s - ctx.now_s())
+        ctx.post_event(machine.StopTimedOut() if generation.active else machine.TrainingStopped())
 
-    def _unwind(self, *, softly: bool) -> None:
-        """Tells all active members to leave."""
-        generation = self._context.generation
-        generation.fence()
-        self._reconfiguration.interrupt_members(generation.active, softly=softly)
-
-    async def _wait_unwound(self, limit_s: float) -> bool:
-        generation = self._context.generation
-        return await self._context.wait_for(limit_s, lambda: generation.all_left)
-
-    def _post_outcome(self) -> None:
-        if not self._context.generation.all_left:
-            self._context.post_event(machine.StopTimedOut())
-        else:
-            self._context.post_event(machine.TrainingStopped())
+    async def _finish_step(self) -> None:
+        """Waits for half of the time for the current step; no more once a rank is lost, because its
+        peers would wait for it in vain."""
+        ctx, generation = self._context, self._context.generation
+        ctx.broadcast(generation.active, WorkerCalls.drain, generation.number)
+        await ctx.wait_for(
+            ctx.plan.spec.checkpoint.grace_period_s / 2,
+            lambda: not generation.active or bool(generation.pending_faults),
+        )
 
 
 def adopt_run(
-    ctx: JobContext,
-    past: RunHistory,
-    failures: FailureHandler,
-    timer: RecoveryTimer,
-    checkpoints: CheckpointWriter,
+    ctx: JobContext, past: RunHistory, failures: FailureHandler, checkpoints: CheckpointWriter
 ) -> float:
     """Restores the counters, budgets and limits of an earlier controller's run. Called before the
     start; returns when that run began, on the controller's clock."""
@@ -99,10 +80,10 @@ def adopt_run(
     ctx.progress.steps = past.step  # steps after the checkpoint will count as redone
     checkpoints.written += past.checkpoints_written
     checkpoints.failed += past.checkpoints_failed
-    timer.resizes += past.resizes
     failures.history += faults_on_clock(past, now_s, unix_s)
-    timer.repairs += past.total_repairs
-    timer.steps_redone += past.steps_redone
+    ctx.timer.repairs += past.total_repairs
+    ctx.timer.resizes += past.resizes
+    ctx.timer.steps_redone += past.steps_redone
     if past.scaled_limits is not None:
         ctx.registry.limits = WorkerLimits(*past.scaled_limits, ctx.registry.limits.spares)
     ctx.emit(RunAdopted(past.step, past.generation, unix_s - past.last_at_s))

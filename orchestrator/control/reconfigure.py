@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import PendingReplies, yield_if_large
-from rayzero.orchestrator.control.context import JobContext
+from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler, StragglerMonitor
-from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
+from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.inbox import WorkerInbox
-from rayzero.orchestrator.control.restore import ResumePoint, ResumePointSelector
+from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.job_events import GenerationStarted, JobWarning
-from rayzero.orchestrator.policies.membership import NotEnough, Selected, not_enough_error
+from rayzero.orchestrator.policies.membership import Selected, not_enough_error
 from rayzero.orchestrator.policies.placement import assign_ranks
-from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerCalls
+from rayzero.workers.messages import GenerationSpec, WorkerCalls
+from rayzero.workers.vault.records import Restore
 
 FENCE_TIMEOUT_S = 10.0
 """How long the survivors of a fault may take to unwind before they are killed."""
@@ -41,18 +43,16 @@ class Reconfiguration:
         context: JobContext,
         failures: FailureHandler,
         vaults: VaultManager,
-        resume_point: ResumePointSelector,
+        restore: RestoreSelector,
         inbox: WorkerInbox,
         stragglers: StragglerMonitor,
-        timer: RecoveryTimer,
     ) -> None:
         self._context = context
         self._failures = failures
         self._vaults = vaults
-        self._resume_point = resume_point
+        self._restore = restore
         self._inbox = inbox
         self._stragglers = stragglers
-        self._timer = timer
         self._attempt: asyncio.Task[None] | None = None
         self._assignments = PendingReplies()
         """The replies of the newest generation's members to their assignments."""
@@ -63,7 +63,7 @@ class Reconfiguration:
     def recover(self) -> None:
         """Fences the generation, and forms the next one from what is left."""
         # Before anything else: unwinding is what the next generation waits for longest.
-        self.interrupt_members(self._context.generation.active)
+        self.interrupt_members()
         self._begin(self._fence)
 
     def resize(self) -> None:
@@ -75,36 +75,35 @@ class Reconfiguration:
         if self._attempt is not None:
             self._attempt.cancel()
 
-    def interrupt_members(self, workers: frozenset[int], *, softly: bool = False) -> None:
-        """Tells members to leave, each once it has its assignment: it would begin it otherwise.
+    def interrupt_members(self, *, softly: bool = False) -> None:
+        """Tells the active members to leave, each once it has its assignment: it would begin it
+        otherwise.
 
         Args:
             softly: let them finish the collective they are in.
         """
-        ctx, assignments = self._context, self._assignments
-        generation = ctx.generation.number
+        generation = self._context.generation
+        generation.fenced = True
         method = WorkerCalls.stop if softly else WorkerCalls.fence
-
-        def leave(members: frozenset[int]) -> None:
-            replies = ctx.deps.workers.broadcast(members, method, generation)
-            ctx.tasks.spawn(ctx.await_replies(replies))
-
-        if assigned := workers - assignments.pending:
-            leave(assigned)
-        if assigned < workers:
-            ctx.tasks.spawn(self._interrupt_when_assigned(workers - assigned, assignments, leave))
+        members = frozenset(generation.active)
+        if assigned := members - self._assignments.pending:
+            self._context.broadcast(assigned, method, generation.number)
+        if waiting := members - assigned:
+            interrupting = self._interrupt_when_assigned(waiting, method, self._assignments)
+            self._context.tasks.spawn(interrupting)
 
     async def _interrupt_when_assigned(
         self,
-        workers: frozenset[int],
+        members: frozenset[int],
+        method: Callable[[Any, int], None],
         assignments: PendingReplies,
-        leave: Callable[[frozenset[int]], None],
     ) -> None:
-        while workers:
-            await assignments.wait_any(workers)
-            assigned = workers - assignments.pending
-            leave(assigned)
-            workers -= assigned
+        generation = self._context.generation.number
+        while members:
+            await assignments.wait_any(members)
+            assigned = members - assignments.pending
+            self._context.broadcast(assigned, method, generation)
+            members -= assigned
 
     def _begin(self, unwind: Callable[[], Awaitable[None]] | None) -> None:
         self.cancel()
@@ -114,41 +113,56 @@ class Reconfiguration:
         self, unwind: Callable[[], Awaitable[None]] | None, cancelled: asyncio.Task[None] | None
     ) -> None:
         """From the end of one generation to GenerationFormed of the next."""
+        ctx = self._context
         if cancelled is not None:
             await asyncio.wait([cancelled])
         if unwind is not None:
             await unwind()
-        if self._context.generation.all_finished:
+        if ctx.generation.all_finished:
             return  # while it was drained: the job is done, and AllFinished says so
-        self._enter_phase("select_step")
-        resume = await self._resume_point.select()
-        self._enter_phase("select_members")
+        ctx.timer.enter_phase("select_step")
+        restore, store = await asyncio.gather(self._restore.select(), self._open_store_early())
+        ctx.timer.enter_phase("select_members")
         selection = await self._select_members()
-        self._enter_phase("rendezvous")
-        generation = await self._rendezvous(selection, resume)
-        await self._context.changed.wait_until(lambda: generation.all_joined)
+        ctx.timer.enter_phase("rendezvous")
+        generation = await self._rendezvous(selection, restore, store)
+        await ctx.changed.wait_until(lambda: generation.all_joined)
         if not generation.fenced:  # else FaultRecoverable is in the queue: another attempt begins
-            self._context.post_event(machine.GenerationFormed(generation.number))
+            ctx.post_event(machine.GenerationFormed(generation.number))
 
     async def _fence(self) -> None:
         """Returns once the generation can do nothing more, whatever state it was in."""
-        self._enter_phase("fence")
+        self._context.timer.enter_phase("fence")
         generation = self._context.generation
-        if not await self._context.wait_for(FENCE_TIMEOUT_S, lambda: generation.all_left):
-            for worker in generation.active:
+        if not await self._context.wait_for(FENCE_TIMEOUT_S, lambda: not generation.active):
+            for worker in sorted(generation.active):
                 self._failures.expel(worker, f"it did not unwind within {FENCE_TIMEOUT_S:g} s")
         await self._failures.wait_killed()
 
     async def _drain(self) -> None:
         """Returns once all members left at the end of a step. Without a limit: a step may take any
         time, and the hang detector finds a hang."""
-        self._enter_phase("drain")
         ctx, generation = self._context, self._context.generation
-        drained = ctx.deps.workers.broadcast(
-            generation.active, WorkerCalls.drain, generation.number
-        )
-        ctx.tasks.spawn(ctx.await_replies(drained))
-        await ctx.changed.wait_until(lambda: generation.all_left)
+        ctx.timer.enter_phase("drain")
+        ctx.broadcast(generation.active, WorkerCalls.drain, generation.number)
+        await ctx.changed.wait_until(lambda: not generation.active)
+
+    async def _open_store_early(self) -> tuple[int, int] | None:
+        """Opens a rendezvous store while the vaults respond, on the worker that gets rank 0 if
+        nothing changes. Returns that worker and the port."""
+        selection = self._context.registry.select_members()
+        if selection is None:
+            return None
+        worker = selection.members[0].index
+        try:
+            return worker, await self._open_store(worker)
+        except WorkerUnavailableError as lost:  # if it was no member, this attempt continues
+            self._failures.on_worker_lost(lost.worker, lost.cause)
+            return None
+
+    async def _open_store(self, worker: int) -> int:
+        opening = self._context.deps.workers.call(worker, WorkerCalls.open_store)
+        return await self._context.worker_reply(worker, opening)
 
     async def _select_members(self) -> Selected:
         """Survivors, ready spares and newcomers; waits for replacements where they are too few.
@@ -156,75 +170,57 @@ class Reconfiguration:
         Raises:
             JobFailedError: they are still too few after `workers.start_timeout_s`.
         """
-        registry = self._context.registry
-        limit_s = self._context.plan.resources.timeout_s
-        selection = registry.select_members()
-        if isinstance(selection, NotEnough):
-            self._context.emit(
+        ctx, registry = self._context, self._context.registry
+        limit_s = ctx.plan.resources.timeout_s
+        if registry.select_members() is None:
+            ctx.emit(
                 JobWarning(
-                    f"{selection.available} of at least {registry.limits.min} workers are left: "
+                    f"{len(registry.ready)} of at least {registry.limits.min} workers are left: "
                     f"waiting up to {limit_s:g} s for replacements (workers.start_timeout_s)"
                 )
             )
-            await self._context.wait_for(
-                limit_s, lambda: isinstance(registry.select_members(), Selected)
-            )
-            selection = registry.select_members()
-        if isinstance(selection, NotEnough):
-            raise not_enough_error(selection, registry.limits, limit_s)
+            await ctx.wait_for(limit_s, lambda: registry.select_members() is not None)
+        selection = registry.select_members()
+        if selection is None:
+            raise not_enough_error(len(registry.ready), registry.limits, limit_s)
         return selection
 
-    async def _rendezvous(self, selection: Selected, resume: ResumePoint) -> GenerationState:
+    async def _rendezvous(
+        self, selection: Selected, restore: Restore | None, store: tuple[int, int] | None
+    ) -> GenerationState:
         """Begins the generation, and sends every member its assignment."""
-        ctx, members = self._context, selection.members
-        placements = assign_ranks(members)
-        await yield_if_large(len(members))
-        generation = ctx.generation = GenerationState(
-            ctx.generation.number + 1, selection, placements, resume.restore
-        )
-        ctx.registry.members = generation.members
+        ctx = self._context
+        assignments = assign_ranks(selection.members, ctx.vault_addresses)
+        self._vaults.generation_uses(worker.node_id for worker in selection.members)
+        await yield_if_large(len(assignments))
+        number = ctx.generation.number + 1
+        generation = ctx.generation = GenerationState(number, selection, assignments, restore)
+        ctx.registry.members = selection.indices
         ctx.emit(GenerationStarted(tuple(worker.node for worker in generation.workers)))
         for record in ctx.progress.start_generation(
-            generation.number, generation.world_size, resume.step
+            number, generation.world_size, restore.step if restore is not None else 0
         ):
             ctx.emit(record)
-        if lost := [index for index in generation.members if not ctx.registry.is_alive(index)]:
+        if lost := [worker for worker in assignments if not ctx.registry.is_alive(worker)]:
             for worker in lost:
                 self._failures.on_member_missing(worker)
             return generation  # never joined by all; the fault begins another attempt
         self._inbox.start_generation()
         shares = self._stragglers.start_generation(generation.workers)
-        store_worker, store_port = resume.store or (None, 0)
-        if store_worker not in generation.members:
-            store_worker = placements[0].worker
-            store_port = await ctx.call_worker(
-                store_worker, ctx.deps.workers.call(store_worker, WorkerCalls.open_store)
-            )
-        self._vaults.generation_uses(worker.node_id for worker in members)
+        if store is None or store[0] not in assignments:
+            worker = selection.members[0].index
+            store = worker, await self._open_store(worker)
         spec = GenerationSpec(
-            generation=generation.number,
+            generation=number,
             world_size=generation.world_size,
-            store_host=ctx.registry.info(store_worker).ip,
-            store_port=store_port,
-            restore=resume.restore,
+            store_host=ctx.registry.info(store[0]).ip,
+            store_port=store[1],
+            restore=restore,
             shares=shares,
             remote=ctx.replicates,
             faults=ctx.injected_faults,
         )
-        generation.mark_assigned()
-        self._assignments = ctx.deps.workers.assign(spec, self._rank_assignments(generation))
-        ctx.tasks.spawn(ctx.await_replies(self._assignments))
+        generation.active |= selection.indices
+        self._assignments = ctx.deps.workers.assign(spec, assignments)
+        ctx.expect_replies(self._assignments)
         return generation
-
-    def _rank_assignments(self, generation: GenerationState) -> dict[int, RankAssignment]:
-        """What differs from member to member, by worker."""
-        vaults = self._context.vault_addresses
-        return {
-            place.worker: RankAssignment(
-                place.rank, place.local_rank, place.local_world_size, vaults.get(worker.node_id, "")
-            )
-            for place, worker in zip(generation.placements, generation.workers, strict=True)
-        }
-
-    def _enter_phase(self, phase: str) -> None:
-        self._timer.enter_phase(phase, self._context.now_s())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from contextlib import suppress
 from itertools import count
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter, PinnedStep, PinnedSteps
-from rayzero.orchestrator.control.context import COMMAND_TIMEOUT_S, JobContext
+from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.interfaces import VaultLostError
 from rayzero.orchestrator.job_events import JobWarning, ReplicationChanged, StepReplicated
 from rayzero.orchestrator.policies.recovery import replica_targets
@@ -57,11 +57,12 @@ class Replication:
 
     async def _process(self, pin: PinnedStep) -> None:
         remote = self._context.replicates
-        copying = [self._replicate(pin)] if remote else []
-        storing = [self._checkpoints.write_pinned(pin)] if pin.checkpoint else []
-        copied, *_ = await asyncio.gather(*copying, *storing) if copying or storing else (True,)
+        work: list[Awaitable[bool | None]] = [self._replicate(pin)] if remote else []
+        if pin.checkpoint:
+            work.append(self._checkpoints.write(pin))
+        results = await asyncio.gather(*work)
         self._in_progress -= 1
-        if remote and not copied:
+        if remote and not results[0]:
             self._pins.copy_failed(pin)
         else:
             self._pins.complete(pin, hold=remote)
@@ -85,9 +86,8 @@ class Replication:
                 return True
             if pin.generation != ctx.generation.number or ctx.generation.fenced:
                 break
-            ctx.emit(
-                JobWarning(f"step {pin.step} is not replicated to other nodes yet: {errors[0]}")
-            )
+            text = f"step {pin.step} is not replicated to other nodes yet: {errors[0]}"
+            ctx.emit(JobWarning(text))
             await ctx.deps.clock.sleep(RETRY_BACKOFF_S[min(tries, len(RETRY_BACKOFF_S) - 1)])
         return False
 
@@ -95,11 +95,8 @@ class Replication:
         """The bytes copied, or why it failed."""
         ctx = self._context
         try:
-            return await with_timeout(
-                ctx.deps.clock, COPY_TIMEOUT_S, ctx.deps.vaults.call(node, Vault.replicate, slots)
-            )
-        except TimeoutError:
-            return f"the copy took longer than {COPY_TIMEOUT_S:g} s"
+            copying = ctx.deps.vaults.call(node, Vault.replicate, slots)
+            return await ctx.vault_reply(copying, COPY_TIMEOUT_S)
         except VaultLostError as lost:
             return str(lost) or "a vault was lost"
         except RayzeroError as error:
@@ -112,9 +109,5 @@ class Replication:
 
     async def _unpin(self, node: str, generation: int, step: int) -> None:
         ctx = self._context
-        with suppress(VaultLostError, TimeoutError):  # then there is nothing to free
-            await with_timeout(
-                ctx.deps.clock,
-                COMMAND_TIMEOUT_S,
-                ctx.deps.vaults.call(node, Vault.unpin, generation, step),
-            )
+        with suppress(VaultLostError):  # then there is nothing to free
+            await ctx.vault_reply(ctx.deps.vaults.call(node, Vault.unpin, generation, step))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from itertools import count
 
-from rayzero.orchestrator.aio import with_timeout
-from rayzero.orchestrator.control.context import COMMAND_TIMEOUT_S, JobContext
+from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.interfaces import VaultLostError
 from rayzero.orchestrator.job_events import JobWarning
@@ -32,9 +30,8 @@ class VaultManager:
     def __init__(self, context: JobContext, on_lost: Callable[[int], None]) -> None:
         self._context = context
         self._on_lost = on_lost
-        self.address_changed = False
-        """Whether the generation's members use an outdated address of a vault that is up again."""
-        self._known_addresses: dict[str, str] = {}
+        self._used_addresses: dict[str, str] = {}
+        """By node, as the members of the newest generation know them."""
         self._unused_since_s: dict[str, float] = {}
 
     async def ensure_open(self, nodes: Iterable[str]) -> None:
@@ -54,7 +51,6 @@ class VaultManager:
         for node in missing:
             if node not in ctx.vault_addresses:  # a concurrent call may have opened it
                 ctx.vault_addresses[node] = opened[node]
-                self._refresh_changed()
                 ctx.tasks.spawn(self._poll_loop(node))
 
     async def open_with_retries(self, node: str, needed: Callable[[], bool]) -> bool:
@@ -74,26 +70,25 @@ class VaultManager:
 
     async def inventory(self) -> list[StoredSlot]:
         """The slots of all vaults; one that is lost or does not reply in time counts as empty."""
+        nodes = await asyncio.gather(*map(self._inventory, self._context.vault_addresses))
+        return [stored for slots in nodes for stored in slots]
+
+    async def _inventory(self, node: str) -> list[StoredSlot]:
         ctx = self._context
-        calls = {
-            node: asyncio.ensure_future(ctx.deps.vaults.call(node, Vault.inventory))
-            for node in ctx.vault_addresses
-        }
-        with suppress(TimeoutError):
-            replies = asyncio.gather(*calls.values(), return_exceptions=True)
-            await with_timeout(ctx.deps.clock, COMMAND_TIMEOUT_S, replies)
-        held: list[StoredSlot] = []
-        for node, call in calls.items():
-            with suppress(VaultLostError, asyncio.CancelledError):  # lost, or not in time
-                held += [StoredSlot(slot, node) for slot in call.result()]
-        return held
+        try:
+            slots = await ctx.vault_reply(ctx.deps.vaults.call(node, Vault.inventory))
+        except VaultLostError:
+            return []
+        return [StoredSlot(slot, node) for slot in slots]
 
     def generation_uses(self, nodes: Iterable[str]) -> None:
         """A generation is formed that uses the current vaults of these nodes."""
-        self._known_addresses = {
-            node: self._context.vault_addresses.get(node, "") for node in nodes
-        }
-        self._refresh_changed()
+        self._used_addresses = {node: self._context.vault_addresses.get(node, "") for node in nodes}
+
+    def address_changed(self) -> bool:
+        """Whether the generation's members use an outdated address of a vault that is up again."""
+        current = self._context.vault_addresses
+        return any(current.get(node, used) != used for node, used in self._used_addresses.items())
 
     def on_step_finished(self) -> None:
         """The newest generation progresses: after a while, closes vaults on nodes without
@@ -104,28 +99,19 @@ class VaultManager:
         for node, since_s in self._unused_since_s.items():
             if now_s - since_s >= CLOSE_UNUSED_AFTER_S:
                 del ctx.vault_addresses[node]
-                self._refresh_changed()
                 ctx.tasks.spawn(ctx.deps.vaults.close(node))
-
-    def _refresh_changed(self) -> None:
-        """Called after every change of an address: it is read far more often than it changes."""
-        current = self._context.vault_addresses
-        self.address_changed = any(
-            node in current and current[node] != old for node, old in self._known_addresses.items()
-        )
 
     async def _poll_loop(self, node: str) -> None:
         ctx = self._context
         while True:
             try:
-                command = ctx.deps.vaults.call(node, Vault.poll, VAULT_POLL_S)
-                events = await with_timeout(ctx.deps.clock, VAULT_POLL_S + POLL_GRACE_S, command)
-            except (VaultLostError, TimeoutError) as lost:
+                poll = ctx.deps.vaults.call(node, Vault.poll, VAULT_POLL_S)
+                events = await ctx.vault_reply(poll, VAULT_POLL_S + POLL_GRACE_S)
+            except VaultLostError as lost:
                 if ctx.vault_addresses.pop(node, None) is None:
                     return  # it was closed on purpose
-                self._refresh_changed()
                 ctx.changed.notify()
-                cause = str(lost) or "it does not respond"
+                cause = str(lost) or "its process ended"
                 ctx.emit(JobWarning(f"the vault on node {self._node_name(node)} was lost: {cause}"))
                 await self._reopen(node)
                 return

@@ -10,7 +10,12 @@ from functools import partial
 
 from rayzero.orchestrator.job_events import Checkpointed, Repaired
 from rayzero.orchestrator.metrics.goodput import PHASE_CATEGORY
-from rayzero.orchestrator.policies.failure import Fault, FaultBudget, budget_used
+from rayzero.orchestrator.policies.failure import (
+    HARDWARE_CAUSES,
+    Fault,
+    FaultBudget,
+    faults_in_budget,
+)
 
 STEP_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -92,7 +97,7 @@ class FaultMetrics:
 
     def budget_used(self, now_s: float) -> int:
         """Faults that count against the budget now."""
-        return budget_used(self._recent, self.budget, now_s)
+        return len(faults_in_budget(self._recent, HARDWARE_CAUSES, self.budget, now_s))
 
 
 @dataclass

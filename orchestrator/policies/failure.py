@@ -6,10 +6,9 @@ itself is reported. So a failed collective is decided only after a grace period.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.errors import JobConfigError, JobFailedError
@@ -35,10 +34,10 @@ HARDWARE_CAUSES = frozenset(
     {FaultCause.NODE_LOST, FaultCause.PROCESS_LOST, FaultCause.HANG, FaultCause.COLLECTIVE}
 )
 """Causes outside the training function; they use the budget `recovery.max_faults`."""
+LOSS_CAUSES = HARDWARE_CAUSES - {FaultCause.COLLECTIVE}
+"""Causes that point to a node; a failed collective does not."""
 USER_CODE_CAUSES = frozenset({FaultCause.DATA, FaultCause.USER_CODE})
 """Causes in the training function; they have a budget of their own, of the same size."""
-
-_CAUSE_RANK = {cause: index for index, cause in enumerate(FaultCause)}
 
 
 @dataclass(frozen=True)
@@ -71,78 +70,62 @@ class FaultBudget:
     window_s: float
 
 
-@dataclass(frozen=True)
-class FailureContext:
-    """Inputs of a decision beside the faults.
-
-    Args:
-        steps: steps finished by this run of the job.
-        restored: whether the generation loaded a state, which may be damaged.
-    """
-
-    budget: FaultBudget
-    steps: int
-    restored: bool
-
-
-@dataclass(frozen=True)
-class WaitForDetails:
-    """Decide again when another fault arrives, or when the grace period is over."""
-
-
-@dataclass(frozen=True)
-class FailJob:
-    """End the job with this error."""
-
-    error: RayzeroError
-
-
-@dataclass(frozen=True)
-class RecoverJob:
-    """Continue without the lost workers. `root` explains the faults."""
-
-    root: Fault
-
-
-Decision: TypeAlias = WaitForDetails | FailJob | RecoverJob
-
-
 def decide(
-    faults: Sequence[Fault], earlier: Sequence[Fault], job: FailureContext, *, grace_over: bool
-) -> Decision:
+    faults: Sequence[Fault],
+    earlier: Sequence[Fault],
+    budget: FaultBudget,
+    *,
+    steps: int,
+    restored: bool,
+    grace_over: bool,
+) -> Fault | RayzeroError | None:
     """Decides about the pending faults of a generation.
 
     Args:
         faults: in the order of detection; at least one.
         earlier: the faults recovered from so far, the oldest first.
+        steps: steps finished by this run of the job.
+        restored: whether the generation loaded a state, which may be damaged.
         grace_over: whether the wait for a better explanation has ended.
+
+    Returns:
+        The root cause, to recover from; or the error that fails the job; or None: decide again when
+        another fault arrives, or when the grace period is over.
     """
     root = root_cause(faults)
     if root.cause is FaultCause.COLLECTIVE and not grace_over:
-        return WaitForDetails()
-    error = _fatal_error(root, earlier, job)
-    if error is None:
-        return RecoverJob(root)
-    if root.cause in HARDWARE_CAUSES and not root.detail and not grace_over:
-        return WaitForDetails()  # the cluster is about to report details for the error message
-    return FailJob(error)
+        return None
+    error = _fatal_error(root, earlier, budget, steps, restored)
+    if error is not None and root.cause in HARDWARE_CAUSES and not (root.detail or grace_over):
+        return None  # the cluster is about to report details for the error message
+    return error or root
 
 
 def root_cause(faults: Sequence[Fault]) -> Fault:
     """The fault that explains the others."""
-    return min(faults, key=lambda fault: _CAUSE_RANK[fault.cause])
+    precedence = list(FaultCause)
+    return min(faults, key=lambda fault: precedence.index(fault.cause))
 
 
-def budget_used(faults: Sequence[Fault], budget: FaultBudget, now_s: float) -> int:
-    """How many of these faults count against the hardware budget at `now_s`."""
-    since_s = now_s - budget.window_s
-    members = [f for f in faults if f.rank is not None and f.cause in HARDWARE_CAUSES]
-    return len(incidents([fault for fault in members if fault.at_s > since_s]))
+def faults_in_budget(
+    faults: Iterable[Fault], causes: Collection[FaultCause], budget: FaultBudget, now_s: float
+) -> list[Fault]:
+    """The faults that count against the budget of these causes: those of members."""
+    members = [fault for fault in faults if fault.rank is not None]
+    return incidents(members, causes, now_s - budget.window_s)
 
 
-def incidents(faults: Sequence[Fault]) -> list[Fault]:
+def incidents(
+    faults: Iterable[Fault], causes: Collection[FaultCause], since_s: float
+) -> list[Fault]:
     """One fault per generation and node, however many of its workers were lost."""
-    return list({(fault.generation, fault.worker.node_id): fault for fault in faults}.values())
+    return list(
+        {
+            (fault.generation, fault.worker.node_id): fault
+            for fault in faults
+            if fault.cause in causes and fault.at_s > since_s
+        }.values()
+    )
 
 
 def describe_fault(fault: Fault) -> str:
@@ -162,33 +145,26 @@ def describe_fault(fault: Fault) -> str:
     return f"{who} on node {worker.node} (pid {worker.pid}) {what} {when}: {detail}"
 
 
-def _fatal_error(root: Fault, earlier: Sequence[Fault], job: FailureContext) -> RayzeroError | None:
+def _fatal_error(
+    root: Fault, earlier: Sequence[Fault], budget: FaultBudget, steps: int, restored: bool
+) -> RayzeroError | None:
     """The error that fails the job; None if it can continue."""
     if root.cause in (FaultCause.CONFIG, FaultCause.ENTRYPOINT):
         return JobConfigError(root.detail, traceback=root.traceback)
     if root.cause is FaultCause.STATE:
-        return None if job.restored else JobFailedError(root.detail)
+        return None if restored else JobFailedError(root.detail)
     if root.cause is FaultCause.PREEMPTED:
         return None
-    if root.cause in USER_CODE_CAUSES:
-        return _user_code_error(root, earlier, job)
-    if _exceeds_budget(HARDWARE_CAUSES, root, earlier, job.budget):
-        return _hardware_error(root, earlier, job.budget)
-    return None
+    causes = USER_CODE_CAUSES if root.cause in USER_CODE_CAUSES else HARDWARE_CAUSES
+    counted = faults_in_budget((*earlier, root), causes, budget, root.at_s)
+    exceeded = len(counted) > budget.max_faults
+    if causes is HARDWARE_CAUSES:
+        return _hardware_error(root, counted, budget) if exceeded else None
+    repeated = _signature(root) in map(_signature, earlier)
+    return _user_code_error(root, repeated) if steps == 0 or repeated or exceeded else None
 
 
-def _user_code_error(
-    root: Fault, earlier: Sequence[Fault], job: FailureContext
-) -> JobFailedError | None:
-    repeated = any(
-        _signature(fault) == _signature(root)
-        for fault in earlier
-        if fault.cause in USER_CODE_CAUSES
-    )
-    if not (
-        job.steps == 0 or repeated or _exceeds_budget(USER_CODE_CAUSES, root, earlier, job.budget)
-    ):
-        return None
+def _user_code_error(root: Fault, repeated: bool) -> JobFailedError:
     if root.cause is FaultCause.DATA:
         return JobFailedError(root.detail)
     when = f"in step {root.step}" if root.step else "before the first step"
@@ -206,23 +182,7 @@ def _signature(fault: Fault) -> tuple[FaultCause, int, str]:
     return fault.cause, fault.step, fault.detail.partition(":")[0]
 
 
-def _exceeds_budget(
-    causes: frozenset[FaultCause], root: Fault, earlier: Sequence[Fault], budget: FaultBudget
-) -> bool:
-    """Whether this fault exceeds the budget of its kind."""
-    return len(_faults_in_window(causes, root, earlier, budget)) > budget.max_faults
-
-
-def _faults_in_window(
-    causes: frozenset[FaultCause], root: Fault, earlier: Sequence[Fault], budget: FaultBudget
-) -> list[Fault]:
-    since_s = root.at_s - budget.window_s
-    members = [fault for fault in (*earlier, root) if fault.rank is not None]  # no spares
-    return incidents([f for f in members if f.cause in causes and f.at_s > since_s])
-
-
-def _hardware_error(root: Fault, earlier: Sequence[Fault], budget: FaultBudget) -> JobFailedError:
-    counted = _faults_in_window(HARDWARE_CAUSES, root, earlier, budget)
+def _hardware_error(root: Fault, counted: Sequence[Fault], budget: FaultBudget) -> JobFailedError:
     others = [f"\n    before that: {describe_fault(fault)}" for fault in reversed(counted[:-1])]
     fix = "the machines named here, or recovery.max_faults and recovery.fault_window_s"
     if root.cause is FaultCause.COLLECTIVE:

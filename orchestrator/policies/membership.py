@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.workers.messages import WorkerInfo
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A worker whose process is alive; members come first, because they hold the state."""
-
-    worker: WorkerInfo
-    is_member: bool
-    on_draining_node: bool
 
 
 @dataclass(frozen=True)
@@ -49,40 +39,44 @@ class Selected:
         return frozenset(worker.index for worker in self.members)
 
 
-@dataclass(frozen=True)
-class NotEnough:
-    """Too few workers are available."""
-
-    available: int
-
-
-MembershipSelection: TypeAlias = Selected | NotEnough
-
-
-def select_members(candidates: Sequence[Candidate], limits: WorkerLimits) -> MembershipSelection:
-    """Members first, then ready workers; workers on draining nodes only if there are no others.
+def select_members(
+    ready: Sequence[WorkerInfo],
+    limits: WorkerLimits,
+    members: Collection[int] = (),
+    draining_nodes: Collection[str] = (),
+) -> Selected | None:
+    """Members first, because they hold the state, then other ready workers; workers on draining
+    nodes only if there are no others. None if there are fewer than `limits.min`.
 
     Stable: with the selected workers as members, it selects the same ones again.
+
+    Args:
+        ready: by index.
+        members: indices of the present members.
+        draining_nodes: ids of nodes.
     """
-    order = sorted(candidates, key=lambda c: (c.on_draining_node, not c.is_member, c.worker.index))
-    staying = [candidate for candidate in order if not candidate.on_draining_node]
+    if len(ready) < limits.min:
+        return None
+    if not draining_nodes and len(ready) <= limits.max:
+        return Selected(tuple(ready))  # the usual case: all of them
+    draining = [worker for worker in ready if worker.node_id in draining_nodes]
+    staying = [worker for worker in ready if worker.node_id not in draining_nodes]
+    order = [
+        *sorted(staying, key=lambda worker: worker.index not in members),
+        *sorted(draining, key=lambda worker: worker.index not in members),
+    ]
     size = min(limits.max, max(limits.min, len(staying)))
-    if len(order) < limits.min:
-        return NotEnough(len(order))
-    members, rest = order[:size], order[size:]
-    displaced = [c.worker for c in rest if c.on_draining_node]
-    spares = [c.worker for c in rest if not c.on_draining_node]
     return Selected(
-        tuple(sorted((c.worker for c in members), key=lambda worker: worker.index)),
-        tuple(displaced),
-        tuple(spares[limits.spares :]),
+        tuple(sorted(order[:size], key=lambda worker: worker.index)),
+        displaced=tuple(order[max(size, len(staying)) :]),
+        surplus=tuple(order[size + limits.spares : len(staying)]),
     )
 
 
-def not_enough_error(selection: NotEnough, limits: WorkerLimits, waited_s: float) -> JobFailedError:
+def not_enough_error(available: int, limits: WorkerLimits, waited_s: float) -> JobFailedError:
     """The error of a job that has too few workers, and got no replacements in time."""
     return JobFailedError(
-        f"{selection.available} of at least {limits.min} workers are left, and no replacement was "
+        f"{available} of at least {limits.min} workers are left, and no replacement was "
         f"ready within {waited_s:g} s",
         allowed=f"{limits.min} to {limits.max} workers (workers.min, workers.max)",
         fix="workers.min or workers.start_timeout_s in the job file, or the size of the cluster",
@@ -108,7 +102,7 @@ class WorkerRegistry:
         self._alive: dict[int, WorkerInfo] = {}
         self._ready: tuple[WorkerInfo, ...] | None = ()
         self._nodes: tuple[str, ...] | None = ()
-        self._selection: tuple[tuple[object, ...], MembershipSelection] | None = None
+        self._selection: tuple[tuple[object, ...], Selected | None] | None = None
         """The last selection, with the inputs it was made from."""
         self._version = 0
 
@@ -152,23 +146,14 @@ class WorkerRegistry:
         self._alive.pop(worker, None)
         self._invalidate()
 
-    def select_members(self) -> MembershipSelection:
-        """The members of the next generation as of now. Called often, and cached until an input
-        changes."""
-        inputs = (self._version, self.limits, self.draining_nodes, self.members)
+    def select_members(self) -> Selected | None:
+        """The members of the next generation as of now; None if there are too few workers. Called
+        often, and cached until an input changes."""
+        limits, members, draining = self.limits, self.members, self.draining_nodes
+        inputs = (self._version, limits, members, draining)
         if self._selection is None or self._selection[0] != inputs:
-            self._selection = (inputs, self._compute_selection())
+            self._selection = (inputs, select_members(self.ready, limits, members, draining))
         return self._selection[1]
-
-    def _compute_selection(self) -> MembershipSelection:
-        limits = self.limits
-        if not self.draining_nodes and limits.min <= len(self.ready) <= limits.max:
-            return Selected(self.ready)  # the usual case: all of them
-        candidates = [
-            Candidate(worker, worker.index in self.members, worker.node_id in self.draining_nodes)
-            for worker in self.ready
-        ]
-        return select_members(candidates, limits)
 
     def _invalidate(self) -> None:
         self._ready = self._nodes = None

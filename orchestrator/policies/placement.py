@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import floor
-from typing import NamedTuple
 
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.policies.failure import HARDWARE_CAUSES, Fault, FaultCause, incidents
-from rayzero.workers.messages import WorkerInfo
+from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, incidents
+from rayzero.workers.messages import RankAssignment, WorkerInfo
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,6 @@ class Capacity:
         return min(counts)
 
 
-class RankPlacement(NamedTuple):
-    """A worker's ranks in a generation."""
-
-    worker: int
-    rank: int
-    local_rank: int
-    local_world_size: int
-
-
 def total_fit(nodes: Sequence[Capacity], need: ResourceRequest) -> int:
     """Number of workers that fit on the nodes when they are free."""
     return sum(node.fits(need) for node in nodes)
@@ -74,25 +65,26 @@ def cluster_too_small_error(
     )
 
 
-def rank_zero(workers: Sequence[WorkerInfo]) -> WorkerInfo:
-    """The worker that gets rank 0."""
-    return min(workers, key=lambda worker: worker.index)
+def assign_ranks(
+    workers: Sequence[WorkerInfo], vaults: Mapping[str, str]
+) -> dict[int, RankAssignment]:
+    """The ranks by worker, in order: node by node, so that neighbours in rank share a node.
 
-
-def assign_ranks(workers: Sequence[WorkerInfo]) -> tuple[RankPlacement, ...]:
-    """Ranks in the workers' order, but node by node, so that neighbours in rank share a node."""
+    Args:
+        workers: by index; the first one gets rank 0.
+        vaults: addresses by node.
+    """
     nodes: dict[str, list[WorkerInfo]] = {}
-    for worker in sorted(workers, key=lambda worker: worker.index):
+    for worker in workers:
         nodes.setdefault(worker.node_id, []).append(worker)
-    ordered = (
-        (worker, local_rank, len(local_workers))
-        for local_workers in nodes.values()
+    ranks = count()
+    return {
+        worker.index: RankAssignment(
+            next(ranks), local_rank, len(local_workers), vaults.get(node_id, "")
+        )
+        for node_id, local_workers in nodes.items()
         for local_rank, worker in enumerate(local_workers)
-    )
-    return tuple(
-        RankPlacement(worker.index, rank, local_rank, local_world_size)
-        for rank, (worker, local_rank, local_world_size) in enumerate(ordered)
-    )
+    }
 
 
 def preferred_nodes(
@@ -143,15 +135,7 @@ def _count_hardware_faults(
     faults: Sequence[Fault], node_id: str, window_s: float, now_s: float
 ) -> int:
     """Hardware faults of a node, without failed collectives: those do not point to a node."""
-    causes = HARDWARE_CAUSES - {FaultCause.COLLECTIVE}
-    return len(
-        incidents(
-            [
-                fault
-                for fault in faults
-                if fault.worker.node_id == node_id
-                and fault.cause in causes
-                and fault.at_s > now_s - window_s
-            ]
-        )
+    return sum(
+        fault.worker.node_id == node_id
+        for fault in incidents(faults, LOSS_CAUSES, now_s - window_s)
     )

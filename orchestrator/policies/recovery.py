@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from rayzero.workers.messages import InProcessStateInfo
-from rayzero.workers.vault.records import SlotInfo, SlotRef
+from rayzero.workers.vault.records import Restore, SlotInfo, SlotRef
 
 
 class StoredSlot(NamedTuple):
@@ -16,19 +16,6 @@ class StoredSlot(NamedTuple):
 
     slot: SlotInfo
     node_id: str
-
-
-@dataclass(frozen=True)
-class InProcessStates:
-    """The states in the memory of one generation's unwound workers.
-
-    Args:
-        world_size: of that generation.
-        by_rank: the worker and its state, for each rank whose process is alive.
-    """
-
-    world_size: int = 0
-    by_rank: Mapping[int, tuple[int, InProcessStateInfo]] | None = None
 
 
 @dataclass(frozen=True)
@@ -40,35 +27,11 @@ class CheckpointRef:
 
 
 @dataclass(frozen=True)
-class FromVaults:
-    """The vaults hold the complete state of `step`."""
-
-    step: int
-    slots: tuple[SlotRef, ...]
-
-
-@dataclass(frozen=True)
 class FromWorkers:
     """These workers' memories hold the complete state of `step`, to be copied into their vaults."""
 
     step: int
     workers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class FromCheckpoint:
-    step: int
-    folder: str
-
-
-@dataclass(frozen=True)
-class FreshStart:
-    """Start at step 0 without a state."""
-
-    step: int = 0
-
-
-RecoveryPoint: TypeAlias = FromVaults | FromWorkers | FromCheckpoint | FreshStart
 
 
 @dataclass(frozen=True)
@@ -89,24 +52,47 @@ NOTHING_EXCLUDED = Excluded()
 
 def select_recovery_step(
     held: Sequence[StoredSlot],
-    in_process: InProcessStates,
+    in_process: Mapping[int, InProcessStateInfo],
+    world_size: int,
     stored: CheckpointRef | None,
     excluded: Excluded,
-) -> RecoveryPoint:
-    """The newest step; of sources of the same step, the fastest: vaults, workers, checkpoint."""
-    points: list[RecoveryPoint] = [FreshStart()]
-    if stored is not None and stored.step not in excluded.checkpoints:
-        points.append(FromCheckpoint(stored.step, stored.folder))
-    points += _worker_recovery_points(in_process)
-    if (newest := newest_complete_in_vaults(held, excluded)) is not None:
-        points.append(newest)
-    # max keeps the first of equals, so the fastest comes first.
-    return max(reversed(points), key=lambda point: point.step)
+) -> Restore | FromWorkers | None:
+    """The newest step; of sources of the same step, the fastest: vaults, workers, checkpoint.
+
+    Args:
+        in_process: the states in the memory of a generation's unwound workers, by worker.
+        world_size: of that generation.
+
+    Returns:
+        None if there is no state: a fresh start.
+    """
+    sources: list[Restore | FromWorkers] = [
+        FromWorkers(state.step, (worker,)) for worker, state in in_process.items() if state.whole
+    ]
+    steps = {state.step for state in in_process.values()}
+    if len(steps) == 1 and len(in_process) == world_size:
+        sources.append(FromWorkers(steps.pop(), tuple(in_process)))
+    if (restore := newest_stored(held, stored, excluded)) is not None:
+        sources.insert(0 if restore.slots else len(sources), restore)
+    # `max` returns the first of equals.
+    return max(sources, key=lambda source: source.step, default=None)
+
+
+def newest_stored(
+    held: Sequence[StoredSlot], stored: CheckpointRef | None, excluded: Excluded
+) -> Restore | None:
+    """The newest step that the vaults or a checkpoint hold; of the same step the vaults'."""
+    newest = newest_complete_in_vaults(held, excluded)
+    if stored is None or stored.step in excluded.checkpoints:
+        return newest
+    if newest is not None and newest.step >= stored.step:
+        return newest
+    return Restore(stored.step, checkpoint=stored.folder)
 
 
 def newest_complete_in_vaults(
     held: Iterable[StoredSlot], excluded: Excluded = NOTHING_EXCLUDED
-) -> FromVaults | None:
+) -> Restore | None:
     """The newest version of which all ranks are held; originals before replicas.
 
     Counts first and sorts only the slots of the result: there may be thousands per version.
@@ -124,18 +110,8 @@ def newest_complete_in_vaults(
             slots.sort(key=lambda stored: (stored.slot.replica, stored.node_id), reverse=True)
         ranks = {stored.slot.rank: stored for stored in slots}  # the last of a rank wins
         if len(ranks) == world_size:
-            return FromVaults(step, slot_refs([ranks[rank] for rank in sorted(ranks)]))
+            return Restore(step, slot_refs([ranks[rank] for rank in sorted(ranks)]))
     return None
-
-
-def _worker_recovery_points(in_process: InProcessStates) -> list[RecoveryPoint]:
-    """All ranks at the same step; and each worker that holds the complete state (preferred)."""
-    states = [worker_state for _, worker_state in sorted((in_process.by_rank or {}).items())]
-    steps = {state.step for _, state in states}
-    points: list[RecoveryPoint] = []
-    if len(steps) == 1 and len(states) == in_process.world_size:
-        points.append(FromWorkers(steps.pop(), tuple(worker for worker, _ in states)))
-    return points + [FromWorkers(state.step, (worker,)) for worker, state in states if state.whole]
 
 
 def slot_refs(held: Sequence[StoredSlot]) -> tuple[SlotRef, ...]:

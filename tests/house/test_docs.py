@@ -24,7 +24,7 @@ from rayzero.engine.config.normalize import (
     TOTAL_STEPS_PATH,
 )
 from rayzero.engine.zero.placement import STAGES
-from rayzero.orchestrator.machine import EVENTS, NoTransition, State, Transition, all_transitions
+from rayzero.orchestrator.machine import EVENTS, TABLE, State
 from rayzero.orchestrator.metrics.catalog import CATALOG_GROUPS as SERIES
 from rayzero.orchestrator.spec import CheckpointSpec, MetricsSpec, RecoverySpec, Workers
 from rayzero.workers.chaos.spec import FAULT_KINDS, fault_usage
@@ -54,14 +54,14 @@ def bytes_table() -> str:
 def state_table() -> str:
     lines = [_row("state", "event", "next state", "instructions, in order"), "|---|---|---|---|"]
     for state in State:
-        answers = [
-            (event.__name__, answer) for at, event, answer in all_transitions() if at is state
-        ]
-        for event, answer in answers:
-            if isinstance(answer, Transition):
-                instructions = ", ".join(answer.instructions)
-                lines.append(_row(state, event, answer.next_state, instructions or "none"))
-        ignored = [event for event, answer in answers if answer is NoTransition.IGNORED]
+        ignored = []
+        for event in EVENTS:
+            transition = TABLE.get((state, event))
+            if transition == (state, ()):
+                ignored.append(event.__name__)
+            elif transition is not None:
+                instructions = ", ".join(transition.instructions) or "none"
+                lines.append(_row(state, event.__name__, transition.next_state, instructions))
         if len(ignored) == len(EVENTS):
             ignored = ["every event"]
         if ignored:

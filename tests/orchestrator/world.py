@@ -469,9 +469,10 @@ class World:
                 act(worker)
             answers.mark_done([worker])
 
-    async def inject(self, worker: int, faults: Sequence[str]) -> None:
-        await self._hear("inject", worker)
-        self.injected.append((worker, tuple(faults)))
+    def inject(self, workers: Iterable[int], faults: Sequence[str]) -> PendingReplies:
+        return self._command(
+            "inject", workers, lambda worker: self.injected.append((worker, tuple(faults)))
+        )
 
     async def salvage(self, worker: int, vault: str) -> SlotInfo:
         await self._hear("salvage", worker)

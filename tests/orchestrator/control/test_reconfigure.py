@@ -655,8 +655,8 @@ async def test_a_generation_that_is_lost_while_it_joins_is_never_formed(folder: 
     stage.world.arrive()
     await settle()
     generation = stage.controller._context.generation
-    generation.on_joined(2, Joined(2, generation.rank_of(2)))
-    generation.on_joined(1, Joined(2, generation.rank_of(1)))
+    generation.on_joined(2, Joined(2, generation.assignments[2].rank))
+    generation.on_joined(1, Joined(2, generation.assignments[1].rank))
     stage.controller._context.changed.notify()
     stage.controller._failures.on_worker_lost(2, "killed")
     stage.world.kill(2, told=False)

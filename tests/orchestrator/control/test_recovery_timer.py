@@ -4,14 +4,39 @@ from rayzero.orchestrator.control.generation import RecoveryTimer
 from rayzero.orchestrator.job_events import Repaired, Resized
 
 
-def test_a_repair_is_timed_part_by_part():
-    repairs = RecoveryTimer()
-    repairs.fault_detected("lost", ["rank 1"], 3, since_s=10.0, now_s=10.5)
-    for part, at_s in (("fence", 10.5), ("select_step", 11.0), ("load", 13.0), ("recompute", 17.0)):
-        repairs.enter_phase(part, at_s)
-    repairs.step_selected(41, 2)
-    passed = repairs.completed(0.25, 2, now_s=17.5)
-    assert passed == Repaired(
+class Time:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.timer = RecoveryTimer(lambda: self.now_s)
+
+    def enter_phase(self, phase: str, now_s: float) -> None:
+        self.now_s = now_s
+        self.timer.enter_phase(phase)
+
+    def fault_detected(self, cause: str, lost: str, since_s: float, now_s: float) -> None:
+        self.now_s = now_s
+        self.timer.fault_detected(cause, [lost], 3, since_s)
+
+    def completed(self, step_s: float, world_size: int, now_s: float) -> Repaired | Resized | None:
+        self.now_s = now_s
+        return self.timer.completed(step_s, world_size)
+
+
+def test_the_phases_of_a_repair_are_timed():
+    time = Time()
+    time.fault_detected("lost", "rank 1", since_s=10.0, now_s=10.5)
+    for phase, now_s in (
+        ("fence", 10.5),
+        ("select_step", 11.0),
+        ("load", 13.0),
+        ("recompute", 17.0),
+    ):
+        time.enter_phase(phase, now_s)
+    time.timer.step_selected(41, 2)
+    repaired = time.completed(0.25, 2, now_s=17.5)
+    assert repaired == Repaired(
         "lost",
         ("rank 1",),
         41,
@@ -20,40 +45,40 @@ def test_a_repair_is_timed_part_by_part():
         2,
         {"detect": 0.5, "fence": 0.5, "select_step": 2.0, "load": 4.0, "recompute": 0.25},
     )
-    assert passed.total_s == 7.25
-    assert (repairs.repairs, repairs.resizes, repairs.steps_redone) == (1, 0, 2)
+    assert repaired.total_s == 7.25
+    assert (time.timer.repairs, time.timer.resizes, time.timer.steps_redone) == (1, 0, 2)
 
 
-def test_a_second_fault_on_the_way_belongs_to_the_same_repair():
-    repairs = RecoveryTimer()
-    repairs.fault_detected("lost", ["rank 1"], 3, since_s=0.0, now_s=0.0)
-    repairs.enter_phase("fence", 0.0)
-    repairs.step_selected(41, 1)
-    repairs.fault_detected("hang", ["rank 2"], 3, since_s=1.0, now_s=1.0)
-    repairs.enter_phase("fence", 1.0)
-    repairs.step_selected(41, 0)
-    repairs.enter_phase("load", 3.0)
-    passed = repairs.completed(0.0, 1, 3.0)
-    assert isinstance(passed, Repaired)
-    assert (passed.cause, passed.lost) == ("lost", ("rank 1", "rank 2"))
-    assert (passed.steps_redone, passed.seconds["fence"]) == (1, 3.0)
+def test_a_second_fault_during_a_repair_belongs_to_it():
+    time = Time()
+    time.fault_detected("lost", "rank 1", since_s=0.0, now_s=0.0)
+    time.enter_phase("fence", 0.0)
+    time.timer.step_selected(41, 1)
+    time.fault_detected("hang", "rank 2", since_s=1.0, now_s=1.0)
+    time.enter_phase("fence", 1.0)
+    time.timer.step_selected(41, 0)
+    time.enter_phase("load", 3.0)
+    repaired = time.completed(0.0, 1, 3.0)
+    assert isinstance(repaired, Repaired)
+    assert (repaired.cause, repaired.lost) == ("lost", ("rank 1", "rank 2"))
+    assert (repaired.steps_redone, repaired.seconds["fence"]) == (1, 3.0)
 
 
-def test_a_fault_during_a_resize_makes_a_repair_of_it():
-    repairs = RecoveryTimer()
-    repairs.resize_requested("from 2 to 3 workers", 2, 0.0)
-    repairs.fault_detected("lost", ["rank 1"], 2, 1.0, 1.0)
-    repairs.enter_phase("load", 2.0)
-    assert isinstance(repairs.completed(0.0, 2, 2.0), Repaired)
+def test_a_fault_during_a_resize_turns_it_into_a_repair():
+    time = Time()
+    time.timer.resize_requested("from 2 to 3 workers", 2)
+    time.fault_detected("lost", "rank 1", 1.0, 1.0)
+    time.enter_phase("load", 2.0)
+    assert isinstance(time.completed(0.0, 2, 2.0), Repaired)
 
 
-def test_a_step_of_the_generation_that_is_left_does_not_end_the_way():
-    repairs = RecoveryTimer()
-    repairs.resize_requested("from 2 to 3 workers", 2, 0.0)
-    assert repairs.completed(0.0, 2, 1.0) is None
-    repairs.enter_phase("load", 2.0)
-    passed = repairs.completed(0.5, 3, 3.0)
-    assert isinstance(passed, Resized)
-    assert passed.seconds == {"drain": 2.0, "load": 0.5}
-    assert repairs.completed(0.5, 3, 4.0) is None
-    assert (repairs.repairs, repairs.resizes) == (0, 1)
+def test_a_step_of_the_previous_generation_does_not_end_a_resize():
+    time = Time()
+    time.timer.resize_requested("from 2 to 3 workers", 2)
+    assert time.completed(0.0, 2, 1.0) is None
+    time.enter_phase("load", 2.0)
+    resized = time.completed(0.5, 3, 3.0)
+    assert isinstance(resized, Resized)
+    assert resized.seconds == {"drain": 2.0, "load": 0.5}
+    assert time.completed(0.5, 3, 4.0) is None
+    assert (time.timer.repairs, time.timer.resizes) == (0, 1)

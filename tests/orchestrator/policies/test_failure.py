@@ -9,17 +9,13 @@ import pytest
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.orchestrator.errors import JobConfigError, JobFailedError
 from rayzero.orchestrator.policies.failure import (
-    Decision,
-    FailJob,
-    FailureContext,
+    HARDWARE_CAUSES,
     Fault,
     FaultBudget,
     FaultCause,
-    RecoverJob,
-    WaitForDetails,
     decide,
     describe_fault,
-    incidents,
+    faults_in_budget,
 )
 from rayzero.orchestrator.policies.placement import quarantined_nodes, restart_backoff_s
 from rayzero.workers.messages import WorkerInfo
@@ -47,24 +43,24 @@ STATE = Fault(FaultCause.STATE, worker(0), 0, 0, "step-8 is damaged", 100.0, 1)
 BUDGET = FaultBudget(max_faults=2, window_s=50.0)
 
 
-def judged(
+def decided(
     *faults: Fault,
     earlier: tuple[Fault, ...] = (),
     budget: FaultBudget = BUDGET,
     steps: int = 7,
     restored: bool = True,
     grace_over: bool = False,
-) -> Decision:
-    return decide(faults, earlier, FailureContext(budget, steps, restored), grace_over=grace_over)
+) -> Fault | RayzeroError | None:
+    return decide(faults, earlier, budget, steps=steps, restored=restored, grace_over=grace_over)
 
 
-def error(decision: Decision) -> RayzeroError:
-    assert isinstance(decision, FailJob)
-    return decision.error
+def error(decision: Fault | RayzeroError | None) -> RayzeroError:
+    assert isinstance(decision, RayzeroError)
+    return decision
 
 
 def test_a_lost_worker_is_repaired():
-    assert judged(LOST) == RecoverJob(LOST)
+    assert decided(LOST) == LOST
 
 
 def test_a_fault_is_named_with_rank_node_pid_and_cause():
@@ -78,50 +74,50 @@ def test_a_fault_is_named_with_rank_node_pid_and_cause():
 
 
 def test_a_failed_collective_waits_for_a_better_explanation():
-    assert judged(COLLECTIVE) == WaitForDetails()
-    assert judged(COLLECTIVE, LOST) == RecoverJob(LOST)
-    assert judged(COLLECTIVE, grace_over=True) == RecoverJob(COLLECTIVE)
+    assert decided(COLLECTIVE) is None
+    assert decided(COLLECTIVE, LOST) == LOST
+    assert decided(COLLECTIVE, grace_over=True) == COLLECTIVE
 
 
 @pytest.mark.parametrize("order", list(permutations((LOST, COLLECTIVE, USER))))
 def test_the_order_of_arrival_does_not_matter(order: tuple[Fault, ...]):
-    assert judged(*order) == RecoverJob(LOST)
+    assert decided(*order) == LOST
 
 
 @pytest.mark.parametrize("cause", [FaultCause.CONFIG, FaultCause.ENTRYPOINT])
 def test_the_users_own_mistake_stays_a_config_error_in_its_own_words(cause: FaultCause):
-    failure = error(judged(Fault(cause, worker(0), 0, 0, "the batch sizes disagree")))
+    failure = error(decided(Fault(cause, worker(0), 0, 0, "the batch sizes disagree")))
     assert isinstance(failure, ConfigError)
     assert str(failure) == "the batch sizes disagree"
 
 
 def test_user_code_fails_at_once_before_any_step_is_finished():
-    text = str(error(judged(USER, steps=0)))
+    text = str(error(decided(USER, steps=0)))
     assert text.startswith(
         "the training function failed in step 3 on rank 2 on node node-c (pid 4712): ValueError"
     )
     assert text.endswith("user frames")
-    assert "before the first step" in str(error(judged(replace(USER, step=0), steps=0)))
+    assert "before the first step" in str(error(decided(replace(USER, step=0), steps=0)))
 
 
 def test_user_code_is_repaired_once_and_fails_the_second_time_at_the_same_step():
-    assert judged(USER) == RecoverJob(USER)
+    assert decided(USER) == USER
     again = replace(USER, detail="ValueError: another hole", rank=0)
-    assert "a second time in the same way" in str(error(judged(again, earlier=(USER,))))
-    assert judged(replace(USER, step=4), earlier=(USER,)) == RecoverJob(replace(USER, step=4))
+    assert "a second time in the same way" in str(error(decided(again, earlier=(USER,))))
+    assert decided(replace(USER, step=4), earlier=(USER,)) == replace(USER, step=4)
     other = replace(USER, detail="KeyError: 3")
-    assert judged(other, earlier=(USER,)) == RecoverJob(other)
+    assert decided(other, earlier=(USER,)) == other
 
 
 def test_missing_data_is_told_in_its_own_words_without_frames():
-    failure = error(judged(Fault(FaultCause.DATA, worker(0), 0, 0, "no such file"), steps=0))
+    failure = error(decided(Fault(FaultCause.DATA, worker(0), 0, 0, "no such file"), steps=0))
     assert isinstance(failure, JobFailedError)
     assert str(failure) == "no such file"
 
 
 def test_a_damaged_state_is_left_out_where_there_was_one():
-    assert judged(STATE) == RecoverJob(STATE)
-    assert str(error(judged(STATE, restored=False))) == "step-8 is damaged"
+    assert decided(STATE) == STATE
+    assert str(error(decided(STATE, restored=False))) == "step-8 is damaged"
 
 
 def hardware(
@@ -148,17 +144,17 @@ def hardware(
     ],
 )
 def test_the_budget_of_hardware_faults(earlier: tuple[Fault, ...], repaired: bool):
-    decision = judged(replace(LOST, generation=9), earlier=earlier)
-    assert isinstance(decision, RecoverJob if repaired else FailJob)
+    decision = decided(replace(LOST, generation=9), earlier=earlier)
+    assert isinstance(decision, Fault if repaired else RayzeroError)
 
 
 def test_preemption_is_free():
     gone = replace(LOST, cause=FaultCause.PREEMPTED)
-    assert judged(gone, earlier=hardware(9), budget=FaultBudget(0, 50)) == RecoverJob(gone)
+    assert decided(gone, earlier=hardware(9), budget=FaultBudget(0, 50)) == gone
 
 
 def test_a_spent_budget_lists_the_faults_and_the_settings():
-    text = str(error(judged(LOST, earlier=hardware(2), grace_over=True)))
+    text = str(error(decided(LOST, earlier=hardware(2), grace_over=True)))
     assert text.startswith("rank 1 on node node-b (pid 4711) was lost in step 8: it was killed\n")
     assert "before that: rank 1 on node node-n1 (pid 4711) was lost in step 2: gone" in text
     assert "2 hardware faults within 50 s (recovery.max_faults, recovery.fault_window_s)" in text
@@ -166,17 +162,18 @@ def test_a_spent_budget_lists_the_faults_and_the_settings():
 
 def test_an_error_waits_for_what_the_cluster_knows():
     unknown = replace(LOST, detail="")
-    assert judged(unknown, budget=FaultBudget(0, 50)) == WaitForDetails()
-    assert judged(unknown) == RecoverJob(unknown)  # a repair waits for nobody
+    assert decided(unknown, budget=FaultBudget(0, 50)) is None
+    assert decided(unknown) == unknown  # a repair waits for nobody
     assert "its process ended" in str(
-        error(judged(unknown, budget=FaultBudget(0, 50), grace_over=True))
+        error(decided(unknown, budget=FaultBudget(0, 50), grace_over=True))
     )
 
 
 def test_many_workers_of_one_node_are_one_incident():
     flock = [replace(LOST, worker=worker(index, "b")) for index in range(8)]
-    assert len(incidents(flock)) == 1
-    assert len(incidents([*flock, replace(LOST, generation=2)])) == 2
+    assert len(faults_in_budget(flock, HARDWARE_CAUSES, BUDGET, 100.0)) == 1
+    flock.append(replace(LOST, generation=2))
+    assert len(faults_in_budget(flock, HARDWARE_CAUSES, BUDGET, 100.0)) == 2
 
 
 def on(node: str, *times_s: float) -> list[Fault]:

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.orchestrator.policies.membership import (
-    Candidate,
-    NotEnough,
     Selected,
     WorkerLimits,
     not_enough_error,
@@ -15,63 +15,73 @@ from rayzero.orchestrator.policies.membership import (
 from rayzero.workers.messages import WorkerInfo
 
 
-def some(text: str) -> list[Candidate]:
-    """`m` a member, `r` somebody who is ready; capitals: on a leaving node."""
-    return [
-        Candidate(WorkerInfo(index, "n", "host", "ip", index), one.lower() == "m", one.isupper())
-        for index, one in enumerate(text)
+def select(workers: str, limits: WorkerLimits) -> Selected | None:
+    """`m` a member, `r` another ready worker; capitals: on a draining node."""
+    ready = [
+        WorkerInfo(index, "draining" if kind.isupper() else "n", "host", "ip", index)
+        for index, kind in enumerate(workers)
     ]
+    members = {index for index, kind in enumerate(workers) if kind.lower() == "m"}
+    return select_members(
+        ready, limits, members, {"draining"} if workers != workers.lower() else ()
+    )
+
+
+def indices(workers: Iterable[WorkerInfo]) -> list[int]:
+    return [worker.index for worker in workers]
 
 
 @pytest.mark.parametrize(
-    ("there", "wanted", "chosen", "moved", "surplus"),
+    ("workers", "limits", "members", "displaced", "surplus"),
     [
         ("mmm", WorkerLimits(2, 3), [0, 1, 2], [], []),
         ("mmr", WorkerLimits(2, 4), [0, 1, 2], [], []),
-        ("rmm", WorkerLimits(2, 2), [1, 2], [], [0]),  # warm ones first
+        ("rmm", WorkerLimits(2, 2), [1, 2], [], [0]),  # members first
         ("rmm", WorkerLimits(2, 2, 1), [1, 2], [], []),  # kept as a spare
         ("mmmm", WorkerLimits(1, 2), [0, 1], [], [2, 3]),
         ("mMm", WorkerLimits(2, 3), [0, 2], [1], []),
-        ("mM", WorkerLimits(2, 3), [0, 1], [], []),  # nobody else is there
+        ("mM", WorkerLimits(2, 3), [0, 1], [], []),  # there are no others
         ("mMr", WorkerLimits(2, 3), [0, 2], [1], []),
         ("MMM", WorkerLimits(2, 3), [0, 1], [2], []),
         ("MMr", WorkerLimits(1, 3), [2], [0, 1], []),
     ],
 )
-def test_who_takes_part(
-    there: str, wanted: WorkerLimits, chosen: list[int], moved: list[int], surplus: list[int]
+def test_selection(
+    workers: str, limits: WorkerLimits, members: list[int], displaced: list[int], surplus: list[int]
 ):
-    members = select_members(some(there), wanted)
-    assert isinstance(members, Selected)
-    assert [one.index for one in members.members] == chosen
-    assert [one.index for one in members.displaced] == moved
-    assert [one.index for one in members.surplus] == surplus
+    selection = select(workers, limits)
+    assert selection is not None
+    assert indices(selection.members) == members
+    assert indices(selection.displaced) == displaced
+    assert indices(selection.surplus) == surplus
 
 
-def test_too_few_say_so():
-    assert select_members(some("m"), WorkerLimits(2, 4)) == NotEnough(1)
-    text = str(not_enough_error(NotEnough(1), WorkerLimits(2, 4), 300.0))
+def test_too_few_workers():
+    assert select("m", WorkerLimits(2, 4)) is None
+    text = str(not_enough_error(1, WorkerLimits(2, 4), 300.0))
     assert "1 of at least 2 workers are left, and no replacement was ready within 300 s" in text
     assert "workers.start_timeout_s" in text
 
 
 @given(st.text("mrMR", max_size=9), st.integers(1, 5), st.integers(0, 5), st.integers(0, 2))
-def test_a_choice_is_within_bounds_and_stays(there: str, least: int, more: int, spares: int):
-    wanted, candidates = WorkerLimits(least, least + more, spares), some(there)
-    members = select_members(candidates, wanted)
-    if len(there) < least:
-        assert members == NotEnough(len(there))
+def test_a_selection_is_within_the_limits_and_stable(
+    workers: str, least: int, more: int, spares: int
+):
+    limits = WorkerLimits(least, least + more, spares)
+    selection = select(workers, limits)
+    if len(workers) < least:
+        assert selection is None
         return
-    assert isinstance(members, Selected)
-    assert least <= len(members.members) <= wanted.max
-    left = {one.index for one in (*members.displaced, *members.surplus)}
-    assert not left & {one.index for one in members.members}
-    now = {one.index for one in members.members}
-    again = [
-        Candidate(one.worker, one.worker.index in now, one.on_draining_node)
-        for one in candidates
-        if one.worker.index not in left
+    assert selection is not None
+    assert least <= len(selection.members) <= limits.max
+    released = {*indices(selection.displaced), *indices(selection.surplus)}
+    assert not released & selection.indices
+    draining = {"draining"} if workers != workers.lower() else set()
+    ready = [
+        WorkerInfo(index, "draining" if kind.isupper() else "n", "host", "ip", index)
+        for index, kind in enumerate(workers)
+        if index not in released
     ]
-    settled = select_members(again, wanted)
-    assert isinstance(settled, Selected)
-    assert settled.members == members.members
+    again = select_members(ready, limits, selection.indices, draining)
+    assert again is not None
+    assert again.members == selection.members

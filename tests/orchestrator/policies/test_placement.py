@@ -9,10 +9,9 @@ from rayzero.orchestrator.policies.placement import (
     ResourceRequest,
     assign_ranks,
     cluster_too_small_error,
-    rank_zero,
     total_fit,
 )
-from rayzero.workers.messages import WorkerInfo
+from rayzero.workers.messages import RankAssignment, WorkerInfo
 
 
 def need(least: int = 2, most: int = 4, cpus: float = 2, gpus: float = 0) -> ResourceRequest:
@@ -50,24 +49,23 @@ def worker(index: int, node: str) -> WorkerInfo:
 
 
 def test_ranks_go_node_by_node():
-    places = assign_ranks([worker(0, "b"), worker(1, "a"), worker(2, "b"), worker(3, "a")])
-    assert [(p.worker, p.rank, p.local_rank, p.local_world_size) for p in places] == [
-        (0, 0, 0, 2),
-        (2, 1, 1, 2),
-        (1, 2, 0, 2),
-        (3, 3, 1, 2),
+    workers = [worker(0, "b"), worker(1, "a"), worker(2, "b"), worker(3, "a")]
+    assert list(assign_ranks(workers, {"b": "vault-b"}).items()) == [
+        (0, RankAssignment(0, 0, 2, "vault-b")),
+        (2, RankAssignment(1, 1, 2, "vault-b")),
+        (1, RankAssignment(2, 0, 2)),
+        (3, RankAssignment(3, 1, 2)),
     ]
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
 def test_ranks_are_a_permutation_and_local_ranks_count_each_node(nodes: list[str]):
-    workers = [worker(index, node) for index, node in enumerate(nodes)]
-    places = assign_ranks(workers)
-    assert places[0].worker == rank_zero(workers[::-1]).index
-    assert [place.rank for place in places] == list(range(len(nodes)))
-    assert sorted(place.worker for place in places) == list(range(len(nodes)))
+    ranks = assign_ranks([worker(index, node) for index, node in enumerate(nodes)], {})
+    assert ranks[0].rank == 0
+    assert [rank.rank for rank in ranks.values()] == list(range(len(nodes)))
+    assert sorted(ranks) == list(range(len(nodes)))
     for node in set(nodes):
-        mine = [p for p in places if nodes[p.worker] == node]
-        assert [p.local_rank for p in mine] == list(range(len(mine)))
-        assert {p.local_world_size for p in mine} == {len(mine)}
-        assert mine[-1].rank - mine[0].rank == len(mine) - 1
+        on_node = [rank for index, rank in ranks.items() if nodes[index] == node]
+        assert [rank.local_rank for rank in on_node] == list(range(len(on_node)))
+        assert {rank.local_world_size for rank in on_node} == {len(on_node)}
+        assert on_node[-1].rank - on_node[0].rank == len(on_node) - 1

@@ -1,37 +1,45 @@
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.orchestrator.control.checkpoints import ALL_STEPS, PinnedStep, PinnedSteps
 from rayzero.orchestrator.policies.recovery import (
+    NOTHING_EXCLUDED,
     CheckpointRef,
     Excluded,
-    FreshStart,
-    FromCheckpoint,
-    FromVaults,
     FromWorkers,
-    InProcessStates,
     StoredSlot,
     replica_targets,
     select_recovery_step,
 )
 from rayzero.workers.messages import InProcessStateInfo, Pinned
-from rayzero.workers.vault.records import SlotInfo, SlotRef
+from rayzero.workers.vault.records import Restore, SlotInfo, SlotRef
 
-FINE = Excluded()
-NOBODY = InProcessStates()
+CHECKPOINT = CheckpointRef(6, "/runs/step-6")
 
 
-def held(
+def select(
+    held: Sequence[StoredSlot] = (),
+    in_process: Mapping[int, InProcessStateInfo] | None = None,
+    stored: CheckpointRef | None = None,
+    excluded: Excluded = NOTHING_EXCLUDED,
+) -> Restore | FromWorkers | None:
+    """After a generation of two workers."""
+    return select_recovery_step(held, in_process or {}, 2, stored, excluded)
+
+
+def slot(
     generation: int, rank: int, step: int, node: str = "a", world: int = 2, replica: bool = False
 ) -> StoredSlot:
     return StoredSlot(SlotInfo(generation, rank, world, step, 64, False, replica), node)
 
 
-def everyone(generation: int, step: int, world: int = 2) -> list[StoredSlot]:
-    return [held(generation, rank, step, world=world) for rank in range(world)]
+def version(generation: int, step: int, world: int = 2) -> list[StoredSlot]:
+    return [slot(generation, rank, step, world=world) for rank in range(world)]
 
 
 def refs(generation: int, step: int, *nodes: str) -> tuple[SlotRef, ...]:
@@ -39,90 +47,75 @@ def refs(generation: int, step: int, *nodes: str) -> tuple[SlotRef, ...]:
 
 
 def test_the_newest_step_of_which_all_ranks_are_held():
-    slots = everyone(1, 7) + everyone(1, 8) + [held(1, 0, 9)]
-    assert select_recovery_step(slots, NOBODY, None, FINE) == FromVaults(8, refs(1, 8, "a", "a"))
+    slots = version(1, 7) + version(1, 8) + [slot(1, 0, 9)]
+    assert select(slots) == Restore(8, refs(1, 8, "a", "a"))
 
 
 def test_ranks_of_different_generations_do_not_add_up():
-    slots = [held(1, 0, 8), held(2, 1, 8), *everyone(1, 5)]
-    assert select_recovery_step(slots, NOBODY, None, FINE) == FromVaults(5, refs(1, 5, "a", "a"))
+    slots = [slot(1, 0, 8), slot(2, 1, 8), *version(1, 5)]
+    assert select(slots) == Restore(5, refs(1, 5, "a", "a"))
 
 
-def test_of_the_same_step_the_newest_generation_is_taken():
-    slots = everyone(2, 8, world=1) + everyone(1, 8)
-    assert select_recovery_step(slots, NOBODY, None, FINE) == FromVaults(8, refs(2, 8, "a"))
+def test_of_the_same_step_the_newest_generation_is_selected():
+    assert select(version(2, 8, world=1) + version(1, 8)) == Restore(8, refs(2, 8, "a"))
 
 
 def test_originals_before_replicas_and_replicas_count():
     slots = [
-        held(1, 0, 8, "b", replica=True),
-        held(1, 0, 8, "a"),
-        held(1, 1, 8, "a", replica=True),
+        slot(1, 0, 8, "b", replica=True),
+        slot(1, 0, 8, "a"),
+        slot(1, 1, 8, "a", replica=True),
     ]
-    assert select_recovery_step(slots, NOBODY, None, FINE) == FromVaults(8, refs(1, 8, "a", "a"))
+    assert select(slots) == Restore(8, refs(1, 8, "a", "a"))
 
 
-def test_a_whole_state_that_was_salvaged_stands_beside_parts():
-    slots = [held(1, 2, 9, world=1), held(1, 0, 9, world=3)]
-    assert select_recovery_step(slots, NOBODY, None, FINE) == FromVaults(
-        9, (SlotRef(1, 2, 9, "a"),)
-    )
+def test_a_whole_state_that_was_salvaged_exists_beside_shards():
+    slots = [slot(1, 2, 9, world=1), slot(1, 0, 9, world=3)]
+    assert select(slots) == Restore(9, (SlotRef(1, 2, 9, "a"),))
 
 
-def test_a_survivor_with_all_of_the_state_is_salvaged_where_it_is_newer():
-    one = InProcessStates(2, {1: (5, InProcessStateInfo(9, whole=True))})
-    assert select_recovery_step(everyone(1, 8), one, None, FINE) == FromWorkers(9, (5,))
-    assert select_recovery_step(everyone(1, 9), one, None, FINE) == FromVaults(
-        9, refs(1, 9, "a", "a")
-    )
+def test_a_survivor_with_the_whole_state_is_salvaged_if_it_is_newer():
+    in_process = {5: InProcessStateInfo(9, whole=True)}
+    assert select(version(1, 8), in_process) == FromWorkers(9, (5,))
+    assert select(version(1, 9), in_process) == Restore(9, refs(1, 9, "a", "a"))
 
 
-def test_parts_in_memory_help_only_when_all_are_there_at_one_step():
-    part = InProcessStateInfo(9, whole=False)
-    both = InProcessStates(2, {0: (4, part), 1: (5, part)})
-    assert select_recovery_step([], both, None, FINE) == FromWorkers(9, (4, 5))
-    assert select_recovery_step([], InProcessStates(2, {0: (4, part)}), None, FINE) == FreshStart()
-    torn = InProcessStates(2, {0: (4, part), 1: (5, InProcessStateInfo(8, whole=False))})
-    assert select_recovery_step([], torn, None, FINE) == FreshStart()
+def test_shards_in_memory_are_salvaged_only_if_all_ranks_are_at_one_step():
+    shard = InProcessStateInfo(9, whole=False)
+    assert select(in_process={4: shard, 5: shard}) == FromWorkers(9, (4, 5))
+    assert select(in_process={4: shard}) is None
+    assert select(in_process={4: shard, 5: InProcessStateInfo(8, whole=False)}) is None
 
 
-def test_a_checkpoint_where_it_is_newer_and_nothing_where_there_is_none():
-    stored = CheckpointRef(6, "/runs/step-6")
-    assert select_recovery_step(everyone(1, 5), NOBODY, stored, FINE) == FromCheckpoint(
-        6, "/runs/step-6"
-    )
-    assert select_recovery_step(everyone(1, 6), NOBODY, stored, FINE) == FromVaults(
-        6, refs(1, 6, "a", "a")
-    )
-    assert select_recovery_step([], NOBODY, None, FINE) == FreshStart()
+def test_a_checkpoint_if_it_is_newer_and_a_fresh_start_without_a_state():
+    restore = Restore(6, checkpoint="/runs/step-6")
+    assert select(version(1, 5), stored=CHECKPOINT) == restore
+    assert select(version(1, 6), stored=CHECKPOINT) == Restore(6, refs(1, 6, "a", "a"))
+    shard = InProcessStateInfo(6, whole=False)
+    assert select(in_process={4: shard, 5: shard}, stored=CHECKPOINT) == FromWorkers(6, (4, 5))
+    assert select() is None
 
 
-def test_what_is_damaged_is_left_out():
-    stored = CheckpointRef(6, "/runs/step-6")
-    slots = everyone(1, 7) + everyone(1, 8)
-    damaged = Excluded(frozenset({(1, 8)}), frozenset({6}))
-    assert select_recovery_step(slots, NOBODY, stored, damaged) == FromVaults(
-        7, refs(1, 7, "a", "a")
-    )
-    assert select_recovery_step([], NOBODY, stored, damaged) == FreshStart()
+def test_unreadable_sources_are_excluded():
+    slots = version(1, 7) + version(1, 8)
+    excluded = Excluded(frozenset({(1, 8)}), frozenset({6}))
+    assert select(slots, None, CHECKPOINT, excluded) == Restore(7, refs(1, 7, "a", "a"))
+    assert select([], None, CHECKPOINT, excluded) is None
 
 
-def test_a_foreign_checkpoint_has_no_step_yet():
-    assert select_recovery_step([], NOBODY, CheckpointRef(0, "/ds"), FINE) == FromCheckpoint(
-        0, "/ds"
-    )
+def test_an_imported_checkpoint_is_at_step_0():
+    assert select(stored=CheckpointRef(0, "/ds")) == Restore(0, checkpoint="/ds")
 
 
 @given(st.lists(st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(1, 5))))
-def test_nothing_complete_and_newer_is_overlooked(slots: list[tuple[int, int, int]]):
-    picked = select_recovery_step([held(*one) for one in slots], NOBODY, None, FINE)
+def test_no_newer_complete_step_is_overlooked(slots: list[tuple[int, int, int]]):
+    selected = select([slot(*key) for key in slots])
     complete = {
         step
-        for generation in (1, 2)
-        for step in range(1, 6)
-        if {(generation, rank, step) for rank in (0, 1)} <= set(slots)
+        for generation, _, step in slots
+        if {(generation, 0, step), (generation, 1, step)} <= set(slots)
     }
-    assert picked.step == max(complete, default=0)
+    assert (selected.step if selected else 0) == max(complete, default=0)
 
 
 @pytest.mark.parametrize(
