@@ -53,8 +53,8 @@ def test_ranks_go_node_by_node():
     assert list(assign_ranks(workers, {"b": "vault-b"}).items()) == [
         (0, RankAssignment(0, 0, 2, "vault-b")),
         (2, RankAssignment(1, 1, 2, "vault-b")),
-        (1, RankAssignment(2, 0, 2)),
-        (3, RankAssignment(3, 1, 2)),
+        (1, RankAssignment(2, 0, 2, "")),
+        (3, RankAssignment(3, 1, 2, "")),
     ]
 
 
