@@ -74,7 +74,7 @@ def _persistent_tensors(
         weights = unit.weights.persistent_tensor
         yield "model_weights", unit.weights.memory_kind, weights
         main = unit.main_weights
-        if main is not None and _storage_address(main) != _storage_address(weights):
+        if main is not None and _storage_id(main) != _storage_id(weights):
             yield "main_weights", unit.state_store.memory_kind, main
         if unit.grads is not None:
             for kind, tensor in unit.grads.persistent_tensors.items():
@@ -85,8 +85,8 @@ def _persistent_tensors(
                 yield "optimizer_state", shard.unit.state_store.memory_kind, value
 
 
-def _storage_address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _storage_id(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # not its address, which the meta device lacks
 
 
 # Dense peak of the tensor cores for bf16 and fp16, in flops a second, from the vendors' data

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rayzero.engine.accounting import StepWork, peak_flops
+from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.process_group import connect_collectives
 from rayzero.engine.compression.onebit_adam import OneBitAdamReduction
 from rayzero.engine.config import EngineConfig, resolve_batch_sizes
@@ -51,12 +52,20 @@ def build_training_step(
         if source is not None:
             config = _with_saved_batch_sizes(config, source.metadata(0))
         groups = _resolve_param_groups(config, model, model_parameters, optimizer)
-        context = _make_build_context(config, model, session, restoring=source is not None)
+        collectives, device = connect_collectives()
+        if session is not None:
+            collectives.wait_observer = session.on_collective_wait
+        context = make_build_context(
+            config,
+            model,
+            collectives,
+            device,
+            restoring=source is not None,
+            elastic=session is not None,
+        )
         settings = _resolve_settings(config, context, session.shares if session is not None else ())
         runtime = make_runtime(model, groups, config, context, settings.post_reduce_scale)
-        sharded = _make_optimizer(runtime, groups, optimizer, config, context.device)
-        if isinstance(runtime.grad_reduction, OneBitAdamReduction):
-            runtime.grad_reduction.track_optimizer(sharded)
+        sharded = make_sharded_optimizer(runtime, groups, optimizer, config, context.device)
         schedule = _make_schedule(sharded.torch_optimizer, lr_scheduler, config)
         batches = settings.batches
         progress = TrainingProgress(
@@ -106,12 +115,16 @@ def _with_saved_batch_sizes(config: EngineConfig, saved: dict[str, Any]) -> Engi
     return config.model_copy(update=sizes)
 
 
-def _make_build_context(
-    config: EngineConfig, model: nn.Module, session: HostSession | None, *, restoring: bool
+def make_build_context(
+    config: EngineConfig,
+    model: nn.Module,
+    collectives: Collectives,
+    device: torch.device,
+    *,
+    restoring: bool,
+    elastic: bool,
 ) -> BuildContext:
-    collectives, device = connect_collectives()
-    if session is not None:
-        collectives.wait_observer = session.on_collective_wait
+    """The context of one rank. On the meta device an engine can be built, but not run."""
     zero = config.zero_optimization
     precision = choose_precision(config, device)
     offload = plan_offload(zero, precision, device, collectives)
@@ -126,7 +139,7 @@ def _make_build_context(
         scratch=ScratchBuffer(device),
         offload=offload,
         restoring=restoring,
-        elastic=session is not None,
+        elastic=elastic,
     )
 
 
@@ -189,21 +202,25 @@ def make_model(model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
     return built
 
 
-def _make_optimizer(
+def make_sharded_optimizer(
     runtime: ZeroRuntime,
     groups: ParamGroups,
     given: OptimizerLike | None,
     config: EngineConfig,
     device: torch.device,
 ) -> ShardedOptimizer:
-    runs, collectives = optimizer_shards(runtime.units), runtime.collectives
-    return make_optimizer(
+    """The optimizer of this rank's shards."""
+    shards, collectives = optimizer_shards(runtime.units), runtime.collectives
+    optimizer = make_optimizer(
         given,
         config.optimizer,
         groups,
-        runs,
-        lambda: ShardedWholeParamOps(runtime.units, runs, collectives, device),
+        shards,
+        lambda: ShardedWholeParamOps(runtime.units, shards, collectives, device),
     )
+    if isinstance(runtime.grad_reduction, OneBitAdamReduction):
+        runtime.grad_reduction.track_optimizer(optimizer)
+    return optimizer
 
 
 def _make_schedule(

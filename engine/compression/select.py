@@ -10,7 +10,6 @@ from rayzero.engine.compression.gradients import PowerSGDReduction, QuantizedRed
 from rayzero.engine.compression.onebit_adam import OneBitAdamReduction
 from rayzero.engine.compression.weights import HpzGather, QuantizedGather
 from rayzero.engine.config import EngineConfig
-from rayzero.engine.config.sections import CompressionConfig
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.zero.build import BuildContext
 from rayzero.engine.zero.parameters import WeightGather
@@ -97,16 +96,11 @@ def make_weight_gather(config: EngineConfig, context: BuildContext) -> WeightGat
     zero, section = config.zero_optimization, config.rayzero.compression
     gather = WeightGather(collectives)
     if zero.zero_quantized_weights:
-        gather = QuantizedGather(weight_codec(section), collectives, device)
+        gather = QuantizedGather(CODECS["int8"](section.block_size), collectives, device)
     size = hpz_group_size(
         zero.zero_hpz_partition_size, collectives.world_size, elastic=context.elastic
     )
     return gather if size == 1 else HpzGather(gather, collectives, size, device)
-
-
-def weight_codec(section: CompressionConfig) -> Codec:
-    """The codec of `zero_quantized_weights`."""
-    return CODECS["int8"](section.block_size)
 
 
 def hpz_group_size(size: int, world_size: int, *, elastic: bool) -> int:

@@ -113,6 +113,30 @@ class MappedFile:
         )
 
 
+class MetaFile(MappedFile):
+    """No file: its tensors are on the meta device, so that only their sizes exist."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, Tensor] = {}  # by the storage's identity
+
+    def new_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(numel, dtype=dtype, device="meta")
+        self._tensors[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._tensors
+
+    def read(self, stored: Tensor, into: Tensor) -> None:
+        return
+
+    def write(self, stored: Tensor, source: Tensor) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
 def _as_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().view(torch.uint8)
     return flat.numpy().data.cast("B") if flat.numel() else memoryview(b"")

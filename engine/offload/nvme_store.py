@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LateError
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -98,7 +97,7 @@ class NvmeStore(HostStore):
     """State in a file, gradients in host memory.
 
     Args:
-        folder: the file is created there.
+        file: closed with the store.
         buffers: chunks in memory at a time.
         chunk_numel: the most elements of a chunk.
     """
@@ -109,7 +108,7 @@ class NvmeStore(HostStore):
         self,
         precision: Precision,
         transfer: HostTransfer,
-        folder: Path,
+        file: MappedFile,
         buffers: int,
         chunk_numel: int,
         *,
@@ -117,7 +116,7 @@ class NvmeStore(HostStore):
     ) -> None:
         super().__init__(precision, transfer, separate_memory=separate_memory)
         self.chunk_numel = chunk_numel
-        self._file = MappedFile(folder)
+        self._file = file
         self._buffers = [_ChunkBuffer() for _ in range(buffers)]
         # Leaves one buffer for the chunk being updated and one for the chunk being written.
         self._read_ahead = max(min(buffers - 1, 1), buffers - 2)
@@ -132,7 +131,7 @@ class NvmeStore(HostStore):
         if main is model_weights and not self._separate_memory:  # they are in host memory
             return main
         stored = self._file.new_tensor(main.numel(), main.dtype)
-        self._file.write(stored, main.cpu())
+        self._file.write(stored, main.to(stored.device))
         return stored
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:

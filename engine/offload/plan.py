@@ -12,6 +12,7 @@ from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.config.zero import ZeroConfig
 from rayzero.engine.layout.flat_layout import ALIGN_NUMEL
 from rayzero.engine.layout.units import UnitPlan
+from rayzero.engine.offload.mapped_file import MappedFile, MetaFile
 from rayzero.engine.offload.nvme_store import NvmeStore
 from rayzero.engine.offload.stores import DeviceStore, HostStore, StateStore
 from rayzero.engine.offload.transfer import HostShardGather, HostTransfer, make_transfer
@@ -42,8 +43,14 @@ class Offload:
     def state_stores(self, plans: Sequence[UnitPlan]) -> list[StateStore]:
         """Each unit's store. The first units are offloaded: their gradients come first, so their
         copies overlap with the rest of backward."""
-        offloaded = select_offloaded(plans, self.offload_ratio)
-        return [self.offload_store if flag else self.device_store for flag in offloaded]
+        stores = []
+        trained = sum(plan.layout.logical_numel for plan in plans if plan.trainable)
+        remaining = self.offload_ratio * trained
+        for plan in plans:
+            offloaded = plan.trainable and remaining > 0
+            stores.append(self.offload_store if offloaded else self.device_store)
+            remaining -= plan.layout.logical_numel if offloaded else 0
+        return stores
 
     @property
     def staging_bytes(self) -> int:
@@ -52,22 +59,6 @@ class Offload:
 
     def close(self) -> None:
         self.offload_store.close()
-
-
-def select_offloaded(plans: Sequence[UnitPlan], ratio: float) -> list[bool]:
-    """Which units are offloaded, so that they have at least `ratio` of the elements."""
-    remaining = ratio * sum(plan.layout.logical_numel for plan in plans if plan.trainable)
-    offloaded = []
-    for plan in plans:
-        offload = plan.trainable and remaining > 0
-        offloaded.append(offload)
-        remaining -= plan.layout.logical_numel if offload else 0
-    return offloaded
-
-
-def update_chunk_numel(config: ZeroConfig) -> int:
-    """The most elements that are read from a file at once."""
-    return max(ALIGN_NUMEL, int(config.sub_group_size) // ALIGN_NUMEL * ALIGN_NUMEL)
 
 
 def plan_offload(
@@ -86,9 +77,10 @@ def plan_offload(
     if section.device == "cpu":
         store = HostStore(precision, transfer, separate_memory=on_device)
     elif section.nvme_path is not None and section.device == "nvme":
-        folder, numel = Path(section.nvme_path), update_chunk_numel(config)
+        file = MetaFile() if device.type == "meta" else MappedFile(Path(section.nvme_path))
+        numel = max(ALIGN_NUMEL, int(config.sub_group_size) // ALIGN_NUMEL * ALIGN_NUMEL)
         store = NvmeStore(
-            precision, transfer, folder, section.buffer_count, numel, separate_memory=on_device
+            precision, transfer, file, section.buffer_count, numel, separate_memory=on_device
         )
     gather = HostShardGather(transfer, collectives, device) if on_host else None
     return Offload(transfer, gather, device_store, store, section.ratio)

@@ -207,8 +207,10 @@ class _DeferredCopyWork:
 
 
 def make_transfer(device: torch.device) -> HostTransfer:
-    """The transfer between host memory and a device."""
-    return CudaTransfer(device) if device.type == "cuda" else HostTransfer(separate_memory=False)
+    """The transfer between host memory and a device; the meta device counts as separate memory."""
+    if device.type == "cuda":
+        return CudaTransfer(device)
+    return HostTransfer(separate_memory=device.type == "meta")
 
 
 class HostShardGather:

@@ -86,7 +86,12 @@ class ShardedOptimizer:
 
         Collective for optimizers that use whole parameters, local for all others.
         """
-        self.step_shards(self.shards, factor)
+        for shards in self.chunks():
+            self.step_shards(shards, factor)
+
+    def chunks(self) -> Iterator[Sequence[OptimizerShard]]:
+        """Yields the shards that are updated together, while their state is in memory."""
+        yield self.shards
 
     def step_shards(self, shards: Sequence[OptimizerShard], factor: float) -> None:
         """Step the torch optimizer, whose parameters currently are these shards."""
@@ -205,13 +210,13 @@ class ChunkedOptimizer(ShardedOptimizer):
             for store in sorted(stores, key=lambda it: it.memory_kind is not MemoryKind.DEVICE)
         ]
 
-    def step(self, factor: float) -> None:
+    def chunks(self) -> Iterator[Sequence[OptimizerShard]]:
         with self._restoring_params():
             for store, groups in self._chunks_by_store:
                 chunks = [_make_chunk(shards) for shards in groups]
                 for number in store.update_chunks(chunks, self.torch_optimizer.state):
                     self._restrict_params(groups[number])
-                    self.step_shards(groups[number], factor)
+                    yield groups[number]
 
     @contextmanager
     def _restoring_params(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
 """Estimates a run's memory before it starts: bytes by class, and the settings that fit a GPU.
 
-No model is allocated: parameters are fake tensors, layouts are integers.
+No model is allocated: the engine is built on the meta device, activations use fake tensors.
 """

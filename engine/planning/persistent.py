@@ -1,207 +1,164 @@
-"""Bytes that a rank holds between two steps, computed from the layout, in the classes of
-`engine.accounting`. The tests compare them with those of real engines.
+"""Bytes that a rank holds between two steps: builds its engine on the meta device and counts them.
+
+The parts are those of a running engine, and so is the count (`engine.accounting`); only values and
+other ranks are missing. The tests compare it with real engines, class by class.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from rayzero.engine.config import OptimizerConfig
-from rayzero.engine.config.zero import ZeroConfig
-from rayzero.engine.layout.units import UnitPlan
-from rayzero.engine.offload.plan import select_offloaded, update_chunk_numel
-from rayzero.engine.optim.build import optimizer_factory
-from rayzero.engine.precision.policy import Precision
-from rayzero.engine.zero.placement import Placement, Stage
+from rayzero.engine.accounting import bytes_by_class
+from rayzero.engine.builder import make_build_context, make_sharded_optimizer
+from rayzero.engine.comm.backend import CompletedWork, Work
+from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.config import EngineConfig, OptimizerConfig, resolve_batch_sizes
+from rayzero.engine.offload.transfer import MemoryKind
+from rayzero.engine.optim.build import optimizer_factory, regroup_for_optimizer
+from rayzero.engine.optim.param_groups import ParamGroups, find_param_groups, freeze_all_params
+from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
+from rayzero.engine.runtime_builder import NUM_GRAD_BUFFERS, make_runtime
+from rayzero.engine.zero.parameters import set_param_data
+from rayzero.engine.zero.runtime import ZeroRuntime
 
-
-@dataclass(frozen=True)
-class MemoryInputs:
-    """Settings that decide the size and memory kind of a model's tensors.
-
-    Attributes:
-        stage: resolved for the world size.
-        state_itemsizes: bytes of optimizer state for each element of main weights, by parameter
-            group.
-        num_grad_buffers: units of gradients reduced concurrently, where gradients are sharded.
-        num_gather_buffers: blocks gathered at the same time, where weights are sharded.
-        offload: the config's section, for `offload_optimizer` and `offload_param`.
-    """
-
-    stage: Stage
-    precision: Precision
-    state_itemsizes: Sequence[float]
-    num_grad_buffers: int
-    num_gather_buffers: int
-    offload: ZeroConfig
+_STEPS = 3  # buffers are allocated in the first two
 
 
-@dataclass
-class PersistentBytes:
-    """Bytes of one rank by class and memory kind."""
+class AbsentRanks:
+    """A rank of a group whose other ranks do not exist: collectives complete, and move nothing."""
 
-    device: Counter[str] = field(default_factory=Counter)
-    host: Counter[str] = field(default_factory=Counter)
-    disk: Counter[str] = field(default_factory=Counter)
+    staging_bytes = 0  # as with NCCL
 
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
 
-def persistent_bytes(plans: Sequence[UnitPlan], shape: MemoryInputs) -> PersistentBytes:
-    """model_weights, main_weights, main_grads, optimizer_state and slots of one rank.
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
 
-    For a device with separate memory. gloo's `staging` is not included: NCCL has none.
-    """
-    sizes = PersistentBytes()
-    asked = shape.offload.offload_optimizer
-    share = 0.0 if asked.device == "none" else asked.ratio
-    for plan, moved in zip(plans, select_offloaded(plans, share), strict=True):
-        _add_weights(plan, shape, sizes)
-        if plan.trainable:
-            _add_trained_state(plan, shape, sizes, moved)
-    sizes.host["staging"] += _nvme_buffer_bytes(plans, shape)
-    sizes.device["slots"] += _grad_buffer_bytes(plans, shape) + _gather_buffer_bytes(plans, shape)
-    return sizes
+    def _complete(self, *args: Any, **kwargs: Any) -> Work:
+        return CompletedWork()
+
+    all_reduce = reduce_scatter = all_gather = all_gather_in_group = _complete
+    all_to_all = all_to_all_v = gather = broadcast = _complete
+
+    def progress_pending(self) -> None:
+        return
 
 
-def _add_weights(plan: UnitPlan, shape: MemoryInputs, sizes: PersistentBytes) -> None:
-    sharded = shape.stage.model_weights is Placement.SHARDED
-    numel = plan.layout.shard_numel if sharded else plan.layout.numel
-    where = sizes.host if shape.offload.offload_param.device == "cpu" else sizes.device
-    where["model_weights"] += numel * shape.precision.model_dtype(plan.params[0].dtype).itemsize
+def persistent_bytes(model: nn.Module, config: EngineConfig, world_size: int) -> dict[str, int]:
+    """Bytes by class of the rank that holds most, as `bytes_by_class` names them.
 
-
-def _add_trained_state(
-    plan: UnitPlan, shape: MemoryInputs, sizes: PersistentBytes, moved: bool
-) -> None:
-    """Main weights, main grads and optimizer state."""
-    layout, original = plan.layout, plan.params[0].dtype
-    owned = _owned_numel(plan, shape)
-    main = shape.precision.main_dtype(original)
-    grad = shape.precision.grad_dtype(original)
-    store = sizes.device
-    if moved:
-        store = sizes.disk if shape.offload.offload_optimizer.device == "nvme" else sizes.host
-    weights_on_host = shape.offload.offload_param.device == "cpu"
-    together = weights_on_host == (store is sizes.host) and store is not sizes.disk
-    together |= store is sizes.disk and not _main_itemsize(plan, shape)
-    if main is not shape.precision.model_dtype(original) or not together:
-        store["main_weights"] += owned * main.itemsize
-    store["optimizer_state"] += _max_state_bytes(plan, owned, shape)
-    if grad is not main:  # gradients in the main dtype, for the time of the optimizer step
-        if moved:
-            sizes.host["grad_copies"] = max(sizes.host["grad_copies"], owned * main.itemsize)
-        else:
-            sizes.device["grad_copies"] += owned * main.itemsize
-    if moved:
-        sizes.host["main_grads"] += owned * grad.itemsize
-    if shape.stage.main_grads is not Placement.SHARDED:
-        sizes.device["main_grads"] += layout.numel * grad.itemsize
-    elif not moved:
-        sizes.device["main_grads"] += layout.shard_numel * grad.itemsize
-
-
-def _max_state_bytes(plan: UnitPlan, owned: int, shape: MemoryInputs) -> int:
-    """The maximum over ranks: parameter groups may be unevenly distributed."""
-    if not shape.state_itemsizes:
-        return 0
-    starts = range(0, plan.layout.numel, owned)
-    return max(_state_bytes_in(plan, slice(start, start + owned), shape) for start in starts)
-
-
-def _state_bytes_in(plan: UnitPlan, within: slice, shape: MemoryInputs) -> int:
-    found = 0.0
-    for group, part in plan.layout.group_ranges(within):
-        found += (part.stop - part.start) * shape.state_itemsizes[group]
-    return round(found)
-
-
-def _nvme_buffer_bytes(plans: Sequence[UnitPlan], shape: MemoryInputs) -> int:
-    """Buffers of update chunks that are read from and written to files."""
-    asked = shape.offload.offload_optimizer
-    if asked.device != "nvme":
-        return 0
-    most = update_chunk_numel(shape.offload)
-    pieces = longest = 0
-    item = 0.0
-    for plan, moved in zip(plans, select_offloaded(plans, asked.ratio), strict=True):
-        if moved:
-            owned = _owned_numel(plan, shape)
-            pieces += -(-owned // most)
-            longest = max(longest, min(owned, most))
-            item = max(item, _main_itemsize(plan, shape) + max(shape.state_itemsizes, default=0.0))
-    return round(min(asked.buffer_count, pieces) * longest * item)
-
-
-def _main_itemsize(plan: UnitPlan, shape: MemoryInputs) -> int:
-    """Bytes of a main weight in a file; 0 where it is a model weight in host memory."""
-    original = plan.params[0].dtype
-    main = shape.precision.main_dtype(original)
-    native = main is shape.precision.model_dtype(original)
-    return 0 if native and shape.offload.offload_param.device == "cpu" else main.itemsize
-
-
-def _owned_numel(plan: UnitPlan, shape: MemoryInputs) -> int:
-    """Elements that this rank updates."""
-    shards = shape.stage.optimizer_state is Placement.SHARDED
-    return plan.layout.shard_numel if shards else plan.layout.numel
-
-
-def _grad_buffer_bytes(plans: Sequence[UnitPlan], shape: MemoryInputs) -> int:
-    trainable = [plan for plan in plans if plan.trainable]
-    if shape.stage.main_grads is not Placement.SHARDED or not trainable:
-        return 0
-    dtypes = [shape.precision.grad_dtype(plan.params[0].dtype) for plan in trainable]
-    count = min(shape.num_grad_buffers, len(trainable))
-    longest = max(plan.layout.numel for plan in trainable)
-    return count * longest * max(one.itemsize for one in dtypes)
-
-
-def _gather_buffer_bytes(plans: Sequence[UnitPlan], shape: MemoryInputs) -> int:
-    """A ring of buffers of the largest block's size, and one per block that contains others."""
-    blocks: defaultdict[nn.Module, int] = defaultdict(int)
-    if shape.stage.model_weights is not Placement.SHARDED:
-        return 0
-    for plan in plans:
-        if plan.module is not None:
-            dtype = shape.precision.model_dtype(plan.params[0].dtype)
-            blocks[plan.module] += plan.layout.numel * dtype.itemsize
-    around = [
-        one for one in blocks if any(sub in blocks for sub in one.modules() if sub is not one)
-    ]
-    ring = sorted((size for one, size in blocks.items() if one not in around), reverse=True)
-    turns = min(shape.num_gather_buffers, len(ring))
-    return sum(blocks[one] for one in around) + turns * (ring[0] if ring else 0)
-
-
-def state_itemsizes(
-    config: OptimizerConfig | None, groups: Sequence[Mapping[str, Any]]
-) -> list[float]:
-    """Bytes of optimizer state per element of every group, measured on small parameters.
+    A device with separate memory is assumed. `grad_copies` and `host_grad_copies` exist only during
+    an update: gradients in the dtype of the main weights.
 
     Args:
-        config: the optimizer section; None: no state.
-        groups: the options of each group.
+        model: on the meta device. It is not changed.
+
+    Raises:
+        ConfigError: the config does not fit the model or the world.
     """
-    if config is None:
-        return []
-    params = [nn.Parameter(torch.zeros(8, 8)) for _ in groups]
-    optimizer = optimizer_factory(config)(
-        [{**group, "params": [one]} for group, one in zip(groups, params, strict=True)]
-    )
-    for one in params:
-        one.grad = torch.zeros_like(one)
-    optimizer.step()
-    return [
-        sum(
-            value.nbytes
-            for value in optimizer.state[one].values()
-            if isinstance(value, torch.Tensor) and value.ndim
+    trains = any(param.requires_grad for param in model.parameters())
+    given = find_param_groups(model, None, None) if trains else freeze_all_params(model)
+    groups = regroup_for_optimizer(config.optimizer, model, given)
+    # A group is contiguous in a unit. If one of two has more state, the first or last rank does.
+    ranks = {0, world_size - 1} if len(groups.options) > 1 else {0}
+    with _restoring_params(model), torch.device("meta"):
+        counts = [_count_rank(model, groups, config, world_size, rank) for rank in sorted(ranks)]
+    return max(counts, key=Counter.total)
+
+
+@contextmanager
+def _restoring_params(model: nn.Module) -> Iterator[None]:
+    values = [(param, param.detach()) for param in model.parameters()]
+    try:
+        yield
+    finally:
+        for param, value in values:
+            set_param_data(param, value)
+
+
+def _count_rank(
+    model: nn.Module, groups: ParamGroups, config: EngineConfig, world_size: int, rank: int
+) -> Counter[str]:
+    device, collectives = torch.device("meta"), Collectives(AbsentRanks(rank, world_size))
+    context = make_build_context(config, model, collectives, device, restoring=True, elastic=False)
+    runtime = make_runtime(model, groups, config, context, 1.0)
+    try:
+        optimizer = _make_optimizer(runtime, groups, config)
+        micro_steps = resolve_batch_sizes(config, world_size).micro_steps
+        for _ in range(_STEPS):
+            copies = _take_step(runtime, optimizer, min(micro_steps, NUM_GRAD_BUFFERS))
+        return Counter(bytes_by_class(runtime, optimizer)) + copies
+    finally:
+        runtime.close()
+
+
+def _take_step(runtime: ZeroRuntime, optimizer: ShardedOptimizer, micro_steps: int) -> Counter[str]:
+    """What a step allocates, in its order, without forward, backward and vote.
+
+    Returns the bytes of gradients that are copied into the dtype of the main weights.
+    """
+    for micro_step in range(micro_steps):
+        if (scheduler := runtime.unshard_scheduler) is not None:
+            scheduler.root_pre_forward()
+            for block in scheduler.blocks[::-1]:
+                scheduler.pre_forward(block)
+                scheduler.post_forward(block)
+        with runtime.backward_pass(first=micro_step == 0, last=micro_step == micro_steps - 1):
+            pass  # no gradient arrives: all are zeros
+    runtime.reducer.wait()
+    copies = Counter[str]()
+    for shards in optimizer.chunks():
+        copied = sum(
+            shard.weight.nbytes for shard in shards if shard.grad.dtype is not shard.weight.dtype
         )
-        / one.numel()
-        for one in params
+        if copied:
+            kind = shards[0].unit.state_store.memory_kind
+            name = "grad_copies" if kind is MemoryKind.DEVICE else "host_grad_copies"
+            copies[name] = max(copies[name], copied)
+    runtime.sync_model_weights()
+    return copies
+
+
+def _make_optimizer(
+    runtime: ZeroRuntime, groups: ParamGroups, config: EngineConfig
+) -> ShardedOptimizer:
+    """The rank's optimizer with the state that a step creates."""
+    if config.optimizer is None:  # the script's own, which is not known
+        return make_sharded_optimizer(runtime, groups, None, config, torch.device("meta"))
+    with torch.device("cpu"):
+        trial, states = _step_small_params(config.optimizer, groups)
+    optimizer = make_sharded_optimizer(runtime, groups, trial, config, torch.device("meta"))
+    for shard in optimizer.shards:
+        state = optimizer.torch_optimizer.state[shard.weight]
+        for key, value in states[shard.group].items():
+            if isinstance(value, Tensor) and value.ndim:
+                dtype = shard.weight.dtype if value.is_floating_point() else value.dtype
+                state[key] = shard.unit.state_store.zeros(shard.weight.numel(), dtype)
+            else:
+                state[key] = math.inf  # a step count beyond every warm-up
+    return optimizer
+
+
+def _step_small_params(
+    config: OptimizerConfig, groups: ParamGroups
+) -> tuple[torch.optim.Optimizer, list[dict[str, Any]]]:
+    """A new optimizer over small parameters, and each group's state after a step of such a one."""
+    make = optimizer_factory(config)
+    params = [nn.Parameter(torch.zeros(8, 8)) for _ in groups.options]
+    options = [
+        {**option, "params": [param]} for option, param in zip(groups.options, params, strict=True)
     ]
+    new, stepped = make([dict(group) for group in options]), make(options)
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    stepped.step()
+    return new, [dict(stepped.state[param]) for param in params]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,41 +12,48 @@ from torch import nn
 
 from rayzero.engine.compression.select import resolve_compression
 from rayzero.engine.config import EngineConfig, parse_config, resolve_batch_sizes
-from rayzero.engine.config.zero import ZeroConfig
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.units import name_params, plan_blocks
-from rayzero.engine.optim.build import regroup_for_optimizer
-from rayzero.engine.optim.param_groups import find_param_groups, freeze_all_params
 from rayzero.engine.planning.activations import (
     MakeBatch,
     MicroStepTrace,
     fake_tensors,
     trace_micro_step,
 )
-from rayzero.engine.planning.communication import communication_bytes
-from rayzero.engine.planning.persistent import MemoryInputs, persistent_bytes, state_itemsizes
+from rayzero.engine.planning.persistent import persistent_bytes
 from rayzero.engine.precision.policy import Precision, choose_precision
-from rayzero.engine.runtime_builder import NUM_GRAD_BUFFERS, plan_units
-from rayzero.engine.zero.placement import STAGES
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank, by class.
+    """Bytes of one rank by class.
 
     Attributes:
-        device_bytes: on the accelerator, or in the process's memory without one.
-        host_bytes: offloaded to host memory.
-        disk_bytes: offloaded to files.
+        bytes: as in `engine.accounting`, besides `grad_copies` and `activations`.
         flops: of a micro-step on one rank; 0 without a batch.
     """
 
-    config: EngineConfig
-    recomputed: bool
-    device_bytes: dict[str, int]
-    host_bytes: dict[str, int] = field(default_factory=dict)
-    disk_bytes: dict[str, int] = field(default_factory=dict)
+    bytes: dict[str, int]
     flops: int = 0
+
+    @property
+    def device_bytes(self) -> dict[str, int]:
+        """On the accelerator, or in the process's memory without one."""
+        return {
+            name: size
+            for name, size in self.bytes.items()
+            if not name.startswith(("host_", "disk_"))
+        }
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """Offloaded to host memory."""
+        return self._with_prefix("host_")
+
+    @property
+    def disk_bytes(self) -> dict[str, int]:
+        """Offloaded to files."""
+        return self._with_prefix("disk_")
 
     @property
     def device_total_bytes(self) -> int:
@@ -58,12 +66,19 @@ class MemoryEstimate:
     def host_total_bytes(self) -> int:
         return sum(self.host_bytes.values())
 
+    def _with_prefix(self, prefix: str) -> dict[str, int]:
+        return {
+            name.removeprefix(prefix): size
+            for name, size in self.bytes.items()
+            if name.startswith(prefix)
+        }
+
 
 class MemoryPlanner:
     """Estimates the memory of one model under different settings.
 
     Args:
-        make_model: builds the model; it is called on fake tensors, so nothing is allocated.
+        make_model: builds the model; it is called on the meta device, so nothing is allocated.
         make_batch: makes a micro-batch of n samples; None leaves activations out.
     """
 
@@ -85,38 +100,21 @@ class MemoryPlanner:
         Raises:
             ConfigError: the config does not fit the world, or the model cannot be traced.
         """
-        zero = config.zero_optimization
-        stage = STAGES[zero.stage].for_world_size(world_size, moves=_is_offloaded(zero))
-        precision = choose_precision(config, torch.device("cpu"))
-        with fake_tensors():
-            model = self._make_model()
-            trains = any(param.requires_grad for param in model.parameters())
-            given = find_param_groups(model, None, None) if trains else freeze_all_params(model)
-            groups = regroup_for_optimizer(config.optimizer, model, given)
-            params = name_params(model, groups.group_of)
-            plans = plan_units(model, params, config, stage, world_size)
-        itemsizes = state_itemsizes(config.optimizer, groups.options)
-        shape = MemoryInputs(
-            stage, precision, itemsizes, NUM_GRAD_BUFFERS, config.rayzero.gather_buffers, zero
-        )
-        persistent = persistent_bytes(plans, shape)
-        device, host, disk = dict(persistent.device), dict(persistent.host), dict(persistent.disk)
-        device |= communication_bytes(plans, config, stage, precision, world_size, NUM_GRAD_BUFFERS)
-        planned = {param for plan in plans for param in plan.params}
-        device["model_weights"] = device.get("model_weights", 0) + sum(
-            named.param.numel() * precision.model_dtype(named.param.dtype).itemsize
-            for named in params
-            if named.param not in planned
-        )
+        sizes = persistent_bytes(self._meta_model, config, world_size)
         if self._make_batch is None:
-            return MemoryEstimate(config, recomputed, device, host, disk)
+            return MemoryEstimate(sizes)
+        precision = choose_precision(config, torch.device("cpu"))
         micro_batch = resolve_batch_sizes(config, world_size).micro_batch
         key = precision.model_dtype(torch.float32), micro_batch, recomputed
         if key not in self._traces:
             self._traces[key] = self._trace_setting(precision, micro_batch, recomputed)
         traced = self._traces[key]
-        device["activations"] = traced.activation_bytes
-        return MemoryEstimate(config, recomputed, device, host, disk, traced.flops)
+        return MemoryEstimate(sizes | {"activations": traced.activation_bytes}, traced.flops)
+
+    @cached_property
+    def _meta_model(self) -> nn.Module:
+        with torch.device("meta"):
+            return self._make_model()
 
     def _trace_setting(
         self, precision: Precision, micro_batch: int, recomputed: bool
@@ -127,11 +125,6 @@ class MemoryPlanner:
             model = self._make_model()
             blocks = _innermost_blocks(model) if recomputed else []
             return trace_micro_step(model, precision, self._make_batch(micro_batch), blocks)
-
-
-def _is_offloaded(zero: ZeroConfig) -> bool:
-    """Whether any shards are kept outside the device's memory."""
-    return zero.offload_optimizer.device != "none" or zero.offload_param.device != "none"
 
 
 def _innermost_blocks(model: nn.Module) -> list[nn.Module]:

@@ -263,7 +263,7 @@ class Materializer:
         Raises:
             ConfigError: it is on the meta device, and its initial values are unknown.
         """
-        if not tensor.is_meta:
+        if not tensor.is_meta or self._device.type == "meta":
             return tensor.detach()
         for recorder in _recorders:
             if recorder.has_recorded(tensor):

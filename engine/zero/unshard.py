@@ -26,7 +26,7 @@ class UnshardScheduler:
     def __init__(
         self, blocks: Sequence[Block], buffers: GatherBuffers, gather: WeightGather
     ) -> None:
-        self._blocks = blocks
+        self.blocks = blocks
         self._buffers = buffers
         self.weight_gather = gather
         self._own_buffer = _blocks_around_blocks(blocks)
@@ -42,7 +42,7 @@ class UnshardScheduler:
         if self._in_backward:
             return
         self._previous = None
-        for block in self._blocks:
+        for block in self.blocks:
             block.forward_calls = 0
 
     def pre_forward(self, block: Block) -> None:
@@ -95,13 +95,13 @@ class UnshardScheduler:
 
         No graph that a later backward would use may exist, so addresses may change here.
         """
-        for block in self._blocks:
+        for block in self.blocks:
             self._reshard(block)
         self._buffers.clear()
         self.weight_gather.invalidate()
         if not self._prefetch_ready and self._forward_order:
-            used = [self._blocks.index(block) for block in self._forward_order]
-            unused = [index for index in range(len(self._blocks)) if index not in used]
+            used = [self.blocks.index(block) for block in self._forward_order]
+            unused = [index for index in range(len(self.blocks)) if index not in used]
             self._buffers.set_assignment(self._assign_buffers([*used, *unused]))
             self._prefetch_ready = True
 
@@ -170,13 +170,13 @@ class UnshardScheduler:
         block.forward_calls += 1
         if block.forward_calls == 1 and not self._prefetch_ready:
             self._forward_order.append(block)
-        around = {index for index, other in enumerate(self._blocks) if other.active_forwards}
+        around = {index for index, other in enumerate(self.blocks) if other.active_forwards}
         if block.forward_calls > 1:
-            around.add(self._blocks.index(block))
+            around.add(self.blocks.index(block))
         if around - self._own_buffer:
             self._own_buffer |= around
             self._prefetch_ready = False
-            self._forward_order = self._forward_order or list(self._blocks)
+            self._forward_order = self._forward_order or list(self.blocks)
 
     def _leave_ring(self, block: Block) -> None:
         """Gives a block that is called inside another one of the ring its own buffer.
@@ -185,14 +185,14 @@ class UnshardScheduler:
         """
         if block.buffer_index is None or not any(
             other.active_forwards and other.buffer_index is not None
-            for other in self._blocks
+            for other in self.blocks
             if other is not block
         ):
             return
         if not block.forward_calls:
             self._reshard(block)
             self._buffers.give_own_buffer(block)
-            self._own_buffer.add(self._blocks.index(block))
+            self._own_buffer.add(self.blocks.index(block))
             return
         other = self._buffers.current_block(block)
         if other is not None and other.active_forwards:

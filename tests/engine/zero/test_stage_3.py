@@ -343,7 +343,7 @@ def overlap(rank: int, world: int) -> list[str]:
     engine = start(model)
     seen: list[str] = []
     gatherer = engine._runtime.unshard_scheduler
-    blocks = {block.name: block for block in gatherer._blocks}
+    blocks = {block.name: block for block in gatherer.blocks}
     data = batches(3)
     for batch in data[:2]:
         engine.backward(engine(batch.chunk(world)[rank]))
