@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +14,6 @@ from rayzero.orchestrator.cli.command import (
     cluster_command,
     new_group,
 )
-from rayzero.orchestrator.cli.jobs import call_job
 
 commands = new_group()
 
@@ -59,11 +59,14 @@ def chaos(
     if not (name and faults):
         raise typer.BadParameter("a job's name and a fault are needed, or --list, or --random")
     from rayzero.orchestrator.job.actor import JobActor
+    from rayzero.orchestrator.job.lookup import find_running
     from rayzero.workers.chaos.spec import parse_fault
 
     for text in faults:
         parse_fault(text, step=1)  # a syntax error needs no running job
-    answer = call_job(name, address, JobActor.inject, faults)
+    job = find_running(name, address)
+    with closing(job.cluster):
+        answer = job.process.call(JobActor.inject, faults)
     print(json.dumps({"job": name, "scheduled": answer.splitlines()}) if as_json else answer)
 
 

@@ -18,7 +18,7 @@ from rayzero.engine.checkpoint.store import split_url
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.cli.command import JsonValueFlag, local_command, new_group
-from rayzero.orchestrator.top.format import format_size
+from rayzero.orchestrator.top.format import format_duration, format_size
 
 if TYPE_CHECKING:
     from rayzero.engine.checkpoint.catalogue import CheckpointInfo
@@ -225,7 +225,7 @@ def _checkpoint_json(checkpoint: CheckpointInfo) -> dict[str, Any]:
 
 def _table_row(checkpoint: CheckpointInfo) -> tuple[str, ...]:
     fields = _checkpoint_json(checkpoint)
-    age = "-" if fields["created_s"] is None else _format_age(time() - fields["created_s"])
+    age = "-" if fields["created_s"] is None else format_duration(time() - fields["created_s"])
     numbers = ("-" if fields[key] is None else str(fields[key]) for key in ("world_size", "stage"))
     status = checkpoint.status + (f": {checkpoint.problem}" if checkpoint.problem else "")
     return (str(checkpoint.step), age, format_size(fields["bytes"]), *numbers, status)
@@ -263,10 +263,3 @@ def print_progress(
             print(line, file=sys.stderr, flush=True)
 
     return add
-
-
-def _format_age(seconds: float) -> str:
-    for unit, length_s in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= length_s:
-            return f"{seconds / length_s:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,12 +25,8 @@ from rayzero.orchestrator.cli.command import (
 )
 
 if TYPE_CHECKING:
-    from rayzero.orchestrator.job.actor import JobActor
     from rayzero.orchestrator.job.lookup import RunningJob
     from rayzero.orchestrator.results import EndedJob, JobStatus
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
 commands = new_group()
 
@@ -153,23 +149,13 @@ def scale(
     the job cannot have.
     """
     from rayzero.orchestrator.job.actor import JobActor
+    from rayzero.orchestrator.job.lookup import find_running
     from rayzero.orchestrator.job_file import parse_worker_limits
 
-    print(call_job(name, address, JobActor.scale, *parse_worker_limits(workers)))
-
-
-def call_job(
-    name: str,
-    address: str | None,
-    method: Callable[[JobActor, *Ts], Coroutine[Any, Any, T]],
-    *args: *Ts,
-) -> T:
-    """Calls a running job. Raises as `find_running` and `JobProcess.call`."""
-    from rayzero.orchestrator.job.lookup import find_running
-
+    limits = parse_worker_limits(workers)
     job = find_running(name, address)
     with closing(job.cluster):
-        return job.process.call(method, *args)
+        print(job.process.call(JobActor.scale, *limits))
 
 
 def find_job(name: str, address: str | None, path: str | None) -> RunningJob | EndedJob | JobStatus:
@@ -179,25 +165,18 @@ def find_job(name: str, address: str | None, path: str | None) -> RunningJob | E
     Raises:
         As `find_any`.
     """
-    from rayzero.orchestrator.job.lookup import (
-        DEFAULT_CHECKPOINT_PATH,
-        NoJournalError,
-        RunningJob,
-        check_job_name,
-        find_any,
-        status_from_journal,
-    )
+    from rayzero.orchestrator.job import lookup
 
     try:
-        job = find_any(check_job_name(name), address)
+        job = lookup.find_any(lookup.check_job_name(name), address)
     except ConfigError as not_found:
         try:
-            return status_from_journal(path or DEFAULT_CHECKPOINT_PATH, name)
-        except NoJournalError:
+            return lookup.status_from_journal(path or lookup.DEFAULT_CHECKPOINT_PATH, name)
+        except lookup.NoJournalError:
             raise not_found from None
-    if path is None or isinstance(job, RunningJob):
+    if path is None or isinstance(job, lookup.RunningJob):
         return job
-    return status_from_journal(path, name)
+    return lookup.status_from_journal(path, name)
 
 
 def status_line(status: JobStatus) -> str:

@@ -26,9 +26,9 @@ MEMORY_CLASSES = (
     "optimizer_state",
     "slots",
     "activations",
+    *("error_feedback", "second_shards", "staging", "grad_copies"),
 )
-OPTIONAL_CLASSES = ("error_feedback", "second_shards", "staging", "grad_copies")
-"""Shown where a setting needs them."""
+"""Columns of the table, without those that no setting needs."""
 DEFAULT_CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
@@ -106,9 +106,8 @@ def _resolve_function(name: str) -> Any:
         return resolve_entrypoint(name)
     except EntryPointError as error:
         seen = error.seen.removeprefix("entrypoint ")
-        raise ConfigError(
-            seen, allowed="module:function", fix="MODULE:FUNCTION or --batch"
-        ) from error.__cause__
+        fix = "MODULE:FUNCTION or --batch"
+        raise ConfigError(seen, allowed="module:function", fix=fix) from error.__cause__
 
 
 def _user_code_error(error: Exception) -> ConfigError:
@@ -158,10 +157,9 @@ def _print_table(results: list[Any], best: Any, traced: bool, gpu_bytes: int | N
     largest = max(result.estimate.device_total_bytes for result in results)
     unit, unit_name = (GIB, "GiB") if largest >= GIB // 10 else (MIB, "MiB")
     table = Table("setting", title=f"{unit_name} on each rank", title_justify="left")
-    classes = [name for name in MEMORY_CLASSES if name != "activations" or traced]
-    classes += [
+    classes = [
         name
-        for name in OPTIONAL_CLASSES
+        for name in MEMORY_CLASSES
         if any(result.estimate.device_bytes.get(name) for result in results)
     ]
     for name in (*classes, "total", "host"):
@@ -172,8 +170,8 @@ def _print_table(results: list[Any], best: Any, traced: bool, gpu_bytes: int | N
         sizes += [estimate.device_total_bytes, estimate.host_total_bytes]
         style = "bold" if result is best else "dim" if result.fits is False else None
         table.add_row(result.setting.name, *(f"{size / unit:.2f}" for size in sizes), style=style)
-    is_terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if is_terminal else PIPE_WIDTH)
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(width=None if has_width else PIPE_WIDTH)
     console.print(table)
     if not traced:
         console.print("Activations are not included: they need --batch.")

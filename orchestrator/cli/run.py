@@ -151,21 +151,18 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self._first_signal: int | None = None
+        self.first: signal.Signals | None = None
+        self._is_graceful = False
         self._previous_handlers: dict[int, Any] = {}
 
     @property
     def exit_code(self) -> int:
         """128 + the number of the first signal; 0 without one."""
-        return 0 if self._first_signal is None else 128 + self._first_signal
-
-    @property
-    def name(self) -> str:
-        return "" if self._first_signal is None else signal.Signals(self._first_signal).name
+        return 0 if self.first is None else 128 + self.first
 
     def __enter__(self) -> StopSignals:
         self._previous_handlers = {
-            number: signal.signal(number, self._raise_interrupt) for number in _HANDLED_SIGNALS
+            number: signal.signal(number, self._on_signal) for number in _HANDLED_SIGNALS
         }
         return self
 
@@ -175,19 +172,17 @@ class StopSignals:
 
     def graceful(self) -> None:
         """From now on only records the first signal. Replaces handlers that were set meanwhile."""
+        self._is_graceful = True
         for number in _HANDLED_SIGNALS:
-            signal.signal(number, self._record_signal)
+            signal.signal(number, self._on_signal)
 
-    def _raise_interrupt(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self._first_signal = self._first_signal or number
-        raise KeyboardInterrupt
-
-    def _record_signal(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        if self._first_signal is not None:
+        if self._is_graceful and self.first is not None:
             os._exit(128 + number)
-        self._first_signal = number
+        self.first = self.first or signal.Signals(number)
+        if not self._is_graceful:
+            raise KeyboardInterrupt
 
 
 def _wait_stoppable(handle: JobHandle, signals: StopSignals, console: Console) -> None:
@@ -195,11 +190,10 @@ def _wait_stoppable(handle: JobHandle, signals: StopSignals, console: Console) -
 
     stopping = False
     while not handle.wait(_SIGNAL_POLL_S):
-        if signals.exit_code and not stopping:
+        if signals.first is not None and not stopping:
             handle.stop()
-            console.on_event(
-                JobWarning(f"{signals.name}: stopping the job; once more {handle._on_hard_exit}")
-            )
+            text = f"{signals.first.name}: stopping the job; once more {handle._on_hard_exit}"
+            console.on_event(JobWarning(text))
             stopping = True
 
 

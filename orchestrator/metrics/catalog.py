@@ -15,7 +15,7 @@ from itertools import chain
 from prometheus_client.core import Metric
 
 from rayzero.orchestrator.metrics.catalog_training import TRAINING_GROUPS
-from rayzero.orchestrator.metrics.components import ReplicaLevel
+from rayzero.orchestrator.metrics.components import StoredStep
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics
 from rayzero.orchestrator.metrics.rank_metrics import RankMetricsTable
 from rayzero.orchestrator.metrics.series import (
@@ -30,7 +30,7 @@ from rayzero.orchestrator.metrics.series import (
 from rayzero.orchestrator.policies.failure import FaultCause
 
 
-def _replicas(read: Callable[[ReplicaLevel], Sample]) -> Callable[[JobMetrics], Samples]:
+def _replicas(read: Callable[[StoredStep], Sample]) -> Callable[[JobMetrics], Samples]:
     """Values by place: vaults of the ranks' own nodes, and of other nodes."""
     return lambda job: {place: read(level) for place, level in job.replicas.by_location.items()}
 

@@ -101,50 +101,8 @@ class FaultMetrics:
 
 
 @dataclass
-class CheckpointMetrics:
-    """Checkpoints of this run; `step` and `at_unix_s` are those of the newest, None without one.
-
-    Args:
-        enabled: the job writes checkpoints while it trains.
-        first_step_unix_s: when this run's first step finished; None before.
-    """
-
-    enabled: bool = False
-    first_step_unix_s: float | None = None
-    written: int = 0
-    failed: int = 0
-    step: int | None = None
-    at_unix_s: float | None = None
-    nbytes: int = 0
-    write_time: Histogram = field(default_factory=partial(Histogram, CHECKPOINT_BUCKETS_S))
-    stall_time: Histogram = field(default_factory=partial(Histogram, STEP_BUCKETS_S))
-
-    def on_committed(self, event: Checkpointed, unix_s: float) -> None:
-        self.written += 1
-        self.nbytes = event.nbytes
-        self.write_time.add(event.seconds)
-        self.stall_time.add(event.stopped_s)
-        self.set_newest(event.step, unix_s)
-
-    def on_step(self, unix_s: float) -> None:
-        if self.first_step_unix_s is None:
-            self.first_step_unix_s = unix_s
-
-    @property
-    def unprotected_since_unix_s(self) -> float | None:
-        """Start of the training that is in no checkpoint; None if none are written, or before the
-        first step."""
-        if not self.enabled:
-            return None
-        return self.first_step_unix_s if self.at_unix_s is None else self.at_unix_s
-
-    def set_newest(self, step: int, unix_s: float) -> None:
-        self.step, self.at_unix_s = step, unix_s
-
-
-@dataclass
-class ReplicaLevel:
-    """The newest step of which every rank's shard is stored in a place.
+class StoredStep:
+    """The newest step of which every rank's state is stored in a place.
 
     Args:
         step, at_unix_s: its number, and when it finished; None before the first.
@@ -171,18 +129,48 @@ class ReplicaLevel:
 
 
 @dataclass
+class CheckpointMetrics(StoredStep):
+    """Checkpoints of this run. `at_unix_s` is when the newest was committed.
+
+    Args:
+        enabled: the job writes checkpoints while it trains.
+    """
+
+    enabled: bool = False
+    written: int = 0
+    failed: int = 0
+    write_time: Histogram = field(default_factory=partial(Histogram, CHECKPOINT_BUCKETS_S))
+    stall_time: Histogram = field(default_factory=partial(Histogram, STEP_BUCKETS_S))
+
+    def on_committed(self, event: Checkpointed, unix_s: float) -> None:
+        self.written += 1
+        self.nbytes = event.nbytes
+        self.write_time.add(event.seconds)
+        self.stall_time.add(event.stopped_s)
+        self.set_newest(event.step, unix_s)
+
+    def set_newest(self, step: int, unix_s: float) -> None:
+        self.step, self.at_unix_s = step, unix_s
+        self.on_step(unix_s)
+
+    def on_step(self, unix_s: float) -> None:
+        if self.enabled:
+            self.mark_pending(unix_s)
+
+
+@dataclass
 class ReplicaMetrics:
     """Replicas in the vaults of the ranks' own nodes, which outlive a worker, and in those of other
     nodes, which outlive a node."""
 
-    own_node: ReplicaLevel = field(default_factory=ReplicaLevel)
-    other_nodes: ReplicaLevel = field(default_factory=ReplicaLevel)
+    own_node: StoredStep = field(default_factory=StoredStep)
+    other_nodes: StoredStep = field(default_factory=StoredStep)
     _finish_times: deque[tuple[int, float]] = field(
         default_factory=lambda: deque(maxlen=_MAX_REMEMBERED_STEPS)
     )
 
     @property
-    def by_location(self) -> dict[str, ReplicaLevel]:
+    def by_location(self) -> dict[str, StoredStep]:
         return {"node": self.own_node, "other": self.other_nodes}
 
     def on_mirrored(self, step: int, nbytes: float, unix_s: float) -> None:
@@ -205,4 +193,4 @@ class ReplicaMetrics:
         if enabled:
             self.other_nodes.mark_pending(unix_s)
         else:
-            self.other_nodes = ReplicaLevel()
+            self.other_nodes = StoredStep()

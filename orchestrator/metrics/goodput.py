@@ -92,7 +92,7 @@ class TimeAccounting:
     """
 
     def __init__(self, now_s: float) -> None:
-        self._start_ns = self._now_ns = _to_ns(now_s)
+        self._now_ns = _to_ns(now_s)
         self._booked_ns = dict.fromkeys(TimeCategory, 0)
         self._unattributed_ns = 0
         self._deferred_ns = dict.fromkeys(
@@ -118,10 +118,8 @@ class TimeAccounting:
         """
         for category in TimeCategory:
             self._booked_ns[category] = max(0, _to_ns(seconds.get(category, 0.0)))
-        booked_ns = sum(self._booked_ns.values())
-        ago_ns = max(booked_ns, _to_ns(ago_s))  # clocks may have been adjusted
-        self._start_ns = self._now_ns - ago_ns
-        self._booked_ns[TimeCategory.ADOPTION] += self._now_ns - self._start_ns - booked_ns
+        unbooked_ns = _to_ns(ago_s) - sum(self._booked_ns.values())
+        self._booked_ns[TimeCategory.ADOPTION] += max(0, unbooked_ns)  # clocks may be adjusted
         self._best_step = best_step or None
 
     def on_state(self, state: State, now_s: float) -> None:
@@ -193,16 +191,17 @@ class TimeAccounting:
 
     def breakdown_at(self, now_s: float) -> TimeBreakdown:
         since_ns = 0 if self._state.is_final else max(0, _to_ns(now_s) - self._now_ns)
-        booked_ns, unattributed_ns, wall_ns = self.totals_ns()
+        booked_ns, unattributed_ns = self.totals_ns()
+        unattributed_ns += since_ns
         return TimeBreakdown(
             {category: spent_ns / _NS_PER_S for category, spent_ns in booked_ns.items()},
-            (unattributed_ns + since_ns) / _NS_PER_S,
-            (wall_ns + since_ns) / _NS_PER_S,
+            unattributed_ns / _NS_PER_S,
+            (sum(booked_ns.values()) + unattributed_ns) / _NS_PER_S,
         )
 
-    def totals_ns(self) -> tuple[dict[TimeCategory, int], int, int]:
-        """(by category, unattributed, wall time), up to the last event."""
-        return dict(self._booked_ns), self._unattributed_ns, self._now_ns - self._start_ns
+    def totals_ns(self) -> tuple[dict[TimeCategory, int], int]:
+        """(by category, unattributed), up to the last event; together the wall time."""
+        return dict(self._booked_ns), self._unattributed_ns
 
     def _final_category(self, before: State, final: State) -> TimeCategory:
         """The category of the time between the last event and the job's end."""

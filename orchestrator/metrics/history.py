@@ -10,11 +10,13 @@ from typing import Any
 from rayzero.orchestrator.job_events import (
     Checkpointed,
     FaultDetected,
+    JobEvent,
     Repaired,
     Resized,
     StateEntered,
 )
 from rayzero.orchestrator.journal.run_history import RunHistory
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.failure import describe_fault
 
 MAX_POINTS = 512
@@ -72,19 +74,19 @@ class DisplayHistory:
             self.loss.rewind(step)
         self.loss.add(step, loss)
 
-    def on_generation(self, event: StateEntered, unix_s: float) -> None:
-        self.generations.append({"at_s": unix_s, **_generation_entry(vars(event))})
-
-    def on_fault(self, event: FaultDetected, unix_s: float) -> None:
-        self.faults.append(_fault_entry(unix_s, event.cause, event.rank, event.step, event.text))
-
-    def on_recovery(self, event: Repaired | Resized, unix_s: float) -> None:
-        kind = "repaired" if isinstance(event, Repaired) else "resized"
-        fields = {**vars(event), "kind": kind, "total_s": event.total_s}
-        self.recoveries.append({"at_s": unix_s, **_recovery_entry(fields)})
-
-    def on_checkpoint(self, event: Checkpointed, unix_s: float) -> None:
-        self.checkpoints.append({"at_s": unix_s, **_checkpoint_entry(vars(event))})
+    def on_event(self, event: JobEvent, unix_s: float) -> None:
+        match event:
+            case StateEntered() if event.state is State.RUNNING:
+                self.generations.append({"at_s": unix_s, **_generation_entry(vars(event))})
+            case FaultDetected():
+                entry = _fault_entry(unix_s, event.cause, event.rank, event.step, event.text)
+                self.faults.append(entry)
+            case Repaired() | Resized():
+                kind = "repaired" if isinstance(event, Repaired) else "resized"
+                fields = {**vars(event), "kind": kind, "total_s": event.total_s}
+                self.recoveries.append({"at_s": unix_s, **_recovery_entry(fields)})
+            case Checkpointed():
+                self.checkpoints.append({"at_s": unix_s, **_checkpoint_entry(vars(event))})
 
     def restore(self, past: RunHistory) -> None:
         """Adds the entries of a run's journal, which has no losses."""

@@ -10,7 +10,6 @@ from math import isfinite
 from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,
-    FaultDetected,
     FaultRecorded,
     GenerationStarted,
     JobEvent,
@@ -174,6 +173,7 @@ class JobMetrics:
 
     def on_event(self, event: JobEvent) -> None:
         now = self.now()
+        self.history.on_event(event, now.unix_s)
         match event:
             case GenerationStarted():
                 self.ranks.start_generation(event.nodes)
@@ -185,15 +185,12 @@ class JobMetrics:
                 self._on_step(event, now)
             case Repaired() | Resized():
                 self._on_recovery(event, now)
-            case FaultDetected():
-                self.history.on_fault(event, now.unix_s)
             case Resumed():
                 self.steps.step = event.step
                 if event.step != self.checkpoints.step:  # otherwise its time is known
                     self.checkpoints.set_newest(event.step, now.unix_s)
             case Checkpointed():
                 self.checkpoints.on_committed(event, now.unix_s)
-                self.history.on_checkpoint(event, now.unix_s)
             case CheckpointFailed():
                 self.checkpoints.failed += 1
             case FaultRecorded():
@@ -211,8 +208,6 @@ class JobMetrics:
         self.state, self.state_since = event.state, now
         self.generation = event.generation
         self.ranks.world_size = event.world_size
-        if event.state is State.RUNNING:
-            self.history.on_generation(event, now.unix_s)
 
     def _on_step(self, record: StepRecord, now: Timestamps) -> None:
         checkpoint_s = record.waits.get("checkpoint_s", 0.0)
@@ -233,7 +228,6 @@ class JobMetrics:
             self.replicas.on_mirrored(record.mirrored_step, record.mirrored_bytes, now.unix_s)
 
     def _on_recovery(self, event: Repaired | Resized, now: Timestamps) -> None:
-        self.history.on_recovery(event, now.unix_s)
         if isinstance(event, Repaired):
             self.faults.on_repaired(event)
         else:

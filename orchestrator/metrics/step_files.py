@@ -17,9 +17,11 @@ from math import copysign, inf
 from pathlib import Path
 from typing import Protocol
 
-from rayzero.engine.errors import first_line
+from rayzero.engine.errors import ConfigError, first_line
+from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
 from rayzero.orchestrator.metrics.job_metrics import user_gauges
 from rayzero.orchestrator.metrics.snapshot import finite_json
+from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 
 JSON_LINES_FILE = "metrics.jsonl"
@@ -204,3 +206,30 @@ class StepFiles:
                     f"metrics: {type(sink).__name__} failed, and writes no further steps: "
                     f"{first_line(error)}"
                 )
+
+
+def open_step_files(
+    plan: JobPlan, now_s: float, writer: BackgroundWriter, warn: Callable[[str], None]
+) -> WriteQueue | None:
+    """The queue of the steps for the files that the job file enables; None without any.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    config, folder = plan.spec.metrics, plan.output_dir
+    sinks: list[StepSink] = []
+    try:
+        if config.jsonl:
+            sinks.append(JsonLinesWriter(folder))
+        if config.tensorboard:
+            sinks.append(TensorBoardWriter(folder, now_s))
+    except OSError as error:
+        raise ConfigError(
+            f"metrics cannot be written into {str(folder)!r}: {error.strerror or error}",
+            allowed="a writable folder",
+            fix="checkpoint.path, or metrics.jsonl and metrics.tensorboard in the job file",
+        ) from None
+    if not sinks:
+        return None
+    files = StepFiles(sinks, warn)
+    return writer.add_queue("the metrics files", files.write, 0.0, files.close)

@@ -17,7 +17,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.aio import Clock
-from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
+from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.metrics.catalog import job_families, rank_families
@@ -29,12 +29,7 @@ from rayzero.orchestrator.metrics.snapshot import (
     restore_metrics,
     snapshot_ranks,
 )
-from rayzero.orchestrator.metrics.step_files import (
-    JsonLinesWriter,
-    StepFiles,
-    StepSink,
-    TensorBoardWriter,
-)
+from rayzero.orchestrator.metrics.step_files import open_step_files
 from rayzero.orchestrator.page import page_response
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
@@ -77,7 +72,7 @@ class Telemetry:
         self._endpoint = self._open_endpoint(plan.spec.metrics)
         self.url = self._endpoint.url if self._endpoint is not None else None
         try:
-            self._step_queue = _open_step_files(plan, unix(), writer, warn)
+            self._step_queue = open_step_files(plan, unix(), writer, warn)
         except ConfigError:
             self.close()
             raise
@@ -149,25 +144,3 @@ class Telemetry:
         pages = {"/": page_response, "/snapshot.json": make_json_page(self.snapshot)}
         ports = range(config.port, min(config.port + config.ports, _PORT_LIMIT))
         return Endpoint(config.host, ports, registry, pages)
-
-
-def _open_step_files(
-    plan: JobPlan, now_s: float, writer: BackgroundWriter, warn: Callable[[str], None]
-) -> WriteQueue | None:
-    config, folder = plan.spec.metrics, plan.output_dir
-    sinks: list[StepSink] = []
-    try:
-        if config.jsonl:
-            sinks.append(JsonLinesWriter(folder))
-        if config.tensorboard:
-            sinks.append(TensorBoardWriter(folder, now_s))
-    except OSError as error:
-        raise ConfigError(
-            f"metrics cannot be written into {str(folder)!r}: {error.strerror or error}",
-            allowed="a writable folder",
-            fix="checkpoint.path, or metrics.jsonl and metrics.tensorboard in the job file",
-        ) from None
-    if not sinks:
-        return None
-    files = StepFiles(sinks, warn)
-    return writer.add_queue("the metrics files", files.write, 0.0, files.close)

@@ -50,7 +50,7 @@ def test_ls(job):
     assert rows[0].endswith("2      2  whole")
     assert rows[1].endswith(f"damaged: {path.name} is missing")
     assert "unfinished: it has no manifest.json" in rows[3]
-    assert " d  " in rows[0]
+    assert rows[0].split()[2] == "d"  # of its age
 
 
 def test_ls_as_json(job):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,
@@ -60,9 +62,9 @@ GAUGES = {
 class Life:
     """Tells a tally what happens, second by second."""
 
-    def __init__(self) -> None:
+    def __init__(self, **changes: Any) -> None:
         self.now_s = 100.0
-        self.tally = JobMetrics(SPEC, 2, lambda: self.now)
+        self.tally = JobMetrics(SPEC.model_copy(update=changes), 2, lambda: self.now)
         self.progress = JobProgress()
 
     @property

@@ -19,6 +19,7 @@ from rayzero.orchestrator.metrics.catalog import CATALOG, job_families, rank_fam
 from rayzero.orchestrator.metrics.goodput import PHASE_CATEGORY, TimeCategory
 from rayzero.orchestrator.metrics.job_metrics import MAX_USER_METRICS, STEP_PHASES
 from rayzero.orchestrator.policies.failure import FaultCause
+from rayzero.orchestrator.spec import CheckpointSpec
 from tests.orchestrator.metrics.jobs import UNIX, Life, lived
 
 Labels = tuple[tuple[str, str], ...]
@@ -191,7 +192,9 @@ def test_a_checkpoint_is_owed_from_the_first_step_on():
     assert one(life, owed) == UNIX + 110
     life.see(Checkpointed(2, "runs/gpt/step-2", 3000, 0.75, 0.01))
     assert one(life, owed) == UNIX + 120
-    life.tally.checkpoints.enabled = False
+    life = Life(checkpoint=CheckpointSpec())
+    life.form(1, 1, 0)
+    life.step(1, 1, 1)
     assert (owed, ()) not in samples(life)
 
 
