@@ -16,11 +16,11 @@ from rayzero.orchestrator.aio import ChangeNotifier
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.console import PlainConsole
 from rayzero.orchestrator.job.log import append_log
-from rayzero.orchestrator.job_events import EventBus, JobEvent, StateEntered
+from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent, StateEntered
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.journal.files import JournalFiles, flush_interval_s, step_interval_s
 from rayzero.orchestrator.journal.run_history import RunHistory
-from rayzero.orchestrator.journal.writer import JOURNAL_EVENTS, JournalWriter
+from rayzero.orchestrator.journal.writer import JournalWriter
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import EndedJob, EventPage, JobResult, final_state
@@ -162,7 +162,7 @@ class JobRecorder:
     def subscribe_to(self, events: EventBus) -> None:
         """Keeps these events from now on."""
         events.subscribe(self._show)
-        events.subscribe(self._journal, JOURNAL_EVENTS)
+        events.subscribe(self._journal, JOB_EVENTS)
 
     def set_counter_source(self, counters: Callable[[], Mapping[str, Any]]) -> None:
         """Where the journal gets the counters of the job's metrics."""

@@ -1,5 +1,4 @@
-"""What is known of a job's last run, folded from its journal entries; and whether it can be
-adopted.
+"""The state of a job's last run, folded from its journal entries; and whether it can be adopted.
 
 Pure. A journal entry is a JSON object with `at_s` (Unix time), `kind`, and the fields of that kind.
 Unknown kinds and entries of a later version are ignored.
@@ -11,6 +10,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from rayzero.engine.config import parse_config, resolve_batch_sizes
 from rayzero.engine.errors import ConfigError
@@ -46,13 +47,11 @@ class RunHistory:
         working_dir: the submitter's.
         by_value: the training function was submitted as an object, not by name.
         began_at_s, last_at_s: Unix time of its first and last entry.
-        step: finished steps.
-        best_step: the most finished steps it ever had, before it went back.
+        step: finished steps; `best_step`: the most it ever had, before it went back.
         scaled_limits: the least and the most workers, if they were changed while it ran.
         counters: of its metrics: `seconds` by cause, and totals.
         fault_entries: the newest `MAX_FAULTS`.
-        adoptions: how often it was adopted.
-        end_state: its final state; empty while it has not ended.
+        end_state: empty while it has not ended.
         entries: the newest `MAX_ENTRIES` entries of each kind that the status page lists.
     """
 
@@ -99,18 +98,8 @@ class RunHistory:
     def from_json(cls, content: bytes) -> RunHistory | None:
         """None for what is not the state of a run."""
         try:
-            document = dict(json.loads(content))
-            known = {
-                item.name: document[item.name] for item in fields(cls) if item.name in document
-            }
-            known["fault_entries"] = tuple(known.get("fault_entries", ()))
-            entries = dict(known.get("entries", {}))
-            known["entries"] = {kind: tuple(listed) for kind, listed in entries.items()}
-            if known.get("scaled_limits") is not None:
-                least, most = known["scaled_limits"]
-                known["scaled_limits"] = (int(least), int(most))
-            return cls(**known)
-        except (ValueError, TypeError):
+            return TypeAdapter(cls).validate_json(content)
+        except ValidationError:
             return None
 
 
@@ -140,7 +129,9 @@ def apply_entry(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHist
     if isinstance(counters := entry.get("counted"), dict):
         changes["counters"] = counters
     if kind in _LISTED_KINDS or entry.get("state") == "running":
-        changes["entries"] = _append_listed(history.entries, entry)
+        listed = {key: value for key, value in entry.items() if key != "counted"}
+        newest = (*history.entries.get(kind, ()), listed)[-MAX_ENTRIES:]
+        changes["entries"] = {**history.entries, kind: newest}
     match kind:
         case "moved":
             state = str(entry["state"])
@@ -193,29 +184,14 @@ def _begin(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHistory:
     )
 
 
-def _append_listed(
-    entries: Mapping[str, tuple[dict[str, Any], ...]], entry: Mapping[str, Any]
-) -> dict[str, tuple[dict[str, Any], ...]]:
-    kind = entry["kind"]
-    listed = {key: value for key, value in entry.items() if key != "counted"}
-    return {**entries, kind: (*entries.get(kind, ()), listed)[-MAX_ENTRIES:]}
-
-
 def _step_fields(history: RunHistory, step: int) -> dict[str, Any]:
     return {"step": step, "best_step": max(history.best_step, step)}
 
 
 def _decode_fault(entry: Mapping[str, Any]) -> Fault:
-    rank = entry["rank"]
-    return Fault(
-        FaultCause(entry["cause"]),
-        WorkerInfo(**entry["worker"]),
-        None if rank is None else int(rank),
-        int(entry["step"]),
-        str(entry["detail"]),
-        float(entry["at_s"]),
-        int(entry["generation"]),
-    )
+    names = ("rank", "step", "detail", "at_s", "generation")
+    fields = {name: entry[name] for name in names}
+    return Fault(FaultCause(entry["cause"]), WorkerInfo(**entry["worker"]), **fields)
 
 
 def why_not_adoptable(history: RunHistory, spec: JobSpec) -> ConfigError | None:

@@ -22,23 +22,10 @@ from rayzero.orchestrator.job_events import (
 )
 from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
 from rayzero.orchestrator.journal.run_history import RunHistory, apply_entry
-from rayzero.orchestrator.policies.failure import Fault
 from rayzero.orchestrator.progress import StepRecord
 
 DEFAULT_STEP_INTERVAL_S = 5.0
 """Finished steps are too frequent to be written one by one."""
-
-JOURNAL_EVENTS: tuple[type[JobEvent], ...] = (
-    StateEntered,
-    StepRecord,
-    FaultRecorded,
-    Rewound,
-    LimitsChanged,
-    Repaired,
-    Resized,
-    Checkpointed,
-    CheckpointFailed,
-)
 
 _KINDS_WITH_COUNTERS = ("moved", "step")
 
@@ -46,7 +33,7 @@ _STATE_ONLY_FIELDS = ("counted", "spec")
 
 
 class JournalWriter:
-    """An observer of `JOURNAL_EVENTS`. Used from one event loop; opens no file.
+    """An observer of a job's events. Used from one event loop; opens no file.
 
     Args:
         put: takes an update; must not block.
@@ -88,16 +75,12 @@ class JournalWriter:
                     self._next_step_s = self._now_s() + self._step_interval_s
                     self.append("step", step=step)
             case StateEntered():
-                self.append(
-                    "moved",
-                    state=event.state,
-                    event=event.trigger,
-                    generation=event.generation,
-                    world_size=event.world_size,
-                    step=event.step,
-                )
+                fields = asdict(event)
+                self.append("moved", event=fields.pop("trigger"), **fields)
             case FaultRecorded(fault, is_fatal=False):
-                self.append("fault", **_fault_fields(fault))
+                fields = asdict(fault) | {"detail": fault.detail.partition("\n")[0]}
+                del fields["at_s"], fields["traceback"]
+                self.append("fault", **fields)
             case Rewound():
                 self.append("picked", **asdict(event))
             case LimitsChanged():
@@ -108,17 +91,6 @@ class JournalWriter:
                 self.append("checkpointfailed", **asdict(event))
             case Checkpointed():
                 self.append("checkpoint", **asdict(event))
-
-
-def _fault_fields(fault: Fault) -> dict[str, Any]:
-    return {
-        "cause": str(fault.cause),
-        "worker": asdict(fault.worker),
-        "rank": fault.rank,
-        "step": fault.step,
-        "generation": fault.generation,
-        "detail": fault.detail.partition("\n")[0],
-    }
 
 
 def write_end(job_folder: str, history: RunHistory, state: str, error: str) -> None:

@@ -15,9 +15,9 @@ from rayzero.engine.validation import validate_document
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
-from rayzero.orchestrator.job_events import EventBus, JobEvent, JobWarning, StateEntered
+from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent, JobWarning, StateEntered
 from rayzero.orchestrator.journal.run_history import RunHistory
-from rayzero.orchestrator.journal.writer import JOURNAL_EVENTS, JournalWriter
+from rayzero.orchestrator.journal.writer import JournalWriter
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan, make_plan
@@ -137,7 +137,7 @@ class Stage:
         self.events.subscribe(self.notebook.on_event)
         self.told.subscribe_to(self.events)
         if journal is not None:
-            self.events.subscribe(journal.on_event, JOURNAL_EVENTS)
+            self.events.subscribe(journal.on_event, JOB_EVENTS)
         ports = Dependencies(group, self.world.vaults, self.shelf, self.events, self.clock)
         self.controller = Controller(self.plan, ports, past)
         self.run = asyncio.ensure_future(self.controller.run())
