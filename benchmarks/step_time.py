@@ -15,7 +15,7 @@ import platform
 import sys
 import tempfile
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -50,6 +50,12 @@ class Plan:
     ranks: int
     threads: int
     memory: bool = False  # sample it, which disturbs the times
+    layers: int = MODEL.layers
+    width: int = MODEL.width
+
+    @property
+    def model(self) -> GPTConfig:
+        return replace(MODEL, layers=self.layers, width=self.width, heads=self.width // 64)
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ def rank_main(rank: int, plan: Plan, folder: str) -> None:
     torch.set_num_threads(plan.threads)
     store = dist.FileStore(f"{folder}/store", plan.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.ranks)
-    steps = {name: _build(name) for name in plan.systems}
+    steps = {name: _build(name, plan.model) for name in plan.systems}
     if plan.memory:
         gc.collect()
         with PeakMemory() as peak:
@@ -96,9 +102,9 @@ def rank_main(rank: int, plan: Plan, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _build(name: str) -> Step:
+def _build(name: str, model: GPTConfig) -> Step:
     torch.manual_seed(0)
-    return ALL[name](GPT(MODEL))
+    return ALL[name](GPT(model))
 
 
 def _rounds(rank: int, plan: Plan, steps: dict[str, Step], memory: PeakMemory | None) -> Measured:
@@ -167,14 +173,14 @@ def peaks_alone(plan: Plan) -> dict[str, int]:
     """Peak memory of a rank in steps of each system, in processes of its own."""
     peaks = {}
     for name in plan.systems:
-        single = Plan([name], 3, 2, plan.ranks, plan.threads, memory=True)
+        single = replace(plan, systems=[name], rounds=3, warmup=2, memory=True)
         peaks[name] = run(single).peak_bytes
     return peaks
 
 
 def about(plan: Plan) -> dict[str, Any]:
     with torch.device("meta"):
-        parameters = GPT(MODEL).num_parameters()
+        parameters = GPT(plan.model).num_parameters()
     return {
         "date": date.today().isoformat(),
         "cores": len(os.sched_getaffinity(0)),
@@ -224,6 +230,8 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, help="steps of each before that")
     parser.add_argument("--ranks", type=int, default=2, help="processes")
     parser.add_argument("--threads", type=int, default=1, help="threads of each process")
+    parser.add_argument("--layers", type=int, default=MODEL.layers, help="of the model")
+    parser.add_argument("--width", type=int, default=MODEL.width, help="of the model")
     parser.add_argument(
         "--memory", action="store_true", help="also run each alone for its peak memory"
     )
@@ -250,6 +258,8 @@ def main(arguments: list[str]) -> int:
         warmup=options.warmup,
         ranks=options.ranks,
         threads=options.threads,
+        layers=options.layers,
+        width=options.width,
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))  # the ranks inherit it
     measured = run(plan)

@@ -32,7 +32,7 @@ from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired
 from tests.integration.jobs.steady import ENGINE
 from tests.integration.nodes import Nodes
-from tests.integration.test_jobs_on_nodes import running, size, step, wait
+from tests.integration.test_jobs_on_nodes import size, step, wait
 from tests.orchestrator.support import Notebook
 
 pytestmark = pytest.mark.slow
@@ -146,20 +146,3 @@ def test_a_running_job_is_struck_by_command_and_goes_on(nodes: Nodes, tmp_path: 
     assert [one.steps_redone for one in notes.of(Repaired)] == [0, 0]
     steps = [record.step for record in notes.of(StepRecord)]
     assert steps == sorted({*steps}), "no step was done again"
-
-
-def test_a_node_is_dropped_from_inside_but_never_the_controllers(nodes: Nodes, tmp_path: Path):
-    nodes.add()
-    nodes.add()
-    notes = Notebook()
-    with running(tmp_path, notes, min=2, max=4) as handle:
-        wait(handle, lambda: size(notes) == 4 and step(notes) > 60)
-        with pytest.raises(ConfigError, match="shares its network with the job's contr"):
-            handle.inject("partition(node=1, seconds=5)")
-        told = handle.inject("drop_node(node=1)")
-        assert re.fullmatch(r"steady: drop_node\(node=1, step=\d+\) at the next opportunity", told)
-        wait(handle, lambda: bool(notes.of(Repaired)))
-        wait(handle, lambda: size(notes) == 2)
-    (one,) = notes.of(FaultFired)
-    assert one.fault.startswith("drop_node(node=1, ")
-    assert [(r.world_size_before, r.world_size) for r in notes.of(Repaired)][:1] == [(4, 2)]

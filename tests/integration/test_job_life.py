@@ -204,7 +204,9 @@ def is_worker(pid: int) -> bool:
 def test_two_jobs_on_one_cluster_and_all_that_is_told_of_them(tmp_path: Path):
     notes = {name: Notebook() for name in ("first", "second")}
     handles = {
-        name: steady(tmp_path, name, checkpoint={"path": str(tmp_path)}).submit(observer=seen)
+        name: steady(
+            tmp_path, name, workers=Workers(min=1), checkpoint={"path": str(tmp_path)}
+        ).submit(observer=seen)
         for name, seen in notes.items()
     }
     for name, handle in handles.items():
@@ -227,9 +229,8 @@ def test_two_jobs_on_one_cluster_and_all_that_is_told_of_them(tmp_path: Path):
 def test_a_head_that_is_to_end_stops_its_jobs_first(head: Head, tmp_path: Path):
     """What the head pod's preStop does: afterwards every job has a checkpoint of its last step."""
     notes = Notebook()
-    handle = steady(tmp_path, checkpoint={"path": str(tmp_path), "every_steps": 100_000}).submit(
-        observer=notes
-    )
+    checkpoint = {"path": str(tmp_path), "every_steps": 100_000}
+    handle = steady(tmp_path, workers=Workers(min=1), checkpoint=checkpoint).submit(observer=notes)
     until(handle, lambda: step(notes) > 5)
     command = [sys.executable, "-m", "rayzero.orchestrator.job.prestop", str(LIMIT_S)]
     own = os.environ | {"RAY_ADDRESS": head.address}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import (
@@ -24,6 +26,7 @@ from rayzero.orchestrator.job_events import (
 )
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
+from rayzero.workers.chaos.spec import FaultFired
 from tests.integration.jobs.steady import ENGINE
 from tests.integration.namespaces import alone
 from tests.integration.nodes import Nodes
@@ -85,13 +88,18 @@ def test_job_survives_a_lost_node(nodes: Nodes, tmp_path: Path):
         up = [worker for one in notes.of(WorkersReady) for worker in one.workers]
         assert {worker.node_id for worker in up} == {first, second}
         wait(handle, lambda: size(notes) == 4 and step(notes) > 60)
-        nodes.lose(second)
+        with pytest.raises(ConfigError, match="shares its network with the job's contr"):
+            handle.inject("partition(node=1, seconds=5)")
+        answer = handle.inject("drop_node(node=1)")
+        assert re.fullmatch(r"steady: drop_node\(.*, step=\d+\) at the next opportunity", answer)
         wait(handle, lambda: bool(notes.of(Repaired)))
-        assert size(notes) in (2, 4)
+        assert size(notes) == 2
         third = nodes.add()
         wait(handle, lambda: len(notes.of(StepRecord)) > 0 and size(notes) == 4)
         late = [worker for one in notes.of(WorkersReady)[1:] for worker in one.workers]
         assert third in {worker.node_id for worker in late}
+    (fired,) = notes.of(FaultFired)
+    assert fired.fault.startswith("drop_node(node=1, ")
     repaired = notes.of(Repaired)[0]
     assert (repaired.world_size_before, repaired.world_size) == (4, 2)
     assert repaired.step > 0, "the state came from the other node's memory"

@@ -34,8 +34,9 @@ def test_it_runs_and_every_stage_agrees_with_ddp(tmp_path: Path) -> None:
     path = tmp_path / "step_time.json"
     systems = "ddp,fsdp2,rayzero-0,rayzero-1,rayzero-2,rayzero-3"
     command = [sys.executable, "-m", "benchmarks.step_time", "--systems", systems]
+    small = ("--layers", "2", "--width", "128")
     done = subprocess.run(
-        [*command, "--rounds", "2", "--warmup", "1", "--json", str(path)],
+        [*command, *small, "--rounds", "2", "--warmup", "1", "--json", str(path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
