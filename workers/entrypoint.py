@@ -55,11 +55,22 @@ def resolve_entrypoint(entrypoint: str | bytes) -> TrainFunction:
             import; the user's exception is then the cause.
     """
     if isinstance(entrypoint, bytes):
-        return _unpickle_function(entrypoint)
-    module_name, _, attribute = entrypoint.partition(":")
-    module = _import_module(entrypoint, module_name)
-    target: Any = module
-    for part in attribute.split("."):
+        name, target = "the entry point", _unpickle(entrypoint)
+    else:
+        name, target = f"entrypoint {entrypoint!r}", _import_object(entrypoint)
+    if not callable(target):
+        raise EntryPointError(
+            f"{name} is of type {type(target).__name__}, which is not callable",
+            allowed="a function of one argument, ctx",
+            fix=_FIX_HINT,
+        )
+    return cast(TrainFunction, target)
+
+
+def _import_object(entrypoint: str) -> Any:
+    module_name, _, path = entrypoint.partition(":")
+    target = module = _import_module(entrypoint, module_name)
+    for part in path.split("."):
         if not hasattr(target, part):
             names = [name for name in vars(target) if not name.startswith("_")]
             raise EntryPointError(
@@ -69,46 +80,33 @@ def resolve_entrypoint(entrypoint: str | bytes) -> TrainFunction:
                 fix=_FIX_HINT,
             )
         target = getattr(target, part)
-    if not callable(target):
-        raise EntryPointError(
-            f"entrypoint {entrypoint!r} is of type {type(target).__name__}, which is not callable",
-            allowed="a function of one argument, ctx",
-            fix=_FIX_HINT,
-        )
-    return cast(TrainFunction, target)
+    return target
 
 
 def _import_module(entrypoint: str, module_name: str) -> Any:
     try:
         return import_module(module_name)
-    except ModuleNotFoundError as error:
+    except Exception as error:
         # Only the module itself or a parent package; another missing module is an import inside the
         # user's code, and its traceback shows where.
-        if error.name and f"{module_name}.".startswith(f"{error.name}."):
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
             raise EntryPointError(
-                f"entrypoint {entrypoint!r}: no module named {error.name!r}",
+                f"entrypoint {entrypoint!r}: no module named {missing!r}",
                 allowed=f"a module that can be imported from {os.getcwd()}",
                 fix=f"{_FIX_HINT}, or run from the folder that holds the module",
             ) from None
-        raise EntryPointError(_import_error_text(entrypoint, error), fix=_FIX_HINT) from error
-    except Exception as error:
-        raise EntryPointError(_import_error_text(entrypoint, error), fix=_FIX_HINT) from error
+        raise EntryPointError(
+            f"entrypoint {entrypoint!r} cannot be imported: {type(error).__name__}: {error}",
+            fix=_FIX_HINT,
+        ) from error
 
 
-def _unpickle_function(entrypoint: bytes) -> TrainFunction:
+def _unpickle(entrypoint: bytes) -> Any:
     try:
-        function = pickle.loads(entrypoint)
+        return pickle.loads(entrypoint)
     except Exception as error:
         raise EntryPointError(
             f"the entry point cannot be unpickled on the worker: {type(error).__name__}: {error}",
             fix="a function of a module the workers can import, or entrypoint='module:function'",
         ) from error
-    if not callable(function):
-        raise EntryPointError(
-            f"the entry point is of type {type(function).__name__}, which is not callable"
-        )
-    return cast(TrainFunction, function)
-
-
-def _import_error_text(entrypoint: str, error: Exception) -> str:
-    return f"entrypoint {entrypoint!r} cannot be imported: {type(error).__name__}: {error}"

@@ -56,7 +56,6 @@ class Mirror:
         self._post = post
         self._buffers: list[SlotWriter] = []
         self._table: BlockIndex | None = None
-        self._filled_buffers: set[int] = set()  # ids of buffers that already hold the constants
         self.newest_step = assignment.restore.step if assignment.restore else 0
         """The newest step in the vault, or the one that this generation started from."""
         self.checkpointed_step = self.newest_step
@@ -85,13 +84,16 @@ class Mirror:
         self._interval_steps += SMOOTHING_FACTOR * (agreed.mirror_interval - self._interval_steps)
         self._cost_model.step_finished()
         if self._vault is not None and (agreed.pin or agreed.drain or self._mirror_due(step)):
-            self._write_mirror(step, agreed.pin, state)
+            self._write_mirror(self._vault, step, agreed.pin, state)
 
-    def _write_mirror(self, step: int, pin: bool, state: TrainingState) -> None:
+    def _write_mirror(self, vault: VaultClient, step: int, pin: bool, state: TrainingState) -> None:
         started = perf_counter()
         try:
-            self._announce_complete()
-            self._copy_state(step, state, pin)
+            if self._buffers and not self._announced:
+                # After the first vote behind a mirror no older generation is needed.
+                vault.announce_complete(self._assignment.generation)
+                self._announced = True
+            self._copy_state(vault, step, state, pin)
         except (VaultGoneError, VaultMemoryError) as error:
             if isinstance(error, VaultMemoryError) and self._assignment.restore is None:
                 raise  # the job's first mirror: fail early, while the config can be changed
@@ -118,51 +120,38 @@ class Mirror:
             1, round(self._interval_steps)
         )
 
-    def _announce_complete(self) -> None:
-        """After the first vote behind a mirror no older generation is needed."""
-        if self._buffers and not self._announced and self._vault is not None:
-            self._vault.announce_complete(self._assignment.generation)
-            self._announced = True
-
-    def _copy_state(self, step: int, state: TrainingState, pin: bool) -> None:
-        buffer = self._next_buffer(state)
+    def _copy_state(self, vault: VaultClient, step: int, state: TrainingState, pin: bool) -> None:
+        table, assignment = state.block_index(), self._assignment
+        buffer = self._oldest_unpinned(table)
+        is_new = buffer is None
+        if buffer is None:  # one at a time: the first step after a recovery waits for it
+            buffer = vault.reserve(
+                assignment.generation, assignment.rank, assignment.world_size, table
+            )
+            self._buffers.append(buffer)
         started = perf_counter()
         buffer.begin()
-        state.write_block(buffer.data, constants=id(buffer) not in self._filled_buffers)
-        self._filled_buffers.add(id(buffer))
-        self._cost_model.mirror_finished(perf_counter() - started)
+        state.write_block(buffer.data, constants=is_new)
+        if not is_new:  # the first write into new memory is slower
+            self._cost_model.mirror_finished(perf_counter() - started)
         # Data that leaves this node always has a checksum; other data if there is time for it.
         hashed = pin or self._cost_model.can_afford_checksum(len(buffer.data), self._interval_steps)
         checksum = xxh3_64_intdigest(buffer.data) if hashed else None
         buffer.commit(step, state.metadata(), pin, checksum)
 
-    def _next_buffer(self, state: TrainingState) -> SlotWriter:
-        """The buffer of the oldest unpinned version; a new buffer while there are too few. Reserves
-        only one at a time, because the first step after a recovery waits for it."""
-        table = state.block_index()
+    def _oldest_unpinned(self, table: BlockIndex) -> SlotWriter | None:
+        """The buffer of the oldest unpinned version; None while there are too few."""
         if table is not self._table:
             self._table, self._buffers = table, []
-            self._filled_buffers.clear()
         unpinned = [buffer for buffer in self._buffers if not buffer.pinned]
         if len(unpinned) < self._rotating_buffers:
-            return self._reserve_buffer(table)
+            return None
         return min(unpinned, key=lambda buffer: buffer.step)
 
     @property
     def _max_buffers(self) -> int:
         pinnable = 2 if self._assignment.remote else self._policy.checkpoint_every_steps is not None
         return self._rotating_buffers + pinnable
-
-    def _reserve_buffer(self, table: BlockIndex) -> SlotWriter:
-        if self._vault is None:
-            raise VaultGoneError("this node has no vault")
-        assignment = self._assignment
-        buffer = self._vault.reserve(
-            assignment.generation, assignment.rank, assignment.world_size, table
-        )
-        self._buffers.append(buffer)
-        self._cost_model.skip_next()  # the first write into new memory is slower
-        return buffer
 
 
 class _CostModel:
@@ -172,7 +161,6 @@ class _CostModel:
         self._step_s = 0.0
         self._mirror_s = 0.0
         self._last_step_at_s = perf_counter()
-        self._skip_next_sample = False
 
     @property
     def interval_steps(self) -> float:
@@ -186,10 +174,6 @@ class _CostModel:
         budget_s = MIRROR_COST_FRACTION * self._step_s * interval_steps - self._mirror_s
         return self._mirror_s > 0 and nbytes / HASH_BYTES_PER_S < budget_s
 
-    def skip_next(self) -> None:
-        """Ignores the current mirror's duration."""
-        self._skip_next_sample = True
-
     def step_finished(self) -> None:
         now = perf_counter()
         took_s = now - self._last_step_at_s
@@ -199,9 +183,7 @@ class _CostModel:
         self._last_step_at_s = now
 
     def mirror_finished(self, seconds: float) -> None:
-        if not self._skip_next_sample:
-            self._mirror_s = _smooth(self._mirror_s, seconds)
-        self._skip_next_sample = False
+        self._mirror_s = _smooth(self._mirror_s, seconds)
 
 
 def _smooth(before: float, now: float) -> float:

@@ -45,9 +45,11 @@ class JobSession:
         retained: RetainedState,
         injector: WorkerFaultInjector,
     ) -> None:
+        self.engine_config = spec.engine_config
+        self.seed = spec.seed
+        self.shares = assignment.shares
         self.engine: Engine | None = None
         self.reporter = StepReporter(assignment, channel)
-        self._spec = spec
         self._assignment = assignment
         self._channel = channel
         self._retained = retained
@@ -56,18 +58,6 @@ class JobSession:
         self._stats = WorkerStats(self._mirror)
         self._ledger = _make_ledger(spec, assignment)
         self._hooks: list[RemovableHandle] = []
-
-    @property
-    def engine_config(self) -> dict[str, Any] | None:
-        return self._spec.engine_config
-
-    @property
-    def seed(self) -> int:
-        return self._spec.seed
-
-    @property
-    def shares(self) -> Sequence[float]:
-        return self._assignment.shares
 
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
         self.on_phase("load")
@@ -161,39 +151,21 @@ class Context:
     def __init__(
         self, spec: WorkerSpec, assignment: Assignment, device: torch.device, session: JobSession
     ) -> None:
-        self.args: dict[str, Any] = spec.args
-        self.name: str = spec.name
-        self.device = device
+        self.name = spec.name
+        self.args = spec.args
+        self.seed = spec.seed
+        self.engine_config = spec.engine_config
         self.output_dir = Path(spec.output_dir)
-        self._spec = spec
-        self._assignment = assignment
-        self._session = session
-
-    @property
-    def rank(self) -> int:
-        return self._assignment.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._assignment.world_size
-
-    @property
-    def local_rank(self) -> int:
+        self.device = device
+        self.rank = assignment.rank
+        self.is_main = assignment.rank == 0
+        self.world_size = assignment.world_size
+        self.local_rank = assignment.local_rank
         """The rank among the workers of this node."""
-        return self._assignment.local_rank
-
-    @property
-    def generation(self) -> int:
+        self.generation = assignment.generation
         """The number of the current membership, and process group, of the job, from 1."""
-        return self._assignment.generation
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def seed(self) -> int:
-        return self._spec.seed
+        self._steps = spec.steps
+        self._session = session
 
     @property
     def steps(self) -> int:
@@ -202,17 +174,13 @@ class Context:
         Raises:
             ConfigError: the job file does not set `steps`.
         """
-        if self._spec.steps is None:
+        if self._steps is None:
             raise ConfigError(
                 "the training function reads ctx.steps, but the job does not set `steps`",
                 allowed="a number of optimizer steps",
                 fix="`steps:` in the job file",
             )
-        return self._spec.steps
-
-    @property
-    def engine_config(self) -> dict[str, Any] | None:
-        return self._spec.engine_config
+        return self._steps
 
     def initialize(self, **kwargs: Any) -> tuple[Any, ...]:
         """`rayzero.initialize` with the job's config: (engine, optimizer, loader, scheduler)."""

@@ -208,11 +208,15 @@ def test_the_chosen_pace_keeps_the_cost_near_its_limit(mirror_s: float, step_s: 
     )
 
 
-def test_what_was_measured_while_reserving_does_not_count():
-    costs = _CostModel()
-    costs.skip_next()
-    costs.mirror_finished(99.0)
-    assert costs.interval_steps == 1.0
+def test_the_first_write_into_a_new_buffer_does_not_count():
+    made, _ = mirror(EVERY, FakeVault())
+    run(made, range(1, 3), State())  # two new buffers
+    assert made._cost_model._mirror_s == 0
+    run(made, range(3, 4), State())
+    assert made._cost_model._mirror_s == 0, "the table is another one: its buffer is new"
+    state = State()
+    run(made, range(4, 8), state)
+    assert made._cost_model._mirror_s > 0
 
 
 def test_a_pause_between_two_steps_hardly_counts_as_a_step():

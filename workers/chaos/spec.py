@@ -24,6 +24,7 @@ FaultTarget: TypeAlias = Literal["worker", "vault", "cluster", "store"]
 
 _STEP_PHASES = ("data", "forward", "backward", "reduce", "update", "publish")
 PHASES = (*_STEP_PHASES, "mirror", "gather", "join", "load")
+_DAMAGES = ("flip", "cut", "remove")
 
 _MAX_TEXT_CHARACTERS = 200
 _SYNTAX = 'a call with keyword literals, such as kill(rank=1, step=7, phase="reduce")'
@@ -68,9 +69,7 @@ FAULT_KINDS: Mapping[str, FaultKind] = {
     "kill_vault": FaultKind("vault", "SIGKILL to a node's vault", _ON_NODE),
     "drop_node": FaultKind("cluster", "SIGKILL to all Ray processes of a node", _ON_NODE),
     "partition": FaultKind(
-        "cluster",
-        "a node's network is down for `seconds` (needs root)",
-        (*_ON_NODE, "seconds"),
+        "cluster", "a node's network is down for `seconds` (needs root)", (*_ON_NODE, "seconds")
     ),
     "tear_file": FaultKind(
         "store", "a file of a finished checkpoint is damaged", ("step", "rank"), {"how": "flip"}
@@ -83,16 +82,8 @@ FAULT_KINDS: Mapping[str, FaultKind] = {
     ),
 }
 
-_ALLOWED_VALUES: Mapping[str, tuple[type, int | tuple[str, ...]]] = {  # type; minimum or choices
-    "rank": (int, 0),
-    "node": (int, 0),
-    "step": (int, 1),
-    "steps": (int, 1),
-    "times": (int, 1),
-    "seconds": (float, 0),
-    "phase": (str, PHASES),
-    "how": (str, ("flip", "cut", "remove")),
-}
+_CHOICES = {"phase": PHASES, "how": _DAMAGES}
+_MINIMUM = {"rank": 0, "node": 0, "step": 1, "steps": 1, "times": 1}
 
 
 @dataclass(frozen=True)
@@ -151,23 +142,12 @@ def parse_fault(text: str, step: int | None = None) -> FaultSpec:
         ConfigError: an unknown name or argument, a missing one, or a value out of range; the error
             suggests the nearest valid name and lists what is allowed.
     """
-    name, arguments = _parse_call(text)
-    if name not in FAULT_KINDS:
-        raise _fault_error(text, *_unknown_kind(name))
-    kind = FAULT_KINDS[name]
-    for key in arguments:
-        if key not in kind.arguments:
-            hint = did_you_mean(key, kind.arguments)
-            raise _fault_error(text, f"{name} has no argument {key!r}{hint}", fault_usage(name))
-    if step is not None and "step" in kind.required:
-        arguments.setdefault("step", step)
-    for key in kind.required:
-        if key not in arguments:
-            raise _fault_error(text, f"{name} needs {key}=", fault_usage(name))
-    values = {
-        key: _check_value(text, key, value) for key, value in {**kind.defaults, **arguments}.items()
-    }
-    return FaultSpec(name, **values)
+    try:
+        return _parse_fault(text, {} if step is None else {"step": step})
+    except ConfigError as error:
+        shown = text if len(text) <= _MAX_TEXT_CHARACTERS else text[:40] + "..."
+        fix = "`faults` in the job file; `rayzero chaos --list` prints the language"
+        raise ConfigError(f"fault {shown!r}: {error.seen}", error.allowed, fix) from None
 
 
 def fault_usage(name: str) -> str:
@@ -197,8 +177,7 @@ def random_faults(
         ConfigError: an unknown kind, or fewer than 2 steps.
     """
     for name in kinds:
-        if name not in FAULT_KINDS:
-            raise ConfigError(*_unknown_kind(name))
+        _fault_kind(name)
     if steps < 2 or ranks < 1:
         raise ConfigError(f"faults in {steps} steps of {ranks} ranks", "2 steps, 1 rank or more")
     draw = random.Random(seed)
@@ -217,7 +196,7 @@ def _random_fault(draw: random.Random, name: str, step: int, ranks: int) -> Faul
         "seconds": round(draw.uniform(0.05, 0.5), 3),
         "steps": draw.randint(1, 3),
         "times": 1,
-        "how": draw.choice(("flip", "cut", "remove")),
+        "how": draw.choice(_DAMAGES),
     }
     return FaultSpec(name, **{key: values[key] for key in FAULT_KINDS[name].arguments})
 
@@ -229,60 +208,66 @@ def _spread_steps(draw: random.Random, count: int, steps: int) -> Iterator[int]:
         yield draw.randint(first, max(first, end - 1))
 
 
+def _parse_fault(text: str, defaults: Mapping[str, Any]) -> FaultSpec:
+    """`defaults`: for required arguments."""
+    name, arguments = _parse_call(text)
+    kind = _fault_kind(name)
+    for key in arguments:
+        if key not in kind.arguments:
+            hint = did_you_mean(key, kind.arguments)
+            raise ConfigError(f"{name} has no argument {key!r}{hint}", fault_usage(name))
+    values = {**defaults, **kind.defaults, **arguments}
+    for key in kind.required:
+        if key not in values:
+            raise ConfigError(f"{name} needs {key}=", fault_usage(name))
+    return FaultSpec(name, **{key: _check_value(key, values[key]) for key in kind.arguments})
+
+
+def _fault_kind(name: str) -> FaultKind:
+    if name not in FAULT_KINDS:
+        hint = did_you_mean(name, [*FAULT_KINDS])
+        raise ConfigError(f"unknown fault {name!r}{hint}", f"one of {', '.join(FAULT_KINDS)}")
+    return FAULT_KINDS[name]
+
+
 def _parse_call(text: str) -> tuple[str, dict[str, Any]]:
     """The name and the literal keyword arguments of a call. Evaluates nothing."""
     if len(text) > _MAX_TEXT_CHARACTERS:
-        raise _fault_error(
-            text[:40] + "...", f"{len(text)} characters", f"at most {_MAX_TEXT_CHARACTERS}"
-        )
+        raise ConfigError(f"{len(text)} characters", f"at most {_MAX_TEXT_CHARACTERS}")
     try:
         with warnings.catch_warnings(action="ignore"):  # invalid escapes, in an invalid text
             call = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise _fault_error(text, "not valid syntax", _SYNTAX) from None
+        raise ConfigError("not valid syntax", _SYNTAX) from None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-        raise _fault_error(text, "not a call", _SYNTAX)
-    if call.args:
-        raise _fault_error(text, "an argument without a name", _SYNTAX)
+        raise ConfigError("not a call", _SYNTAX)
+    if call.args or any(keyword.arg is None for keyword in call.keywords):
+        raise ConfigError("an argument without a name", _SYNTAX)
     arguments: dict[str, Any] = {}
-    for keyword in call.keywords:
-        if keyword.arg is None:
-            raise _fault_error(text, "an argument without a name", _SYNTAX)
-        if keyword.arg in arguments:
-            raise _fault_error(text, f"argument {keyword.arg!r} given twice", _SYNTAX)
+    for key, value in ((str(keyword.arg), keyword.value) for keyword in call.keywords):
+        if key in arguments:
+            raise ConfigError(f"argument {key!r} given twice", _SYNTAX)
         try:
-            arguments[keyword.arg] = ast.literal_eval(keyword.value)
+            arguments[key] = ast.literal_eval(value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            raise _fault_error(text, f"{keyword.arg!r} is not a literal", _SYNTAX) from None
+            raise ConfigError(f"{key!r} is not a literal", _SYNTAX) from None
     return call.func.id, arguments
 
 
-def _check_value(text: str, key: str, value: Any) -> Any:
-    kind, limit = _ALLOWED_VALUES[key]
-    if isinstance(limit, tuple):
-        if value in limit:
+def _check_value(key: str, value: Any) -> Any:
+    if choices := _CHOICES.get(key):
+        if value in choices:
             return value
-        hint = did_you_mean(value, [*limit]) if isinstance(value, str) else ""
-        raise _fault_error(text, f"{key}={value!r}{hint}", f"one of {', '.join(limit)}")
-    if kind is float:
-        if type(value) in (int, float) and math.isfinite(value) and value > limit:
+        hint = did_you_mean(value, [*choices]) if isinstance(value, str) else ""
+        raise ConfigError(f"{key}={value!r}{hint}", f"one of {', '.join(choices)}")
+    if key == "seconds":
+        if type(value) in (int, float) and math.isfinite(value) and value > 0:
             return float(value)
-        raise _fault_error(text, f"{key}={value!r}", f"a number of seconds above {limit}")
-    if type(value) is int and value >= limit:
+        raise ConfigError(f"{key}={value!r}", "a number of seconds above 0")
+    if type(value) is int and value >= _MINIMUM[key]:
         return value
-    raise _fault_error(text, f"{key}={value!r}", f"a whole number, {limit} or more")
+    raise ConfigError(f"{key}={value!r}", f"a whole number, {_MINIMUM[key]} or more")
 
 
 def _format_literal(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value).removesuffix(".0")
-
-
-def _unknown_kind(name: str) -> tuple[str, str]:
-    """(seen, allowed) of the error."""
-    seen = f"unknown fault {name!r}{did_you_mean(name, [*FAULT_KINDS])}"
-    return seen, f"one of {', '.join(FAULT_KINDS)}"
-
-
-def _fault_error(text: str, seen: str, allowed: str) -> ConfigError:
-    fix = "`faults` in the job file; `rayzero chaos --list` prints the language"
-    return ConfigError(f"fault {text!r}: {seen}", allowed, fix)

@@ -83,6 +83,12 @@ def test_the_canonical_text_leaves_defaults_out() -> None:
     )
 
 
+def test_a_step_is_filled_in_where_the_kind_requires_one() -> None:
+    assert parse_fault("kill(rank=1)", step=5).step == 5
+    assert parse_fault("kill(rank=1, step=7)", step=5).step == 7
+    assert parse_fault("slow_store(seconds=1)", step=5).step == 1
+
+
 def test_who_makes_it_happen_and_how_often() -> None:
     assert parse_fault("kill(rank=1, step=7)").target == "worker"
     assert parse_fault("kill_vault(node=1, step=7)").target == "vault"
