@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
 
 from rayzero.engine.checkpoint.format import WrittenFile
 from rayzero.orchestrator.aio import PendingReplies
@@ -20,8 +20,8 @@ from rayzero.workers.messages import (
 if TYPE_CHECKING:
     from rayzero.workers.vault.vault import Vault
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 WORKER_POLL_S = 2.0
 """Longest time between two messages of a subscribed worker; an empty one says that it lives."""
@@ -87,13 +87,7 @@ class WorkerGroup(Protocol):
     async def kill(self, worker: int) -> None:
         """Ends a worker's process with SIGKILL; its reservation stays."""
 
-    async def call(
-        self,
-        worker: int,
-        method: Callable[Concatenate[Any, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
+    async def call(self, worker: int, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
         """Calls `method`, one of `WorkerCalls` (`workers/messages.py`), in a worker's process.
 
         Raises:
@@ -102,11 +96,7 @@ class WorkerGroup(Protocol):
         """
 
     def broadcast(
-        self,
-        workers: Iterable[int],
-        method: Callable[Concatenate[Any, P], None],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, workers: Iterable[int], method: Callable[[Any, *Ts], None], *args: *Ts
     ) -> PendingReplies:
         """Calls `method`, one of `WorkerCalls`, in several workers' processes."""
 
@@ -139,13 +129,7 @@ class VaultGroup(Protocol):
             JobFailedError: one did not start.
         """
 
-    async def call(
-        self,
-        node_id: str,
-        method: Callable[Concatenate[Vault, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
+    async def call(self, node_id: str, method: Callable[[Vault, *Ts], T], *args: *Ts) -> T:
         """Calls `method`, one of `Vault`, in a node's vault.
 
         Raises:

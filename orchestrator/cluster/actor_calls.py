@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from enum import Enum, auto
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -34,17 +33,6 @@ def batch_delay_s(workers: int) -> float:
     return min(_MAX_BATCH_DELAY_S, _DELAY_PER_WORKER_S * workers)
 
 
-class _Wakeup(Enum):
-    """The next delivery of completed calls in the event loop."""
-
-    SCHEDULED = auto()
-    """Requested, as soon as the loop runs."""
-    DELAYED = auto()
-    """At the end of the batch delay."""
-    NONE = auto()
-    """Not before it is requested."""
-
-
 class FutureBatcher:
     """Passes replies from Ray's threads to one event loop: no task and no timer for a call, one
     wake-up for a batch. After `close` replies are dropped.
@@ -59,8 +47,10 @@ class FutureBatcher:
         self._on_batch = on_batch
         self._done: deque[tuple[ReplyHandler, Future[Any]]] = deque()
         self._lock = Lock()
-        self._wakeup = _Wakeup.NONE
+        self._scheduled = False
+        """A delivery is requested as soon as the loop runs."""
         self._timer: asyncio.TimerHandle | None = None
+        """Delivers at the end of the batch delay."""
         self._closed = False
 
     def add_call(self, reference: Any, on_done: ReplyHandler) -> None:
@@ -80,33 +70,27 @@ class FutureBatcher:
         """Called by Ray's threads."""
         self._done.append((on_done, reply))
         with self._lock:
-            can_wait = self._wakeup is _Wakeup.DELAYED and reply.exception() is None
-            if can_wait or self._wakeup is _Wakeup.SCHEDULED:
+            can_wait = self._timer is not None and reply.exception() is None
+            if self._scheduled or can_wait:
                 return
-            self._wakeup = _Wakeup.SCHEDULED
+            self._scheduled = True
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        with self._lock:
-            # Later replies find a wake-up or a timer pending, or wake the loop themselves.
-            self._wakeup = _Wakeup.DELAYED if self._done and self.batch_delay_s else _Wakeup.NONE
-            is_delayed = self._wakeup is _Wakeup.DELAYED and not self._closed
-        if is_delayed:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self.batch_delay_s, self._deliver)
+        with self._lock:  # later replies find the new timer, or wake the loop themselves
+            self._scheduled = False
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            if self._done and self.batch_delay_s and not self._closed:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(self.batch_delay_s, self._deliver)
         while self._done:
             on_done, reply = self._done.popleft()
             if not self._closed:
                 on_done(reply)
         self._on_batch()
-
-
-ActorCall = Callable[[int], Any]
-"""Calls a worker's actor; the reference to its reply. It may raise WorkerLostError."""
 
 
 class ActorPoller:
@@ -151,8 +135,13 @@ class ActorPoller:
         self._messages, self._lost = [], {}
         return reports
 
-    def broadcast(self, workers: Iterable[int], call: ActorCall) -> PendingReplies:
-        """Calls many actors without waiting for their replies."""
+    def broadcast(self, workers: Iterable[int], call: Callable[[int], Any]) -> PendingReplies:
+        """Calls many actors without waiting for their replies.
+
+        Args:
+            call: calls a worker's actor, and returns the reference to its reply; may raise
+                WorkerLostError.
+        """
         replies = PendingReplies(workers)
         for worker in sorted(replies.pending):
             try:

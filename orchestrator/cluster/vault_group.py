@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import ray
 from ray.exceptions import RayError
@@ -16,8 +16,8 @@ from rayzero.orchestrator.interfaces import VaultLostError
 from rayzero.workers.chaos.node import network_id
 from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS, VaultActor
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _START_TIMEOUT_S = 60.0
 
@@ -44,7 +44,7 @@ class RayVaultGroup:
     ) -> None:
         self._job = job
         self._faults = tuple(faults)
-        self._injected_faults: tuple[str, ...] = ()
+        self._faults_in_effect = self._faults
         self._output_dir = output_dir
         self._actor = ray.remote(actor)
         self._vaults: dict[str, Any] = {}
@@ -60,12 +60,13 @@ class RayVaultGroup:
             max_restarts=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        faults = (*self._faults, *self._injected_faults)
-        self._vaults[node_id] = actor.remote(self._job, node_id, faults, self._output_dir)
+        self._vaults[node_id] = actor.remote(
+            self._job, node_id, self._faults_in_effect, self._output_dir
+        )
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
         nodes = list(dict.fromkeys(node_ids))
-        starts = asyncio.gather(*(self._start_with_retry(node) for node in nodes))
+        starts = asyncio.gather(*(self._start_and_wait(node) for node in nodes))
         try:
             addresses = await asyncio.wait_for(starts, _START_TIMEOUT_S)
         except TimeoutError:
@@ -76,30 +77,21 @@ class RayVaultGroup:
         await self._share_peers()
         return dict(zip(nodes, addresses, strict=True))
 
-    async def call(
-        self,
-        node_id: str,
-        method: Callable[Concatenate[Any, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
+    async def call(self, node_id: str, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
         if node_id not in self._vaults:
             raise VaultLostError(f"node {node_id} has no vault")
         actor = self._vaults[node_id]
         try:
-            reply: T = await getattr(actor, method.__name__).remote(*args, **kwargs)
+            reply: T = await getattr(actor, method.__name__).remote(*args)
             return reply
         except ACTOR_LOST as error:
             if node_id in self._vaults and self._vaults[node_id] is actor:
                 del self._vaults[node_id]
-                ray.kill(
-                    actor
-                )  # Ray also reports an actor as lost that it cannot reach for a while
+                ray.kill(actor)  # it may live: Ray could not reach it for a while
             raise VaultLostError(death_cause(error)) from None
 
     async def inject_faults(self, faults: Sequence[str]) -> None:
-        self._injected_faults = tuple(faults)
-        in_effect = (*self._faults, *faults)
+        in_effect = self._faults_in_effect = (*self._faults, *faults)
         calls = [self.call(node, VaultActor.inject, in_effect) for node in self._vaults]
         for reply in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(reply, BaseException) and not isinstance(reply, VaultLostError):
@@ -127,17 +119,15 @@ class RayVaultGroup:
             ray.kill(actor)
         await wait_gone(actor.usage for actor in actors)
 
-    async def _start_with_retry(self, node_id: str) -> str:
+    async def _start_and_wait(self, node_id: str, retry: bool = True) -> str:
         """The address of a node's vault. A lost one is started again, once."""
-        try:
-            return await self._start_and_wait(node_id)
-        except VaultLostError:
-            return await self._start_and_wait(node_id)
-
-    async def _start_and_wait(self, node_id: str) -> str:
         self.start(node_id)
         try:
             return await self.call(node_id, VaultActor.address)
+        except VaultLostError:
+            if not retry:
+                raise
+            return await self._start_and_wait(node_id, retry=False)
         except RayError as error:
             raise JobFailedError(f"a vault could not start: {death_cause(error)}") from None
 

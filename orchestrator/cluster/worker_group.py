@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import ray
 from ray.exceptions import RayError
 
-from rayzero.orchestrator.aio import Clock, PendingReplies
+from rayzero.orchestrator.aio import BackgroundTasks, Clock, PendingReplies
 from rayzero.orchestrator.cluster import ray_api
 from rayzero.orchestrator.cluster.actor_calls import ActorPoller
 from rayzero.orchestrator.cluster.actor_pool import ActorPool, WorkerHandle
@@ -40,8 +40,8 @@ _KILL_TIMEOUT_S = 1.0
 _OBJECT_STORE_WORKERS = 64
 """From this number of workers on a generation's spec goes through the object store."""
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class RayWorkerGroup:
@@ -76,7 +76,7 @@ class RayWorkerGroup:
         )
         self._started: asyncio.Queue[WorkerHandle | Exception] = asyncio.Queue()
         self._free_reservation = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(self._started.put_nowait)  # `next_worker` raises their errors
 
     async def start_workers(self, need: ResourceRequest) -> tuple[WorkerInfo, ...]:
         self._resources = need
@@ -95,7 +95,7 @@ class RayWorkerGroup:
         started = [worker for worker in first if worker in self._pool]
         for worker in started:
             worker.announced = True
-        self._spawn(self._fill_reservations())
+        self._tasks.spawn(self._fill_reservations())
         return tuple(worker.info for worker in started if worker.info is not None)
 
     async def next_worker(self) -> WorkerInfo:
@@ -115,7 +115,7 @@ class RayWorkerGroup:
 
     def resize(self, least: int, most: int) -> None:
         self._resources = replace(self._resources, min_workers=least, max_workers=most)
-        self._spawn(self._adjust(most))
+        self._tasks.spawn(self._adjust(most))
 
     async def release_worker(self, worker: int) -> None:
         await self._pool.remove([self._pool.get(worker)])
@@ -132,29 +132,18 @@ class RayWorkerGroup:
                     return
         ray.kill(victim.actor)
 
-    async def call(
-        self,
-        worker: int,
-        method: Callable[Concatenate[Any, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
+    async def call(self, worker: int, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
         try:
-            reply: T = await self._call_actor(worker, method.__name__, *args, **kwargs)
+            reply: T = await self._call_actor(worker, method.__name__, *args)
             return reply
         except ACTOR_LOST as error:
             raise WorkerLostError(death_cause(error)) from None
 
     def broadcast(
-        self,
-        workers: Iterable[int],
-        method: Callable[Concatenate[Any, P], None],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, workers: Iterable[int], method: Callable[[Any, *Ts], None], *args: *Ts
     ) -> PendingReplies:
         return self._poller.broadcast(
-            workers,
-            lambda worker: self._call_actor(worker, method.__name__, *args, **kwargs),
+            workers, lambda worker: self._call_actor(worker, method.__name__, *args)
         )
 
     def assign(
@@ -182,18 +171,14 @@ class RayWorkerGroup:
         if affected and self._can_grow:
             for reservation in affected:
                 reservation.draining = True
-            await self._pool.reservations.request(len(affected), self._resources)
+            await self._pool.reserve(len(affected), self._resources)
             self._free_reservation.set()
         return draining
 
     async def release(self) -> None:
         self._poller.close()
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._pool.remove(self._pool.workers)
-        self._pool.reservations.remove_all()
+        await self._tasks.cancel_all()
+        await self._pool.remove_all()
 
     async def _await_first_start(self, worker: WorkerHandle) -> None:
         try:
@@ -216,13 +201,13 @@ class RayWorkerGroup:
         fit_now = sum(node.fits(need) for node in cluster.free.values())
         expected = min(fit_now, most) if fit_now >= need.min_workers else most
         requested_s = last_start_s = self._clock.now()
-        await self._pool.reservations.request(most, need)
-        while len(self._pool) < min(expected, self._resources.max_workers):
+        await self._pool.reserve(most, need)
+        while len(self._pool.workers) < min(expected, self._resources.max_workers):
             need = self._resources  # the limits may change meanwhile
             if await self._pool.start_in_ready(need):
                 last_start_s = self._clock.now()
                 continue
-            now_s, workers = self._clock.now(), len(self._pool)
+            now_s, workers = self._clock.now(), len(self._pool.workers)
             if workers >= need.min_workers and now_s - last_start_s >= _EXTRA_WORKER_WAIT_S:
                 return
             if workers < need.min_workers and now_s - requested_s >= need.timeout_s:
@@ -241,11 +226,11 @@ class RayWorkerGroup:
 
     async def _fill_reservations(self) -> None:
         while True:
-            if not self._pool.reservations.unoccupied:
+            if not self._pool.unoccupied:
                 self._free_reservation.clear()
                 await self._free_reservation.wait()
             for worker in await self._pool.start_in_ready(self._resources):
-                self._spawn(self._await_started(worker))
+                self._tasks.spawn(self._await_started(worker))
             await self._clock.sleep(_FILL_INTERVAL_S)
 
     async def _await_started(self, worker: WorkerHandle) -> None:
@@ -268,31 +253,18 @@ class RayWorkerGroup:
 
     async def _adjust(self, most: int) -> None:
         """Requests missing reservations, or removes surplus ones without an announced worker."""
-        reservations = self._pool.reservations
+        pool = self._pool
         if not self._can_grow:
             cluster = await asyncio.to_thread(ray_api.node_snapshot)
             most = min(most, total_fit(cluster.all_capacities, self._resources))
-        if len(reservations) < most:
-            await reservations.request(most - len(reservations), self._resources)
+        if pool.num_reservations < most:
+            await pool.reserve(most - pool.num_reservations, self._resources)
             self._free_reservation.set()
-        for reservation in reservations.unoccupied[::-1][: max(0, len(reservations) - most)]:
-            reservations.remove(reservation)
-        unannounced = [worker for worker in self._pool.workers[::-1] if not worker.announced]
-        await self._pool.remove(unannounced[: max(0, len(reservations) - most)])
+        for reservation in pool.unoccupied[::-1][: max(0, pool.num_reservations - most)]:
+            pool.remove_reservation(reservation)
+        unannounced = [worker for worker in pool.workers[::-1] if not worker.announced]
+        await pool.remove(unannounced[: max(0, pool.num_reservations - most)])
 
-    def _call_actor(self, worker: int, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_actor(self, worker: int, method: str, *args: Any) -> Any:
         """The reference to the reply."""
-        return self._pool.get(worker).actor.call.remote(method, *args, **kwargs)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(self._report_errors(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # in case it is cancelled before it starts
-
-    async def _report_errors(self, work: Coroutine[Any, Any, None]) -> None:
-        """Errors of background tasks are raised by `next_worker`."""
-        try:
-            await work
-        except Exception as error:  # noqa: BLE001
-            self._started.put_nowait(error)
+        return self._pool.get(worker).actor.call.remote(method, *args)

@@ -111,10 +111,11 @@ class JobProcess:
                 f"the process of job {self.name!r} is gone: {death_cause(error)}"
             ) from None
         except RayError as error:
-            if isinstance(error, RayTaskError) and isinstance(error.cause, RayzeroError):
-                raise error.cause from None
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            if isinstance(cause, RayzeroError):
+                raise cause from None
             raise JobFailedError(
-                f"the process of job {self.name!r} failed: {first_line(error)}"
+                f"the process of job {self.name!r} failed: {first_line(cause)}"
             ) from None
 
     def request_stop(self) -> None:
