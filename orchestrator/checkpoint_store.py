@@ -21,11 +21,11 @@ from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 
 
-class FileCheckpointStore:
-    """A CheckpointStore. All I/O runs in other threads.
+class CheckpointStore:
+    """One job's folder of checkpoints. All I/O runs in other threads, and may raise StoreError.
 
     Args:
-        warn: emits a warning.
+        warn: emits a warning; thread-safe.
         adopting: whether the run continues one that lost its controller: checkpoints in the job's
             folder belong to it, and take precedence over `checkpoint.resume`.
         check_lease: called before each commit; raises if another process owns the folder.
@@ -46,26 +46,30 @@ class FileCheckpointStore:
         self._check_lease = check_lease
 
     def folder(self, step: int) -> str:
+        """The path or URL of that step's checkpoint."""
         return join_url(self._plan.job_folder, step_folder_name(step))
 
     async def resolve_resume(self) -> CheckpointRef | None:
-        if self._adopting:
-            newest = self._newest_usable(await self._list_checkpoints(self._plan.job_folder))
-            if newest is not None or self._settings.resume in ("auto", "never"):
-                return newest
-        elif self._settings.resume == "auto":
-            return self._newest_usable(await self._list_checkpoints(self._plan.job_folder))
-        elif self._settings.resume == "never":
-            self._refuse_existing(await self._list_checkpoints(self._plan.job_folder))
-            return None
-        return await self._resume_from(self._settings.resume)
+        """The checkpoint that this run starts from, by `checkpoint.resume`.
+
+        Raises:
+            ConfigError: there is no such checkpoint, or there are some and resume is `never`.
+        """
+        return await asyncio.to_thread(self._find_resume_point)
 
     async def newest(self, excluding: frozenset[int]) -> CheckpointRef | None:
+        """The newest complete checkpoint, without those of the excluded steps."""
         newest = await asyncio.to_thread(newest_complete, self._plan.job_folder, excluding)
         return None if newest is None else CheckpointRef(newest.step, newest.folder)
 
     async def commit(self, step: int, generation: int, files: Sequence[WrittenFile]) -> None:
+        """Writes the manifest, which makes the checkpoint exist. Its files are durable already."""
         await asyncio.to_thread(self._write_manifest, step, generation, files)
+
+    async def prune(self) -> None:
+        """Removes checkpoints by `checkpoint.keep` and `keep_every`."""
+        keep, keep_every = self._settings.keep, self._settings.keep_every
+        await asyncio.to_thread(prune_checkpoints, self._plan.job_folder, keep, keep_every)
 
     def _write_manifest(self, step: int, generation: int, files: Sequence[WrittenFile]) -> None:
         name, stage = self._plan.spec.name, self._plan.stage
@@ -73,13 +77,16 @@ class FileCheckpointStore:
         self._check_lease()
         commit_checkpoint(self.folder(step), manifest)
 
-    async def prune(self) -> None:
-        keep, keep_every = self._settings.keep, self._settings.keep_every
-        await asyncio.to_thread(prune_checkpoints, self._plan.job_folder, keep, keep_every)
-
-    @staticmethod
-    async def _list_checkpoints(path: str) -> list[CheckpointInfo]:
-        return await asyncio.to_thread(list_checkpoints, path)
+    def _find_resume_point(self) -> CheckpointRef | None:
+        resume, own_folder = self._settings.resume, self._plan.job_folder
+        if self._adopting or resume == "auto":
+            newest = self._newest_usable(list_checkpoints(own_folder))
+            if newest is not None or resume in ("auto", "never"):
+                return newest
+        elif resume == "never":
+            self._refuse_existing(list_checkpoints(own_folder))
+            return None
+        return self._resume_from(resume)
 
     def _newest_usable(self, checkpoints: Sequence[CheckpointInfo]) -> CheckpointRef | None:
         """The newest complete one. Warns of unusable newer ones, because their steps are lost."""
@@ -101,10 +108,10 @@ class FileCheckpointStore:
                 fix="another name or checkpoint.path, checkpoint.resume: auto, or remove them",
             )
 
-    async def _resume_from(self, path: str) -> CheckpointRef:
+    def _resume_from(self, path: str) -> CheckpointRef:
         """A checkpoint by its folder, or the newest of a job's folder. Any other folder may be a
         foreign checkpoint, whose format and step only a worker can determine."""
-        checkpoints = await self._list_checkpoints(path)
+        checkpoints = list_checkpoints(path)
         newest = self._newest_usable(checkpoints)
         if newest is not None:
             return newest

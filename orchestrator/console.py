@@ -9,7 +9,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from time import monotonic
-from typing import Any, Protocol, TextIO, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -39,7 +39,8 @@ WriteLine: TypeAlias = Callable[[str], None]
 
 
 class PlainConsole:
-    """Lines for a file or a pipe: steps at an interval, all other events at once."""
+    """Shows a job's events and its end as lines for a file or a pipe: steps at an interval, all
+    other events at once. `on_event` is called in another thread."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class PlainConsole:
         self._unprinted_step: StepRecord | None = None
 
     def start(self, name: str, steps: int | None) -> None:
+        """A job of that name starts; `steps` is None if their number is unknown."""
         self._steps = steps
         self._write(f"job {name}")
 
@@ -64,79 +66,34 @@ class PlainConsole:
             if self._clock() >= self._next_print_s:
                 self._next_print_s = self._clock() + self._step_interval_s
                 self._print_step()
-        else:
-            if isinstance(event, StateEntered):
-                self._print_step()
-            for line in event_lines(event):
-                self._write(line)
+            return
+        if isinstance(event, StateEntered):
+            self._print_step()
+        for line in event_lines(event):
+            self._write(line)
 
     def finish_ok(self, result: JobResult) -> None:
+        """The job succeeded."""
         for line in summary_lines(result):
             self._write(line)
 
     def finish_error(self, error: RayzeroError) -> None:
+        """The job failed or was stopped."""
         self._print_step()
         print_error(error)
 
     def _print_step(self) -> None:
-        if self._unprinted_step is not None:
+        if (step := self._unprinted_step) is not None:
             total = f"/{self._steps}" if self._steps else ""
-            self._write(
-                f"step {self._unprinted_step.step}{total} | {format_step(self._unprinted_step)}"
-            )
+            self._write(f"step {step.step}{total} | {format_step(step)}")
             self._unprinted_step = None
 
 
-class Console(Protocol):
-    """An observer that also shows how the job ended. `on_event` is called in another thread."""
-
-    def start(self, name: str, steps: int | None) -> None:
-        """A job of that name starts; `steps` is None if their number is unknown."""
-
-    def on_event(self, event: JobEvent) -> None:
-        """As `JobObserver.on_event`."""
-
-    def finish_ok(self, result: JobResult) -> None:
-        """The job succeeded."""
-
-    def finish_error(self, error: RayzeroError) -> None:
-        """The job failed or was stopped."""
-
-
-@contextmanager
-def console_for(as_json: bool) -> Iterator[Console]:
-    """A console on stdout; the output of all other code goes to stderr meanwhile."""
-    stdout = sys.stdout
-    with redirect_stdout(sys.stderr):
-        if as_json:
-            yield JsonConsole(_line_writer(stdout))
-        else:
-            with open_console(stdout) as console:
-                yield console
-
-
-@contextmanager
-def open_console(out: TextIO) -> Iterator[Console]:
-    """A live bar on a terminal, removed at the end of the `with`; plain lines elsewhere."""
-    if out.isatty():
-        bar = LiveConsole(rich.console.Console(file=out))
-        try:
-            yield bar
-        finally:
-            bar.stop()
-    else:
-        yield PlainConsole(_line_writer(out))
-
-
-def _line_writer(out: TextIO) -> WriteLine:
-    return partial(print, file=out, flush=True)
-
-
-class LiveConsole:
+class LiveConsole(PlainConsole):
     """A progress bar at the bottom of the terminal; lines are printed above it."""
 
     def __init__(self, terminal: rich.console.Console) -> None:
-        self._terminal = terminal
+        super().__init__(partial(terminal.print, markup=False, highlight=False, soft_wrap=True))
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -159,28 +116,25 @@ class LiveConsole:
     def on_event(self, event: JobEvent) -> None:
         if isinstance(event, StepRecord):
             self._bar.update(self._task, completed=event.step, text=format_step(event))
-            return
-        if isinstance(event, StateEntered):
+        elif isinstance(event, StateEntered):
             self._bar.update(self._task, description=f"{self._name}: {event.state}")
-            return
-        for line in event_lines(event):
-            self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            super().on_event(event)
 
     def finish_ok(self, result: JobResult) -> None:
         self.stop()
-        for line in summary_lines(result):
-            self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
+        super().finish_ok(result)
 
     def finish_error(self, error: RayzeroError) -> None:
         self.stop()
-        print_error(error)
+        super().finish_error(error)
 
     def stop(self) -> None:
         self._bar.stop()
 
 
 class JsonConsole:
-    """One JSON object per line on stdout; the last is the summary or the error."""
+    """One JSON object per line; the last is the summary or the error."""
 
     def __init__(self, write: WriteLine) -> None:
         self._write = write
@@ -189,13 +143,13 @@ class JsonConsole:
         self._emit("job", {"name": name, "steps": steps})
 
     def on_event(self, event: JobEvent) -> None:
+        fields = asdict(event)
         match event:
             case StepRecord():
-                self._emit("step", asdict(event) | {"tokens_per_s": event.tokens_per_s})
+                fields["tokens_per_s"] = event.tokens_per_s
             case Repaired() | Resized():
-                self._emit(_EVENT_NAMES[type(event)], asdict(event) | {"total_s": event.total_s})
-            case _:
-                self._emit(_EVENT_NAMES[type(event)], asdict(event))
+                fields["total_s"] = event.total_s
+        self._emit(_EVENT_NAMES[type(event)], fields)
 
     def finish_ok(self, result: JobResult) -> None:
         self._emit("summary", result.metrics)
@@ -208,7 +162,40 @@ class JsonConsole:
         self._write(json.dumps({"event": name, **fields}))
 
 
+Console: TypeAlias = PlainConsole | JsonConsole
+
+
+@contextmanager
+def console_for(as_json: bool) -> Iterator[Console]:
+    """A console on stdout; the output of all other code goes to stderr meanwhile."""
+    stdout = sys.stdout
+    with redirect_stdout(sys.stderr):
+        if as_json:
+            yield JsonConsole(_line_writer(stdout))
+        else:
+            with open_console(stdout) as console:
+                yield console
+
+
+@contextmanager
+def open_console(out: TextIO) -> Iterator[PlainConsole]:
+    """A live bar on a terminal, removed at the end of the `with`; plain lines elsewhere."""
+    if out.isatty():
+        bar = LiveConsole(rich.console.Console(file=out))
+        try:
+            yield bar
+        finally:
+            bar.stop()
+    else:
+        yield PlainConsole(_line_writer(out))
+
+
+def _line_writer(out: TextIO) -> WriteLine:
+    return partial(print, file=out, flush=True)
+
+
 _EVENT_NAMES: dict[type[JobEvent], str] = {
+    StepRecord: "step",
     StateEntered: "state",
     WorkersReady: "workers",
     LogLine: "log",

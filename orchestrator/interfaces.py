@@ -1,4 +1,4 @@
-"""What the controller needs of workers, vaults and checkpoints, without Ray."""
+"""What the controller needs of workers and vaults, without Ray."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
 
-from rayzero.engine.checkpoint.format import WrittenFile
 from rayzero.orchestrator.aio import PendingReplies
 from rayzero.orchestrator.policies.placement import ResourceRequest
-from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.workers.messages import (
     GenerationSpec,
     RankAssignment,
@@ -152,27 +150,3 @@ class VaultGroup(Protocol):
 
     async def release(self) -> None:
         """Ends all vaults. May be called at any time, repeatedly."""
-
-
-class CheckpointStore(Protocol):
-    """One job's folder of checkpoints. No method blocks the event loop; each may raise StoreError:
-    the store is full, gone, forbidden or slow."""
-
-    def folder(self, step: int) -> str:
-        """The path or URL of that step's checkpoint."""
-
-    async def resolve_resume(self) -> CheckpointRef | None:
-        """The checkpoint that this run starts from, by `checkpoint.resume`.
-
-        Raises:
-            ConfigError: there is no such checkpoint, or there are some and resume is `never`.
-        """
-
-    async def newest(self, excluding: frozenset[int]) -> CheckpointRef | None:
-        """The newest complete checkpoint, without those of the excluded steps."""
-
-    async def commit(self, step: int, generation: int, files: Sequence[WrittenFile]) -> None:
-        """Writes the manifest, which makes the checkpoint exist. Its files are durable already."""
-
-    async def prune(self) -> None:
-        """Removes checkpoints by `checkpoint.keep` and `keep_every`."""

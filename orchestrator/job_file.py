@@ -135,8 +135,6 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
 
 LIVE_KEYS = ("workers.min", "workers.max")
 """Keys that can be changed while a job runs."""
-
-
 ADOPTABLE_KEYS = (
     "workers",
     "steps",

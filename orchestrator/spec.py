@@ -93,8 +93,7 @@ class CheckpointSpec(_Section):
         default="runs",
         min_length=1,
         description="folder relative to the working directory, or a URL (s3://, gs://, hdfs://); "
-        "the job "
-        "writes its checkpoints and journal to a subfolder with its name",
+        "the job writes its checkpoints and journal to a subfolder with its name",
     )
     every_steps: int | None = Field(default=None, ge=1, description="steps between checkpoints")
     keep: int = Field(default=3, ge=1, description="number of newest checkpoints to keep")
@@ -107,8 +106,7 @@ class CheckpointSpec(_Section):
         default="auto",
         min_length=1,
         description="checkpoint to start from: `auto` is the newest complete one in the job's "
-        "folder, "
-        "if any; `never` fails if the folder has checkpoints; or the path of a checkpoint",
+        "folder, if any; `never` fails if the folder has checkpoints; or the path of a checkpoint",
     )
     grace_period_s: float = Field(
         default=30,
@@ -119,8 +117,7 @@ class CheckpointSpec(_Section):
         default=20,
         ge=1,
         description="seconds without a lease renewal by the controller after which another "
-        "cluster may "
-        "take over the job's folder",
+        "cluster may take over the job's folder",
     )
 
     @model_validator(mode="before")
@@ -188,8 +185,7 @@ class MetricsSpec(_Section):
         ge=0,
         le=65535,
         description="port of /metrics and /snapshot.json on the controller's machine; 0: any "
-        "free port, "
-        "which is printed; default: no endpoint",
+        "free port, which is printed; default: no endpoint",
     )
     ports: int = Field(
         default=1,

@@ -15,9 +15,9 @@ from rayzero.orchestrator.aio import (
     PendingReplies,
     with_timeout,
 )
+from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
 from rayzero.orchestrator.interfaces import (
-    CheckpointStore,
     VaultGroup,
     VaultLostError,
     WorkerGroup,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.aio import SystemClock
 from rayzero.orchestrator.background_writer import BackgroundWriter
-from rayzero.orchestrator.checkpoint_store import FileCheckpointStore
+from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.cluster.actor_pool import remove_stale_reservations
 from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
 from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
@@ -99,7 +99,7 @@ async def open_run(
     spec = plan.spec
     vaults = RayVaultGroup(spec.name, faults=spec.faults, output_dir=str(plan.output_dir))
     workers = RayWorkerGroup(plan.worker_spec, clock, can_grow, vaults)
-    store = FileCheckpointStore(plan, warn, adopting=history is not None, check_lease=lease.check)
+    store = CheckpointStore(plan, warn, adopting=history is not None, check_lease=lease.check)
     dependencies = Dependencies(workers, vaults, store, events, clock)
     return JobRun(recorder, telemetry, Controller(plan, dependencies, history))
 

@@ -12,7 +12,7 @@ import pytest
 from rayzero.engine.checkpoint.writer import write_rank_file
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
-from rayzero.orchestrator.checkpoint_store import FileCheckpointStore
+from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from tests.orchestrator.support import plan
 
@@ -27,7 +27,7 @@ class Box:
     def __init__(self, folder: Path, **checkpoint: Any) -> None:
         self.told: list[str] = []
         wanted = {"path": str(folder), **checkpoint}
-        self.archive = FileCheckpointStore(plan(folder, checkpoint=wanted), self.told.append)
+        self.archive = CheckpointStore(plan(folder, checkpoint=wanted), self.told.append)
 
     def save(self, *steps: int) -> None:
         for step in steps:
