@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import (
@@ -32,8 +32,8 @@ from rayzero.orchestrator.progress import JobProgress
 COMMAND_TIMEOUT_S = 30.0
 """How long a worker or a vault may take to reply to a command."""
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 @dataclass(frozen=True)
@@ -135,14 +135,10 @@ class JobContext:
             raise VaultLostError(timeout_reason(limit_s)) from None
 
     def broadcast(
-        self,
-        workers: Iterable[int],
-        method: Callable[Concatenate[Any, P], None],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, workers: Iterable[int], method: Callable[[Any, *Ts], None], *args: *Ts
     ) -> None:
         """Calls `method`, one of `WorkerCalls`, in several workers' processes."""
-        self.expect_replies(self.deps.workers.broadcast(workers, method, *args, **kwargs))
+        self.expect_replies(self.deps.workers.broadcast(workers, method, *args))
 
     def expect_replies(self, replies: PendingReplies) -> None:
         """A worker that does not reply to a command in time counts as lost."""
