@@ -18,7 +18,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -128,7 +128,7 @@ async def measure(
     plan, clock = make_job(folder, scale.workers), SystemClock()
     sights = _Sights(plan)
     events = EventBus()
-    with Telemetry(plan, clock, sights.writer, print) as telemetry:
+    with closing(Telemetry(plan, clock, sights.writer, print)) as telemetry:
         telemetry.subscribe_to(events)
         sights.recorder.set_counter_source(telemetry.dump_counters)
         sights.recorder.subscribe_to(events)

@@ -17,7 +17,7 @@ from rayzero.engine.checkpoint.format import parse_step
 from rayzero.engine.checkpoint.store import split_url
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_url
-from rayzero.orchestrator.cli.command import JsonValueFlag, local_command, new_group
+from rayzero.orchestrator.cli.command import JsonLinesFlag, JsonValueFlag, local_command, new_group
 from rayzero.orchestrator.top.format import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -36,14 +36,11 @@ CheckpointPath: TypeAlias = Annotated[
         metavar="PATH",
     ),
 ]
-CheckpointLinesFlag: TypeAlias = Annotated[
-    bool, typer.Option("--json", help="Print JSON lines on stdout, one for each checkpoint.")
-]
 
 
 @commands.command("ls", epilog="Example: rayzero ckpt ls runs/gpt --json")
 @local_command
-def list_command(path: CheckpointPath, as_json: CheckpointLinesFlag = False) -> None:
+def list_command(path: CheckpointPath, as_json: JsonLinesFlag = False) -> None:
     """List checkpoints: step, age, size, world size, stage, and whether they are complete.
 
     Reads only manifests and file sizes; `verify` reads all data.
@@ -62,7 +59,7 @@ def list_command(path: CheckpointPath, as_json: CheckpointLinesFlag = False) -> 
 
 @commands.command("verify", epilog="Example: rayzero ckpt verify runs/gpt/step-200")
 @local_command
-def verify_command(path: CheckpointPath, as_json: CheckpointLinesFlag = False) -> int:
+def verify_command(path: CheckpointPath, as_json: JsonLinesFlag = False) -> int:
     """Read checkpoints completely, and list every file that has changed since it was written.
 
     Exit code 0: all files are intact. 1: a checkpoint is damaged.

@@ -57,8 +57,8 @@ OptionalJobsPath: TypeAlias = Annotated[
 JsonValueFlag: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print one JSON value on stdout.")
 ]
-EventLinesFlag: TypeAlias = Annotated[
-    bool, typer.Option("--json", help="Print JSON lines on stdout: the events, then the summary.")
+JsonLinesFlag: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Print JSON lines on stdout.")
 ]
 
 

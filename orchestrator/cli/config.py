@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.cli.command import local_command, new_group
+from rayzero.orchestrator.cli.command import JsonLinesFlag, local_command, new_group
 
 if TYPE_CHECKING:
     from rayzero.engine.config.explain import KeyInfo
@@ -40,9 +40,7 @@ def explain_config(
     all_keys: Annotated[
         bool, typer.Option("--all", help="Show every known key, not only those in effect.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON lines on stdout, one for each key.")
-    ] = False,
+    as_json: JsonLinesFlag = False,
 ) -> None:
     """Print every key in effect: its status, its value, and where the value comes from.
 

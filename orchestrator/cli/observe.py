@@ -16,6 +16,7 @@ from rayzero.orchestrator.cli.command import (
     DASHBOARD_SCHEMES,
     ClusterAddress,
     JobName,
+    JsonLinesFlag,
     OptionalJobsPath,
     cluster_command,
     local_command,
@@ -68,9 +69,7 @@ def top(
     ],
     address: ClusterAddress = None,
     once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the job's snapshots as JSON lines.")
-    ] = False,
+    as_json: JsonLinesFlag = False,
 ) -> int:
     """Watch a job: state, progress, loss, ranks, faults, lost time and checkpoints.
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.orchestrator.cli.command import (
     ClusterAddress,
-    EventLinesFlag,
     JobFile,
     JobName,
     JobsPath,
+    JsonLinesFlag,
     SpecOverrides,
     StartAddress,
     cluster_command,
@@ -44,7 +44,7 @@ def run(
     job: JobFile,
     address: StartAddress = None,
     overrides: SpecOverrides = None,
-    as_json: EventLinesFlag = False,
+    as_json: JsonLinesFlag = False,
 ) -> int:
     """Run a job and wait until it ends.
 
@@ -91,7 +91,7 @@ def resume(
     name: JobName,
     address: ClusterAddress = None,
     path: JobsPath = "runs",
-    as_json: EventLinesFlag = False,
+    as_json: JsonLinesFlag = False,
 ) -> int:
     """Run a job again with the spec in its journal; a lost run continues at its last state.
 

@@ -7,17 +7,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from rayzero.orchestrator.job_events import (
-    Checkpointed,
-    FaultDetected,
-    JobEvent,
-    Repaired,
-    Resized,
-    StateEntered,
-)
+from rayzero.orchestrator import job_events
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.failure import describe_fault
+from rayzero.orchestrator.progress import StepRecord
 
 MAX_POINTS = 512
 """Maximum number of points of a curve."""
@@ -38,6 +32,9 @@ class BoundedCurve:
         self._last: tuple[int, float] | None = None
 
     def add(self, x: int, y: float) -> None:
+        """Replaces the points from x on, if there are any."""
+        while self._points and self._points[-1][0] >= x:
+            self._points.pop()
         self._last = (x, y)
         if self._count % self._stride == 0:
             self._points.append(self._last)
@@ -45,11 +42,6 @@ class BoundedCurve:
                 self._points = self._points[::2]
                 self._stride *= 2
         self._count += 1
-
-    def rewind(self, x: int) -> None:
-        """Drops the points from x on, before they are added again."""
-        while self._points and self._points[-1][0] >= x:
-            self._points.pop()
 
     def points(self) -> list[tuple[int, float]]:
         """In the order they were added, always with the newest one."""
@@ -69,23 +61,20 @@ class DisplayHistory:
         """Repairs and resizes."""
         self.checkpoints: deque[Entry] = deque(maxlen=MAX_HISTORY_ENTRIES)
 
-    def on_step(self, step: int, loss: float, previous_step: int) -> None:
-        if step <= previous_step:
-            self.loss.rewind(step)
-        self.loss.add(step, loss)
-
-    def on_event(self, event: JobEvent, unix_s: float) -> None:
+    def on_event(self, event: job_events.JobEvent, unix_s: float) -> None:
         match event:
-            case StateEntered() if event.state is State.RUNNING:
+            case StepRecord() if event.loss is not None:
+                self.loss.add(event.step, event.loss)
+            case job_events.StateEntered() if event.state is State.RUNNING:
                 self.generations.append({"at_s": unix_s, **_generation_entry(vars(event))})
-            case FaultDetected():
+            case job_events.FaultDetected():
                 entry = _fault_entry(unix_s, event.cause, event.rank, event.step, event.text)
                 self.faults.append(entry)
-            case Repaired() | Resized():
-                kind = "repaired" if isinstance(event, Repaired) else "resized"
+            case job_events.Repaired() | job_events.Resized():
+                kind = "repaired" if isinstance(event, job_events.Repaired) else "resized"
                 fields = {**vars(event), "kind": kind, "total_s": event.total_s}
                 self.recoveries.append({"at_s": unix_s, **_recovery_entry(fields)})
-            case Checkpointed():
+            case job_events.Checkpointed():
                 self.checkpoints.append({"at_s": unix_s, **_checkpoint_entry(vars(event))})
 
     def restore(self, past: RunHistory) -> None:

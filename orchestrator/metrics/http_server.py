@@ -124,7 +124,6 @@ class BoundedHttpServer(ThreadingMixIn, WSGIServer):
 
     def server_bind(self) -> None:
         """Binds without a reverse DNS lookup of the host name, which may take long."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "rayzero", int(self.server_address[1])
         self.setup_environ()

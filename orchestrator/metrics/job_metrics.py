@@ -7,20 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 
-from rayzero.orchestrator.job_events import (
-    Checkpointed,
-    CheckpointFailed,
-    FaultRecorded,
-    GenerationStarted,
-    JobEvent,
-    LimitsChanged,
-    Repaired,
-    ReplicationChanged,
-    Resized,
-    Resumed,
-    StateEntered,
-    StepReplicated,
-)
+from rayzero.orchestrator import job_events
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.components import (
     STEP_BUCKETS_S,
@@ -171,39 +158,39 @@ class JobMetrics:
         self.checkpoints = CheckpointMetrics(enabled=spec.checkpoint.every_steps is not None)
         self.history = DisplayHistory()
 
-    def on_event(self, event: JobEvent) -> None:
+    def on_event(self, event: job_events.JobEvent) -> None:
         now = self.now()
         self.history.on_event(event, now.unix_s)
         match event:
-            case GenerationStarted():
+            case job_events.GenerationStarted():
                 self.ranks.start_generation(event.nodes)
-            case ReplicationChanged():
+            case job_events.ReplicationChanged():
                 self.replicas.set_replication(event.enabled, now.unix_s)
-            case StateEntered():
+            case job_events.StateEntered():
                 self._on_state(event, now)
             case StepRecord():
                 self._on_step(event, now)
-            case Repaired() | Resized():
+            case job_events.Repaired() | job_events.Resized():
                 self._on_recovery(event, now)
-            case Resumed():
+            case job_events.Resumed():
                 self.steps.step = event.step
                 if event.step != self.checkpoints.step:  # otherwise its time is known
                     self.checkpoints.set_newest(event.step, now.unix_s)
-            case Checkpointed():
+            case job_events.Checkpointed():
                 self.checkpoints.on_committed(event, now.unix_s)
-            case CheckpointFailed():
+            case job_events.CheckpointFailed():
                 self.checkpoints.failed += 1
-            case FaultRecorded():
+            case job_events.FaultRecorded():
                 self.faults.on_fault(event.fault)
-            case LimitsChanged():
+            case job_events.LimitsChanged():
                 self.worker_limits = (event.min_workers, event.max_workers)
-            case StepReplicated():
+            case job_events.StepReplicated():
                 self.replicas.on_replicated(event.step, event.nbytes, now.unix_s)
 
     def time_breakdown(self) -> TimeBreakdown:
         return self.time_accounting.breakdown_at(self.now().clock_s)
 
-    def _on_state(self, event: StateEntered, now: Timestamps) -> None:
+    def _on_state(self, event: job_events.StateEntered, now: Timestamps) -> None:
         self.time_accounting.on_state(event.state, now.clock_s)
         self.state, self.state_since = event.state, now
         self.generation = event.generation
@@ -218,8 +205,6 @@ class JobMetrics:
         }
         self.time_accounting.on_step(record.step, record.step_s, waits_s, now.clock_s)
         self.faults.on_step(record.step)
-        if record.loss is not None:
-            self.history.on_step(record.step, record.loss, self.steps.step)
         self.steps.add_step(record, now.unix_s)
         self.checkpoints.on_step(now.unix_s)
         if self.spec.recovery.replicas > 0:
@@ -227,8 +212,10 @@ class JobMetrics:
         if record.mirrored_step is not None:
             self.replicas.on_mirrored(record.mirrored_step, record.mirrored_bytes, now.unix_s)
 
-    def _on_recovery(self, event: Repaired | Resized, now: Timestamps) -> None:
-        if isinstance(event, Repaired):
+    def _on_recovery(
+        self, event: job_events.Repaired | job_events.Resized, now: Timestamps
+    ) -> None:
+        if isinstance(event, job_events.Repaired):
             self.faults.on_repaired(event)
         else:
             self.faults.resizes += 1

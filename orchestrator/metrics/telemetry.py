@@ -77,12 +77,6 @@ class Telemetry:
             self.close()
             raise
 
-    def __enter__(self) -> Telemetry:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Closes the endpoint. The step files are closed by the writer."""
         if self._endpoint is not None:

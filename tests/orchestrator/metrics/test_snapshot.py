@@ -80,6 +80,5 @@ def test_what_is_done_again_replaces_what_was():
     curve = BoundedCurve()
     for x in (1, 2, 3, 4):
         curve.add(x, 1.0)
-    curve.rewind(3)
     curve.add(3, 2.0)
     assert curve.points() == [(1, 1.0), (2, 1.0), (3, 2.0)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -120,7 +121,7 @@ def test_files_and_the_endpoint_live_as_long_as_it(tmp_path: Path):
     metrics = {"port": 0, "jsonl": True, "tensorboard": True}
     wanted = plan(tmp_path, metrics=metrics)
     writer = BackgroundWriter(print)
-    with Telemetry(wanted, VirtualClock(), writer, [].append) as told:
+    with closing(Telemetry(wanted, VirtualClock(), writer, [].append)) as told:
         assert told.url is not None
         assert told.url.startswith("http://127.0.0.1:")
         port = int(told.url.rsplit(":", 1)[1])
@@ -134,7 +135,7 @@ def test_files_and_the_endpoint_live_as_long_as_it(tmp_path: Path):
 
 def test_nothing_is_opened_that_nobody_asked_for(tmp_path: Path):
     wanted = plan(tmp_path)
-    with Telemetry(wanted, VirtualClock(), NO_FILES, [].append) as told:
+    with closing(Telemetry(wanted, VirtualClock(), NO_FILES, [].append)) as told:
         assert told.url is None
         json.dumps(told.snapshot())
     assert list(wanted.output_dir.iterdir()) == []
