@@ -12,13 +12,13 @@ from rayzero.engine.zero.build import (
     BuildContext,
     make_blocks,
     make_grad_buffers,
-    make_reducer,
     make_units,
     place_ungrouped,
 )
 from rayzero.engine.zero.gather_buffers import GatherBuffers
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
 from rayzero.engine.zero.placement import Collective, Placement, Stage
+from rayzero.engine.zero.reducer import Reducer
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.unshard import UnshardScheduler
 
@@ -47,7 +47,8 @@ def make_runtime(
     ungrouped = place_ungrouped(model, in_units, context)
     context.materializer.clear()
     trainable = [unit for unit in units if unit.grads is not None]
-    reducer = make_reducer(trainable, grad_buffers, overlap=config.zero_optimization.overlap_comm)
+    stores = [(unit.grads, len(unit.params)) for unit in units if unit.grads is not None]
+    reducer = Reducer(stores, grad_buffers, overlap=config.zero_optimization.overlap_comm)
     hooks = hook_gradients(trainable, reducer)
     scheduler, gather_buffers = None, None
     if blocks := make_blocks(units):

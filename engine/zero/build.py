@@ -32,7 +32,7 @@ from rayzero.engine.zero.parameters import (
     set_param_data,
 )
 from rayzero.engine.zero.placement import Placement, Stage
-from rayzero.engine.zero.reducer import GradReduction, Reducer, UnitGradSpec
+from rayzero.engine.zero.reducer import GradReduction, UnitGradSpec
 from rayzero.engine.zero.unit import Unit
 
 
@@ -209,23 +209,11 @@ def _replicate(tensor: Tensor, context: BuildContext, *, loaded: bool = True) ->
     return value
 
 
-def make_reducer(
-    units: Sequence[Unit], buffers: GradBufferPool | None, *, overlap: bool
-) -> Reducer:
-    """The reducer of trainable units, in their order."""
-    stores = [(unit.grads, len(unit.params)) for unit in units if unit.grads is not None]
-    return Reducer(stores, buffers, overlap=overlap)
-
-
 def make_blocks(units: Sequence[Unit]) -> list[Block]:
     """The blocks whose weights are gathered before use, each with all of its units."""
-    blocks: dict[int, Block] = {}
+    blocks: dict[nn.Module, Block] = {}
     for unit in units:
-        if unit.module is None or not isinstance(unit.weights, ShardedWeights):
-            continue
-        key = id(unit.module)
-        if key in blocks:
-            blocks[key].units = (*blocks[key].units, unit.weights)
-        else:
-            blocks[key] = Block(unit.name, unit.module, (unit.weights,))
+        if unit.module is not None and isinstance(unit.weights, ShardedWeights):
+            block = blocks.setdefault(unit.module, Block(unit.name, unit.module, []))
+            block.units.append(unit.weights)
     return list(blocks.values())

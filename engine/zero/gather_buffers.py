@@ -8,9 +8,10 @@ Blocks that must stay gathered while others run get a buffer of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import cycle
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +28,6 @@ class BlockState(Enum):
     GATHERED = "gathered"
 
 
-_NEXT_STATE = {
-    BlockState.SHARDED: BlockState.GATHERING,
-    BlockState.GATHERING: BlockState.GATHERED,
-    BlockState.GATHERED: BlockState.SHARDED,
-}
-
-
 @dataclass(eq=False)
 class Block:
     """A module and the units that its forward needs gathered.
@@ -41,39 +35,16 @@ class Block:
     Attributes:
         buffer_index: its buffer in the ring; None if it has a buffer of its own.
         pending: the all-gathers in flight while GATHERING.
-        active_forwards: forwards that are running.
         forward_calls: forwards begun in the current pass.
     """
 
     name: str
     module: nn.Module
-    units: tuple[ShardedWeights, ...]
+    units: list[ShardedWeights]
     buffer_index: int | None = None
+    state: BlockState = BlockState.SHARDED
     pending: list[Work] = field(default_factory=list)
-    active_forwards: int = 0
     forward_calls: int = 0
-    _state: BlockState = BlockState.SHARDED
-
-    @property
-    def state(self) -> BlockState:
-        return self._state
-
-    @state.setter
-    def state(self, state: BlockState) -> None:
-        if state is not _NEXT_STATE[self._state]:
-            raise RuntimeError(f"{self.name!r} cannot go from {self._state.name} to {state.name}")
-        self._state = state
-
-
-def assign_buffers(order: Sequence[int], alone: set[int], count: int) -> dict[int, int | None]:
-    """The buffer of each block: round robin in the order of first use, None for those in
-    `alone`."""
-    indices: dict[int, int | None] = {}
-    for block in order:
-        if block not in indices:
-            shared = sum(index is not None for index in indices.values())
-            indices[block] = None if block in alone else shared % count
-    return indices
 
 
 class GatherBuffers:
@@ -108,12 +79,14 @@ class GatherBuffers:
             del self._current_blocks[block.buffer_index]
         block.buffer_index = None
 
-    def set_assignment(self, indices: dict[int, int | None]) -> None:
-        """Reassigns every block. No block may be gathered."""
+    def assign(self, order: Iterable[Block], alone: Container[Block]) -> None:
+        """Assigns buffers round robin in the order of first use, except to the blocks in `alone`,
+        which get their own. No block may be gathered."""
         self._current_blocks.clear()
         self._buffers.clear()
-        for block, index in indices.items():
-            self._blocks[block].buffer_index = index
+        indices = cycle(range(self.count))
+        for block in dict.fromkeys(order):
+            block.buffer_index = None if block in alone else next(indices)
 
     def clear(self) -> None:
         self._current_blocks.clear()

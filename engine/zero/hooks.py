@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +21,8 @@ from rayzero.engine.zero.unshard import UnshardScheduler
 def hook_gradients(units: list[Unit], reducer: Reducer) -> list[RemovableHandle]:
     """Passes every gradient to the reducer as soon as autograd has accumulated it."""
 
-    def make_hook(unit: int, index: int) -> Callable[[Tensor], None]:
-        def hook(param: Tensor) -> None:
-            reducer.on_gradient(unit, index, param)  # type: ignore[arg-type]
-
-        return hook
-
     return [
-        param.register_post_accumulate_grad_hook(make_hook(number, index))
+        param.register_post_accumulate_grad_hook(partial(reducer.on_gradient, number, index))
         for number, unit in enumerate(units)
         for index, param in enumerate(unit.params)
     ]

@@ -56,12 +56,12 @@ class Stage:
     @property
     def gradient_collective(self) -> Collective:
         """The reduction of gradients that the optimizer needs."""
-        return collective_for(Placement.PARTIAL, self.optimizer_state)
+        return _COLLECTIVES[Placement.PARTIAL, self.optimizer_state]
 
     @property
     def weight_collective(self) -> Collective:
         """The gather of updated weights that forward needs."""
-        return collective_for(self.optimizer_state, self.model_weights)
+        return _COLLECTIVES[self.optimizer_state, self.model_weights]
 
 
 R, P, S = Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED
@@ -74,21 +74,10 @@ STAGES = (
     Stage(3, S, S, S),
 )
 
-_COLLECTIVE_BY_CHANGE = {
+_COLLECTIVES = {  # by placement before and after
     (P, R): Collective.ALL_REDUCE,
     (P, S): Collective.REDUCE_SCATTER,
     (S, R): Collective.ALL_GATHER,
+    (R, R): Collective.NONE,
+    (S, S): Collective.NONE,
 }
-
-
-def collective_for(source: Placement, target: Placement) -> Collective:
-    """The collective that turns one placement into another.
-
-    Raises:
-        ValueError: no single collective does that.
-    """
-    if source is target:
-        return Collective.NONE
-    if (source, target) not in _COLLECTIVE_BY_CHANGE:
-        raise ValueError(f"no collective turns {source.value} into {target.value}")
-    return _COLLECTIVE_BY_CHANGE[source, target]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rayzero.engine.comm.backend import ReduceOp, Work
 from rayzero.engine.comm.collectives import Collectives
@@ -20,27 +20,13 @@ from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.zero.gradients import GradBufferPool, GradStore
 
 
-class _UnitReadiness:
-    """The gradients of one unit that have arrived in the current micro-step."""
+@dataclass
+class _UnitProgress:
+    """One unit in the current micro-step; `missing`: parameters whose gradient has not arrived."""
 
-    def __init__(self, grads: GradStore, count: int) -> None:
-        self.grads = grads
-        self._arrived = [False] * count
-        self.missing_count = count
-
-    def restart(self) -> None:
-        self.missing_count = len(self._arrived)
-        self._arrived = [False] * self.missing_count
-
-    def mark(self, index: int) -> bool:
-        """Whether this is the parameter's first gradient of the micro-step."""
-        fresh = not self._arrived[index]
-        self._arrived[index] = True
-        self.missing_count -= fresh
-        return fresh
-
-    def missing_indices(self) -> list[int]:
-        return [index for index, arrived in enumerate(self._arrived) if not arrived]
+    grads: GradStore
+    param_count: int
+    missing: set[int] = field(default_factory=set)
 
 
 class Reducer:
@@ -63,7 +49,7 @@ class Reducer:
         *,
         overlap: bool,
     ) -> None:
-        self._units = [_UnitReadiness(grads, count) for grads, count in units]
+        self._units = [_UnitProgress(grads, count) for grads, count in units]
         self._buffer_pool = buffers
         self._overlap = overlap
         self._in_flight: deque[tuple[Work, GradStore]] = deque()
@@ -77,10 +63,10 @@ class Reducer:
         self._reducing = last or self._buffer_pool is not None
         self._next_unit = 0
         for unit in self._units:
-            unit.restart()
+            unit.missing = set(range(unit.param_count))
 
-    def on_gradient(self, unit: int, index: int, param: nn.Parameter) -> None:
-        """Parameter `index` of `unit` has a gradient of this micro-step in `.grad`.
+    def on_gradient(self, number: int, index: int, param: Tensor) -> None:
+        """Parameter `index` of a unit has a gradient of this micro-step in `.grad`.
 
         Raises:
             EngineError: the unit has been reduced already.
@@ -88,28 +74,28 @@ class Reducer:
         grad, param.grad = param.grad, None
         if grad is None:
             return
-        readiness = self._units[unit]
-        fresh = readiness.mark(index)
-        if self._reducing and unit < self._next_unit:
+        if self._reducing and number < self._next_unit:
             raise EngineError(
                 "a second gradient of one parameter arrived after its unit was reduced",
                 allowed="one gradient for each parameter and backward",
                 fix="use torch.utils.checkpoint with use_reentrant=False around shared modules",
             )
-        self._wait_for_buffer(readiness.grads)
-        readiness.grads.accumulate(index, grad, add=not (fresh and self._overwrite))
-        if not readiness.missing_count:
+        unit = self._units[number]
+        self._wait_for_buffer(unit.grads)
+        unit.grads.accumulate(index, grad, add=not (index in unit.missing and self._overwrite))
+        unit.missing.discard(index)
+        if not unit.missing:
             self._launch_ready()
 
     def finish_backward(self) -> None:
         """Called after a backward: treats missing gradients as zero, and reduces the remaining
         units."""
-        for readiness in self._units:
-            for index in readiness.missing_indices():
-                if self._overwrite:
-                    self._wait_for_buffer(readiness.grads)
-                    readiness.grads.accumulate_zero(index)
-                readiness.mark(index)
+        for unit in self._units:
+            if self._overwrite:
+                for index in sorted(unit.missing):
+                    self._wait_for_buffer(unit.grads)
+                    unit.grads.accumulate_zero(index)
+            unit.missing.clear()
             self._launch_ready()
 
     def wait(self) -> None:
@@ -125,7 +111,7 @@ class Reducer:
     def _launch_ready(self) -> None:
         if not self._reducing:
             return
-        while self._next_unit < len(self._units) and not self._units[self._next_unit].missing_count:
+        while self._next_unit < len(self._units) and not self._units[self._next_unit].missing:
             unit = self._units[self._next_unit]
             pending = unit.grads.reduce(first=self._first_micro_step)
             self._in_flight.append((pending, unit.grads))

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rayzero.engine.errors import EngineError
-from rayzero.engine.zero.gather_buffers import Block, BlockState, GatherBuffers, assign_buffers
+from rayzero.engine.zero.gather_buffers import Block, BlockState, GatherBuffers
 from rayzero.engine.zero.parameters import WeightGather
 
 
@@ -29,13 +29,17 @@ class UnshardScheduler:
         self.blocks = blocks
         self._buffers = buffers
         self.weight_gather = gather
-        self._own_buffer = _blocks_around_blocks(blocks)
-        self._forward_order: list[Block] = []  # first uses since the last assignment
-        self._successor: dict[tuple[str, Block], Block] = {}
-        self._previous: tuple[str, Block] | None = None
+        modules = {block.module for block in blocks}
+        self._own_buffer = {  # blocks that contain others: they stay gathered while those run
+            block for block in blocks if len(modules.intersection(block.module.modules())) > 1
+        }
+        self._running: list[Block] = []  # blocks whose forward has not returned, outermost first
+        self._forward_order: dict[Block, None] = {}  # first uses since the last assignment
+        self._successor: dict[tuple[bool, Block], Block] = {}  # by (in backward, block)
+        self._previous: Block | None = None
         self._prefetch_ready = False  # buffers are assigned by the recorded order
         self._in_backward = False
-        buffers.set_assignment(self._assign_buffers(range(len(blocks))))
+        buffers.assign(blocks, self._own_buffer)
 
     def root_pre_forward(self) -> None:
         """Called before the model's forward, also when it is recomputed in backward."""
@@ -56,13 +60,14 @@ class UnshardScheduler:
         self._unshard(block)
         if not self._in_backward:
             self._record_order(block)
-            self._record_successor("forward", block)
-        block.active_forwards += 1
-        self._prefetch("backward" if self._in_backward else "forward", block)
+            self._record_successor(block)
+        self._running.append(block)
+        self._prefetch(block)
 
     def post_forward(self, block: Block) -> None:
-        """Called after a block's forward has returned or raised."""
-        block.active_forwards -= 1
+        """Called after a block's forward has returned or raised, also in `pre_forward`."""
+        if block in self._running:
+            self._running.remove(block)
 
     def begin_backward(self) -> None:
         self._in_backward = True
@@ -83,8 +88,8 @@ class UnshardScheduler:
                 "derivatives",
             )
         self._unshard(block)
-        self._record_successor("backward", block)
-        self._prefetch("backward", block)
+        self._record_successor(block)
+        self._prefetch(block)
 
     def end_backward(self) -> None:
         self._in_backward = False
@@ -100,9 +105,7 @@ class UnshardScheduler:
         self._buffers.clear()
         self.weight_gather.invalidate()
         if not self._prefetch_ready and self._forward_order:
-            used = [self.blocks.index(block) for block in self._forward_order]
-            unused = [index for index in range(len(self.blocks)) if index not in used]
-            self._buffers.set_assignment(self._assign_buffers([*used, *unused]))
+            self._buffers.assign([*self._forward_order, *self.blocks], self._own_buffer)
             self._prefetch_ready = True
 
     def _unshard(self, block: Block) -> None:
@@ -136,83 +139,63 @@ class UnshardScheduler:
                 unit.reshard()
             block.state = BlockState.SHARDED
 
-    def _prefetch(self, phase: str, block: Block) -> None:
+    def _prefetch(self, block: Block) -> None:
         if not self._prefetch_ready:
             return
         held = [block]
-        for upcoming in self._next_blocks(phase, block):
+        for upcoming in self._next_blocks(block):
             other = self._buffers.current_block(upcoming)
-            if upcoming.state is not BlockState.SHARDED:
-                held.append(upcoming)
-            elif other in held or (other is not None and other.active_forwards):
-                return
-            else:
+            if upcoming.state is BlockState.SHARDED:
+                if other in held or other in self._running:
+                    return
                 self._start_all_gather(upcoming)
-                held.append(upcoming)
+            held.append(upcoming)
 
-    def _next_blocks(self, phase: str, block: Block) -> Iterator[Block]:
+    def _next_blocks(self, block: Block) -> Iterator[Block]:
         """The blocks that followed this one last time, as many as there are other buffers."""
         for _ in range(self._buffers.count - 1):
-            following = self._successor.get((phase, block))
+            following = self._successor.get((self._in_backward, block))
             if following is None:
                 return
             yield following
             block = following
 
-    def _record_successor(self, phase: str, block: Block) -> None:
-        current = phase, block
-        if self._previous is not None and self._previous[0] == phase:
-            self._successor[self._previous] = block
-        self._previous = current
+    def _record_successor(self, block: Block) -> None:
+        if self._previous is not None:
+            self._successor[self._in_backward, self._previous] = block
+        self._previous = block
 
     def _record_order(self, block: Block) -> None:
         """Records the order of use, blocks that are called twice, and blocks that call others."""
         block.forward_calls += 1
-        if block.forward_calls == 1 and not self._prefetch_ready:
-            self._forward_order.append(block)
-        around = {index for index, other in enumerate(self.blocks) if other.active_forwards}
+        if not self._prefetch_ready:
+            self._forward_order.setdefault(block)
+        around = set(self._running)
         if block.forward_calls > 1:
-            around.add(self.blocks.index(block))
-        if around - self._own_buffer:
+            around.add(block)
+        if not around <= self._own_buffer:
             self._own_buffer |= around
             self._prefetch_ready = False
-            self._forward_order = self._forward_order or list(self.blocks)
+            self._forward_order = self._forward_order or dict.fromkeys(self.blocks)
 
     def _leave_ring(self, block: Block) -> None:
         """Gives a block that is called inside another one of the ring its own buffer.
 
         At its first use in a pass only: later autograd may hold views of its address.
         """
-        if block.buffer_index is None or not any(
-            other.active_forwards and other.buffer_index is not None
-            for other in self.blocks
-            if other is not block
+        if block.buffer_index is None or all(
+            other is block or other.buffer_index is None for other in self._running
         ):
             return
         if not block.forward_calls:
             self._reshard(block)
             self._buffers.give_own_buffer(block)
-            self._own_buffer.add(self.blocks.index(block))
+            self._own_buffer.add(block)
             return
         other = self._buffers.current_block(block)
-        if other is not None and other.active_forwards:
+        if other is not None and other in self._running:
             raise EngineError(
                 f"the block {block.name!r} is called on its own and then inside {other.name!r}, "
                 "which shares its buffer",
                 fix="rayzero.unshard_modules in the engine config: name classes that do not nest",
             )
-
-    def _assign_buffers(self, order: Sequence[int]) -> dict[int, int | None]:
-        return assign_buffers(order, self._own_buffer, self._buffers.count)
-
-
-def _blocks_around_blocks(blocks: Sequence[Block]) -> set[int]:
-    """The blocks whose module contains another block's: they stay gathered while those run."""
-    modules = {id(block.module) for block in blocks}
-    return {
-        index
-        for index, block in enumerate(blocks)
-        if any(
-            id(child) in modules for child in block.module.modules() if child is not block.module
-        )
-    }

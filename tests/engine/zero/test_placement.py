@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
-from rayzero.engine.zero.placement import STAGES, Collective, Placement, Stage, collective_for
+from rayzero.engine.zero.placement import STAGES, Collective, Placement, Stage
 
 R, P, S = Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED
 
@@ -18,31 +16,15 @@ def test_each_stage_shards_one_thing_more() -> None:
 
 
 def test_the_collectives_of_each_stage() -> None:
-    found = [(row.gradient_collective, row.weight_collective) for row in STAGES]
+    collectives = [(row.gradient_collective, row.weight_collective) for row in STAGES]
     scatter, gather = Collective.REDUCE_SCATTER, Collective.ALL_GATHER
     none = Collective.NONE
-    assert found == [
+    assert collectives == [
         (Collective.ALL_REDUCE, none),
         (scatter, gather),
         (scatter, gather),
         (scatter, none),  # weights stay sharded: gathered when used, not when updated
     ]
-
-
-@pytest.mark.parametrize(("source", "target"), product(Placement, Placement))
-def test_every_pair_of_placements(source: Placement, target: Placement) -> None:
-    known = {
-        (P, R): Collective.ALL_REDUCE,
-        (P, S): Collective.REDUCE_SCATTER,
-        (S, R): Collective.ALL_GATHER,
-    }
-    if source is target:
-        assert collective_for(source, target) is Collective.NONE
-    elif (source, target) in known:
-        assert collective_for(source, target) is known[source, target]
-    else:
-        with pytest.raises(ValueError, match=f"{source.value} into {target.value}"):
-            collective_for(source, target)
 
 
 @pytest.mark.parametrize("row", STAGES, ids=lambda row: str(row.number))

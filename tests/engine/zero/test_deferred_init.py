@@ -87,6 +87,17 @@ def test_values_are_those_of_an_ordinary_construction(make: Callable[[], nn.Modu
     assert not deferred_init._recorders
 
 
+def test_nested_contexts_record_once() -> None:
+    torch.manual_seed(3)
+    ordinary = nn.Linear(3, 2)
+    torch.manual_seed(3)
+    with zero_init(), zero_init():
+        model = nn.Linear(3, 2)
+    values = Materializer(model, torch.device("cpu"))
+    assert torch.equal(values.initial_value(model.weight), ordinary.weight)
+    values.clear()
+
+
 def build(rank: int, world: int, how: str, stage: int) -> tuple[dict[str, Tensor], list[float]]:
     torch.manual_seed(0)
     if how == "context":

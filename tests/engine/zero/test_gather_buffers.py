@@ -1,0 +1,117 @@
+"""Which block is gathered into which buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from rayzero.engine.layout.flat_layout import ParamSpec, make_layout
+from rayzero.engine.zero.gather_buffers import Block, GatherBuffers
+from rayzero.engine.zero.parameters import ShardedWeights
+
+
+def make_block(name: str, *sizes: int, dtype: torch.dtype = torch.float32) -> Block:
+    units = []
+    for size in sizes:
+        layout = make_layout(name, [ParamSpec("w", (size,))], 2)
+        param = nn.Parameter(torch.zeros(size, dtype=dtype))
+        units.append(ShardedWeights(layout, (param,), torch.zeros(layout.shard_numel, dtype=dtype)))
+    return Block(name, nn.Linear(1, 1), units)
+
+
+def make_buffers(*blocks: Block, count: int = 2, alone: Sequence[Block] = ()) -> GatherBuffers:
+    buffers = GatherBuffers(blocks, count)
+    buffers.assign(blocks, alone)
+    return buffers
+
+
+@given(st.lists(st.integers(0, 12), max_size=30), st.sets(st.integers(0, 12)), st.integers(2, 4))
+def test_blocks_take_turns_in_the_order_of_first_use(
+    numbers: list[int], alone_numbers: set[int], count: int
+) -> None:
+    blocks = [make_block(str(number), 1) for number in range(13)]
+    order = [blocks[number] for number in numbers]
+    alone = [blocks[number] for number in alone_numbers]
+    GatherBuffers(blocks, count).assign(order, alone)
+    assert all(block.buffer_index is None for block in alone)
+    ring = [block.buffer_index for block in dict.fromkeys(order) if block not in alone]
+    assert ring == [position % count for position in range(len(ring))]
+
+
+def test_blocks_that_share_a_buffer_get_the_longest() -> None:
+    a, b, c = make_block("a", 64), make_block("b", 320), make_block("c", 128)
+    buffers = make_buffers(a, b, c)
+    (for_a,), (for_b,) = buffers.acquire(a), buffers.acquire(b)
+    assert for_a.numel() == 128
+    assert for_b.numel() == 320
+    assert buffers.current_block(c) is a
+    assert buffers.current_block(a) is None
+    assert buffers.acquire(c)[0] is for_a
+    assert buffers.current_block(a) is c
+    assert buffers.total_bytes == 4 * (128 + 320)
+
+
+def test_each_unit_of_a_block_has_its_own_buffer() -> None:
+    both, single = make_block("both", 64, 128), make_block("one", 192)
+    buffers = make_buffers(both, single, count=1)
+    first, second = buffers.acquire(both)
+    assert (first.numel(), second.numel()) == (192, 128)
+    assert first.data_ptr() != second.data_ptr()
+    assert len(buffers.acquire(single)) == 1
+
+
+def test_other_dtypes_do_not_share() -> None:
+    a, b = make_block("a", 64), make_block("b", 64, dtype=torch.bfloat16)
+    buffers = make_buffers(a, b, count=1)
+    assert buffers.acquire(a)[0].dtype is torch.float32
+    assert buffers.acquire(b)[0].dtype is torch.bfloat16
+
+
+def test_a_block_outside_the_ring_keeps_its_own_buffer() -> None:
+    a, b, c = make_block("a", 64), make_block("b", 320), make_block("c", 64)
+    buffers = make_buffers(a, b, c, alone=[a, b])
+    (for_a,) = buffers.acquire(a)
+    assert for_a.numel() == 64
+    assert buffers.current_block(a) is buffers.current_block(b) is None
+    assert buffers.acquire(b)[0] is not for_a
+    assert buffers.acquire(a)[0] is for_a
+
+
+def test_leaving_the_ring_frees_the_buffer_for_others() -> None:
+    a, b = make_block("a", 64), make_block("b", 64)
+    buffers = make_buffers(a, b, count=1)
+    (shared,) = buffers.acquire(a)
+    buffers.give_own_buffer(a)
+    assert buffers.current_block(b) is None
+    assert buffers.acquire(a)[0] is not shared
+    assert buffers.acquire(b)[0] is shared
+    buffers.give_own_buffer(a)  # a second time changes nothing
+    assert buffers.current_block(b) is None
+
+
+def test_a_new_assignment_drops_all_buffers() -> None:
+    a, b = make_block("a", 64), make_block("b", 64)
+    buffers = make_buffers(a, b)
+    buffers.acquire(a)
+    buffers.assign([b, a], ())
+    assert buffers.total_bytes == 0
+    assert buffers.current_block(b) is None
+    assert (a.buffer_index, b.buffer_index) == (1, 0)
+    buffers.acquire(a)
+    buffers.clear()
+    b.buffer_index = 1
+    assert buffers.current_block(b) is None
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_buffers_allocated_in_inference_mode_can_be_trained_with(inference: bool) -> None:
+    block = make_block("a", 64)
+    buffers = make_buffers(block)
+    with torch.inference_mode(inference):
+        (buffer,) = buffers.acquire(block)
+    assert not buffer.is_inference()
