@@ -24,78 +24,7 @@ from torch.utils._pytree import tree_map_only
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.tensor_tree import iter_tensors
 
-
-@dataclass(frozen=True)
-class _RecordedOp:
-    """One recorded call. A replay substitutes real tensors for meta tensors in its arguments."""
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: tuple[Tensor, ...]
-    random_state: Tensor | None
-
-    @property
-    def generator(self) -> torch.Generator:
-        return self.kwargs.get("generator") or torch.default_generator
-
-
-class OpRecorder:
-    """A constructor's operations, by the storage they touched.
-
-    The recorded meta tensors keep all storages alive, so that no address is used twice.
-    """
-
-    def __init__(self) -> None:
-        self._operations: list[_RecordedOp] = []
-        self._ops_by_storage: dict[int, list[int]] = {}
-
-    def add(self, operation: _RecordedOp, touched: list[Tensor]) -> None:
-        for key in {_storage_key(tensor) for tensor in touched}:
-            self._ops_by_storage.setdefault(key, []).append(len(self._operations))
-        self._operations.append(operation)
-
-    def has_recorded(self, tensor: Tensor) -> bool:
-        return _storage_key(tensor) in self._ops_by_storage
-
-    def replay(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """The value of `tensor` after all recorded operations, as a new tensor."""
-        real: dict[int, Tensor] = {}
-        for number in self._dependencies(tensor):
-            self._replay_op(self._operations[number], real)
-        return _real_view(tensor, real).to(device)
-
-    def _dependencies(self, tensor: Tensor) -> list[int]:
-        """The operations that wrote the storage, and their inputs', in recorded order."""
-        storages, needed = [_storage_key(tensor)], set[int]()
-        seen = set(storages)
-        while storages:
-            for number in self._ops_by_storage.get(storages.pop(), ()):
-                if number in needed:
-                    continue
-                needed.add(number)
-                operation = self._operations[number]
-                for other in iter_tensors((operation.args, operation.kwargs)):
-                    key = _storage_key(other)
-                    if _is_unmaterialized(other) and key not in seen:
-                        seen.add(key)
-                        storages.append(key)
-        return sorted(needed)
-
-    def _replay_op(self, operation: _RecordedOp, real: dict[int, Tensor]) -> None:
-        args, kwargs = tree_map_only(
-            Tensor,
-            lambda tensor: _real_view(tensor, real) if _is_unmaterialized(tensor) else tensor,
-            (operation.args, operation.kwargs),
-        )
-        generator = operation.generator
-        before = generator.get_state()
-        if operation.random_state is not None:
-            generator.set_state(operation.random_state)
-        results = operation.func(*args, **kwargs)
-        generator.set_state(before)
-        for planned, result in zip(operation.outputs, iter_tensors(results), strict=True):
-            real.setdefault(_storage_key(planned), result)
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 class ScratchBuffer:
@@ -113,40 +42,55 @@ class ScratchBuffer:
         return self._memory[:size].view(dtype)
 
 
-class _RecordingMode(TorchDispatchMode):
-    """Runs a constructor's operations on the meta device, and records them."""
+@dataclass(frozen=True)
+class _RecordedOp:
+    """One recorded call. A replay substitutes real tensors for meta tensors in its arguments, which
+    are its `inputs`."""
 
-    def __init__(self, recorder: OpRecorder) -> None:
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    random_state: Tensor | None
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs a constructor's operations on the meta device, and records them by the storages they
+    touched.
+
+    The recorded meta tensors keep all storages alive, so that no address is used twice.
+    """
+
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-        self._scratch = ScratchBuffer(torch.device("cpu"))
+        self._operations: list[_RecordedOp] = []
+        self._ops_by_storage: dict[int, list[int]] = {}
+        self.scratch: ScratchBuffer | None = None  # while recording
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("device") == torch.device("meta"):  # copied from a recorded tensor
-            kwargs["device"] = torch.device("cpu")
+        if kwargs.get("device") == _META:  # copied from a recorded tensor
+            kwargs["device"] = _CPU
         inputs = list(iter_tensors((args, kwargs)))
         if func is torch.ops.aten._local_scalar_dense.default and _is_unmaterialized(inputs[0]):
-            return self._recorder.replay(inputs[0], torch.device("cpu")).item()
-        if inputs and not any(_is_unmaterialized(one) for one in inputs):
+            return self.replay(inputs[0], _CPU).item()
+        planned = list(filter(_is_unmaterialized, inputs))
+        creates = any(argument.name == "device" for argument in func._schema.arguments)
+        if not (planned if inputs else creates):
             return func(*args, **kwargs)  # real tensors from outside are not recorded
-        factory = not inputs and any(one.name == "device" for one in func._schema.arguments)
-        if not inputs and not factory:
-            return func(*args, **kwargs)
         state = self._advance_rng(func, args, kwargs)
-        places = factory or "device" in kwargs
-        on_meta = dict(kwargs, device=torch.device("meta")) if places else kwargs
-        meta_args, meta_kwargs = tree_map_only(
-            Tensor, lambda one: one if _is_unmaterialized(one) else one.to("meta"), (args, on_meta)
-        )
+        on_meta = dict(kwargs, device=_META) if not inputs or "device" in kwargs else kwargs
+        meta_args, meta_kwargs = tree_map_only(Tensor, lambda it: it.to(_META), (args, on_meta))
         results = func(*meta_args, **meta_kwargs)
-        outputs = tuple(iter_tensors(results))
-        input_keys = {_storage_key(tensor) for tensor in inputs}
-        created = [tensor for tensor in outputs if _storage_key(tensor) not in input_keys]
-        if created or func._schema.is_mutable:
-            self._recorder.add(_RecordedOp(func, args, kwargs, outputs, state), [*inputs, *created])
+        outputs = list(iter_tensors(results))
+        input_keys, output_keys = _storage_keys(planned), _storage_keys(outputs)
+        if func._schema.is_mutable or not output_keys <= input_keys:
+            for key in input_keys | output_keys:
+                self._ops_by_storage.setdefault(key, []).append(len(self._operations))
+            self._operations.append(_RecordedOp(func, args, kwargs, planned, outputs, state))
         return results
 
     def _advance_rng(
@@ -155,26 +99,74 @@ class _RecordingMode(TorchDispatchMode):
         """Advances a random operation's generator; its state before, None for other operations."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
-        generator = kwargs.get("generator") or torch.default_generator
-        state: Tensor = generator.get_state()
+        state: Tensor = _generator(kwargs).get_state()
 
         def real(tensor: Tensor) -> Tensor:
             # The same strides, because the count of random numbers depends on the layout.
             numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-            flat = self._scratch.flat(numel, tensor.dtype)
+            self.scratch = self.scratch or ScratchBuffer(_CPU)
+            flat = self.scratch.flat(numel, tensor.dtype)
             return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
         func(*tree_map_only(Tensor, real, args), **kwargs)
         return state
 
+    def has_recorded(self, tensor: Tensor) -> bool:
+        return _storage_key(tensor) in self._ops_by_storage
+
+    def replay(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """The value of `tensor` after all recorded operations, as a new tensor."""
+        real: dict[int, Tensor] = {}
+        for number in self._dependencies(tensor):
+            _replay_op(self._operations[number], real)
+        return _real_view(tensor, real).to(device)
+
+    def _dependencies(self, tensor: Tensor) -> list[int]:
+        """The operations that wrote the storage, and their inputs', in recorded order."""
+        pending, needed = [_storage_key(tensor)], set[int]()
+        seen = set(pending)
+        while pending:
+            for number in self._ops_by_storage.get(pending.pop(), ()):
+                if number not in needed:
+                    needed.add(number)
+                    keys = _storage_keys(self._operations[number].inputs) - seen
+                    seen |= keys
+                    pending += keys
+        return sorted(needed)
+
+
+def _replay_op(operation: _RecordedOp, real: dict[int, Tensor]) -> None:
+    """Runs an operation on real tensors and adds those it creates to `real`, by storage."""
+    args, kwargs = tree_map_only(
+        Tensor,
+        lambda tensor: _real_view(tensor, real) if _is_unmaterialized(tensor) else tensor,
+        (operation.args, operation.kwargs),
+    )
+    generator = _generator(operation.kwargs)
+    before = generator.get_state()
+    if operation.random_state is not None:
+        generator.set_state(operation.random_state)
+    results = operation.func(*args, **kwargs)
+    generator.set_state(before)
+    for planned, result in zip(operation.outputs, iter_tensors(results), strict=True):
+        real.setdefault(_storage_key(planned), result)
+
+
+def _generator(kwargs: dict[str, Any]) -> torch.Generator:
+    return kwargs.get("generator") or torch.default_generator
+
 
 def _is_unmaterialized(tensor: Tensor) -> bool:
-    """Whether a tensor has no memory yet."""
+    """Whether a tensor has no memory yet. Not `is_meta`, which is hidden while recording."""
     return tensor.device.type == "meta"
 
 
 def _storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _storage_keys(tensors: Iterable[Tensor]) -> set[int]:
+    return set(map(_storage_key, tensors))
 
 
 def _real_view(planned: Tensor, real: dict[int, Tensor]) -> Tensor:
@@ -184,8 +176,7 @@ def _real_view(planned: Tensor, real: dict[int, Tensor]) -> Tensor:
     )
 
 
-_recorders: list[OpRecorder] = []  # of models that no engine has been built from
-_active_recorders: list[OpRecorder] = []  # of the open contexts
+_recorders: list[_Recorder] = []  # of models that no engine has been built from
 
 
 @contextmanager
@@ -199,9 +190,11 @@ def zero_init() -> Iterator[None]:
 
     A function given as `initialize(model=function)` is called inside this context.
     """
-    recorder = OpRecorder()
-    _recorders.append(recorder)
-    with _record_into(recorder):
+    if _is_recording():
+        yield
+        return
+    _recorders.append(_Recorder())
+    with _record_into(_recorders[-1]):
         yield
 
 
@@ -211,38 +204,30 @@ def recording(tensors: Iterable[Tensor]) -> Iterator[None]:
 
     Does nothing for tensors that have memory, and inside `zero_init`.
     """
-    planned = [one for one in tensors if _is_unmaterialized(one)]
-    recorders = [
-        recorder for recorder in _recorders if any(recorder.has_recorded(one) for one in planned)
-    ]
-    if not recorders or _active_recorders:
+    planned = list(filter(_is_unmaterialized, tensors))
+    recorder = next((it for it in _recorders if any(map(it.has_recorded, planned))), None)
+    if recorder is None or _is_recording():
         yield
         return
-    with _record_into(recorders[0]):
+    with _record_into(recorder):
         yield
 
 
-@contextmanager
-def _record_into(recorder: OpRecorder) -> Iterator[None]:
-    _active_recorders.append(recorder)
-    try:
-        with _RecordingMode(recorder), _patched_is_meta():
-            yield
-    finally:
-        _active_recorders.pop()
+def _is_recording() -> bool:
+    return "is_meta" in vars(torch.Tensor)
 
 
 @contextmanager
-def _patched_is_meta() -> Iterator[None]:
-    """Hides `is_meta`, because some functions of `torch.nn.init` skip meta tensors.
-
-    It applies to all threads while a model is built.
-    """
+def _record_into(recorder: _Recorder) -> Iterator[None]:
+    """Hides `is_meta` meanwhile, in all threads: some functions of `torch.nn.init` skip meta
+    tensors."""
     torch.Tensor.is_meta = property(lambda _: False)  # type: ignore[assignment]
     try:
-        yield
+        with recorder:
+            yield
     finally:
         del torch.Tensor.is_meta  # the base class's attribute is visible again
+        recorder.scratch = None
 
 
 class Materializer:
@@ -289,11 +274,7 @@ class Materializer:
             real = copy.deepcopy(owner).to_empty(device=self._device)
             reset(real)
             self._last_reset = owner, real
-        name = next(
-            name
-            for name, one in [*owner.named_parameters(), *owner.named_buffers()]
-            if one is tensor
-        )
-        real = self._last_reset[1]
-        is_param = isinstance(tensor, nn.Parameter)
-        return real.get_parameter(name).detach() if is_param else real.get_buffer(name)
+        members = [*owner._parameters.items(), *owner._buffers.items()]
+        name = next(name for name, member in members if member is tensor)
+        value: Tensor = getattr(self._last_reset[1], name)
+        return value.detach()
