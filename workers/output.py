@@ -88,9 +88,6 @@ class LineTee(TextIOBase):
     def writable(self) -> bool:
         return True
 
-    def isatty(self) -> bool:
-        return False
-
     def fileno(self) -> int:
         return self._target.fileno()
 

@@ -21,43 +21,38 @@ _RPC_TIMEOUT_S = 5.0
 
 
 def request_drain(head: str, seconds: float) -> str:
-    """Asks Ray to drain this node, found by the local address of a connection to the head.
+    """Asks Ray to drain this node, found by the local address of a connection to the head, which
+    is given as host:port. Returns the node's id.
 
     Args:
-        head: host:port of the cluster's head.
         seconds: until the node stops.
-
-    Returns:
-        The node's id.
 
     Raises:
         EngineError: the node is not found, or the head rejects the request.
     """
     host, _, port = head.rpartition(":")
-    with socket.create_connection(
-        (host.strip("[]"), int(port)), timeout=_RPC_TIMEOUT_S
-    ) as connection:
+    address = host.strip("[]"), int(port)
+    with socket.create_connection(address, timeout=_RPC_TIMEOUT_S) as connection:
         own_ip = connection.getsockname()[0]
     client = GcsClient(address=head)
     nodes = client.get_all_node_info(timeout=_RPC_TIMEOUT_S)
-    mine = [
+    own = [
         node.hex()
         for node, info in nodes.items()
         if info.node_manager_address == own_ip and info.state == gcs_pb2.GcsNodeInfo.ALIVE
     ]
-    if len(mine) != 1:
+    if len(own) != 1:
         raise EngineError(
-            f"{len(mine)} nodes of the Ray cluster at {head} have the address {own_ip}",
-            "exactly one",
+            f"{len(own)} nodes of the Ray cluster at {head} have the address {own_ip}", "one node"
         )
     deadline_ms = int((time.time() + seconds) * 1000)
     reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
     accepted, reason_rejected = client.drain_node(
-        mine[0], reason, "the pod is being terminated", deadline_ms
+        own[0], reason, "the pod is being terminated", deadline_ms
     )
     if not accepted:
         raise EngineError(f"the Ray head at {head} rejected the drain request: {reason_rejected}")
-    return str(mine[0])
+    return str(own[0])
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,6 @@ class RetainedState:
     def __init__(self, worker: int) -> None:
         self.vault: VaultClient | None = None
         self._worker = worker
-        self._address = ""
         self._engine: Engine | None = None
         self._assignment: Assignment | None = None
         self._old_engine_pending = False
@@ -56,8 +55,7 @@ class RetainedState:
             if third_engine or not two_fit:
                 self.collect_garbage()
         self._assignment = assignment
-        if assignment.vault != self._address or self.vault is None:
-            self._connect(assignment.vault)
+        self._connect(assignment.vault)
 
     def collect_garbage(self) -> None:
         """Frees the previous engine, whose objects are in reference cycles. Takes about 30 ms;
@@ -87,11 +85,8 @@ class RetainedState:
             yield None
             return
         try:
-            source = self._open_restore(restore)
-            try:
+            with closing(self._open_restore(restore)) as source:
                 yield source
-            finally:
-                source.close()
         except (DataError, VaultGoneError, EngineError) as error:
             raise StateError(error.seen, error.allowed, error.fix) from error
 
@@ -107,8 +102,7 @@ class RetainedState:
             EngineError: there is no state, or no vault.
             VaultGoneError: the vault does not answer.
         """
-        if vault != self._address:
-            self._connect(vault)
+        self._connect(vault)
         memory_state, assignment = self.in_process_state(), self._assignment
         if memory_state is None or assignment is None or self._engine is None or self.vault is None:
             raise EngineError(
@@ -121,20 +115,8 @@ class RetainedState:
         buffer.begin()
         copy_to_block(parts, offsets, buffer.data, constants=True)
         buffer.commit(memory_state.step, state.metadata(), False, None)
-        return SlotInfo(
-            assignment.generation,
-            assignment.rank,
-            world_size,
-            memory_state.step,
-            table.nbytes,
-            pinned=False,
-        )
-
-    def close(self) -> None:
-        """Closes the vault session: the process's exit is then not reported as a death."""
-        if self.vault is not None:
-            self.vault.close()
-            self.vault = None
+        generation, rank = assignment.generation, assignment.rank
+        return SlotInfo(generation, rank, world_size, memory_state.step, table.nbytes, pinned=False)
 
     def _open_restore(self, restore: Restore) -> StateSource:
         if restore.slots:
@@ -154,11 +136,13 @@ class RetainedState:
         return open_foreign(path) or CheckpointSource(path)
 
     def _connect(self, address: str) -> None:
-        self.close()
-        self._address = address
-        if not address:
-            return
-        try:
-            self.vault = VaultClient(address, self._worker)
-        except VaultGoneError:
-            self._address = ""
+        """Connects to another vault than the current one. The old session is closed first: its end
+        is then not reported as a death."""
+        if self.vault is not None:
+            if self.vault.address == address:
+                return
+            self.vault.close()
+            self.vault = None
+        if address:
+            with suppress(VaultGoneError):
+                self.vault = VaultClient(address, self._worker)

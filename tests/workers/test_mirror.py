@@ -176,7 +176,7 @@ def test_a_vault_that_is_gone_does_not_stop_training(caplog):
 
 
 def test_too_little_memory_ends_a_job_at_its_start_and_is_told_later_on(caplog):
-    error = VaultMemoryError(100, 10)
+    error = VaultMemoryError("too little memory")
     made, _ = mirror(EVERY, FakeVault(error=error))
     with pytest.raises(VaultMemoryError):
         run(made, range(1, 2), State())

@@ -49,6 +49,7 @@ class VaultClient:
     """
 
     def __init__(self, address: str, worker: int) -> None:
+        self.address = address
         self._request_ids = count(1)
         self._call_lock = Lock()  # one call at a time: the next reply is the call's own
         self._closed = Event()

@@ -72,20 +72,6 @@ class VaultGoneError(RayzeroError):
 class VaultMemoryError(RayzeroError):
     """The node has too little memory for the requested slots."""
 
-    def __init__(self, needed_bytes: int, available_bytes: int) -> None:
-        super().__init__(
-            f"this node's vault needs {_format_mib(needed_bytes)} more shared memory for copies of "
-            f"the training state",
-            allowed=f"the {_format_mib(available_bytes)} that are available",
-            fix="a higher memory limit of the container, or more workers (smaller shards); with "
-            "`recovery.replicas: 0` and no `checkpoint.every_steps` no memory is needed",
-        )
-        self.needed_bytes = needed_bytes
-        self.available_bytes = available_bytes
-
-    def __reduce__(self) -> tuple[type, tuple[int, int]]:
-        return type(self), (self.needed_bytes, self.available_bytes)
-
 
 class SlotRoomError(RayzeroError):
     """The JSON metadata of a rank's state exceeds the space reserved for it."""
@@ -97,7 +83,3 @@ class SlotGoneError(DataError):
 
 class SlotDamagedError(DataError):
     """The version's bytes do not match their checksum, or its format is unknown."""
-
-
-def _format_mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.0f} MiB"
