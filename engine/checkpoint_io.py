@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rayzero.engine.checkpoint.catalogue import newest_complete
@@ -17,71 +17,63 @@ from rayzero.engine.checkpoint.imports.tensors import FlatTensor, TensorSource
 from rayzero.engine.checkpoint.open_store import open_store
 from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.store import join_url
-from rayzero.engine.comm.collectives import Collectives, run_on_all_ranks
+from rayzero.engine.comm.collectives import run_on_all_ranks
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.layout.state_index import StateSource
-from rayzero.engine.settings import Settings
 from rayzero.engine.state.client_state import decode_client_state, encode_client_state
 from rayzero.engine.state.load import LoadOptions
 from rayzero.engine.state.save import LATEST_FILE, RankSaver
-from rayzero.engine.state.training import TrainingState
+from rayzero.engine.training_step import TrainingStep
 
 log = logging.getLogger("rayzero.engine")
 
 
 def save_checkpoint(
-    state: TrainingState,
-    collectives: Collectives,
-    settings: Settings,
-    target: tuple[str, str],
+    step: TrainingStep,
+    folder: str,
+    tag: str,
     *,
     client_state: dict[str, Any],
     latest: bool,
     include_frozen: bool,
 ) -> None:
-    """See `Engine.save`; `target` is (folder, tag)."""
-    folder, tag = target
+    """See `Engine.save`."""
+    collectives, device = step.runtime.collectives, step.settings.device
     answers = run_on_all_ranks(
-        collectives,
-        settings.device,
-        lambda: [check_tag(tag), encode_client_state(client_state)],
+        collectives, device, lambda: [check_tag(tag), encode_client_state(client_state)]
     )
     tags = sorted({other for other, _ in answers})
     if len(tags) > 1:
         raise ConfigError(
             f"save_checkpoint got different tags: {tags}", allowed="the same tag on every rank"
         )
-    saver = RankSaver(state, collectives, settings.device, settings.config.zero_optimization.stage)
+    stage = step.settings.config.zero_optimization.stage
+    saver = RankSaver(step.state, collectives, device, stage)
     saver.save(folder, tag, answers[0][1], latest=latest, frozen=include_frozen)
 
 
 def load_checkpoint(
-    state: TrainingState,
-    collectives: Collectives,
-    device: torch.device,
-    target: tuple[str, str | None],
-    options: LoadOptions,
+    step: TrainingStep, folder: str, tag: str | None, options: LoadOptions
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """See `Engine.load`; `target` is (folder, tag)."""
+    """See `Engine.load`."""
+    collectives, device = step.runtime.collectives, step.settings.device
 
     def resolve() -> str | None:
-        return None if collectives.rank else resolve_checkpoint(*target)
+        return None if collectives.rank else resolve_checkpoint(folder, tag)
 
     path = run_on_all_ranks(collectives, device, resolve)[0]
     if path is None:
-        log.warning("there is no checkpoint in %s: nothing was loaded", target[0])
+        log.warning("there is no checkpoint in %s: nothing was loaded", folder)
         return None, None
 
     def read() -> Any:
-        source = open_checkpoint(path)
-        try:
-            state.load_from(source, options)
+        with closing(open_checkpoint(path)) as source:
+            step.state.load_from(source, options)
             return source.metadata(0).get("client_state", {})
-        finally:
-            source.close()
 
     client_state = run_on_all_ranks(collectives, device, read)[0]
-    state.sync_model_weights()
+    step.state.sync_model_weights()
+    step.discard_gradients()
     return path, decode_client_state(client_state)
 
 
@@ -155,12 +147,7 @@ def without_frozen(
 
 
 def load_model_state(
-    state: TrainingState,
-    model: nn.Module,
-    collectives: Collectives,
-    device: torch.device,
-    values: Mapping[str, Any],
-    strict: bool,
+    step: TrainingStep, model: nn.Module, values: Mapping[str, Any], strict: bool
 ) -> None:
     """Loads weights and buffers from a full state dict, equal on every rank. Collective."""
     buffers = {name for name, _ in model.named_buffers()}
@@ -171,5 +158,9 @@ def load_model_state(
     ]
     source = TensorSource(tensors, {"step": 0}, has_optimizer=False)
     options = LoadOptions(strict=strict, optimizer=False, scheduler=False, progress=False)
-    run_on_all_ranks(collectives, device, lambda: state.load_from(source, options))
-    state.sync_model_weights()
+    run_on_all_ranks(
+        step.runtime.collectives,
+        step.settings.device,
+        lambda: step.state.load_from(source, options),
+    )
+    step.state.sync_model_weights()

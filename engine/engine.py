@@ -1,13 +1,13 @@
 """`Engine`: trains one model on all ranks of a ZeRO data-parallel group.
 
-It only connects its parts: `builder` chooses implementations, `zero` moves gradients and weights,
-`state` and `checkpointing` save and load. DeepSpeed's method names are in `api.deepspeed_engine`.
+`builder` chooses its parts. DeepSpeed's method names are in `api.deepspeed_engine`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ from rayzero.engine.settings import ConfigLike, Settings, resolve_config
 from rayzero.engine.state.load import LOAD_ALL, LoadOptions
 from rayzero.engine.state.save import full_state_dict
 from rayzero.engine.training_step import TrainingStep
+from rayzero.engine.zero.unit import Unit
 
 _engines: WeakKeyDictionary[Engine, None] = WeakKeyDictionary()
 
@@ -203,10 +204,9 @@ class Engine:
         """
         name = f"global_step{self.progress.step}" if tag is None else tag
         save_checkpoint(
-            self.state,
-            self._runtime.collectives,
-            self.settings,
-            (str(folder), name),
+            self._step,
+            str(folder),
+            name,
             client_state=dict(client_state or {}),
             latest=latest,
             include_frozen=include_frozen,
@@ -232,11 +232,7 @@ class Engine:
             CheckpointMismatchError: it was saved from another model.
             EngineError: another rank failed. This rank's state may then be partly loaded.
         """
-        collectives, device = self._runtime.collectives, self.settings.device
-        path, client = load_checkpoint(self.state, collectives, device, (str(folder), tag), options)
-        if path is not None:
-            self._step.discard_gradients()
-        return path, client
+        return load_checkpoint(self._step, str(folder), tag, options)
 
     def train(self, mode: bool = True) -> Self:
         """Sets the model to training mode, or to evaluation mode."""
@@ -272,6 +268,14 @@ class Engine:
     def loss_scale(self) -> float:
         """Multiplies the loss of the current step in fp16; 1 otherwise."""
         return self._step.loss_scale
+
+    @cached_property
+    def _param_units(self) -> dict[int, tuple[Unit, int] | None]:
+        """(unit, index in it) by a parameter's id; None for a frozen one that every rank holds."""
+        units: dict[int, tuple[Unit, int] | None] = dict.fromkeys(map(id, self.module.parameters()))
+        for unit in self._runtime.units:
+            units |= {id(param): (unit, index) for index, param in enumerate(unit.params)}
+        return units
 
     @property
     def device(self) -> torch.device:

@@ -10,36 +10,15 @@ from typing import Any
 REDACTED = "***"
 
 _URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s@\"']+@")
-
-
 _SECRET_URL_OPTIONS = re.compile(
     r"(?i)([?&][^=&\s\"]*(?:key|secret|token|signature|password)[^=&\s\"]*=)[^&\s\"]+"
 )
-
-
-_SECRET_WORDS = frozenset(
-    [
-        "password",
-        "passwd",
-        "secret",
-        "secrets",
-        "token",
-        "credential",
-        "credentials",
-        "apikey",
-        "auth",
-    ]
-)
-
-
-_SECRET_WORD_PAIRS = frozenset(
-    {("api", "key"), ("access", "key"), ("private", "key"), ("account", "key")}
-)
-
-
-_VOCABULARY_TOKENS = frozenset(
-    ["bos", "eos", "pad", "unk", "mask", "sep", "cls"]
-)  # tokens of a vocabulary
+_SECRET_WORDS = {
+    *("password", "passwd", "secret", "secrets", "token", "credential", "credentials"),
+    *("apikey", "auth"),
+}
+_SECRET_WORD_PAIRS = {(word, "key") for word in ("api", "access", "private", "account")}
+_VOCABULARY_TOKENS = {"bos", "eos", "pad", "unk", "mask", "sep", "cls"}
 
 
 def redact_url(text: str) -> str:

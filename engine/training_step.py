@@ -1,4 +1,4 @@
-"""One optimizer step: its phases, the transitions between them, and the work of each.
+"""One optimizer step: its phases, and the work of each.
 
 One step is any number of micro-steps (forward, backward, `step()`), the last of which updates the
 weights:
@@ -7,7 +7,9 @@ weights:
     EMPTY
 
 Inside `no_sync()`, and where the script declared that a micro-step is not the last one, backward
-leads to ACCUMULATING directly, because no `step()` is due.
+leads to ACCUMULATING directly, because no `step()` is due. EMPTY may follow every phase: loading a
+checkpoint discards gradients. A failed backward or update returns to the phase in which the script
+may call backward again.
 """
 
 from __future__ import annotations
@@ -42,17 +44,6 @@ class StepPhase(Enum):
     UPDATING = "step() is updating the weights"
 
 
-_TRANSITIONS = {
-    StepPhase.EMPTY: {StepPhase.BACKWARD, StepPhase.EMPTY},
-    StepPhase.BACKWARD: {StepPhase.STEP_PENDING, StepPhase.ACCUMULATING, StepPhase.EMPTY},
-    StepPhase.STEP_PENDING: {StepPhase.ACCUMULATING, StepPhase.UPDATING, StepPhase.EMPTY},
-    StepPhase.ACCUMULATING: {StepPhase.BACKWARD, StepPhase.EMPTY},
-    StepPhase.UPDATING: {StepPhase.EMPTY, StepPhase.ACCUMULATING},
-}
-"""EMPTY follows every phase: loading a checkpoint discards gradients. A failed backward or update
-returns to the phase in which the script may call backward again."""
-
-
 class Boundary(Enum):
     """Who decides whether a micro-step is the last of its step."""
 
@@ -62,19 +53,13 @@ class Boundary(Enum):
 
 
 class StepTracker:
-    """Follows one engine through its steps. Used by the training thread.
-
-    Attributes:
-        boundary: how the last micro-step of a step is recognized.
-        no_sync: inside `Engine.no_sync()`.
-        applied: whether the last `step()` changed the weights.
-    """
+    """Follows one engine through its steps. Used by the training thread."""
 
     def __init__(self) -> None:
         self.phase = StepPhase.EMPTY
         self.boundary = Boundary.COUNTED
-        self.no_sync = False
-        self.applied = False
+        self.no_sync = False  # inside `Engine.no_sync()`
+        self.applied = False  # whether the last `step()` changed the weights
 
     @property
     def has_gradients(self) -> bool:
@@ -96,40 +81,29 @@ class StepTracker:
             return micro_step == micro_steps - 1
         return self.boundary is Boundary.LAST
 
-    def move_to(self, phase: StepPhase) -> None:
-        """Changes the phase.
-
-        Raises:
-            RuntimeError: that phase does not follow this one: an error in the engine, not the
-            script.
-        """
-        if phase not in _TRANSITIONS[self.phase]:
-            raise RuntimeError(f"the step cannot go from {self.phase.name} to {phase.name}")
-        self.phase = phase
-
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around one backward. If it fails, the script may call it again."""
         before = self.phase
-        self.move_to(StepPhase.BACKWARD)
+        self.phase = StepPhase.BACKWARD
         try:
             yield
         except BaseException:
             self.phase = before
             raise
         deferred = self.no_sync or self.boundary is Boundary.NOT_LAST
-        self.move_to(StepPhase.ACCUMULATING if deferred else StepPhase.STEP_PENDING)
+        self.phase = StepPhase.ACCUMULATING if deferred else StepPhase.STEP_PENDING
 
     @contextmanager
     def update(self) -> Iterator[None]:
         """Around the update at the end of a step. If it fails, its gradients are still held."""
-        self.move_to(StepPhase.UPDATING)
+        self.phase = StepPhase.UPDATING
         try:
             yield
         except BaseException:
-            self.move_to(StepPhase.ACCUMULATING)
+            self.phase = StepPhase.ACCUMULATING
             raise
-        self.move_to(StepPhase.EMPTY)
+        self.phase = StepPhase.EMPTY
 
 
 @dataclass
@@ -195,7 +169,7 @@ class TrainingStep:
                 allowed="one backward(), then one step(); inside no_sync() no step()",
             )
         if not self.is_boundary:
-            tracker.move_to(StepPhase.ACCUMULATING)
+            tracker.phase = StepPhase.ACCUMULATING
             self._progress.micro_step += 1
             return
         with tracker.update():
@@ -208,7 +182,7 @@ class TrainingStep:
     def discard_gradients(self) -> None:
         """Forgets the gradients and losses of unfinished micro-steps."""
         self._loss_sum.zero_()
-        self.tracker.move_to(StepPhase.EMPTY)
+        self.tracker.phase = StepPhase.EMPTY
 
     def _update(self) -> tuple[StepVote, float]:
         """Agrees on the step with all ranks, and applies it; the learning rate that it used."""
@@ -252,14 +226,13 @@ class TrainingStep:
                 allowed="one backward() a micro-batch, then step()",
                 fix="add the losses before backward(), or accumulate inside no_sync()",
             )
-        if not isinstance(loss, Tensor):
-            raise EngineError(
-                f"backward() got a {type(loss).__name__}",
-                allowed="a scalar loss computed by engine(...) with gradients enabled",
-            )
-        if loss.numel() != 1 or not loss.requires_grad:
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+            return
+        seen = type(loss).__name__
+        if isinstance(loss, Tensor):
             graph = "with" if loss.requires_grad else "without"
-            raise EngineError(
-                f"backward() got a tensor of shape {tuple(loss.shape)} {graph} a graph",
-                allowed="a scalar loss computed by engine(...) with gradients enabled",
-            )
+            seen = f"tensor of shape {tuple(loss.shape)} {graph} a graph"
+        raise EngineError(
+            f"backward() got a {seen}",
+            allowed="a scalar loss computed by engine(...) with gradients enabled",
+        )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,11 @@ from rayzero.engine.config import parse_config
 from rayzero.engine.errors import ConfigError
 
 
-@dataclass
-class _CheckpointOptions:
-    """The settings of `configure`. `in_cpu`: checkpointed inputs are saved in host memory."""
+class _Options:
+    """What `configure` set for the process."""
 
-    configured: bool = False
-    in_cpu: bool = False
-
-
-_checkpoint_options = _CheckpointOptions()
+    configured = False
+    in_cpu = False  # checkpointed inputs are saved in host memory
 
 
 def configure(
@@ -57,15 +52,13 @@ def configure(
             allowed="None: there is no model parallelism",
         )
     section = parse_config(deepspeed_config).activation_checkpointing
-    _checkpoint_options.in_cpu = (
-        section.cpu_checkpointing if checkpoint_in_cpu is None else checkpoint_in_cpu
-    )
-    _checkpoint_options.configured = True
+    _Options.in_cpu = section.cpu_checkpointing if checkpoint_in_cpu is None else checkpoint_in_cpu
+    _Options.configured = True
 
 
 def is_configured() -> bool:
     """Whether `configure` was called; `checkpoint` works without it."""
-    return _checkpoint_options.configured
+    return _Options.configured
 
 
 def reset() -> None:
@@ -78,11 +71,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Random numbers are the same in the recomputation.
     """
     on_gpu = torch.cuda.is_available()
-    keep = (
-        torch.autograd.graph.save_on_cpu(pin_memory=on_gpu)
-        if _checkpoint_options.in_cpu
-        else nullcontext()
-    )
+    keep = torch.autograd.graph.save_on_cpu(pin_memory=on_gpu) if _Options.in_cpu else nullcontext()
     with keep:
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 

@@ -1,70 +1,86 @@
-"""Names of DeepSpeed's engine that rayzero's does not have, and what to use instead."""
+"""Names of DeepSpeed that rayzero does not have, and what to use instead."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from rayzero.engine.errors import did_you_mean
 
-_USE_BACKWARD = "nothing: backward() sums gradients over the ranks, and step() waits for them"
-_USE_TORCH_COMPILE = "torch.compile on the model's blocks, before initialize"
-_USE_METRICS = "engine.metrics: loss, norm, seconds, bytes and traffic of the last step"
-_USE_PRECISION_CONFIG = "nothing: the config's precision section decides dtypes, e.g. bf16.enabled"
-_USE_OFFLOAD_CONFIG = "zero_optimization.offload_optimizer in the config"
-_USE_TRAINING_DATA = "rayzero.initialize(training_data=...), or your own torch DataLoader"
-_USE_SETTINGS = "engine.settings.config, the checked config"
+_ENGINE_NAMES = {
+    "nothing: backward() sums gradients over the ranks, and step() waits for them": (
+        "allreduce_gradients allreduce_bucket buffered_allreduce_fallback"
+    ),
+    "engine.no_sync()": "coalesce_grad_reduction enable_backward_allreduce inside_no_sync_ctxt",
+    "engine.backward(loss), which scales the loss": "scale",
+    "gradient_clipping in the config": "clip_fp32_gradients",
+    "torch.compile on the model's blocks, before initialize": (
+        "compile is_compiled get_compile_time register_compile_pass"
+    ),
+    "engine.metrics: loss, norm, seconds, bytes and traffic of the last step": (
+        "timers tput_timer wall_clock_breakdown get_wall_clock_timers monitor summary_events "
+        "flops_profiler"
+    ),
+    "engine.metrics.loss": "losses",
+    "nothing: the config's precision section decides dtypes, e.g. bf16.enabled": (
+        "half bfloat16 float double type"
+    ),
+    "nothing: the model stays on engine.device": "cpu",
+    "rayzero.zero_init() around the model's construction": "to_empty",
+    "zero_optimization.offload_optimizer in the config": "offload_states reload_states",
+    "nothing: weights are gathered into buffers that are reused": "empty_partition_cache",
+    "rayzero.initialize(training_data=...), or your own torch DataLoader": (
+        "deepspeed_io set_dataloader"
+    ),
+    "initialize(collate_fn=...)": "set_data_post_process_func",
+    "engine.save_checkpoint and engine.load_checkpoint": "checkpoint_engine",
+    "the dtypes of engine.module's parameters": "get_data_types",
+    "torch.distributed.group.WORLD: all ranks are data parallel": (
+        "data_parallel_group seq_data_parallel_group"
+    ),
+    "engine.world_size": "seq_dp_world_size",
+    "nothing: there is no model parallelism": "mpu",
+    "nothing: there is no expert parallelism": "has_moe_layers",
+    "a dataset that orders its samples": "curriculum_learning_enabled",
+    "engine.optimizer": "client_optimizer basic_optimizer",
+    "engine.lr_scheduler": "client_lr_scheduler",
+    "engine.settings.config, the checked config": (
+        "dump_state zero_overlap_comm zero_reduce_bucket_size zero_offload_optimizer "
+        "zero_offload_param communication_data_type"
+    ),
+}
+"""{what to use: names of DeepSpeed's engine}"""
 
-ALTERNATIVES: Mapping[str, str] = {
-    "allreduce_gradients": _USE_BACKWARD,
-    "allreduce_bucket": _USE_BACKWARD,
-    "buffered_allreduce_fallback": _USE_BACKWARD,
-    "coalesce_grad_reduction": "engine.no_sync()",
-    "enable_backward_allreduce": "engine.no_sync()",
-    "inside_no_sync_ctxt": "engine.no_sync()",
-    "scale": "engine.backward(loss), which scales the loss",
-    "clip_fp32_gradients": "gradient_clipping in the config",
-    "compile": _USE_TORCH_COMPILE,
-    "is_compiled": _USE_TORCH_COMPILE,
-    "get_compile_time": _USE_TORCH_COMPILE,
-    "register_compile_pass": _USE_TORCH_COMPILE,
-    "timers": _USE_METRICS,
-    "tput_timer": _USE_METRICS,
-    "wall_clock_breakdown": _USE_METRICS,
-    "get_wall_clock_timers": _USE_METRICS,
-    "monitor": _USE_METRICS,
-    "summary_events": _USE_METRICS,
-    "flops_profiler": _USE_METRICS,
-    "losses": "engine.metrics.loss",
-    "half": _USE_PRECISION_CONFIG,
-    "bfloat16": _USE_PRECISION_CONFIG,
-    "float": _USE_PRECISION_CONFIG,
-    "double": _USE_PRECISION_CONFIG,
-    "type": _USE_PRECISION_CONFIG,
-    "cpu": "nothing: the model stays on engine.device",
-    "to_empty": "rayzero.zero_init() around the model's construction",
-    "offload_states": _USE_OFFLOAD_CONFIG,
-    "reload_states": _USE_OFFLOAD_CONFIG,
-    "empty_partition_cache": "nothing: weights are gathered into buffers that are reused",
-    "deepspeed_io": _USE_TRAINING_DATA,
-    "set_data_post_process_func": "initialize(collate_fn=...)",
-    "set_dataloader": _USE_TRAINING_DATA,
-    "checkpoint_engine": "engine.save_checkpoint and engine.load_checkpoint",
-    "get_data_types": "the dtypes of engine.module's parameters",
-    "data_parallel_group": "torch.distributed.group.WORLD: all ranks are data parallel",
-    "seq_data_parallel_group": "torch.distributed.group.WORLD: all ranks are data parallel",
-    "seq_dp_world_size": "engine.world_size",
-    "mpu": "nothing: there is no model parallelism",
-    "has_moe_layers": "nothing: there is no expert parallelism",
-    "curriculum_learning_enabled": "a dataset that orders its samples",
-    "client_optimizer": "engine.optimizer",
-    "basic_optimizer": "engine.optimizer",
-    "client_lr_scheduler": "engine.lr_scheduler",
-    "dump_state": _USE_SETTINGS,
-    "zero_overlap_comm": _USE_SETTINGS,
-    "zero_reduce_bucket_size": _USE_SETTINGS,
-    "zero_offload_optimizer": _USE_SETTINGS,
-    "zero_offload_param": _USE_SETTINGS,
-    "communication_data_type": _USE_SETTINGS,
+_PACKAGE_NAMES = {
+    "a server for inference; rayzero trains": (
+        "init_inference InferenceEngine inference DeepSpeedInferenceConfig DeepSpeedHybridEngine"
+    ),
+    "stage 3 (zero_optimization.stage), which shards models that do not fit": (
+        "pipe PipelineModule PipelineEngine"
+    ),
+    "experts as ordinary modules, on every rank": "moe",
+    "stage 3 (zero_optimization.stage): all ranks are data parallel": (
+        "module_inject tp_model_init sequence"
+    ),
+    "engine.metrics, and torch.profiler": "profiling",
+    "engine.metrics": "monitor",
+    "rayzero plan": "autotuning",
+    "rayzero's jobs, whose worker count may change while they run": "elasticity",
+    "torchrun -m rayzero.deepspeed script.py, or rayzero run": "launcher",
+    "the config's compression keys (docs/config.md)": "compression",
+    "torch.nn.TransformerEncoderLayer, or the model's own": "DeepSpeedTransformerLayer",
+    "deepspeed.zero.Init()": "OnDevice",
+    "rayzero.engine.config.parse_config": "DeepSpeedConfig",
+    "rayzero.unshard_modules in the config": "utils.set_z3_leaf_modules",
+    "nothing: a parameter belongs to the innermost block that contains all its uses": (
+        "zero.register_external_parameter"
+    ),
+    "torch.nn.Linear under stage 3": "zero.TiledLinear",
+}
+"""{what to use: names below `deepspeed`}"""
+
+ENGINE_ALTERNATIVES = {name: use for use, names in _ENGINE_NAMES.items() for name in names.split()}
+PACKAGE_ALTERNATIVES = {
+    f"deepspeed.{name}": use for use, names in _PACKAGE_NAMES.items() for name in names.split()
 }
 
 # The model has these methods too, but calling them would replace the engine's parameters or
@@ -74,14 +90,23 @@ NOT_DELEGATED = frozenset(
 )
 
 
-def unsupported_attribute(name: str, names: list[str]) -> AttributeError:
+def unsupported_attribute(name: str, names: Iterable[str]) -> AttributeError:
     """The error for a name that neither the engine nor its model has.
 
     Args:
         names: the engine's attributes, to suggest the nearest one.
     """
-    if name in ALTERNATIVES:
-        hint = f"; use {ALTERNATIVES[name]}"
+    if name in ENGINE_ALTERNATIVES:
+        hint = f"; use {ENGINE_ALTERNATIVES[name]}"
     else:
         hint = did_you_mean(name, [other for other in names if not other.startswith("_")])
     return AttributeError(f"the engine has no {name!r}, and its model neither{hint}")
+
+
+def unsupported_message(name: str, available: Iterable[str]) -> str:
+    """The message for a dotted name below `deepspeed`; `available` are those beside it."""
+    if name in PACKAGE_ALTERNATIVES:
+        return f"{name} is not part of rayzero; use {PACKAGE_ALTERNATIVES[name]}"
+    known = sorted(entry for entry in available if not entry.startswith("_"))
+    hint = did_you_mean(name.rpartition(".")[2], known)
+    return f"rayzero has no {name}{hint}; available: {', '.join(known)}"

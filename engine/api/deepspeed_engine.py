@@ -19,7 +19,7 @@ from rayzero.engine.api.alternatives import NOT_DELEGATED, unsupported_attribute
 from rayzero.engine.checkpoint.export_model import write_model_file
 from rayzero.engine.checkpoint_io import load_model_state, without_frozen
 from rayzero.engine.comm.collectives import run_on_all_ranks
-from rayzero.engine.config import BatchSizes, EngineConfig, OptimizerConfig, SchedulerConfig
+from rayzero.engine.config import BatchSizes, EngineConfig
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.state.load import LoadOptions
@@ -45,15 +45,6 @@ def _config(engine: Engine) -> EngineConfig:
 def _stage(engine: Engine) -> Stage:
     """As configured, also on one rank."""
     return STAGES[_config(engine).zero_optimization.stage]
-
-
-def _type(section: OptimizerConfig | SchedulerConfig | None) -> str | None:
-    """The name in the config; None where the script made the object itself."""
-    return None if section is None else section.type
-
-
-def _params(section: OptimizerConfig | SchedulerConfig | None) -> dict[str, Any] | None:
-    return None if section is None else dict(section.params)
 
 
 class DeepSpeedEngine(Engine):
@@ -196,10 +187,10 @@ class DeepSpeedEngine(Engine):
     gradient_clipping = _getter(lambda engine: _config(engine).gradient_clipping)
     steps_per_print = _getter(lambda engine: _config(engine).steps_per_print)
     bfloat16_enabled = _getter(lambda engine: _config(engine).bf16.enabled)
-    optimizer_name = _getter(lambda engine: _type(_config(engine).optimizer))
-    optimizer_params = _getter(lambda engine: _params(_config(engine).optimizer))
-    scheduler_name = _getter(lambda engine: _type(_config(engine).scheduler))
-    scheduler_params = _getter(lambda engine: _params(_config(engine).scheduler))
+    optimizer_name = _getter(lambda engine: getattr(_config(engine).optimizer, "type", None))
+    optimizer_params = _getter(lambda engine: getattr(_config(engine).optimizer, "params", None))
+    scheduler_name = _getter(lambda engine: getattr(_config(engine).scheduler, "type", None))
+    scheduler_params = _getter(lambda engine: getattr(_config(engine).scheduler, "params", None))
 
     def to(self, device: torch.device | str | int) -> Self:
         """Does nothing: the model is on its device already. Raises EngineError for another one."""
@@ -276,8 +267,7 @@ class DeepSpeedEngine(Engine):
         Raises:
             CheckpointMismatchError: names or shapes differ.
         """
-        collectives = self._runtime.collectives
-        load_model_state(self.state, self.module, collectives, self.device, state_dict, strict)
+        load_model_state(self._step, self.module, state_dict, strict)
 
     load_state_dict = load_module_state_dict
 

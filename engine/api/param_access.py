@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rayzero.engine.comm.collectives import Collectives
-from rayzero.engine.optim.sharded_optimizer import OptimizerShard
+from rayzero.engine.engine import Engine, live_engines
+from rayzero.engine.errors import EngineError
 from rayzero.engine.zero.parameters import ShardedWeights
+from rayzero.engine.zero.placement import Placement
 from rayzero.engine.zero.unit import Unit
 
 
@@ -26,9 +27,10 @@ class ParamSlice:
 
 
 @dataclass(frozen=True)
-class ParamLocation:
-    """A parameter by its unit and its index in it."""
+class StoredParam:
+    """A parameter that an engine stores in a unit, by its index in it."""
 
+    engine: Engine
     unit: Unit
     index: int
 
@@ -36,28 +38,10 @@ class ParamLocation:
     def shape(self) -> tuple[int, ...]:
         return self.unit.layout.params[self.index].shape
 
-    def main_weights(self) -> list[ParamSlice]:
-        """The part that this rank updates; empty if frozen."""
-        if self.unit.main_weights is None:
-            return []
-        return list(self._slices_within(self.unit.owned, self.unit.main_weights))
-
-    def gradients(self) -> list[ParamSlice]:
-        """This rank's part of the reduced gradient. The reduction must have been waited for."""
-        if self.unit.grads is None:
-            return []
-        return list(self._slices_within(self.unit.owned, self.unit.grads.owned()))
-
-    def optimizer_state(
-        self, shards: Iterable[OptimizerShard], state: dict[Tensor, dict[str, Tensor]], key: str
-    ) -> list[ParamSlice]:
-        """This rank's part of a tensor of optimizer state; empty before the first step."""
-        parts: list[ParamSlice] = []
-        for shard in shards:
-            value = state.get(shard.weight, {}).get(key) if shard.unit is self.unit else None
-            if isinstance(value, Tensor) and value.ndim:
-                parts += self._slices_within(shard.layout_range, value)
-        return parts
+    @property
+    def grad_scale(self) -> float:
+        """What a reduced gradient is still to be multiplied by."""
+        return self.engine.settings.post_reduce_scale / self.engine.loss_scale
 
     def model_weights(self) -> list[ParamSlice]:
         """This rank's shard; the full parameter where weights are replicated."""
@@ -67,29 +51,66 @@ class ParamLocation:
         whole = slice(0, self.unit.layout.numel)
         return list(self._slices_within(whole, weights.persistent_tensor))
 
-    def gather_full(
-        self,
-        parts: Sequence[ParamSlice],
-        collectives: Collectives,
-        like: Tensor,
-        *,
-        sharded: bool,
-    ) -> Tensor:
-        """The full tensor, in the parameter's shape, on every rank.
+    def main_weights(self) -> list[ParamSlice]:
+        """The part that this rank updates; empty if frozen."""
+        if self.unit.main_weights is None:
+            return []
+        return list(self._slices_within(self.unit.owned, self.unit.main_weights))
 
-        Collective if `sharded`: then `parts` is this rank's shard only.
+    def gradients(self) -> list[ParamSlice]:
+        """This rank's part of the reduced gradient; empty if frozen.
 
-        Args:
-            like: has the dtype and device of the result.
+        Raises:
+            EngineError: it is not reduced: before the last backward of a step, or after `step`.
         """
-        flat = like.new_zeros(self.unit.layout.params[self.index].numel)
+        step = self.engine._step
+        if not step.tracker.step_pending or not step.is_boundary:
+            raise EngineError(
+                "a gradient was requested before it was reduced over the ranks",
+                allowed="between the last backward() of a step and step()",
+            )
+        step.runtime.reducer.wait()
+        if self.unit.grads is None:
+            return []
+        return list(self._slices_within(self.unit.owned, self.unit.grads.owned()))
+
+    def optimizer_state(self, key: str) -> list[ParamSlice]:
+        """This rank's part of a tensor of optimizer state; empty before the first step."""
+        optimizer = self.engine._step.optimizer
+        parts: list[ParamSlice] = []
+        for shard in optimizer.shards:
+            if shard.unit is self.unit:
+                value = optimizer.torch_optimizer.state.get(shard.weight, {}).get(key)
+                if isinstance(value, Tensor) and value.ndim:
+                    parts += self._slices_within(shard.layout_range, value)
+        return parts
+
+    @torch.no_grad()
+    def gather_model_weights(self, dtype: torch.dtype) -> Tensor:
+        """A copy of the full parameter, on every rank. Collective where weights are sharded."""
+        sharded = isinstance(self.unit.weights, ShardedWeights)
+        return self._gather(self.model_weights(), dtype, sharded=sharded)
+
+    @torch.no_grad()
+    def gather_state(self, parts: Sequence[ParamSlice]) -> Tensor:
+        """The full tensor of which `parts` are this rank's, on every rank. Collective where the
+        optimizer's state is sharded."""
+        like = parts[0].memory if parts else self.unit.main_weights
+        dtype = torch.float32 if like is None else like.dtype
+        stage = self.engine._step.runtime.stage
+        return self._gather(parts, dtype, sharded=stage.optimizer_state is Placement.SHARDED)
+
+    def _gather(self, parts: Sequence[ParamSlice], dtype: torch.dtype, *, sharded: bool) -> Tensor:
+        """On the engine's device, from any memory, in the parameter's shape."""
+        numel = self.unit.layout.params[self.index].numel
+        flat = torch.zeros(numel, dtype=dtype, device=self.engine.device)
         for part in parts:
             flat[part.start : part.stop].copy_(part.memory)
-        if sharded:
-            for rank in range(collectives.world_size):
-                for span in self.unit.layout.ranges_in_shard(rank):
-                    if span.param == self.index:
-                        collectives.broadcast(flat[span.param_start : span.param_stop], rank)
+        collectives = self.engine._step.runtime.collectives
+        for rank in range(collectives.world_size) if sharded else ():
+            for span in self.unit.layout.ranges_in_shard(rank):
+                if span.param == self.index:
+                    collectives.broadcast(flat[span.param_start : span.param_stop], rank)
         return flat.view(self.shape)
 
     def _slices_within(self, held: slice, memory: Tensor) -> Iterator[ParamSlice]:
@@ -99,6 +120,23 @@ class ParamLocation:
         if start < stop:
             part = memory[start - held.start : stop - held.start]
             yield ParamSlice(start - extent.start, stop - extent.start, part)
+
+
+def find_owner(param: nn.Parameter) -> tuple[Engine, StoredParam | None] | None:
+    """The newest engine that has this parameter, and where it stores it; None for a frozen one that
+    every rank holds in full. None if no engine has it."""
+    for engine in live_engines():
+        units = engine._param_units
+        if id(param) in units:
+            entry = units[id(param)]
+            return engine, None if entry is None else StoredParam(engine, *entry)
+    return None
+
+
+def invalidate_gathered(engine: Engine) -> None:
+    """After a change of model weights: gathered copies of them are not used again."""
+    if (scheduler := engine._step.runtime.unshard_scheduler) is not None:
+        scheduler.invalidate()
 
 
 def write_slices(parts: Iterable[ParamSlice], value: Tensor) -> None:

@@ -1,63 +1,26 @@
-"""DeepSpeed's `zero.Init` and `zero.GatheredParameters`, and the lookup of a parameter's engine,
-which they and `tensor_fragments` need because they are given parameters only."""
+"""DeepSpeed's `zero.Init` and `zero.GatheredParameters`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rayzero.engine.api.param_access import ParamLocation, write_changed_slices, write_slices
-from rayzero.engine.engine import Engine, live_engines
+from rayzero.engine.api.param_access import (
+    StoredParam,
+    find_owner,
+    invalidate_gathered,
+    write_changed_slices,
+    write_slices,
+)
+from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.zero.deferred_init import recording, zero_init
 from rayzero.engine.zero.parameters import ShardedWeights
-
-_ParamIndex = dict[int, tuple[int, int] | None]
-"""(unit, position in it) by the parameter's id; None for a frozen one that every rank holds."""
-
-_param_indices: WeakKeyDictionary[Engine, _ParamIndex] = WeakKeyDictionary()
-"""No value may refer to an engine: it would keep the engine alive."""
-
-
-@dataclass(frozen=True)
-class ParamOwner:
-    """Where a parameter is stored. `location` is None for a frozen one that every rank holds in
-    full."""
-
-    engine: Engine
-    location: ParamLocation | None
-
-
-def find_param_owner(param: nn.Parameter) -> ParamOwner | None:
-    """The newest engine that has this parameter; None if none does."""
-    key = id(param)
-    for engine in live_engines():
-        index = _param_index(engine)
-        if key in index:
-            entry = index[key]
-            if entry is None:
-                return ParamOwner(engine, None)
-            unit, position = entry
-            return ParamOwner(engine, ParamLocation(engine._runtime.units[unit], position))
-    return None
-
-
-def _param_index(engine: Engine) -> _ParamIndex:
-    if engine not in _param_indices:
-        index: _ParamIndex = dict.fromkeys(map(id, engine.module.parameters()))
-        for number, unit in enumerate(engine._runtime.units):
-            for position, param in enumerate(unit.params):
-                index[id(param)] = number, position
-        _param_indices[engine] = index
-    return _param_indices[engine]
-
 
 _GROUP_OPTIONS = (
     "data_parallel_group",
@@ -126,12 +89,13 @@ class GatheredParameters:
         unique = {id(param): param for param in given} if enabled else {}
         self._params = list(unique.values())
         self._modifier_rank = modifier_rank
-        self._saved: list[tuple[nn.Parameter, ParamOwner, Tensor, Tensor]] = []
+        self._gathered: list[_GatheredParam] = []
         self._stack = ExitStack()
 
     @torch.no_grad()
     def __enter__(self) -> GatheredParameters:
-        planned = [param for param in self._params if find_param_owner(param) is None]
+        owners = [(param, find_owner(param)) for param in self._params]
+        planned = [param for param, owner in owners if owner is None]
         if planned and self._modifier_rank in (None, 0):
             self._stack.enter_context(recording(planned))
         elif any(param.device.type == "meta" for param in planned):
@@ -139,13 +103,10 @@ class GatheredParameters:
                 f"GatheredParameters(modifier_rank={self._modifier_rank}) before initialize",
                 allowed="modifier_rank=0: rank 0's initial values are taken",
             )
-        for param in self._params:
-            if (owner := find_param_owner(param)) is not None:
-                original = param.data
-                if owner.location is not None:
-                    param.data = _gather_param(param, owner.location, owner)
-                before = param.data.clone() if self._modifier_rank is not None else param.data
-                self._saved.append((param, owner, original, before))
+        keep = self._modifier_rank is not None
+        self._gathered = [
+            _GatheredParam(param, *owner, keep=keep) for param, owner in owners if owner
+        ]
         return self
 
     @torch.no_grad()
@@ -156,35 +117,40 @@ class GatheredParameters:
         trace: TracebackType | None,
     ) -> None:
         self._stack.__exit__(kind, error, trace)
-        for param, owner, original, before in self._saved:
-            if self._modifier_rank is not None and kind is None:
-                self._broadcast_modified(param, owner, before)
-            param.data = original
-        if self._modifier_rank is not None and kind is None:
-            for engine in {owner.engine for _, owner, _, _ in self._saved}:
-                if engine._runtime.unshard_scheduler is not None:
-                    engine._runtime.unshard_scheduler.invalidate()
-        self._saved.clear()
+        modified = self._modifier_rank is not None and kind is None
+        for gathered in self._gathered:
+            if modified:
+                gathered.broadcast(self._modifier_rank or 0)
+            gathered.param.data = gathered.original
+        if modified:
+            for engine in {gathered.engine for gathered in self._gathered}:
+                invalidate_gathered(engine)
+        self._gathered.clear()
 
-    def _broadcast_modified(self, param: nn.Parameter, owner: ParamOwner, before: Tensor) -> None:
+
+class _GatheredParam:
+    """A parameter that is full on every rank: in its own memory where weights are replicated,
+    otherwise in new memory. `keep`: a copy of its values shows later what was changed."""
+
+    def __init__(
+        self, param: nn.Parameter, engine: Engine, stored: StoredParam | None, *, keep: bool
+    ) -> None:
+        self.param, self.engine, self.original = param, engine, param.data
+        self._stored = stored
+        if stored is not None and isinstance(stored.unit.weights, ShardedWeights):
+            param.data = stored.gather_model_weights(param.dtype)
+        self._before = param.data.clone() if keep else param.data
+
+    def broadcast(self, modifier_rank: int) -> None:
         """Broadcasts the modifier's values into model weights and main weights."""
-        value = param.data.contiguous()
-        owner.engine._runtime.collectives.broadcast(value, self._modifier_rank or 0)
-        if owner.location is None:
-            param.data.copy_(value)
+        value = self.param.data.contiguous()
+        self.engine._step.runtime.collectives.broadcast(value, modifier_rank)
+        if self._stored is None:
+            self.param.data.copy_(value)
             return
-        write_slices(owner.location.model_weights(), value)
-        main = owner.location.main_weights()
+        write_slices(self._stored.model_weights(), value)
+        main = self._stored.main_weights()
         if main and main[0].memory.dtype is not value.dtype:
-            write_changed_slices(main, value, before)
+            write_changed_slices(main, value, self._before)
         else:
             write_slices(main, value)
-
-
-def _gather_param(param: nn.Parameter, location: ParamLocation, owner: ParamOwner) -> Tensor:
-    """The full parameter: its own memory where weights are replicated, otherwise new memory."""
-    if not isinstance(location.unit.weights, ShardedWeights):
-        return param.data
-    like = torch.empty(0, dtype=param.dtype, device=owner.engine.device)
-    collectives = owner.engine._runtime.collectives
-    return location.gather_full(location.model_weights(), collectives, like, sharded=True)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import combinations, starmap
+from collections.abc import Iterator, Mapping
+from itertools import combinations
 from typing import Any
 
 from rayzero.engine.config.keys import REFUSED, Key, is_set
 from rayzero.engine.config.model import KEYS, EngineConfig
 from rayzero.engine.config.normalize import get_path
 from rayzero.engine.validation import repr_value
+
+_MAX_SCALE_POWER = 64  # far beyond the range of useful loss scales
 
 DEFAULTS = EngineConfig().model_dump(mode="json")
 
@@ -44,91 +45,41 @@ def is_in_force(document: Mapping[str, Any], path: str) -> bool:
     return last in ("enabled", "device") or on
 
 
-@dataclass(frozen=True)
-class Conflict:
-    """Keys that contradict each other.
-
-    Attributes:
-        path: the key, or both keys, as the message names them.
-        applies_to: whether a config has this conflict.
-        message: what is wrong, and what to change.
-    """
-
-    path: str
-    applies_to: Callable[[EngineConfig], bool]
-    message: str
-
-
-def _both_enabled(first: str, second: str) -> Conflict:
-    return Conflict(
-        f"{first} and {second}",
-        lambda config: getattr(config, first).enabled and getattr(config, second).enabled,
-        'both are enabled; "enabled": false in one of them',
-    )
-
-
-_MAX_SCALE_POWER = 64  # far beyond the range of useful loss scales
-
-
-def _uses_dynamic_scale(config: EngineConfig) -> bool:
-    return config.fp16.enabled and not config.fp16.loss_scale
-
-
-_OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer"
-_OFFLOAD_PARAM = "zero_optimization.offload_param"
-
-
-CONFLICTS = (
-    *starmap(_both_enabled, combinations(("fp16", "bf16", "torch_autocast"), 2)),
-    Conflict(
-        "torch_autocast.dtype",
-        lambda config: config.torch_autocast.enabled and config.torch_autocast.dtype == "fp32",
-        'bf16 or fp16; for fp32 "torch_autocast": false',
-    ),
-    Conflict(
-        "data_types.grad_accum_dtype",
-        lambda config: config.data_types.grad_accum_dtype == "fp16" and not config.fp16.enabled,
-        "fp32 or bf16 without fp16.enabled: without a loss scale gradients below 6e-8 would vanish",
-    ),
-    Conflict(
-        "fp16.initial_scale_power",
-        lambda config: (
-            _uses_dynamic_scale(config) and abs(config.fp16.initial_scale_power) > _MAX_SCALE_POWER
-        ),
-        f"from {-_MAX_SCALE_POWER} to {_MAX_SCALE_POWER}: it is an exponent of 2",
-    ),
-    Conflict(
-        "fp16.min_loss_scale",
-        lambda config: _uses_dynamic_scale(config) and not config.fp16.min_loss_scale,
-        "more than 0: halving a scale never reaches 0",
-    ),
-    Conflict(
-        f"{_OFFLOAD_PARAM}.device",
-        lambda config: (
-            config.zero_optimization.offload_param.device == "cpu"
-            and config.zero_optimization.stage != 3
-        ),
-        "model weights can be offloaded at stage 3 only; others use all of them all the time",
-    ),
-    Conflict(
-        f"{_OFFLOAD_PARAM}.device",
-        lambda config: config.zero_optimization.offload_param.device == "nvme",
-        "refused: every unit would be read from disk twice per micro-step; use cpu, and "
-        f"{_OFFLOAD_OPTIMIZER}.device nvme for main weights and optimizer state",
-    ),
-    Conflict(
-        f"{_OFFLOAD_OPTIMIZER}.nvme_path",
-        lambda config: (
-            config.zero_optimization.offload_optimizer.device == "nvme"
-            and not config.zero_optimization.offload_optimizer.nvme_path
-        ),
-        f"this key is required with {_OFFLOAD_OPTIMIZER}.device nvme: a folder on a local disk",
-    ),
-)
-
-
 def find_conflicts(config: EngineConfig) -> Iterator[str]:
-    """A line for every conflict in a config."""
-    for conflict in CONFLICTS:
-        if conflict.applies_to(config):
-            yield f"{conflict.path}: {conflict.message}"
+    """A line for every contradiction between keys of a config, and what to change."""
+    zero, fp16, autocast = config.zero_optimization, config.fp16, config.torch_autocast
+    enabled = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(config, name).enabled]
+    for first, second in combinations(enabled, 2):
+        yield f'{first} and {second}: both are enabled; "enabled": false in one of them'
+    if autocast.enabled and autocast.dtype == "fp32":
+        yield 'torch_autocast.dtype: bf16 or fp16; for fp32 "torch_autocast": false'
+    if config.data_types.grad_accum_dtype == "fp16" and not fp16.enabled:
+        yield (
+            "data_types.grad_accum_dtype: fp32 or bf16 without fp16.enabled: without a loss scale "
+            "gradients below 6e-8 would vanish"
+        )
+    if fp16.enabled and not fp16.loss_scale:  # the scale is dynamic
+        if abs(fp16.initial_scale_power) > _MAX_SCALE_POWER:
+            yield (
+                f"fp16.initial_scale_power: from {-_MAX_SCALE_POWER} to {_MAX_SCALE_POWER}: it is "
+                "an exponent of 2"
+            )
+        if not fp16.min_loss_scale:
+            yield "fp16.min_loss_scale: more than 0: halving a scale never reaches 0"
+    offload = "zero_optimization.offload"
+    if zero.offload_param.device == "cpu" and zero.stage != 3:
+        yield (
+            f"{offload}_param.device: model weights can be offloaded at stage 3 only; others use "
+            "all of them all the time"
+        )
+    if zero.offload_param.device == "nvme":
+        yield (
+            f"{offload}_param.device: refused: every unit would be read from disk twice per "
+            f"micro-step; use cpu, and {offload}_optimizer.device nvme for main weights and "
+            "optimizer state"
+        )
+    if zero.offload_optimizer.device == "nvme" and not zero.offload_optimizer.nvme_path:
+        yield (
+            f"{offload}_optimizer.nvme_path: this key is required with {offload}_optimizer.device "
+            "nvme: a folder on a local disk"
+        )

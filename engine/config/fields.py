@@ -42,17 +42,14 @@ class ConfigSection(StrictModel):
 
 def parse_number(value: Any) -> Any:
     """Converts text and integers to float; other values are returned unchanged."""
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError("the number is too large") from None
-    return value
+    if isinstance(value, bool):
+        return value
+    try:
+        return float(value) if isinstance(value, str | int) else value
+    except OverflowError:
+        raise ValueError("the number is too large") from None
+    except ValueError:
+        return value
 
 
 def parse_integer(value: Any) -> Any:
@@ -62,19 +59,15 @@ def parse_integer(value: Any) -> Any:
             return int(value)
         except ValueError:
             value = parse_number(value)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def parse_size(value: Any) -> Any:
     """As `parse_integer`, but fractions are truncated and infinity means no limit."""
     value = parse_integer(value)
-    if not isinstance(value, float) or math.isnan(value):
+    if not isinstance(value, float) or math.isnan(value) or value == -math.inf:
         return value
-    if math.isinf(value):
-        return NO_LIMIT if value > 0 else value
-    return int(value)
+    return NO_LIMIT if value == math.inf else int(value)
 
 
 def reject_bool(value: Any) -> Any:
@@ -100,37 +93,22 @@ def name_validator(names: Mapping[str, str], what: str) -> Callable[[Any], Any]:
     return find
 
 
-PositiveInt: TypeAlias = Annotated[
-    int, BeforeValidator(parse_integer), Field(gt=0, le=NO_LIMIT, strict=True)
-]
-"""At least 1, and whole: samples, steps."""
-NonNegativeInt: TypeAlias = Annotated[
-    int, BeforeValidator(parse_integer), Field(ge=0, le=NO_LIMIT, strict=True)
-]
-"""At least 0, and whole."""
-PositiveSize: TypeAlias = Annotated[
-    int, BeforeValidator(parse_size), Field(gt=0, le=NO_LIMIT, strict=True)
-]
-"""At least 1: elements or bytes."""
-NonNegativeSize: TypeAlias = Annotated[
-    int, BeforeValidator(parse_size), Field(ge=0, le=NO_LIMIT, strict=True)
-]
-"""At least 0: elements or bytes."""
 Integer: TypeAlias = Annotated[
     int, BeforeValidator(parse_integer), Field(ge=-NO_LIMIT, le=NO_LIMIT, strict=True)
 ]
-NonNegativeFloat: TypeAlias = Annotated[
-    float, BeforeValidator(parse_number), Field(ge=0.0, allow_inf_nan=False, strict=True)
+PositiveInt: TypeAlias = Annotated[Integer, Field(gt=0)]
+NonNegativeInt: TypeAlias = Annotated[Integer, Field(ge=0)]
+
+# Elements or bytes.
+PositiveSize: TypeAlias = Annotated[PositiveInt, BeforeValidator(parse_size)]
+NonNegativeSize: TypeAlias = Annotated[NonNegativeInt, BeforeValidator(parse_size)]
+
+FiniteFloat: TypeAlias = Annotated[
+    float, BeforeValidator(parse_number), Field(allow_inf_nan=False, strict=True)
 ]
-"""At least 0, and finite."""
-PositiveFloat: TypeAlias = Annotated[
-    float, BeforeValidator(parse_number), Field(gt=0.0, allow_inf_nan=False, strict=True)
-]
-"""More than 0, and finite."""
-UnitFraction: TypeAlias = Annotated[
-    float, BeforeValidator(parse_number), Field(ge=0.0, le=1.0, allow_inf_nan=False, strict=True)
-]
-"""From 0 to 1."""
+NonNegativeFloat: TypeAlias = Annotated[FiniteFloat, Field(ge=0.0)]
+PositiveFloat: TypeAlias = Annotated[FiniteFloat, Field(gt=0.0)]
+UnitFraction: TypeAlias = Annotated[FiniteFloat, Field(ge=0.0, le=1.0)]
 
 DTYPE_ALIASES = {
     name: short

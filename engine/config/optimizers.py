@@ -8,60 +8,41 @@ message names the alternative.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from rayzero.engine.config.fields import (
+    FiniteFloat,
     NonNegativeFloat,
     PositiveInt,
     StrictModel,
-    parse_number,
-    reject_bool,
 )
 from rayzero.engine.config.keys import refused
 
-Beta: TypeAlias = Annotated[
-    float,
-    BeforeValidator(parse_number),
-    BeforeValidator(reject_bool),
-    Field(ge=0.0, lt=1.0, strict=True),
-]
+Beta: TypeAlias = Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)]
 Betas: TypeAlias = tuple[Beta, Beta]
 
 
 NO_EFFECT = "accepted for compatibility and not passed to the implementation"
 
 
-def _require_value(allowed: Any, reason: str) -> AfterValidator:
-    """Accept one value and refuse any other."""
+def _refuse_if_set(reason: str) -> BeforeValidator:
+    """Accepts a value that turns the param off (null, false, 0)."""
 
-    def check(value: Any) -> Any:
-        if value != allowed:
-            raise ValueError(f"refused: {reason}")
-        return value
-
-    return AfterValidator(check)
-
-
-def _refuse_if_set(reason: str) -> Callable[[Any], Any]:
-    """Accept a value that turns the param off (null, false, 0) and refuse any other."""
-
-    def check(value: Any) -> Any:
+    def check(value: Any) -> None:
         if value:
             raise ValueError(f"refused: {reason}")
-        return None
 
-    return check
+    return BeforeValidator(check)
 
 
-StateInMainDtype: TypeAlias = Annotated[
-    bool,
-    _require_value(
-        True, "optimizer state has the dtype of main weights, which is fp32 in 16-bit runs"
-    ),
-]
+def _check_state_dtype(value: bool) -> bool:
+    if not value:
+        raise ValueError(
+            "refused: optimizer state has the dtype of main weights, which is fp32 in 16-bit runs"
+        )
+    return value
 
 
 class OptimizerParams(StrictModel):
@@ -85,7 +66,7 @@ class OptimizerParams(StrictModel):
     )
     # Gradients live in buffers of the engine.
     set_grad_none: Annotated[bool, NO_EFFECT] = True
-    fp32_optimizer_states: Annotated[StateInMainDtype, NO_EFFECT] = True
+    fp32_optimizer_states: Annotated[bool, AfterValidator(_check_state_dtype), NO_EFFECT] = True
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for the implementation: every param that is set and has an effect."""
@@ -174,7 +155,7 @@ class LambParams(OptimizerParams):
     max_coeff: NonNegativeFloat = 10.0
     min_coeff: NonNegativeFloat = 0.01
     amsgrad: Annotated[
-        None, BeforeValidator(_refuse_if_set("LAMB has no AMSGrad variant: use AdamW with amsgrad"))
+        None, _refuse_if_set("LAMB has no AMSGrad variant: use AdamW with amsgrad")
     ] = None
 
 
@@ -203,9 +184,7 @@ class MuonParams(OptimizerParams):
     torch_adam: bool = False  # no effect: Adam is torch's fused kernel
     per_head_muon: Annotated[
         None,
-        BeforeValidator(
-            _refuse_if_set("matrices are orthogonalized as a whole, not per attention head")
-        ),
+        _refuse_if_set("matrices are orthogonalized as a whole, not per attention head"),
     ] = None
 
     def arguments(self) -> dict[str, Any]:
@@ -231,7 +210,7 @@ class OneBitAdamParams(OptimizerParams):
     cuda_aware: Annotated[bool, NO_EFFECT] = False
     comm_backend_name: Annotated[str, NO_EFFECT] = "nccl"
     amsgrad: Annotated[
-        None, BeforeValidator(_refuse_if_set("variances are frozen here: use AdamW with amsgrad"))
+        None, _refuse_if_set("variances are frozen here: use AdamW with amsgrad")
     ] = None
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from rayzero.engine.config.fields import (
+    FiniteFloat,
     Integer,
     NonNegativeFloat,
     NonNegativeInt,
@@ -16,10 +17,6 @@ from rayzero.engine.config.fields import (
     parse_number,
     reject_bool,
 )
-
-SignedNumber: TypeAlias = Annotated[
-    float, BeforeValidator(reject_bool), BeforeValidator(parse_number), Field(allow_inf_nan=False)
-]
 
 
 def _validate_per_group(value: Any) -> Any:
@@ -77,7 +74,7 @@ class OneCycleParams(ScheduleParams):
 
     cycle_min_lr: PerGroup
     cycle_max_lr: PerGroup
-    decay_lr_rate: SignedNumber = 0.0
+    decay_lr_rate: FiniteFloat = 0.0
     cycle_first_step_size: Annotated[NonNegativeFloat, Field(gt=0)] = 2000.0
     cycle_second_step_size: NonNegativeFloat | None = None
     cycle_first_stair_count: NonNegativeInt = 0
@@ -86,7 +83,7 @@ class OneCycleParams(ScheduleParams):
     cycle_momentum: bool = True
     cycle_min_mom: PerGroup = 0.8
     cycle_max_mom: PerGroup = 0.9
-    decay_mom_rate: SignedNumber = 0.0
+    decay_mom_rate: FiniteFloat = 0.0
 
 
 class LRRangeTestParams(ScheduleParams):
@@ -94,7 +91,7 @@ class LRRangeTestParams(ScheduleParams):
 
     lr_range_test_min_lr: PerGroup = 1e-3
     lr_range_test_step_size: PositiveInt = 2000
-    lr_range_test_step_rate: SignedNumber = 1.0
+    lr_range_test_step_rate: FiniteFloat = 1.0
     lr_range_test_staircase: bool = False
 
 

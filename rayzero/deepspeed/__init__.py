@@ -14,8 +14,8 @@ from typing import Any
 from rayzero.deepspeed import comm, ops, utils
 from rayzero.deepspeed.accelerator import get_accelerator
 from rayzero.deepspeed.install import add_alias_modules, install
-from rayzero.deepspeed.unsupported import unsupported_message
 from rayzero.deepspeed.utils import log_dist, logger
+from rayzero.engine.api.alternatives import unsupported_message
 from rayzero.engine.api.deepspeed_engine import DeepSpeedEngine
 from rayzero.engine.api.initialize import initialize as rayzero_initialize
 from rayzero.engine.comm.process_group import init_distributed

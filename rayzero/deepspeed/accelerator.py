@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from rayzero.deepspeed.unsupported import unsupported_message
+from rayzero.deepspeed.comm import get_local_rank
+from rayzero.engine.api.alternatives import unsupported_message
 
 __all__ = ["Accelerator", "get_accelerator"]
 
@@ -31,7 +32,7 @@ class Accelerator:
         return torch.device(self.device_name(device_index))
 
     def current_device(self) -> int:
-        return torch.cuda.current_device() if self._cuda else self._local_rank()
+        return torch.cuda.current_device() if self._cuda else get_local_rank()
 
     def current_device_name(self) -> str:
         return self.device_name(self.current_device())
@@ -42,11 +43,8 @@ class Accelerator:
 
     def device_count(self) -> int:
         """GPUs of this node; on the CPU the ranks of this node."""
-        return (
-            torch.cuda.device_count()
-            if self._cuda
-            else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        )
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return torch.cuda.device_count() if self._cuda else ranks
 
     def communication_backend_name(self) -> str:
         return "nccl" if self._cuda else "gloo"
@@ -87,8 +85,7 @@ class Accelerator:
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
+    manual_seed_all = manual_seed
 
     def random(self) -> Any:
         return torch.random
@@ -98,9 +95,6 @@ class Accelerator:
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return bool(tensor.is_pinned()) if self._cuda else True
-
-    def _local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

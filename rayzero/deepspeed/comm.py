@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rayzero.deepspeed.unsupported import unsupported_message
+from rayzero.engine.api.alternatives import unsupported_message
 from rayzero.engine.comm.process_group import init_distributed
 
 __all__ = ["get_local_rank", "get_rank", "get_world_group", "get_world_size", "init_distributed"]

@@ -14,14 +14,14 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from rayzero.deepspeed.unsupported import ALTERNATIVES, unsupported_message
+from rayzero.engine.api.alternatives import PACKAGE_ALTERNATIVES, unsupported_message
 from rayzero.engine.errors import ConfigError
 
 log = logging.getLogger("rayzero.deepspeed")
 
 _PACKAGE = "rayzero.deepspeed"
 _FILES = ("accelerator", "comm", "ops", "utils")
-_INTERNAL = {f"{_PACKAGE}.{name}" for name in ("__main__", "install", "unsupported", *_FILES)}
+_INTERNAL = {f"{_PACKAGE}.{name}" for name in ("__main__", "install", *_FILES)}
 _INTERNAL.add(f"{_PACKAGE}.zero_to_fp32")
 
 
@@ -134,7 +134,7 @@ class _UnsupportedFinder:
         if full.partition(".")[0] != "deepspeed" or name in _INTERNAL:
             return None
         top = ".".join(full.split(".")[:2])
-        subject = top if full not in ALTERNATIVES and top in ALTERNATIVES else full
+        subject = top if full not in PACKAGE_ALTERNATIVES and top in PACKAGE_ALTERNATIVES else full
         raise ModuleNotFoundError(
             unsupported_message(subject, sys.modules[full.rpartition(".")[0]].__all__),
             name=full,  # not `name`: from-imports swallow an error about just that

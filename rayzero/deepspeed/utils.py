@@ -7,49 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from logging import (
-    INFO,
-    Formatter,
-    Logger,
-    StreamHandler,
-    getLogger,
-)  # `utils.logging` is a submodule
+from logging import INFO, Formatter, Logger, StreamHandler, getLogger  # not `utils.logging`
 from typing import Any
 
 from rayzero.deepspeed.comm import get_rank
-from rayzero.deepspeed.unsupported import unsupported_message
-from rayzero.engine.api.tensor_fragments import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
-    safe_set_local_optimizer_state,
-)
+from rayzero.engine.api import tensor_fragments
+from rayzero.engine.api.alternatives import unsupported_message
 
-__all__ = [
-    "RepeatingLoader",
-    "log_dist",
-    "logger",
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-]
+__all__ = ["RepeatingLoader", "log_dist", "logger"]
+__all__ += [name for name in vars(tensor_fragments) if name.startswith("safe_")]
 
 
 def make_stderr_logger(name: str) -> Logger:
@@ -93,4 +59,6 @@ class RepeatingLoader:
 
 
 def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(tensor_fragments, name)
     raise AttributeError(unsupported_message(f"deepspeed.utils.{name}", __all__))

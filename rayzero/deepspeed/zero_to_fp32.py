@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -32,8 +33,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     location = resolve_checkpoint(str(checkpoint_dir), tag)
     if location is None:
         raise DataError(f"there is no checkpoint in {checkpoint_dir}", fix="checkpoint_dir, or tag")
-    source = open_checkpoint(location)
-    try:
+    with closing(open_checkpoint(location)) as source:
         tensors, metadata = WholeTensors(source), source.metadata(0)
         trained = {name for group in metadata.get("groups", ()) for name in group.get("params", ())}
         weights = {
@@ -46,8 +46,6 @@ def get_fp32_state_dict_from_zero_checkpoint(
         }
         ties = metadata.get("ties", {})
         return weights | {name: weights[tied] for name, tied in ties.items() if tied in weights}
-    finally:
-        source.close()
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.engine.api.alternatives import ALTERNATIVES
+from rayzero.engine.api.alternatives import ENGINE_ALTERNATIVES
 from rayzero.engine.errors import ConfigError, EngineError
 from tests.engine import zoo
 from tests.support.ranks import run_ranks
@@ -104,14 +104,14 @@ def test_what_is_not_there_says_what_to_use(name: str) -> None:
     with pytest.raises(AttributeError, match=name) as error:
         getattr(lone(), name)
     hint = {"gobal_steps": "'global_steps'"}.get(
-        name, ALTERNATIVES.get(name, "no 'compile_autosp'")
+        name, ENGINE_ALTERNATIVES.get(name, "no 'compile_autosp'")
     )
     assert hint in str(error.value)
 
 
 def test_nothing_that_is_there_is_said_to_be_absent() -> None:
     engine = lone()
-    assert [name for name in ALTERNATIVES if hasattr(engine, name)] == []
+    assert [name for name in ENGINE_ALTERNATIVES if hasattr(engine, name)] == []
 
 
 def test_no_other_device() -> None:

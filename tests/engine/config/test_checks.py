@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from rayzero.engine.config import EngineConfig, parse_config
-from rayzero.engine.config.checks import CONFLICTS
-from rayzero.engine.config.model import KEYS
 from rayzero.engine.config.parse import parse_with_provenance
 from rayzero.engine.config.precision import Bf16Config, Fp16Config
 from rayzero.engine.errors import ConfigError
@@ -53,9 +51,3 @@ def test_a_config_that_was_not_read_is_held_against_them_too() -> None:
     made = EngineConfig(fp16=Fp16Config(enabled=True), bf16=Bf16Config(enabled=True))
     with pytest.raises(ConfigError, match="fp16 and bf16: both are enabled"):
         parse_with_provenance(made)
-
-
-def test_a_clash_names_keys_that_are_there() -> None:
-    for one in CONFLICTS:
-        for path in one.path.split(" and "):
-            assert path in KEYS or f"{path}.enabled" in KEYS
