@@ -17,7 +17,7 @@ class Clock(Protocol):
         """Seconds, of which only differences have a meaning."""
 
     async def sleep(self, seconds: float) -> None:
-        """Waits that long. Can be cancelled."""
+        """Waits that long."""
 
     def timeout(self, seconds: float) -> AbstractAsyncContextManager[Any]:
         """A block that raises TimeoutError when it takes longer, and cancels its await."""
@@ -26,14 +26,9 @@ class Clock(Protocol):
 class SystemClock:
     """Monotonic time of the operating system."""
 
-    def now(self) -> float:
-        return time.monotonic()
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-    def timeout(self, seconds: float) -> AbstractAsyncContextManager[Any]:
-        return asyncio.timeout(seconds)
+    now = staticmethod(time.monotonic)
+    sleep = staticmethod(asyncio.sleep)
+    timeout = staticmethod(asyncio.timeout)
 
 
 class ChangeNotifier:
@@ -63,9 +58,6 @@ class ChangeNotifier:
 
 
 T = TypeVar("T")
-
-LARGE_JOB_WORKERS = 500
-"""Number of workers from which long computations yield to other tasks."""
 
 
 class BackgroundTasks:
@@ -107,13 +99,6 @@ async def with_timeout(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
         return await work
 
 
-async def yield_if_large(workers: int) -> None:
-    """Yields to other tasks in the middle of a long computation for many workers, so that the
-    report of a loss does not wait for all of it. Does nothing in small jobs."""
-    if workers >= LARGE_JOB_WORKERS:
-        await asyncio.sleep(0)
-
-
 class PendingReplies:
     """The replies to one command that was sent to many workers.
 
@@ -137,11 +122,8 @@ class PendingReplies:
         self._changed.notify()
 
     async def wait_any(self, workers: frozenset[int]) -> None:
-        """Waits until at least one of these workers is done."""
-        await self._changed.wait_until(
-            lambda: self._error is not None or not workers <= self.pending
-        )
-        self._raise_error()
+        """Waits until at least one of these workers is done. Raises as `wait_all`."""
+        await self._wait_until(lambda: not workers <= self.pending)
 
     async def wait_all(self) -> None:
         """Waits until all workers are done.
@@ -149,9 +131,9 @@ class PendingReplies:
         Raises:
             RayzeroError: a worker failed to execute the command.
         """
-        await self._changed.wait_until(lambda: self._error is not None or not self.pending)
-        self._raise_error()
+        await self._wait_until(lambda: not self.pending)
 
-    def _raise_error(self) -> None:
+    async def _wait_until(self, predicate: Callable[[], bool]) -> None:
+        await self._changed.wait_until(lambda: self._error is not None or predicate())
         if self._error is not None:
             raise self._error

@@ -12,12 +12,8 @@ from rayzero.engine.errors import first_line
 
 MAX_QUEUED_ITEMS = 10_000
 """Per queue; beyond that the oldest are dropped, with a warning."""
-
-
 RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Pause after each consecutive failure; the last applies from then on."""
-
-
+"""Pause after each consecutive failure; the last one repeats."""
 _CLOSING_RETRY_S = 0.2
 
 
@@ -155,9 +151,8 @@ class BackgroundWriter:
             # What was dropped meanwhile was at the front, and is among what was written.
             for _ in range(min(len(queue.items), len(items) - (queue.dropped - dropped))):
                 queue.items.popleft()
+            queue.dropped -= dropped
         if dropped:
-            with self._changed:
-                queue.dropped -= dropped
             self._warn(f"{queue.subject}: {dropped} entries were dropped, the disk is too slow")
 
     def _schedule_retry(self, queue: WriteQueue, error: Exception) -> None:

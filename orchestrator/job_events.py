@@ -67,7 +67,6 @@ class RunAdopted:
 
     Args:
         step: finished steps of that run; those after the newest checkpoint are recomputed.
-        generation: the newest of that run.
         offline_s: since the last entry of that run's journal.
     """
 
@@ -78,13 +77,8 @@ class RunAdopted:
 
 @dataclass(frozen=True)
 class FaultDetected:
-    """A fault, as it is first seen.
-
-    Args:
-        cause: a `failure.FaultCause`.
-        rank: None when the worker was not a member of the generation.
-        text: the full description.
-    """
+    """A fault, as it is first seen. `rank` is None if the worker was no member of the generation;
+    `text` is the full description."""
 
     cause: str
     worker: WorkerInfo
@@ -103,9 +97,8 @@ class Repaired:
         step: the step that training went back to.
         steps_redone: finished steps that had to be recomputed.
         world_size_before, world_size: ranks before and after.
-        seconds: duration of each recovery phase; `recompute` ends with the next finished step and
-        does
-            not include the duration of that step.
+        seconds: duration of each recovery phase; `recompute` ends with the next finished step,
+            whose duration is not included.
     """
 
     cause: str
@@ -154,12 +147,8 @@ class Checkpointed:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """A checkpoint could not be written. Training continues.
-
-    Args:
-        tries: so far.
-        again_in_s: delay of the next try; None after the last one.
-    """
+    """A checkpoint could not be written. Training continues. `again_in_s` is the delay of the next
+    try; None after the last one."""
 
     step: int
     text: str
@@ -169,11 +158,7 @@ class CheckpointFailed:
 
 @dataclass(frozen=True)
 class FaultRecorded:
-    """A fault was classified, and counts against the fault budget.
-
-    Args:
-        is_fatal: it ends the job.
-    """
+    """A fault was classified, and counts against the fault budget. A fatal one ends the job."""
 
     fault: Fault
     is_fatal: bool = False

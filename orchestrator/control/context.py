@@ -63,7 +63,7 @@ def timeout_reason(limit_s: float) -> str:
 
 class JobContext:
     """Used from one event loop. Each attribute that changes has one writer: `state` the controller,
-    `generation` Reconfiguration (and `adopt_run`, before the start), `vault_addresses`
+    `generation` Reconfiguration (and `Controller`, before the start), `vault_addresses`
     VaultManager, `injected_faults` ClusterFaultInjector."""
 
     def __init__(

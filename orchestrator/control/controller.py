@@ -14,19 +14,20 @@ from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.context import Dependencies, JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.elastic import ElasticScaler
 from rayzero.orchestrator.control.failures import FailureHandler, StragglerMonitor
+from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.hang_detector import HangDetector
 from rayzero.orchestrator.control.inbox import MessageDispatcher, WorkerInbox
-from rayzero.orchestrator.control.lifecycle import JobShutdown, adopt_run
 from rayzero.orchestrator.control.reconfigure import Reconfiguration
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import JobStoppedError, internal_error
-from rayzero.orchestrator.job_events import StateEntered, WorkersReady
+from rayzero.orchestrator.job_events import RunAdopted, StateEntered, WorkersReady
 from rayzero.orchestrator.job_file import check_batch_sizes
-from rayzero.orchestrator.journal.run_history import RunHistory
+from rayzero.orchestrator.journal.run_history import RunHistory, faults_on_clock
 from rayzero.orchestrator.machine import Instruction, State
 from rayzero.orchestrator.plan import JobPlan
+from rayzero.orchestrator.policies.membership import WorkerLimits
 from rayzero.orchestrator.results import JobResult, JobStatus
 
 
@@ -52,15 +53,16 @@ class Controller:
         dispatcher = MessageDispatcher(ctx, failures, replication, stragglers, vaults, injector)
         inbox = self._inbox = WorkerInbox(ctx, dispatcher.dispatch, failures.on_worker_lost)
         restore = RestoreSelector(ctx, failures, vaults, checkpoints)
-        self._reconfiguration = Reconfiguration(ctx, failures, vaults, restore, inbox, stragglers)
+        self._reconfiguration = Reconfiguration(
+            ctx, failures, vaults, restore, inbox, stragglers, checkpoints
+        )
         self._hang_detector = HangDetector(ctx, inbox, failures)
         self._scaler = ElasticScaler(ctx, failures, vaults, inbox)
-        self._shutdown = JobShutdown(ctx, self._reconfiguration, vaults, checkpoints)
         self._error: RayzeroError | None = None
         self._summary: dict[str, Any] = {}
         self._started_at_s = ctx.now_s()
         if past is not None:
-            self._started_at_s = adopt_run(ctx, past, failures, checkpoints)
+            self._adopt(past)
 
     async def run(self) -> JobResult:
         """Runs the job to its end.
@@ -127,6 +129,22 @@ class Controller:
             error="" if self._error is None else first_line(self._error),
         )
 
+    def _adopt(self, past: RunHistory) -> None:
+        """Restores the counters, budgets and limits of an earlier controller's run."""
+        ctx, now_s, unix_s = self._context, self._context.now_s(), time.time()
+        self._started_at_s = now_s - (unix_s - past.began_at_s)
+        ctx.generation = GenerationState(past.generation)
+        ctx.progress.steps = past.step  # steps after the checkpoint will count as redone
+        ctx.timer.repairs = past.total_repairs
+        ctx.timer.resizes = past.resizes
+        ctx.timer.steps_redone = past.steps_redone
+        self._checkpoints.written = past.checkpoints_written
+        self._checkpoints.failed = past.checkpoints_failed
+        self._failures.history = faults_on_clock(past, now_s, unix_s)
+        if past.scaled_limits is not None:
+            ctx.registry.limits = WorkerLimits(*past.scaled_limits, ctx.registry.limits.spares)
+        ctx.emit(RunAdopted(past.step, past.generation, unix_s - past.last_at_s))
+
     @property
     def _world_size(self) -> int:
         return self._context.generation.world_size
@@ -167,7 +185,7 @@ class Controller:
             case Instruction.RELEASE_NOT_CHOSEN:
                 self._scaler.release_not_chosen()
             case Instruction.STOP_TRAINING:
-                self._shutdown.start()
+                self._reconfiguration.stop()
             case Instruction.RELEASE_WORKERS:
                 await self._release()
             case Instruction.WRITE_SUMMARY:

@@ -231,5 +231,5 @@ class StragglerMonitor:
         compute_s = gauges["step_s"] - gauges["exposed_comm_s"]
         # Only ratios count, and the global batch is constant: shares work as well as samples.
         share = self._shares[report.rank] if self._shares else 1 / len(self._members)
-        if change := self._tracker.add_step(worker, compute_s, share):
-            self._context.emit(JobWarning(str(change)))
+        if text := self._tracker.add_step(worker, compute_s, share):
+            self._context.emit(JobWarning(text))

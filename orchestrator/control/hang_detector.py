@@ -7,9 +7,9 @@ from contextlib import suppress
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.inbox import WorkerInbox
-from rayzero.orchestrator.interfaces import VaultLostError
+from rayzero.orchestrator.interfaces import WORKER_POLL_S, VaultLostError
 from rayzero.orchestrator.job_events import JobWarning
-from rayzero.orchestrator.policies.hang import Hang, RankProgress, find_hang
+from rayzero.orchestrator.policies.hang import RankProgress, find_hang
 from rayzero.workers.messages import Heartbeat, WorkerCalls
 from rayzero.workers.vault.vault import Vault
 
@@ -42,13 +42,11 @@ class HangDetector:
                 continue
             if self._inbox.longest_silence_s(members) <= limit_s:
                 continue
-            ranks = {worker: self._rank_progress(worker) for worker in members}
-            hang = find_hang(list(ranks.values()), limit_s)
+            hang = find_hang([self._rank_progress(worker) for worker in members], limit_s)
             if hang is None:
                 continue
             if hang.rank is not None:
-                culprit = next(w for w, progress in ranks.items() if progress.rank == hang.rank)
-                await self._kill_culprit(culprit, hang)
+                await self._kill_culprit(generation.workers[hang.rank].index, hang.reason)
             elif self._warned_generation != generation.number:
                 self._warned_generation = generation.number
                 self._context.emit(JobWarning(hang.reason))
@@ -62,16 +60,16 @@ class HangDetector:
             pid=info.pid,
             heartbeat=beat or Heartbeat(rank, generation.step, "join", 0.0),
             age_s=age_s,
-            overdue_s=self._inbox.reply_overdue_s(worker),
-            is_new=self._inbox.never_reported(worker),
+            overdue_s=max(0.0, age_s - WORKER_POLL_S),
+            is_new=worker not in self._inbox.reported,
         )
 
-    async def _kill_culprit(self, worker: int, hang: Hang) -> None:
+    async def _kill_culprit(self, worker: int, reason: str) -> None:
         generation = self._context.generation
         stacks = await self._dump_stacks(worker)
         if generation is self._context.generation and worker in generation.active:
-            self._context.emit(JobWarning(f"{hang.reason}\n{stacks}".rstrip()))
-            self._failures.kill_hung(worker, hang.reason)
+            self._context.emit(JobWarning(f"{reason}\n{stacks}".rstrip()))
+            self._failures.kill_hung(worker, reason)
 
     async def _dump_stacks(self, worker: int) -> str:
         """Its Python stacks; if it does not respond, what its node's vault sees of the process."""

@@ -32,15 +32,8 @@ from rayzero.workers.messages import (
 SILENCE_GRACE_S = 10.0
 """Extra silence allowed beyond `hang_timeout_s`, so that the hang detector, which has diagnostics,
 acts first. It watches members only; this limit holds for all workers."""
-
-
 DISPATCH_SLICE_S = 0.001
 """How long messages are dispatched before other tasks get a turn: a loss may be waiting."""
-
-MessageHandler = Callable[[int, WorkerMessage], None]
-
-
-LossHandler = Callable[[int, str], None]
 
 
 class WorkerInbox:
@@ -51,13 +44,19 @@ class WorkerInbox:
     all of them before its loss.
     """
 
-    def __init__(self, context: JobContext, receive: MessageHandler, on_lost: LossHandler) -> None:
+    def __init__(
+        self,
+        context: JobContext,
+        dispatch: Callable[[int, WorkerMessage], None],
+        on_lost: Callable[[int, str], None],
+    ) -> None:
         self._context = context
-        self._dispatch = receive
+        self._dispatch = dispatch
         self._on_lost = on_lost
         self._last_heard_s: dict[int, float] = {}
         self._heartbeats: dict[int, Heartbeat] = {}
-        self._reported: set[int] = set()
+        self.reported: set[int] = set()
+        """Workers that have finished a step, in any generation."""
         self._undelivered: dict[int, list[WorkerMessage]] = {}
         self._delivery_queue: deque[int] = deque()
         """Workers with undelivered messages, in order; those of some may be delivered already."""
@@ -88,21 +87,13 @@ class WorkerInbox:
             if kind is Heartbeat:
                 self._heartbeats[worker] = cast(Heartbeat, message)
             elif kind is StepReport:
-                self._reported.add(worker)
+                self.reported.add(worker)
             self._dispatch(worker, message)
 
-    def reply_overdue_s(self, index: int) -> float:
-        """How long its reply to the current poll has been due; 0 if it is not late."""
-        return max(0.0, self.last_heartbeat(index)[1] - WORKER_POLL_S)
-
-    def last_heartbeat(self, index: int) -> tuple[Heartbeat | None, float]:
+    def last_heartbeat(self, worker: int) -> tuple[Heartbeat | None, float]:
         """Its last heartbeat in this generation, and how long ago it was last heard from."""
         now_s = self._context.now_s()
-        return self._heartbeats.get(index), now_s - self._last_heard_s.get(index, now_s)
-
-    def never_reported(self, index: int) -> bool:
-        """Whether it has not finished a step yet, in any generation."""
-        return index not in self._reported
+        return self._heartbeats.get(worker), now_s - self._last_heard_s.get(worker, now_s)
 
     def longest_silence_s(self, workers: Iterable[int]) -> float:
         """The longest that any of these may have made no progress: a cheap test before the thorough
@@ -110,8 +101,7 @@ class WorkerInbox:
         now_s, beats, heard_at_s = self._context.now_s(), self._heartbeats, self._last_heard_s
         longest_s = 0.0
         for worker in workers:
-            age_s = now_s - heard_at_s.get(worker, now_s)
-            beat = beats.get(worker)
+            age_s, beat = now_s - heard_at_s.get(worker, now_s), beats.get(worker)
             silent_s = (age_s if age_s > WORKER_POLL_S else 0.0) + (beat.silent_s if beat else 0.0)
             longest_s = max(longest_s, silent_s)
         return longest_s

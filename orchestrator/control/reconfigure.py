@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rayzero.orchestrator import machine
-from rayzero.orchestrator.aio import PendingReplies, yield_if_large
+from rayzero.orchestrator.aio import PendingReplies
+from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler, StragglerMonitor
 from rayzero.orchestrator.control.generation import GenerationState
@@ -23,11 +24,17 @@ from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.job_events import GenerationStarted, JobWarning
 from rayzero.orchestrator.policies.membership import Selected, not_enough_error
 from rayzero.orchestrator.policies.placement import assign_ranks
+from rayzero.orchestrator.policies.recovery import newest_complete_in_vaults
 from rayzero.workers.messages import GenerationSpec, WorkerCalls
 from rayzero.workers.vault.records import Restore
 
 FENCE_TIMEOUT_S = 10.0
 """How long the survivors of a fault may take to unwind before they are killed."""
+UNWIND_TIMEOUT_S = 4.0
+"""How long the training functions may take to unwind when the job is stopped."""
+LARGE_JOB_WORKERS = 500
+"""Number of workers from which the computation of their ranks and the rest of the rendezvous take
+two turns of the event loop, so that the report of a loss does not wait for all of it."""
 
 
 class Reconfiguration:
@@ -46,6 +53,7 @@ class Reconfiguration:
         restore: RestoreSelector,
         inbox: WorkerInbox,
         stragglers: StragglerMonitor,
+        checkpoints: CheckpointWriter,
     ) -> None:
         self._context = context
         self._failures = failures
@@ -53,6 +61,7 @@ class Reconfiguration:
         self._restore = restore
         self._inbox = inbox
         self._stragglers = stragglers
+        self._checkpoints = checkpoints
         self._attempt: asyncio.Task[None] | None = None
         self._assignments = PendingReplies()
         """The replies of the newest generation's members to their assignments."""
@@ -63,19 +72,23 @@ class Reconfiguration:
     def recover(self) -> None:
         """Fences the generation, and forms the next one from what is left."""
         # Before anything else: unwinding is what the next generation waits for longest.
-        self.interrupt_members()
+        self._interrupt_members()
         self._begin(self._fence)
 
     def resize(self) -> None:
         """Drains the generation, and forms the next one with other members."""
         self._begin(self._drain)
 
-    def cancel(self) -> None:
-        """Ends the current attempt: the job is being stopped, or the next attempt begins."""
+    def stop(self) -> None:
+        """Ends the generation on request, and forms no other one."""
+        self._cancel_attempt()
+        self._context.tasks.spawn(self._stop())
+
+    def _cancel_attempt(self) -> None:
         if self._attempt is not None:
             self._attempt.cancel()
 
-    def interrupt_members(self, *, softly: bool = False) -> None:
+    def _interrupt_members(self, *, softly: bool = False) -> None:
         """Tells the active members to leave, each once it has its assignment: it would begin it
         otherwise.
 
@@ -106,7 +119,7 @@ class Reconfiguration:
             members -= assigned
 
     def _begin(self, unwind: Callable[[], Awaitable[None]] | None) -> None:
-        self.cancel()
+        self._cancel_attempt()
         self._attempt = self._context.tasks.spawn(self._reconfigure(unwind, self._attempt))
 
     async def _reconfigure(
@@ -192,7 +205,8 @@ class Reconfiguration:
         ctx = self._context
         assignments = assign_ranks(selection.members, ctx.vault_addresses)
         self._vaults.generation_uses(worker.node_id for worker in selection.members)
-        await yield_if_large(len(assignments))
+        if len(assignments) >= LARGE_JOB_WORKERS:
+            await asyncio.sleep(0)
         number = ctx.generation.number + 1
         generation = ctx.generation = GenerationState(number, selection, assignments, restore)
         ctx.registry.members = selection.indices
@@ -224,3 +238,32 @@ class Reconfiguration:
         self._assignments = ctx.deps.workers.assign(spec, assignments)
         ctx.expect_replies(self._assignments)
         return generation
+
+    async def _stop(self) -> None:
+        """Unwinds the members; with checkpoints on, writes a last one. All of it takes at most
+        `checkpoint.grace_period_s`."""
+        ctx, generation = self._context, self._context.generation
+        checkpointing = ctx.plan.worker_spec.mirror.checkpoint_every_steps is not None
+        until_s = ctx.now_s() + ctx.plan.spec.checkpoint.grace_period_s
+        limit_s = UNWIND_TIMEOUT_S
+        if checkpointing:
+            if generation.all_restored and not generation.fenced:
+                await self._finish_step()
+            limit_s = min(limit_s, until_s - ctx.now_s())
+        self._interrupt_members(softly=not checkpointing and not generation.fenced)
+        await ctx.wait_for(limit_s, lambda: not generation.active)
+        if checkpointing:
+            newest = newest_complete_in_vaults(await self._vaults.inventory())
+            if newest is not None and not self._checkpoints.covers(newest.step):
+                await self._checkpoints.write_final(newest, until_s - ctx.now_s())
+        ctx.post_event(machine.StopTimedOut() if generation.active else machine.TrainingStopped())
+
+    async def _finish_step(self) -> None:
+        """Waits for half of the time for the current step; no more once a rank is lost, because its
+        peers would wait for it in vain."""
+        ctx, generation = self._context, self._context.generation
+        ctx.broadcast(generation.active, WorkerCalls.drain, generation.number)
+        await ctx.wait_for(
+            ctx.plan.spec.checkpoint.grace_period_s / 2,
+            lambda: not generation.active or bool(generation.pending_faults),
+        )

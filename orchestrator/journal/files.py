@@ -21,15 +21,11 @@ from rayzero.engine.checkpoint.store import is_remote, join_url
 from rayzero.orchestrator.journal.run_history import RunHistory, fold_entries
 
 STATE_FILE = "job.json"
-
 EVENTS_FILE = "events.jsonl"
-
 MAX_EVENTS_BYTES = 16 * 2**20
 """A list of events of this size becomes `events.jsonl.1`, and a new one is started."""
-
 SEGMENTS_FOLDER = "journal"
 """Events on an object store; also the whole journal of runs before there was a state file."""
-
 MAX_SEGMENT_BYTES = 64 * 1024
 """A segment of this size is complete, and the next one is started."""
 
@@ -82,11 +78,8 @@ def read_journal(job_folder: str) -> RunHistory | None:
 
 
 class JournalFiles:
-    """Writes one process's journal.
-
-    Args:
-        fence: called before each write; raises when another process owns the folder.
-    """
+    """Writes one process's journal. `fence` is called before each write, and raises when another
+    process owns the folder."""
 
     def __init__(self, job_folder: str, fence: Callable[[], None] = lambda: None) -> None:
         self._job_folder = job_folder

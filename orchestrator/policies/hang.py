@@ -24,8 +24,7 @@ class RankProgress:
     """The last known progress of a rank that has not finished its function.
 
     Args:
-        heartbeat: its last one in this generation.
-        age_s: the age of that heartbeat.
+        heartbeat: its last one in this generation; `age_s` is its age.
         overdue_s: how late the reply to the current poll is; 0 if it is not late.
         is_new: whether its process has not finished a step yet, in any generation.
     """
@@ -59,20 +58,13 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class Hang:
-    """A stalled generation.
-
-    Args:
-        rank: the culprit; None if no rank is to blame.
-        reason: rank, node, pid, phase, collective and silence, as a message.
-    """
+    """A stalled generation. `rank` is the culprit; None if no rank is to blame."""
 
     rank: int | None
     reason: str
 
 
-def find_hang(
-    ranks: Sequence[RankProgress], hang_timeout_s: float, start_grace_s: float = START_GRACE_S
-) -> Hang | None:
+def find_hang(ranks: Sequence[RankProgress], hang_timeout_s: float) -> Hang | None:
     """The hang of a generation, if it has one. Meant to be called about once a second.
 
     A process that does not respond is to blame first; then, of the ranks that wait in no
@@ -82,10 +74,10 @@ def find_hang(
 
     Args:
         ranks: all active ranks of the generation.
-        hang_timeout_s: the silence that counts as a hang.
-        start_grace_s: the same for a rank that joins, loads, or whose process is new.
+        hang_timeout_s: the silence that counts as a hang, for ranks that are not starting.
     """
-    limits_s = {rank.rank: _silence_limit_s(rank, hang_timeout_s, start_grace_s) for rank in ranks}
+    start_s = max(hang_timeout_s, START_GRACE_S)
+    limits_s = {rank.rank: start_s if rank.is_starting else hang_timeout_s for rank in ranks}
     if not any(rank.silent_s > limits_s[rank.rank] for rank in ranks):
         return None
     latest = max(ranks, key=lambda rank: rank.overdue_s)
@@ -100,10 +92,6 @@ def find_hang(
         # A rank whose reply is getting late may have been stopped there: wait until that is clear.
         return None if latest.overdue_s else Hang(None, _describe_network_hang(behind, len(ranks)))
     return Hang(behind.rank, _describe_late_rank(behind, ranks))
-
-
-def _silence_limit_s(rank: RankProgress, hang_timeout_s: float, start_grace_s: float) -> float:
-    return max(hang_timeout_s, start_grace_s) if rank.is_starting else hang_timeout_s
 
 
 def _describe_unresponsive(rank: RankProgress) -> str:

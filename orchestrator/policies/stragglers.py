@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from statistics import median
 
 WINDOW_STEPS = 20
@@ -23,42 +22,27 @@ MIN_DIFFERENCE_S = 0.03
 _CONSECUTIVE_STEPS = 10  # steps in a row that must agree before a change is reported
 
 
-@dataclass(frozen=True)
-class SpeedChange:
-    """A worker became steadily slow, or fast again.
-
-    Args:
-        compute_s: its compute seconds per step.
-        others_s: the median of the other workers'.
-    """
-
-    worker: int
-    slow: bool
-    compute_s: float
-    others_s: float
-
-    def __str__(self) -> str:
-        ratio = self.compute_s / self.others_s
-        times = f"{self.compute_s:.3f} s per step, the others {self.others_s:.3f} s"
-        if self.slow:
-            return f"worker {self.worker} is {ratio:.1f} times slower than the others: {times}"
-        return f"worker {self.worker} is no longer slow: {times}"
-
-
-@dataclass
 class _WorkerSamples:
-    """One worker's last steps.
+    """One worker's last steps."""
 
-    Attributes:
-        median_s: the median of `compute_s`, once there are enough steps.
-        contrary_steps: number of steps in a row that contradict `slow`.
-    """
+    def __init__(self) -> None:
+        self.compute_s: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self.samples_per_s: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self.median_s: float | None = None
+        """Of `compute_s`, once there are enough steps."""
+        self.slow = False
+        self.contrary_steps = 0
+        """Number of steps in a row that contradict `slow`."""
 
-    compute_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
-    samples_per_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
-    median_s: float | None = None
-    slow: bool = False
-    contrary_steps: int = 0
+    def changes_after(self, compute_s: float, others_s: float) -> bool:
+        """Counts a step; whether `slow` changes with it."""
+        limit = RECOVERED_RATIO if self.slow else SLOW_RATIO
+        slow = compute_s > limit * others_s and compute_s - others_s > MIN_DIFFERENCE_S
+        self.contrary_steps = self.contrary_steps + 1 if slow != self.slow else 0
+        if self.contrary_steps < _CONSECUTIVE_STEPS:
+            return False
+        self.slow, self.contrary_steps = slow, 0
+        return True
 
 
 class SpeedTracker:
@@ -83,27 +67,32 @@ class SpeedTracker:
             record.compute_s.clear()
             record.median_s = None
 
-    def add_step(self, worker: int, compute_s: float, samples: float) -> SpeedChange | None:
-        """A worker finished a step with that many samples. Returns a change to report, if any.
+    def add_step(self, worker: int, compute_s: float, samples: float) -> str:
+        """A worker finished a step with that many samples. Returns a message if it became steadily
+        slow, or fast again, else "".
 
         A step without a compute time was not measured, and is skipped.
         """
         record = self._workers[worker]
         if compute_s <= 0:
-            return None
+            return ""
         record.compute_s.append(compute_s)
         if samples > 0:
             record.samples_per_s.append(samples / compute_s)
         if len(record.compute_s) < WINDOW_STEPS:
-            return None
+            return ""
         if record.median_s is not None:
             del self._sorted_medians_s[bisect_left(self._sorted_medians_s, record.median_s)]
         others_s = _median_of_sorted(self._sorted_medians_s)
         record.median_s = median(record.compute_s)
         insort(self._sorted_medians_s, record.median_s)
-        if others_s is None:
-            return None
-        return self._detect_change(worker, record, record.median_s, others_s)
+        if others_s is None or not record.changes_after(record.median_s, others_s):
+            return ""
+        times = f"{record.median_s:.3f} s per step, the others {others_s:.3f} s"
+        if not record.slow:
+            return f"worker {worker} is no longer slow: {times}"
+        ratio = record.median_s / others_s
+        return f"worker {worker} is {ratio:.1f} times slower than the others: {times}"
 
     def samples_per_s(self, workers: Sequence[int]) -> tuple[float | None, ...]:
         """Measured samples per compute second; None for a worker with too few steps."""
@@ -114,17 +103,6 @@ class SpeedTracker:
             else None
             for record in records
         )
-
-    def _detect_change(
-        self, worker: int, record: _WorkerSamples, compute_s: float, others_s: float
-    ) -> SpeedChange | None:
-        limit = RECOVERED_RATIO if record.slow else SLOW_RATIO
-        slow = compute_s > limit * others_s and compute_s - others_s > MIN_DIFFERENCE_S
-        record.contrary_steps = record.contrary_steps + 1 if slow != record.slow else 0
-        if record.contrary_steps < _CONSECUTIVE_STEPS:
-            return None
-        record.slow, record.contrary_steps = slow, 0
-        return SpeedChange(worker, slow, compute_s, others_s)
 
 
 def _median_of_sorted(ordered: Sequence[float]) -> float | None:

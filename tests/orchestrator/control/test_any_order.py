@@ -15,8 +15,9 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from rayzero.orchestrator import aio, machine
-from rayzero.orchestrator.aio import LARGE_JOB_WORKERS
+from rayzero.orchestrator import machine
+from rayzero.orchestrator.control import reconfigure
+from rayzero.orchestrator.control.reconfigure import LARGE_JOB_WORKERS
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.machine import State
 from tests.orchestrator.support import Stage, settle
@@ -36,7 +37,7 @@ class AnyOrder(RuleBasedStateMachine):
         size=st.integers(2, 4), every=st.sampled_from([0, 2, 3]), many=st.sampled_from([1, 500])
     )
     def begin(self, size: int, every: int, many: int) -> None:
-        aio.LARGE_JOB_WORKERS = many  # as a large job's controller does, in small ones
+        reconfigure.LARGE_JOB_WORKERS = many  # as a large job's controller does, in small ones
 
         async def start() -> Stage:
             world = World(size, lambda index: "ab"[index % 2], checkpoint_every=every)
@@ -159,7 +160,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.after(moments)
 
     def teardown(self) -> None:
-        aio.LARGE_JOB_WORKERS = LARGE_JOB_WORKERS
+        reconfigure.LARGE_JOB_WORKERS = LARGE_JOB_WORKERS
         try:
             if hasattr(self, "stage"):
                 self.runner.run(self.end())

@@ -8,7 +8,7 @@ import pytest
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator import machine
-from rayzero.orchestrator.control.lifecycle import UNWIND_TIMEOUT_S
+from rayzero.orchestrator.control.reconfigure import UNWIND_TIMEOUT_S
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
 from rayzero.orchestrator.job_events import Resumed, WorkersReady
 from rayzero.orchestrator.machine import State

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.orchestrator import aio, machine
+from rayzero.orchestrator import machine
+from rayzero.orchestrator.control import reconfigure
 from rayzero.orchestrator.control.context import COMMAND_TIMEOUT_S
 from rayzero.orchestrator.control.elastic import REPLACE_DELAY_S
 from rayzero.orchestrator.control.failures import COLLECTIVE_GRACE_S
@@ -91,9 +92,8 @@ async def test_only_those_who_must_hear_something_hear_it_and_all_at_once(folder
 
 
 def test_two_deaths_however_close_are_two_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        aio, "LARGE_JOB_WORKERS", 1
-    )  # as in a large job, whose generations take some turns
+    # As in a large job, whose generations take several turns of the event loop.
+    monkeypatch.setattr(reconfigure, "LARGE_JOB_WORKERS", 1)
 
     async def deaths(turns: int) -> dict[str, int]:
         folder = tmp_path / str(turns)
