@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -74,7 +74,18 @@ def _print_fault_language(as_json: bool) -> None:
     from rayzero.workers.chaos.spec import FAULT_KINDS, PHASES, example_fault, fault_usage
 
     if as_json:
-        print(json.dumps([_fault_kind_json(name) for name in FAULT_KINDS]))
+        kinds = [
+            {
+                "word": name,
+                "where": kind.target,
+                "does": kind.description,
+                "required": kind.required,
+                "defaults": dict(kind.defaults),
+                "example": str(example_fault(name)),
+            }
+            for name, kind in FAULT_KINDS.items()
+        ]
+        print(json.dumps(kinds))
         return
     for name, kind in FAULT_KINDS.items():
         print(f"{fault_usage(name)}\n    {kind.description}\n    {example_fault(name)}")
@@ -91,17 +102,3 @@ def _print_random_faults(count: int, seed: int, ranks: int, steps: int, as_json:
 
     schedule = {"faults": [str(fault) for fault in random_faults(seed, count, ranks, steps)]}
     print(json.dumps(schedule) if as_json else yaml.safe_dump(schedule, width=1000).rstrip())
-
-
-def _fault_kind_json(name: str) -> dict[str, Any]:
-    from rayzero.workers.chaos.spec import FAULT_KINDS, example_fault
-
-    kind = FAULT_KINDS[name]
-    return {
-        "word": name,
-        "where": kind.target,
-        "does": kind.description,
-        "required": kind.required,
-        "defaults": dict(kind.defaults),
-        "example": str(example_fault(name)),
-    }

@@ -27,7 +27,7 @@ from rayzero.orchestrator.cli.jobs import find_job
 if TYPE_CHECKING:
     from rayzero.orchestrator.job.lookup import RunningJob
     from rayzero.orchestrator.results import EndedJob, JobStatus
-    from rayzero.orchestrator.top.source import Snapshot
+    from rayzero.orchestrator.top.board import Snapshot
 
 commands = new_group()
 
@@ -79,8 +79,7 @@ def top(
     Exit code 0: the job has ended, in whatever state. 1: the job did not respond. 2: no such job or
     address. 130: interrupted by Ctrl-C.
     """
-    from rayzero.orchestrator.top.follow import follow_job
-    from rayzero.orchestrator.top.source import endpoint_source, is_url
+    from rayzero.orchestrator.top.follow import endpoint_source, follow_job, is_url
 
     if is_url(job):
         follow_job(endpoint_source(job), as_json, once)
@@ -154,7 +153,7 @@ def _watch_remotely(name: str, address: str, once: bool, as_json: bool) -> int:
 def _fetch_snapshot(job: RunningJob) -> Snapshot:
     from rayzero.orchestrator.errors import JobFailedError
     from rayzero.orchestrator.job.actor import JobActor
-    from rayzero.orchestrator.top.source import SnapshotUnavailableError, check_snapshot
+    from rayzero.orchestrator.top.follow import SnapshotUnavailableError, check_snapshot
 
     try:
         return check_snapshot(job.process.call(JobActor.snapshot), f"job {job.spec.name!r}")

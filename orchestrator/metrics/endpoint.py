@@ -7,7 +7,6 @@ end of a job waits, for a limited time, until regular clients have read its fina
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -141,15 +140,6 @@ def _listen(host: str, ports: range) -> BoundedHttpServer:
                 fix="metrics.port, metrics.ports and metrics.host in the job file",
             ) from None
     raise ConfigError("metrics.ports: no port to listen on", fix="set metrics.ports to 1 or more")
-
-
-def make_json_page(make: Callable[[], Any]) -> PageHandler:
-    """A page whose body is the JSON of `make()`, called for each request."""
-
-    def page() -> tuple[str, bytes]:
-        return "application/json; charset=utf-8", json.dumps(make(), allow_nan=False).encode()
-
-    return page
 
 
 def _plain_response(start: StartResponse, status: str, text: str) -> list[bytes]:

@@ -84,12 +84,8 @@ class TimeBreakdown:
 
 
 class TimeAccounting:
-    """Attributes one run's time, up to its final state. Times are of one clock; if it goes back, no
-    time has passed.
-
-    Args:
-        now_s: start of the run.
-    """
+    """Attributes one run's time, from `now_s` up to its final state. Times are of one clock; if it
+    goes back, no time has passed."""
 
     def __init__(self, now_s: float) -> None:
         self._now_ns = _to_ns(now_s)
@@ -108,13 +104,8 @@ class TimeAccounting:
         """A step finished in this process."""
 
     def restore(self, seconds: Mapping[str, float], best_step: int, ago_s: float) -> None:
-        """Continues the attribution of a lost run, before any event of this one. The time that the
-        lost run had not attributed, and the time since, is ADOPTION.
-
-        Args:
-            seconds: by category.
-            best_step: the highest step that it had finished.
-            ago_s: time since its start.
+        """Continues the attribution of a lost run, which began `ago_s` ago, before any event of
+        this one. The time that it had not attributed, and the time since, is ADOPTION.
         """
         for category in TimeCategory:
             self._booked_ns[category] = max(0, _to_ns(seconds.get(category, 0.0)))
@@ -141,12 +132,8 @@ class TimeAccounting:
     def on_step(
         self, step: int, step_s: float, waits_s: Mapping[TimeCategory, float], now_s: float
     ) -> None:
-        """A step finished.
-
-        Args:
-            step_s: its duration.
-            waits_s: the part of it that was not training: data, mirror, checkpoint.
-        """
+        """A step of duration `step_s` finished. `waits_s`: the part of it that was not training:
+        data, mirror, checkpoint."""
         self._advance(now_s)
         for category in self._deferred_ns:
             self._deferred_ns[category] += max(0, _to_ns(waits_s.get(category, 0.0)))

@@ -80,8 +80,8 @@ class DisplayHistory:
     def restore(self, past: RunHistory) -> None:
         """Adds the entries of a run's journal, which has no losses."""
         for fault in past.faults:
-            entry = (fault.at_s, str(fault.cause), fault.rank, fault.step, describe_fault(fault))
-            self.faults.append(_fault_entry(*entry))
+            text = describe_fault(fault)
+            self.faults.append(_fault_entry(fault.at_s, fault.cause, fault.rank, fault.step, text))
         self.generations.extend(_parse_entries(past, "moved", _generation_entry))
         recoveries = [
             *_parse_entries(past, "repaired", _recovery_entry),
@@ -106,10 +106,8 @@ def _fault_entry(unix_s: float, cause: str, rank: int | None, step: int, text: s
     return {"at_s": unix_s, "cause": cause, "rank": rank, "step": step, "text": text}
 
 
-# From the fields of an event, or of its line in the journal.
-
-
 def _generation_entry(fields: Mapping[str, Any]) -> Entry:
+    """From the fields of an event, or of its line in the journal, as the functions below."""
     return {"generation": int(fields["generation"]), "world_size": int(fields["world_size"])}
 
 

@@ -121,12 +121,7 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class Timestamps:
-    """One moment on two clocks.
-
-    Args:
-        clock_s: the controller's clock; only differences are meaningful.
-        unix_s: Unix time.
-    """
+    """One moment on the controller's clock, whose origin is arbitrary, and as Unix time."""
 
     clock_s: float
     unix_s: float

@@ -66,9 +66,7 @@ class RankMetricsTable:
     def copy(self) -> RankMetricsTable:
         """A copy, in the order of the ranks."""
         rows = {rank: metrics.copy() for rank, metrics in sorted(self.by_rank.items())}
-        return RankMetricsTable(
-            defaultdict(RankMetrics, rows), self.departed_traffic.copy(), self.world_size
-        )
+        return RankMetricsTable(defaultdict(RankMetrics, rows), self.departed_traffic.copy())
 
     def on_report(self, report: StepReport) -> None:
         metrics, gauges = self.by_rank[report.rank], report.gauges

@@ -7,6 +7,7 @@ only while they copy the rows of the ranks, of which there may be thousands.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from threading import Lock
 from time import time
@@ -21,7 +22,7 @@ from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.metrics.catalog import job_families, rank_families
-from rayzero.orchestrator.metrics.endpoint import Endpoint, make_json_page
+from rayzero.orchestrator.metrics.endpoint import Endpoint
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.snapshot import (
     dump_counters,
@@ -116,6 +117,10 @@ class Telemetry:
             ranks = self._metrics.ranks.copy()
         return {**value, "ranks": snapshot_ranks(ranks)}
 
+    def _snapshot_page(self) -> tuple[str, bytes]:
+        body = json.dumps(self.snapshot(), allow_nan=False).encode()
+        return "application/json; charset=utf-8", body
+
     def dump_counters(self) -> dict[str, Any]:
         """The counters for the journal; a run that adopts this one continues them."""
         with self._lock:
@@ -135,6 +140,6 @@ class Telemetry:
             return None
         registry = CollectorRegistry()
         registry.register(self)
-        pages = {"/": page_response, "/snapshot.json": make_json_page(self.snapshot)}
+        pages = {"/": page_response, "/snapshot.json": self._snapshot_page}
         ports = range(config.port, min(config.port + config.ports, _PORT_LIMIT))
         return Endpoint(config.host, ports, registry, pages)

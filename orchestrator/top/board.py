@@ -23,7 +23,9 @@ from rayzero.orchestrator.top.format import (
     sparkline,
     split_width,
 )
-from rayzero.orchestrator.top.source import Snapshot
+
+Snapshot = dict[str, Any]
+"""The value of /snapshot.json."""
 
 BAR_WIDTH = 60
 """Columns of a bar or curve."""

@@ -22,7 +22,7 @@ from rayzero.orchestrator.job_events import Checkpointed, MetricsServed, Repaire
 from rayzero.orchestrator.page import render_page
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
-from rayzero.orchestrator.top.source import endpoint_source
+from rayzero.orchestrator.top.follow import endpoint_source
 from tests.deploy.prometheus import ALERTS, Server, filled, program, scraping, wait_for
 from tests.integration.conftest import Head
 from tests.integration.jobs import steady

@@ -18,7 +18,7 @@ from prometheus_client import Gauge
 from prometheus_client.registry import CollectorRegistry
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.metrics.endpoint import MAX_END_WAIT_S, Endpoint, make_json_page
+from rayzero.orchestrator.metrics.endpoint import MAX_END_WAIT_S, Endpoint
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def endpoint() -> Iterator[Endpoint]:
 def opened(host: str = "127.0.0.1", port: int = 0, ports: int = 1) -> Endpoint:
     registry = CollectorRegistry()
     Gauge("rayzero_step", "Steps.", registry=registry).set(7)
-    pages = {"/snapshot.json": make_json_page(lambda: {"step": 7})}
+    pages = {"/snapshot.json": lambda: ("application/json", b'{"step": 7}')}
     return Endpoint(host, range(port, port + ports), registry, pages)
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.top import follow
-from rayzero.orchestrator.top.source import SnapshotUnavailableError, endpoint_source
+from rayzero.orchestrator.top.follow import SnapshotUnavailableError, endpoint_source
 from tests.orchestrator.page.sample import sample
 
 
