@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
 
 from rayzero.orchestrator.aio import PendingReplies
 from rayzero.orchestrator.policies.placement import ResourceRequest
+from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.messages import (
     GenerationSpec,
     RankAssignment,
@@ -135,14 +136,14 @@ class VaultGroup(Protocol):
             Exception: what the method raises.
         """
 
-    async def inject_faults(self, faults: Sequence[str]) -> None:
+    async def inject_faults(self, faults: Sequence[FaultSpec]) -> None:
         """Replaces the faults that were injected since the job started, in every vault, also in
         those that start later."""
 
-    async def why_not_injectable(self, node_id: str, fault: str) -> str:
+    async def why_not_injectable(self, node_id: str, fault: FaultSpec) -> str:
         """Why a fault of a vault or a node is impossible there; empty if it is possible."""
 
-    async def inject_node_fault(self, node_id: str, fault: str) -> None:
+    async def inject_node_fault(self, node_id: str, fault: FaultSpec) -> None:
         """Injects a fault of a vault or a node, which usually ends the process that would reply."""
 
     async def close(self, node_id: str) -> None:

@@ -82,8 +82,6 @@ def make_plan(
     _refuse_temporary_folder(spec, cwd)
     output_dir = Path(cwd, "runs" if spec.checkpoint.is_url else path, spec.name)
     job_folder = join_url(path, spec.name) if spec.checkpoint.is_url else str(output_dir)
-    for fault in spec.faults:
-        parse_fault(fault)  # an invalid one is refused here
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -133,7 +131,7 @@ def _worker_spec(
             every_steps=spec.recovery.mirror_every,
             checkpoint_every_steps=spec.checkpoint.every_steps,
         ),
-        faults=tuple(spec.faults),
+        faults=tuple(map(parse_fault, spec.faults)),
         ledger=spec.ledger,
         run=f"{time_ns():020d}",
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
-from rayzero.workers.chaos.spec import FaultFired
+from rayzero.workers.chaos.spec import FaultFired, FaultSpec
 from rayzero.workers.vault.records import Restore, SlotInfo
 
 CrashKind: TypeAlias = Literal["config", "entrypoint", "data", "state", "collective", "user"]
@@ -40,7 +40,6 @@ class WorkerSpec:
         engine_config: the parsed engine config.
         hang_timeout_s: a rank without progress for this long counts as hung.
         mirror: when to mirror the state into the vault, and when to make a checkpoint.
-        faults: faults to inject, in the language of `rayzero.workers.chaos.spec`.
         ledger: record consumed sample ids under `output_dir`/ledger/`run`.
         run: id of this run of the job; ids of later runs sort after it.
         working_dir: the submitter's working directory; used on the worker if it exists there.
@@ -60,7 +59,7 @@ class WorkerSpec:
     working_dir: str
     import_paths: tuple[str, ...]
     mirror: MirrorPolicy
-    faults: tuple[str, ...] = ()
+    faults: tuple[FaultSpec, ...] = ()
     ledger: bool = False
     run: str = ""
 
@@ -96,7 +95,7 @@ class GenerationSpec:
     restore: Restore | None = None
     shares: tuple[float, ...] = ()
     remote: bool = False
-    faults: tuple[str, ...] = ()
+    faults: tuple[FaultSpec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class WorkerCalls(Protocol):
     def fence(self, generation: int) -> None:
         """Like `stop`, and also aborts a wait for peers in the process group."""
 
-    def inject(self, faults: Sequence[str]) -> None:
+    def inject(self, faults: Sequence[FaultSpec]) -> None:
         """Replaces the list of all faults injected since the job started."""
 
     def salvage(self, vault: str) -> SlotInfo:

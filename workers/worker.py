@@ -19,7 +19,7 @@ from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.session import use_session
 from rayzero.workers import process_group
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
-from rayzero.workers.chaos.spec import parse_fault
+from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.entrypoint import TrainFunction, load_train_function
 from rayzero.workers.messages import (
     Assignment,
@@ -104,8 +104,8 @@ class WorkerProcess(WorkerCalls):
             if self._training_thread.join(FENCE_ATTEMPT_S):
                 return
 
-    def inject(self, faults: Sequence[str]) -> None:
-        self._fault_schedule.set_faults(parse_fault(text) for text in (*self._spec.faults, *faults))
+    def inject(self, faults: Sequence[FaultSpec]) -> None:
+        self._fault_schedule.set_faults((*self._spec.faults, *faults))
 
     def salvage(self, vault: str) -> SlotInfo:
         if not self._training_thread.join(timeout_s=1):

@@ -14,6 +14,8 @@ from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause, wait_g
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.interfaces import VaultLostError
 from rayzero.workers.chaos.node import network_id
+from rayzero.workers.chaos.spec import FaultSpec
+from rayzero.workers.messages import WorkerSpec
 from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS, VaultActor
 
 T = TypeVar("T")
@@ -27,26 +29,12 @@ class RayVaultGroup:
     one event loop.
 
     A lost vault is removed, so that the next `open` starts another one on its node.
-
-    Args:
-        job: the job's name.
-        actor: the vaults' class.
-        faults: faults of the job file to inject into the vaults.
-        output_dir: folder of the record of injected faults.
     """
 
-    def __init__(
-        self,
-        job: str,
-        actor: type[Any] = VaultActor,
-        faults: Sequence[str] = (),
-        output_dir: str = "",
-    ) -> None:
-        self._job = job
-        self._faults = tuple(faults)
-        self._faults_in_effect = self._faults
-        self._output_dir = output_dir
-        self._actor = ray.remote(actor)
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._faults = spec.faults
+        self._actor = ray.remote(VaultActor)
         self._vaults: dict[str, Any] = {}
         self._shared_peers: dict[str, Any] = {}
 
@@ -61,7 +49,7 @@ class RayVaultGroup:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         self._vaults[node_id] = actor.remote(
-            self._job, node_id, self._faults_in_effect, self._output_dir
+            self._spec.name, node_id, self._faults, self._spec.output_dir
         )
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
@@ -90,20 +78,20 @@ class RayVaultGroup:
                 ray.kill(actor)  # it may live: Ray could not reach it for a while
             raise VaultLostError(death_cause(error)) from None
 
-    async def inject_faults(self, faults: Sequence[str]) -> None:
-        in_effect = self._faults_in_effect = (*self._faults, *faults)
+    async def inject_faults(self, faults: Sequence[FaultSpec]) -> None:
+        in_effect = self._faults = (*self._spec.faults, *faults)
         calls = [self.call(node, VaultActor.inject, in_effect) for node in self._vaults]
         for reply in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(reply, BaseException) and not isinstance(reply, VaultLostError):
                 raise reply
 
-    async def why_not_injectable(self, node_id: str, fault: str) -> str:
+    async def why_not_injectable(self, node_id: str, fault: FaultSpec) -> str:
         is_local = node_id == ray.get_runtime_context().get_node_id()
         return await self.call(
             node_id, VaultActor.why_not_injectable, fault, is_local, network_id()
         )
 
-    async def inject_node_fault(self, node_id: str, fault: str) -> None:
+    async def inject_node_fault(self, node_id: str, fault: FaultSpec) -> None:
         await self.call(node_id, VaultActor.inject_node_fault, fault)
 
     async def close(self, node_id: str) -> None:

@@ -29,7 +29,7 @@ class ClusterFaultInjector:
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
-        self._faults = [parse_fault(text) for text in context.plan.worker_spec.faults]
+        self._faults = context.plan.worker_spec.faults
         self._record = FaultRecord(context.plan.output_dir)
         self._schedule = FaultSchedule(self._record, context.emit)
         self._store = StoreFaultInjector(self._schedule)
@@ -53,12 +53,12 @@ class ClusterFaultInjector:
         """
         ctx = self._context
         current = ctx.progress.steps + 1
-        faults = [parse_fault(text, current) for text in texts]
+        faults = tuple(parse_fault(text, current) for text in texts)
         for fault in faults:
             if why := await self._why_impossible(fault):
                 raise ConfigError(f"fault {str(fault)!r} cannot happen: {why}")
-        ctx.injected_faults += tuple(map(str, faults))
-        self._schedule.set_faults([*self._faults, *map(parse_fault, ctx.injected_faults)])
+        ctx.injected_faults += faults
+        self._schedule.set_faults(self._faults + ctx.injected_faults)
         with suppress(VaultLostError):  # VaultManager handles a vault that does not respond
             injecting = ctx.deps.vaults.inject_faults(ctx.injected_faults)
             await ctx.vault_reply(injecting, VAULT_REPLY_TIMEOUT_S)
@@ -103,7 +103,7 @@ class ClusterFaultInjector:
             members = ctx.generation.workers
             rank = next(rank for rank, w in enumerate(members) if w.node_id == node)
             self._schedule.record_fired(fault, rank, step)
-            await ctx.vault_reply(ctx.deps.vaults.inject_node_fault(node, str(fault)))
+            await ctx.vault_reply(ctx.deps.vaults.inject_node_fault(node, fault))
         except VaultLostError:
             pass  # the vault is lost, perhaps before it could act: retried after the next step
         finally:
@@ -136,7 +136,7 @@ class ClusterFaultInjector:
     async def _why_not_injectable(self, fault: FaultSpec) -> str:
         ctx = self._context
         node = self._nodes_by_rank()[fault.node]
-        reply = ctx.deps.vaults.why_not_injectable(node, str(fault))
+        reply = ctx.deps.vaults.why_not_injectable(node, fault)
         return await ctx.vault_reply(reply, VAULT_REPLY_TIMEOUT_S)
 
     def _nodes_by_rank(self) -> list[str]:

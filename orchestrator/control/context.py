@@ -28,6 +28,7 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.membership import WorkerLimits, WorkerRegistry
 from rayzero.orchestrator.progress import JobProgress
+from rayzero.workers.chaos.spec import FaultSpec
 
 COMMAND_TIMEOUT_S = 30.0
 """How long a worker or a vault may take to reply to a command."""
@@ -79,7 +80,7 @@ class JobContext:
         )
         self.vault_addresses: dict[str, str] = {}
         """The address of each live vault, by node."""
-        self.injected_faults: tuple[str, ...] = ()
+        self.injected_faults: tuple[FaultSpec, ...] = ()
         """All faults requested while the job runs."""
         self.progress = JobProgress()
         self.timer = RecoveryTimer(deps.clock.now)

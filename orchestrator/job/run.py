@@ -96,8 +96,7 @@ async def open_run(
             f"Ray removes {plan.output_dir} some time after the job, with its log and summary: "
             "checkpoint.path with a shared folder or a URL keeps them"
         )
-    spec = plan.spec
-    vaults = RayVaultGroup(spec.name, faults=spec.faults, output_dir=str(plan.output_dir))
+    vaults = RayVaultGroup(plan.worker_spec)
     workers = RayWorkerGroup(plan.worker_spec, clock, can_grow, vaults)
     store = CheckpointStore(plan, warn, adopting=history is not None, check_lease=lease.check)
     dependencies = Dependencies(workers, vaults, store, events, clock)

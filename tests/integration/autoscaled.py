@@ -97,7 +97,7 @@ def _supply_defaults(folder: Path, config: Path) -> None:
 async def grow_and_shrink(folder: Path) -> dict[str, Any]:
     """Two workers at least, six wished for: three nodes come. Then two are enough."""
     began = time.monotonic()
-    vaults = RayVaultGroup("tiny")
+    vaults = RayVaultGroup(setup(folder))
     workers = RayWorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
     try:
         came = list(await workers.start_workers(ResourceRequest(2, 6, 1.0, 0.0, 150.0)))

@@ -71,7 +71,7 @@ def _ray(folder: Path, ip: str, *words: str, on: tuple[str, ...] = ()) -> None:
 
 async def cut_link(folder: Path) -> dict[str, Any]:
     """Two workers on each host; the cable is cut, and put back when both were replaced."""
-    vaults = RayVaultGroup("tiny")
+    vaults = RayVaultGroup(setup(folder))
     workers = RayWorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
     try:
         four = await workers.start_workers(ResourceRequest(4, 4, 1.0, 0.0, 150.0))

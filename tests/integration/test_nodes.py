@@ -29,7 +29,7 @@ WAIT_S = 150.0
 
 @asynccontextmanager
 async def groups(folder: Path) -> AsyncIterator[tuple[RayWorkerGroup, RayVaultGroup]]:
-    vaults = RayVaultGroup("tiny")
+    vaults = RayVaultGroup(setup(folder))
     workers = RayWorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
     try:
         yield workers, vaults

@@ -42,8 +42,8 @@ async def groups(
     folder: Path, can_grow: bool = True, **args: str
 ) -> AsyncIterator[tuple[RayWorkerGroup, RayVaultGroup]]:
     """Released at the end, and everything they held must be free again."""
-    vaults = RayVaultGroup("tiny")
     made = setup(folder, args=args)
+    vaults = RayVaultGroup(made)
     workers = RayWorkerGroup(made, SystemClock(), can_grow, vaults, TinyWorker)
     try:
         yield workers, vaults

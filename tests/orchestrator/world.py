@@ -24,6 +24,7 @@ from rayzero.orchestrator.interfaces import (
 )
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.orchestrator.policies.recovery import CheckpointRef
+from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.messages import (
     Assignment,
     Crashed,
@@ -469,9 +470,11 @@ class World:
                 act(worker)
             answers.mark_done([worker])
 
-    def inject(self, workers: Iterable[int], faults: Sequence[str]) -> PendingReplies:
+    def inject(self, workers: Iterable[int], faults: Sequence[FaultSpec]) -> PendingReplies:
         return self._command(
-            "inject", workers, lambda worker: self.injected.append((worker, tuple(faults)))
+            "inject",
+            workers,
+            lambda worker: self.injected.append((worker, tuple(map(str, faults)))),
         )
 
     async def salvage(self, worker: int, vault: str) -> SlotInfo:
@@ -628,22 +631,22 @@ class Vaults:
     async def inspect(self, node_id: str, pid: int) -> str:
         return f"process {pid} is stopped"
 
-    async def inject_faults(self, faults: Sequence[str]) -> None:
+    async def inject_faults(self, faults: Sequence[FaultSpec]) -> None:
         await asyncio.sleep(0)
-        self.injected = tuple(faults)
+        self.injected = tuple(map(str, faults))
 
-    async def why_not_injectable(self, node_id: str, fault: str) -> str:
+    async def why_not_injectable(self, node_id: str, fault: FaultSpec) -> str:
         await asyncio.sleep(0)
         self._of(node_id)
         return self.obstacles.get(node_id, "")
 
-    async def inject_node_fault(self, node_id: str, fault: str) -> None:
+    async def inject_node_fault(self, node_id: str, fault: FaultSpec) -> None:
         await asyncio.sleep(0)
-        self.strikes.append((node_id, fault))
-        if fault.startswith("kill_vault"):
+        self.strikes.append((node_id, str(fault)))
+        if fault.kind == "kill_vault":
             self.kill(node_id)
             raise VaultLostError("it was struck")
-        if fault.startswith("drop_node"):
+        if fault.kind == "drop_node":
             self._world.drop_node(node_id)
 
     async def release(self) -> None:

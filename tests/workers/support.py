@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rayzero.workers.chaos.spec import parse_fault
 from rayzero.workers.messages import Assignment, MirrorPolicy, WorkerMessage, WorkerSpec
 
 SETUP = WorkerSpec(
@@ -35,8 +36,8 @@ ASSIGN = Assignment(
 )
 
 
-def setup(**changes: Any) -> WorkerSpec:
-    return replace(SETUP, **changes)
+def setup(faults: Sequence[str] = (), **changes: Any) -> WorkerSpec:
+    return replace(SETUP, faults=tuple(map(parse_fault, faults)), **changes)
 
 
 def poll_until(

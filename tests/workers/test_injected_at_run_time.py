@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rayzero.workers.chaos.inject import FaultRecord
-from rayzero.workers.chaos.spec import FaultFired
+from rayzero.workers.chaos.spec import FaultFired, parse_fault
 from rayzero.workers.messages import Crashed, Finished, MirrorPolicy, StepReport
 from tests.workers import recovery_jobs
 from tests.workers.local_workers import LocalWorkers
@@ -43,15 +43,15 @@ def test_a_fault_reaches_a_running_generation_and_the_next(local: LocalWorkers, 
     local.form(1, [0])
     local.wait(0, lambda one: isinstance(one, StepReport) and one.step >= 3)
     first = 'raise_error(rank=0, step=4, phase="reduce")'
-    worker.call("inject", (first,))
-    worker.call("inject", ())  # a list that was overtaken by the newer one
+    worker.call("inject", [parse_fault(first)])
+    worker.call("inject", [])  # a list that was overtaken by the newer one
     crashed = local.wait_end(0, 1)
     assert isinstance(crashed, Crashed)
     assert "injected in phase reduce" in crashed.error
     assert FaultFired(0, crashed.step, first) in local.seen[0]
 
     second = f"raise_error(rank=0, step={crashed.step + 5})"
-    worker.call("inject", (first, second))  # between two generations
+    worker.call("inject", [parse_fault(first), parse_fault(second)])  # between two generations
     local.form(2, [0], local.slots(1, 1))
     again = local.wait_end(0, 2)
     assert isinstance(again, Crashed)

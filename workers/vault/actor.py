@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from rayzero.engine.errors import RayzeroError
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, StoreFaultInjector
 from rayzero.workers.chaos.node import inject_node_fault, why_impossible
-from rayzero.workers.chaos.spec import FaultFired, parse_fault
+from rayzero.workers.chaos.spec import FaultFired, FaultSpec
 from rayzero.workers.vault.records import SlotRef, VaultEvent, VaultGoneError
 from rayzero.workers.vault.vault import Vault
 
@@ -41,7 +41,7 @@ class VaultActor(Vault):
     """
 
     def __init__(
-        self, job: str, node_id: str, faults: Sequence[str] = (), output_dir: str = ""
+        self, job: str, node_id: str, faults: Sequence[FaultSpec] = (), output_dir: str = ""
     ) -> None:
         with suppress(OSError):  # Ray raises workers' niceness; detecting a death must not wait
             os.setpriority(os.PRIO_PROCESS, 0, 0)
@@ -60,17 +60,17 @@ class VaultActor(Vault):
         lost = super().poll(timeout_s)
         return [*lost, *(self._fired.popleft() for _ in range(len(self._fired)))]
 
-    def inject(self, faults: Sequence[str]) -> None:
+    def inject(self, faults: Sequence[FaultSpec]) -> None:
         """Replaces the list of the job's faults."""
-        self._faults.set_faults(map(parse_fault, faults))
+        self._faults.set_faults(faults)
 
     def why_not_injectable(
-        self, fault: str, is_controller_node: bool, controller_network: str
+        self, fault: FaultSpec, is_controller_node: bool, controller_network: str
     ) -> str:
-        return why_impossible(parse_fault(fault), is_controller_node, controller_network)
+        return why_impossible(fault, is_controller_node, controller_network)
 
-    def inject_node_fault(self, fault: str) -> None:
-        inject_node_fault(parse_fault(fault))
+    def inject_node_fault(self, fault: FaultSpec) -> None:
+        inject_node_fault(fault)
 
     def _fetch_remote(self, ref: SlotRef, offset: int, length: int) -> memoryview:
         """Reads through Ray's object store. Called by the vault's own threads."""

@@ -94,7 +94,7 @@ async def test_a_fault_of_a_worker_reaches_everyone_now_and_later(folder: Path):
     assert stage.world.vaults.injected == faults
     stage.world.kill(1)
     await stage.steps(1)
-    assert {assign.faults for assign in stage.newest.values()} == {faults}
+    assert {assign.faults for assign in stage.newest.values()} == {tuple(map(parse_fault, faults))}
     await injected(stage, "slow(rank=0, seconds=1)")
     await settle()
     assert stage.world.injected[-1][1] == (*faults, "slow(rank=0, step=5, seconds=1)")

@@ -9,7 +9,7 @@ import pytest
 
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.workers.chaos.inject import FaultRecord
-from rayzero.workers.chaos.spec import FaultFired
+from rayzero.workers.chaos.spec import FaultFired, parse_fault
 from rayzero.workers.vault.actor import VaultActor
 from rayzero.workers.vault.slots import SlotWriter
 from tests.workers.vault.support import VaultCluster, refs, steps_of, table, write
@@ -17,7 +17,7 @@ from tests.workers.vault.support import VaultCluster, refs, steps_of, table, wri
 
 def start_vault(cluster: VaultCluster, folder: Path, *faults: str) -> tuple[VaultActor, SlotWriter]:
     """A vault with these faults that holds step 4, pinned, and a further buffer of the rank."""
-    vault = cluster.vaults["a"] = VaultActor("job", "a", faults, str(folder))
+    vault = cluster.vaults["a"] = VaultActor("job", "a", [*map(parse_fault, faults)], str(folder))
     client = cluster.client()
     write(client.reserve(1, 0, 1, table()), 0, 4, pin=True)
     return vault, client.reserve(1, 0, 1, table())
@@ -41,7 +41,7 @@ def test_a_full_disk_is_reported_like_a_real_one_and_the_next_try_is_complete(
 def test_a_fault_may_be_added_while_the_vault_runs(cluster: VaultCluster, tmp_path: Path):
     vault, _ = start_vault(cluster, tmp_path)
     vault.write(str(tmp_path / "step-4"), refs((1, 0, 4)))
-    vault.inject(["full_disk(step=1)"])
+    vault.inject([parse_fault("full_disk(step=1)")])
     with pytest.raises(StoreError):
         vault.write(str(tmp_path / "step-4"), refs((1, 0, 4)))
 
