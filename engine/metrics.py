@@ -16,6 +16,8 @@ from rayzero.engine.session import NO_REQUESTS, HostSession, StepRequests
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.step_vote import StepVote
 
+log = logging.getLogger("rayzero.engine")
+
 OTHER_PHASE = "other"
 """Outside all phases: the script, the host's work around a step, evaluation without the engine."""
 
@@ -62,11 +64,7 @@ class PhaseTimer:
         self._phase, self._since_s = phase, now
 
 
-log = logging.getLogger("rayzero.engine")
-
 _WARMUP_STEPS = 3
-
-
 _RECOUNT_STEPS = 50
 """Persistent bytes rarely change after a run's first steps. From then on they are counted every
 this many steps only, because counting takes longer than the rest of a report."""
@@ -74,46 +72,27 @@ this many steps only, because counting takes longer than the rest of a report.""
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics after a step. Seconds, bytes and counts.
+    """Metrics after a step. Seconds, bytes and counts; None where a value is not known."""
 
-    Attributes:
-        step: finished steps, skipped ones included.
-        samples: samples consumed so far, over all ranks.
-        loss: mean over the global batch of the last step; None before the first.
-        grad_norm: L2 norm of the last step's gradient, before clipping.
-        lr: the first group's learning rate in the last step.
-        step_s: wall time from the end of the previous step to the end of this one.
-        exposed_comm_s: the part of it that the training thread waited for other ranks. On CUDA only
-            the host's waits.
-        phases: step_s by phase: data (waiting for the loader), forward (until backward),
-            backward, reduce, update, publish, other.
-        skipped_steps: steps that changed nothing because their gradient was not finite.
-        step_samples: samples of a step, over all ranks.
-        step_tokens: tokens of the last step, over all ranks; None if the model's inputs are not
-            tokens.
-        flops_per_s: this rank's forward and backward, as `rayzero.engine.accounting` counts them;
-            None where the device's peak is not known.
-        mfu: model flops utilization, relative to the device's peak.
-        loss_scale: of the next step in fp16; 1 otherwise.
-        bytes: persistent memory of this rank, by class (see `rayzero.engine.accounting`).
-        collectives: calls and bytes by collective, since the engine was built.
-    """
-
-    step: int = 0
-    samples: int = 0
-    loss: float | None = None
-    grad_norm: float | None = None
-    lr: float = 0.0
-    step_s: float = 0.0
+    step: int = 0  # finished steps, skipped ones included
+    samples: int = 0  # consumed so far, over all ranks
+    loss: float | None = None  # mean over the global batch of the last step
+    grad_norm: float | None = None  # L2 norm of the last step's gradient, before clipping
+    lr: float = 0.0  # the first group's in the last step
+    step_s: float = 0.0  # from the end of the previous step to the end of this one
+    # The part of it in which the training thread waited for other ranks; on CUDA the host's waits.
     exposed_comm_s: float = 0.0
+    # step_s by phase: data (waiting for the loader), forward (until backward), backward, reduce,
+    # update, publish, other.
     phases: dict[str, float] = field(default_factory=dict)
-    step_samples: int = 0
-    step_tokens: float | None = None
-    flops_per_s: float | None = None
-    mfu: float | None = None
-    skipped_steps: int = 0
-    loss_scale: float = 1.0
-    bytes: dict[str, int] = field(default_factory=dict)
+    step_samples: int = 0  # of a step, over all ranks
+    step_tokens: float | None = None  # of the last step, over all ranks, if inputs are tokens
+    flops_per_s: float | None = None  # this rank's forward and backward
+    mfu: float | None = None  # model flops utilization, relative to the device's peak
+    skipped_steps: int = 0  # steps that changed nothing: their gradient was not finite
+    loss_scale: float = 1.0  # of the next step in fp16
+    bytes: dict[str, int] = field(default_factory=dict)  # `accounting.bytes_by_class`
+    # Calls and bytes by collective, since the engine was built.
     collectives: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
@@ -137,13 +116,7 @@ def _flatten_into(prefix: str, value: Any, flat: dict[str, float]) -> None:
 
 
 class StepMeter:
-    """Collects the metrics of a step, and reports phases and steps to the host's session, if any.
-
-    Attributes:
-        last_step: loss, grad_norm, lr and times of the last finished step; empty before the first.
-        step_work: tokens and flops of the current step.
-        phases: times of the current step.
-    """
+    """Collects the metrics of a step; reports phases and steps to the host's session, if any."""
 
     def __init__(
         self,
@@ -157,6 +130,7 @@ class StepMeter:
         self.step_work = work
         self.phases = PhaseTimer(session.on_phase if session else None)
         self.enter_phase = self.phases.enter
+        self.last_step: dict[str, Any] = {}  # fields of StepMetrics; empty before the first step
         self._runtime = runtime
         self._optimizer = optimizer
         self._progress = progress
@@ -167,7 +141,6 @@ class StepMeter:
         self._data_wait_s = progress.data_wait_s
         self._bytes_by_class: dict[str, int] = {}
         self._applied_steps = 0
-        self.last_step: dict[str, Any] = {}
 
     def step_requests(self) -> StepRequests:
         """The host's requests for the vote of this step."""
@@ -188,9 +161,8 @@ class StepMeter:
         self._step_end_s, self._exposed_comm_s, self._data_wait_s = now, exposed_s, data_wait_s
         if self._session is not None:
             self._applied_steps += vote.finite
-            self._session.on_step_end(
-                self._collect(self._cached_bytes()).to_flat_dict(), vote.agreed
-            )
+            metrics = self._collect(self._cached_bytes())
+            self._session.on_step_end(metrics.to_flat_dict(), vote.agreed)
         self._log_step(vote)
 
     @property
@@ -216,9 +188,9 @@ class StepMeter:
         )
 
     def _log_step(self, vote: StepVote) -> None:
+        step = self._progress.step
         if self._runtime.collectives.rank:
             return
-        step = self._progress.step
         if not vote.finite:
             log.warning(
                 "step %d skipped on every rank: the gradient norm is %s; the loss scale is now %g",

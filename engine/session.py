@@ -19,16 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRequests:
-    """What ranks agree on in a step's vote, without a further collective.
+    """What ranks agree on in a step's vote, without a further collective."""
 
-    Attributes:
-        drain: leave the training function after this step. Agreed if any rank requests it.
-        pin: ready to keep a copy of this step until it is stored. Agreed if all ranks are.
-        mirror_interval: steps between two mirrors, by this rank's measurements. Agreed is the mean.
-    """
-
+    # Leave the training function after this step. Agreed if any rank requests it.
     drain: bool = False
+    # Ready to keep a copy of this step until it is stored. Agreed if all ranks are.
     pin: bool = False
+    # Steps between two mirrors, by this rank's measurements. Agreed is the mean.
     mirror_interval: float = 1.0
 
     def to_scalars(self) -> list[float]:

@@ -25,18 +25,13 @@ DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 1e-
 
 @dataclass(frozen=True)
 class Settings:
-    """A run's checked config, and what follows from it for one world size.
-
-    Attributes:
-        batches: samples per step, samples per micro-batch, micro-steps per step.
-        device: of the model.
-        post_reduce_scale: reduced gradients are still to be multiplied by it, and divided by the
-            loss scale; see `rayzero.engine.precision.policy`.
-    """
+    """A run's checked config, and what follows from it for one world size."""
 
     config: EngineConfig
     batches: BatchSizes
-    device: torch.device
+    device: torch.device  # of the model
+    # Reduced gradients are still to be multiplied by it, and divided by the loss scale; see
+    # `rayzero.engine.precision.policy`.
     post_reduce_scale: float
 
 

@@ -19,16 +19,9 @@ DOCUMENT_CONTEXT = {"document": True}
 _MAX_LISTED_KEYS = 60
 
 
-class _ShortRepr(Repr):
-    """Truncates long values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxdict, self.maxlist = 3, 8, 8
-        self.maxstring = self.maxother = self.maxlong = 80
-
-
-_SHORT_REPR = _ShortRepr()
+_SHORT_REPR = Repr()
+_SHORT_REPR.maxlevel, _SHORT_REPR.maxdict, _SHORT_REPR.maxlist = 3, 8, 8
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 80
 
 
 def repr_value(value: Any) -> str:

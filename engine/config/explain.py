@@ -22,26 +22,16 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """One key of a config.
+    """One key of a config."""
 
-    Attributes:
-        group: subject.
-        key: path.
-        value: effective value, JSON-compatible.
-        source: "file", "default", or how the value was derived.
-        in_force: whether the key has an effect in this config.
-        what: what the key requests.
-        reason: why it has no effect or would be refused; empty for an implemented key.
-    """
-
-    group: str
-    key: str
+    group: str  # subject
+    key: str  # path
     status: KeyStatus
-    value: Any
-    source: str
-    in_force: bool
-    what: str
-    reason: str
+    value: Any  # effective value, JSON-compatible
+    source: str  # "file", "default", or how the value was derived
+    in_force: bool  # whether the key has an effect in this config
+    what: str  # what the key requests
+    reason: str  # why it has no effect or would be refused; empty for an implemented key
 
 
 def key_infos(parsed: ParsedConfig) -> Iterator[KeyInfo]:

@@ -45,31 +45,21 @@ class Key:
 
     A refused key may be present with a value that requests nothing: its default, null or false;
     in a section with `enabled: false`, any value.
-
-    Attributes:
-        description: what the key requests.
-        why: why it has no effect, or why it is refused.
-        alternative: what to use instead of a refused key.
-        is_active: whether a value of a refused key requests something, where that is not every
-            value but the default.
-        group: heading in `rayzero config explain` and docs/config.md; empty for that of the field
-            before it.
-        old_names: older paths of the key.
-        old_true: the value that `true` under an old name stands for; None if values are unchanged.
-        auto: what "auto" becomes, where that is not the default.
-        path: dotted path from the top of the config; `model.KEYS` sets it.
     """
 
     status: KeyStatus
-    description: str
-    why: str = ""
-    alternative: str = ""
+    description: str  # what the key requests
+    why: str = ""  # it has no effect, or is refused
+    alternative: str = ""  # what to use instead of a refused key
+    # Whether a value of a refused key requests something, where that is not every value but the
+    # default.
     is_active: Callable[[Any], bool] | None = None
+    # Heading in `rayzero config explain` and docs/config.md; empty: that of the field before it.
     group: str = ""
-    old_names: tuple[str, ...] = ()
-    old_true: str | None = None
-    auto: Auto | None = None
-    path: str = ""
+    old_names: tuple[str, ...] = ()  # older paths
+    old_true: str | None = None  # what `true` under an old name stands for, if it was a boolean
+    auto: Auto | None = None  # what "auto" becomes, where that is not the default
+    path: str = ""  # from the top of the config; set by `model.KEYS`
 
     @property
     def reason(self) -> str:

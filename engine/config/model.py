@@ -132,12 +132,12 @@ class EngineConfig(UnsupportedKeys):
     )
     train_micro_batch_size_per_gpu: PositiveInt | None = implemented(
         None,
-        "samples per micro-batch on one rank",
+        "samples per micro-batch and rank",
         auto=Auto(None, f"{_FROM_BATCH_SIZES}; 1 without them"),
     )
     gradient_accumulation_steps: PositiveInt | None = implemented(
         None,
-        "micro-batches per step on one rank",
+        "micro-batches per step and rank",
         auto=Auto(None, f"{_FROM_BATCH_SIZES}; 1 without them"),
     )
     managed_gradient_accumulation: Any = refused(
@@ -148,9 +148,7 @@ class EngineConfig(UnsupportedKeys):
         is_active=lambda value: value not in (None, True, "auto"),
     )
     optimizer: OptimizerConfig | None = implemented(
-        None,
-        "the optimizer, unless `initialize` is given one",
-        group="optimizer, schedule, gradients",
+        None, "the optimizer, unless `initialize` has one", group="optimizer, schedule, gradients"
     )
     scheduler: SchedulerConfig | None = implemented(None, "the learning-rate schedule")
     gradient_clipping: NonNegativeFloat = implemented(
@@ -193,17 +191,13 @@ class EngineConfig(UnsupportedKeys):
         "engine.metrics always has the seconds of a step and of its exposed communication",
     )
     memory_breakdown: bool = no_op(
-        False,
-        "memory is logged at many points of a step",
-        "engine.metrics always has the bytes by class",
+        False, "memory is logged during a step", "engine.metrics always has the bytes by class"
     )
     dump_state: bool = no_op(
         False, "the config is printed at the start", "`rayzero config explain` prints it"
     )
     log_level: str | None = no_op(
-        None,
-        "the level of DeepSpeed's logger",
-        'logging.getLogger("rayzero").setLevel sets that of rayzero\'s',
+        None, "the level of DeepSpeed's logger", 'use logging.getLogger("rayzero").setLevel'
     )
     timers: TimersConfig = TimersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -46,13 +46,11 @@ class OffloadOptimizerConfig(ConfigSection):
     super_offload: bool = refused(
         False,
         "an offload engine for superchips",
-        "it is specific to one kind of machine",
+        "it is for one kind of machine",
         alternative="device: cpu",
     )
     cpuadam_cores_perc: UnitFraction = no_op(
-        0.8,
-        "fraction of the cores that runs the optimizer with super_offload",
-        "it only applies to super_offload",
+        0.8, "fraction of the cores for super_offload", "it only applies to super_offload"
     )
 
 

@@ -10,6 +10,7 @@ import binascii
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -124,7 +125,7 @@ def _read_text(source: str | os.PathLike[str], name: str) -> str:
 
 def _decode_base64(source: str) -> str | None:
     """The decoded text; None if `source` is a path."""
-    if _path_exists(source):
+    if os.path.exists(source):
         return None
     code = "".join(source.split()).rstrip("=").translate(str.maketrans("-_", "+/"))
     try:
@@ -134,57 +135,36 @@ def _decode_base64(source: str) -> str | None:
     return decoded if decoded.lstrip().startswith("{") else None
 
 
-def _path_exists(path: str) -> bool:
-    try:
-        return os.path.exists(path)
-    except ValueError:  # a path cannot contain a null character
-        return False
-
-
 def _load_hjson(text: str, name: str) -> Any:
     """Tries JSON first: Hjson parses a line such as `a: 1, b: 2` as one string."""
     if not text.strip():
         raise ConfigError(f"{name} is empty", allowed="at least {}")
+
+    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = Counter(key for key, _ in pairs)
+        if twice := sorted(key for key, count in names.items() if count > 1):
+            raise ConfigError(f"{name} is not JSON or Hjson: the key {twice[0]!r} is given twice")
+        return dict(pairs)
+
     try:
-        return json.loads(text, object_pairs_hook=_reject_duplicates)
-    except _DuplicateKeyError as error:
-        raise ConfigError(f"{name} is not JSON or Hjson: {error}") from None
+        return json.loads(text, object_pairs_hook=reject_duplicates)
     except (ValueError, RecursionError):
         pass
     try:
-        return hjson.loads(text, object_pairs_hook=_reject_duplicates)
+        return hjson.loads(text, object_pairs_hook=reject_duplicates)
     except RecursionError:
         raise ConfigError(f"{name} is not JSON or Hjson: it is nested too deeply") from None
     except (ValueError, IndexError, TypeError, AttributeError) as error:
         raise ConfigError(f"{name} is not JSON or Hjson: {error}") from None
 
 
-class _DuplicateKeyError(ValueError):
-    """A mapping contains a key twice, so that one of the values would be ignored."""
-
-
-def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen = dict(pairs)
-    if len(seen) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise _DuplicateKeyError(f"the key {twice[0]!r} is given twice")
-    return seen
-
-
 @dataclass(frozen=True)
 class ParsedConfig:
-    """A checked config and its provenance.
-
-    Attributes:
-        document: the given keys under their current names, without those that were left out.
-        provenance: {path: how its value was derived}, for values from "auto", an old name, or a
-            boolean in place of a section.
-    """
+    """A checked config and its provenance."""
 
     config: EngineConfig
-    document: Mapping[str, Any]
-    provenance: Mapping[str, str]
+    document: Mapping[str, Any]  # the given keys under their current names
+    provenance: Mapping[str, str]  # {path: how its value was derived}, see `normalize`
 
 
 def parse_config(source: ConfigSource | None) -> EngineConfig:

@@ -70,7 +70,7 @@ class Bf16Config(ConfigSection):
     bf16_optimizer_states: bool = refused(
         False,
         "optimizer state in bfloat16",
-        alternative="fp32 state, which offload_optimizer can keep in CPU memory",
+        alternative="fp32 state, with offload_optimizer if needed",
     )
 
 

@@ -32,21 +32,16 @@ class ActivationCheckpointingConfig(ConfigSection):
         old_names=("activation_checkpointing.partitioned_activations",),
     )
     cpu_checkpointing: bool = implemented(
-        False,
-        "checkpoints are kept in CPU memory, once checkpointing.configure was given the config",
+        False, "checkpoints are kept in CPU memory, if checkpointing.configure got the config"
     )
     contiguous_memory_optimization: bool = no_op(
-        False,
-        "checkpoints are contiguous in a buffer",
-        "torch's caching allocator reuses their memory from step to step",
+        False, "checkpoints are contiguous in a buffer", "torch's allocator reuses their memory"
     )
     number_checkpoints: NonNegativeInt | None = no_op(
         None, "the number of checkpoints in that buffer", "there is no such buffer"
     )
     synchronize_checkpoint_boundary: bool = no_op(
-        False,
-        "the device is synchronized at each checkpoint",
-        "it would change no result, and cost time",
+        False, "the device is synchronized at each checkpoint", "it would only cost time"
     )
     profile: bool = no_op(
         False, "forward and backward of each checkpoint are timed", "torch.profiler shows them"
@@ -160,7 +155,7 @@ class RayzeroConfig(ConfigSection):
     )
     gather_buffers: Annotated[PositiveInt, Field(ge=2)] = implemented(
         2,
-        "buffers for gathered weights at stage 3: units that may be live at once",
+        "buffers for gathered weights at stage 3: live units at once",
         old_names=("rayzero.slots",),
     )
     peak_flops: PositiveFloat | None = implemented(

@@ -96,9 +96,7 @@ class UnsupportedKeys(ConfigSection):
         alternative="activation checkpointing, or shorter sequences",
     )
     seq_parallel_communication_data_type: Any = no_op(
-        "fp32",
-        "the dtype of sums over the ranks of one sequence",
-        "no sequence is split over ranks",
+        "fp32", "the dtype of sums over the ranks of a sequence", "no sequence is split over ranks"
     )
     pipeline: Any = no_op(
         None,
@@ -113,8 +111,7 @@ class UnsupportedKeys(ConfigSection):
         group="data",
     )
     data_efficiency: Any = _refused_section(
-        "samples are selected, and tokens dropped, during training",
-        alternative="a dataset in the order you want",
+        "samples are selected, tokens dropped", alternative="a dataset in the order you want"
     )
     curriculum_learning: Any = _refused_section(
         "easy samples first", _REMOVED, alternative="a dataset in the order you want"
@@ -127,8 +124,8 @@ class UnsupportedKeys(ConfigSection):
         group="changes of the model",
     )
     hybrid_engine: Any = _refused_section(
-        "one engine that trains and generates",
-        alternative="an inference engine with the exported weights",
+        "an engine that trains and generates",
+        alternative="an engine for inference, with the weights",
     )
     weight_quantization: Any = refused(
         None,
@@ -169,9 +166,7 @@ class UnsupportedKeys(ConfigSection):
     graph_harvesting: Any = refused(False, "CUDA graphs of the update", _REMOVED)
     amp: Any = _refused_section("NVIDIA Apex", _REMOVED, alternative="bf16, fp16 or torch_autocast")
     vocabulary_size: Any = no_op(
-        None,
-        "the size of the vocabulary",
-        "DeepSpeed only warns when it is not a multiple of 8",
+        None, "the size of the vocabulary", "DeepSpeed only warns when it is not a multiple of 8"
     )
     elasticity: Any = _refused_section(
         "a batch size that is divisible by many numbers of ranks",
@@ -188,18 +183,14 @@ class UnsupportedKeys(ConfigSection):
         None, "the autotuner's model description", "only the autotuner reads it"
     )
     disable_allgather: Any = no_op(
-        False,
-        "weights are not gathered in one collective",
-        "DeepSpeed 0.19 does not read it any more",
+        False, "weights are not gathered at once", "DeepSpeed 0.19 does not read it any more"
     )
     disable_python_gc: Any = no_op(
-        False,
-        "Python's garbage collector is disabled",
-        "it changes no result; gc.disable() in the script does it",
+        False, "Python's garbage collector is disabled", "gc.disable() in the script does it"
     )
     zero_allow_untested_optimizer: Any = no_op(
         False,
-        "optimizers that DeepSpeed does not know are accepted",
+        "optimizers unknown to DeepSpeed are accepted",
         "every elementwise optimizer is accepted",
     )
     zero_force_ds_cpu_optimizer: Any = no_op(

@@ -66,14 +66,10 @@ class ZeroConfig(ConfigSection):
         True, "a rank receives only its shard of a sum", "always so at stages 1 to 3"
     )
     use_multi_rank_bucket_allreduce: bool = no_op(
-        True,
-        "shards of several ranks are reduced in one collective",
-        "always so: a bucket is one collective",
+        True, "shards of several ranks are reduced in one collective", "always so"
     )
     allgather_partitions: bool = no_op(
-        True,
-        "updated weights are gathered in one collective instead of many broadcasts",
-        _SAME_RESULT,
+        True, "updated weights are gathered in one collective, not by broadcasts", _SAME_RESULT
     )
     round_robin_gradients: bool = no_op(
         False,
@@ -81,21 +77,16 @@ class ZeroConfig(ConfigSection):
         "every rank owns an equal shard of every bucket, so the load is even",
     )
     parameter_alignment: bool = no_op(
-        False,
-        "parameters start at aligned addresses in flat buffers",
-        "always so: at multiples of 32 elements",
+        False, "parameters start at aligned addresses", "always so: at multiples of 32 elements"
     )
     ignore_unused_parameters: bool = no_op(
         True, "parameters without a gradient are no error", "always so: their gradient is zero"
     )
     compute_grad_norm: bool = no_op(
-        True,
-        "the gradient norm is computed at every step",
-        "always so: the check for inf and nan needs it",
+        True, "the gradient norm is computed every step", "always so: the overflow check needs it"
     )
     sub_group_size: PositiveSize = implemented(
-        1_000_000_000,
-        "the most elements that the optimizer updates in one chunk, with offload to nvme",
+        1_000_000_000, "the most elements that the optimizer updates at once, with offload to nvme"
     )
     stage3_prefetch_bucket_size: NonNegativeSize | None = no_op(
         None,
@@ -162,9 +153,7 @@ class ZeroConfig(ConfigSection):
         "a unit is gathered to the same address for backward: nothing is saved",
     )
     override_module_apply: bool = no_op(
-        True,
-        "module.apply gathers sharded weights",
-        "apply works while the model is built, before it is sharded",
+        True, "module.apply gathers sharded weights", "apply works before the model is sharded"
     )
     log_trace_cache_warnings: bool = no_op(
         False, "a change of the order of modules is logged", "the order is recorded again"
@@ -179,9 +168,7 @@ class ZeroConfig(ConfigSection):
         False, "weights are gathered in int8 blocks; stage 3"
     )
     zero_quantized_nontrainable_weights: bool = refused(
-        False,
-        "frozen weights are stored and gathered in int8 blocks",
-        alternative="zero_quantized_weights",
+        False, "frozen weights are kept in int8 blocks", alternative="zero_quantized_weights"
     )
     zero_quantized_gradients: bool = implemented(
         False, "gradients are reduced in int8 blocks, at any stage"
@@ -197,20 +184,14 @@ class ZeroConfig(ConfigSection):
         False, "a checkpoint can be loaded by another number of ranks", "every checkpoint can"
     )
     pipeline_loading_checkpoint: bool = no_op(
-        False,
-        "ranks load a checkpoint one after the other",
-        "a rank reads only the ranges that it needs",
+        False, "ranks load a checkpoint in turn", "a rank reads only the ranges that it needs"
     )
     legacy_stage1: bool = no_op(
-        False,
-        "an older implementation of stage 1",
-        "there is one implementation; the result is the same",
+        False, "an older implementation of stage 1", "there is one; the result is the same"
     )
     enable_sanity_checks: bool = no_op(False, "internal checks", "all checks are always on")
     save_muon_momentum_buffer_in_memory: bool = no_op(
-        False,
-        "Muon's momentum is not offloaded to NVMe",
-        "it is kept with the rest of the optimizer state",
+        False, "Muon's momentum is not offloaded to NVMe", "it is kept with the optimizer state"
     )
     cpu_offload_use_pin_memory: Any = no_op(
         None,

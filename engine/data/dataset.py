@@ -56,10 +56,8 @@ class ParquetTokens:
             for group in range(footer.num_row_groups)
         ]
         rows = [self._footers[shard].row_group(group).num_rows for shard, group in self._row_groups]
-        self._row_group_starts: list[int] = [
-            0,
-            *accumulate(rows),
-        ]  # the first token of each row group, then the end
+        # The first token of each row group, then the end.
+        self._row_group_starts: list[int] = [0, *accumulate(rows)]
         # Thread-safe: two threads that miss at once both read, and one result is cached.
         self._read_row_group_cached = lru_cache(maxsize=cached_row_groups)(self._read_row_group)
         if not len(self):
@@ -119,22 +117,21 @@ def find_shards(path: str | Path) -> list[Path]:
     Raises:
         DataError: there are none.
     """
-    place = Path(path)
-    if place.is_file():
-        return [place]
-    if place.is_dir():
-        shards = sorted(place.rglob("*.parquet"))
+    path = Path(path)
+    where = path.absolute()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        shards = sorted(path.rglob("*.parquet"))
     elif has_magic(str(path)):
-        shards = sorted(Path(name) for name in glob(str(path), recursive=True))
+        shards = sorted(map(Path, glob(str(path), recursive=True)))
     else:
         raise DataError(
-            f"no data at {place.absolute()}", "a folder, a file or a glob pattern", "the data path"
+            f"no data at {where}", "a folder, a file or a glob pattern", "the data path"
         )
     if not shards:
         raise DataError(
-            f"no Parquet shards at {place.absolute()}",
-            "one *.parquet file or more",
-            "the data path",
+            f"no Parquet shards at {where}", "one *.parquet file or more", "the data path"
         )
     return shards
 

@@ -29,16 +29,11 @@ class MapDataset(Protocol):
 
 @dataclass(frozen=True)
 class _StepPart:
-    """A loaded micro-batch.
+    """A loaded micro-batch."""
 
-    Attributes:
-        position: (sample cursor of its step, number in the step); strictly increasing.
-        own_indices: dataset indices of this rank's samples; empty for a filler.
-    """
-
-    position: tuple[int, int]
+    position: tuple[int, int]  # (sample cursor of its step, number in it): strictly increasing
     weight: float
-    own_indices: list[int]
+    own_indices: list[int]  # dataset indices of this rank's samples; empty for a filler
     batch: Any
 
 
@@ -210,25 +205,19 @@ def _dataset_length(dataset: object) -> int:
     return length
 
 
-def _fetch_samples(dataset: MapDataset, indices: Sequence[int]) -> list[Any]:
+def _fetch_samples(dataset: MapDataset, indices: list[int]) -> list[Any]:
     """The samples at `indices`; errors of the dataset name the failing sample."""
-    get_items = getattr(dataset, "__getitems__", None)
-    if get_items is not None:
-        try:
-            return list(get_items(list(indices)))
-        except Exception as error:
-            raise _read_error(f"samples {list(indices)}", error) from error
-    samples = []
-    for index in indices:
-        try:
+    failing = f"samples {indices}"
+    try:
+        if (get_items := getattr(dataset, "__getitems__", None)) is not None:
+            return list(get_items(indices))
+        samples = []
+        for index in indices:
+            failing = f"sample {index}"
             samples.append(dataset[index])
-        except Exception as error:
-            raise _read_error(f"sample {index}", error) from error
-    return samples
-
-
-def _read_error(what: str, error: Exception) -> DataError:
-    return DataError(
-        f"{what} of the training data could not be read: {type(error).__name__}: {error}",
-        fix="the dataset, or the data behind it",
-    )
+        return samples
+    except Exception as error:
+        raise DataError(
+            f"{failing} of the training data could not be read: {type(error).__name__}: {error}",
+            fix="the dataset, or the data behind it",
+        ) from error

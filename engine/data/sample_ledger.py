@@ -77,16 +77,11 @@ class SampleLedger:
 
 @dataclass(frozen=True)
 class LedgerMismatch:
-    """A step that did not consume exactly the samples of its positions.
-
-    Attributes:
-        missing: dataset indices that were not consumed.
-        extra: dataset indices that were consumed wrongly or too often.
-    """
+    """A step that did not consume exactly the samples of its positions."""
 
     step: int
-    missing: tuple[int, ...]
-    extra: tuple[int, ...]
+    missing: tuple[int, ...]  # dataset indices that were not consumed
+    extra: tuple[int, ...]  # dataset indices that were consumed wrongly or too often
 
     def __str__(self) -> str:
         parts = []

@@ -58,10 +58,6 @@ class SampleOrder:
         self._half_bits = np.uint64(max(1, ((length - 1).bit_length() + 1) // 2))
         self._half_mask = np.uint64((1 << int(self._half_bits)) - 1)
 
-    def index(self, position: int) -> int:
-        """The dataset index of the sample at `position` (0 or more)."""
-        return int(self.indices(position, 1)[0])
-
     def indices(self, start: int, count: int) -> NDArray[np.int64]:
         """The dataset indices at positions `start` to `start + count - 1`, across epochs.
 
@@ -96,12 +92,10 @@ def _splitmix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One rank's part of one micro-step.
+    """One rank's part of one micro-step: samples `start` to `start + count - 1` of the step.
 
-    Attributes:
-        start: its first sample, relative to the step.
-        count: number of its samples, `start` to `start + count - 1`; 0 for a filler.
-        weight: its weight in the step's gradient, `count / global_batch`.
+    `weight` is its weight in the step's gradient, `count / global_batch`. One without samples is a
+    filler: it runs on sample `start` of another rank with weight zero.
     """
 
     start: int
@@ -109,14 +103,9 @@ class MicroBatch:
     weight: float
 
     @property
-    def is_filler(self) -> bool:
-        """Whether it has no samples and runs on sample `start` of another rank with weight zero."""
-        return self.count == 0
-
-    @property
     def read_count(self) -> int:
         """Number of samples to read from `start`: its own, or one filler."""
-        return 1 if self.is_filler else self.count
+        return self.count or 1
 
 
 def samples_per_rank(
@@ -208,30 +197,18 @@ def _check_positive(name: str, value: int) -> None:
 
 @dataclass
 class TrainingProgress:
-    """The engine's position in the job. Owned by the engine.
+    """The engine's position in the job. Owned by the engine; loaders write only
+    `micro_batch_weight` and `data_wait_s`."""
 
-    Loaders write only `micro_batch_weight` and `data_wait_s`.
-
-    Attributes:
-        step: finished optimizer steps.
-        micro_step: finished micro-steps of the current step.
-        sample_cursor: samples consumed by finished steps, over all ranks and epochs. The engine
-            adds `global_batch` for every finished step; a loader reads it when an iteration
-            begins.
-        micro_batch_weight: gradient weight of the current micro-batch. The engine multiplies by it
-            in backward, so that the gradients of all ranks and micro-steps sum to the mean over the
-            global batch.
-        global_batch: samples of a step, over all ranks.
-        micro_batch: maximum samples of a micro-step on one rank.
-        skipped_steps: finished steps that changed nothing because a gradient was not finite.
-        data_wait_s: total seconds that the training loop waited for loaders.
-    """
-
-    step: int = 0
-    micro_step: int = 0
+    step: int = 0  # finished optimizer steps
+    micro_step: int = 0  # finished micro-steps of the current step
+    # Samples consumed by finished steps, over all ranks and epochs. A loader reads it when an
+    # iteration begins.
     sample_cursor: int = 0
+    # Weight of the current micro-batch's loss, so that the gradients of all ranks and micro-steps
+    # sum to the mean over the global batch.
     micro_batch_weight: float = 1.0
-    global_batch: int = 1
-    micro_batch: int = 1
-    skipped_steps: int = 0
-    data_wait_s: float = 0.0
+    global_batch: int = 1  # samples of a step, over all ranks
+    micro_batch: int = 1  # maximum samples of a micro-step on one rank
+    skipped_steps: int = 0  # finished steps that changed nothing: a gradient was not finite
+    data_wait_s: float = 0.0  # total seconds that the training loop waited for loaders

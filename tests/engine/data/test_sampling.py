@@ -58,7 +58,7 @@ def test_borrowed_samples_are_real_and_weigh_nothing(
 ) -> None:
     for rank in range(world_size):
         for m in assign_step(global_batch, world_size, rank, micro_batch):
-            assert m.is_filler == (m.count == 0) == (m.weight == 0.0)
+            assert (m.count == 0) == (m.weight == 0.0)
             assert m.read_count == (m.count or 1)
             assert 0 <= m.start <= m.start + m.read_count <= global_batch
 
@@ -69,7 +69,7 @@ def test_examples() -> None:
     assert assign_step(8, 3, 2, 2) == (MicroBatch(6, 1, 0.125), MicroBatch(7, 1, 0.125))
     assert assign_step(2, 3, 2, 4) == (MicroBatch(0, 0, 0.0),)
     # The largest share takes two turns, so a rank with one sample borrows for the second.
-    assert [m.is_filler for m in assign_step(4, 3, 1, 1)] == [False, True]
+    assert [m.count == 0 for m in assign_step(4, 3, 1, 1)] == [False, True]
 
 
 @st.composite
@@ -115,7 +115,7 @@ def test_the_largest_remainders_get_what_is_left() -> None:
     assert samples_per_rank(10, 3, (0.5, 0.25, 0.25)) == (5, 3, 2)  # of equal ones the first
     assert samples_per_rank(10, 3, (0.44, 0.28, 0.28)) == (4, 3, 3)
     assert samples_per_rank(10, 2, (1.0, 0.0)) == (10, 0)
-    assert [m.is_filler for m in assign_step(10, 2, 1, 5, (1.0, 0.0))] == [True, True]
+    assert [m.count == 0 for m in assign_step(10, 2, 1, 5, (1.0, 0.0))] == [True, True]
 
 
 @pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.4), (1.5, -0.5), (0.5, float("nan"))])
