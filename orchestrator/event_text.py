@@ -7,20 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.orchestrator.job_events import (
-    Checkpointed,
-    CheckpointFailed,
-    FaultDetected,
-    JobEvent,
-    JobWarning,
-    MetricsServed,
-    Repaired,
-    Resized,
-    Resumed,
-    RunAdopted,
-    StateEntered,
-    WorkersReady,
-)
+from rayzero.orchestrator import job_events
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import JobResult
 from rayzero.orchestrator.top.format import format_size
@@ -38,36 +25,36 @@ def format_step(record: StepRecord) -> str:
     return " | ".join(parts)
 
 
-def event_lines(event: JobEvent) -> Iterator[str]:
+def event_lines(event: job_events.JobEvent) -> Iterator[str]:
     """The lines for an event; none for an event that a console shows in another way."""
     match event:
         case LogLine():
             yield f"[rank {event.rank}] {event.text}"
-        case JobWarning():
+        case job_events.JobWarning():
             yield f"warning: {event.text}"
-        case MetricsServed():
+        case job_events.MetricsServed():
             yield f"page: {event.url}/ (for Prometheus: {event.url}/metrics)"
-        case WorkersReady():
+        case job_events.WorkersReady():
             for worker in event.workers:
                 yield f"worker {worker.index} is ready on node {worker.node} (pid {worker.pid})"
-        case StateEntered() if not event.state.is_final:
+        case job_events.StateEntered() if not event.state.is_final:
             yield f"state: {event.state}"
-        case Resumed():
+        case job_events.Resumed():
             yield f"resuming after step {event.step}, from {event.folder}"
-        case RunAdopted():
+        case job_events.RunAdopted():
             yield f"adopted a lost run at step {event.step}, offline for {event.offline_s:.0f} s"
-        case FaultDetected():
+        case job_events.FaultDetected():
             yield f"fault: {event.text}"
         case FaultFired():
             yield f"injected fault: {event.fault} on rank {event.rank} in step {event.step}"
-        case Repaired() | Resized():
+        case job_events.Repaired() | job_events.Resized():
             yield _format_recovery(event)
-        case Checkpointed():
+        case job_events.Checkpointed():
             yield (
                 f"checkpoint of step {event.step}: {event.nbytes / 2**20:,.1f} MiB in "
                 f"{event.seconds:.2f} s, training stopped for {event.stopped_s * 1e3:.0f} ms"
             )
-        case CheckpointFailed():
+        case job_events.CheckpointFailed():
             outcome = "given up" if event.again_in_s is None else f"next in {event.again_in_s:g} s"
             yield (
                 f"warning: checkpoint of step {event.step} failed (try {event.tries}, {outcome}): "
@@ -75,13 +62,13 @@ def event_lines(event: JobEvent) -> Iterator[str]:
             )
 
 
-def _format_recovery(recovery: Repaired | Resized) -> str:
+def _format_recovery(recovery: job_events.Repaired | job_events.Resized) -> str:
     """`repaired in 0.24 s: 3 -> 2 workers after step 41, no step recomputed (detect 0.00, ...)`"""
     parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in recovery.seconds.items())
     sizes = (
         f"{recovery.world_size_before} -> {recovery.world_size} workers after step {recovery.step}"
     )
-    if isinstance(recovery, Resized):
+    if isinstance(recovery, job_events.Resized):
         return f"resized in {recovery.total_s:.2f} s ({recovery.reason}): {sizes} ({parts})"
     redone = recovery.steps_redone
     recomputed = f"{redone or 'no'} step{'s' * (redone > 1)} recomputed"

@@ -38,11 +38,6 @@ class PinnedStep:
     checkpoint: bool
     stopped_s: float
 
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The nodes that hold it, each once, by rank."""
-        return tuple(dict.fromkeys(slot.node_id for slot in self.slots))
-
 
 class PinnedSteps:
     """Which steps are pinned in the vaults, and up to which they may be released. Pure.

@@ -27,6 +27,7 @@ from rayzero.orchestrator.job_events import EventBus, JobEvent, RankEvent
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.membership import WorkerLimits, WorkerRegistry
+from rayzero.orchestrator.policies.stragglers import SpeedTracker
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.chaos.spec import FaultSpec
 
@@ -84,6 +85,7 @@ class JobContext:
         """All faults requested while the job runs."""
         self.progress = JobProgress()
         self.timer = RecoveryTimer(deps.clock.now)
+        self.speeds = SpeedTracker(balance=plan.spec.recovery.balance == "auto")
         self.tasks = BackgroundTasks(on_error)
         self._on_error = on_error
         self.changed = ChangeNotifier()

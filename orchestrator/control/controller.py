@@ -13,7 +13,7 @@ from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.context import Dependencies, JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.elastic import ElasticScaler
-from rayzero.orchestrator.control.failures import FailureHandler, StragglerMonitor
+from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.hang_detector import HangDetector
 from rayzero.orchestrator.control.inbox import MessageDispatcher, WorkerInbox
@@ -49,13 +49,10 @@ class Controller:
         injector = self._fault_injector = ClusterFaultInjector(ctx)
         checkpoints = self._checkpoints = CheckpointWriter(ctx, injector.on_checkpoint_committed)
         replication = Replication(ctx, checkpoints)
-        stragglers = StragglerMonitor(ctx)
-        dispatcher = MessageDispatcher(ctx, failures, replication, stragglers, vaults, injector)
+        dispatcher = MessageDispatcher(ctx, failures, replication, vaults, injector)
         inbox = self._inbox = WorkerInbox(ctx, dispatcher.dispatch, failures.on_worker_lost)
         restore = RestoreSelector(ctx, failures, vaults, checkpoints)
-        self._reconfiguration = Reconfiguration(
-            ctx, failures, vaults, restore, inbox, stragglers, checkpoints
-        )
+        self._reconfiguration = Reconfiguration(ctx, failures, vaults, restore, inbox, checkpoints)
         self._hang_detector = HangDetector(ctx, inbox, failures)
         self._scaler = ElasticScaler(ctx, failures, vaults, inbox)
         self._error: RayzeroError | None = None

@@ -1,10 +1,9 @@
-"""Lost, crashed and slow workers: asks the policies what they mean, and acts on the decision."""
+"""Lost and crashed workers: asks the failure policy what they mean, and acts on the decision."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -17,8 +16,6 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies import failure
 from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, FaultCause
 from rayzero.orchestrator.policies.recovery import Excluded
-from rayzero.orchestrator.policies.stragglers import SpeedTracker, balance_shares
-from rayzero.workers.messages import StepReport, WorkerInfo
 from rayzero.workers.vault.records import Restore
 
 COLLECTIVE_GRACE_S = 3.0
@@ -201,35 +198,3 @@ class FailureHandler:
     def _announce(self, fault: Fault) -> None:
         text = failure.describe_fault(fault)
         self._context.emit(FaultDetected(fault.cause, fault.worker, fault.rank, fault.step, text))
-
-
-class StragglerMonitor:
-    """Measures each worker's speed: warns of slow ones, and with `recovery.balance: auto` splits
-    the next generation's samples accordingly."""
-
-    def __init__(self, context: JobContext) -> None:
-        self._context = context
-        self._tracker = SpeedTracker()
-        self._members: tuple[int, ...] = ()
-        self._shares: tuple[float, ...] = ()
-
-    def start_generation(self, workers: Sequence[WorkerInfo]) -> tuple[float, ...]:
-        """A generation of these workers, by rank, begins. Returns their sample shares."""
-        members = tuple(worker.index for worker in workers)
-        current = self._shares if members == self._members else ()
-        self._members, self._shares = members, ()
-        if self._context.plan.spec.recovery.balance == "auto":
-            self._shares = balance_shares(self._tracker.samples_per_s(members), current)
-        self._tracker.start_generation(members)
-        return self._shares
-
-    def add_report(self, worker: int, report: StepReport) -> None:
-        """A worker of this generation finished a step."""
-        gauges = report.gauges
-        if "exposed_comm_s" not in gauges:
-            return  # the job has no engine that measures
-        compute_s = gauges["step_s"] - gauges["exposed_comm_s"]
-        # Only ratios count, and the global batch is constant: shares work as well as samples.
-        share = self._shares[report.rank] if self._shares else 1 / len(self._members)
-        if text := self._tracker.add_step(worker, compute_s, share):
-            self._context.emit(JobWarning(text))

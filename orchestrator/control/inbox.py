@@ -10,10 +10,11 @@ from typing import Any, cast
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.context import JobContext, timeout_reason
-from rayzero.orchestrator.control.failures import FailureHandler, StragglerMonitor
+from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.interfaces import WORKER_POLL_S
+from rayzero.orchestrator.job_events import JobWarning
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import (
@@ -167,14 +168,12 @@ class MessageDispatcher:
         context: JobContext,
         failures: FailureHandler,
         replication: Replication,
-        stragglers: StragglerMonitor,
         vaults: VaultManager,
         fault_injector: ClusterFaultInjector,
     ) -> None:
         self._context = context
         self._failures = failures
         self._replication = replication
-        self._stragglers = stragglers
         self._vaults = vaults
         self._fault_injector = fault_injector
         # A table, not a chain of tests: a large job sends thousands of these a second.
@@ -203,7 +202,8 @@ class MessageDispatcher:
         if report.generation == ctx.generation.number:
             ctx.generation.advance_to(report.step + 1)
             ctx.emit(report)
-            self._stragglers.add_report(worker, report)
+            if text := ctx.speeds.add_report(worker, report):
+                ctx.emit(JobWarning(text))
         record = ctx.progress.add_report(report)
         if record is not None:
             ctx.emit(record)

@@ -16,7 +16,7 @@ from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import PendingReplies
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
-from rayzero.orchestrator.control.failures import FailureHandler, StragglerMonitor
+from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.restore import RestoreSelector
@@ -52,7 +52,6 @@ class Reconfiguration:
         vaults: VaultManager,
         restore: RestoreSelector,
         inbox: WorkerInbox,
-        stragglers: StragglerMonitor,
         checkpoints: CheckpointWriter,
     ) -> None:
         self._context = context
@@ -60,7 +59,6 @@ class Reconfiguration:
         self._vaults = vaults
         self._restore = restore
         self._inbox = inbox
-        self._stragglers = stragglers
         self._checkpoints = checkpoints
         self._attempt: asyncio.Task[None] | None = None
         self._assignments = PendingReplies()
@@ -220,7 +218,7 @@ class Reconfiguration:
                 self._failures.on_member_missing(worker)
             return generation  # never joined by all; the fault begins another attempt
         self._inbox.start_generation()
-        shares = self._stragglers.start_generation(generation.workers)
+        shares = ctx.speeds.start_generation(tuple(assignments))
         if store is None or store[0] not in assignments:
             worker = selection.members[0].index
             store = worker, await self._open_store(worker)

@@ -9,17 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rayzero.engine.redact import redact_document
-from rayzero.orchestrator.job_events import (
-    Checkpointed,
-    CheckpointFailed,
-    FaultRecorded,
-    JobEvent,
-    LimitsChanged,
-    Repaired,
-    Resized,
-    Rewound,
-    StateEntered,
-)
+from rayzero.orchestrator import job_events
 from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
 from rayzero.orchestrator.journal.run_history import RunHistory, apply_entry
 from rayzero.orchestrator.progress import StepRecord
@@ -68,28 +58,28 @@ class JournalWriter:
             line = "" if kind == "step" else json.dumps(listed, default=str)
             self._put(JournalUpdate(self.history, line))
 
-    def on_event(self, event: JobEvent) -> None:
+    def on_event(self, event: job_events.JobEvent) -> None:
         match event:
             case StepRecord(step=step):
                 if self._now_s() >= self._next_step_s:
                     self._next_step_s = self._now_s() + self._step_interval_s
                     self.append("step", step=step)
-            case StateEntered():
+            case job_events.StateEntered():
                 fields = asdict(event)
                 self.append("moved", event=fields.pop("trigger"), **fields)
-            case FaultRecorded(fault, is_fatal=False):
+            case job_events.FaultRecorded(fault, is_fatal=False):
                 fields = asdict(fault) | {"detail": fault.detail.partition("\n")[0]}
                 del fields["at_s"], fields["traceback"]
                 self.append("fault", **fields)
-            case Rewound():
+            case job_events.Rewound():
                 self.append("picked", **asdict(event))
-            case LimitsChanged():
+            case job_events.LimitsChanged():
                 self.append("scaled", least=event.min_workers, most=event.max_workers)
-            case Repaired() | Resized():
+            case job_events.Repaired() | job_events.Resized():
                 self.append(type(event).__name__.lower(), **asdict(event), total_s=event.total_s)
-            case CheckpointFailed():
+            case job_events.CheckpointFailed():
                 self.append("checkpointfailed", **asdict(event))
-            case Checkpointed():
+            case job_events.Checkpointed():
                 self.append("checkpoint", **asdict(event))
 
 

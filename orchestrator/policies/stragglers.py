@@ -7,6 +7,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from statistics import median
 
+from rayzero.workers.messages import StepReport
+
 WINDOW_STEPS = 20
 """Number of steps in a median."""
 
@@ -46,26 +48,49 @@ class _WorkerSamples:
 
 
 class SpeedTracker:
-    """Collects the compute seconds of every worker's steps.
+    """Measures the workers' speed: finds slow ones, and balances the next generation's samples.
 
-    Compute time is a step's time minus the time the worker waited for others:
-    `step_s - exposed_comm_s`.
+    Args:
+        balance: whether to split samples by speed (`recovery.balance: auto`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, balance: bool = False) -> None:
+        self._balance = balance
+        self._members: tuple[int, ...] = ()
+        self._shares: tuple[float, ...] = ()
         self._workers: defaultdict[int, _WorkerSamples] = defaultdict(_WorkerSamples)
         self._sorted_medians_s: list[float] = []
         """The medians of all workers that have one, kept sorted: thousands of workers read them."""
 
-    def start_generation(self, workers: Sequence[int]) -> None:
-        """A generation of these workers begins. Workers that stay keep their state, but times are
-        measured anew because the split of the samples may have changed."""
-        for worker in self._workers.keys() - set(workers):
+    def start_generation(self, members: tuple[int, ...]) -> tuple[float, ...]:
+        """A generation of these workers, by rank, begins. Workers that stay keep their state, but
+        times are measured anew because the split of the samples may have changed.
+
+        Returns:
+            Each rank's share of a step's samples; empty for even shares.
+        """
+        current = self._shares if members == self._members else ()
+        self._members, self._shares = members, ()
+        if self._balance:
+            self._shares = balance_shares(self.samples_per_s(members), current)
+        for worker in self._workers.keys() - set(members):
             del self._workers[worker]
         self._sorted_medians_s.clear()
         for record in self._workers.values():
             record.compute_s.clear()
             record.median_s = None
+        return self._shares
+
+    def add_report(self, worker: int, report: StepReport) -> str:
+        """A worker of this generation finished a step. Returns a message as `add_step`."""
+        gauges = report.gauges
+        if "exposed_comm_s" not in gauges:
+            return ""  # the job has no engine that measures
+        # Compute time is without the time that the worker waited for others. Only ratios count, and
+        # the global batch is constant: shares work as well as samples.
+        compute_s = gauges["step_s"] - gauges["exposed_comm_s"]
+        share = self._shares[report.rank] if self._shares else 1 / len(self._members)
+        return self.add_step(worker, compute_s, share)
 
     def add_step(self, worker: int, compute_s: float, samples: float) -> str:
         """A worker finished a step with that many samples. Returns a message if it became steadily

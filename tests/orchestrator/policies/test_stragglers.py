@@ -48,9 +48,9 @@ def test_one_worker_alone_is_never_slow() -> None:
 
 def test_workers_stay_slow_over_generations_and_are_measured_anew() -> None:
     tracker = SpeedTracker()
-    tracker.start_generation([0, 1, 2])
+    tracker.start_generation((0, 1, 2))
     assert len(run(tracker, 100, {0: 0.1, 1: 0.1, 2: 0.2})) == 1
-    tracker.start_generation([0, 2, 3])
+    tracker.start_generation((0, 2, 3))
     assert tracker.samples_per_s([0, 1, 2, 3]) == (40, None, 20, None)
     assert run(tracker, 100, {0: 0.1, 2: 0.2, 3: 0.1}) == []  # reported before
 
