@@ -15,7 +15,7 @@ from rayzero.workers.vault.images import FETCH_CHUNK_BYTES, FetchRemote
 from rayzero.workers.vault.peers import Peer
 from rayzero.workers.vault.records import SlotRef
 from rayzero.workers.vault.registry import SlotRegistry
-from rayzero.workers.vault.slots import SlotHeader, write_fully
+from rayzero.workers.vault.slots import SlotHeader
 
 MAX_PACKET_BYTES = 64 * 1024
 """The longest message; tables and states go through shared memory."""
@@ -82,7 +82,8 @@ class WorkerRequests:
         data = self._fetch(ref, offset, min(length, FETCH_CHUNK_BYTES))
         fd = os.memfd_create("rayzero-fetched", os.MFD_CLOEXEC)
         try:
-            write_fully(fd, data, 0)
+            with open(fd, "wb", closefd=False) as file:
+                file.write(data)
         except BaseException:
             os.close(fd)
             raise

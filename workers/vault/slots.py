@@ -127,13 +127,6 @@ def write_pin(fd: int, pinned: bool) -> None:
     os.pwrite(fd, b"\1" if pinned else b"\0", PIN_OFFSET)
 
 
-def write_fully(fd: int, data: memoryview, offset: int) -> None:
-    """Writes all of `data`: a single `pwrite` may write less."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)
-
-
 def encode_table(table: BlockIndex) -> bytes:
     return json.dumps(table.to_json(), separators=(",", ":")).encode()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -15,25 +16,13 @@ from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.format import WrittenFile
 from rayzero.engine.checkpoint.writer import write_rank_file
 from rayzero.workers.vault.buffers import BufferPool, available_bytes
-from rayzero.workers.vault.images import (
-    FETCH_CHUNK_BYTES,
-    FetchRemote,
-    MappedSlotReader,
-    describe_slot,
-    require_version,
-)
+from rayzero.workers.vault.images import FetchRemote, MappedSlotReader, RemoteSlotReader
 from rayzero.workers.vault.peers import inspect_process
-from rayzero.workers.vault.records import (
-    SlotGoneError,
-    SlotInfo,
-    SlotRef,
-    VaultEvent,
-    VaultGoneError,
-)
+from rayzero.workers.vault.records import SlotInfo, SlotRef, VaultEvent, VaultGoneError
 from rayzero.workers.vault.registry import SlotRegistry
 from rayzero.workers.vault.requests import WorkerRequests
 from rayzero.workers.vault.server import VaultServer, make_address
-from rayzero.workers.vault.slots import HEADER_BYTES, PAGE_BYTES, SlotHeader, write_fully
+from rayzero.workers.vault.slots import PAGE_BYTES
 
 MAX_REPLICATE_CALLS = 3
 """Calls of `replicate` at once, of which all but one wait; fewer than the vault's threads."""
@@ -170,23 +159,21 @@ class Vault:
         self._registry.close()
 
     def _pull(self, ref: SlotRef) -> int:
-        packed = bytes(self._fetch_remote(ref, 0, HEADER_BYTES))
-        header = require_version(SlotHeader.decode(packed), ref)
-        with self._registry.receive_replica(header) as fd:
-            done = PAGE_BYTES  # `receive_replica` writes the header last, on success
-            while done < header.nbytes:
-                if self._closing.is_set():
-                    raise VaultGoneError("the vault is closing")
-                chunk = self._fetch_remote(ref, done, min(FETCH_CHUNK_BYTES, header.nbytes - done))
-                if not chunk:
-                    raise SlotGoneError(f"{describe_slot(ref)} ends at byte {done}")
-                write_fully(fd, chunk, done)
-                done += len(chunk)
-            with closing(MappedSlotReader(ref, fd, header)) as image:
+        source = RemoteSlotReader(ref, self._fetch_while_open)
+        nbytes = source.header.nbytes
+        with self._registry.receive_replica(source.header) as fd:  # it writes the header last
+            with mmap.mmap(fd, nbytes) as buffer, memoryview(buffer)[PAGE_BYTES:] as rest:
+                source.read(PAGE_BYTES, rest)
+            with closing(MappedSlotReader(ref, fd, source.header)) as image:
                 image.table()
                 image.metadata()
                 image.verify()
-        return header.nbytes
+        return nbytes
+
+    def _fetch_while_open(self, ref: SlotRef, offset: int, length: int) -> memoryview:
+        if self._closing.is_set():
+            raise VaultGoneError("the vault is closing")
+        return self._fetch_remote(ref, offset, length)
 
     def _write_file(self, folder: str, ref: SlotRef) -> WrittenFile:
         self._before_write(folder, ref.step, ref.rank)

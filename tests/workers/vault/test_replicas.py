@@ -8,7 +8,7 @@ from threading import Event
 
 import pytest
 
-from rayzero.workers.vault import vault as vault_module
+from rayzero.workers.vault import images
 from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS
 from rayzero.workers.vault.records import (
     Restore,
@@ -92,7 +92,7 @@ def test_a_replica_of_a_replica(cluster: VaultCluster):
 def test_the_older_replica_stays_until_the_new_one_is_whole(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(vault_module, "FETCH_CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(images, "FETCH_CHUNK_BYTES", 10_000)
     vault = cluster.vault("b")
     vault.replicate(pinned(cluster, 4, nbytes=50_000))
     vault.unpin(1, 4)
@@ -116,12 +116,13 @@ def test_memory_for_replicas_stays_bounded(cluster: VaultCluster):
     assert steps_of(vault) == [(0, 36)]
 
 
-def test_damage_on_the_way_in_is_not_kept(cluster: VaultCluster):
+def test_damage_in_transit_is_found(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(images, "FETCH_CHUNK_BYTES", 200_000)  # two chunks, the data in the second
     slots = pinned(cluster, 4)
     vault = cluster.vault("b")
     vault.replicate(slots)
     newer = pinned(cluster, 8)
-    # After its own vault compared it, which is when the first byte is read.
+    # After its own vault has verified it, which is when the first byte is read.
     cluster.on_fetch = lambda ref, offset: (
         offset and damage(cluster.vaults["a"], newer[0], lambda image: image.header.data_offset)
     )
@@ -141,7 +142,7 @@ def test_damage_at_the_source_is_found_there(cluster: VaultCluster):
 def test_a_version_that_goes_meanwhile_leaves_what_was_there(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(vault_module, "FETCH_CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(images, "FETCH_CHUNK_BYTES", 10_000)
     vault = cluster.vault("b")
     vault.replicate(pinned(cluster, 4, nbytes=50_000))
     newer = pinned(cluster, 8, nbytes=50_000)
@@ -157,7 +158,7 @@ def test_a_version_that_goes_meanwhile_leaves_what_was_there(
 
 
 def test_closing_the_vault_ends_a_copy(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(vault_module, "FETCH_CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(images, "FETCH_CHUNK_BYTES", 10_000)
     slots = pinned(cluster, 4, nbytes=100_000)
     vault, closing = cluster.vault("b"), threading.Event()
 
