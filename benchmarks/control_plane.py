@@ -128,7 +128,7 @@ async def measure(
     plan, clock = make_job(folder, scale.workers), SystemClock()
     sights = _Sights(plan)
     events = EventBus()
-    with closing(Telemetry(plan, clock, sights.writer, print)) as telemetry:
+    with closing(Telemetry(plan, clock, sights.writer)) as telemetry:
         telemetry.subscribe_to(events)
         sights.recorder.set_counter_source(telemetry.dump_counters)
         sights.recorder.subscribe_to(events)

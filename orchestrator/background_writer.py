@@ -26,12 +26,10 @@ class WriteQueue:
         subject: str,
         write: Callable[[Sequence[Any]], None],
         interval_s: float,
-        on_close: Callable[[], None],
     ) -> None:
         self.subject = subject
         self.write = write
         self.interval_s = interval_s
-        self.on_close = on_close
         self.items: deque[Any] = deque(maxlen=MAX_QUEUED_ITEMS)
         self.dropped = 0
         self.failures = 0
@@ -76,20 +74,15 @@ class BackgroundWriter:
         self._thread = Thread(target=self._run, name="rayzero-writer", daemon=True)
 
     def add_queue(
-        self,
-        subject: str,
-        write: Callable[[Sequence[Any]], None],
-        interval_s: float,
-        on_close: Callable[[], None] = lambda: None,
+        self, subject: str, write: Callable[[Sequence[Any]], None], interval_s: float
     ) -> WriteQueue:
         """
         Args:
             subject: what is written, for warnings.
             write: writes items in order, or raises; called in the thread.
             interval_s: how long items are collected before they are written.
-            on_close: called in the thread when it ends.
         """
-        queue = WriteQueue(self._changed, subject, write, interval_s, on_close)
+        queue = WriteQueue(self._changed, subject, write, interval_s)
         with self._changed:
             self._queues.append(queue)
             if len(self._queues) == 1:
@@ -115,11 +108,6 @@ class BackgroundWriter:
     def _run(self) -> None:
         while (queue := self._wait_due()) is not None:
             self._flush(queue)
-        for queue in self._queues:
-            try:
-                queue.on_close()
-            except Exception as error:  # noqa: BLE001  # the other files are closed, too
-                self._warn(f"{queue.subject} cannot be closed: {first_line(error)}")
 
     def _wait_due(self) -> WriteQueue | None:
         """The next queue to write; None at the end."""

@@ -82,7 +82,7 @@ async def open_run(
     # It exists if and only if the last run succeeded.
     await asyncio.to_thread(plan.summary_path.unlink, missing_ok=True)
     clock = SystemClock()
-    telemetry = await asyncio.to_thread(lambda: Telemetry(plan, clock, writer, warn, past=history))
+    telemetry = await asyncio.to_thread(lambda: Telemetry(plan, clock, writer, past=history))
     recorder = JobRecorder(plan, buffer, writer, history, lease.check)
     recorder.set_counter_source(telemetry.dump_counters)
     recorder.begin(adopted=history is not None)

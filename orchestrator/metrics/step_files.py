@@ -9,15 +9,17 @@ the field numbers of TensorBoard's event.proto and summary.proto.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from math import copysign, inf
 from pathlib import Path
-from typing import Protocol
 
-from rayzero.engine.errors import ConfigError, first_line
+from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
 from rayzero.orchestrator.metrics.job_metrics import user_gauges
 from rayzero.orchestrator.metrics.snapshot import finite_json
@@ -103,65 +105,59 @@ def _checksum(data: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-class StepSink(Protocol):
-    """A file of steps. Used by one thread; may raise anything."""
-
-    def write(self, records: Sequence[StepRecord]) -> None:
-        """Writes and flushes: a process that is killed loses no step that a checkpoint has."""
-
-    def close(self) -> None: ...
-
-
-class JsonLinesWriter:
-    """`metrics.jsonl`: one line per step. Later runs append to the same file; the last line of a
-    step is the valid one. inf and nan, which JSON does not have, are written as null."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = (folder / JSON_LINES_FILE).open("a", encoding="utf-8")
-
-    def write(self, records: Sequence[StepRecord]) -> None:
-        for record in records:
-            line = {
-                "step": record.step,
-                "generation": record.generation,
-                "world_size": record.world_size,
-                "at_s": record.at_s,
-                "loss": record.loss,
-                "tokens": record.tokens,
-                "step_s": record.step_s,
-                **{name: value for name, value in record.gauges.items() if name != "step"},
-            }
-            self._file.write(json.dumps(finite_json(line)) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+def write_json_lines(path: Path, records: Sequence[StepRecord]) -> None:
+    """One line per step. Later runs append to the same file; the last line of a step is the valid
+    one. inf and nan, which JSON does not have, are written as null."""
+    lines = []
+    for record in records:
+        fields = {
+            "step": record.step,
+            "generation": record.generation,
+            "world_size": record.world_size,
+            "at_s": record.at_s,
+            "loss": record.loss,
+            "tokens": record.tokens,
+            "step_s": record.step_s,
+            **{name: value for name, value in record.gauges.items() if name != "step"},
+        }
+        lines.append(json.dumps(finite_json(fields)) + "\n")
+    _append(path, "".join(lines).encode())
 
 
-class TensorBoardWriter:
-    """Event files under `tensorboard/`, one per run."""
+class TensorBoardFile:
+    """An event file under `tensorboard/`, one per run."""
 
     def __init__(self, folder: Path, now_s: float) -> None:
-        event_folder = folder / TENSORBOARD_FOLDER
-        event_folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(now_s):010d}.{socket.gethostname()}.{time.time_ns()}"
-        self._file = (event_folder / name).open("wb")
+        self._path = folder / TENSORBOARD_FOLDER / name
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._last_step = 0
-        self._file.write(encode_event(now_s, 0, _FILE_VERSION, b"brain.Event:2"))
+        _append(self._path, encode_event(now_s, 0, _FILE_VERSION, b"brain.Event:2"))
 
     def write(self, records: Sequence[StepRecord]) -> None:
+        events, last_step = b"", self._last_step
         for record in records:
             at_s, step = record.at_s, record.step
-            if step <= self._last_step:  # recomputed: voids the earlier events from this step on
+            if step <= last_step:  # recomputed: voids the earlier events from this step on
                 start = _key(1, _VARINT) + _varint(1)  # SessionLog.status = START
-                self._file.write(encode_event(at_s, step, _SESSION_LOG, start))
-            self._last_step = step
+                events += encode_event(at_s, step, _SESSION_LOG, start)
+            last_step = step
             summary = encode_summary(_tensorboard_scalars(record))
-            self._file.write(encode_event(at_s, step, _SUMMARY, summary))
-        self._file.flush()
+            events += encode_event(at_s, step, _SUMMARY, summary)
+        _append(self._path, events)
+        self._last_step = last_step
 
-    def close(self) -> None:
-        self._file.close()
+
+def _append(path: Path, data: bytes) -> None:
+    """Appends all of the data or nothing: a torn record would be the last that a reader sees."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab") as file:
+            file.write(data)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise
 
 
 def _tensorboard_scalars(record: StepRecord) -> dict[str, float]:
@@ -180,56 +176,24 @@ def _tensorboard_scalars(record: StepRecord) -> dict[str, float]:
     return scalars | {f"user/{name}": value for name, value in user_gauges(record.gauges)}
 
 
-class StepFiles:
-    """Writes steps into several sinks. A sink that fails is left out from then on, with a warning.
-
-    Used by the thread of a `BackgroundWriter`.
-    """
-
-    def __init__(self, sinks: Sequence[StepSink], warn: Callable[[str], None]) -> None:
-        self._sinks = list(sinks)
-        self._warn = warn
-
-    def write(self, records: Sequence[StepRecord]) -> None:
-        self._for_each_sink(lambda sink: sink.write(records))
-
-    def close(self) -> None:
-        self._for_each_sink(lambda sink: sink.close())
-
-    def _for_each_sink(self, act: Callable[[StepSink], None]) -> None:
-        for sink in list(self._sinks):
-            try:
-                act(sink)
-            except Exception as error:  # noqa: BLE001  # the other sinks continue
-                self._sinks.remove(sink)
-                self._warn(
-                    f"metrics: {type(sink).__name__} failed, and writes no further steps: "
-                    f"{first_line(error)}"
-                )
-
-
-def open_step_files(
-    plan: JobPlan, now_s: float, writer: BackgroundWriter, warn: Callable[[str], None]
-) -> WriteQueue | None:
-    """The queue of the steps for the files that the job file enables; None without any.
+def open_step_files(plan: JobPlan, now_s: float, writer: BackgroundWriter) -> list[WriteQueue]:
+    """A queue for each of the files that the job file enables.
 
     Raises:
         ConfigError: a file cannot be written.
     """
     config, folder = plan.spec.metrics, plan.output_dir
-    sinks: list[StepSink] = []
+    writes: dict[str, Callable[[Sequence[StepRecord]], None]] = {}
     try:
         if config.jsonl:
-            sinks.append(JsonLinesWriter(folder))
+            writes["metrics.jsonl"] = partial(write_json_lines, folder / JSON_LINES_FILE)
+            writes["metrics.jsonl"](())  # creates it
         if config.tensorboard:
-            sinks.append(TensorBoardWriter(folder, now_s))
+            writes["the TensorBoard file"] = TensorBoardFile(folder, now_s).write
     except OSError as error:
         raise ConfigError(
             f"metrics cannot be written into {str(folder)!r}: {error.strerror or error}",
             allowed="a writable folder",
             fix="checkpoint.path, or metrics.jsonl and metrics.tensorboard in the job file",
         ) from None
-    if not sinks:
-        return None
-    files = StepFiles(sinks, warn)
-    return writer.add_queue("the metrics files", files.write, 0.0, files.close)
+    return [writer.add_queue(subject, write, 0.0) for subject, write in writes.items()]

@@ -47,8 +47,7 @@ class Telemetry:
 
     Args:
         clock: the controller's.
-        writer: writes the step files, and closes them when it ends.
-        warn: shows a warning; called in the writer's thread.
+        writer: writes the step files.
         unix: Unix time.
         past: of an adopted run, whose counters continue.
 
@@ -61,7 +60,6 @@ class Telemetry:
         plan: JobPlan,
         clock: Clock,
         writer: BackgroundWriter,
-        warn: Callable[[str], None],
         unix: Callable[[], float] = time,
         past: RunHistory | None = None,
     ) -> None:
@@ -73,13 +71,13 @@ class Telemetry:
         self._endpoint = self._open_endpoint(plan.spec.metrics)
         self.url = self._endpoint.url if self._endpoint is not None else None
         try:
-            self._step_queue = open_step_files(plan, unix(), writer, warn)
+            self._step_queues = open_step_files(plan, unix(), writer)
         except ConfigError:
             self.close()
             raise
 
     def close(self) -> None:
-        """Closes the endpoint. The step files are closed by the writer."""
+        """Closes the endpoint."""
         if self._endpoint is not None:
             self._endpoint.close()
 
@@ -99,8 +97,9 @@ class Telemetry:
     def on_event(self, event: JobEvent) -> None:
         with self._lock:
             self._metrics.on_event(event)
-        if self._step_queue is not None and isinstance(event, StepRecord):
-            self._step_queue.put(event)
+        if isinstance(event, StepRecord):
+            for queue in self._step_queues:
+                queue.put(event)
 
     def _on_report(self, report: StepReport) -> None:
         with self._lock:

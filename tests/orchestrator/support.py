@@ -15,7 +15,7 @@ from rayzero.engine.validation import validate_document
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
-from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent, JobWarning, StateEntered
+from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent, StateEntered
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.journal.writer import JournalWriter
 from rayzero.orchestrator.machine import State
@@ -132,7 +132,7 @@ class Stage:
         self.plan = plan(folder, **changes)
         group: Any = Group(self.world)
         unix = self.clock.now if past is None else time.time
-        self.told = Telemetry(self.plan, self.clock, NO_FILES, self._warn, unix, past)
+        self.told = Telemetry(self.plan, self.clock, NO_FILES, unix, past)
         self.events = EventBus()
         self.events.subscribe(self.notebook.on_event)
         self.told.subscribe_to(self.events)
@@ -141,9 +141,6 @@ class Stage:
         ports = Dependencies(group, self.world.vaults, self.shelf, self.events, self.clock)
         self.controller = Controller(self.plan, ports, past)
         self.run = asyncio.ensure_future(self.controller.run())
-
-    def _warn(self, text: str) -> None:
-        self.notebook.on_event(JobWarning(text))
 
     async def steps(self, count: int) -> None:
         """Trains so many steps."""

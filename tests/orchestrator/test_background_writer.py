@@ -93,13 +93,3 @@ def test_items_beyond_the_bound_are_dropped_with_a_warning(monkeypatch: pytest.M
     assert written[-4:] == [7, 8, 9, 10]
     dropped = 10 - len(set(written))
     assert sum(int(text.split(": ")[1].split()[0]) for text in warnings) >= dropped
-
-
-def test_files_are_closed_in_the_thread_at_the_end():
-    closed: list[str] = []
-    writer = BackgroundWriter(lambda _: None)
-    writer.add_queue(
-        "a", lambda _: None, 0.0, lambda: closed.append(threading.current_thread().name)
-    )
-    assert writer.close(10)
-    assert closed == ["rayzero-writer"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,12 @@ from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.metrics.step_files import (
     JSON_LINES_FILE,
     TENSORBOARD_FOLDER,
-    JsonLinesWriter,
-    StepFiles,
-    TensorBoardWriter,
+    TensorBoardFile,
+    open_step_files,
+    write_json_lines,
 )
 from rayzero.orchestrator.progress import StepRecord
+from tests.orchestrator.support import plan
 
 NAN = float("nan")
 
@@ -28,30 +30,10 @@ def step(number: int, loss: float = 1.5, **gauges: float) -> StepRecord:
     return StepRecord(number, 2, 1, loss, 64.0, 0.25, {"lr": 0.5, **gauges}, at_s=1e9 + number)
 
 
-class Held:
-    """A sink whose disk stands still until it is let go, or fails."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.go = threading.Event()
-        self.written: list[int] = []
-        self.closed = False
-        self.error = error
-
-    def write(self, records: Sequence[StepRecord]) -> None:
-        assert self.go.wait(10)
-        if self.error is not None:
-            raise self.error
-        self.written += [record.step for record in records]
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def test_a_line_a_step_over_several_runs(tmp_path: Path):
     for steps in ((1, 2), (2, 3)):
-        lines = JsonLinesWriter(tmp_path)
-        lines.write([step(n, loss=NAN if n == 3 else 1.5, accuracy=0.75) for n in steps])
-        lines.close()
+        records = [step(n, loss=NAN if n == 3 else 1.5, accuracy=0.75) for n in steps]
+        write_json_lines(tmp_path / JSON_LINES_FILE, records)
     found = [json.loads(line) for line in (tmp_path / JSON_LINES_FILE).read_text().splitlines()]
     assert [one["step"] for one in found] == [1, 2, 2, 3]
     assert [one["loss"] for one in found] == [1.5, 1.5, 1.5, None]
@@ -87,11 +69,10 @@ def events(folder: Path) -> list:
 
 
 def test_event_files_as_tensorboard_reads_them(tmp_path: Path):
-    board = TensorBoardWriter(tmp_path, now_s=1e9)
+    board = TensorBoardFile(tmp_path, now_s=1e9)
     gauges = {"phases/data": 0.125, "bytes/slots": 1e39, "accuracy": 0.75, "samples": 3.0}
     gauges["long" * 50] = 2.0  # longer than one byte of a length can say
     board.write([step(number, **gauges) for number in (1, 300, 2)])
-    board.close()
     head, one, far, again, two = events(tmp_path)
     assert (head.file_version, head.wall_time) == ("brain.Event:2", 1e9)
     assert (one.step, far.step, two.step) == (1, 300, 2)
@@ -110,31 +91,45 @@ def test_event_files_as_tensorboard_reads_them(tmp_path: Path):
     }
 
 
-def test_steps_are_in_the_files_though_the_next_ones_never_stop_coming():
-    sink = Held()
-    sink.go.set()
-    writer = BackgroundWriter(print)
-    behind = writer.add_queue("the metrics files", StepFiles([sink], print).write, 0.0)
-    until_s, number = time.monotonic() + 5, 0
-    while not sink.written and time.monotonic() < until_s:
-        behind.put(step(number := number + 1))
+def test_a_failed_write_leaves_no_torn_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The same steps are written again later."""
+    board = TensorBoardFile(tmp_path, now_s=1e9)
+    (path,) = (tmp_path / TENSORBOARD_FOLDER).iterdir()
+    board.write([step(1)])
+    size = path.stat().st_size
+    open_path = Path.open
+
+    @contextmanager
+    def open_on_full_disk(self: Path, mode: str) -> Iterator[Any]:
+        with open_path(self, mode) as file:
+            file.write(b"half of a record")
+        raise OSError(errno.ENOSPC, "No space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_on_full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            board.write([step(2)])
+    assert path.stat().st_size == size
+    board.write([step(2)])
+    assert [event.step for event in events(tmp_path)] == [0, 1, 2]
+
+
+def test_a_file_that_fails_is_retried_and_the_others_continue(tmp_path: Path):
+    warnings: list[str] = []
+    writer = BackgroundWriter(warnings.append)
+    wanted = plan(tmp_path, metrics={"jsonl": True, "tensorboard": True})
+    queues = open_step_files(wanted, 1e9, writer)
+    path = wanted.output_dir / JSON_LINES_FILE
+    path.unlink()
+    path.mkdir()
+    for queue in queues:
+        queue.put(step(1))
+    until_s = time.monotonic() + 10
+    while not (warnings and queues[1].is_empty) and time.monotonic() < until_s:
         time.sleep(0.02)
-    written = sink.written
+    path.rmdir()
     assert writer.close(10)
-    assert 1 in written
-
-
-@pytest.mark.parametrize(
-    "what", [OSError(errno.ENOSPC, "No space left"), ValueError("No space left")]
-)
-def test_a_file_that_fails_is_told_once_and_the_others_go_on(what: Exception):
-    full, good, told = Held(what), Held(), []
-    full.go.set()
-    good.go.set()
-    files = StepFiles([full, good], told.append)
-    for number in (1, 2, 3):
-        files.write([step(number)])
-    files.close()
-    assert good.written == [1, 2, 3]
-    assert len(told) == 1
-    assert "No space left" in told[0]
+    assert len(path.read_text().splitlines()) == 1
+    assert [event.step for event in events(wanted.output_dir)] == [0, 1]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("metrics.jsonl cannot be written, retrying")

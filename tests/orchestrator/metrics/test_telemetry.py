@@ -121,7 +121,7 @@ def test_files_and_the_endpoint_live_as_long_as_it(tmp_path: Path):
     metrics = {"port": 0, "jsonl": True, "tensorboard": True}
     wanted = plan(tmp_path, metrics=metrics)
     writer = BackgroundWriter(print)
-    with closing(Telemetry(wanted, VirtualClock(), writer, [].append)) as told:
+    with closing(Telemetry(wanted, VirtualClock(), writer)) as told:
         assert told.url is not None
         assert told.url.startswith("http://127.0.0.1:")
         port = int(told.url.rsplit(":", 1)[1])
@@ -135,7 +135,7 @@ def test_files_and_the_endpoint_live_as_long_as_it(tmp_path: Path):
 
 def test_nothing_is_opened_that_nobody_asked_for(tmp_path: Path):
     wanted = plan(tmp_path)
-    with closing(Telemetry(wanted, VirtualClock(), NO_FILES, [].append)) as told:
+    with closing(Telemetry(wanted, VirtualClock(), NO_FILES)) as told:
         assert told.url is None
         json.dumps(told.snapshot())
     assert list(wanted.output_dir.iterdir()) == []
@@ -146,7 +146,7 @@ def test_when_the_port_is_taken_no_file_is_opened(tmp_path: Path):
         port = taken.getsockname()[1]
         wanted = plan(tmp_path, metrics={"port": port, "jsonl": True})
         with pytest.raises(ConfigError, match=rf"metrics\.port.*{port}"):
-            Telemetry(wanted, VirtualClock(), NO_FILES, [].append)
+            Telemetry(wanted, VirtualClock(), NO_FILES)
     assert list(wanted.output_dir.iterdir()) == []
 
 
@@ -154,4 +154,4 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path):
     wanted = plan(tmp_path, metrics={"jsonl": True})
     (wanted.output_dir / "metrics.jsonl").mkdir()
     with pytest.raises(ConfigError, match="metrics cannot be written"):
-        Telemetry(wanted, VirtualClock(), NO_FILES, [].append)
+        Telemetry(wanted, VirtualClock(), NO_FILES)
