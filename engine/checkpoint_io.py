@@ -14,9 +14,8 @@ from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.format import MANIFEST_NAME, is_safe_name
 from rayzero.engine.checkpoint.imports import open_foreign
 from rayzero.engine.checkpoint.imports.tensors import FlatTensor, TensorSource
-from rayzero.engine.checkpoint.open_store import open_store
 from rayzero.engine.checkpoint.reader import CheckpointSource
-from rayzero.engine.checkpoint.store import join_url
+from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.comm.collectives import run_on_all_ranks
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.layout.state_index import StateSource

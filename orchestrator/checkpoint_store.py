@@ -12,8 +12,8 @@ from rayzero.engine.checkpoint.catalogue import (
     newest_complete,
     prune_checkpoints,
 )
-from rayzero.engine.checkpoint.format import WrittenFile, step_folder_name
-from rayzero.engine.checkpoint.manifest import make_manifest
+from rayzero.engine.checkpoint.format import step_folder_name
+from rayzero.engine.checkpoint.manifest import RankFile, make_manifest
 from rayzero.engine.checkpoint.store import join_url
 from rayzero.engine.checkpoint.writer import commit_checkpoint
 from rayzero.engine.errors import ConfigError
@@ -62,7 +62,7 @@ class CheckpointStore:
         newest = await asyncio.to_thread(newest_complete, self._plan.job_folder, excluding)
         return None if newest is None else CheckpointRef(newest.step, newest.folder)
 
-    async def commit(self, step: int, generation: int, files: Sequence[WrittenFile]) -> None:
+    async def commit(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
         """Writes the manifest, which makes the checkpoint exist. Its files are durable already."""
         await asyncio.to_thread(self._write_manifest, step, generation, files)
 
@@ -71,7 +71,7 @@ class CheckpointStore:
         keep, keep_every = self._settings.keep, self._settings.keep_every
         await asyncio.to_thread(prune_checkpoints, self._plan.job_folder, keep, keep_every)
 
-    def _write_manifest(self, step: int, generation: int, files: Sequence[WrittenFile]) -> None:
+    def _write_manifest(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
         name, stage = self._plan.spec.name, self._plan.stage
         manifest = make_manifest(name, step, generation, files, stage=stage)
         self._check_lease()

@@ -8,7 +8,7 @@
 | `reader` | a checkpoint as a `StateSource` of verified blocks |
 | `catalogue` | lists a job's checkpoints, finds the newest usable one, removes old ones |
 | `verify` | compares every byte with its checksum |
-| `store`, `open_store`, `store_remote` | the store's protocol; local file systems; object stores |
+| `store`, `store_remote` | the stores' protocol and local file systems; object stores |
 | `errors` | store errors, damage, a state that does not fit the model |
 | `export`, `export_model`, `imports` | files of other systems |
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -14,12 +14,11 @@ from rayzero.engine.checkpoint.format import (
     step_folder_name,
 )
 from rayzero.engine.checkpoint.manifest import Manifest
-from rayzero.engine.checkpoint.open_store import open_store
-from rayzero.engine.checkpoint.reader import read_manifest_from
-from rayzero.engine.checkpoint.store import Store, StoreEntry, join_url, split_url
+from rayzero.engine.checkpoint.reader import read_manifest
+from rayzero.engine.checkpoint.store import Store, StoreEntry, join_url, open_store, split_url
 from rayzero.engine.errors import ConfigError, DataError
 
-CheckpointStatus: TypeAlias = Literal["whole", "unfinished", "damaged", "newer"]
+Status: TypeAlias = Literal["whole", "unfinished", "damaged", "newer"]
 """unfinished: no manifest, so it is no checkpoint. newer: of an unsupported format version."""
 
 
@@ -36,7 +35,7 @@ class CheckpointInfo:
 
     step: int
     folder: str
-    status: CheckpointStatus
+    status: Status
     problem: str
     manifest: Manifest | None
     entries: tuple[StoreEntry, ...]
@@ -88,33 +87,28 @@ def _step_folders(store: Store) -> list[tuple[int, str]]:
 
 
 def _inspect_folder(store: Store, name: str) -> CheckpointInfo:
-    step = parse_step(name) or 0
-    entries = tuple(store.list_folder(name))
-    status, problem, manifest = _check_status(store, name, step, entries)
+    entries, step = tuple(store.list_folder(name)), parse_step(name) or 0
+    manifest: Manifest | None = None
+    status: Status = "damaged"
+    try:
+        if all(entry.name != MANIFEST_NAME for entry in entries):
+            status, problem = "unfinished", f"it has no {MANIFEST_NAME}: its save did not end"
+        else:
+            manifest = read_manifest(store, name)
+            problem = _find_damage(manifest, step, entries)
+            status = "damaged" if problem else "whole"
+    except CheckpointVersionError as error:
+        status, problem = "newer", error.seen
+    except DataError as error:
+        problem = error.seen
     return CheckpointInfo(step, join_url(store.url, name), status, problem, manifest, entries)
 
 
-def _check_status(
-    store: Store, name: str, step: int, entries: tuple[StoreEntry, ...]
-) -> tuple[CheckpointStatus, str, Manifest | None]:
-    sizes = {entry.name: entry.nbytes for entry in entries}
-    if MANIFEST_NAME not in sizes:
-        return "unfinished", f"it has no {MANIFEST_NAME}: its save did not end", None
-    try:
-        manifest = read_manifest_from(store, name)
-    except CheckpointVersionError as error:
-        return "newer", error.seen, None
-    except DataError as error:
-        return "damaged", error.seen, None
+def _find_damage(manifest: Manifest, step: int, entries: Iterable[StoreEntry]) -> str:
     if manifest.step != step:
-        return "damaged", f"its manifest is that of step {manifest.step}", manifest
-    for file in manifest.files:
-        if file.name not in sizes:
-            return "damaged", f"{file.name} is missing", manifest
-        if sizes[file.name] != file.nbytes:
-            problem = f"{file.name} has {sizes[file.name]} bytes instead of {file.nbytes}"
-            return "damaged", problem, manifest
-    return "whole", "", manifest
+        return f"its manifest is that of step {manifest.step}"
+    wrong = manifest.wrong_sizes({entry.name: entry.nbytes for entry in entries})
+    return next((f"{name} {text}" for name, text in wrong.items()), "")
 
 
 def steps_to_keep(whole: Iterable[int], keep: int, keep_every: int | None = None) -> frozenset[int]:
@@ -169,29 +163,18 @@ def prune_checkpoints(
         return PruneResult((), (), (), 0)
     kept = steps_to_keep((info.step for info in complete), keep, keep_every)
     oldest = min(steps_to_keep((info.step for info in complete), keep))
-    removed, swept = [], []
+    removed: dict[int, list[StoreEntry]] = {}
+    swept: dict[int, list[StoreEntry]] = {}
     for info in checkpoints:
         outdated = info.step not in kept if info.is_complete else info.step < oldest
         if info.status in ("whole", "damaged") and outdated:
-            removed.append(_FolderRemoval(info.step, _checkpoint_files(info)))
+            removed[info.step] = _checkpoint_files(info)
         elif leftovers := _leftover_files(info, complete[-1]):
-            swept.append(_FolderRemoval(info.step, leftovers))
+            swept[info.step] = leftovers
     if not dry_run:
-        _remove_files(open_store(path), [*removed, *swept])
-    return PruneResult(
-        kept=tuple(sorted(kept)),
-        removed=tuple(folder.step for folder in removed),
-        swept=tuple(folder.step for folder in swept),
-        nbytes=sum(entry.nbytes for folder in (*removed, *swept) for entry in folder.entries),
-    )
-
-
-@dataclass(frozen=True)
-class _FolderRemoval:
-    """Files to remove from one step's folder."""
-
-    step: int
-    entries: list[StoreEntry]
+        _remove_files(open_store(path), removed | swept)
+    nbytes = sum(entry.nbytes for files in (removed | swept).values() for entry in files)
+    return PruneResult(tuple(sorted(kept)), tuple(removed), tuple(swept), nbytes)
 
 
 def _checkpoint_files(info: CheckpointInfo) -> list[StoreEntry]:
@@ -213,10 +196,10 @@ def _leftover_files(info: CheckpointInfo, newest: CheckpointInfo) -> list[StoreE
     ]
 
 
-def _remove_files(store: Store, folders: list[_FolderRemoval]) -> None:
+def _remove_files(store: Store, files_by_step: Mapping[int, list[StoreEntry]]) -> None:
     """Manifests first, so that an interrupted removal leaves no partial checkpoint."""
-    for folder in folders:
-        name = step_folder_name(folder.step)
-        for entry in sorted(folder.entries, key=lambda entry: entry.name != MANIFEST_NAME):
-            store.remove(f"{name}/{entry.name}")
-        store.remove_folder(name)
+    for step, entries in files_by_step.items():
+        folder = step_folder_name(step)
+        for entry in sorted(entries, key=lambda entry: entry.name != MANIFEST_NAME):
+            store.remove(f"{folder}/{entry.name}")
+        store.remove_folder(folder)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
-from rayzero.engine.errors import ConfigError, DataError, RayzeroError
+from rayzero.engine.errors import ConfigError, DataError, RayzeroError, first_line
 from rayzero.engine.layout.state_index import LogicalTensor
 
 StoreErrorKind: TypeAlias = Literal["full", "gone", "forbidden", "slow", "other"]
@@ -35,6 +37,45 @@ class StoreError(RayzeroError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.kind, self.url, self._seen)
+
+
+_ERRNOS: Mapping[StoreErrorKind, set[int]] = {
+    "full": {errno.ENOSPC, errno.EDQUOT, errno.EFBIG},
+    "gone": {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV},
+    "forbidden": {errno.EACCES, errno.EPERM, errno.EROFS},
+    "slow": {errno.ETIMEDOUT},
+}
+
+# Parts of messages of pyarrow and the services, in lower case; the first match decides.
+_MESSAGES: Mapping[StoreErrorKind, tuple[str, ...]] = {
+    "forbidden": (
+        *("access_denied", "access denied", "invalid_access_key", "signature_does_not_match"),
+        *("invalid_signature", "invalid_client_token", "unrecognized_client", "expired"),
+        "permission",
+    ),
+    "gone": ("no_such_bucket", "bucket does not exist", "resource_not_found", "not found"),
+    "full": ("quota", "space"),
+    "slow": (
+        *("slow_down", "throttling", "timeout", "timed out", "network_connection"),
+        "service_unavailable",
+    ),
+}
+
+
+@contextmanager
+def store_errors(url: str) -> Iterator[None]:
+    """Converts OSError to StoreError."""
+    try:
+        yield
+    except OSError as error:
+        text = error.strerror or first_line(error)
+        raise StoreError(_error_kind(error.errno, text.lower()), url, text) from error
+
+
+def _error_kind(number: int | None, text: str) -> StoreErrorKind:
+    kinds = [kind for kind, numbers in _ERRNOS.items() if number in numbers]
+    kinds += [kind for kind, parts in _MESSAGES.items() if any(part in text for part in parts)]
+    return kinds[0] if kinds else "other"
 
 
 class CheckpointDamagedError(DataError):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
@@ -39,29 +38,6 @@ _LENGTH_BYTES = 8  # the header's length, a little-endian number in front of it
 
 
 _PAGE_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class WrittenFile:
-    """One rank's file of a checkpoint, durable.
-
-    Args:
-        nbytes: size of the file; its data is the last `table["nbytes"]` bytes.
-        checksum: xxh3-64 of the whole file.
-        blocks: xxh3-64 of each `BLOCK_BYTES` of the data; the last block may be shorter.
-        table: index of the data, from `BlockIndex.to_json`.
-        small: the rank's JSON part.
-        seconds: time until it was durable.
-    """
-
-    name: str
-    rank: int
-    nbytes: int
-    checksum: int
-    blocks: tuple[int, ...]
-    table: dict[str, Any]
-    small: dict[str, Any]
-    seconds: float
 
 
 def step_folder_name(step: int) -> str:

@@ -7,7 +7,7 @@ One JSON object, `{"checksum": ..., "checkpoint": {...}}`; the checksum is of th
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from time import time
@@ -16,7 +16,7 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError, CheckpointVersionError
-from rayzero.engine.checkpoint.format import FORMAT_VERSION, WrittenFile, block_count, is_rank_file
+from rayzero.engine.checkpoint.format import FORMAT_VERSION, block_count, is_rank_file
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.reshard import plan_copies
 from rayzero.engine.layout.state_index import DTYPE_BYTES, BlockIndex, LogicalTensor, TensorRange
@@ -28,20 +28,22 @@ _CHECKSUM_DIGITS = 16  # of a checksum in hex
 
 
 @dataclass(frozen=True)
-class FileEntry:
-    """The manifest's entry of one rank's file.
+class RankFile:
+    """One rank's file of a checkpoint, durable.
 
     Attributes:
         nbytes: size of the file; its data is the last `block_index.nbytes` bytes.
-        checksum: xxh3-64 of the whole file.
-        blocks: xxh3-64 of each `BLOCK_BYTES` of the data.
+        checksum: xxh3-64 of the whole file, in hex.
+        blocks: xxh3-64 of each `BLOCK_BYTES` of the data, in hex, one after another; the last block
+            may be shorter.
         metadata: the rank's JSON part.
     """
 
     name: str
+    rank: int
     nbytes: int
-    checksum: int
-    blocks: tuple[int, ...]
+    checksum: str
+    blocks: str
     block_index: BlockIndex
     metadata: dict[str, Any]
 
@@ -49,6 +51,11 @@ class FileEntry:
     def data_offset(self) -> int:
         """Offset of the data in the file."""
         return self.nbytes - self.block_index.nbytes
+
+    def block_matches(self, number: int, data: memoryview) -> bool:
+        """Whether the data of a block has its checksum."""
+        digits = slice(number * _CHECKSUM_DIGITS, (number + 1) * _CHECKSUM_DIGITS)
+        return xxh3_64_hexdigest(data) == self.blocks[digits]
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class Manifest:
     generation: int
     stage: int | None
     created_s: float
-    files: tuple[FileEntry, ...]
+    files: tuple[RankFile, ...]
 
     @property
     def world_size(self) -> int:
@@ -75,15 +82,20 @@ class Manifest:
         return len(self.files)
 
     @property
-    def nbytes(self) -> int:
-        """Total size of the files."""
-        return sum(file.nbytes for file in self.files)
-
-    @property
     def tensors(self) -> dict[str, LogicalTensor]:
         """All logical tensors by name."""
         return {
             name: tensor for file in self.files for name, tensor in file.block_index.tensors.items()
+        }
+
+    def wrong_sizes(self, sizes: Mapping[str, int]) -> dict[str, str]:
+        """Compares the files with the sizes of those in a folder; what is wrong, by name."""
+        return {
+            file.name: f"has {sizes[file.name]} bytes instead of {file.nbytes}"
+            if file.name in sizes
+            else "is missing"
+            for file in self.files
+            if sizes.get(file.name) != file.nbytes
         }
 
     def to_bytes(self) -> bytes:
@@ -121,7 +133,9 @@ class Manifest:
                 (name, LogicalTensor(dtype, tuple(shape)))
                 for name, dtype, shape in content["tensors"]
             ]
-            files = tuple(_file_from_json(file, tensors) for file in content["files"])
+            files = tuple(
+                _file_from_json(rank, file, tensors) for rank, file in enumerate(content["files"])
+            )
             if not files or len(files) != content["world_size"]:
                 raise ValueError(f"{len(files)} files of {content['world_size']} ranks")
             return cls(
@@ -139,19 +153,12 @@ class Manifest:
 
 
 def make_manifest(
-    job: str,
-    step: int,
-    generation: int,
-    files: Sequence[WrittenFile],
-    *,
-    stage: int | None = None,
-    created_s: float | None = None,
+    job: str, step: int, generation: int, files: Sequence[RankFile], *, stage: int | None = None
 ) -> Manifest:
     """The manifest of a step that all ranks of a generation have written.
 
     Args:
         files: one of each rank, in any order.
-        created_s: seconds since 1970; None: now.
 
     Raises:
         EngineError: the file of a rank is missing.
@@ -161,21 +168,9 @@ def make_manifest(
     ranks = [file.rank for file in files]
     if not files or ranks != list(range(len(files))):
         raise EngineError(f"a checkpoint needs one file of each rank; these are of ranks {ranks}")
-    entries = tuple(
-        FileEntry(
-            file.name,
-            file.nbytes,
-            file.checksum,
-            file.blocks,
-            BlockIndex.from_json(file.table),
-            file.small,
-        )
-        for file in files
-    )
-    created_s = time() if created_s is None else created_s
-    manifest = Manifest(job, step, generation, stage, created_s, entries)
+    manifest = Manifest(job, step, generation, stage, time(), tuple(files))
     full = [TensorRange(name, 0, it.numel, 0) for name, it in manifest.tensors.items()]
-    plan_copies(full, [entry.block_index.ranges for entry in entries])  # raises MissingRangesError
+    plan_copies(full, [file.block_index.ranges for file in files])  # raises MissingRangesError
     return manifest
 
 
@@ -195,13 +190,13 @@ def _verify_checksum(raw: bytes, where: str) -> dict[str, Any]:
     return content
 
 
-def _file_to_json(file: FileEntry, number: dict[str, int]) -> dict[str, Any]:
+def _file_to_json(file: RankFile, number: dict[str, int]) -> dict[str, Any]:
     table = file.block_index
     return {
         "name": file.name,
         "nbytes": file.nbytes,
-        "checksum": f"{file.checksum:016x}",
-        "blocks": "".join(f"{checksum:016x}" for checksum in file.blocks),
+        "checksum": file.checksum,
+        "blocks": file.blocks,
         "data_bytes": table.nbytes,
         "constant_bytes": table.constant_bytes,
         "tensors": [number[name] for name in table.tensors],
@@ -211,44 +206,32 @@ def _file_to_json(file: FileEntry, number: dict[str, int]) -> dict[str, Any]:
 
 
 def _file_from_json(
-    document: dict[str, Any], tensors: list[tuple[str, LogicalTensor]]
-) -> FileEntry:
+    rank: int, document: dict[str, Any], tensors: list[tuple[str, LogicalTensor]]
+) -> RankFile:
     """Raises LookupError, TypeError or ValueError if the document is invalid."""
     table = BlockIndex(
         dict(tensors[number] for number in document["tensors"]),
-        tuple(
-            TensorRange(tensors[number][0], start, stop, offset)
-            for number, start, stop, offset in document["ranges"]
-        ),
+        tuple(TensorRange(tensors[number][0], *numbers) for number, *numbers in document["ranges"]),
         document["data_bytes"],
         document["constant_bytes"],
     )
-    digits = document["blocks"]
-    blocks = tuple(
-        int(digits[at : at + _CHECKSUM_DIGITS], 16)
-        for at in range(0, len(digits), _CHECKSUM_DIGITS)
+    name, nbytes, checksum, blocks, metadata = (
+        document[key] for key in ("name", "nbytes", "checksum", "blocks", "small")
     )
-    file = FileEntry(
-        document["name"],
-        document["nbytes"],
-        int(document["checksum"], 16),
-        blocks,
-        table,
-        document["small"],
-    )
+    file = RankFile(name, rank, nbytes, checksum, blocks, table, metadata)
     _check_file(file)
     return file
 
 
-def _check_file(file: FileEntry) -> None:
+def _check_file(file: RankFile) -> None:
     """Check what readers rely on: no access outside of a file or to a file of another folder."""
     table = file.block_index
     if not is_rank_file(file.name):
         raise ValueError(f"a file called {file.name!r}")
     if not 0 <= table.nbytes <= file.nbytes:
         raise ValueError(f"{file.name} of {file.nbytes} bytes with {table.nbytes} bytes of data")
-    if len(file.blocks) != block_count(table.nbytes):
-        raise ValueError(f"{len(file.blocks)} checksums of {table.nbytes} bytes")
+    if len(file.blocks) != block_count(table.nbytes) * _CHECKSUM_DIGITS:
+        raise ValueError(f"checksums {file.blocks!r} of {table.nbytes} bytes")
     if not isinstance(file.metadata, dict):
         raise ValueError(f"the JSON part of {file.name}")
     for name, tensor in table.tensors.items():

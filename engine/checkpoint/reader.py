@@ -6,40 +6,31 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from xxhash import xxh3_64_intdigest
-
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError, StoreError
 from rayzero.engine.checkpoint.format import BLOCK_BYTES, MANIFEST_NAME, block_count
-from rayzero.engine.checkpoint.manifest import FileEntry, Manifest
-from rayzero.engine.checkpoint.open_store import open_store
-from rayzero.engine.checkpoint.store import ReadStream, Store, join_url
+from rayzero.engine.checkpoint.manifest import Manifest, RankFile
+from rayzero.engine.checkpoint.store import ReadStream, Store, join_url, open_store
 from rayzero.engine.errors import DataError, EngineError
 from rayzero.engine.layout.state_index import BlockIndex
 
 
-class BlockFile:
-    """An open file of a checkpoint; reads compare each block with its checksum.
+class BlockReader:
+    """Reads a rank's open file; compares each block with its checksum.
 
     Whole blocks are read directly into the caller's memory. A partly requested block is cached,
     because the next read usually continues there.
 
-    Attributes:
-        bytes_read: bytes read from the file so far.
+    Args:
+        file: closed by the caller.
+        where: path or URL for error messages.
     """
 
-    def __init__(self, file: ReadStream, entry: FileEntry, where: str, *, verify: bool) -> None:
-        """
-        Args:
-            file: closed by the caller.
-            where: path or URL for error messages.
-            verify: if false, read exactly the requested bytes and compare nothing.
-        """
-        self.bytes_read = 0
+    def __init__(self, file: ReadStream, entry: RankFile, where: str) -> None:
         self._file = file
         self._entry = entry
         self._where = where
-        self._verify = verify
-        self._cached_block = -1  # the number of the block in `_memory`
+        self._nbytes = entry.block_index.nbytes
+        self._cached_block = -1  # the number of the block in `_cache`
         self._cache = memoryview(b"")
 
     def read(self, offset: int, into: memoryview) -> None:
@@ -51,33 +42,24 @@ class BlockFile:
         if not 0 <= offset <= offset + len(into) <= self._nbytes:
             span = f"bytes {offset} to {offset + len(into)}"
             raise EngineError(f"{span} of {self._where} were requested, which has {self._nbytes}")
-        if not self._verify:
-            self._read_file(offset, [into])
-            return
-        done = 0
-        while done < len(into):
-            done += self._from_cached_block(offset + done, into[done:])
-            if done < len(into):
-                done += self._read_blocks(offset + done, into[done:])
+        while into:
+            block, inside = divmod(offset, BLOCK_BYTES)
+            if block == self._cached_block:
+                data = self._cache[inside : inside + len(into)]
+                into[: len(data)] = data
+                count = len(data)
+            else:
+                count = self._read_blocks(block, inside, into)
+            offset, into = offset + count, into[count:]
 
-    @property
-    def _nbytes(self) -> int:
-        return self._entry.block_index.nbytes
-
-    def _from_cached_block(self, offset: int, into: memoryview) -> int:
-        """Fill from the cached block; returns the number of bytes."""
-        block, inside = divmod(offset, BLOCK_BYTES)
-        if block != self._cached_block:
-            return 0
-        data = self._cache[inside : inside + len(into)]
-        into[: len(data)] = data
-        return len(data)
-
-    def _read_blocks(self, offset: int, into: memoryview) -> int:
+    def _read_blocks(self, block: int, inside: int, into: memoryview) -> int:
         """Fill the whole blocks at the beginning of `into` and cache the next block if it is partly
-        requested, in one request. Returns the number of bytes filled."""
-        block, inside = divmod(offset, BLOCK_BYTES)
-        to_the_end = offset + len(into) == self._nbytes
+        requested, in one request. Returns the number of bytes filled.
+
+        Args:
+            block, inside: where `into` begins: the number of a block, and the byte in it.
+        """
+        to_the_end = block * BLOCK_BYTES + inside + len(into) == self._nbytes
         whole = len(into) if to_the_end else len(into) - len(into) % BLOCK_BYTES
         direct = into[: 0 if inside else whole]
         after = block + block_count(len(direct))
@@ -100,36 +82,28 @@ class BlockFile:
         return self._cache[:size]
 
     def _read_file(self, offset: int, parts: list[memoryview]) -> None:
-        nbytes = sum(len(part) for part in parts)
         count = self._file.read(self._entry.data_offset + offset, parts)
-        self.bytes_read += count
-        if count != nbytes:
+        if count != sum(len(part) for part in parts):
             block = (offset + count) // BLOCK_BYTES
             raise CheckpointDamagedError(f"{self._where} ends in block {block} of its data")
 
-    def _verify_blocks(self, block: int, data: memoryview) -> None:
-        """Compare whole blocks with their checksums."""
-        for number, at in enumerate(range(0, len(data), BLOCK_BYTES), start=block):
-            if xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) != self._entry.blocks[number]:
+    def _verify_blocks(self, first: int, data: memoryview) -> None:
+        for number, start in enumerate(range(0, len(data), BLOCK_BYTES), start=first):
+            if not self._entry.block_matches(number, data[start : start + BLOCK_BYTES]):
                 raise CheckpointDamagedError(
                     f"{self._where} is damaged: block {number} of its data does not match its "
                     "checksum"
                 )
 
 
-def read_manifest(folder: str) -> Manifest:
-    """The manifest of the checkpoint in `folder`, a path or a URL.
+def read_manifest(store: Store, folder: str = "") -> Manifest:
+    """The manifest of the checkpoint in a folder of a store.
 
     Raises:
         DataError: there is no checkpoint.
         CheckpointDamagedError, CheckpointVersionError: as `Manifest.from_bytes`.
         StoreError: the store cannot be read.
     """
-    return read_manifest_from(open_store(folder))
-
-
-def read_manifest_from(store: Store, folder: str = "") -> Manifest:
-    """As `read_manifest`, for a folder of a store."""
     name = f"{folder}/{MANIFEST_NAME}" if folder else MANIFEST_NAME
     where = join_url(store.url, name)
     try:
@@ -146,21 +120,19 @@ def read_manifest_from(store: Store, folder: str = "") -> Manifest:
 
 
 class CheckpointSource:
-    """A checkpoint as a `StateSource`; each rank's file is a block. Not thread-safe."""
+    """A checkpoint as a `StateSource`; each rank's file is a block. Not thread-safe.
 
-    def __init__(self, folder: str, verify: bool = True) -> None:
-        """
-        Args:
-            folder: a path or a URL, `.../step-<n>`.
-            verify: compare every block with its checksum; otherwise read only the requested bytes.
+    Args:
+        folder: a path or a URL, `.../step-<n>`.
 
-        Raises:
-            As `read_manifest`.
-        """
+    Raises:
+        As `read_manifest`.
+    """
+
+    def __init__(self, folder: str) -> None:
         self._store = open_store(folder)
-        self.manifest = read_manifest_from(self._store)
-        self._verify = verify
-        self._files: dict[int, BlockFile] = {}
+        self.manifest = read_manifest(self._store)
+        self._readers: dict[int, BlockReader] = {}
         self._stack = ExitStack()
 
     @property
@@ -173,11 +145,6 @@ class CheckpointSource:
         """The index of each rank's file."""
         return [file.block_index for file in self.manifest.files]
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read from the files so far."""
-        return sum(file.bytes_read for file in self._files.values())
-
     def metadata(self, rank: int) -> dict[str, Any]:
         """The JSON part of a rank; of another rank if there was no such rank."""
         return self.manifest.files[rank % self.manifest.world_size].metadata
@@ -189,16 +156,15 @@ class CheckpointSource:
             CheckpointDamagedError: the bytes are damaged or missing; names file and block.
             StoreError: the store cannot be read.
         """
-        file = self._files.get(block)
-        if file is None:
-            file = self._files[block] = self._open_file(self.manifest.files[block])
-        file.read(offset, into)
+        if block not in self._readers:
+            self._readers[block] = self._open_file(self.manifest.files[block])
+        self._readers[block].read(offset, into)
 
     def close(self) -> None:
         """Close the files. Safe to repeat."""
         self._stack.close()
 
-    def _open_file(self, entry: FileEntry) -> BlockFile:
+    def _open_file(self, entry: RankFile) -> BlockReader:
         where = join_url(self._store.url, entry.name)
         try:
             file = self._store.open(entry.name)
@@ -207,4 +173,4 @@ class CheckpointSource:
                 raise
             raise CheckpointDamagedError(f"{where} is missing") from None
         self._stack.callback(file.close)
-        return BlockFile(file, entry, where, verify=self._verify)
+        return BlockReader(file, entry, where)

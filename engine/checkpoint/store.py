@@ -1,12 +1,22 @@
-"""The store protocol, which local folders and object stores implement; paths and URLs of stores."""
+"""Stores of checkpoints: their protocol, paths and URLs, and a mounted file system (a disk, NFS).
+
+Object stores are in `store_remote`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
+
+from rayzero.engine.checkpoint.errors import store_errors
+from rayzero.engine.checkpoint.format import PARTIAL_SUFFIX
+from rayzero.engine.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -48,12 +58,10 @@ class ReadStream(Protocol):
 class Store(Protocol):
     """A folder and its content. Names are relative to it, with `/` between folders.
 
-    All calls may raise StoreError.
+    All calls may raise StoreError. `url` is the folder's path or URL.
     """
 
-    @property
-    def url(self) -> str:
-        """Path or URL of the folder."""
+    url: str
 
     def list_folder(self, folder: str = "") -> list[StoreEntry]:
         """The content of a folder; empty if it does not exist."""
@@ -82,6 +90,35 @@ class Store(Protocol):
         """Remove a folder if it is empty."""
 
 
+_REMOTE_SCHEMES = ("s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss")
+
+
+def open_store(url: str) -> Store:
+    """The store with this top folder: a path, or a file://, s3://, gs:// or hdfs:// URL. It need
+    not exist yet.
+
+    Raises:
+        ConfigError: the URL's scheme is not supported, or an option in it is wrong.
+        StoreError: the service cannot be reached.
+    """
+    if "://" not in url:
+        return LocalStore(Path(url))
+    scheme = urlsplit(url).scheme
+    if scheme == "file":
+        return LocalStore(Path(unquote(urlsplit(url).path)))
+    if scheme not in _REMOTE_SCHEMES:
+        raise ConfigError(
+            f"checkpoints cannot be stored at {url}"
+            f"{did_you_mean(scheme, [*_REMOTE_SCHEMES, 'file'])}",
+            allowed="a path, or a URL with file, " + ", ".join(_REMOTE_SCHEMES),
+            fix="checkpoint.path",
+        )
+    # Imported here: pyarrow takes longer to import than a vault to start, and disks do not need it.
+    from rayzero.engine.checkpoint.store_remote import RemoteStore
+
+    return RemoteStore(url)
+
+
 def is_remote(url: str) -> bool:
     """Whether a path or URL is outside this machine's file systems."""
     return "://" in url and urlsplit(url).scheme != "file"
@@ -103,3 +140,137 @@ def split_url(url: str) -> tuple[str, str]:
 def _split_options(url: str) -> tuple[str, str, str]:
     """A URL without its query, the question mark, and the query."""
     return url.partition("?") if "://" in url else (url, "", "")
+
+
+# O_NOFOLLOW: a symbolic link in place of the file would redirect the write to another folder.
+_CREATE_FLAGS = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class LocalStore:
+    """A local folder. Durable by fsync of the file, rename, fsync of the folder, in that order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url = str(folder)
+        self._folder = folder
+
+    def list_folder(self, folder: str = "") -> list[StoreEntry]:
+        path = self._folder / folder
+        with store_errors(str(path)), suppress(FileNotFoundError), os.scandir(path) as entries:
+            return [found for entry in entries if (found := _to_store_entry(entry)) is not None]
+        return []
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[LocalWriteStream]:
+        path = self._folder / name
+        partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+        with store_errors(str(path)):
+            _make_folder(path.parent)
+            fd = os.open(partial, _CREATE_FLAGS, 0o666)
+            try:
+                try:
+                    yield LocalWriteStream(fd)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                os.rename(partial, path)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(partial)
+                raise
+            _sync_folder(path.parent)
+
+    def replace(self, name: str, content: bytes) -> None:
+        with self.create(name) as sink:
+            sink.write(memoryview(content))
+
+    def open(self, name: str) -> LocalReadStream:
+        path = self._folder / name
+        with store_errors(str(path)):
+            return LocalReadStream(path)
+
+    def read(self, name: str) -> bytes:
+        path = self._folder / name
+        with store_errors(str(path)):
+            return path.read_bytes()
+
+    def remove(self, name: str) -> None:
+        path = self._folder / name
+        with store_errors(str(path)), suppress(FileNotFoundError):
+            os.unlink(path)
+            _sync_folder(path.parent)
+
+    def remove_folder(self, name: str) -> None:
+        with suppress(OSError):  # not empty: the rest is not rayzero's
+            os.rmdir(self._folder / name)
+
+
+class LocalWriteStream:
+    """Writes to a file descriptor that `create` owns and closes."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._written = 0
+
+    def write(self, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            done += os.write(self._fd, data[done:])
+        # Starts writeback now; the disk would otherwise be idle until fsync. Pages not yet written
+        # stay cached, so a load soon afterwards finds most of them.
+        os.posix_fadvise(self._fd, self._written, done, os.POSIX_FADV_DONTNEED)
+        self._written += done
+
+
+class LocalReadStream:
+    """Reads directly into the caller's memory, unbuffered."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, offset: int, parts: Sequence[memoryview]) -> int:
+        done = 0
+        with store_errors(str(self._path)):
+            for part in parts:
+                while part:
+                    count = os.preadv(self._fd, [part], offset + done)
+                    if not count:
+                        return done
+                    done, part = done + count, part[count:]
+        return done
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _to_store_entry(entry: os.DirEntry[str]) -> StoreEntry | None:
+    """None if the file was removed in the meantime."""
+    try:
+        status = entry.stat()
+    except FileNotFoundError:
+        return None
+    nbytes = 0 if entry.is_dir() else status.st_size
+    return StoreEntry(entry.name, entry.is_dir(), nbytes, status.st_mtime)
+
+
+def _make_folder(path: Path) -> None:
+    """Create a folder and its parents, durably."""
+    if path.is_dir():
+        return
+    _make_folder(path.parent)
+    with suppress(FileExistsError):  # created by another rank's writer
+        os.mkdir(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # the file system syncs folders itself
+            raise
+    finally:
+        os.close(fd)

@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from pyarrow import ArrowException, fs
 
-from rayzero.engine.checkpoint.errors import StoreError, StoreErrorKind
+from rayzero.engine.checkpoint.errors import StoreError, store_errors
 from rayzero.engine.checkpoint.format import PARTIAL_SUFFIX
 from rayzero.engine.checkpoint.store import StoreEntry
 from rayzero.engine.errors import ConfigError
 
-# Substrings of error messages of pyarrow and the services, in lower case; the first match decides.
-_KIND_BY_MESSAGE: Mapping[str, StoreErrorKind] = {
-    "access_denied": "forbidden",
-    "access denied": "forbidden",
-    "invalid_access_key": "forbidden",
-    "signature_does_not_match": "forbidden",
-    "invalid_signature": "forbidden",
-    "invalid_client_token": "forbidden",
-    "unrecognized_client": "forbidden",
-    "expired": "forbidden",
-    "permission": "forbidden",
-    "no_such_bucket": "gone",
-    "bucket does not exist": "gone",
-    "resource_not_found": "gone",
-    "not found": "gone",
-    "quota": "full",
-    "space": "full",
-    "slow_down": "slow",
-    "throttling": "slow",
-    "timeout": "slow",
-    "timed out": "slow",
-    "network_connection": "slow",
-    "service_unavailable": "slow",
-}
 _READ_BACK_MISMATCH = (
     "the store returned different bytes than were written; an older S3-compatible store may need "
     "AWS_REQUEST_CHECKSUM_CALCULATION=when_required in the environment"
@@ -59,9 +35,9 @@ class RemoteStore:
         Raises:
             ConfigError: pyarrow does not accept the URL.
         """
-        self._url = url
+        self.url = url
         try:
-            with _store_errors(url):
+            with store_errors(url):
                 self._fs, self._root = fs.FileSystem.from_uri(_with_default_options(url))
         except (ArrowException, ValueError) as error:
             raise ConfigError(
@@ -70,14 +46,10 @@ class RemoteStore:
                 fix="checkpoint.path",
             ) from None
 
-    @property
-    def url(self) -> str:
-        return self._url
-
     def list_folder(self, folder: str = "") -> list[StoreEntry]:
         path = self._path(folder)
         selector = fs.FileSelector(path, allow_not_found=True)
-        with self._store_errors_for(folder):
+        with self._errors(folder):
             return [
                 StoreEntry(
                     info.base_name,
@@ -91,7 +63,7 @@ class RemoteStore:
 
     @contextmanager
     def create(self, name: str) -> Iterator[RemoteWriteStream]:
-        with self._store_errors_for(name):
+        with self._errors(name):
             stream = self._fs.open_output_stream(self._path(name), compression=None)
             sink = RemoteWriteStream(stream)
             try:
@@ -111,7 +83,7 @@ class RemoteStore:
         written under another name and moved; for a moment neither version may exist."""
         moved = self._fs.type_name == "hdfs"
         written = f"{name}{PARTIAL_SUFFIX}" if moved else name
-        with self._store_errors_for(name):
+        with self._errors(name):
             with self._fs.open_output_stream(self._path(written), compression=None) as stream:
                 stream.write(content)
             if self.read(written) != content:
@@ -122,18 +94,18 @@ class RemoteStore:
                 self._fs.move(self._path(written), self._path(name))
 
     def open(self, name: str) -> RemoteReadStream:
-        with self._store_errors_for(name):
+        with self._errors(name):
             return RemoteReadStream(
                 self._fs.open_input_file(self._path(name)), self._display_url(name)
             )
 
     def read(self, name: str) -> bytes:
-        with self._store_errors_for(name), self._fs.open_input_file(self._path(name)) as stream:
+        with self._errors(name), self._fs.open_input_file(self._path(name)) as stream:
             content: bytes = stream.read()
             return content
 
     def remove(self, name: str) -> None:
-        with self._store_errors_for(name), suppress(FileNotFoundError):
+        with self._errors(name), suppress(FileNotFoundError):
             self._fs.delete_file(self._path(name))
 
     def remove_folder(self, name: str) -> None:
@@ -158,10 +130,10 @@ class RemoteStore:
         return f"{self._root}/{name}".rstrip("/")
 
     def _display_url(self, name: str) -> str:
-        return f"{self._url.partition('?')[0].rstrip('/')}/{name}".rstrip("/")
+        return f"{self.url.partition('?')[0].rstrip('/')}/{name}".rstrip("/")
 
-    def _store_errors_for(self, name: str) -> AbstractContextManager[None]:
-        return _store_errors(self._display_url(name))
+    def _errors(self, name: str) -> AbstractContextManager[None]:
+        return store_errors(self._display_url(name))
 
 
 class RemoteWriteStream:
@@ -184,44 +156,25 @@ class RemoteWriteStream:
 class RemoteReadStream:
     """One request per read; a stream with read-ahead would issue hundreds."""
 
-    def __init__(self, file: Any, shown: str) -> None:
+    def __init__(self, file: Any, url: str) -> None:
         self._file = file
-        self._display_url = shown
+        self._url = url
 
     def read(self, offset: int, parts: Sequence[memoryview]) -> int:
-        with _store_errors(self._display_url):
+        with store_errors(self._url):
             self._file.seek(offset)
             if len(parts) == 1:
                 return int(self._file.readinto(parts[0]))
             content = memoryview(self._file.read(sum(len(part) for part in parts)))
-        at = 0
+        done = 0
         for part in parts:
-            data = content[at : at + len(part)]
+            data = content[done : done + len(part)]
             part[: len(data)] = data
-            at += len(data)
-        return at
+            done += len(data)
+        return done
 
     def close(self) -> None:
         self._file.close()
-
-
-@contextmanager
-def _store_errors(shown: str) -> Iterator[None]:
-    """Convert OSError to StoreError."""
-    try:
-        yield
-    except OSError as error:
-        text = str(error).splitlines()[0] if str(error) else repr(error)
-        raise StoreError(_error_kind(error), shown, text) from error
-
-
-def _error_kind(error: OSError) -> StoreErrorKind:
-    if isinstance(error, FileNotFoundError):
-        return "gone"
-    if isinstance(error, PermissionError):
-        return "forbidden"
-    text = str(error).lower()
-    return next((kind for words, kind in _KIND_BY_MESSAGE.items() if words in text), "other")
 
 
 def _with_default_options(url: str) -> str:

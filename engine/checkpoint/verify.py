@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64
 
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.format import (
@@ -15,16 +16,12 @@ from rayzero.engine.checkpoint.format import (
     PARTIAL_SUFFIX,
     is_checkpoint_file,
 )
-from rayzero.engine.checkpoint.manifest import FileEntry
-from rayzero.engine.checkpoint.open_store import open_store
-from rayzero.engine.checkpoint.reader import read_manifest_from
-from rayzero.engine.checkpoint.store import Store
+from rayzero.engine.checkpoint.manifest import RankFile
+from rayzero.engine.checkpoint.reader import read_manifest
+from rayzero.engine.checkpoint.store import Store, open_store
 from rayzero.engine.errors import DataError
 
 _CHUNK_BYTES = 16 * BLOCK_BYTES
-
-ProgressCallback: TypeAlias = Callable[[int], None]
-"""Called with the number of bytes read since the last call."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,12 @@ class FileProblem:
 
 
 def verify_checkpoint(
-    folder: str, progress: ProgressCallback = lambda _: None
+    folder: str, progress: Callable[[int], None] = lambda _: None
 ) -> list[FileProblem]:
     """Read every byte of the checkpoint in `folder`, a path or a URL.
+
+    Args:
+        progress: called with the number of bytes read since the last call.
 
     Raises:
         CheckpointVersionError: the format is newer.
@@ -65,12 +65,17 @@ def verify_checkpoint(
     if MANIFEST_NAME not in sizes:
         return [FileProblem(MANIFEST_NAME, "missing", "is missing, so there is no checkpoint")]
     try:
-        manifest = read_manifest_from(store)
+        manifest = read_manifest(store)
     except DataError as error:
         return [FileProblem(MANIFEST_NAME, "flipped", error.seen.partition(f"{MANIFEST_NAME} ")[2])]
+    wrong = manifest.wrong_sizes(sizes)
     problems = [
-        problem for file in manifest.files for problem in _verify_file(store, file, sizes, progress)
+        FileProblem(name, "cut" if name in sizes else "missing", text)
+        for name, text in wrong.items()
     ]
+    for file in manifest.files:
+        if file.name not in wrong:
+            problems += _verify_file(store, file, progress)
     expected = {MANIFEST_NAME, *(file.name for file in manifest.files)}
     for name in sorted(sizes.keys() - expected):
         leftover = is_checkpoint_file(name) or name.endswith(PARTIAL_SUFFIX)
@@ -80,50 +85,40 @@ def verify_checkpoint(
 
 
 def _verify_file(
-    store: Store, file: FileEntry, sizes: dict[str, int], progress: ProgressCallback
+    store: Store, file: RankFile, progress: Callable[[int], None]
 ) -> Iterator[FileProblem]:
-    size = sizes.get(file.name)
-    if size is None:
-        yield FileProblem(file.name, "missing", "is missing")
-        return
-    if size != file.nbytes:
-        yield FileProblem(file.name, "cut", f"has {size} bytes instead of {file.nbytes}")
-        return
     try:
-        blocks, checksum = _damaged_blocks(store, file, progress)
+        damaged, header_damaged = _read_all(store, file, progress)
     except StoreError as error:
         if error.kind != "gone":
             raise
         yield FileProblem(file.name, "missing", "is missing")
         return
-    for number in blocks:
+    for number in damaged:
         begin = file.data_offset + number * BLOCK_BYTES
         end = min(begin + BLOCK_BYTES, file.nbytes)
         yield FileProblem(file.name, "flipped", f"is damaged between bytes {begin} and {end}")
-    if checksum != file.checksum and not blocks:
+    if header_damaged:
         yield FileProblem(file.name, "flipped", "is damaged in its header")
 
 
-def _damaged_blocks(
-    store: Store, file: FileEntry, progress: ProgressCallback
-) -> tuple[list[int], int]:
-    """Blocks whose checksums differ, and the checksum of the whole file."""
+def _read_all(
+    store: Store, file: RankFile, progress: Callable[[int], None]
+) -> tuple[list[int], bool]:
+    """The damaged blocks, and whether the file is damaged elsewhere."""
     memory = memoryview(bytearray(max(_CHUNK_BYTES, file.data_offset)))
-    flipped = []
-    opened = store.open(file.name)
-    try:
+    damaged = []
+    with closing(store.open(file.name)) as opened:
         header = memory[: file.data_offset]
         opened.read(0, [header])
         whole = xxh3_64(header)
-        for at in range(0, file.block_index.nbytes, _CHUNK_BYTES):
-            chunk = memory[: min(_CHUNK_BYTES, file.block_index.nbytes - at)]
-            opened.read(file.data_offset + at, [chunk])
+        for start in range(0, file.block_index.nbytes, _CHUNK_BYTES):
+            chunk = memory[: min(_CHUNK_BYTES, file.block_index.nbytes - start)]
+            opened.read(file.data_offset + start, [chunk])
             whole.update(chunk)
             for inside in range(0, len(chunk), BLOCK_BYTES):
-                number = (at + inside) // BLOCK_BYTES
-                if xxh3_64_intdigest(chunk[inside : inside + BLOCK_BYTES]) != file.blocks[number]:
-                    flipped.append(number)
+                number = (start + inside) // BLOCK_BYTES
+                if not file.block_matches(number, chunk[inside : inside + BLOCK_BYTES]):
+                    damaged.append(number)
             progress(len(chunk))
-    finally:
-        opened.close()
-    return flipped, whole.intdigest()
+    return damaged, not damaged and whole.hexdigest() != file.checksum

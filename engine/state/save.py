@@ -7,18 +7,17 @@ saves of a script, under torchrun or in a job; the format is the same.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.checkpoint.format import MANIFEST_NAME, WrittenFile, is_checkpoint_file
-from rayzero.engine.checkpoint.manifest import make_manifest
-from rayzero.engine.checkpoint.open_store import open_store
-from rayzero.engine.checkpoint.store import join_url
+from rayzero.engine.checkpoint.format import MANIFEST_NAME, is_checkpoint_file
+from rayzero.engine.checkpoint.manifest import RankFile, make_manifest
+from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.comm.collectives import Collectives, run_on_all_ranks
+from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.engine.state.ranges import pack_block
 from rayzero.engine.state.training import TrainingState, copy_to_block
 from rayzero.engine.zero.parameters import ShardedWeights, param_views
@@ -61,14 +60,14 @@ class RankSaver:
             self._collectives, self._device, lambda: self._write_own_file(url, extra, frozen)
         )
         files = [
-            WrittenFile(**(document | {"blocks": tuple(document["blocks"])}))
+            RankFile(**document | {"block_index": BlockIndex.from_json(document["block_index"])})
             for document in documents
         ]
 
         def finish() -> None:
             if self._collectives.rank:
                 return
-            manifest = make_manifest(tag, files[0].small["step"], 0, files, stage=self._stage)
+            manifest = make_manifest(tag, files[0].metadata["step"], 0, files, stage=self._stage)
             commit_checkpoint(url, manifest)
             if latest:
                 open_store(folder).replace(LATEST_FILE, tag.encode())
@@ -84,12 +83,12 @@ class RankSaver:
         table, offsets = pack_block(parts)
         memory = torch.zeros(table.nbytes, dtype=torch.uint8).numpy().data
         copy_to_block(parts, offsets, memory, constants=True)
-        small = json.loads(self._state.metadata()) | extra
+        metadata = json.loads(self._state.metadata()) | extra
         rank, world_size = self._collectives.rank, self._collectives.world_size
         written = write_rank_file(
-            url, rank, table, small, memory, generation=0, world_size=world_size
+            url, rank, table, metadata, memory, generation=0, world_size=world_size
         )
-        return asdict(written)
+        return vars(written) | {"block_index": table.to_json()}
 
 
 def _remove_stale(url: str, names: set[str]) -> None:

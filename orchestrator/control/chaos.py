@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rayzero.engine.checkpoint.format import WrittenFile
+from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.checkpoint.store import is_remote
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.control.context import JobContext
@@ -80,7 +80,7 @@ class ClusterFaultInjector:
                 self._in_progress.add(fault)
                 self._context.tasks.spawn(self._inject_node_fault(fault, step + 1))
 
-    def on_checkpoint_committed(self, step: int, folder: str, files: Sequence[WrittenFile]) -> None:
+    def on_checkpoint_committed(self, step: int, folder: str, files: Sequence[RankFile]) -> None:
         """A checkpoint was committed."""
         torn = [fault for fault in self._schedule.due(step) if fault.kind == "tear_file"]
         if torn and is_remote(folder):

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rayzero.engine.checkpoint.format import WrittenFile
+from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import JobContext
@@ -119,7 +119,7 @@ class CheckpointWriter:
     """Writes one checkpoint at a time, in order. A failing store never stops training."""
 
     def __init__(
-        self, context: JobContext, on_committed: Callable[[int, str, Sequence[WrittenFile]], None]
+        self, context: JobContext, on_committed: Callable[[int, str, Sequence[RankFile]], None]
     ) -> None:
         """
         Args:
@@ -216,7 +216,7 @@ class CheckpointWriter:
             *(self._write_on_node(node, folder, slots) for node, slots in by_node.items()),
             return_exceptions=True,
         )
-        files: list[WrittenFile] = []
+        files: list[RankFile] = []
         for part in parts:
             if isinstance(part, BaseException):
                 raise part
@@ -234,7 +234,7 @@ class CheckpointWriter:
 
     async def _write_on_node(
         self, node: str, folder: str, slots: Sequence[SlotRef]
-    ) -> list[WrittenFile]:
+    ) -> list[RankFile]:
         ctx = self._context
         command = ctx.deps.vaults.call(node, Vault.write, folder, slots)
         return await with_timeout(ctx.deps.clock, WRITE_TIMEOUT_S, command)

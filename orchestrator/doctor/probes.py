@@ -55,8 +55,7 @@ def check_storage(place: str) -> dict[str, Any]:
     Raises:
         RayzeroError: the folder or URL cannot be used.
     """
-    from rayzero.engine.checkpoint.open_store import open_store
-    from rayzero.engine.checkpoint.store import is_remote
+    from rayzero.engine.checkpoint.store import is_remote, open_store
 
     remote = is_remote(place)
     top = place if remote else str(_existing_ancestor(Path(place.removeprefix("file://"))))

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.checkpoint.open_store import open_store
-from rayzero.engine.checkpoint.store import join_url
+from rayzero.engine.checkpoint.store import join_url, open_store
 
 LEASE_FOLDER = "lease"
 CLOCK_SLACK_S = 3.0

@@ -7,8 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayzero.engine.checkpoint.open_store import open_store
-from rayzero.engine.checkpoint.store import is_remote, join_url
+from rayzero.engine.checkpoint.store import is_remote, join_url, open_store
 from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.cluster.connect import ClusterConnection, connect_each

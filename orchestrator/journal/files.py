@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.checkpoint.open_store import open_store
-from rayzero.engine.checkpoint.store import is_remote, join_url
+from rayzero.engine.checkpoint.store import is_remote, join_url, open_store
 from rayzero.orchestrator.journal.run_history import RunHistory, fold_entries
 
 STATE_FILE = "job.json"

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.checkpoint.open_store import open_store
+from rayzero.engine.checkpoint.store import open_store
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.engine.redact import redact_url
 from rayzero.engine.validation import validate_document

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rayzero.engine.checkpoint.format import WrittenFile
+from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.errors import RayzeroError
+from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.orchestrator.aio import Clock, PendingReplies, SystemClock, with_timeout
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.interfaces import (
@@ -613,7 +614,7 @@ class Vaults:
             )
         return 64 * len(slots)
 
-    async def write(self, node_id: str, folder: str, slots: Sequence[SlotRef]) -> list[WrittenFile]:
+    async def write(self, node_id: str, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
         await asyncio.sleep(0)
         self.writes += 1
         await self.may_write.wait()
@@ -625,7 +626,7 @@ class Vaults:
             if (ref.generation, ref.rank, ref.step) not in vault.slots:
                 raise RayzeroError(f"{ref} is gone")
             vault.files.append((folder, ref))
-            files.append(WrittenFile(f"rank-{ref.rank}", ref.rank, 64, 0, (), {}, {}, 0.1))
+            files.append(RankFile(f"rank-{ref.rank}", ref.rank, 64, "", "", BlockIndex(), {}))
         return files
 
     async def inspect(self, node_id: str, pid: int) -> str:
@@ -679,7 +680,7 @@ class Shelf:
         steps = [step for step in self.steps if step not in excluding]
         return CheckpointRef(max(steps), self.folder(max(steps))) if steps else None
 
-    async def commit(self, step: int, generation: int, files: Sequence[WrittenFile]) -> None:
+    async def commit(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
         await asyncio.sleep(0)
         if self.errors:
             raise self.errors.pop(0)

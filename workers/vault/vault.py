@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.checkpoint.format import WrittenFile
+from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.checkpoint.writer import write_rank_file
 from rayzero.workers.vault.buffers import BufferPool, available_bytes
 from rayzero.workers.vault.images import FetchRemote, MappedSlotReader, RemoteSlotReader
@@ -137,7 +137,7 @@ class Vault:
         finally:
             self._replicate_calls.release()
 
-    def write(self, folder: str, slots: Sequence[SlotRef]) -> list[WrittenFile]:
+    def write(self, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
         """Writes a durable file of the checkpoint in `folder` for each version, one at a time.
 
         Raises:
@@ -175,7 +175,7 @@ class Vault:
             raise VaultGoneError("the vault is closing")
         return self._fetch_remote(ref, offset, length)
 
-    def _write_file(self, folder: str, ref: SlotRef) -> WrittenFile:
+    def _write_file(self, folder: str, ref: SlotRef) -> RankFile:
         self._before_write(folder, ref.step, ref.rank)
         with (
             self._registry.open_pinned(ref) as fd,

@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import Any
 
-from rayzero.engine.checkpoint import open_store as local_store
+from rayzero.engine.checkpoint import store as local_store
 from tests.engine.checkpoint.saving import save
 
 CALLS = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rayzero.engine.checkpoint.format import WrittenFile
-from rayzero.engine.checkpoint.manifest import Manifest, make_manifest
+from rayzero.engine.checkpoint import reader
+from rayzero.engine.checkpoint.manifest import Manifest, RankFile, make_manifest
+from rayzero.engine.checkpoint.store import open_store
 from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.layout.state_index import DTYPE_BYTES, BlockIndex, LogicalTensor, TensorRange
 
@@ -44,7 +45,7 @@ def blocks(step: int, world: int = 2, shapes=SHAPES, gap: int = 5) -> list[Block
     return found
 
 
-def write_files(folder: str, step: int, world: int = 2, gap: int = 5) -> list[WrittenFile]:
+def write_files(folder: str, step: int, world: int = 2, gap: int = 5) -> list[RankFile]:
     return [
         write_rank_file(
             folder,
@@ -62,8 +63,12 @@ def write_files(folder: str, step: int, world: int = 2, gap: int = 5) -> list[Wr
 def save(job: Path | str, step: int, world: int = 2, created_s: float | None = None) -> Manifest:
     """A whole checkpoint in a job's folder."""
     folder = f"{job}/step-{step}"
-    manifest = make_manifest(
-        "job", step, 1, write_files(folder, step, world), stage=2, created_s=created_s
-    )
+    manifest = make_manifest("job", step, 1, write_files(folder, step, world), stage=2)
+    if created_s is not None:
+        manifest = replace(manifest, created_s=created_s)
     commit_checkpoint(folder, manifest)
     return manifest
+
+
+def read_manifest(folder: Path | str) -> Manifest:
+    return reader.read_manifest(open_store(str(folder)))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
-from rayzero.engine.checkpoint import open_store as local_store
+from rayzero.engine.checkpoint import store as local_store
 from rayzero.engine.checkpoint.catalogue import (
     list_checkpoints,
     newest_complete,
@@ -21,10 +21,9 @@ from rayzero.engine.checkpoint.catalogue import (
 )
 from rayzero.engine.checkpoint.errors import CheckpointVersionError
 from rayzero.engine.checkpoint.manifest import Manifest
-from rayzero.engine.checkpoint.reader import read_manifest
 from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.errors import ConfigError
-from tests.engine.checkpoint.saving import save, write_files
+from tests.engine.checkpoint.saving import read_manifest, save, write_files
 
 
 def newer(folder: Path) -> None:

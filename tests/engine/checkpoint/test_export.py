@@ -19,12 +19,12 @@ from rayzero.engine.checkpoint import export as module
 from rayzero.engine.checkpoint.export import export_checkpoint, export_state, write_safetensors
 from rayzero.engine.checkpoint.export_model import ExportedModel
 from rayzero.engine.checkpoint.manifest import make_manifest
-from rayzero.engine.checkpoint.reader import read_manifest
 from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.layout.reshard import MissingRangesError
 from rayzero.engine.precision.dtypes import dtype_name
 from tests.engine.checkpoint.laid import LaidState, bytes_of, same
+from tests.engine.checkpoint.saving import read_manifest
 from tests.engine.zoo import Odd, batches, make, two_groups
 
 

@@ -16,14 +16,13 @@ from xxhash import xxh3_64_hexdigest
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError, CheckpointVersionError
 from rayzero.engine.checkpoint.format import (
     FORMAT_VERSION,
-    WrittenFile,
     file_header,
     is_checkpoint_file,
     new_file_name,
     parse_step,
     step_folder_name,
 )
-from rayzero.engine.checkpoint.manifest import Manifest, make_manifest
+from rayzero.engine.checkpoint.manifest import Manifest, RankFile, make_manifest
 from rayzero.engine.checkpoint.writer import write_rank_file
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.reshard import MissingRangesError
@@ -89,8 +88,8 @@ def test_a_written_file_says_what_it_is(tmp_path):
             "generation": "1",
         }
     assert path.stat().st_size == first.nbytes
-    assert (first.nbytes - first.table["nbytes"]) % 4096 == 0
-    assert path.read_bytes()[-first.table["nbytes"] :] == blocks(7)[0].data
+    assert (first.nbytes - first.block_index.nbytes) % 4096 == 0
+    assert path.read_bytes()[-first.block_index.nbytes :] == blocks(7)[0].data
 
 
 def test_data_of_another_length_is_refused_before_anything_is_written(tmp_path):
@@ -124,34 +123,33 @@ def test_names():
 
 
 @st.composite
-def written(draw: st.DrawFn) -> WrittenFile:
+def written(draw: st.DrawFn) -> RankFile:
     table = draw(tables())
     count = -(-table.nbytes // (256 * 1024))
-    checksums = st.integers(0, 2**64 - 1)
+    checksums = st.integers(0, 2**64 - 1).map("{:016x}".format)
     values = st.one_of(st.none(), st.floats(allow_nan=False), st.text(max_size=5))
     small = draw(st.dictionaries(st.text(max_size=5), values, max_size=3))
-    return WrittenFile(
+    return RankFile(
         name=new_file_name(0),
         rank=0,
         nbytes=table.nbytes + 4096,
         checksum=draw(checksums),
-        blocks=tuple(draw(st.lists(checksums, min_size=count, max_size=count))),
-        table=table.to_json(),
-        small=small,
-        seconds=0.1,
+        blocks="".join(draw(st.lists(checksums, min_size=count, max_size=count))),
+        block_index=table,
+        metadata=small,
     )
 
 
-def whole_ranges(file: WrittenFile) -> WrittenFile:
+def whole_ranges(file: RankFile) -> RankFile:
     """The file with ranges that make it a whole checkpoint by itself."""
-    table = BlockIndex.from_json(file.table)
+    table = file.block_index
     extra = [
         TensorRange(name, 0, one.numel, 0)
         for name, one in table.tensors.items()
         if one.numel * one.item_bytes <= table.nbytes
     ]
     tensors = {one.name: table.tensors[one.name] for one in extra}
-    return replace(file, table=replace(table, tensors=tensors, ranges=tuple(extra)).to_json())
+    return replace(file, block_index=replace(table, tensors=tensors, ranges=tuple(extra)))
 
 
 @given(written(), st.integers(0, 10**9), st.sampled_from([None, 0, 3]))
@@ -159,7 +157,7 @@ def test_a_manifest_survives_its_way(file, step, stage):
     made = make_manifest("gpt", step, 4, [whole_ranges(file)], stage=stage)
     found = Manifest.from_bytes(made.to_bytes(), "m")
     assert found == made
-    assert found.files[0].metadata == file.small
+    assert found.files[0].metadata == file.metadata
     assert json.loads(made.to_bytes())["checkpoint"]["step"] == step
 
 
@@ -236,7 +234,6 @@ def test_a_manifest_grows_by_little_for_each_range():
     ]
     table = BlockIndex(tensors, tuple(ranges), 400 * count)
     number = -(-table.nbytes // (256 * 1024))
-    file = WrittenFile(
-        new_file_name(0), 0, table.nbytes, 1, (1,) * number, table.to_json(), {}, 0.0
-    )
+    checksum = "0123456789abcdef"
+    file = RankFile(new_file_name(0), 0, table.nbytes, checksum, checksum * number, table, {})
     assert len(make_manifest("job", 1, 1, [file]).to_bytes()) < 30 * count

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from rayzero.engine.checkpoint import open_store as local_store
+from rayzero.engine.checkpoint import store as local_store
 from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete, prune_checkpoints
 from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.verify import verify_checkpoint

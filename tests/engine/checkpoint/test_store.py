@@ -11,12 +11,11 @@ from contextlib import suppress
 
 import pytest
 
-from rayzero.engine.checkpoint import open_store as local_store
+from rayzero.engine.checkpoint import store as local_store
 from rayzero.engine.checkpoint.catalogue import newest_complete
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.manifest import make_manifest
-from rayzero.engine.checkpoint.open_store import open_store
-from rayzero.engine.checkpoint.store import is_remote, join_url, split_url
+from rayzero.engine.checkpoint.store import is_remote, join_url, open_store, split_url
 from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.checkpoint.writer import commit_checkpoint
 from rayzero.engine.errors import ConfigError

@@ -14,14 +14,13 @@ from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complet
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.format import BLOCK_BYTES
 from rayzero.engine.checkpoint.manifest import make_manifest
-from rayzero.engine.checkpoint.open_store import open_store
-from rayzero.engine.checkpoint.reader import CheckpointSource, read_manifest
-from rayzero.engine.checkpoint.store import join_url
+from rayzero.engine.checkpoint.reader import CheckpointSource
+from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.checkpoint.store_remote import RemoteStore
 from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.checkpoint.writer import commit_checkpoint
 from rayzero.orchestrator.doctor.probes import check_storage
-from tests.engine.checkpoint.saving import blocks, save, write_files
+from tests.engine.checkpoint.saving import blocks, read_manifest, save, write_files
 from tests.support.bucket import bucket_url
 
 pytestmark = pytest.mark.slow
@@ -74,7 +73,7 @@ def test_each_read_is_one_request(job, monkeypatch):
     sizes: list[int] = []
     source = CheckpointSource(folder)
     source.read(0, 0, memoryview(bytearray(1)))
-    file = source._files[0]._file  # what it asks of the store is what is counted
+    file = source._readers[0]._file  # what it asks of the store is what is counted
     real = file.read
     monkeypatch.setattr(
         file,

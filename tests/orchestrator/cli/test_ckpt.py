@@ -9,10 +9,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from rayzero.engine.checkpoint.reader import read_manifest
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.cli.ckpt import print_progress
-from tests.engine.checkpoint.saving import save, write_files
+from tests.engine.checkpoint.saving import read_manifest, save, write_files
 
 
 @pytest.fixture

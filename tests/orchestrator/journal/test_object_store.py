@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from rayzero.engine.checkpoint.open_store import open_store
-from rayzero.engine.checkpoint.store import join_url
+from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.job.claims import Claim, ClaimStore, this_process

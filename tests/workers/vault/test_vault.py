@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.checkpoint.format import WrittenFile
+from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.workers.vault import peers
 from rayzero.workers.vault import vault as vault_module
@@ -56,10 +56,10 @@ class Disk:
         *,
         generation: int,
         world_size: int,
-    ) -> WrittenFile:
+    ) -> RankFile:
         self.while_writing()
         self.files.append((folder, rank, table, small, bytes(data), generation, world_size))
-        return WrittenFile(f"rank-{rank}", rank, len(data), 0, (), {}, small, 0.1)
+        return RankFile(f"rank-{rank}", rank, len(data), "", "", BlockIndex(), small)
 
 
 def test_files_hold_the_pinned_versions(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
@@ -93,7 +93,7 @@ def test_a_file_of_the_real_format_is_durable_and_holds_the_data(
     write(buffer, 0, 4, pin=True)
     [file] = cluster.vault().write(str(tmp_path / "step-4"), refs((1, 0, 4)))
     assert (tmp_path / "step-4" / file.name).read_bytes().endswith(content(0, 4))
-    assert (file.rank, file.small) == (0, {"step": 4, "rank": 0})
+    assert (file.rank, file.metadata) == (0, {"step": 4, "rank": 0})
 
 
 def test_what_is_damaged_or_overwritten_does_not_become_a_checkpoint(
@@ -115,7 +115,7 @@ def test_what_is_damaged_or_overwritten_does_not_become_a_checkpoint(
 def test_a_store_that_fails_leaves_the_version(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
-    def full(*arguments: Any, **named: Any) -> WrittenFile:
+    def full(*arguments: Any, **named: Any) -> RankFile:
         raise OSError("no space")
 
     monkeypatch.setattr(vault_module, "write_rank_file", full)
