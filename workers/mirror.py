@@ -60,14 +60,17 @@ class Mirror:
         """The newest step in the vault, or the one that this generation started from."""
         self.checkpointed_step = self.newest_step
         """The newest step pinned for a checkpoint, or the one that this generation started from."""
+        self.stopped_s = 0.0
+        """How long training was paused after the last step."""
         self._announced = False  # the vault knows that all ranks have a mirror of this generation
         self._interval_steps = float(policy.every_steps or 1)
         self._cost_model = _CostModel()
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes in the vault of this rank and generation."""
-        return sum(len(buffer.data) for buffer in self._buffers)
+    def gauges(self) -> dict[str, float]:
+        """The newest step in the vault, and the bytes there of this rank and generation; empty
+        without a vault."""
+        held = float(sum(len(buffer.data) for buffer in self._buffers))
+        return {"replica_step": float(self.newest_step), "replica_bytes": held} if held else {}
 
     def step_requests(self, step: int) -> StepRequests:
         """This rank's requests for the vote of `step`."""
@@ -81,10 +84,12 @@ class Mirror:
 
     def step_done(self, step: int, agreed: StepRequests, state: TrainingState) -> None:
         """Mirrors the state if due. All ranks passed the vote; this one has updated its state."""
+        started = perf_counter()
         self._interval_steps += SMOOTHING_FACTOR * (agreed.mirror_interval - self._interval_steps)
         self._cost_model.step_finished()
         if self._vault is not None and (agreed.pin or agreed.drain or self._mirror_due(step)):
             self._write_mirror(self._vault, step, agreed.pin, state)
+        self.stopped_s = perf_counter() - started
 
     def _write_mirror(self, vault: VaultClient, step: int, pin: bool, state: TrainingState) -> None:
         started = perf_counter()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from rayzero.workers.chaos.inject import WorkerFaultInjector
 from rayzero.workers.messages import Assignment, Restored, WorkerMessage, WorkerSpec
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.retained_state import RetainedState
-from rayzero.workers.step_report import StepReporter, WorkerStats
+from rayzero.workers.step_report import StepReporter, worker_metrics
 from rayzero.workers.training_thread import GenerationChannel, Interrupted
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class JobSession:
         self._retained = retained
         self._injector = injector
         self._mirror = Mirror(spec.mirror, assignment, spec.steps, retained.vault, channel.post)
-        self._stats = WorkerStats(self._mirror)
+        self._skipped_steps = 0.0
         self._ledger = _make_ledger(spec, assignment)
         self._hooks: list[RemovableHandle] = []
 
@@ -66,7 +65,7 @@ class JobSession:
     def on_engine_ready(self, engine: Engine) -> None:
         self.engine = engine
         self._retained.retain(engine)
-        self._stats.start_counting(engine)
+        self._skipped_steps = engine.progress.skipped_steps
         self._register_stop_hooks(engine)
         step = engine.progress.step
         self.reporter.start_at(step)
@@ -104,11 +103,13 @@ class JobSession:
         effect after both."""
         step = int(metrics["step"])
         self._enter_phase("mirror")
-        self.reporter.add(metrics | self._stats.for_step(metrics))
+        skipped = metrics.get("skipped_steps", self._skipped_steps)
+        self.reporter.add(metrics | worker_metrics(metrics, self._mirror))
+        self.reporter.add({"skipped": skipped - self._skipped_steps})
+        self._skipped_steps = skipped
         if self.engine is not None:
-            started_s = perf_counter()
             self._mirror.step_done(step, agreed, self.engine.state)
-            self.reporter.add(self._stats.mirror_finished(perf_counter() - started_s, step))
+            self.reporter.add(self._mirror.gauges())
         self.post(self.reporter.build(step))
         self._retained.collect_garbage()
         self.check()

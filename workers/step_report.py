@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from time import monotonic, time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +14,6 @@ from rayzero.workers.messages import Assignment, StepReport
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.training_thread import GenerationChannel
 from rayzero.workers.vault.buffers import resident_bytes
-
-if TYPE_CHECKING:
-    from rayzero.engine.engine import Engine
 
 COUNTER_NAMES = frozenset({"tokens"})
 """Metrics summed over micro-steps and ranks; all others are gauges of the rank."""
@@ -116,53 +113,22 @@ def _to_number(name: str, value: Any) -> float:
         ) from None
 
 
-class WorkerStats:
-    """The worker's own metrics of a step: mirroring and process memory. One per generation; used by
-    the training thread only. Each call takes microseconds."""
+def worker_metrics(metrics: Mapping[str, float], mirror: Mirror) -> dict[str, float]:
+    """Metrics of a finished step, in addition to the engine's `metrics`. Takes microseconds.
 
-    def __init__(self, mirror: Mirror) -> None:
-        self._mirror = mirror
-        self._skipped_steps = 0
-        self._mirror_s = 0.0
-        self._for_checkpoint = False
-
-    def start_counting(self, engine: Engine) -> None:
-        """Reads the engine's count of skipped steps."""
-        self._skipped_steps = engine.progress.skipped_steps
-
-    def mirror_finished(self, seconds: float, step: int) -> dict[str, float]:
-        """Records the mirror of a step; its time counts in the next step.
-
-        Returns:
-            With a vault, replica_step: the newest step in it, and replica_bytes: its size for this
-            rank. Otherwise nothing.
-        """
-        self._mirror_s = seconds
-        self._for_checkpoint = self._mirror.checkpointed_step == step
-        held = float(self._mirror.held_bytes)
-        return (
-            {"replica_step": float(self._mirror.newest_step), "replica_bytes": held} if held else {}
-        )
-
-    def for_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a finished step, in addition to the engine's `metrics`.
-
-        phases/mirror: mirroring, subtracted from phases/other.
-        checkpoint_s: the same, if it was for a checkpoint.
-        skipped: 1 if the step updated nothing.
-        resident_bytes, device_peak_bytes: of this process.
-        """
-        other_s = metrics.get("phases/other", 0.0)
-        mirror_s = min(self._mirror_s, other_s)
-        stats = {
-            "phases/mirror": mirror_s,
-            "phases/other": other_s - mirror_s,
-            "checkpoint_s": mirror_s if self._for_checkpoint else 0.0,
-            "resident_bytes": float(resident_bytes()),
-        }
-        self._mirror_s, self._for_checkpoint = 0.0, False
-        skipped = int(metrics.get("skipped_steps", self._skipped_steps))
-        stats["skipped"], self._skipped_steps = float(skipped - self._skipped_steps), skipped
-        if torch.cuda.is_initialized():
-            stats["device_peak_bytes"] = float(torch.cuda.max_memory_allocated())
-        return stats
+    phases/mirror: the mirror after the step before, subtracted from phases/other.
+    checkpoint_s: the same, if it was for a checkpoint.
+    resident_bytes, device_peak_bytes: of this process.
+    """
+    other_s = metrics.get("phases/other", 0.0)
+    mirror_s = min(mirror.stopped_s, other_s)
+    for_checkpoint = mirror.checkpointed_step == metrics["step"] - 1
+    gauges = {
+        "phases/mirror": mirror_s,
+        "phases/other": other_s - mirror_s,
+        "checkpoint_s": mirror_s if for_checkpoint else 0.0,
+        "resident_bytes": float(resident_bytes()),
+    }
+    if torch.cuda.is_initialized():
+        gauges["device_peak_bytes"] = float(torch.cuda.max_memory_allocated())
+    return gauges

@@ -16,7 +16,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.interfaces import VaultLostError
 from rayzero.orchestrator.job_events import JobWarning
-from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, StoreFaultInjector
+from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, damage_file
 from rayzero.workers.chaos.spec import FaultSpec, parse_fault
 from rayzero.workers.messages import WorkerCalls
 
@@ -32,7 +32,6 @@ class ClusterFaultInjector:
         self._faults = context.plan.worker_spec.faults
         self._record = FaultRecord(context.plan.output_dir)
         self._schedule = FaultSchedule(self._record, context.emit)
-        self._store = StoreFaultInjector(self._schedule)
         self._in_progress: set[FaultSpec] = set()
         self._skipped: set[FaultSpec] = set()
 
@@ -82,13 +81,14 @@ class ClusterFaultInjector:
 
     def on_checkpoint_committed(self, step: int, folder: str, files: Sequence[RankFile]) -> None:
         """A checkpoint was committed."""
-        torn = [fault for fault in self._schedule.due(step) if fault.kind == "tear_file"]
-        if torn and is_remote(folder):
-            for fault in torn:
+        names = {file.rank: file.name for file in files}
+        for fault in self._schedule.due(step):
+            if fault.kind == "tear_file" and is_remote(folder):
                 self._skip(fault, f"{folder} is not on a local or mounted disk")
-        elif torn:
-            path = folder.removeprefix("file://")
-            self._store.after_commit(step, {file.rank: Path(path, file.name) for file in files})
+            elif fault.kind == "tear_file" and fault.rank in names:
+                self._schedule.record_fired(fault, fault.rank, step)
+                path = Path(folder.removeprefix("file://"), names[fault.rank])
+                damage_file(path, fault.how)
 
     async def _inject_node_fault(self, fault: FaultSpec, step: int) -> None:
         ctx = self._context

@@ -15,7 +15,7 @@ from rayzero.engine.session import NO_REQUESTS, use_session
 from rayzero.workers.messages import MirrorPolicy, StepReport, WorkerMessage
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.session import JobSession
-from rayzero.workers.step_report import WorkerStats
+from rayzero.workers.step_report import worker_metrics
 from tests.workers import recovery_jobs
 from tests.workers.support import ASSIGN
 from tests.workers.test_session import session
@@ -54,29 +54,25 @@ def test_a_report_says_what_the_engine_knows():
 
 
 def test_a_skipped_step_is_counted_once():
-    engine, made, _ = trained(nn.Linear(4, 4), 1)
-    readings = WorkerStats(made._mirror)
-    engine.progress.skipped_steps = 3  # as it came out of a checkpoint
-    readings.start_counting(engine)
-    told = [readings.for_step({"skipped_steps": count})["skipped"] for count in (3, 4, 4)]
-    assert told == [0, 1, 0]
+    made, _, posted = session()
+    made._skipped_steps = 3  # as loaded from a checkpoint
+    for step, count in enumerate((3, 4, 4), 1):
+        made.on_step_end({"step": step, "skipped_steps": count}, NO_REQUESTS)
+    assert [report.gauges["skipped"] for report in reports(posted)] == [0, 1, 0]
 
 
 def test_a_mirrors_time_belongs_to_the_next_step():
     mirror = Mirror(MirrorPolicy(), ASSIGN, None, None, lambda _: None)
-    readings = WorkerStats(mirror)
-    assert readings.for_step({"phases/other": 1.0})["phases/mirror"] == 0
-    mirror.checkpointed_step = 1
-    assert readings.mirror_finished(0.25, 1) == {}  # there is no vault
-    found = readings.for_step({"phases/other": 1.0})
-    assert (found["phases/mirror"], found["phases/other"], found["checkpoint_s"]) == (
-        0.25,
-        0.75,
-        0.25,
-    )
-    readings.mirror_finished(0.25, 2)
-    found = readings.for_step({"phases/other": 0.125})
-    assert (found["phases/mirror"], found["phases/other"], found["checkpoint_s"]) == (0.125, 0, 0)
+    assert mirror.gauges() == {}  # there is no vault
+
+    def times(step: int, other_s: float) -> list[float]:
+        gauges = worker_metrics({"step": step, "phases/other": other_s}, mirror)
+        return [gauges[name] for name in ("phases/mirror", "phases/other", "checkpoint_s")]
+
+    assert times(1, 1.0) == [0, 1, 0]
+    mirror.stopped_s, mirror.checkpointed_step = 0.25, 1
+    assert times(2, 1.0) == [0.25, 0.75, 0.25]
+    assert times(3, 0.125) == [0.125, 0, 0]
 
 
 @pytest.mark.alone

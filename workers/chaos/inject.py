@@ -157,34 +157,20 @@ class WorkerFaultInjector:
                     raise InjectedError(f"injected in phase {phase} of step {step}")
 
 
-class StoreFaultInjector:
-    """Injects faults into the writing of checkpoint files. Used by one thread."""
+def inject_store_faults(schedule: FaultSchedule, folder: str, step: int, rank: int) -> None:
+    """Injects the faults that are due before a rank's checkpoint file is written.
 
-    def __init__(self, schedule: FaultSchedule) -> None:
-        self._schedule = schedule
-
-    def before_write(self, folder: str, step: int, rank: int) -> None:
-        """Injects the faults that are due before a rank's checkpoint file is written.
-
-        Raises:
-            StoreError: the same as for a full disk.
-        """
-        for fault in self._schedule.due(step):
-            if fault.kind == "slow_store":
-                self._schedule.record_fired(fault, rank, step)
-                time.sleep(fault.seconds)
-            elif fault.kind == "full_disk":
-                self._schedule.record_fired(fault, rank, step)
-                path = os.path.join(folder, f"rank-{rank:05d}")
-                raise StoreError("full", path, os.strerror(errno.ENOSPC))
-
-    def after_commit(self, step: int, paths: dict[int, Path]) -> None:
-        """Damages files of a durable checkpoint; `paths` are its local files, by rank."""
-        for fault in self._schedule.due(step):
-            path = paths.get(fault.rank)
-            if fault.kind == "tear_file" and path is not None:
-                self._schedule.record_fired(fault, fault.rank, step)
-                damage_file(path, fault.how)
+    Raises:
+        StoreError: the same as for a full disk.
+    """
+    for fault in schedule.due(step):
+        if fault.kind == "slow_store":
+            schedule.record_fired(fault, rank, step)
+            time.sleep(fault.seconds)
+        elif fault.kind == "full_disk":
+            schedule.record_fired(fault, rank, step)
+            path = os.path.join(folder, f"rank-{rank:05d}")
+            raise StoreError("full", path, os.strerror(errno.ENOSPC))
 
 
 def damage_file(path: Path, how: str) -> None:

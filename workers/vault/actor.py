@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, StoreFaultInjector
+from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, inject_store_faults
 from rayzero.workers.chaos.node import inject_node_fault, why_impossible
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
 from rayzero.workers.vault.records import SlotRef, VaultEvent, VaultGoneError
@@ -49,8 +50,8 @@ class VaultActor(Vault):
         self._fired: deque[FaultFired] = deque()
         self._faults = FaultSchedule(FaultRecord(output_dir), self._fired.append)
         self.inject(faults)
-        injector = StoreFaultInjector(self._faults)
-        super().__init__(job, node_id, self._fetch_remote, before_write=injector.before_write)
+        before_write = partial(inject_store_faults, self._faults)
+        super().__init__(job, node_id, self._fetch_remote, before_write=before_write)
 
     def set_peers(self, peers: Mapping[str, Any]) -> None:
         """Replaces the actor handles of the other nodes' vaults, by node id."""

@@ -18,9 +18,9 @@ from rayzero.workers.chaos.inject import (
     FaultRecord,
     FaultSchedule,
     InjectedError,
-    StoreFaultInjector,
     WorkerFaultInjector,
     damage_file,
+    inject_store_faults,
 )
 from rayzero.workers.chaos.spec import FaultFired, parse_fault
 
@@ -167,32 +167,25 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 def test_a_full_disk_happens_so_many_times(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 0, "full_disk(step=50, times=2)")
-    store = StoreFaultInjector(worker.schedule)
-    store.before_write("folder", 49, 0)
+    inject_store_faults(worker.schedule, "folder", 49, 0)
     for _ in range(2):
         with pytest.raises(
             StoreError, match="folder/rank-00000: No space left on device"
         ) as caught:
-            store.before_write("folder", 50, 0)
+            inject_store_faults(worker.schedule, "folder", 50, 0)
         assert caught.value.kind == "full"
-    store.before_write("folder", 50, 0)
+    inject_store_faults(worker.schedule, "folder", 50, 0)
     assert len(worker.posted) == 2
 
 
 @pytest.mark.parametrize(
     ("how", "left"), [("flip", b"0123\x34" + b"6789"), ("cut", b"0123"), ("remove", None)]
 )
-def test_a_file_is_torn_after_the_commit(tmp_path: Path, how: str, left: bytes | None) -> None:
+def test_a_file_is_damaged(tmp_path: Path, how: str, left: bytes | None) -> None:
     path = tmp_path / "rank-00001"
     path.write_bytes(b"012356789")
-    worker = Worker(tmp_path, 0, f'tear_file(step=50, rank=1, how="{how}")')
-    store = StoreFaultInjector(worker.schedule)
-    store.after_commit(40, {1: path})
-    store.after_commit(50, {0: tmp_path / "rank-00000"})  # not that rank's
-    assert path.read_bytes() == b"012356789"
-    store.after_commit(60, {1: path})
+    damage_file(path, how)
     assert (path.read_bytes() if path.exists() else None) == left
-    assert [one.step for one in worker.posted] == [60]
 
 
 def test_tearing_a_file_twice_undoes_a_flip(tmp_path: Path) -> None:
