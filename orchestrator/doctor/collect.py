@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import resource
 import subprocess
 import sys
@@ -42,7 +43,7 @@ class MachineFacts:
     """Facts that need no subprocess.
 
     Args:
-        python: version of this interpreter, as (3, 11, 7).
+        python: version of this interpreter.
         ray: its version; empty if it is not installed.
         shm_bytes: size of /dev/shm; None if there is none.
         memfd_error: why memfd_create fails; empty if it works.
@@ -50,7 +51,7 @@ class MachineFacts:
         stray_token: whether a token in the home folder enables authentication without a setting.
     """
 
-    python: tuple[int, int, int]
+    python: str
     ray: str
     shm_bytes: int | None
     memfd_error: str
@@ -139,7 +140,7 @@ def inspect_machine(environment: Mapping[str, str]) -> MachineFacts:
     except OSError as error:
         memfd_error = f"memfd_create: {error.strerror}"
     return MachineFacts(
-        python=sys.version_info[:3],
+        python=platform.python_version(),
         ray=ray,
         shm_bytes=shm_bytes,
         memfd_error=memfd_error,

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from rayzero.orchestrator.doctor.collect import MachineFacts, ProbeResult, SystemFacts
 
-MIN_PYTHON, MIN_TORCH, MIN_RAY = (3, 11), (2, 11), (2, 50)
+MIN_PYTHON, MIN_TORCH, MIN_RAY = "3.11", "2.11", "2.50"
 """Oldest supported versions."""
 
 _MIB, _GIB = 2**20, 2**30
@@ -57,7 +57,7 @@ def _fail(name: str, seen: str, fix: str) -> Finding:
 def diagnose(facts: SystemFacts) -> list[Finding]:
     """All findings; prerequisites first."""
     return [
-        _check_python(facts.machine),
+        _check_version("python", facts.machine.python, MIN_PYTHON, "Python"),
         *_check_torch(facts.torch),
         *_check_ray(facts.machine, facts.address),
         *_check_cluster(facts.cluster, facts.address),
@@ -71,23 +71,23 @@ def worst_severity(findings: Sequence[Finding]) -> Severity:
     return next((level for level in (Severity.FAIL, Severity.WARN) if level in levels), Severity.OK)
 
 
-def _check_python(machine: MachineFacts) -> Finding:
-    version = _version_text(machine.python)
-    if machine.python < MIN_PYTHON:
-        return _fail("python", version, f"Python {_version_text(MIN_PYTHON)} or newer")
-    return _ok("python", version)
+def _check_version(package: str, version: str, oldest: str, name: str) -> Finding:
+    """`name`: what to install, such as a package with its extras."""
+    numbers, required = (
+        [int(number) for number in re.findall(r"\d+", text)[:2]] for text in (version, oldest)
+    )
+    if numbers and numbers < required:
+        return _fail(package, version, f"{name} {oldest} or newer")
+    return _ok(package, version)
 
 
 def _check_torch(probe: ProbeResult) -> Iterator[Finding]:
-    version, oldest = str(probe.facts.get("torch", "")), _version_text(MIN_TORCH)
+    version = str(probe.facts.get("torch", ""))
     if not version:
-        fix = f"pip install 'torch>={oldest}'; `python -c 'import torch'` shows more"
+        fix = f"pip install 'torch>={MIN_TORCH}'; `python -c 'import torch'` shows more"
         yield _fail("torch", probe.error or "the probe printed nothing", fix)
         return
-    if _is_older(version, MIN_TORCH):
-        yield _fail("torch", version, f"torch {oldest} or newer")
-    else:
-        yield _ok("torch", version)
+    yield _check_version("torch", version, MIN_TORCH, "torch")
     yield from _check_devices(probe)
     fix = "the host's name must resolve to its own address (/etc/hosts), or GLOO_SOCKET_IFNAME"
     yield _check_backend("gloo", probe, fix)
@@ -124,13 +124,11 @@ def _check_backend(name: str, probe: ProbeResult, fix: str) -> Finding:
 
 
 def _check_ray(machine: MachineFacts, address: str) -> Iterator[Finding]:
-    required = f"ray[default,train] {_version_text(MIN_RAY)} or newer"
-    if not machine.ray:
-        yield _fail("ray", "it is not installed", f"pip install: {required}")
-    elif _is_older(machine.ray, MIN_RAY):
-        yield _fail("ray", machine.ray, required)
+    if machine.ray:
+        yield _check_version("ray", machine.ray, MIN_RAY, "ray[default,train]")
     else:
-        yield _ok("ray", machine.ray)
+        fix = f"pip install 'ray[default,train]>={MIN_RAY}'"
+        yield _fail("ray", "it is not installed", fix)
     if machine.stray_token:
         seen = "a token in ~/.ray turns authentication on, which other nodes may not expect"
         fix = "RAY_AUTH_MODE=token or RAY_AUTH_MODE=disabled, the same on every node"
@@ -195,12 +193,3 @@ def _check_storage(probe: ProbeResult, place: str) -> Iterator[Finding]:
     if free is not None and free < _MIN_FREE_BYTES:
         seen = f"{free / _GIB:.1f} GiB are free there"
         yield _warn("disk space", seen, "free some, or checkpoint.path")
-
-
-def _is_older(version: str, oldest: tuple[int, int]) -> bool:
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return numbers is not None and (int(numbers[1]), int(numbers[2])) < oldest
-
-
-def _version_text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -125,7 +126,7 @@ def test_credentials_in_a_url_are_not_shown() -> None:
 
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = inspect_machine({})
-    assert found.python == sys.version_info[:3]
+    assert found.python == platform.python_version()
     assert found.ray
     assert found.memfd_error == ""
     monkeypatch.setenv("HOME", str(tmp_path))

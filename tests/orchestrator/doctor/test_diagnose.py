@@ -16,7 +16,7 @@ from rayzero.orchestrator.doctor.collect import MachineFacts, ProbeResult, Syste
 from rayzero.orchestrator.doctor.diagnose import Severity, diagnose, worst_severity
 
 MACHINE = MachineFacts(
-    python=(3, 11, 7),
+    python="3.11.7",
     ray="2.60.0",
     shm_bytes=8 * 2**30,
     memfd_error="",
@@ -63,7 +63,7 @@ def storage(trouble: str = "", **changed: Any) -> SystemFacts:
 
 # The facts, the one finding that is not ok, and words of what it says or advises.
 BROKEN: dict[str, tuple[SystemFacts, str, Severity, str]] = {
-    "old Python": (machine(python=(3, 10, 2)), "python", Severity.FAIL, "3.11"),
+    "old Python": (machine(python="3.10.2"), "python", Severity.FAIL, "3.11"),
     "no torch": (
         replace(HEALTHY, torch=ProbeResult({}, "ModuleNotFoundError: No module named 'torch'")),
         "torch",
