@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from threading import Condition, Thread
 from typing import Any
 
@@ -17,37 +18,31 @@ RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 _CLOSING_RETRY_S = 0.2
 
 
+@dataclass(eq=False)
 class WriteQueue:
     """Items for one destination; made by `BackgroundWriter.add_queue`. Guarded by its lock."""
 
-    def __init__(
-        self,
-        changed: Condition,
-        subject: str,
-        write: Callable[[Sequence[Any]], None],
-        interval_s: float,
-    ) -> None:
-        self.subject = subject
-        self.write = write
-        self.interval_s = interval_s
-        self.items: deque[Any] = deque(maxlen=MAX_QUEUED_ITEMS)
-        self.dropped = 0
-        self.failures = 0
-        self.due_s = 0.0
-        self._changed = changed
+    changed: Condition
+    subject: str
+    write: Callable[[Sequence[Any]], None]
+    interval_s: float
+    items: deque[Any] = field(default_factory=lambda: deque(maxlen=MAX_QUEUED_ITEMS))
+    dropped: int = 0
+    failures: int = 0
+    due_s: float = 0.0
 
     def put(self, item: Any) -> None:
         """Queues one item. Never waits for a disk."""
-        with self._changed:
+        with self.changed:
             if not self.items:
                 self.due_s = time.monotonic() + self.interval_s
-                self._changed.notify_all()
+                self.changed.notify_all()
             self.dropped += len(self.items) == self.items.maxlen
             self.items.append(item)
 
     def discard(self) -> None:
         """Drops what is not written yet."""
-        with self._changed:
+        with self.changed:
             self.dropped += len(self.items)
             self.items.clear()
 
@@ -57,13 +52,11 @@ class WriteQueue:
 
 
 class BackgroundWriter:
-    """Owns the daemon thread `rayzero-writer`, from its first queue to `close`.
+    """Owns the daemon thread `rayzero-writer`, from its first queue to `close`. `warn` is called in
+    it.
 
     Nobody waits for a disk: items queue up, bounded, while a write hangs. A write that raises is
     retried with the same items.
-
-    Args:
-        warn: shows a warning; called in the thread.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:

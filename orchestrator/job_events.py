@@ -249,8 +249,6 @@ class JobObserver(Protocol):
 
 
 class NullObserver:
-    """Ignores all events."""
-
     def on_event(self, event: JobEvent) -> None:
         del event
 

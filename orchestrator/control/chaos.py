@@ -80,7 +80,6 @@ class ClusterFaultInjector:
                 self._context.tasks.spawn(self._inject_node_fault(fault, step + 1))
 
     def on_checkpoint_committed(self, step: int, folder: str, files: Sequence[RankFile]) -> None:
-        """A checkpoint was committed."""
         names = {file.rank: file.name for file in files}
         for fault in self._schedule.due(step):
             if fault.kind == "tear_file" and is_remote(folder):

@@ -80,17 +80,11 @@ class PinnedSteps:
         limit = self._limits.get(pin.generation, -1)
         self._limits[pin.generation] = max(limit, pin.step - hold)
         if hold:
-            self._release_older(pin.generation)
+            self.release_older(pin.generation)
 
     def copy_failed(self, pin: PinnedStep) -> None:
         """A pin was not replicated completely: it is kept until a newer one is."""
         self._in_progress.discard((pin.generation, pin.step))
-
-    def generation_started(self, generation: int, *, remote: bool) -> None:
-        """A generation finished a step. Without replication, older generations' pins are useless
-        from then on."""
-        if not remote:
-            self._release_older(generation)
 
     def releasable(self) -> Iterator[tuple[int, int]]:
         """Yields (generation, step): all pins up to both may be released. Each is yielded once."""
@@ -101,7 +95,8 @@ class PinnedSteps:
                 self._released[generation] = limit
                 yield generation, limit
 
-    def _release_older(self, generation: int) -> None:
+    def release_older(self, generation: int) -> None:
+        """The pins of generations before this one are useless from now on."""
         for older in self._limits:
             if older < generation:
                 self._limits[older] = ALL_STEPS
@@ -167,7 +162,6 @@ class CheckpointWriter:
 
     @property
     def newest_step(self) -> int | None:
-        """The step of the newest known checkpoint."""
         return None if self._newest is None else self._newest.step
 
     def covers(self, step: int) -> bool:

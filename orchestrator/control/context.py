@@ -105,7 +105,6 @@ class JobContext:
         return self.deps.clock.now()
 
     def post_event(self, event: machine.Event) -> None:
-        """Queues an event for the state machine."""
         self.events.put_nowait(event)
 
     def emit(self, event: JobEvent | RankEvent) -> None:

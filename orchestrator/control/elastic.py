@@ -56,7 +56,6 @@ class ElasticScaler:
             self._context.tasks.spawn(work)
 
     def set_limits(self, min_workers: int, max_workers: int) -> None:
-        """Changes the limits for the number of workers."""
         ctx = self._context
         spares = ctx.registry.limits.spares
         ctx.registry.limits = WorkerLimits(min_workers, max_workers, spares)

@@ -16,7 +16,6 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies import failure
 from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, FaultCause
 from rayzero.orchestrator.policies.recovery import Excluded
-from rayzero.workers.vault.records import Restore
 
 COLLECTIVE_GRACE_S = 3.0
 """How long the decision about a failed collective waits for its cause, such as a dead worker."""
@@ -31,6 +30,7 @@ class FailureHandler:
         self.history: list[Fault] = []
         """Every fault recovered from, and every lost worker that was no member."""
         self.excluded = Excluded()
+        """States from which no generation resumes again."""
         self._context = context
         self._hung: dict[int, str] = {}
         self._recorded_dead: set[int] = set()
@@ -41,7 +41,6 @@ class FailureHandler:
         self._budget = failure.FaultBudget(spec.max_faults, spec.fault_window_s)
 
     def counts_by_cause(self) -> dict[str, int]:
-        """Number of faults by cause."""
         return dict(sorted(Counter(str(fault.cause) for fault in self.history).items()))
 
     def kill_hung(self, worker: int, reason: str) -> None:
@@ -134,7 +133,7 @@ class FailureHandler:
         for fault in losses if root in losses else [*losses, root]:
             self._record(fault)
         if root.cause is FaultCause.STATE and generation.restore is not None:
-            self._exclude_restore_point(generation.restore)
+            self.excluded.add(generation.restore)
         lost = [fault for fault in faults if not ctx.registry.is_alive(fault.worker.index)]
         ctx.timer.fault_detected(
             root.cause,
@@ -143,14 +142,6 @@ class FailureHandler:
             min(fault.at_s for fault in faults),
         )
         ctx.post_event(machine.FaultRecoverable(generation.number))
-
-    def _exclude_restore_point(self, restore: Restore) -> None:
-        """Its state could not be loaded: no generation resumes from it again."""
-        versions = {(slot.generation, slot.step) for slot in restore.slots}
-        checkpoints = {restore.step} if restore.checkpoint else set()
-        self.excluded = Excluded(
-            self.excluded.versions | versions, self.excluded.checkpoints | checkpoints
-        )
 
     def _add_detail(self, worker: int, detail: str) -> None:
         """The cluster reports why a worker died whose loss is known already."""

@@ -67,7 +67,6 @@ class GenerationState:
 
     @property
     def all_joined(self) -> bool:
-        """Whether every member joined the process group."""
         return len(self.joined) == self.world_size > 0
 
     @property
@@ -77,7 +76,6 @@ class GenerationState:
 
     @property
     def all_finished(self) -> bool:
-        """Whether every member's function returned."""
         return len(self.finished) == self.world_size > 0
 
     def in_process_states(self) -> dict[int, InProcessStateInfo]:
@@ -200,12 +198,10 @@ class RecoveryTimer:
         self.enter_phase("detect")
 
     def resize_requested(self, reason: str, world_size: int) -> None:
-        """A resize begins."""
         if self._current is None:
             self._current = _Timeline(world_size, "drain", self._now_s(), reason)
 
     def enter_phase(self, phase: str) -> None:
-        """Ends the current phase and begins another one."""
         if (timeline := self._current) is not None:
             now_s = self._now_s()
             timeline.seconds[timeline.phase] += now_s - timeline.phase_began_s

@@ -48,7 +48,8 @@ class Replication:
         """A step was finished by all ranks of a generation."""
         remote = self._context.replicates
         self._context.emit(ReplicationChanged(remote))
-        self._pins.generation_started(generation, remote=remote)
+        if not remote:
+            self._pins.release_older(generation)
         self._release()
 
     async def wait_idle(self) -> None:

@@ -46,7 +46,7 @@ class RestoreSelector:
         """
         ctx, excluded = self._context, self._failures.excluded
         held = await self._vaults.inventory()
-        stored = await self._checkpoints.newest(excluded.checkpoints)
+        stored = await self._checkpoints.newest(frozenset(excluded.checkpoints))
         memories, world_size = self._in_process_states(), ctx.generation.world_size
         source = select_recovery_step(held, memories, world_size, stored, excluded)
         if isinstance(source, FromWorkers):

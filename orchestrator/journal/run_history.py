@@ -140,10 +140,10 @@ def apply_entry(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHist
                 "generation": max(history.generation, int(entry["generation"])),
                 "world_size": int(entry["world_size"]),
                 "end_state": state if state in FINAL_STATES else history.end_state,
-                **_step_fields(history, int(entry["step"])),
+                "step": int(entry["step"]),
             }
         case "step":
-            changes |= _step_fields(history, int(entry["step"]))
+            changes["step"] = int(entry["step"])
         case "picked":
             changes["step"] = int(entry["step"])
             changes["steps_redone"] = history.steps_redone + int(entry["steps_redone"])
@@ -162,7 +162,7 @@ def apply_entry(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHist
                 "checkpoint_step": step,
                 "checkpoint_at_s": at_s,
                 "checkpoints_written": history.checkpoints_written + 1,
-                **_step_fields(history, max(history.step, step)),
+                "step": max(history.step, step),
             }
         case "checkpointfailed":
             changes["checkpoints_failed"] = history.checkpoints_failed + 1
@@ -171,6 +171,7 @@ def apply_entry(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHist
         case "ended":
             changes["end_state"] = str(entry["state"])
             changes["error"] = str(entry.get("error", ""))
+    changes["best_step"] = max(history.best_step, changes.get("step", 0))
     return replace(history, **changes)
 
 
@@ -182,10 +183,6 @@ def _begin(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHistory:
     return replace(
         history, spec=spec, run=run, last_at_s=at_s, adoptions=adoptions, end_state="", error=""
     )
-
-
-def _step_fields(history: RunHistory, step: int) -> dict[str, Any]:
-    return {"step": step, "best_step": max(history.best_step, step)}
 
 
 def _decode_fault(entry: Mapping[str, Any]) -> Fault:

@@ -47,7 +47,6 @@ class RankProgress:
 
     @property
     def silent_s(self) -> float:
-        """Known time without progress."""
         return self.heartbeat.silent_s + (self.age_s if self.overdue_s else 0.0)
 
     @property

@@ -35,7 +35,6 @@ class Selected:
 
     @cached_property
     def indices(self) -> frozenset[int]:
-        """Indices of the members."""
         return frozenset(worker.index for worker in self.members)
 
 

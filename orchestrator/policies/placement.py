@@ -35,14 +35,12 @@ class Capacity:
     gpus: float
 
     def fits(self, need: ResourceRequest) -> int:
-        """Number of workers that fit."""
         counts = [floor(self.cpus / need.cpus)] if need.cpus else []
         counts += [floor(self.gpus / need.gpus)] if need.gpus else []
         return min(counts)
 
 
 def total_fit(nodes: Sequence[Capacity], need: ResourceRequest) -> int:
-    """Number of workers that fit on the nodes when they are free."""
     return sum(node.fits(need) for node in nodes)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rayzero.workers.messages import InProcessStateInfo
@@ -34,20 +34,17 @@ class FromWorkers:
     workers: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Excluded:
-    """Sources that turned out to be unreadable.
+    """States that could not be loaded: slots by (generation, step), checkpoints by step."""
 
-    Args:
-        versions: (generation, step) of slots.
-        checkpoints: steps.
-    """
+    versions: set[tuple[int, int]] = field(default_factory=set)
+    checkpoints: set[int] = field(default_factory=set)
 
-    versions: frozenset[tuple[int, int]] = frozenset()
-    checkpoints: frozenset[int] = frozenset()
-
-
-NOTHING_EXCLUDED = Excluded()
+    def add(self, restore: Restore) -> None:
+        self.versions |= {(slot.generation, slot.step) for slot in restore.slots}
+        if restore.checkpoint:
+            self.checkpoints.add(restore.step)
 
 
 def select_recovery_step(
@@ -82,7 +79,7 @@ def newest_stored(
     held: Sequence[StoredSlot], stored: CheckpointRef | None, excluded: Excluded
 ) -> Restore | None:
     """The newest step that the vaults or a checkpoint hold; of the same step the vaults'."""
-    newest = newest_complete_in_vaults(held, excluded)
+    newest = newest_complete_in_vaults(held, excluded.versions)
     if stored is None or stored.step in excluded.checkpoints:
         return newest
     if newest is not None and newest.step >= stored.step:
@@ -91,7 +88,7 @@ def newest_stored(
 
 
 def newest_complete_in_vaults(
-    held: Iterable[StoredSlot], excluded: Excluded = NOTHING_EXCLUDED
+    held: Iterable[StoredSlot], excluded_versions: Collection[tuple[int, int]] = ()
 ) -> Restore | None:
     """The newest version of which all ranks are held; originals before replicas.
 
@@ -104,7 +101,7 @@ def newest_complete_in_vaults(
         versions[slot.step, slot.generation, slot.world_size].append(stored)
     for step, generation, world_size in sorted(versions, reverse=True):
         slots = versions[step, generation, world_size]
-        if len(slots) < world_size or (generation, step) in excluded.versions:
+        if len(slots) < world_size or (generation, step) in excluded_versions:
             continue
         if len(slots) > world_size:
             slots.sort(key=lambda stored: (stored.slot.replica, stored.node_id), reverse=True)

@@ -25,8 +25,6 @@ _CONSECUTIVE_STEPS = 10  # steps in a row that must agree before a change is rep
 
 
 class _WorkerSamples:
-    """One worker's last steps."""
-
     def __init__(self) -> None:
         self.compute_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         self.samples_per_s: deque[float] = deque(maxlen=WINDOW_STEPS)
@@ -37,7 +35,6 @@ class _WorkerSamples:
         """Number of steps in a row that contradict `slow`."""
 
     def changes_after(self, compute_s: float, others_s: float) -> bool:
-        """Counts a step; whether `slow` changes with it."""
         limit = RECOVERED_RATIO if self.slow else SLOW_RATIO
         slow = compute_s > limit * others_s and compute_s - others_s > MIN_DIFFERENCE_S
         self.contrary_steps = self.contrary_steps + 1 if slow != self.slow else 0
@@ -169,7 +166,6 @@ def balance_shares(
 
 
 def _slowest_rank_s(shares: Sequence[float], speeds: Sequence[float]) -> float:
-    """The slowest rank's compute time for one sample per step."""
     return max(share / speed for share, speed in zip(shares, speeds, strict=True))
 
 

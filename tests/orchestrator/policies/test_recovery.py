@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from rayzero.orchestrator.control.checkpoints import ALL_STEPS, PinnedStep, PinnedSteps
 from rayzero.orchestrator.policies.recovery import (
-    NOTHING_EXCLUDED,
     CheckpointRef,
     Excluded,
     FromWorkers,
@@ -26,10 +25,10 @@ def select(
     held: Sequence[StoredSlot] = (),
     in_process: Mapping[int, InProcessStateInfo] | None = None,
     stored: CheckpointRef | None = None,
-    excluded: Excluded = NOTHING_EXCLUDED,
+    excluded: Excluded | None = None,
 ) -> Restore | FromWorkers | None:
     """After a generation of two workers."""
-    return select_recovery_step(held, in_process or {}, 2, stored, excluded)
+    return select_recovery_step(held, in_process or {}, 2, stored, excluded or Excluded())
 
 
 def slot(
@@ -98,7 +97,7 @@ def test_a_checkpoint_if_it_is_newer_and_a_fresh_start_without_a_state():
 
 def test_unreadable_sources_are_excluded():
     slots = version(1, 7) + version(1, 8)
-    excluded = Excluded(frozenset({(1, 8)}), frozenset({6}))
+    excluded = Excluded({(1, 8)}, {6})
     assert select(slots, None, CHECKPOINT, excluded) == Restore(7, refs(1, 7, "a", "a"))
     assert select([], None, CHECKPOINT, excluded) is None
 
@@ -186,7 +185,8 @@ def test_older_generations_are_freed_once_the_newest_does_without_them(remote: b
     pins = PinnedSteps()
     pins.add_rank(Pinned(1, 0, 5, True, 0.1), "a", 2)  # the other rank died
     pins.add_rank(Pinned(2, 0, 7, True, 0.1), "a", 2)
-    pins.generation_started(2, remote=remote)
+    if not remote:
+        pins.release_older(2)
     assert list(pins.releasable()) == ([] if remote else [(1, ALL_STEPS)])
     pin = pins.add_rank(Pinned(2, 1, 7, True, 0.1), "a", 2)
     assert pin is not None
