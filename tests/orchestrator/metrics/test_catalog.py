@@ -1,4 +1,4 @@
-"""What Prometheus is told, read back with the parser of its own client, and by promtool."""
+"""The exported metrics, read back with the parser of the Prometheus client, and by promtool."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ from rayzero.orchestrator.metrics.goodput import PHASE_CATEGORY, TimeCategory
 from rayzero.orchestrator.metrics.job_metrics import MAX_USER_METRICS, STEP_PHASES
 from rayzero.orchestrator.policies.failure import FaultCause
 from rayzero.orchestrator.spec import CheckpointSpec
-from tests.orchestrator.metrics.jobs import UNIX, Life, lived
+from tests.orchestrator.metrics.simulated_job import UNIX, SimulatedJob, eventful_job
 
 Labels = tuple[tuple[str, str], ...]
 
 
-class Collected(Collector):
-    def __init__(self, life: Life) -> None:
-        self._life = life
+class JobCollector(Collector):
+    def __init__(self, job: SimulatedJob) -> None:
+        self._job = job
 
     def collect(self) -> Iterator[Metric]:
-        tally = self._life.tally
-        yield from job_families(tally)
-        yield from rank_families(tally.spec.name, tally.ranks.copy())
+        metrics = self._job.metrics
+        yield from job_families(metrics)
+        yield from rank_families(metrics.spec.name, metrics.ranks.copy())
 
 
-def text_of(life: Life) -> str:
+def metrics_text(job: SimulatedJob) -> str:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collected(life))
+    registry.register(JobCollector(job))
     return generate_latest(registry).decode()
 
 
-def samples(life: Life) -> dict[tuple[str, Labels], float]:
+def samples(job: SimulatedJob) -> dict[tuple[str, Labels], float]:
     """Every sample by its name and its labels but `job`."""
-    found = {}
-    for family in text_string_to_metric_families(text_of(life)):
+    exported = {}
+    for family in text_string_to_metric_families(metrics_text(job)):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("job") == "gpt"
-            found[sample.name, tuple(sorted(labels.items()))] = sample.value
-    return found
+            exported[sample.name, tuple(sorted(labels.items()))] = sample.value
+    return exported
 
 
-def one(life: Life, name: str, /, **labels: str) -> float:
-    return samples(life)[name, tuple(sorted(labels.items()))]
+def sample_value(job: SimulatedJob, name: str, /, **labels: str) -> float:
+    return samples(job)[name, tuple(sorted(labels.items()))]
 
 
-def test_every_series_of_the_catalog_is_told_as_the_catalog_says():
-    told = {}
-    for family in text_string_to_metric_families(text_of(lived())):
+def test_every_series_of_the_catalog_is_exported_as_the_catalog_says():
+    actual = {}
+    for family in text_string_to_metric_families(metrics_text(eventful_job())):
         name = family.name + "_total" * (family.type == "counter")
-        told[name] = family
-    assert set(told) == set(CATALOG)
-    for name, family in told.items():
+        actual[name] = family
+    assert set(actual) == set(CATALOG)
+    for name, family in actual.items():
         series = CATALOG[name]
         assert (family.type, family.documentation) == (series.kind, series.help)
         for sample in family.samples:
@@ -70,159 +70,166 @@ def test_every_series_of_the_catalog_is_told_as_the_catalog_says():
 
 
 def test_the_numbers_are_those_of_the_job():
-    life = lived()
-    assert one(life, "rayzero_state", state="running") == 1
-    assert one(life, "rayzero_state", state="failed") == 0
-    assert one(life, "rayzero_start_timestamp_seconds") == UNIX + 100
-    assert one(life, "rayzero_step") == 3
-    assert one(life, "rayzero_steps_total") == 4
-    assert one(life, "rayzero_tokens_total") == 4 * 256
-    assert one(life, "rayzero_samples_total") == 4 * 8
-    assert one(life, "rayzero_skipped_steps_total") == 4
-    assert one(life, "rayzero_nonfinite_losses_total") == 1
-    assert one(life, "rayzero_loss") != one(life, "rayzero_loss")  # nan
-    assert one(life, "rayzero_remaining_seconds") == pytest.approx(97 * 0.5)
-    assert one(life, "rayzero_step_seconds_bucket", le="0.5") == 4
-    assert one(life, "rayzero_step_seconds_bucket", le="0.25") == 0
-    assert one(life, "rayzero_step_phase_seconds_sum", phase="forward") == 1.0
-    assert one(life, "rayzero_faults_total", cause="lost") == 1
-    assert one(life, "rayzero_faults_in_window") == 1
-    assert one(life, "rayzero_steps_redone_total") == 1
-    assert one(life, "rayzero_recovery_seconds_sum") == 1.5
-    assert one(life, "rayzero_recovery_phase_seconds_sum", phase="load") == 1.0
-    assert one(life, "rayzero_checkpoint_bytes") == 3000
-    assert one(life, "rayzero_checkpoint_failures_total") == 1
-    assert one(life, "rayzero_replica_step", place="node") == 3
-    assert one(life, "rayzero_replica_bytes", place="node") == 2048
-    assert one(life, "rayzero_replica_timestamp_seconds", place="node") == UNIX + life.now_s
-    assert one(life, "rayzero_user_value", name="accuracy") == 0.75
+    job = eventful_job()
+    assert sample_value(job, "rayzero_state", state="running") == 1
+    assert sample_value(job, "rayzero_state", state="failed") == 0
+    assert sample_value(job, "rayzero_start_timestamp_seconds") == UNIX + 100
+    assert sample_value(job, "rayzero_step") == 3
+    assert sample_value(job, "rayzero_steps_total") == 4
+    assert sample_value(job, "rayzero_tokens_total") == 4 * 256
+    assert sample_value(job, "rayzero_samples_total") == 4 * 8
+    assert sample_value(job, "rayzero_skipped_steps_total") == 4
+    assert sample_value(job, "rayzero_nonfinite_losses_total") == 1
+    assert sample_value(job, "rayzero_loss") != sample_value(job, "rayzero_loss")  # nan
+    assert sample_value(job, "rayzero_remaining_seconds") == pytest.approx(97 * 0.5)
+    assert sample_value(job, "rayzero_step_seconds_bucket", le="0.5") == 4
+    assert sample_value(job, "rayzero_step_seconds_bucket", le="0.25") == 0
+    assert sample_value(job, "rayzero_step_phase_seconds_sum", phase="forward") == 1.0
+    assert sample_value(job, "rayzero_faults_total", cause="lost") == 1
+    assert sample_value(job, "rayzero_faults_in_window") == 1
+    assert sample_value(job, "rayzero_steps_redone_total") == 1
+    assert sample_value(job, "rayzero_recovery_seconds_sum") == 1.5
+    assert sample_value(job, "rayzero_recovery_phase_seconds_sum", phase="load") == 1.0
+    assert sample_value(job, "rayzero_checkpoint_bytes") == 3000
+    assert sample_value(job, "rayzero_checkpoint_failures_total") == 1
+    assert sample_value(job, "rayzero_replica_step", place="node") == 3
+    assert sample_value(job, "rayzero_replica_bytes", place="node") == 2048
+    assert sample_value(job, "rayzero_replica_timestamp_seconds", place="node") == UNIX + job.now_s
+    assert sample_value(job, "rayzero_user_value", name="accuracy") == 0.75
 
 
-def test_traffic_is_added_up_over_ranks_and_engines():
-    """Two ranks of 200 bytes, then an engine of one rank that had sent 200, then one of 300."""
-    assert one(lived(), "rayzero_communication_bytes_total", collective="all_gather") == 900
-    assert one(lived(), "rayzero_communication_calls_total", collective="all_gather") == 27
+def test_traffic_is_summed_over_ranks_and_engines():
+    """Two ranks of 200 bytes each, then engines of one rank that sent 200 and 300."""
+    job, labels = eventful_job(), {"collective": "all_gather"}
+    assert sample_value(job, "rayzero_communication_bytes_total", **labels) == 900
+    assert sample_value(job, "rayzero_communication_calls_total", **labels) == 27
 
 
-def test_the_causes_of_time_and_what_is_pending_are_the_wall_time():
-    life = lived()
-    life.now_s += 0.5
-    found = samples(life)
-    causes = [v for (name, _), v in found.items() if name == "rayzero_time_seconds_total"]
-    pending = found["rayzero_time_unattributed_seconds", ()]
+def test_attributed_and_unattributed_time_are_the_wall_time():
+    job = eventful_job()
+    job.now_s += 0.5
+    exported = samples(job)
+    causes = [v for (name, _), v in exported.items() if name == "rayzero_time_seconds_total"]
+    unattributed = exported["rayzero_time_unattributed_seconds", ()]
     assert len(causes) == len(TimeCategory)
-    assert sum(causes) + pending == pytest.approx(life.now_s - 100)
-    assert pending == 0.5
-    productive = one(life, "rayzero_time_seconds_total", cause="productive")
-    assert found["rayzero_goodput_ratio", ()] == pytest.approx(productive / (life.now_s - 100))
+    assert sum(causes) + unattributed == pytest.approx(job.now_s - 100)
+    assert unattributed == 0.5
+    productive = sample_value(job, "rayzero_time_seconds_total", cause="productive")
+    assert exported["rayzero_goodput_ratio", ()] == pytest.approx(productive / (job.now_s - 100))
 
 
-def ranks(life: Life) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for name, labels in samples(life):
+def ranks(job: SimulatedJob) -> dict[str, set[str]]:
+    exported: dict[str, set[str]] = {}
+    for name, labels in samples(job):
         if "rank" in dict(labels):
-            found.setdefault(name, set()).add(dict(labels)["rank"])
-    return found
+            exported.setdefault(name, set()).add(dict(labels)["rank"])
+    return exported
 
 
-def test_a_ranks_series_go_with_the_rank():
-    life = Life()
-    life.form(1, 3, 0)
-    life.step(1, 1, 3)
-    before = ranks(life)
+def test_series_of_lost_ranks_are_removed():
+    job = SimulatedJob()
+    job.form(1, 3, 0)
+    job.step(1, 1, 3)
+    before = ranks(job)
     assert len(before) == 9
-    assert all(one == {"0", "1", "2"} for one in before.values())
-    life.enter(State.RECOVERING, 1, 3)
-    life.form(2, 2, 1)
-    assert ranks(life) == {name: {"0", "1"} for name in before}
+    assert all(exported == {"0", "1", "2"} for exported in before.values())
+    job.enter(State.RECOVERING, 1, 3)
+    job.form(2, 2, 1)
+    assert ranks(job) == {name: {"0", "1"} for name in before}
 
 
-def test_what_a_job_does_not_report_is_left_out():
-    life = Life()
-    names = {name for name, _ in samples(life)}
+def test_values_that_are_not_reported_are_left_out():
+    job = SimulatedJob()
+    names = {name for name, _ in samples(job)}
     assert "rayzero_loss" not in names
     assert "rayzero_replica_timestamp_seconds" not in names
     assert {"rayzero_step", "rayzero_goodput_ratio"} <= names
 
 
-def test_what_counts_by_a_fixed_label_begins_at_zero():
-    """Or the first of each would be missing from every rate and increase."""
-    found = samples(Life())
+def test_counters_with_a_fixed_label_start_at_zero():
+    """Otherwise `rate` and `increase` would miss the first of each."""
+    exported = samples(SimulatedJob())
     fixed = {
-        "rayzero_faults_total": ("cause", {str(one) for one in FaultCause}),
-        "rayzero_repairs_total": ("cause", {str(one) for one in FaultCause}),
-        "rayzero_time_seconds_total": ("cause", {str(one) for one in TimeCategory}),
+        "rayzero_faults_total": ("cause", {str(cause) for cause in FaultCause}),
+        "rayzero_repairs_total": ("cause", {str(cause) for cause in FaultCause}),
+        "rayzero_time_seconds_total": ("cause", {str(cause) for cause in TimeCategory}),
         "rayzero_recovery_phase_seconds_count": ("phase", set(PHASE_CATEGORY)),
         "rayzero_step_phase_seconds_count": ("phase", set(STEP_PHASES)),
     }
     for name, (label, values) in fixed.items():
-        told = {dict(labels)[label]: value for (one, labels), value in found.items() if one == name}
-        assert told == dict.fromkeys(values, 0.0), name
-    counters = {name for name, one in CATALOG.items() if one.kind == "counter" and not one.labels}
-    assert {name for name, _ in found} >= counters
+        actual = {
+            dict(labels)[label]: value
+            for (other, labels), value in exported.items()
+            if other == name
+        }
+        assert actual == dict.fromkeys(values, 0.0), name
+    counters = {name for name, row in CATALOG.items() if row.kind == "counter" and not row.labels}
+    assert {name for name, _ in exported} >= counters
 
 
-def test_copies_on_other_nodes_are_told_apart():
-    life = Life()
-    life.form(1, 2, 0)
+def test_replicas_on_other_nodes_have_their_own_series():
+    job = SimulatedJob()
+    job.form(1, 2, 0)
     for step in (1, 2, 3):
-        life.now_s += 10
-        life.step(step, 1, 2)
-    owed = "rayzero_replica_unprotected_since_timestamp_seconds"
-    assert ("rayzero_replica_step", (("place", "other"),)) not in samples(life)
-    assert one(life, owed, place="node") == UNIX + 130
-    assert one(life, owed, place="other") == UNIX + 110  # the first step, which is nowhere else
-    life.now_s += 1
-    life.see(StepReplicated(2, 4096))
-    assert one(life, "rayzero_replica_step", place="other") == 2
-    assert one(life, "rayzero_replica_timestamp_seconds", place="other") == UNIX + 120
-    assert one(life, owed, place="other") == UNIX + 120
-    assert one(life, "rayzero_replica_bytes", place="other") == 4096
-    life.see(ReplicationChanged(False))  # one node is left
-    assert not [labels for _, labels in samples(life) if ("place", "other") in labels]
+        job.now_s += 10
+        job.step(step, 1, 2)
+    unprotected = "rayzero_replica_unprotected_since_timestamp_seconds"
+    assert ("rayzero_replica_step", (("place", "other"),)) not in samples(job)
+    assert sample_value(job, unprotected, place="node") == UNIX + 130
+    first_step_s = UNIX + 110  # which no other node has
+    assert sample_value(job, unprotected, place="other") == first_step_s
+    job.now_s += 1
+    job.emit(StepReplicated(2, 4096))
+    assert sample_value(job, "rayzero_replica_step", place="other") == 2
+    assert sample_value(job, "rayzero_replica_timestamp_seconds", place="other") == UNIX + 120
+    assert sample_value(job, unprotected, place="other") == UNIX + 120
+    assert sample_value(job, "rayzero_replica_bytes", place="other") == 4096
+    job.emit(ReplicationChanged(False))  # one node remains
+    assert not [labels for _, labels in samples(job) if ("place", "other") in labels]
 
 
-def test_a_checkpoint_is_owed_from_the_first_step_on():
-    life, owed = Life(), "rayzero_checkpoint_unprotected_since_timestamp_seconds"
-    life.form(1, 1, 0)
-    assert (owed, ()) not in samples(life)
+def test_training_is_unprotected_from_the_first_step_on():
+    job, unprotected = SimulatedJob(), "rayzero_checkpoint_unprotected_since_timestamp_seconds"
+    job.form(1, 1, 0)
+    assert (unprotected, ()) not in samples(job)
     for step in (1, 2):
-        life.now_s += 10
-        life.step(step, 1, 1)
-    assert one(life, owed) == UNIX + 110
-    life.see(Checkpointed(2, "runs/gpt/step-2", 3000, 0.75, 0.01))
-    assert one(life, owed) == UNIX + 120
-    life = Life(checkpoint=CheckpointSpec())
-    life.form(1, 1, 0)
-    life.step(1, 1, 1)
-    assert (owed, ()) not in samples(life)
+        job.now_s += 10
+        job.step(step, 1, 1)
+    assert sample_value(job, unprotected) == UNIX + 110
+    job.emit(Checkpointed(2, "runs/gpt/step-2", 3000, 0.75, 0.01))
+    assert sample_value(job, unprotected) == UNIX + 120
+    job = SimulatedJob(checkpoint=CheckpointSpec())
+    job.form(1, 1, 0)
+    job.step(1, 1, 1)
+    assert (unprotected, ()) not in samples(job)
 
 
-def test_a_users_gauges_are_bounded_in_number():
-    life = Life()
-    life.form(1, 1, 0)
-    life.step(1, 1, 1, **{f"of_step_{number}": 1.0 for number in range(MAX_USER_METRICS + 5)})
-    life.step(2, 1, 1, of_step_1=2.0)
-    told = [labels for name, labels in samples(life) if name == "rayzero_user_value"]
-    assert len(told) == MAX_USER_METRICS
-    assert one(life, "rayzero_user_value", name="of_step_1") == 2.0
-    assert one(life, "rayzero_user_value", name="of_step_2") == 1.0  # as it was last reported
-    assert one(life, "rayzero_user_metrics_dropped_total") == 6
+def test_the_number_of_user_metrics_is_bounded():
+    job = SimulatedJob()
+    job.form(1, 1, 0)
+    job.step(1, 1, 1, **{f"of_step_{number}": 1.0 for number in range(MAX_USER_METRICS + 5)})
+    job.step(2, 1, 1, of_step_1=2.0)
+    actual = [labels for name, labels in samples(job) if name == "rayzero_user_value"]
+    assert len(actual) == MAX_USER_METRICS
+    assert sample_value(job, "rayzero_user_value", name="of_step_1") == 2.0
+    last_reported = sample_value(job, "rayzero_user_value", name="of_step_2")
+    assert last_reported == 1.0
+    assert sample_value(job, "rayzero_user_metrics_dropped_total") == 6
 
 
 def test_the_budget_of_faults_recovers_with_time():
-    life = lived()
-    life.now_s += 4000
-    assert one(life, "rayzero_faults_in_window") == 0
-    assert one(life, "rayzero_faults_total", cause="lost") == 1
+    job = eventful_job()
+    job.now_s += 4000
+    assert sample_value(job, "rayzero_faults_in_window") == 0
+    assert sample_value(job, "rayzero_faults_total", cause="lost") == 1
 
 
-def test_promtool_finds_nothing_to_say():
+def test_promtool_accepts_the_metrics():
     promtool = os.environ.get("RAYZERO_PROMTOOL") or shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (RAYZERO_PROMTOOL)")
     command = [promtool, "check", "metrics"]
     done = subprocess.run(
-        command, input=text_of(lived()), capture_output=True, text=True, timeout=300
+        command, input=metrics_text(eventful_job()), capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

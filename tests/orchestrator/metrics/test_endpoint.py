@@ -1,4 +1,4 @@
-"""The job's HTTP server, asked over HTTP."""
+"""The job's HTTP endpoint, and how long its end waits for clients."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from prometheus_client import Gauge
 from prometheus_client.registry import CollectorRegistry
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.metrics.endpoint import MAX_END_WAIT_S, Endpoint
+from rayzero.orchestrator.metrics.endpoint import MAX_END_WAIT_S, Endpoint, ScrapeSchedule
 
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    made = opened()
-    yield made
-    made.close()
+    endpoint = open_endpoint()
+    yield endpoint
+    endpoint.close()
 
 
-def opened(host: str = "127.0.0.1", port: int = 0, ports: int = 1) -> Endpoint:
+def open_endpoint(host: str = "127.0.0.1", port: int = 0, ports: int = 1) -> Endpoint:
     registry = CollectorRegistry()
     Gauge("rayzero_step", "Steps.", registry=registry).set(7)
     pages = {"/snapshot.json": lambda: ("application/json", b'{"step": 7}')}
@@ -38,8 +38,8 @@ def opened(host: str = "127.0.0.1", port: int = 0, ports: int = 1) -> Endpoint:
 def get(endpoint: Endpoint, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
     request = urllib.request.Request(endpoint.url + path, method=method, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return answer.status, answer.read()
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, response.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
 
@@ -54,30 +54,30 @@ def test_metrics_and_the_snapshot(endpoint: Endpoint):
 
 
 @pytest.mark.parametrize("path", ["/", "/metrics/", "/etc/passwd", "/../job.yaml", "/favicon.ico"])
-def test_there_is_nothing_else(endpoint: Endpoint, path: str):
+def test_other_paths_are_not_found(endpoint: Endpoint, path: str):
     assert get(endpoint, path)[0] == 404
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
 @pytest.mark.parametrize("path", ["/metrics", "/snapshot.json"])
-def test_it_is_only_to_be_read(endpoint: Endpoint, path: str, method: str):
+def test_other_methods_are_not_allowed(endpoint: Endpoint, path: str, method: str):
     assert get(endpoint, path, method)[0] == 405
 
 
-def test_a_client_that_says_nothing_keeps_nobody_waiting(endpoint: Endpoint):
+def test_an_idle_client_delays_no_other(endpoint: Endpoint):
     with socket.create_connection(("127.0.0.1", endpoint.port)):
         assert get(endpoint, "/metrics")[0] == 200
 
 
 def test_a_port_in_use_is_named_with_its_setting(endpoint: Endpoint):
     with pytest.raises(ConfigError, match=rf"metrics\.port: .*127\.0\.0\.1:{endpoint.port}"):
-        opened(port=endpoint.port)
+        open_endpoint(port=endpoint.port)
 
 
-def test_jobs_on_one_head_take_ports_in_turn(endpoint: Endpoint):
-    """Where the next port is free, which is nobody's promise, the next job has it."""
+def test_jobs_on_one_head_use_ports_in_turn(endpoint: Endpoint):
+    """The next job uses the next free port."""
     first, last = endpoint.port, endpoint.port + 19
-    other = opened(port=first, ports=20)
+    other = open_endpoint(port=first, ports=20)
     try:
         assert first < other.port <= last
     finally:
@@ -85,47 +85,87 @@ def test_jobs_on_one_head_take_ports_in_turn(endpoint: Endpoint):
 
 
 def test_ports_that_are_all_in_use_are_named(endpoint: Endpoint):
-    held = []
+    listeners = []
     for port in (endpoint.port + 1, endpoint.port + 2):
-        with contextlib.suppress(OSError):  # somebody else's, which is as good
-            held.append(socket.create_server(("127.0.0.1", port)))
+        with contextlib.suppress(OSError):  # another process listens there, which serves as well
+            listeners.append(socket.create_server(("127.0.0.1", port)))
     try:
         where = rf"127\.0\.0\.1:{endpoint.port} to {endpoint.port + 2}"
         with pytest.raises(ConfigError, match=where):
-            opened(port=endpoint.port, ports=3)
+            open_endpoint(port=endpoint.port, ports=3)
     finally:
-        for one in held:
-            one.close()
+        for listener in listeners:
+            listener.close()
 
 
-def test_a_host_that_is_not_this_machines_is_named():
+def test_a_host_of_another_machine_is_an_error():
     with pytest.raises(ConfigError, match=r"metrics\.host"):
-        opened(host="192.0.2.1")
+        open_endpoint(host="192.0.2.1")
 
 
-def test_the_end_waits_for_who_reads_regularly(endpoint: Endpoint):
-    assert seconds(endpoint) < 5  # nobody does: MOST_S is more
+def test_the_end_waits_for_regular_clients(endpoint: Endpoint):
+    assert final_wait_s(endpoint) < 5  # nobody does
     for _ in range(3):
         get(endpoint, "/metrics")
         time.sleep(0.3)
     reader = threading.Timer(0.3, get, (endpoint, "/metrics"))
     reader.start()
-    assert seconds(endpoint) > 0.2
+    assert final_wait_s(endpoint) > 0.2
     reader.join()
-    assert 0.4 < seconds(endpoint) < MAX_END_WAIT_S + 20  # it would come again, and does not
+    wait_s = final_wait_s(endpoint)  # it is expected again, and does not come
+    assert 0.4 < wait_s < MAX_END_WAIT_S + 20
 
 
-def seconds(endpoint: Endpoint) -> float:
+def final_wait_s(endpoint: Endpoint) -> float:
     """How long the end waits."""
     began = time.monotonic()
     asyncio.run(endpoint.await_final_scrape())
     return time.monotonic() - began
 
 
-def test_nobody_listens_after_the_end():
-    made = opened()
-    made.close()
+def test_the_port_is_free_after_close():
+    endpoint = open_endpoint()
+    endpoint.close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", made.port), timeout=5)
-    again = opened(port=made.port)  # and the port is free at once
+        socket.create_connection(("127.0.0.1", endpoint.port), timeout=5)
+    again = open_endpoint(port=endpoint.port)  # and the port is free at once
     again.close()
+
+
+def schedule(*times: float, path: str = "/metrics") -> ScrapeSchedule:
+    scrapes = ScrapeSchedule()
+    for now_s in times:
+        scrapes.record_scrape(path, now_s)
+    return scrapes
+
+
+@pytest.mark.parametrize("times", [(), (99,), (95, 99), (10, 80, 99), (1, 2, 3)])
+def test_irregular_clients_are_not_waited_for(times: Sequence[float]) -> None:
+    assert schedule(*times).wait_deadline_s(100) == 100
+
+
+def test_the_wait_is_longer_than_the_usual_interval() -> None:
+    assert schedule(80, 85, 90, 95).wait_deadline_s(96) == pytest.approx(103)
+    assert schedule(60, 75, 90).wait_deadline_s(100) == pytest.approx(113)
+
+
+def test_two_clients_of_one_path_are_both_waited_for() -> None:
+    assert schedule(60, 61, 75, 76, 90, 91).wait_deadline_s(92) >= 105
+
+
+def test_the_wait_is_limited() -> None:
+    assert schedule(0, 50, 99).wait_deadline_s(100) == 100 + MAX_END_WAIT_S
+
+
+def test_a_client_that_has_read_the_end_is_not_waited_for() -> None:
+    scrapes = schedule(80, 85, 90, 95)
+    scrapes.record_scrape("/metrics", 100.5)
+    assert scrapes.wait_deadline_s(100) == 100
+
+
+def test_each_path_has_its_own_clients() -> None:
+    scrapes = schedule(80, 85, 90, 95)
+    for now_s in (93, 94, 95, 96):
+        scrapes.record_scrape("/snapshot.json", now_s)
+    scrapes.record_scrape("/snapshot.json", 100.5)
+    assert scrapes.wait_deadline_s(100) > 100

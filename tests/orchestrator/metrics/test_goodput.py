@@ -1,4 +1,4 @@
-"""The accounting of wall time, by hand-made histories and by any history at all."""
+"""Attribution of wall time, of given histories and of random ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.goodput import TimeAccounting, TimeCategory
 
-PARTS = (
+PHASES = (
     "detect",
     "drain",
     "fence",
@@ -31,7 +31,11 @@ def running(at_s: float = 5.0) -> TimeAccounting:
 
 
 def spent(account: TimeAccounting, now_s: float) -> dict[str, float]:
-    return {str(why): round(s, 9) for why, s in account.breakdown_at(now_s).seconds.items() if s}
+    return {
+        str(category): round(s, 9)
+        for category, s in account.breakdown_at(now_s).seconds.items()
+        if s
+    }
 
 
 def test_everything_before_the_first_step_is_starting():
@@ -40,7 +44,7 @@ def test_everything_before_the_first_step_is_starting():
     assert account.breakdown_at(107).goodput == 1 / 7
 
 
-def test_a_step_has_all_the_time_since_the_one_before_but_its_waits():
+def test_a_step_has_all_the_time_since_the_last_one_except_its_waits():
     account = running()
     account.on_step(
         2,
@@ -57,21 +61,21 @@ def test_a_step_has_all_the_time_since_the_one_before_but_its_waits():
     }
 
 
-def test_waits_of_steps_that_come_in_one_bunch_are_booked_when_there_is_time():
+def test_waits_of_steps_reported_together_are_booked_later():
     account = running()
     account.on_step(2, 1.0, {TimeCategory.DATA: 0.5}, 109)
-    account.on_step(3, 1.0, {TimeCategory.DATA: 0.5}, 109)  # nothing is left of the 2 s
+    account.on_step(3, 1.0, {TimeCategory.DATA: 0.5}, 109)  # none of the 2 s is left
     assert spent(account, 109)["data"] == 0.5
     account.on_step(4, 1.0, {}, 110)
     assert spent(account, 110)["data"] == 1.0
 
 
-def test_a_repair_by_its_parts_and_the_step_that_it_broke_off():
+def test_a_recovery_by_phase_and_the_interrupted_step():
     account = running()
     account.on_state(State.RECOVERING, 108.0)  # 0.9 s into the step, 0.1 s after its first sign
     account.on_state(State.RUNNING, 108.5)
     account.on_step(2, 1.0, {}, 110.0)
-    parts = {
+    phases = {
         "detect": 0.1,
         "fence": 0.1,
         "select_step": 0.1,
@@ -79,7 +83,7 @@ def test_a_repair_by_its_parts_and_the_step_that_it_broke_off():
         "rendezvous": 0.1,
         "load": 0.3,
     }
-    account.recovery_finished({**parts, "recompute": 0.2}, 110.0)
+    account.recovery_finished({**phases, "recompute": 0.2}, 110.0)
     assert spent(account, 110) == {
         "starting": 6.0,
         "productive": 2.0,
@@ -96,7 +100,7 @@ def test_a_repair_by_its_parts_and_the_step_that_it_broke_off():
 
 def test_a_step_whose_reports_were_lost_with_a_rank_counts():
     account = running()
-    account.on_state(State.RECOVERING, 108.5)  # step 2 is finished, and nobody said so
+    account.on_state(State.RECOVERING, 108.5)  # step 2 is finished, and no rank reported it
     account.on_state(State.RUNNING, 109)
     account.on_step(3, 1.0, {}, 110)
     account.recovery_finished({"detect": 0.5, "load": 0.5}, 110)
@@ -108,7 +112,7 @@ def test_a_step_whose_reports_were_lost_with_a_rank_counts():
     }
 
 
-def test_steps_that_are_done_again_are_not_productive():
+def test_redone_steps_are_not_productive():
     account = running()
     account.on_step(2, 1.0, {}, 108)
     account.on_state(State.RECOVERING, 108)
@@ -117,14 +121,14 @@ def test_steps_that_are_done_again_are_not_productive():
         account.on_step(step, 1.0, {}, 109.0 + step)
         if step == 1:
             account.recovery_finished({"load": 1.0}, 110)
-    found = spent(account, 112)
-    assert (found["redone"], found["productive"]) == (2.0, 3.0)
+    seconds = spent(account, 112)
+    assert (seconds["redone"], seconds["productive"]) == (2.0, 3.0)
 
 
 def test_a_resize_and_the_step_it_drains():
     account = running()
     account.on_state(State.RESIZING, 107.5)
-    account.on_step(2, 1.0, {}, 108)  # the step at hand is finished on the way
+    account.on_step(2, 1.0, {}, 108)  # the current step is finished meanwhile
     account.on_state(State.RUNNING, 109)
     account.on_step(3, 1.0, {}, 111)
     account.recovery_finished(
@@ -138,19 +142,19 @@ def test_a_resize_and_the_step_it_drains():
     }
 
 
-def test_a_fault_on_a_resizes_way_makes_a_repair_of_it():
+def test_a_fault_during_a_resize_makes_it_a_recovery():
     account = running()
     account.on_state(State.RESIZING, 107)
     account.on_state(State.RECOVERING, 108)
     account.on_state(State.RUNNING, 109)
     account.on_step(2, 1.0, {}, 111)
     account.recovery_finished({"drain": 1.0, "detect": 0.5, "load": 1.5}, 111)
-    found = spent(account, 111)
-    assert (found["resizing"], found["recovery_load"]) == (1.0, 1.5)
+    seconds = spent(account, 111)
+    assert (seconds["resizing"], seconds["recovery_load"]) == (1.0, 1.5)
 
 
 @pytest.mark.parametrize(
-    ("states", "why"),
+    ("states", "category"),
     [
         ((State.SUCCEEDED,), "finishing"),
         ((State.FAILED,), "interrupted"),
@@ -160,14 +164,14 @@ def test_a_fault_on_a_resizes_way_makes_a_repair_of_it():
         ((State.RESIZING, State.FAILED), "resizing"),
     ],
 )
-def test_how_a_job_ends(states: tuple[State, ...], why: str):
+def test_how_a_job_ends(states: tuple[State, ...], category: str):
     account = running()
     for number, state in enumerate(states, start=1):
         account.on_state(state, 107.0 + number)
     assert spent(account, 107.0 + len(states)) == {
         "starting": 6.0,
         "productive": 1.0,
-        why: float(len(states)),
+        category: float(len(states)),
     }
 
 
@@ -178,20 +182,20 @@ def test_a_job_that_never_started():
     assert spent(account, 3.0) == {"starting": 3.0}
 
 
-def test_the_account_is_closed_with_the_job():
+def test_no_time_passes_after_the_final_state():
     account = running()
     account.on_state(State.SUCCEEDED, 110.0)
     times = account.breakdown_at(1000.0)
     assert (times.wall_s, times.unattributed_s, times.goodput) == (10.0, 0.0, 0.1)
 
 
-def test_what_is_under_way_is_pending_and_lowers_the_goodput():
+def test_time_in_progress_is_unattributed_and_lowers_the_goodput():
     account = running()
     times = account.breakdown_at(114.0)
     assert (times.unattributed_s, times.wall_s, times.goodput) == (7.0, 14.0, 1 / 14)
 
 
-def test_an_adopted_run_goes_on_with_its_account():
+def test_an_adopted_run_continues_the_attribution():
     account = TimeAccounting(1000.0)
     account.restore({"starting": 6.0, "productive": 80.0, "redone": 1.0}, best_step=40, ago_s=120.0)
     account.on_state(State.STARTING, 1000.0)
@@ -207,9 +211,9 @@ def test_an_adopted_run_goes_on_with_its_account():
     assert account.breakdown_at(1006).wall_s == 126.0
 
 
-moments = st.floats(min_value=0, max_value=1e4, allow_nan=False)
+times = st.floats(min_value=0, max_value=1e4, allow_nan=False)
 lengths = st.floats(min_value=-1, max_value=1e4, allow_nan=False)
-happenings = st.one_of(
+histories = st.one_of(
     st.tuples(st.just("on_state"), st.sampled_from(State)),
     st.tuples(
         st.just("on_step"),
@@ -222,22 +226,22 @@ happenings = st.one_of(
     ),
     st.tuples(
         st.just("recovery_finished"),
-        st.dictionaries(st.sampled_from([*PARTS, "unheard-of"]), lengths),
+        st.dictionaries(st.sampled_from([*PHASES, "unknown"]), lengths),
     ),
 )
 
 
 pasts = st.none() | st.tuples(
-    st.dictionaries(st.sampled_from([*TimeCategory, "unheard-of"]), lengths),
+    st.dictionaries(st.sampled_from([*TimeCategory, "unknown"]), lengths),
     st.integers(0, 9),
     lengths,
 )
 
 
-@given(moments, pasts, st.lists(st.tuples(lengths, happenings)))
-def test_any_history_sums_to_the_wall_time(begun_s: float, past: tuple | None, history: list):
-    """Also one that a controller would never tell, with a clock that goes back."""
-    account, now_s, latest_s = TimeAccounting(begun_s), begun_s, begun_s
+@given(times, pasts, st.lists(st.tuples(lengths, histories)))
+def test_any_history_sums_to_the_wall_time(start_s: float, past: tuple | None, history: list):
+    """Also one that no controller would emit, with a clock that goes back."""
+    account, now_s, latest_s = TimeAccounting(start_s), start_s, start_s
     if past is not None:
         account.restore(*past)
     before, _ = account.totals_ns()
@@ -249,12 +253,14 @@ def test_any_history_sums_to_the_wall_time(begun_s: float, past: tuple | None, h
         latest_s = latest_s if ended else max(latest_s, now_s)
         ended = ended or (what == "on_state" and args[0].is_final)
         getattr(account, what)(*args, now_s)
-        booked, pool = account.totals_ns()
+        booked, unattributed = account.totals_ns()
         assert (
-            sum(booked.values()) + pool == round(latest_s * 1e9) - round(begun_s * 1e9) + before_ns
+            sum(booked.values()) + unattributed
+            == round(latest_s * 1e9) - round(start_s * 1e9) + before_ns
         )
-        assert pool >= 0
-        assert all(booked[why] >= before[why] for why in TimeCategory)  # counters only grow
+        assert unattributed >= 0
+        for category in TimeCategory:  # counters only grow
+            assert booked[category] >= before[category]
         before = booked
         times = account.breakdown_at(now_s)
         assert 0 <= times.goodput <= 1

@@ -1,4 +1,4 @@
-"""What is written of the steps, read back by others' readers; and that nobody waits for it."""
+"""Step files, read back with other libraries, and writes that fail."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def step(number: int, loss: float = 1.5, **gauges: float) -> StepRecord:
     return StepRecord(number, 2, 1, loss, 64.0, 0.25, {"lr": 0.5, **gauges}, at_s=1e9 + number)
 
 
-def test_a_line_a_step_over_several_runs(tmp_path: Path):
+def test_several_runs_append_a_line_for_each_step(tmp_path: Path):
     for steps in ((1, 2), (2, 3)):
         records = [step(n, loss=NAN if n == 3 else 1.5, accuracy=0.75) for n in steps]
         write_json_lines(tmp_path / JSON_LINES_FILE, records)
-    found = [json.loads(line) for line in (tmp_path / JSON_LINES_FILE).read_text().splitlines()]
-    assert [one["step"] for one in found] == [1, 2, 2, 3]
-    assert [one["loss"] for one in found] == [1.5, 1.5, 1.5, None]
-    assert found[0] == {
+    lines = [json.loads(line) for line in (tmp_path / JSON_LINES_FILE).read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2, 3]
+    assert [line["loss"] for line in lines] == [1.5, 1.5, 1.5, None]
+    assert lines[0] == {
         "step": 1,
         "generation": 1,
         "world_size": 2,
@@ -51,33 +51,33 @@ def test_a_line_a_step_over_several_runs(tmp_path: Path):
 
 
 def events(folder: Path) -> list:
-    """By tensorboardX's own messages and checksum."""
+    """Decoded with the messages and the checksum of tensorboardX."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 
     (path,) = (folder / TENSORBOARD_FOLDER).glob("events.out.tfevents.*")
-    data, found = path.read_bytes(), []
+    data, records = path.read_bytes(), []
     while data:
         length = int.from_bytes(data[:8], "little")
         body = data[12 : 12 + length]
         sums = (data[8:12], data[12 + length : 16 + length])
-        for told, of in zip(sums, (data[:8], body), strict=True):
-            assert int.from_bytes(told, "little") == masked_crc32c(of)
-        found.append(Event.FromString(body))
+        for checksum, part in zip(sums, (data[:8], body), strict=True):
+            assert int.from_bytes(checksum, "little") == masked_crc32c(part)
+        records.append(Event.FromString(body))
         data = data[16 + length :]
-    return found
+    return records
 
 
 def test_event_files_as_tensorboard_reads_them(tmp_path: Path):
-    board = TensorBoardFile(tmp_path, now_s=1e9)
+    file = TensorBoardFile(tmp_path, now_s=1e9)
     gauges = {"phases/data": 0.125, "bytes/slots": 1e39, "accuracy": 0.75, "samples": 3.0}
-    gauges["long" * 50] = 2.0  # longer than one byte of a length can say
-    board.write([step(number, **gauges) for number in (1, 300, 2)])
-    head, one, far, again, two = events(tmp_path)
+    gauges["long" * 50] = 2.0  # its length takes two bytes
+    file.write([step(number, **gauges) for number in (1, 300, 2)])
+    head, first, second, restart, third = events(tmp_path)
     assert (head.file_version, head.wall_time) == ("brain.Event:2", 1e9)
-    assert (one.step, far.step, two.step) == (1, 300, 2)
-    assert (again.step, again.session_log.status) == (2, 1)  # what was beyond it is void
-    values = {value.tag: value.simple_value for value in one.summary.value}
+    assert (first.step, second.step, third.step) == (1, 300, 2)
+    assert (restart.step, restart.session_log.status) == (2, 1)  # later events are void
+    values = {value.tag: value.simple_value for value in first.summary.value}
     assert values == {
         "train/loss": 1.5,
         "train/learning_rate": 0.5,
@@ -93,33 +93,33 @@ def test_event_files_as_tensorboard_reads_them(tmp_path: Path):
 
 def test_a_failed_write_leaves_no_torn_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The same steps are written again later."""
-    board = TensorBoardFile(tmp_path, now_s=1e9)
+    file = TensorBoardFile(tmp_path, now_s=1e9)
     (path,) = (tmp_path / TENSORBOARD_FOLDER).iterdir()
-    board.write([step(1)])
+    file.write([step(1)])
     size = path.stat().st_size
     open_path = Path.open
 
     @contextmanager
     def open_on_full_disk(self: Path, mode: str) -> Iterator[Any]:
-        with open_path(self, mode) as file:
-            file.write(b"half of a record")
+        with open_path(self, mode) as disk:
+            disk.write(b"half of a record")
         raise OSError(errno.ENOSPC, "No space left")
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", open_on_full_disk)
         with pytest.raises(OSError, match="No space left"):
-            board.write([step(2)])
+            file.write([step(2)])
     assert path.stat().st_size == size
-    board.write([step(2)])
+    file.write([step(2)])
     assert [event.step for event in events(tmp_path)] == [0, 1, 2]
 
 
 def test_a_file_that_fails_is_retried_and_the_others_continue(tmp_path: Path):
     warnings: list[str] = []
     writer = BackgroundWriter(warnings.append)
-    wanted = plan(tmp_path, metrics={"jsonl": True, "tensorboard": True})
-    queues = open_step_files(wanted, 1e9, writer)
-    path = wanted.output_dir / JSON_LINES_FILE
+    job_plan = plan(tmp_path, metrics={"jsonl": True, "tensorboard": True})
+    queues = open_step_files(job_plan, 1e9, writer)
+    path = job_plan.output_dir / JSON_LINES_FILE
     path.unlink()
     path.mkdir()
     for queue in queues:
@@ -130,6 +130,6 @@ def test_a_file_that_fails_is_retried_and_the_others_continue(tmp_path: Path):
     path.rmdir()
     assert writer.close(10)
     assert len(path.read_text().splitlines()) == 1
-    assert [event.step for event in events(wanted.output_dir)] == [0, 1]
+    assert [event.step for event in events(job_plan.output_dir)] == [0, 1]
     assert len(warnings) == 1
     assert warnings[0].startswith("metrics.jsonl cannot be written, retrying")

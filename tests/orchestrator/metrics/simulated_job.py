@@ -1,4 +1,4 @@
-"""A job's life as its observer and its probe are told it, with something for every series."""
+"""A simulated job whose events give a value to every metric."""
 
 from __future__ import annotations
 
@@ -59,26 +59,26 @@ GAUGES = {
 }
 
 
-class Life:
-    """Tells a tally what happens, second by second."""
+class SimulatedJob:
+    """Emits the events of a job to its metrics, on a clock that the test sets."""
 
     def __init__(self, **changes: Any) -> None:
         self.now_s = 100.0
-        self.tally = JobMetrics(SPEC.model_copy(update=changes), 2, lambda: self.now)
+        self.metrics = JobMetrics(SPEC.model_copy(update=changes), 2, lambda: self.now)
         self.progress = JobProgress()
 
     @property
     def now(self) -> Timestamps:
         return Timestamps(self.now_s, UNIX + self.now_s)
 
-    def see(self, notice: JobEvent) -> None:
-        self.tally.on_event(notice)
+    def emit(self, event: JobEvent) -> None:
+        self.metrics.on_event(event)
 
     def enter(self, state: State, generation: int = 1, world_size: int = 2) -> None:
-        self.see(StateEntered(state, generation, world_size))
+        self.emit(StateEntered(state, generation, world_size))
 
     def form(self, generation: int, world_size: int, step: int) -> None:
-        self.see(GenerationStarted(("host-a",) * world_size))
+        self.emit(GenerationStarted(("host-a",) * world_size))
         self.enter(State.RUNNING, generation, world_size)
         self.progress.start_generation(generation, world_size, step)
 
@@ -89,40 +89,40 @@ class Life:
                 "collectives/all_gather/calls": 3.0 * step,
                 "collectives/all_gather/bytes": 100.0 * step,
             }
-            told = {**GAUGES, "replica_step": float(step), **traffic, **gauges}
-            report = StepReport(generation, rank, step, {}, told, UNIX + self.now_s)
-            self.tally.ranks.on_report(report)
-            self.tally.ranks.on_heartbeat(Heartbeat(rank, step + 1, "forward", 0.25))
+            reported = {**GAUGES, "replica_step": float(step), **traffic, **gauges}
+            report = StepReport(generation, rank, step, {}, reported, UNIX + self.now_s)
+            self.metrics.ranks.on_report(report)
+            self.metrics.ranks.on_heartbeat(Heartbeat(rank, step + 1, "forward", 0.25))
             record = self.progress.add_report(report)
         assert record is not None
-        self.see(record)
-        self.see(ReplicationChanged(world_size > 1))
+        self.emit(record)
+        self.emit(ReplicationChanged(world_size > 1))
         return record
 
 
-def lived() -> Life:
+def eventful_job() -> SimulatedJob:
     """Two steps, a fault, a repair with one rank less, a resize, a checkpoint, a failed one."""
-    life = Life()
-    life.enter(State.STARTING, 0, 0)
-    life.now_s += 5
-    life.form(1, 2, 0)
+    job = SimulatedJob()
+    job.enter(State.STARTING, 0, 0)
+    job.now_s += 5
+    job.form(1, 2, 0)
     for step in (1, 2):
-        life.now_s += 1
-        life.step(step, 1, 2)
-    life.see(StepReplicated(2, 4096))
-    life.now_s += 1
-    life.see(FaultRecorded(Fault(FaultCause.PROCESS_LOST, WORKER, 1, 3, "killed", life.now_s, 1)))
-    life.see(FaultDetected("lost", WORKER, 1, 3, "rank 1 was lost"))
-    life.enter(State.RECOVERING, 1, 2)
-    life.form(2, 1, 1)
-    life.now_s += 2
-    life.step(2, 2, 1)
-    life.see(Repaired("lost", ("rank 1",), 1, 1, 2, 1, {"detect": 0.5, "load": 1.0}))
-    life.see(Checkpointed(2, "runs/gpt/step-2", 3000, 0.75, 0.01))
-    life.see(CheckpointFailed(3, "no room", 1, None))
-    life.enter(State.RESIZING, 2, 1)
-    life.form(3, 1, 2)
-    life.now_s += 2
-    life.step(3, 3, 1, loss=float("nan"))
-    life.see(Resized("from 1 to 1 workers", 2, 1, 1, {"drain": 0.5}))
-    return life
+        job.now_s += 1
+        job.step(step, 1, 2)
+    job.emit(StepReplicated(2, 4096))
+    job.now_s += 1
+    job.emit(FaultRecorded(Fault(FaultCause.PROCESS_LOST, WORKER, 1, 3, "killed", job.now_s, 1)))
+    job.emit(FaultDetected("lost", WORKER, 1, 3, "rank 1 was lost"))
+    job.enter(State.RECOVERING, 1, 2)
+    job.form(2, 1, 1)
+    job.now_s += 2
+    job.step(2, 2, 1)
+    job.emit(Repaired("lost", ("rank 1",), 1, 1, 2, 1, {"detect": 0.5, "load": 1.0}))
+    job.emit(Checkpointed(2, "runs/gpt/step-2", 3000, 0.75, 0.01))
+    job.emit(CheckpointFailed(3, "no room", 1, None))
+    job.enter(State.RESIZING, 2, 1)
+    job.form(3, 1, 2)
+    job.now_s += 2
+    job.step(3, 3, 1, loss=float("nan"))
+    job.emit(Resized("from 1 to 1 workers", 2, 1, 1, {"drain": 0.5}))
+    return job
