@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,15 +18,8 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested mappings, lists, tuples and dataclasses, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for child in value.values():
-            yield from iter_tensors(child)
-    elif isinstance(value, list | tuple):
-        for child in value:
-            yield from iter_tensors(child)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from iter_tensors(getattr(value, field.name))
+    for _, child in _children(value):
+        yield from iter_tensors(child)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -37,40 +30,32 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
+    children = _children(value)
+    mapped = {key: map_tensors(child, function) for key, child in children}
+    changed = {key: mapped[key] for key, child in children if mapped[key] is not child}
+    if not changed:
+        return value
+    if isinstance(value, MutableMapping):
+        result = copy.copy(value)  # a subclass may have attributes besides its items
+        for key, item in changed.items():  # some classes of transformers refuse `update`
+            result[key] = item
+        return result
     if isinstance(value, Mapping):
-        return _map_mapping(value, function)
+        return mapped
     if isinstance(value, list | tuple):
-        return _map_sequence(value, function)
+        make: Callable[..., Any] = type(value)
+        items = mapped.values()
+        return make(*items) if hasattr(value, "_fields") else make(items)  # a named tuple
+    return dataclasses.replace(value, **changed)
+
+
+def _children(value: Any) -> Sequence[tuple[Any, Any]]:
+    """(key, child) of each child of a container; none for other values."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        changed = _changed_items([(name, getattr(value, name)) for name in names], function)
-        return dataclasses.replace(value, **changed) if changed else value
-    return value
-
-
-def _map_mapping(value: Mapping[Any, Any], function: Callable[[Tensor], Tensor]) -> Any:
-    changed = _changed_items(list(value.items()), function)
-    if not changed:
-        return value
-    if not isinstance(value, MutableMapping):
-        return {**value, **changed}
-    mapped = copy.copy(value)  # a subclass may have attributes besides its items
-    for key, item in changed.items():  # some classes of transformers refuse `update`
-        mapped[key] = item
-    return mapped
-
-
-def _map_sequence(value: list[Any] | tuple[Any, ...], function: Callable[[Tensor], Tensor]) -> Any:
-    changed = _changed_items(list(enumerate(value)), function)
-    if not changed:
-        return value
-    items = [changed.get(index, item) for index, item in enumerate(value)]
-    make: Callable[..., Any] = type(value)
-    return make(*items) if hasattr(value, "_fields") else make(items)  # a named tuple has fields
-
-
-def _changed_items(
-    items: list[tuple[Any, Any]], function: Callable[[Tensor], Tensor]
-) -> dict[Any, Any]:
-    mapped = {key: map_tensors(item, function) for key, item in items}
-    return {key: mapped[key] for key, item in items if mapped[key] is not item}
+        fields = dataclasses.fields(value)
+        return [(field.name, getattr(value, field.name)) for field in fields if field.init]
+    return ()

@@ -18,13 +18,6 @@ from rayzero.engine.optim.build import OptimizerLike
 from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.settings import ConfigLike
 
-_REFUSED_ARGUMENTS = {
-    "mpu": "model parallelism is not part of this engine: ranks are data parallel, and stage 3 "
-    "shards models that do not fit",
-    "mesh_param": "sequence parallelism is not part of this engine: all ranks are one data "
-    "parallel group",
-}
-
 
 def initialize(
     args: Any = None,
@@ -63,8 +56,14 @@ def initialize(
         ConfigError: config, model, optimizer and ranks do not fit together.
         DataError: the dataset is empty, or not map-style.
     """
-    _refuse_arguments(mpu=mpu, mesh_param=mesh_param)
-    _check_process_group(dist_init_required)
+    _refuse("mpu", mpu, "leave it out: all ranks are data parallel; stage 3 shards large models")
+    _refuse("mesh_param", mesh_param, "leave it out: all ranks are one data parallel group")
+    if dist_init_required is False and not torch.distributed.is_initialized():
+        raise ConfigError(
+            "initialize(dist_init_required=False) was given, and torch.distributed has no "
+            "process group",
+            fix="leave it out, or call torch.distributed.init_process_group before",
+        )
     _set_rendezvous_env(args, distributed_port)
     engine = DeepSpeedEngine.build(
         model,
@@ -78,12 +77,9 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _refuse_arguments(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"initialize({name}=...) was given", allowed="None", fix=_REFUSED_ARGUMENTS[name]
-            )
+def _refuse(argument: str, value: Any, reason: str) -> None:
+    if value is not None:
+        raise ConfigError(f"initialize({argument}=...) was given", allowed="None", fix=reason)
 
 
 def _choose_config(
@@ -96,28 +92,15 @@ def _choose_config(
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
         "args.deepscale_config": getattr(args, "deepscale_config", None),
     }
-    given = {place: value for place, value in places.items() if value is not None}
-    if not given:
-        return None
-    (first, chosen), *others = given.items()
-    for place, value in others:
-        if parse_config(value) != parse_config(chosen):
+    given = [(place, value) for place, value in places.items() if value is not None]
+    for place, value in given[1:]:
+        if parse_config(value) != parse_config(given[0][1]):
             raise ConfigError(
-                f"{first} and {place} are different configs",
+                f"{given[0][0]} and {place} are different configs",
                 allowed="one config, or the same one twice",
                 fix=f"leave {place} out",
             )
-    return chosen
-
-
-def _check_process_group(required: bool | None) -> None:
-    """Checks that a process group exists where the script requires it."""
-    if required is False and not torch.distributed.is_initialized():
-        raise ConfigError(
-            "initialize(dist_init_required=False) was given, and torch.distributed has no "
-            "process group",
-            fix="leave it out, or call torch.distributed.init_process_group before",
-        )
+    return given[0][1] if given else None
 
 
 def _set_rendezvous_env(args: Any, port: int) -> None:

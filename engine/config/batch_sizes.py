@@ -13,15 +13,12 @@ from rayzero.engine.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Resolved batch sizes, in samples; `micro_steps` are micro-batches per step.
-
-    `shares` are each rank's fraction of a step's samples; empty if they are equal.
-    """
+    """Resolved batch sizes, in samples; `micro_steps` are micro-batches per step."""
 
     global_batch: int
     micro_batch: int
     micro_steps: int
-    shares: tuple[float, ...] = ()
+    shares: tuple[float, ...] = ()  # each rank's fraction of a step's samples; empty: equal ones
 
 
 def resolve_batch_sizes(
@@ -61,8 +58,7 @@ def resolve_batch_sizes(
             fix="train_batch_size, or workers.max in the job file",
         )
     per_rank = ceil(total / world_size)
-    even = ceil(per_rank / (steps or 1)) if micro is None else micro
-    if steps is not None and ceil(per_rank / even) != steps:
+    if steps is not None and ceil(per_rank / (micro or ceil(per_rank / steps))) != steps:
         raise ConfigError(
             f"train_batch_size {total} on {world_size} ranks is {per_rank} samples per rank, which "
             f"does not make gradient_accumulation_steps {steps} micro-batches of equal size",
@@ -74,6 +70,5 @@ def resolve_batch_sizes(
 
 
 def _make_sizes(total: int, micro: int, world_size: int, shares: Sequence[float]) -> BatchSizes:
-    return BatchSizes(
-        total, micro, count_micro_steps(total, world_size, micro, shares), tuple(shares)
-    )
+    micro_steps = count_micro_steps(total, world_size, micro, shares)
+    return BatchSizes(total, micro, micro_steps, tuple(shares))

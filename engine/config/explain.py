@@ -9,15 +9,13 @@ from functools import lru_cache
 from typing import Any
 
 from rayzero.engine.config.checks import DEFAULTS, is_in_force
-from rayzero.engine.config.keys import IMPLEMENTED, NO_OP, Key, KeyStatus
+from rayzero.engine.config.keys import IMPLEMENTED, NO_OP, KeyStatus
 from rayzero.engine.config.model import FREE_FORM_SECTIONS, KEY_GROUPS, KEYS, EngineConfig
 from rayzero.engine.config.normalize import OLD_NAMES, SHORTHANDS, get_path
 from rayzero.engine.config.parse import ParsedConfig
 from rayzero.engine.validation import repr_value
 
 log = logging.getLogger(__name__)
-
-_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,23 @@ def key_infos(parsed: ParsedConfig) -> Iterator[KeyInfo]:
     dump = parsed.config.model_dump(mode="json")
     for group, keys in KEY_GROUPS.items():
         for key in keys:
-            if key.path in FREE_FORM_SECTIONS:
-                yield from _param_infos(group, key, parsed, dump)
-            elif key.path not in ("optimizer", "scheduler"):
-                yield _key_info(group, key, parsed, dump)
+            if key.path in ("optimizer", "scheduler"):
+                continue
+            paths = _param_paths(key.path, parsed) if key.path in FREE_FORM_SECTIONS else [key.path]
+            for path in paths:
+                value, written = get_path(dump, path), get_path(parsed.document, path)
+                source = parsed.provenance.get(path) or ("default" if written is None else "file")
+                force = key.status is IMPLEMENTED and value is not None and is_in_force(dump, path)
+                yield KeyInfo(
+                    group, path, key.status, value, source, force, key.description, key.reason
+                )
+
+
+def _param_paths(section: str, parsed: ParsedConfig) -> list[str]:
+    """Paths of the params that were given, also of those left out for "auto"."""
+    given = [f"{section}.{name}" for name in get_path(parsed.document, section) or {}]
+    derived = [path for path in parsed.provenance if path.startswith(f"{section}.")]
+    return [path for path in dict.fromkeys([*given, *derived]) if path not in KEYS]
 
 
 def is_set_or_active(info: KeyInfo) -> bool:
@@ -53,8 +64,9 @@ def is_set_or_active(info: KeyInfo) -> bool:
 
 def log_explanation(parsed: ParsedConfig) -> None:
     """Logs derived values and keys without effect; once per process."""
+    dump = parsed.config.model_dump(mode="json")
     for path, how in parsed.provenance.items():
-        _log_once(f"config: {path} is {repr_value(_current_value(parsed, path))} ({how})")
+        _log_once(f"config: {path} is {repr_value(get_path(dump, path))} ({how})")
     if idle := [info.key for info in key_infos(parsed) if _is_ineffective(info)]:
         _log_once(f"config: no effect here: {', '.join(idle)} (`rayzero config explain` says why)")
 
@@ -71,31 +83,6 @@ def _is_ineffective(info: KeyInfo) -> bool:
         and info.source == "file"
         and info.value != get_path(DEFAULTS, info.key)
     )
-
-
-def _key_info(group: str, key: Key, parsed: ParsedConfig, dump: dict[str, Any]) -> KeyInfo:
-    value = get_path(dump, key.path)
-    written = get_path(parsed.document, key.path)
-    source = parsed.provenance.get(key.path) or ("default" if written is None else "file")
-    force = key.status is IMPLEMENTED and value is not None and is_in_force(dump, key.path)
-    return KeyInfo(group, key.path, key.status, value, source, force, key.description, key.reason)
-
-
-def _param_infos(
-    group: str, key: Key, parsed: ParsedConfig, dump: dict[str, Any]
-) -> Iterator[KeyInfo]:
-    paths = [f"{key.path}.{name}" for name in get_path(dump, key.path) or {}]
-    left_out = [path for path in parsed.provenance if path.startswith(f"{key.path}.")]
-    for path in dict.fromkeys([*paths, *left_out]).keys() - KEYS.keys():
-        source = parsed.provenance.get(path, "file")
-        yield KeyInfo(
-            group, path, key.status, get_path(dump, path), source, True, key.description, key.reason
-        )
-
-
-def _current_value(parsed: ParsedConfig, path: str) -> Any:
-    value = get_path(parsed.config.model_dump(mode="json"), path, _MISSING)
-    return get_path(parsed.document, path) if value is _MISSING else value
 
 
 _NUMERIC_TYPES = {"integer", "number"}

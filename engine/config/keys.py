@@ -49,7 +49,7 @@ class Key:
 
     status: KeyStatus
     description: str  # what the key requests
-    why: str = ""  # it has no effect, or is refused
+    reason: str = ""  # why it has no effect or is refused; empty for an implemented key
     alternative: str = ""  # what to use instead of a refused key
     # Whether a value of a refused key requests something, where that is not every value but the
     # default.
@@ -60,13 +60,6 @@ class Key:
     old_true: str | None = None  # what `true` under an old name stands for, if it was a boolean
     auto: Auto | None = None  # what "auto" becomes, where that is not the default
     path: str = ""  # from the top of the config; set by `model.KEYS`
-
-    @property
-    def reason(self) -> str:
-        """Why it has no effect or is refused; empty for an implemented key."""
-        if self.status is IMPLEMENTED:
-            return ""
-        return self.why or NOT_YET_REASON
 
     @property
     def text(self) -> str:
@@ -87,14 +80,14 @@ def implemented(default: Any, description: str, **metadata: Any) -> Any:
     return Field(default, json_schema_extra=Key(IMPLEMENTED, description, **metadata))
 
 
-def no_op(default: Any, description: str, why: str, **metadata: Any) -> Any:
+def no_op(default: Any, description: str, reason: str, **metadata: Any) -> Any:
     """A field that is checked and has no effect."""
-    return Field(default, json_schema_extra=Key(NO_OP, description, why, **metadata))
+    return Field(default, json_schema_extra=Key(NO_OP, description, reason, **metadata))
 
 
-def refused(default: Any, description: str, why: str = "", **metadata: Any) -> Any:
+def refused(default: Any, description: str, reason: str = NOT_YET_REASON, **metadata: Any) -> Any:
     """A field of which only the default is accepted."""
-    return Field(default, json_schema_extra=Key(REFUSED, description, why, **metadata))
+    return Field(default, json_schema_extra=Key(REFUSED, description, reason, **metadata))
 
 
 def is_set(value: Any) -> bool:

@@ -48,19 +48,17 @@ _FROM_BATCH_SIZES = "left out: computed from the other two batch sizes"
 
 P = TypeVar("P", bound=StrictModel)
 
-_REFUSED_OPTIMIZER_NAMES = {name.lower(): name for name in REFUSED_OPTIMIZERS}
-
-
-def _name_field(names: tuple[str, ...], what: str) -> BeforeValidator:
-    return BeforeValidator(name_validator({name.lower(): name for name in names}, what))
+_find_optimizer = name_validator({name.lower(): name for name in OPTIMIZERS}, "an optimizer")
+_find_schedule = name_validator({name.lower(): name for name in SCHEDULES}, "a schedule")
 
 
 def _validate_optimizer_type(value: Any) -> Any:
-    if isinstance(value, str) and "." in value:
-        return value
-    if isinstance(value, str) and (name := _REFUSED_OPTIMIZER_NAMES.get(value.lower())):
-        raise ValueError(f"refused: {REFUSED_OPTIMIZERS[name]}")
-    return name_validator({name.lower(): name for name in OPTIMIZERS}, "an optimizer")(value)
+    if not isinstance(value, str):
+        return _find_optimizer(value)
+    for name, reason in REFUSED_OPTIMIZERS.items():
+        if value.lower() == name.lower():
+            raise ValueError(f"refused: {reason}")
+    return value if "." in value else _find_optimizer(value)
 
 
 class OptimizerConfig(ConfigSection):
@@ -82,7 +80,7 @@ class OptimizerConfig(ConfigSection):
 class SchedulerConfig(ConfigSection):
     """`{"type": "WarmupLR", "params": {...}}`: DeepSpeed's schedules, and torch's by name."""
 
-    type: Annotated[str, _name_field(SCHEDULES, "a schedule")] = implemented(
+    type: Annotated[str, BeforeValidator(_find_schedule)] = implemented(
         ..., "the schedule's name, in any case"
     )
     params: dict[str, Any] = implemented({}, "the schedule's arguments")

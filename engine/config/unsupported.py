@@ -18,7 +18,9 @@ _METRICS = "engine.metrics has these numbers, for any logger"
 _BACKGROUND = "checkpoints are always written in the background"
 
 _refused_section = partial(refused, None, is_active=is_enabled)
-_monitor = partial(_refused_section, why=_METRICS, alternative="log engine.metrics from the script")
+_monitor = partial(
+    _refused_section, reason=_METRICS, alternative="log engine.metrics from the script"
+)
 
 
 def _is_enabled_by_default(value: Any) -> bool:

@@ -26,7 +26,7 @@ _INTERNAL.add(f"{_PACKAGE}.zero_to_fp32")
 
 
 def _names(home: str, *names: str) -> dict[str, str]:
-    return {name: f"{home}:{name}" for name in names}
+    return dict.fromkeys(names, home)
 
 
 _ZERO = _names("rayzero.engine.api.params", "GatheredParameters", "Init")
@@ -59,7 +59,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     ),
     "zero": _ZERO,
 }
-"""{module below `deepspeed`: {name in it: "module:name" of its definition}}."""
+"""{module below `deepspeed`: {name in it: the module that defines it}}."""
 
 
 class _AliasModule(ModuleType):
@@ -72,11 +72,10 @@ class _AliasModule(ModuleType):
         self._homes = homes
 
     def __getattr__(self, name: str) -> Any:
-        home, _, attribute = self._homes.get(name, "").partition(":")
-        if not home:
+        if name not in self._homes:
             full = f"{self.__name__}.{name}".replace(_PACKAGE, "deepspeed", 1)
             raise AttributeError(unsupported_message(full, self.__all__))
-        value = getattr(import_module(home), attribute)
+        value = getattr(import_module(self._homes[name]), name)
         setattr(self, name, value)
         return value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,12 +25,10 @@ Way = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    """What `configure` says is the process's."""
-    found = activation_checkpointing._checkpoint_options
-    activation_checkpointing._checkpoint_options = activation_checkpointing._CheckpointOptions()
-    yield
-    activation_checkpointing._checkpoint_options = found
+def _unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `configure` sets is the process's."""
+    monkeypatch.setattr(activation_checkpointing._Options, "configured", False)
+    monkeypatch.setattr(activation_checkpointing._Options, "in_cpu", False)
 
 
 class Block(nn.Module):

@@ -90,8 +90,6 @@ def test_every_row_says_what_it_is() -> None:
         assert key.description
         assert not key.description.endswith("."), key
         assert (key.reason == "") == (key.status is IMPLEMENTED), key
-        if key.status is NO_OP:
-            assert key.why, f"{key.path} does nothing, and does not say why"
 
 
 def test_defaults_are_deepspeeds() -> None:
