@@ -91,10 +91,8 @@ class _Nothing:
 class _Sights:
     """What is counted of the job's notices; they are written down as the job's process does it."""
 
-    def __init__(self, plan: JobPlan) -> None:
+    def __init__(self) -> None:
         self.writer = BackgroundWriter(print)
-        self.recorder = JobRecorder(plan, EventBuffer(), self.writer)
-        self.recorder.begin(adopted=False)
         self.running = asyncio.Event()
         self.repaired = 0
         self.repaired_s: list[float] = []
@@ -126,12 +124,12 @@ async def measure(
     group: Any = PaperGroup(*pipes)
     nothing: Any = _Nothing()
     plan, clock = make_job(folder, scale.workers), SystemClock()
-    sights = _Sights(plan)
+    sights = _Sights()
     events = EventBus()
     with closing(Telemetry(plan, clock, sights.writer)) as telemetry:
         telemetry.subscribe_to(events)
-        sights.recorder.set_counter_source(telemetry.dump_counters)
-        sights.recorder.subscribe_to(events)
+        recorder = JobRecorder(plan, EventBuffer(), sights.writer, telemetry.dump_counters)
+        recorder.begin(events, adopted=False)
         events.subscribe(sights.on_event)
         controller = Controller(plan, Dependencies(group, group, nothing, events, clock))
         job = asyncio.ensure_future(controller.run())

@@ -114,9 +114,8 @@ def head_address(address: str | None) -> str:
         raise ConfigError(
             f"address {address!r} is an address of Ray Client, which rayzero does not support",
             allowed="host:port of a cluster that this machine is part of, or `auto`",
-            fix="from outside the cluster: `ray job submit --address http://HOST:8265 -- rayzero "
-            "run "
-            "job.yaml`",
+            fix="from outside the cluster: `ray job submit --address http://HOST:8265 -- "
+            "rayzero run job.yaml`",
         )
     return address
 
@@ -155,21 +154,20 @@ def connect_each(address: str | None) -> Iterator[ClusterConnection]:
         AuthRefusedError: all of them rejected the token.
     """
     addresses = find_clusters(address)
-    refused: AuthRefusedError | None = None
-    connected = False
+    errors = []
     for candidate in addresses:
         try:
             cluster = connect(candidate)
         except ConfigError as error:
             if address is not None or len(addresses) == 1:
                 raise
-            refused = error if isinstance(error, AuthRefusedError) else refused
+            errors.append(error)
             continue
-        connected = True
         yield cluster
         cluster.close()
-    if refused is not None and not connected:
-        raise refused
+    refused = [error for error in errors if isinstance(error, AuthRefusedError)]
+    if refused and len(errors) == len(addresses):
+        raise refused[-1]
 
 
 def check_reachable(address: str) -> None:

@@ -47,11 +47,9 @@ LOG_READ_LINGER_S = 5.0
 """How long the process waits for the readers of its log."""
 RECORD_TIMEOUT_S = 5.0
 """Limit for recording the end in the cluster."""
-_LOG_READER_IDLE_S = 1.5
-"""A reader that has not asked for this long has stopped."""
+_LOG_READER_IDLE_S = 1.5  # a reader that has not asked for this long has stopped
 _RECENT_POLL_S = 10.0
-_REPLY_FLUSH_S = 0.2
-"""Pause between the last reply and the end of the process."""
+_REPLY_FLUSH_S = 0.2  # between the last reply and the end of the process
 _GC_THRESHOLD = 50_000
 _SWITCH_INTERVAL_S = 0.001
 
@@ -106,19 +104,15 @@ class JobActor:
         )
 
     async def snapshot(self) -> dict[str, Any]:
-        """As `Telemetry.snapshot`.
-
-        Raises:
-            JobFailedError: the job is still starting.
-        """
+        """As `Telemetry.snapshot`; raises JobFailedError while the job is starting."""
         return self._started().telemetry.snapshot()
 
     async def scale(self, min_workers: int, max_workers: int) -> str:
-        """As `Controller.scale`; raises also if the job is not running."""
+        """As `Controller.scale`; raises JobFailedError if the job is not running."""
         return self._running_controller().scale(min_workers, max_workers)
 
     async def inject(self, faults: Sequence[str]) -> str:
-        """As `Controller.inject`; raises also if the job is not running."""
+        """As `Controller.inject`; raises JobFailedError if the job is not running."""
         return await self._running_controller().inject(faults)
 
     async def log(self, position: LogPosition) -> tuple[bytes, LogPosition]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.store import join_url, open_store
@@ -46,7 +45,6 @@ class Claim:
 
     Args:
         id: random.
-        job: the job's name.
         holds: True once the lease is acquired.
         epoch: increases with every holder.
         beat: increases with every renewal.
@@ -61,17 +59,9 @@ class Claim:
     epoch: int = 0
     beat: int = 0
 
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
 
-    @classmethod
-    def parse(cls, content: bytes) -> Claim | None:
-        """None if the content is not a claim."""
-        try:
-            document: dict[str, Any] = json.loads(content)
-            return cls(**{**document, "process": ProcessIdentity(**document["process"])})
-        except (ValueError, KeyError, TypeError):
-            return None
+CLAIM_FORMAT = TypeAdapter(Claim)
+"""Of claim files, in JSON."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +90,7 @@ def this_process() -> ProcessIdentity:
 
 
 def is_process_gone(process: ProcessIdentity) -> bool | None:
-    """True if the process has ended; None if it runs on another host or in another PID
-    namespace."""
+    """None if it runs on another host or in another PID namespace."""
     if (process.boot, process.space) != (_boot_id(), _pid_namespace()):
         return None
     return _start_ticks(process.pid) != process.started
@@ -129,9 +118,7 @@ class ClaimState(Enum):
     LOST = auto()
     HELD = auto()
     UNDECIDED = auto()
-    """Not known yet."""
-    BACK_OFF = auto()
-    """The other process acquires, too, and has the smaller id."""
+    BACK_OFF = auto()  # the other process acquires, too, and has the smaller id
 
 
 def classify_claim(other: OtherClaim, own: Claim) -> ClaimState:
@@ -141,30 +128,23 @@ def classify_claim(other: OtherClaim, own: Claim) -> ClaimState:
     expired = expired or (other.observed_s > claim.lease_s and not other.renewed)
     if other.process_gone or (other.process_gone is None and expired):
         return ClaimState.LOST
-    if claim.holds:
-        return (
-            ClaimState.HELD
-            if other.process_gone is False or other.renewed
-            else ClaimState.UNDECIDED
-        )
-    return ClaimState.UNDECIDED if own.id < claim.id else ClaimState.BACK_OFF
+    if claim.holds and (other.process_gone is False or other.renewed):
+        return ClaimState.HELD
+    if claim.holds or own.id < claim.id:
+        return ClaimState.UNDECIDED
+    return ClaimState.BACK_OFF
 
 
 class ClaimStore:
-    """Claim files in a job's folder, with the time of each observation. Raises StoreError.
+    """Claim files in a job's folder (a path or a URL), with the time of each observation. Raises
+    StoreError."""
 
-    Args:
-        job_folder: a path or a URL.
-        now_s: a monotonic clock.
-    """
-
-    def __init__(self, job_folder: str, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, job_folder: str) -> None:
         self._url = join_url(job_folder, LEASE_FOLDER)
-        self._now_s = now_s
         self._observed: dict[str, tuple[Claim, float, bool]] = {}
 
     def write(self, claim: Claim) -> None:
-        open_store(self._url).replace(f"{claim.id}.json", claim.to_bytes())
+        open_store(self._url).replace(f"{claim.id}.json", CLAIM_FORMAT.dump_json(claim))
 
     def delete(self, id_: str) -> None:
         open_store(self._url).remove(f"{id_}.json")
@@ -180,14 +160,14 @@ class ClaimStore:
         now_s = times.get(own_id, 0.0)  # by the store's clock; 0 if unknown
         others = []
         for id_ in sorted(times.keys() - {own_id}):
-            with suppress(StoreError):  # deleted since the listing
-                claim = Claim.parse(store.read(f"{id_}.json"))
-                if claim is not None and claim.id == id_:
+            with suppress(StoreError, ValidationError):  # deleted since the listing, or no claim
+                claim = CLAIM_FORMAT.validate_json(store.read(f"{id_}.json"))
+                if claim.id == id_:
                     others.append(self._observe(claim, max(0.0, now_s - times[id_])))
         return tuple(others), own_id in times
 
     def _observe(self, claim: Claim, age_s: float) -> OtherClaim:
-        now_s = self._now_s()
+        now_s = time.monotonic()
         before, since_s, changed = self._observed.get(claim.id, (claim, now_s, False))
         if replace(before, beat=0) != replace(claim, beat=0):
             before, since_s, changed = claim, now_s, False  # acquired since then

@@ -126,10 +126,8 @@ class JobProcess:
 def list_running() -> list[JobProcess]:
     """The jobs with a process in the connected cluster, sorted by name."""
     actors: list[dict[str, str]] = list_named_actors(all_namespaces=True)
-    names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
-    jobs = sorted(
-        name.removeprefix(_ACTOR_PREFIX) for name in names if name.startswith(_ACTOR_PREFIX)
-    )
+    names = sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
+    jobs = [name.removeprefix(_ACTOR_PREFIX) for name in names if name.startswith(_ACTOR_PREFIX)]
     return [process for job in jobs if (process := JobProcess.find(job)) is not None]
 
 

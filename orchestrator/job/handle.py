@@ -81,9 +81,10 @@ class JobHandle:
         with self._log_readers_changed:
             self._log_readers += 1
         try:
-            running, ended = self._subscriber.is_alive, self._subscriber.ended
-            if running or ended is None:
+            if (ended := self._subscriber.ended) is None:
                 parts = tail_log(self._process, follow)
+            elif not ended.status.log:
+                raise JobFailedError(ended.status.error)  # the process was lost
             else:
                 parts = read_ended_log(ended.status.log)
             lines = iter_log_lines(parts, rank)

@@ -18,7 +18,12 @@ from rayzero.orchestrator.console import PlainConsole
 from rayzero.orchestrator.job.log import append_log
 from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent, StateEntered
 from rayzero.orchestrator.job_file import to_document
-from rayzero.orchestrator.journal.files import JournalFiles, flush_interval_s, step_interval_s
+from rayzero.orchestrator.journal.files import (
+    JournalFiles,
+    JournalUpdate,
+    flush_interval_s,
+    step_interval_s,
+)
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.journal.writer import JournalWriter
 from rayzero.orchestrator.plan import JobPlan
@@ -106,6 +111,7 @@ class JobRecorder:
     """Keeps a job's events: in the buffer, the log and the journal. Opens no file itself.
 
     Args:
+        counters: of the job's metrics, for the journal.
         history: of the lost run that this one adopts.
         fence: raises when another process owns the job's folder; called in the writer's thread.
     """
@@ -113,31 +119,31 @@ class JobRecorder:
     def __init__(
         self,
         plan: JobPlan,
-        events: EventBuffer,
+        buffer: EventBuffer,
         writer: BackgroundWriter,
+        counters: Callable[[], Mapping[str, Any]] = dict,
         history: RunHistory | None = None,
         fence: Callable[[], None] = lambda: None,
     ) -> None:
         self._plan = plan
-        self._events = events
-        log = writer.add_queue(
-            "the job's log", partial(append_log, plan.log_path), _LOG_FLUSH_INTERVAL_S
-        )
-        self._journal_queue = writer.add_queue(
-            "the journal",
-            JournalFiles(plan.job_folder, fence).write,
-            flush_interval_s(plan.job_folder),
-        )
-        self._journal_writer = JournalWriter(
-            self._journal_queue.put, history, step_interval_s=step_interval_s(plan.job_folder)
-        )
+        self._buffer = buffer
+        folder = plan.job_folder
+        append_lines = partial(append_log, plan.log_path)
+        log = writer.add_queue("the job's log", append_lines, _LOG_FLUSH_INTERVAL_S)
         self._plain_console = PlainConsole(log.put)
-        self._journal_active = True
+        self._journal_queue = writer.add_queue(
+            "the journal", JournalFiles(folder, fence).write, flush_interval_s(folder)
+        )
+        self._journal = JournalWriter(
+            self._put_update, history, step_interval_s=step_interval_s(folder)
+        )
+        self._journal.counter_source = counters
+        self._owns_journal = True
 
-    def begin(self, *, adopted: bool) -> None:
-        """The first entry of this process in the journal."""
+    def begin(self, events: EventBus, *, adopted: bool) -> None:
+        """Writes the first entry of this process into the journal, and keeps these events."""
         worker_spec = self._plan.worker_spec
-        self._append(
+        self._journal.append(
             "begun",
             run=worker_spec.run,
             adopted=adopted,
@@ -145,39 +151,28 @@ class JobRecorder:
             working_dir=worker_spec.working_dir,
             by_value=isinstance(worker_spec.entrypoint, bytes),
         )
+        events.subscribe(self._show)
+        events.subscribe(self._journal.on_event, JOB_EVENTS)
 
     def end(self, outcome: JobResult | RayzeroError) -> None:
         """The last entry: how the job ended."""
         error = outcome.seen if isinstance(outcome, RayzeroError) else ""
-        self._append("ended", state=str(final_state(outcome)), error=error)
-
-    def subscribe_to(self, events: EventBus) -> None:
-        """Keeps these events from now on."""
-        events.subscribe(self._show)
-        events.subscribe(self._journal, JOB_EVENTS)
-
-    def set_counter_source(self, counters: Callable[[], Mapping[str, Any]]) -> None:
-        """Where the journal gets the counters of the job's metrics."""
-        self._journal_writer.counter_source = counters
+        self._journal.append("ended", state=str(final_state(outcome)), error=error)
 
     def stop_journal(self) -> None:
         """Writes nothing into the job's folder any more: another process owns it."""
-        self._journal_active = False
+        self._owns_journal = False
         self._journal_queue.discard()
 
     @property
     def is_journal_written(self) -> bool:
         return self._journal_queue.is_empty
 
+    def _put_update(self, update: JournalUpdate) -> None:
+        if self._owns_journal:
+            self._journal_queue.put(update)
+
     def _show(self, event: JobEvent) -> None:
         event = redact_event(event)
-        self._events.on_event(event)
+        self._buffer.on_event(event)
         self._plain_console.on_event(event)
-
-    def _journal(self, event: JobEvent) -> None:
-        if self._journal_active:
-            self._journal_writer.on_event(event)
-
-    def _append(self, kind: str, **fields: Any) -> None:
-        if self._journal_active:
-            self._journal_writer.append(kind, **fields)

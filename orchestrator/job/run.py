@@ -83,12 +83,10 @@ async def open_run(
     await asyncio.to_thread(plan.summary_path.unlink, missing_ok=True)
     clock = SystemClock()
     telemetry = await asyncio.to_thread(lambda: Telemetry(plan, clock, writer, past=history))
-    recorder = JobRecorder(plan, buffer, writer, history, lease.check)
-    recorder.set_counter_source(telemetry.dump_counters)
-    recorder.begin(adopted=history is not None)
+    recorder = JobRecorder(plan, buffer, writer, telemetry.dump_counters, history, lease.check)
     events = EventBus()
     telemetry.subscribe_to(events)  # before the journal, whose entries include its counters
-    recorder.subscribe_to(events)
+    recorder.begin(events, adopted=history is not None)
     if telemetry.url is not None:
         events.emit(MetricsServed(telemetry.url))
     if plan.output_is_temporary:

@@ -19,6 +19,7 @@ from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.job import lease as lease_module
 from rayzero.orchestrator.job.claims import (
+    CLAIM_FORMAT,
     LEASE_FOLDER,
     Claim,
     ClaimStore,
@@ -41,7 +42,7 @@ def acquired(
 
 def claims(folder: Path) -> list[Claim]:
     files = (folder / LEASE_FOLDER).glob("*.json")
-    return [claim for file in files if (claim := Claim.parse(file.read_bytes())) is not None]
+    return [CLAIM_FORMAT.validate_json(file.read_bytes()) for file in files]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -31,6 +31,7 @@ from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.journal.writer import JournalWriter
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan, make_plan
+from rayzero.orchestrator.results import JobResult
 from rayzero.orchestrator.spec import JobSpec
 from tests.support.bucket import bucket_url
 
@@ -61,15 +62,14 @@ def test_every_transition_is_there_at_the_end(planned: JobPlan):
     """Written as a job's process does: by the background thread."""
     writer = BackgroundWriter(lambda text: pytest.fail(text))
     recorder = JobRecorder(planned, EventBuffer(), writer)
-    recorder.begin(adopted=False)
     states = ["starting", "running", "recovering", "running", "succeeded"]
     events = EventBus()
-    recorder.subscribe_to(events)
+    recorder.begin(events, adopted=False)
     for number, state in enumerate(states):
         events.emit(StateEntered(State(state), number, 2, 10 * number, "e"))
     events.emit(Repaired("lost", ("rank 1",), 20, 3, 2, 2, {"load": 1.0}))
     events.emit(Checkpointed(40, "f", 1, 0.1, 0.0))
-    recorder.end(None)
+    recorder.end(JobResult("job", {}, Path()))
     assert writer.close(60)
     store = open_store(join_url(planned.job_folder, SEGMENTS_FOLDER))
     (file,) = store.list_folder()
