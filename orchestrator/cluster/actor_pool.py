@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.cluster import ray_api
-from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
+from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.interfaces import WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest, preferred_nodes
 from rayzero.workers.actor import COMMAND_THREADS
@@ -81,7 +81,7 @@ class ActorPool:
     """
 
     def __init__(
-        self, setup: WorkerSpec, clock: Clock, vaults: RayVaultGroup, actor: type[Any]
+        self, setup: WorkerSpec, clock: Clock, vaults: VaultGroup, actor: type[Any]
     ) -> None:
         self._worker_spec = setup
         self._clock = clock
@@ -109,11 +109,6 @@ class ActorPool:
         """Reservations without a worker, oldest first."""
         return [reservation for reservation in self._reservations if reservation.worker is None]
 
-    @property
-    def num_reservations(self) -> int:
-        """Those that stay: without draining ones."""
-        return sum(not reservation.draining for reservation in self._reservations)
-
     async def reserve(self, number: int, need: ResourceRequest) -> None:
         """Requests more reservations, preferably on the nodes that are in use."""
         cluster = await asyncio.to_thread(ray_api.node_snapshot)
@@ -121,10 +116,17 @@ class ActorPool:
         for target in preferred_nodes(number, need, cluster.free, in_use):
             self._reservations.append(Reservation(self._request(need, target, ())))
 
-    def remove_reservation(self, reservation: Reservation) -> None:
-        if reservation in self._reservations:
-            self._reservations.remove(reservation)
-            remove_placement_group(reservation.group)
+    async def adjust(self, most: int, need: ResourceRequest) -> None:
+        """Requests missing reservations, or removes surplus ones without an announced worker."""
+        surplus = sum(not reservation.draining for reservation in self._reservations) - most
+        if surplus < 0:
+            await self.reserve(-surplus, need)
+            return
+        unoccupied = self.unoccupied[::-1][:surplus]
+        for reservation in unoccupied:
+            self._remove_reservation(reservation)
+        unannounced = [worker for worker in self.workers[::-1] if not worker.announced]
+        await self.remove(unannounced[: surplus - len(unoccupied)])
 
     async def start_in_ready(self, need: ResourceRequest) -> list[WorkerHandle]:
         """Starts a worker in every unoccupied reservation that is granted and available. One on a
@@ -165,7 +167,7 @@ class ActorPool:
         worker.reservation.worker = None
         worker.reservation.available_at_s = self._clock.now() + delay_s
         if worker.reservation.draining:
-            self.remove_reservation(worker.reservation)
+            self._remove_reservation(worker.reservation)
 
     def start_failed(self, worker: WorkerHandle) -> float:
         """Frees the reservation of a worker that did not start; the delay, doubled with every
@@ -180,13 +182,18 @@ class ActorPool:
         for worker in workers:
             self._workers.pop(worker.index, None)
             ray.kill(worker.actor)
-            self.remove_reservation(worker.reservation)
+            self._remove_reservation(worker.reservation)
         await ray_api.wait_gone(worker.actor.describe for worker in workers)
 
     async def remove_all(self) -> None:
         await self.remove(self.workers)
         for reservation in tuple(self._reservations):
-            self.remove_reservation(reservation)
+            self._remove_reservation(reservation)
+
+    def _remove_reservation(self, reservation: Reservation) -> None:
+        if reservation in self._reservations:
+            self._reservations.remove(reservation)
+            remove_placement_group(reservation.group)
 
     async def _granted(self) -> dict[Reservation, str]:
         """The granted reservations, each with its node's id."""

@@ -24,9 +24,9 @@ Ts = TypeVarTuple("Ts")
 _START_TIMEOUT_S = 60.0
 
 
-class RayVaultGroup:
-    """Implements `VaultGroup`. Owns the vaults from `start` or `open` until `release`. Used from
-    one event loop.
+class VaultGroup:
+    """One vault for each node; owned from `start` or `open` until `release`. Used from one event
+    loop. Calls that name a node may raise VaultLostError.
 
     A lost vault is removed, so that the next `open` starts another one on its node.
     """
@@ -53,6 +53,11 @@ class RayVaultGroup:
         )
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
+        """Starts a vault on each of these nodes that has none; the addresses by node.
+
+        Raises:
+            JobFailedError: one did not start.
+        """
         nodes = list(dict.fromkeys(node_ids))
         starts = asyncio.gather(*(self._start_and_wait(node) for node in nodes))
         try:
@@ -66,6 +71,12 @@ class RayVaultGroup:
         return dict(zip(nodes, addresses, strict=True))
 
     async def call(self, node_id: str, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
+        """Calls `method`, one of `Vault`, in a node's vault.
+
+        Raises:
+            VaultLostError: the vault's process or its node is gone.
+            Exception: what the method raises.
+        """
         if node_id not in self._vaults:
             raise VaultLostError(f"node {node_id} has no vault")
         actor = self._vaults[node_id]
@@ -79,6 +90,8 @@ class RayVaultGroup:
             raise VaultLostError(death_cause(error)) from None
 
     async def inject_faults(self, faults: Sequence[FaultSpec]) -> None:
+        """Replaces the faults that were injected since the job started, in every vault, also in
+        those that start later."""
         in_effect = self._faults = (*self._spec.faults, *faults)
         calls = [self.call(node, VaultActor.inject, in_effect) for node in self._vaults]
         for reply in await asyncio.gather(*calls, return_exceptions=True):
@@ -86,21 +99,25 @@ class RayVaultGroup:
                 raise reply
 
     async def why_not_injectable(self, node_id: str, fault: FaultSpec) -> str:
+        """Why a fault of a vault or a node is impossible there; empty if it is possible."""
         is_local = node_id == ray.get_runtime_context().get_node_id()
         return await self.call(
             node_id, VaultActor.why_not_injectable, fault, is_local, network_id()
         )
 
     async def inject_node_fault(self, node_id: str, fault: FaultSpec) -> None:
+        """Injects a fault of a vault or a node, which usually ends the process that would reply."""
         await self.call(node_id, VaultActor.inject_node_fault, fault)
 
     async def close(self, node_id: str) -> None:
+        """Ends a node's vault, if it has one. Ray's autoscaler keeps a node with a vault alive."""
         actor = self._vaults.pop(node_id, None)
         if actor is not None:
             ray.kill(actor)
             await wait_gone([actor.usage])
 
     async def release(self) -> None:
+        """Ends all vaults. May be called at any time, repeatedly."""
         actors = list(self._vaults.values())
         self._vaults, self._shared_peers = {}, {}
         for actor in actors:

@@ -16,7 +16,7 @@ from rayzero.orchestrator.cluster import ray_api
 from rayzero.orchestrator.cluster.actor_calls import ActorPoller
 from rayzero.orchestrator.cluster.actor_pool import ActorPool, WorkerHandle
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause
-from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
+from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.interfaces import VaultLostError, WorkerLostError, WorkerReports
 from rayzero.orchestrator.policies.placement import (
@@ -44,12 +44,14 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-class RayWorkerGroup:
-    """Implements `WorkerGroup`. Owns the reservations and the workers in them, from `start_workers`
-    until `release`. Used from one event loop.
+class WorkerGroup:
+    """The workers of one job, each in its own reservation of CPUs and GPUs; owned from
+    `start_workers` until `release`. Used from one event loop.
 
-    One background task starts a worker in every granted reservation without one; it sleeps while
-    all are occupied. All tasks end in `release`.
+    A reservation outlives its worker's process; when its node is lost it waits for another one. One
+    background task starts a worker in every granted reservation without one. There may be thousands
+    of workers: a command to many is one call, and their messages arrive together, because a task or
+    a timer for each would cost more than all other work.
 
     Args:
         can_grow: whether nodes may join the cluster; if not, no more is requested than can fit.
@@ -62,7 +64,7 @@ class RayWorkerGroup:
         setup: WorkerSpec,
         clock: Clock,
         can_grow: bool,
-        vaults: RayVaultGroup,
+        vaults: VaultGroup,
         actor: type[Any] = WorkerActor,
     ) -> None:
         self._clock = clock
@@ -79,6 +81,14 @@ class RayWorkerGroup:
         self._tasks = BackgroundTasks(self._started.put_nowait)  # `next_worker` raises their errors
 
     async def start_workers(self, need: ResourceRequest) -> tuple[WorkerInfo, ...]:
+        """Requests `need.max_workers` reservations and starts a worker in each that is granted;
+        returns when these workers have started. The others stay requested, so that Ray's
+        autoscaler sees them.
+
+        Raises:
+            JobFailedError: fewer than `need.min_workers` were granted in time, or a worker did not
+                start.
+        """
         self._resources = need
         await self._acquire()
         first = self._pool.workers
@@ -99,6 +109,12 @@ class RayWorkerGroup:
         return tuple(worker.info for worker in started if worker.info is not None)
 
     async def next_worker(self) -> WorkerInfo:
+        """The next worker that has started after the first ones: in a reservation that was granted
+        later, or as a replacement. Waits without limit; can be cancelled.
+
+        Raises:
+            WorkerLostError: a worker did not start; it is started again automatically.
+        """
         while True:
             started = await self._started.get()
             if isinstance(started, Exception):
@@ -108,20 +124,25 @@ class RayWorkerGroup:
                 return started.info
 
     def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
+        """Starts a new worker, with an index of its own, in the reservation of a lost one."""
         lost = self._pool.get(worker)
         lost.reservation.avoid_nodes = frozenset(avoid_nodes)
         self._pool.free(lost, delay_s)
         self._free_reservation.set()
 
     def resize(self, least: int, most: int) -> None:
+        """Changes the number of reservations. Empty ones beyond `most` are removed."""
         self._resources = replace(self._resources, min_workers=least, max_workers=most)
         self._tasks.spawn(self._adjust(most))
 
     async def release_worker(self, worker: int) -> None:
+        """Ends a worker's process and removes its reservation."""
         await self._pool.remove([self._pool.get(worker)])
 
     async def kill(self, worker: int) -> None:
-        """Kills through the vault, which takes a millisecond, and leaves Ray to find the true cause
+        """Ends a worker's process with SIGKILL; its reservation stays.
+
+        Kills through the vault, which takes a millisecond, and leaves Ray to find the true cause
         of death. `ray.kill` would report itself as the cause, also of a worker that had died
         before, and would wait 5 s for a stopped process to exit by itself."""
         victim = self._pool.get(worker)
@@ -133,6 +154,12 @@ class RayWorkerGroup:
         ray.kill(victim.actor)
 
     async def call(self, worker: int, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
+        """Calls `method`, one of `WorkerCalls` (`workers/messages.py`), in a worker's process.
+
+        Raises:
+            WorkerLostError: the process is gone.
+            Exception: what the method raises.
+        """
         try:
             reply: T = await self._call_actor(worker, method.__name__, *args)
             return reply
@@ -142,6 +169,7 @@ class RayWorkerGroup:
     def broadcast(
         self, workers: Iterable[int], method: Callable[[Any, *Ts], None], *args: *Ts
     ) -> PendingReplies:
+        """Calls `method`, one of `WorkerCalls`, in several workers' processes."""
         return self._poller.broadcast(
             workers, lambda worker: self._call_actor(worker, method.__name__, *args)
         )
@@ -149,6 +177,7 @@ class RayWorkerGroup:
     def assign(
         self, formation: GenerationSpec, places: Mapping[int, RankAssignment]
     ) -> PendingReplies:
+        """Starts a generation on these workers, each with its own rank."""
         # It names a slot of every worker: serialized once, and fetched once for each node.
         spec = formation if len(places) < _OBJECT_STORE_WORKERS else ray.put(formation)
         return self._poller.broadcast(
@@ -156,12 +185,16 @@ class RayWorkerGroup:
         )
 
     def subscribe(self, workers: Iterable[int]) -> None:
+        """Includes the messages of these workers, from their first one, in `receive`."""
         self._poller.subscribe(workers)
 
     async def receive(self) -> WorkerReports:
+        """Messages and losses since the last call; waits until there are some."""
         return await self._poller.receive()
 
     async def draining_nodes(self) -> frozenset[str]:
+        """Ids of the nodes that the cluster drains or is about to lose. For each reservation there
+        another one is requested elsewhere; the old one is removed with its worker."""
         draining = await asyncio.to_thread(ray_api.draining_node_ids)
         affected = [
             worker.reservation
@@ -176,6 +209,7 @@ class RayWorkerGroup:
         return draining
 
     async def release(self) -> None:
+        """Ends all workers and removes all reservations. May be called at any time, repeatedly."""
         self._poller.close()
         await self._tasks.cancel_all()
         await self._pool.remove_all()
@@ -252,18 +286,11 @@ class RayWorkerGroup:
             )
 
     async def _adjust(self, most: int) -> None:
-        """Requests missing reservations, or removes surplus ones without an announced worker."""
-        pool = self._pool
         if not self._can_grow:
             cluster = await asyncio.to_thread(ray_api.node_snapshot)
             most = min(most, total_fit(cluster.all_capacities, self._resources))
-        if pool.num_reservations < most:
-            await pool.reserve(most - pool.num_reservations, self._resources)
-            self._free_reservation.set()
-        for reservation in pool.unoccupied[::-1][: max(0, pool.num_reservations - most)]:
-            pool.remove_reservation(reservation)
-        unannounced = [worker for worker in pool.workers[::-1] if not worker.announced]
-        await pool.remove(unannounced[: max(0, pool.num_reservations - most)])
+        await self._pool.adjust(most, self._resources)
+        self._free_reservation.set()
 
     def _call_actor(self, worker: int, method: str, *args: Any) -> Any:
         """The reference to the reply."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import (
@@ -17,12 +17,7 @@ from rayzero.orchestrator.aio import (
 )
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
-from rayzero.orchestrator.interfaces import (
-    VaultGroup,
-    VaultLostError,
-    WorkerGroup,
-    WorkerLostError,
-)
+from rayzero.orchestrator.interfaces import VaultLostError, WorkerLostError
 from rayzero.orchestrator.job_events import EventBus, JobEvent, RankEvent
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan
@@ -30,6 +25,10 @@ from rayzero.orchestrator.policies.membership import WorkerLimits, WorkerRegistr
 from rayzero.orchestrator.policies.stragglers import SpeedTracker
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.chaos.spec import FaultSpec
+
+if TYPE_CHECKING:  # they import Ray, without which the controller is tested
+    from rayzero.orchestrator.cluster.vault_group import VaultGroup
+    from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 
 COMMAND_TIMEOUT_S = 30.0
 """How long a worker or a vault may take to reply to a command."""

@@ -11,8 +11,8 @@ from rayzero.orchestrator.aio import SystemClock
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.cluster.actor_pool import remove_stale_reservations
-from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
-from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
+from rayzero.orchestrator.cluster.vault_group import VaultGroup
+from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
@@ -94,8 +94,8 @@ async def open_run(
             f"Ray removes {plan.output_dir} some time after the job, with its log and summary: "
             "checkpoint.path with a shared folder or a URL keeps them"
         )
-    vaults = RayVaultGroup(plan.worker_spec)
-    workers = RayWorkerGroup(plan.worker_spec, clock, can_grow, vaults)
+    vaults = VaultGroup(plan.worker_spec)
+    workers = WorkerGroup(plan.worker_spec, clock, can_grow, vaults)
     store = CheckpointStore(plan, warn, adopting=history is not None, check_lease=lease.check)
     dependencies = Dependencies(workers, vaults, store, events, clock)
     return JobRun(recorder, telemetry, Controller(plan, dependencies, history))

@@ -20,7 +20,7 @@ LIMITS = {
     "an optimizer is added": 3,
     "a codec is added": 3,
 }
-PROTOCOLS = ("rayzero.orchestrator.interfaces", "rayzero.engine.comm.backend")
+PROTOCOLS = ("rayzero.engine.comm.backend",)
 """A caller and an implementation meet in these, without importing each other."""
 
 

@@ -20,8 +20,8 @@ import ray
 from ray.autoscaler._private import fake_multi_node
 
 from rayzero.orchestrator.aio import SystemClock
-from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
-from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
+from rayzero.orchestrator.cluster.vault_group import VaultGroup
+from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from tests.integration.namespaces import command, prepare
 from tests.integration.tiny import TinyWorker, setup
@@ -97,8 +97,8 @@ def _supply_defaults(folder: Path, config: Path) -> None:
 async def grow_and_shrink(folder: Path) -> dict[str, Any]:
     """Two workers at least, six wished for: three nodes come. Then two are enough."""
     began = time.monotonic()
-    vaults = RayVaultGroup(setup(folder))
-    workers = RayWorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
+    vaults = VaultGroup(setup(folder))
+    workers = WorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
     try:
         came = list(await workers.start_workers(ResourceRequest(2, 6, 1.0, 0.0, 150.0)))
         at_first, placed_s = len(came), time.monotonic() - began

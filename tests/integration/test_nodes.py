@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rayzero.orchestrator.aio import SystemClock
-from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
-from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
+from rayzero.orchestrator.cluster.vault_group import VaultGroup
+from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.interfaces import VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.workers.messages import WorkerCalls
@@ -28,9 +28,9 @@ WAIT_S = 150.0
 
 
 @asynccontextmanager
-async def groups(folder: Path) -> AsyncIterator[tuple[RayWorkerGroup, RayVaultGroup]]:
-    vaults = RayVaultGroup(setup(folder))
-    workers = RayWorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
+async def groups(folder: Path) -> AsyncIterator[tuple[WorkerGroup, VaultGroup]]:
+    vaults = VaultGroup(setup(folder))
+    workers = WorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
     try:
         yield workers, vaults
     finally:
@@ -87,7 +87,7 @@ def test_a_lost_node_takes_its_workers_and_vault_and_its_seats_move(nodes: Nodes
                 await vaults.open([second])
             await vaults.open([first, third])
 
-    async def come(workers: RayWorkerGroup) -> Any:
+    async def come(workers: WorkerGroup) -> Any:
         """The next worker; on the way, some may have been started on the lost node."""
         while True:
             try:

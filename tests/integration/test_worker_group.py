@@ -15,8 +15,8 @@ import pytest
 import ray
 
 from rayzero.orchestrator.aio import SystemClock
-from rayzero.orchestrator.cluster.vault_group import RayVaultGroup
-from rayzero.orchestrator.cluster.worker_group import RayWorkerGroup
+from rayzero.orchestrator.cluster.vault_group import VaultGroup
+from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.interfaces import VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
@@ -40,11 +40,11 @@ def connected(head: Head) -> Iterator[None]:
 @asynccontextmanager
 async def groups(
     folder: Path, can_grow: bool = True, **args: str
-) -> AsyncIterator[tuple[RayWorkerGroup, RayVaultGroup]]:
+) -> AsyncIterator[tuple[WorkerGroup, VaultGroup]]:
     """Released at the end, and everything they held must be free again."""
     made = setup(folder, args=args)
-    vaults = RayVaultGroup(made)
-    workers = RayWorkerGroup(made, SystemClock(), can_grow, vaults, TinyWorker)
+    vaults = VaultGroup(made)
+    workers = WorkerGroup(made, SystemClock(), can_grow, vaults, TinyWorker)
     try:
         yield workers, vaults
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from rayzero.orchestrator.interfaces import WorkerGroup
+from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.workers.messages import (
     GenerationSpec,
     MirrorPolicy,
