@@ -21,8 +21,7 @@ from rayzero.workers.messages import MirrorPolicy, WorkerSpec
 _RAY_WORKING_DIR = re.compile(r"/working_dir_files/_ray_pkg_[^/]+")
 """Path of an unpacked `--working-dir`; Ray removes it some time after the job."""
 
-LOG_FILE = "logs/job.log"
-"""Path of a job's log in its output folder."""
+LOG_FILE = "logs/job.log"  # path of a job's log in its output folder
 
 
 @dataclass(frozen=True)

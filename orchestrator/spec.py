@@ -18,8 +18,7 @@ from pydantic import (
 
 from rayzero.engine.validation import error_lines, raise_config_error
 
-SCHEMES = ("file", "s3", "gs", "gcs", "hdfs")
-"""URL schemes of checkpoint folders."""
+SCHEMES = ("file", "s3", "gs", "gcs", "hdfs")  # URL schemes of checkpoint folders
 
 _SCHEMES = ", ".join(f"{scheme}://" for scheme in SCHEMES)
 _ENTRYPOINT = re.compile(r"[\w.]+:[\w.<>]+")

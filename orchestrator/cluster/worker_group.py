@@ -29,14 +29,10 @@ from rayzero.workers.actor import WorkerActor
 from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo, WorkerSpec
 from rayzero.workers.vault.vault import Vault
 
-_ACQUIRE_INTERVAL_S = 0.02
-"""Interval of checks for granted reservations while the job starts."""
-_FILL_INTERVAL_S = 0.5
-"""The same while the job runs."""
-_EXTRA_WORKER_WAIT_S = 1.0
-"""How long to wait for one more worker once the minimum has been reached."""
-_KILL_TIMEOUT_S = 1.0
-"""How long a vault may take to kill a process."""
+_ACQUIRE_INTERVAL_S = 0.02  # interval of checks for granted reservations while the job starts
+_FILL_INTERVAL_S = 0.5  # the same while the job runs
+_EXTRA_WORKER_WAIT_S = 1.0  # how long to wait for one more worker once the minimum has been reached
+_KILL_TIMEOUT_S = 1.0  # how long a vault may take to kill a process
 _OBJECT_STORE_WORKERS = 64
 """From this number of workers on a generation's spec goes through the object store."""
 

@@ -39,14 +39,10 @@ from rayzero.orchestrator.spec import JobSpec
 
 FETCH_LINGER_S = 15.0
 """How long the process waits for its end to be fetched, if a client polled recently."""
-UNWATCHED_LINGER_S = 2.0
-"""The same if none did."""
-JOURNAL_TIMEOUT_S = 10.0
-"""Limit for writing the end into the journal."""
-LOG_READ_LINGER_S = 5.0
-"""How long the process waits for the readers of its log."""
-RECORD_TIMEOUT_S = 5.0
-"""Limit for recording the end in the cluster."""
+UNWATCHED_LINGER_S = 2.0  # the same if none did
+JOURNAL_TIMEOUT_S = 10.0  # limit for writing the end into the journal
+LOG_READ_LINGER_S = 5.0  # how long the process waits for the readers of its log
+RECORD_TIMEOUT_S = 5.0  # limit for recording the end in the cluster
 _LOG_READER_IDLE_S = 1.5  # a reader that has not asked for this long has stopped
 _RECENT_POLL_S = 10.0
 _REPLY_FLUSH_S = 0.2  # between the last reply and the end of the process

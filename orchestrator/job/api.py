@@ -32,8 +32,7 @@ from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.results import EndedJob, JobResult
 from rayzero.orchestrator.spec import JobSpec, Workers
 
-EXIT_TIMEOUT_S = 60.0
-"""Limit for the exit of the process of a job that has ended."""
+EXIT_TIMEOUT_S = 60.0  # limit for the exit of the process of a job that has ended
 _RETRY_INTERVAL_S = 0.05
 
 __all__ = ["Job", "JobHandle", "JobResult", "Workers"]

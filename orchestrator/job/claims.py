@@ -17,8 +17,7 @@ from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.store import join_url, open_store
 
 LEASE_FOLDER = "lease"
-CLOCK_SLACK_S = 3.0
-"""Resolution of a store's timestamps, at worst."""
+CLOCK_SLACK_S = 3.0  # resolution of a store's timestamps, at worst
 _CLAIM_FILE_NAME = re.compile(r"([0-9a-f]{16})\.json")
 
 
@@ -60,8 +59,7 @@ class Claim:
     beat: int = 0
 
 
-CLAIM_FORMAT = TypeAdapter(Claim)
-"""Of claim files, in JSON."""
+CLAIM_FORMAT = TypeAdapter(Claim)  # of claim files, in JSON
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,8 @@ NAMESPACE = "rayzero"
 _ACTOR_PREFIX = "job-"
 _HEAD_RESOURCE = "node:__internal_head__"  # a resource that Ray gives the head's node alone
 
-MAX_RESTARTS = 20
-"""How often Ray restarts a job's process; each time it adopts its own run."""
-CALL_TIMEOUT_S = 15.0
-"""Limit for a reply of a job's process, which a recovery may keep busy."""
+MAX_RESTARTS = 20  # how often Ray restarts a job's process; each time it adopts its own run
+CALL_TIMEOUT_S = 15.0  # limit for a reply of a job's process, which a recovery may keep busy
 HEAD_TASK_TIMEOUT_S = 60.0
 """Limit for a task on the head node, which may have to start a worker process first."""
 LOG_POLL_S = 0.5

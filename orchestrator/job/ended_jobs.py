@@ -27,10 +27,8 @@ from rayzero.engine.redact import redact_document
 from rayzero.orchestrator.errors import JobConfigError, JobFailedError, JobStoppedError
 from rayzero.orchestrator.results import EndedJob, JobResult, JobStatus
 
-MAX_RECORDS = 100
-"""Records per cluster, one per job name; the oldest are deleted."""
-MAX_RECORD_AGE_S = 30 * 86400.0
-"""Older records are deleted."""
+MAX_RECORDS = 100  # records per cluster, one per job name; the oldest are deleted
+MAX_RECORD_AGE_S = 30 * 86400.0  # older records are deleted
 MAX_RECORD_BYTES = 64 * 1024
 """Large results of the training function are left out of bigger records."""
 _MAX_METRIC_CHARS = 512

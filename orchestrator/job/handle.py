@@ -17,12 +17,9 @@ from rayzero.orchestrator.job_events import JobEvent, JobObserver, NullObserver
 from rayzero.orchestrator.job_file import parse_worker_limits
 from rayzero.orchestrator.results import EndedJob, JobResult, JobStatus
 
-STOP_TIMEOUT_S = 15.0
-"""Limit for a clean stop, without the last checkpoint."""
-FOLLOWER_CLOSE_S = 1.0
-"""Limit for the subscriber's end, beyond its current poll."""
-LOG_READ_S = 10.0
-"""How long the connection is kept for readers of the log after the job's end."""
+STOP_TIMEOUT_S = 15.0  # limit for a clean stop, without the last checkpoint
+FOLLOWER_CLOSE_S = 1.0  # limit for the subscriber's end, beyond its current poll
+LOG_READ_S = 10.0  # how long the connection is kept for readers of the log after the job's end
 
 
 class JobHandle:

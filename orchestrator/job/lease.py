@@ -28,12 +28,9 @@ from rayzero.orchestrator.job.claims import (
 )
 from rayzero.orchestrator.journal.files import has_journal
 
-CLAIM_POLL_S = 0.5
-"""Pause between two lists of the claims."""
-RENEWALS_PER_LEASE = 4
-"""Renewals during the time of a lease; all but one of them may fail."""
-RELEASE_TIMEOUT_S = 5.0
-"""Limit for the end of the thread."""
+CLAIM_POLL_S = 0.5  # pause between two lists of the claims
+RENEWALS_PER_LEASE = 4  # renewals during the time of a lease; all but one of them may fail
+RELEASE_TIMEOUT_S = 5.0  # limit for the end of the thread
 
 
 class LeaseLostError(JobFailedError):

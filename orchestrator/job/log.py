@@ -12,8 +12,7 @@ from typing import BinaryIO
 
 from rayzero.engine.redact import redact_url
 
-LOG_MAX_BYTES = 256 * 2**20
-"""A log of this size becomes `job.log.1`, and a new one is started."""
+LOG_MAX_BYTES = 256 * 2**20  # a log of this size becomes `job.log.1`, and a new one is started
 _READ_BYTES = 256 * 1024
 _GAP_MESSAGE = b"\n(lines may be missing here: the log grew faster than it was read)\n"
 

@@ -21,8 +21,7 @@ from rayzero.orchestrator.plan import LOG_FILE
 from rayzero.orchestrator.results import EndedJob, JobStatus
 from rayzero.orchestrator.spec import JobSpec
 
-DEFAULT_CHECKPOINT_PATH = "runs"
-"""Default of `checkpoint.path` in the job file."""
+DEFAULT_CHECKPOINT_PATH = "runs"  # default of `checkpoint.path` in the job file
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # as in the job file
 

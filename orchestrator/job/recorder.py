@@ -32,12 +32,9 @@ from rayzero.orchestrator.results import EndedJob, EventPage, JobResult, final_s
 
 MAX_BUFFERED_EVENTS = 10_000
 """A client that is further behind than this misses events; the reply has their number."""
-MAX_PAGE_EVENTS = 500
-"""Events in one reply."""
-BATCH_DELAY_S = 0.02
-"""How long a reply is held back, to include events that follow at once."""
-LATEST = -1
-"""Requests the newest state and step, and then the events to come."""
+MAX_PAGE_EVENTS = 500  # events in one reply
+BATCH_DELAY_S = 0.02  # how long a reply is held back, to include events that follow at once
+LATEST = -1  # requests the newest state and step, and then the events to come
 _LOG_FLUSH_INTERVAL_S = 0.2
 
 

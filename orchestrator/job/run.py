@@ -25,8 +25,7 @@ from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.results import JobResult, write_summary
 
-SUMMARY_TIMEOUT_S = 10.0
-"""Limit for writing `summary.json`."""
+SUMMARY_TIMEOUT_S = 10.0  # limit for writing `summary.json`
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,8 @@ from rayzero.orchestrator.job.recorder import MAX_BUFFERED_EVENTS
 from rayzero.orchestrator.job_events import JobEvent, JobObserver, JobWarning, NullObserver
 from rayzero.orchestrator.results import EndedJob, EventPage, JobStatus
 
-LONG_POLL_S = 1.0
-"""How long a poll waits in the job's process for an event."""
-ANSWER_MARGIN_S = 30.0
-"""How much longer the reply may take."""
+LONG_POLL_S = 1.0  # how long a poll waits in the job's process for an event
+ANSWER_MARGIN_S = 30.0  # how much longer the reply may take
 UNAVAILABLE_LIMIT_S = 60.0
 """How long a process that does not answer is polled again: Ray may be restarting it."""
 _RETRY_PAUSE_S = 0.2
