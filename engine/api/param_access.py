@@ -108,9 +108,9 @@ class StoredParam:
             flat[part.start : part.stop].copy_(part.memory)
         collectives = self.engine._step.runtime.collectives
         for rank in range(collectives.world_size) if sharded else ():
-            for span in self.unit.layout.ranges_in_shard(rank):
-                if span.param == self.index:
-                    collectives.broadcast(flat[span.param_start : span.param_stop], rank)
+            for held in self.unit.layout.overlaps(self.unit.layout.shard(rank)):
+                if held.index == self.index:
+                    collectives.broadcast(flat[held.start : held.stop], rank)
         return flat.view(self.shape)
 
     def _slices_within(self, held: slice, memory: Tensor) -> Iterator[ParamSlice]:

@@ -27,7 +27,7 @@ from rayzero.engine.checkpoint.export_model import ExportedModel, save_safetenso
 from rayzero.engine.checkpoint.imports import open_foreign
 from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.errors import ConfigError, DataError, did_you_mean
-from rayzero.engine.layout.state_index import CountingSource, StateSource
+from rayzero.engine.layout.state_index import StateSource
 
 SHARD_BYTES = 5_000_000_000
 
@@ -59,15 +59,21 @@ def export_checkpoint(
     check_export_kind(kind)
     source = open_foreign(folder) or CheckpointSource(folder)
     try:
-        return export_state(CountingSource(source, progress), target, kind, dtype)
+        return export_state(source, target, kind, dtype, progress)
     finally:
         source.close()
 
 
-def export_state(source: StateSource, target: str, kind: str, dtype: str = "") -> list[str]:
+def export_state(
+    source: StateSource,
+    target: str,
+    kind: str,
+    dtype: str = "",
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[str]:
     """As `export_checkpoint`, from an open source."""
     check_export_kind(kind)
-    state = ExportedModel(source, dtype)
+    state = ExportedModel(source, dtype, progress)
     with _atomic_folder(Path(target)) as folder:
         _WRITERS[kind](state, folder)
     return sorted(str(path) for path in Path(target).rglob("*") if path.is_file())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,15 @@ class WholeTensors:
         tensors: all logical tensors by name.
     """
 
-    def __init__(self, source: StateSource) -> None:
+    def __init__(
+        self, source: StateSource, progress: Callable[[int], None] = lambda _: None
+    ) -> None:
         """
         Raises:
             MissingRangesError: the source is incomplete.
         """
         self._source = source
+        self._progress = progress
         self._block_indexes = source.block_indexes
         self.tensors: dict[str, LogicalTensor] = {}
         for table in self._block_indexes:
@@ -59,7 +62,9 @@ class WholeTensors:
             table = self._block_indexes[copy.source]
             size = table.tensors[name].item_bytes
             at = copy.held.offset + (copy.start - copy.held.start) * size
-            self._source.read(copy.source, at, raw[copy.start * size : copy.stop * size])
+            part = raw[copy.start * size : copy.stop * size]
+            self._source.read(copy.source, at, part)
+            self._progress(part.nbytes)
         return flat.view(tensor.shape)
 
 
@@ -73,7 +78,12 @@ class ExportedModel:
         ties: alias of a tied parameter -> name it is stored under.
     """
 
-    def __init__(self, source: StateSource, dtype: str = "") -> None:
+    def __init__(
+        self,
+        source: StateSource,
+        dtype: str = "",
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """
         Raises:
             ConfigError: the dtype is not supported.
@@ -84,7 +94,7 @@ class ExportedModel:
                 f"cannot export as {dtype!r}{did_you_mean(dtype, list(_EXPORT_DTYPES))}",
                 allowed=", ".join(_EXPORT_DTYPES),
             )
-        self._tensors = WholeTensors(source)
+        self._tensors = WholeTensors(source, progress)
         self._metadata = source.metadata(0)
         self._dtype_override = _EXPORT_DTYPES.get(dtype)
         self._weights = self._tensors.names_of_kind("weights")

@@ -109,12 +109,6 @@ class ReduceOp(Protocol):
 
     single_collective: bool
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
     def all_reduce(self, full: Tensor) -> ChainableWork:
         """See `Backend`."""
 
@@ -126,12 +120,6 @@ class ReduceOp(Protocol):
 
 class GatherOp(Protocol):
     """All-gathers one unit's weights. `Collectives` does so uncompressed."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
 
     def all_gather(self, full: Tensor, part: Tensor) -> ChainableWork:
         """See `Backend`."""

@@ -139,9 +139,8 @@ class PowerSGDReduce:
     def _reconstruct(self, out: Tensor, within: slice, *, add: bool) -> None:
         for factors in self.factors.values():
             factors.basis.copy_(factors.right)
-        for index, start, stop in self._layout.overlaps(within):
-            offset = self._layout.offsets[index] + start - within.start
-            target = out[offset : offset + stop - start]
+        for part in self._layout.overlaps(within):
+            index, start, stop, target = part.index, part.start, part.stop, out[part.memory]
             if index in self._uncompressed:
                 copy_or_add_(target, self._uncompressed[index][start:stop], add=add)
                 continue

@@ -31,16 +31,12 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class ParamRange:
-    """A contiguous range of a parameter's elements in one rank's shard."""
+    """Elements `start` to `stop` of parameter `index`, at `memory` of a part of the buffer."""
 
-    param: int
-    param_start: int
-    param_stop: int
-    shard_start: int
-
-    @property
-    def numel(self) -> int:
-        return self.param_stop - self.param_start
+    index: int
+    start: int
+    stop: int
+    memory: slice
 
 
 @dataclass(frozen=True)
@@ -98,19 +94,14 @@ class UnitLayout:
             slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop
         )
 
-    def ranges_in_shard(self, rank: int) -> Iterator[ParamRange]:
-        """The parameter ranges in one rank's shard, in buffer order."""
-        shard = self.shard(rank)
-        for index, start, stop in self.overlaps(shard):
-            yield ParamRange(index, start, stop, self.offsets[index] + start - shard.start)
-
-    def overlaps(self, within: slice) -> Iterator[tuple[int, int, int]]:
-        """(parameter, start, stop) for each parameter in a part of the buffer, in its order."""
+    def overlaps(self, within: slice) -> Iterator[ParamRange]:
+        """The parameters' elements in a part of the buffer, in its order."""
         for index in range(len(self.params)):
             extent = self.param_range(index)
             start, stop = max(extent.start, within.start), min(extent.stop, within.stop)
             if start < stop:
-                yield index, start - extent.start, stop - extent.start
+                memory = slice(start - within.start, stop - within.start)
+                yield ParamRange(index, start - extent.start, stop - extent.start, memory)
 
     def group_ranges(self, within: slice) -> Iterator[tuple[int, slice]]:
         """(optimizer group, range relative to the start of `within`) for each group in `within`.

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.state_index import TensorRange
@@ -37,16 +38,7 @@ class RangeCopy:
 
 
 class MissingRangesError(EngineError):
-    """Some wanted elements have no source. `gaps` has (name, start, stop) of each missing range."""
-
-    def __init__(self, gaps: Sequence[tuple[str, int, int]]) -> None:
-        some = ", ".join(f"{name}[{start}:{stop}]" for name, start, stop in gaps[:5])
-        more = f" and {len(gaps) - 5} more" if len(gaps) > 5 else ""
-        super().__init__(f"the state is incomplete: no source holds {some}{more}")
-        self.gaps = tuple(gaps)
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.gaps,)
+    """Some wanted elements have no source."""
 
 
 def plan_copies(
@@ -61,58 +53,54 @@ def plan_copies(
     Raises:
         MissingRangesError: elements without a source.
     """
-    index = _HeldRanges(held)
+    by_name: defaultdict[str, list[tuple[int, TensorRange]]] = defaultdict(list)
+    for source, ranges in enumerate(held):
+        for part in ranges:
+            by_name[part.name].append((source, part))
+    pieces = {name: _drop_overlaps(parts) for name, parts in by_name.items()}
     copies: list[RangeCopy] = []
-    gaps: list[tuple[str, int, int]] = []
-    for one in wanted:
-        at = one.start
-        for source, part, start, stop in index.overlaps(one):
-            if at < start:
-                gaps.append((one.name, at, start))
-            copies.append(RangeCopy(source, part, one, start, stop))
-            at = stop
-        if at < one.stop:
-            gaps.append((one.name, at, one.stop))
+    gaps: list[str] = []
+    for target in wanted:
+        end = target.start  # of what has a source
+        for copy in _find_sources(target, pieces.get(target.name, [])):
+            if end < copy.start:
+                gaps.append(f"{target.name}[{end}:{copy.start}]")
+            copies.append(copy)
+            end = copy.stop
+        if end < target.stop:
+            gaps.append(f"{target.name}[{end}:{target.stop}]")
     if gaps:
-        raise MissingRangesError(gaps)
+        more = f" and {len(gaps) - 5} more" if len(gaps) > 5 else ""
+        raise MissingRangesError(
+            f"the state is incomplete: no source holds {', '.join(gaps[:5])}{more}"
+        )
     return copies
 
 
-class _HeldRanges:
-    """For each logical tensor, disjoint ranges in order, each of one source."""
-
-    def __init__(self, held: Sequence[Iterable[TensorRange]]) -> None:
-        by_name: defaultdict[str, list[tuple[int, TensorRange]]] = defaultdict(list)
-        for source, ranges in enumerate(held):
-            for one in ranges:
-                by_name[one.name].append((source, one))
-        self._ranges = {name: _drop_overlaps(parts) for name, parts in by_name.items()}
-        self._starts = {
-            name: [start for start, _, _, _ in pieces] for name, pieces in self._ranges.items()
-        }
-
-    def overlaps(self, wanted: TensorRange) -> Iterator[tuple[int, TensorRange, int, int]]:
-        """(source, range, start, stop) of the held parts of `wanted`, in order."""
-        pieces = self._ranges.get(wanted.name, [])
-        first = max(0, bisect_right(self._starts.get(wanted.name, []), wanted.start) - 1)
-        for start, stop, source, one in pieces[first:]:
-            if start >= wanted.stop:
-                return
-            start, stop = max(start, wanted.start), min(stop, wanted.stop)
-            if start < stop:
-                yield source, one, start, stop
+_Piece = tuple[int, int, int, TensorRange]  # start, stop, source, the source's range
 
 
-def _drop_overlaps(parts: list[tuple[int, TensorRange]]) -> list[tuple[int, int, int, TensorRange]]:
-    """(start, stop, source, range), disjoint and in order; the smaller source wins an overlap.
+def _find_sources(target: TensorRange, pieces: list[_Piece]) -> Iterator[RangeCopy]:
+    """The copies from those of a tensor's pieces that overlap `target`, in order."""
+    first = max(0, bisect_right(pieces, target.start, key=itemgetter(0)) - 1)
+    for start, stop, source, held in pieces[first:]:
+        if start >= target.stop:
+            return
+        start, stop = max(start, target.start), min(stop, target.stop)
+        if start < stop:
+            yield RangeCopy(source, held, target, start, stop)
+
+
+def _drop_overlaps(parts: list[tuple[int, TensorRange]]) -> list[_Piece]:
+    """Disjoint pieces in order; the smaller source wins an overlap.
 
     One sweep over the sorted starts; overlapping ranges are usually replicas of each other.
     """
-    pieces: list[tuple[int, int, int, TensorRange]] = []
+    pieces: list[_Piece] = []
     covered = 0
-    for source, one in sorted(parts, key=lambda part: (part[1].start, part[0], -part[1].stop)):
-        start = max(one.start, covered)
-        if start < one.stop:
-            pieces.append((start, one.stop, source, one))
-            covered = one.stop
+    for source, held in sorted(parts, key=lambda part: (part[1].start, part[0], -part[1].stop)):
+        start = max(held.start, covered)
+        if start < held.stop:
+            pieces.append((start, held.stop, source, held))
+            covered = held.stop
     return pieces

@@ -7,7 +7,7 @@ offsets in bytes. Independent of stages, ranks and torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -114,29 +114,3 @@ class StateSource(Protocol):
 
     def close(self) -> None:
         """Release files and memory. Safe to repeat."""
-
-
-class CountingSource:
-    """Wraps `source`; calls `progress` with the bytes of every completed read."""
-
-    def __init__(self, source: StateSource, progress: Callable[[int], None]) -> None:
-        self._source = source
-        self._on_read = progress
-
-    @property
-    def step(self) -> int:
-        return self._source.step
-
-    @property
-    def block_indexes(self) -> Sequence[BlockIndex]:
-        return self._source.block_indexes
-
-    def metadata(self, rank: int) -> dict[str, Any]:
-        return self._source.metadata(rank)
-
-    def read(self, block: int, offset: int, into: memoryview) -> None:
-        self._source.read(block, offset, into)
-        self._on_read(into.nbytes)
-
-    def close(self) -> None:
-        self._source.close()

@@ -237,7 +237,7 @@ class HostShardGather:
         previous = self._last_gathers.pop(full.data_ptr(), None)
         if previous is not None:
             previous.release()
-        own = rank_chunk(full, gathers.rank, gathers.world_size)
+        own = rank_chunk(full, self._collectives.rank, self._collectives.world_size)
         with self._transfer.side_stream():
             own.copy_(shard, non_blocking=True)
             gathered = _GatherAfterCopy(gathers.all_gather(full, own), self._transfer)

@@ -163,12 +163,11 @@ class ShardedWholeParamOps:
 
     def _segments_in(self, unit: Unit, extent: slice) -> list[ParamSegment]:
         """The parameter segments in a range of a unit's flat layout."""
-        layout, segments = unit.layout, []
-        for index, start, stop in layout.overlaps(extent):
-            at = layout.offsets[index] + start - extent.start
-            param = self._params[self._first_number[unit.name] + index]
-            segments.append(ParamSegment(param, start, stop, slice(at, at + stop - start)))
-        return segments
+        first = self._first_number[unit.name]
+        return [
+            ParamSegment(self._params[first + part.index], part.start, part.stop, part.memory)
+            for part in unit.layout.overlaps(extent)
+        ]
 
     def _widest_dtype(self) -> torch.dtype:
         """The widest dtype of main weights."""

@@ -189,11 +189,10 @@ def range_of_unit(
         return StateRange(memory[:0], (), {})
     view = memory[within.start - memory_range.start : within.stop - memory_range.start]
     ranges, shapes = [], {}
-    for index, start, stop in layout.overlaps(within):
-        spec = layout.params[index]
+    for part in layout.overlaps(within):
+        spec = layout.params[part.index]
         name = f"{kind}/{spec.name}"
-        at = layout.offsets[index] + start - within.start
-        ranges.append(TensorRange(name, start, stop, at))
+        ranges.append(TensorRange(name, part.start, part.stop, part.memory.start))
         shapes[name] = spec.shape
     return StateRange(view, tuple(ranges), shapes, constant)
 

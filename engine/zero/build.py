@@ -101,16 +101,7 @@ def make_unit(
     shard = layout.shard(context.collectives.rank)
     sharded_update = stage.optimizer_state is Placement.SHARDED
     owned = shard if sharded_update else slice(0, layout.numel)
-    model_dtype = context.precision.model_dtype(original.dtype)
-    weights: WeightStore
-    if stage.model_weights is Placement.SHARDED:
-        weights = _make_sharded_weights(plan, original[shard], model_dtype, context)
-    elif original.dtype is model_dtype:
-        weights = ReplicatedWeights(layout, plan.params, original)
-    else:
-        weights = ReplicatedWeights(
-            layout, plan.params, _copy_to_comm_buffer(original, model_dtype, context)
-        )
+    weights = _make_weights(plan, original, context)
     main, grads = None, None
     if plan.trainable:
         main = store.main_weights(original[owned], weights.owned_range(owned))
@@ -121,15 +112,18 @@ def make_unit(
     return Unit(layout, plan.params, weights, main, grads, owned, shard, plan.module, store)
 
 
-def _make_sharded_weights(
-    plan: UnitPlan, values: Tensor, dtype: torch.dtype, context: BuildContext
-) -> ShardedWeights:
-    gather = context.offload.shard_gather
-    if gather is None:
-        shard = _copy_to_comm_buffer(values, dtype, context)
-    else:
-        shard = context.offload.transfer.host_zeros(values.numel(), dtype).copy_(values)
-    return ShardedWeights(plan.layout, plan.params, shard, gather)
+def _make_weights(plan: UnitPlan, original: Tensor, context: BuildContext) -> WeightStore:
+    collectives, gather = context.collectives, context.offload.shard_gather
+    dtype = context.precision.model_dtype(original.dtype)
+    sharded = context.stage.model_weights is Placement.SHARDED
+    values = original[plan.layout.shard(collectives.rank)] if sharded else original
+    if gather is not None:
+        values = context.offload.transfer.host_zeros(values.numel(), dtype).copy_(values)
+    elif sharded or dtype is not original.dtype:
+        values = collectives.zeros(values.numel(), dtype, context.device).copy_(values)
+    if sharded:
+        return ShardedWeights(plan.layout, plan.params, values, gather)
+    return ReplicatedWeights(plan.layout, plan.params, values)
 
 
 def _flatten_unit(plan: UnitPlan, context: BuildContext) -> Tensor:
@@ -150,11 +144,6 @@ def _flatten_unit(plan: UnitPlan, context: BuildContext) -> Tensor:
     return flat
 
 
-def _copy_to_comm_buffer(values: Tensor, dtype: torch.dtype, context: BuildContext) -> Tensor:
-    """A copy in a buffer that collectives may be called on."""
-    return context.collectives.zeros(values.numel(), dtype, context.device).copy_(values)
-
-
 def _make_grad_store(
     layout: UnitLayout,
     context: BuildContext,
@@ -173,7 +162,7 @@ def _make_grad_store(
         shard = torch.zeros(numel, dtype=dtype, device=context.device)
     else:
         shard = transfer.host_zeros(numel, dtype)
-    return ShardedGrads(layout, shard, buffers, op, transfer)
+    return ShardedGrads(layout, shard, owned, buffers, op, transfer)
 
 
 def place_ungrouped(

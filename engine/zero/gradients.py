@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from rayzero.engine.comm.backend import ChainableWork, ReduceOp, Work, copy_or_add_, rank_chunk
+from rayzero.engine.comm.backend import ChainableWork, ReduceOp, Work, copy_or_add_
 from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.offload.transfer import HostTransfer, MemoryKind
 from rayzero.engine.zero.parameters import param_views
@@ -163,11 +163,13 @@ class ShardedGrads(GradStore):
         self,
         layout: UnitLayout,
         shard: Tensor,
+        owned: slice,
         buffers: GradBufferPool,
         reduce_op: ReduceOp,
         transfer: HostTransfer | None = None,
     ) -> None:
         super().__init__(shard, reduce_op, transfer)
+        self._owned = owned
         self._layout = layout
         self._buffer_pool = buffers
         self._buffer: Tensor | None = None  # being filled
@@ -198,7 +200,7 @@ class ShardedGrads(GradStore):
         full, op = buffer[: self._layout.numel], self._reduce_op
         if self._transfer is None:
             return op.reduce_scatter(full, self._main, accumulate=not first)
-        own = rank_chunk(full, op.rank, op.world_size)
+        own = full[self._owned]
         return self._copy_to_host(op.reduce_scatter(full, own), own, add=not first)
 
     def on_reduced(self, work: Work) -> None:

@@ -99,15 +99,14 @@ def _first_nonfinite_param(
 
     Units are in the order of backward; inside one, its last parameter comes first.
     """
-    rank, named, counts = collectives.rank, [], list[Tensor]()
+    named, counts = [], list[Tensor]()
     for unit in units:
         own = unit.shard_grads()
         if own is None:
             continue
         bad = torch.zeros(len(unit.layout.params), dtype=torch.float64, device=own.device)
-        for span in unit.layout.ranges_in_shard(rank):
-            part = own[span.shard_start : span.shard_start + span.numel]
-            bad[span.param] = (~part.isfinite()).sum()
+        for part in unit.layout.overlaps(unit.shard):
+            bad[part.index] = (~own[part.memory].isfinite()).sum()
         counts.append(bad.flip(0))
         named += [(unit.name, spec.name) for spec in reversed(unit.layout.params)]
     if not counts:

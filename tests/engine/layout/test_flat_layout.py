@@ -64,16 +64,18 @@ def test_everything_is_aligned_and_padding_is_bounded(layout: UnitLayout) -> Non
 
 
 @given(layouts())
-def test_the_ranks_pieces_are_every_element_once(layout: UnitLayout) -> None:
-    found: dict[int, list[slice]] = {index: [] for index in range(len(layout.params))}
+def test_the_shards_have_every_element_once(layout: UnitLayout) -> None:
+    parts_of: dict[int, list[slice]] = {index: [] for index in range(len(layout.params))}
     for rank in range(layout.world_size):
-        for piece in layout.ranges_in_shard(rank):
-            found[piece.param].append(slice(piece.param_start, piece.param_stop))
-            # Where the piece says it lies is where its parameter lies.
-            start = layout.shard(rank).start + piece.shard_start
-            assert start == layout.param_range(piece.param).start + piece.param_start
-            assert 0 < piece.numel <= layout.shard_numel - piece.shard_start
-    for index, parts in found.items():
+        shard = layout.shard(rank)
+        for part in layout.overlaps(shard):
+            parts_of[part.index].append(slice(part.start, part.stop))
+            # Where the part says it is, is where its parameter is.
+            start = shard.start + part.memory.start
+            assert start == layout.param_range(part.index).start + part.start
+            assert part.memory.stop - part.memory.start == part.stop - part.start > 0
+            assert part.memory.stop <= layout.shard_numel
+    for index, parts in parts_of.items():
         assert covered(parts, layout.params[index].numel)
 
 
@@ -134,15 +136,16 @@ def test_by_hand() -> None:
     assert list(layout.group_ranges(slice(0, 128))) == [(0, slice(0, 96)), (1, slice(96, 128))]
     assert list(layout.group_ranges(layout.shard(1))) == [(0, slice(0, 32)), (1, slice(32, 64))]
     assert [
-        (p.param, p.param_start, p.param_stop, p.shard_start) for p in layout.ranges_in_shard(1)
+        (part.index, part.start, part.stop, part.memory)
+        for part in layout.overlaps(layout.shard(1))
     ] == [
-        (2, 32, 40, 0),
-        (3, 0, 15, 32),
+        (2, 32, 40, slice(0, 8)),
+        (3, 0, 15, slice(32, 47)),
     ]
 
 
 @pytest.mark.parametrize("world", [1, 2, 9])
 def test_a_unit_without_elements_has_an_empty_layout(world: int) -> None:
     layout = make([((0,), 0)], world)
-    assert (layout.numel, layout.padding, list(layout.ranges_in_shard(0))) == (0, (), [])
+    assert (layout.numel, layout.padding, list(layout.overlaps(layout.shard(0)))) == (0, (), [])
     assert list(layout.group_ranges(slice(0, 0))) == []

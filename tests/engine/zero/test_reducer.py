@@ -283,7 +283,7 @@ def test_sharded_gradients_pass_through_a_slot_whose_padding_is_clean() -> None:
     slots.release(slots.acquire().fill_(7), summed)  # what a longer unit left
     shard = torch.zeros(LAYOUT.shard_numel)
     collectives: Any = Recorded()
-    store = ShardedGrads(LAYOUT, shard, slots, collectives)
+    store = ShardedGrads(LAYOUT, shard, LAYOUT.shard(0), slots, collectives)
     assert store.needs_buffer
     store.accumulate(0, torch.ones(3), add=False)
     assert not store.needs_buffer
