@@ -155,7 +155,7 @@ def load_model_state(
         for name, value in values.items()
         if isinstance(value, Tensor)
     ]
-    source = TensorSource(tensors, {"step": 0}, has_optimizer=False)
+    source = TensorSource(tensors, {"step": 0})
     options = LoadOptions(strict=strict, optimizer=False, scheduler=False, progress=False)
     run_on_all_ranks(
         step.runtime.collectives,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from shutil import rmtree
 from warnings import catch_warnings, filterwarnings
@@ -33,11 +33,7 @@ SHARD_BYTES = 5_000_000_000
 
 
 def export_checkpoint(
-    folder: str,
-    target: str,
-    kind: str,
-    dtype: str = "",
-    progress: Callable[[int], None] = lambda _: None,
+    folder: str, target: str, kind: str, progress: Callable[[int], None] = lambda _: None
 ) -> list[str]:
     """Export a checkpoint.
 
@@ -45,8 +41,6 @@ def export_checkpoint(
         folder: a checkpoint's folder (one step), or a path that `open_foreign` supports.
         target: a local folder, new or empty; it appears once everything is written.
         kind: `safetensors`, `torch` or `dcp`.
-        dtype: of floating-point parameters: float32, bfloat16 or float16; by default each
-            parameter's dtype in the model.
         progress: called with the bytes of each read.
 
     Returns:
@@ -56,60 +50,43 @@ def export_checkpoint(
         ConfigError: an argument is wrong, or the target is not empty.
         DataError: the checkpoint is damaged, or the target cannot be written.
     """
-    check_export_kind(kind)
-    source = open_foreign(folder) or CheckpointSource(folder)
-    try:
-        return export_state(source, target, kind, dtype, progress)
-    finally:
-        source.close()
+    with closing(open_foreign(folder) or CheckpointSource(folder)) as source:
+        return export_state(source, target, kind, progress)
 
 
 def export_state(
-    source: StateSource,
-    target: str,
-    kind: str,
-    dtype: str = "",
-    progress: Callable[[int], None] = lambda _: None,
+    source: StateSource, target: str, kind: str, progress: Callable[[int], None] = lambda _: None
 ) -> list[str]:
     """As `export_checkpoint`, from an open source."""
-    check_export_kind(kind)
-    state = ExportedModel(source, dtype, progress)
-    with _atomic_folder(Path(target)) as folder:
-        _WRITERS[kind](state, folder)
-    return sorted(str(path) for path in Path(target).rglob("*") if path.is_file())
-
-
-def check_export_kind(kind: str) -> None:
-    """
-    Raises:
-        ConfigError: the kind is not supported.
-    """
     if kind not in _WRITERS:
         raise ConfigError(
             f"cannot export as {kind!r}{did_you_mean(kind, list(_WRITERS))}",
             allowed=", ".join(_WRITERS),
         )
+    state = ExportedModel(source, progress)
+    with _atomic_folder(Path(target)) as folder:
+        _WRITERS[kind](state, folder)
+    return sorted(str(path) for path in Path(target).rglob("*") if path.is_file())
 
 
 def write_safetensors(state: ExportedModel, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write one tensor for each parameter and buffer; memory holds one file's tensors at a time."""
-    metadata = {"format": "pt"}
     shards = _split_into_files(state.sizes(), shard_bytes)
-    if len(shards) == 1:
-        tensors = {name: state.read(name) for name in shards[0]}
-        save_safetensors(tensors, folder / "model.safetensors", metadata)
-        return
     places: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_safetensors({name: state.read(name) for name in names}, folder / file, metadata)
+        file = "model.safetensors" if len(shards) == 1 else file
+        save_safetensors(
+            {name: state.read(name) for name in names}, folder / file, {"format": "pt"}
+        )
         places |= dict.fromkeys(names, file)
-    index = {
-        "metadata": {"total_size": sum(state.sizes().values())},
-        "weight_map": dict(sorted(places.items())),
-    }
-    text = json.dumps(index, indent=2) + "\n"
-    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(state.sizes().values())},
+            "weight_map": dict(sorted(places.items())),
+        }
+        text = json.dumps(index, indent=2) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def _split_into_files(sizes: dict[str, int], limit: int) -> list[list[str]]:

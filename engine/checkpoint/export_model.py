@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rayzero.engine.errors import ConfigError, DataError, did_you_mean
+from rayzero.engine.errors import DataError
 from rayzero.engine.layout.reshard import RangeCopy, plan_copies
 from rayzero.engine.layout.state_index import LogicalTensor, StateSource, TensorRange
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME
@@ -24,15 +23,14 @@ class WholeTensors:
 
     Attributes:
         tensors: all logical tensors by name.
+
+    Raises:
+        MissingRangesError: the source is incomplete.
     """
 
     def __init__(
         self, source: StateSource, progress: Callable[[int], None] = lambda _: None
     ) -> None:
-        """
-        Raises:
-            MissingRangesError: the source is incomplete.
-        """
         self._source = source
         self._progress = progress
         self._block_indexes = source.block_indexes
@@ -68,44 +66,30 @@ class WholeTensors:
         return flat.view(tensor.shape)
 
 
-_EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 class ExportedModel:
     """The model and optimizer of a state as whole tensors under the model's names.
 
     Attributes:
         ties: alias of a tied parameter -> name it is stored under.
+
+    Raises:
+        MissingRangesError: the source is incomplete.
     """
 
     def __init__(
-        self,
-        source: StateSource,
-        dtype: str = "",
-        progress: Callable[[int], None] = lambda _: None,
+        self, source: StateSource, progress: Callable[[int], None] = lambda _: None
     ) -> None:
-        """
-        Raises:
-            ConfigError: the dtype is not supported.
-            MissingRangesError: the source is incomplete.
-        """
-        if dtype and dtype not in _EXPORT_DTYPES:
-            raise ConfigError(
-                f"cannot export as {dtype!r}{did_you_mean(dtype, list(_EXPORT_DTYPES))}",
-                allowed=", ".join(_EXPORT_DTYPES),
-            )
         self._tensors = WholeTensors(source, progress)
         self._metadata = source.metadata(0)
-        self._dtype_override = _EXPORT_DTYPES.get(dtype)
-        self._weights = self._tensors.names_of_kind("weights")
-        self._buffers = self._tensors.names_of_kind("buffers")
+        kinds = [self._tensors.names_of_kind(kind) for kind in ("weights", "buffers")]
+        self._logical_names = kinds[0] | kinds[1]
         self.ties: dict[str, str] = self._metadata.get("ties") or {}
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each parameter and buffer as it is exported."""
         return {
-            name: prod(self._tensors.tensors[full].shape) * self._export_dtype(name).itemsize
-            for name, full in (self._weights | self._buffers).items()
+            name: self._tensors.tensors[logical].numel * self._export_dtype(name).itemsize
+            for name, logical in self._logical_names.items()
         }
 
     def read(self, name: str) -> Tensor:
@@ -114,65 +98,42 @@ class ExportedModel:
         Raises:
             DataError: its bytes are damaged or gone.
         """
-        full = self._weights.get(name) or self._buffers[name]
-        return self._tensors.read(full).to(self._export_dtype(name))
+        return self._tensors.read(self._logical_names[name]).to(self._export_dtype(name))
 
     def optimizer(self) -> dict[str, Any]:
         """`{"optimizer": ...}` as in `torch.distributed.checkpoint.state_dict`: state and options
-        by parameter name. Empty for a state with weights only.
-
-        Raises:
-            ConfigError: the state lacks the parameters of its groups.
-        """
-        kinds = {name.partition("/")[0] for name in self._tensors.tensors}
+        by parameter name. Empty for a state with weights only."""
+        kinds = sorted({name.partition("/")[0] for name in self._tensors.tensors})
         moments = {
             kind.removeprefix("optimizer."): self._tensors.names_of_kind(kind)
-            for kind in sorted(kinds)
+            for kind in kinds
             if kind.startswith("optimizer.")
         }
         groups: list[dict[str, Any]] = self._metadata.get("groups") or []
-        if not groups:
-            return {}
         state: dict[str, dict[str, Any]] = {}
         options = []
         for group in groups:
-            names = self._group_params(group, len(groups), moments)
-            numbers = group.get("scalars", {})
-            for name in names:
-                state[name] = {key: _decode_scalar(value) for key, value in numbers.items()}
+            scalars = group.get("scalars", {})
+            for name in group["params"]:
+                state[name] = {key: _decode_scalar(value) for key, value in scalars.items()}
                 state[name] |= {
-                    key: self._tensors.read(found[name])
-                    for key, found in moments.items()
-                    if name in found
+                    key: self._tensors.read(names[name])
+                    for key, names in moments.items()
+                    if name in names
                 }
-            plain = {key: _decode_option(value) for key, value in group["options"].items()}
-            options.append(plain | {"params": names})
-        return {"optimizer": {"state": state, "param_groups": options}}
-
-    def _group_params(
-        self, group: dict[str, Any], count: int, moments: dict[str, dict[str, str]]
-    ) -> list[str]:
-        """The parameters of a group; of the only group, all that have optimizer state."""
-        if "params" in group:
-            return list(group["params"])
-        if count > 1:
-            raise ConfigError(
-                f"the state has {count} parameter groups but not the names of their parameters, "
-                "which a dcp export needs",
-                allowed="a state with the parameters of each group",
-                fix="export as safetensors or torch, which need only the weights",
-            )
-        return [name for name in self._weights if any(name in found for found in moments.values())]
+            # JSON has no tuples, which optimizers expect (betas).
+            plain = {
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in group["options"].items()
+            }
+            options.append(plain | {"params": list(group["params"])})
+        return {"optimizer": {"state": state, "param_groups": options}} if groups else {}
 
     def _export_dtype(self, name: str) -> torch.dtype:
-        """A parameter's dtype in the export; buffers keep theirs."""
-        stored = DTYPE_BY_NAME[
-            self._tensors.tensors[self._weights.get(name) or self._buffers[name]].dtype
-        ]
-        if name not in self._weights or not stored.is_floating_point:
-            return stored
+        """A parameter's dtype in the model; buffers keep theirs."""
+        stored = DTYPE_BY_NAME[self._tensors.tensors[self._logical_names[name]].dtype]
         in_model = (self._metadata.get("model_dtypes") or {}).get(name)
-        return self._dtype_override or (DTYPE_BY_NAME[in_model] if in_model else stored)
+        return DTYPE_BY_NAME[in_model] if in_model and stored.is_floating_point else stored
 
 
 def _decode_scalar(value: Any) -> Any:
@@ -180,11 +141,6 @@ def _decode_scalar(value: Any) -> Any:
     if isinstance(value, dict):
         return torch.tensor(value["value"], dtype=DTYPE_BY_NAME[value["dtype"]])
     return value
-
-
-def _decode_option(value: Any) -> Any:
-    """Restore tuples (betas), which JSON lacks."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def save_safetensors(

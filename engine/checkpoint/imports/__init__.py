@@ -24,7 +24,7 @@ def open_foreign(path: str) -> TensorSource | None:
             safetensors file, or a transformers folder.
 
     Returns:
-        The state, or None for any other path. `has_optimizer` is false for weights only.
+        The state, or None for any other path.
 
     Raises:
         ConfigError: the path does not exist, or the kind of checkpoint is not supported.

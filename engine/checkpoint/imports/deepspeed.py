@@ -8,6 +8,7 @@ Random-number states are not imported.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from rayzero.engine.errors import DataError
 from rayzero.engine.layout.state_index import TensorRange
 
 ParamShapes = dict[str, tuple[int, ...]]
+Layout = list[list[list[TensorRange]]]  # for each rank, for each of its flat tensors
 # Stages 1 and 2 pad a group to twice its ranks, for NCCL; some versions keep that padding.
 _PADDING_PER_RANK = 2
 _OPTION_TYPES = (bool, int, float, str, type(None), list, tuple)
@@ -55,97 +57,84 @@ def open_deepspeed(path: Path) -> TensorSource | None:
 
 def _make_source(files: ZeroFiles) -> TensorSource:
     groups = _param_shapes(files)
-    layout = (
-        _layout_stage_3(files, groups) if files.stage == 3 else _layout_stages_1_2(files, groups)
-    )
+    layout = _layout_stage_3(files, groups) if files.stage == 3 else _layout(files, groups)
     shapes = {name: shape for group in groups for name, shape in group.items()}
-    pieces = list(_partitioned_tensors(files, layout, shapes))
-    has_optimizer = any(name.startswith("optimizer.") for piece in pieces for name in piece.shapes)
-    pieces += _frozen_params(files, shapes)
-    pieces += _buffer_tensors(files.models[0])
-    return TensorSource(pieces, _make_metadata(files, layout), has_optimizer=has_optimizer)
+    pieces = [
+        *_partitioned_tensors(files, layout, shapes),
+        *_frozen_params(files, shapes),
+        *_buffer_tensors(files.models[0]),
+    ]
+    return TensorSource(pieces, _make_metadata(files, layout))
 
 
 def _param_shapes(files: ZeroFiles) -> list[ParamShapes]:
     """The shapes of trained parameters, group by group, in the order of the flat tensors."""
-    found = files.models[0].get("param_shapes")
-    if not found:
+    groups = files.models[0].get("param_shapes")
+    if not groups:
         raise DataError(
             f"{files.folder} does not say which parameters it holds: no 'param_shapes'",
             allowed="a checkpoint of DeepSpeed 0.4 or newer",
         )
-    return [{name: tuple(shape) for name, shape in group.items()} for group in found]
+    return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 
 
-def _layout_stages_1_2(
-    files: ZeroFiles, groups: Sequence[ParamShapes]
-) -> list[list[list[TensorRange]]]:
-    """For each rank, for each of its flat tensors, the ranges in it."""
+def _layout(files: ZeroFiles, groups: Sequence[ParamShapes]) -> Layout:
+    """The layout of stages 1 and 2."""
     world_size, count = len(files.partitions), len(groups)
-    if any(len(one.flat_tensors) != count for one in files.partitions):
+    if any(len(partition.flat_tensors) != count for partition in files.partitions):
         raise DataError(f"{files.folder}: ranks do not have the same {count} groups")
-    paddings = _param_paddings(files, groups)
-    layout: list[list[list[TensorRange]]] = [[] for _ in range(world_size)]
+    # Padding behind each parameter (`parameter_alignment`).
+    paddings = files.paddings or [[0] * len(group) for group in groups]
+    if [len(padding) for padding in paddings] != [len(group) for group in groups]:
+        raise DataError(f"{files.folder}: paddings and parameters are not of the same number")
+    layout: Layout = [[] for _ in range(world_size)]
     for index, group in enumerate(groups):
         flat_ranges = [
             FlatRange(name, 0, prod(shape), prod(shape) + padding)
             for (name, shape), padding in zip(group.items(), paddings[index], strict=True)
         ]
-        lengths = [one.flat_tensors[index].numel() for one in files.partitions]
+        lengths = [partition.flat_tensors[index].numel() for partition in files.partitions]
         cuts = cut_ranges(flat_ranges, lengths, slack=_PADDING_PER_RANK * world_size)
         for rank, ranges in enumerate(cuts):
             layout[rank].append(ranges)
     return layout
 
 
-def _layout_stage_3(
-    files: ZeroFiles, groups: Sequence[ParamShapes]
-) -> list[list[list[TensorRange]]]:
+def _layout_stage_3(files: ZeroFiles, groups: Sequence[ParamShapes]) -> Layout:
     world_size = len(files.partitions)
     numels = [(name, prod(shape)) for group in groups for name, shape in group.items()]
     return [
         cut_ranges(
             [rank_range(name, numel, rank, world_size) for name, numel in numels],
-            [flat.numel() for flat in one.flat_tensors],
+            [flat.numel() for flat in partition.flat_tensors],
         )
-        for rank, one in enumerate(files.partitions)
+        for rank, partition in enumerate(files.partitions)
     ]
 
 
-def _param_paddings(files: ZeroFiles, groups: Sequence[ParamShapes]) -> list[list[int]]:
-    """Padding behind each parameter (`parameter_alignment`)."""
-    found = files.paddings or [[0] * len(group) for group in groups]
-    if [len(one) for one in found] != [len(group) for group in groups]:
-        raise DataError(f"{files.folder}: paddings and parameters are not of the same number")
-    return [list(one) for one in found]
-
-
 def _partitioned_tensors(
-    files: ZeroFiles, layout: Sequence[Sequence[list[TensorRange]]], shapes: ParamShapes
+    files: ZeroFiles, layout: Layout, shapes: ParamShapes
 ) -> Iterator[FlatTensor]:
     """Main weights and their optimizer state."""
     for partition, cuts in zip(files.partitions, layout, strict=True):
         for flat, state, ranges in zip(partition.flat_tensors, partition.states, cuts, strict=True):
-            yield _make_flat_tensor("weights", flat, ranges, shapes)
-            for key, value in state.items():
-                if not isinstance(value, Tensor) or value.ndim == 0:
-                    continue
-                if value.ndim != 1 or value.numel() < flat.numel():
+            tensors = {"weights": flat} | {
+                f"optimizer.{key}": value
+                for key, value in state.items()
+                if isinstance(value, Tensor) and value.ndim
+            }
+            for kind, tensor in tensors.items():
+                if tensor.ndim != 1 or tensor.numel() < flat.numel():
                     raise DataError(
-                        f"{files.folder}: {key!r} of shape {tuple(value.shape)} for "
+                        f"{files.folder}: {kind} of shape {tuple(tensor.shape)} for "
                         f"{flat.numel()} main weights",
                         allowed="optimizer state with one element for each weight",
                     )
-                yield _make_flat_tensor(f"optimizer.{key}", value, ranges, shapes)
-
-
-def _make_flat_tensor(
-    kind: str, memory: Tensor, ranges: Sequence[TensorRange], shapes: ParamShapes
-) -> FlatTensor:
-    renamed = [TensorRange(f"{kind}/{one.name}", one.start, one.stop, one.offset) for one in ranges]
-    return FlatTensor(
-        memory.detach(), renamed, {f"{kind}/{one.name}": shapes[one.name] for one in ranges}
-    )
+                yield FlatTensor(
+                    tensor.detach(),
+                    [replace(part, name=f"{kind}/{part.name}") for part in ranges],
+                    {f"{kind}/{part.name}": shapes[part.name] for part in ranges},
+                )
 
 
 def _frozen_params(files: ZeroFiles, trained: ParamShapes) -> Iterator[FlatTensor]:
@@ -173,30 +162,28 @@ def _buffer_tensors(model: dict[str, Any]) -> Iterator[FlatTensor]:
             yield FlatTensor.from_tensor(f"buffers/{name}", value)
 
 
-def _make_metadata(
-    files: ZeroFiles, layout: Sequence[Sequence[list[TensorRange]]]
-) -> dict[str, Any]:
+def _make_metadata(files: ZeroFiles, layout: Layout) -> dict[str, Any]:
     """The JSON part."""
     model = files.models[0]
-    apart = {*model["buffer_names"], *(model.get("shared_params") or {})}
+    ties, scheduler = dict(model.get("shared_params") or {}), model.get("lr_scheduler") or {}
+    others = {*model["buffer_names"], *ties}
     return {
         "step": int(model["global_steps"]),
         "sample_cursor": int(model.get("global_samples") or 0),
         "groups": _optimizer_groups(files, layout),
-        "scheduler": _scheduler_state(model.get("lr_scheduler")),
+        # A schedule's state has the same words there and here.
+        "scheduler": {key: _to_python(value) for key, value in scheduler.items()} or None,
         "loss_scale": _loss_scale_state(files.loss_scaler),
-        "ties": dict(model.get("shared_params") or {}),
+        "ties": ties,
         "model_dtypes": {
             name: checked_dtype_name(value.dtype, name)
             for name, value in model["module"].items()
-            if isinstance(value, Tensor) and name not in apart
+            if isinstance(value, Tensor) and name not in others
         },
     }
 
 
-def _optimizer_groups(
-    files: ZeroFiles, layout: Sequence[Sequence[list[TensorRange]]]
-) -> list[dict[str, Any]]:
+def _optimizer_groups(files: ZeroFiles, layout: Layout) -> list[dict[str, Any]]:
     """The optimizer's groups: options, numbers that are part of its state, names of parameters."""
     first, groups = files.partitions[0], []
     for given in first.options:
@@ -207,8 +194,8 @@ def _optimizer_groups(
         if "step" in options:  # fused optimizers count in the group
             scalars.setdefault("step", _scalar_to_json(options.pop("step")))
         kept = {key: value for key, value in options.items() if isinstance(value, _OPTION_TYPES)}
-        ranges = (one for cuts in layout for flat in flats for one in cuts[flat])
-        names = list(dict.fromkeys(one.name for one in ranges))
+        ranges = (part for cuts in layout for flat in flats for part in cuts[flat])
+        names = list(dict.fromkeys(part.name for part in ranges))
         groups.append({"options": kept, "scalars": scalars, "params": names})
     return groups
 
@@ -225,11 +212,6 @@ def _scalar_to_json(value: Any) -> dict[str, Any]:
 
 def _to_python(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
-
-
-def _scheduler_state(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A schedule's state has the same words there and here."""
-    return None if state is None else {key: _to_python(value) for key, value in state.items()}
 
 
 def _loss_scale_state(scaler: dict[str, Any]) -> dict[str, Any] | None:

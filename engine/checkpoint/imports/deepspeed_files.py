@@ -76,7 +76,7 @@ def find_step_folder(path: Path) -> Path | None:
     """
     if not path.is_dir():
         return None
-    if _matching_files(path, _MODEL_FILE) or _matching_files(path, _OPTIMIZER_FILE):
+    if _has_files(path):
         return path
     latest = path / "latest"
     if not latest.is_file():
@@ -88,7 +88,7 @@ def find_step_folder(path: Path) -> Path | None:
             f"{latest} names {tag!r}, which is not a folder in {path}",
             fix="the path: give the folder of a step itself",
         )
-    if not _matching_files(folder, _MODEL_FILE) and not _matching_files(folder, _OPTIMIZER_FILE):
+    if not _has_files(folder):
         raise DataError(f"{folder} holds no *_model_states.pt", allowed=_SUPPORTED)
     return folder
 
@@ -124,35 +124,38 @@ def read_zero_files(folder: Path) -> ZeroFiles:
     return ZeroFiles(folder, stage, ordered, partitions, paddings, fields)
 
 
-def _matching_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
+def _matching_files(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
+    paths = sorted(folder.iterdir())
+    return [(path, match) for path in paths if (match := pattern.fullmatch(path.name))]
+
+
+def _has_files(folder: Path) -> bool:
+    return bool(_matching_files(folder, _MODEL_FILE) or _matching_files(folder, _OPTIMIZER_FILE))
 
 
 def _files_by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    found: dict[int, Path] = {}
-    for path in _matching_files(folder, pattern):
-        match = pattern.fullmatch(path.name)
-        rank, model_rank = (int(part or 0) for part in match.groups()) if match else (0, 0)
+    paths: dict[int, Path] = {}
+    for path, match in _matching_files(folder, pattern):
+        rank, model_rank = (int(part or 0) for part in match.groups())
         if model_rank:
             raise ConfigError(f"{path} is of a model-parallel run", allowed=_SUPPORTED)
-        if rank in found:
+        if rank in paths:
             raise DataError(
-                f"{found[rank].name} and {path.name} in {folder} are both of rank {rank}",
+                f"{paths[rank].name} and {path.name} in {folder} are both of rank {rank}",
                 fix="remove the one that an older save left behind",
             )
-        found[rank] = path
-    return found
+        paths[rank] = path
+    return paths
 
 
-def _check_ranks(folder: Path, found: dict[int, Any], world_size: int, kind: str) -> None:
-    missing = sorted(set(range(world_size)) - found.keys())
-    extra = sorted(found.keys() - set(range(world_size)))
-    if missing:
+def _check_ranks(folder: Path, files: dict[int, Any], world_size: int, kind: str) -> None:
+    ranks = set(range(world_size))
+    if missing := sorted(ranks - files.keys()):
         raise DataError(
             f"{folder} lacks the {kind} of ranks {missing}, of {world_size} that wrote it",
             allowed="the files of all ranks: copy them from every node",
         )
-    if extra:
+    if extra := sorted(files.keys() - ranks):
         raise DataError(
             f"{folder} holds {kind} of ranks {extra}, but {world_size} ranks wrote it",
             fix="remove those that an older save left behind",
@@ -167,7 +170,7 @@ def _require_key(content: dict[str, Any], key: str, place: Path) -> Any:
 
 def _saved_world_size(state: dict[str, Any], folder: Path) -> int:
     count = _require_key(state, "partition_count", folder)
-    counts = set(count) if isinstance(count, list) else {count}
+    counts = set(count) if isinstance(count, list) else {count}  # one for each group
     if len(counts) != 1:
         raise ConfigError(
             f"{folder}: groups are cut over {sorted(counts)} ranks (mixture of experts)",
@@ -197,36 +200,28 @@ def _check_data_parallel_only(model: dict[str, Any], folder: Path) -> None:
 
 
 def _read_partition(state: dict[str, Any], stage: int, folder: Path) -> RankPartition:
-    flats = _require_key(
-        state, "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups", folder
+    keys = (
+        ("fp32_flat_groups", "optimizer_state_dict")
+        if stage == 3
+        else ("single_partition_of_fp32_groups", "base_optimizer_state")
     )
-    inner = _require_key(
-        state, "optimizer_state_dict" if stage == 3 else "base_optimizer_state", folder
-    )
+    flats, inner = (_require_key(state, key, folder) for key in keys)
     if isinstance(inner, list):  # elastic_checkpoint: a state for each group, and no options
         options: list[dict[str, Any]] = [{"params": [index]} for index in range(len(inner))]
         states = inner
     else:
-        options = _require_key(inner, "param_groups", folder)
-        order = [index for group in options for index in group["params"]]
-        # torch numbers parameters group by group, which is the order of the flat tensors
-        options = _renumber_groups(options)
-        states = [inner["state"].get(index, {}) for index in order]
+        options, states = [], []
+        for group in _require_key(inner, "param_groups", folder):
+            # torch numbers parameters group by group, which is the order of the flat tensors
+            first = len(states)
+            states += [inner["state"].get(index, {}) for index in group["params"]]
+            options.append({**group, "params": list(range(first, len(states)))})
     if len(states) != len(flats):
         raise DataError(
             f"{folder}: optimizer state of {len(states)} tensors for {len(flats)} of main weights",
             allowed=_SUPPORTED,
         )
     return RankPartition([flat.detach().reshape(-1) for flat in flats], states, options)
-
-
-def _renumber_groups(options: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    groups, at = [], 0
-    for group in options:
-        count = len(group["params"])
-        groups.append({**group, "params": list(range(at, at + count))})
-        at += count
-    return groups
 
 
 @dataclass(frozen=True)
@@ -237,10 +232,6 @@ class FlatRange:
     start: int
     stop: int
     length: int
-
-    def param_elements(self, start: int, stop: int) -> tuple[int, int]:
-        """The parameter's elements at positions `start` to `stop` of this range."""
-        return min(self.start + start, self.stop), min(self.start + stop, self.stop)
 
 
 def rank_range(name: str, numel: int, rank: int, world_size: int) -> FlatRange:
@@ -262,24 +253,24 @@ def cut_ranges(
     Raises:
         DataError: the sizes differ, so the layout is not what is assumed here.
     """
-    wanted, held = sum(one.length for one in flat_ranges), sum(lengths)
-    if not wanted <= held <= wanted + slack:
+    needed, held = sum(part.length for part in flat_ranges), sum(lengths)
+    if not needed <= held <= needed + slack:
         raise DataError(
-            f"the partitions hold {held} elements, the parameters need {wanted}",
+            f"the partitions hold {held} elements, the parameters need {needed}",
             allowed="a checkpoint that all of its ranks wrote, of a version that is known here",
         )
     ranges: list[list[TensorRange]] = [[] for _ in lengths]
     ends = list(accumulate(lengths))
-    flat = at = 0
-    for one in flat_ranges:
+    flat = position = 0
+    for part in flat_ranges:
         done = 0
-        while done < one.length:
-            take = min(one.length - done, ends[flat] - at)
-            start, stop = one.param_elements(done, done + take)
+        while done < part.length:
+            count = min(part.length - done, ends[flat] - position)
+            start, stop = (min(part.start + edge, part.stop) for edge in (done, done + count))
             if start < stop:
-                offset = at - (ends[flat] - lengths[flat])
-                ranges[flat].append(TensorRange(one.name, start, stop, offset))
-            done, at = done + take, at + take
-            if at == ends[flat]:
+                offset = position - (ends[flat] - lengths[flat])
+                ranges[flat].append(TensorRange(part.name, start, stop, offset))
+            done, position = done + count, position + count
+            if position == ends[flat]:
                 flat += 1
     return ranges

@@ -7,13 +7,14 @@ Safetensors files have no optimizer state and do not mark buffers: all tensors a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rayzero.engine.errors import DataError
@@ -44,15 +45,10 @@ class FlatTensor:
         return cls(tensor.reshape(-1), (TensorRange(name, 0, tensor.numel(), 0),), {name: shape})
 
     def block_index(self) -> BlockIndex:
-        dtype, size = (
-            checked_dtype_name(self.memory.dtype, self.ranges[0].name),
-            self.memory.itemsize,
-        )
+        dtype = checked_dtype_name(self.memory.dtype, self.ranges[0].name)
         return BlockIndex(
-            {one.name: LogicalTensor(dtype, self.shapes[one.name]) for one in self.ranges},
-            tuple(
-                TensorRange(one.name, one.start, one.stop, one.offset * size) for one in self.ranges
-            ),
+            {part.name: LogicalTensor(dtype, self.shapes[part.name]) for part in self.ranges},
+            tuple(replace(part, offset=part.offset * self.memory.itemsize) for part in self.ranges),
             self.memory.nbytes,
         )
 
@@ -62,18 +58,13 @@ class TensorSource:
 
     Attributes:
         step: finished steps; 0 if the files do not say.
-        has_optimizer: whether it has optimizer state; otherwise training starts with a new
-            optimizer.
     """
 
-    def __init__(
-        self, pieces: Sequence[FlatTensor], small: dict[str, Any], *, has_optimizer: bool
-    ) -> None:
+    def __init__(self, pieces: Sequence[FlatTensor], metadata: dict[str, Any]) -> None:
         held = [piece for piece in pieces if piece.ranges]
-        self.step = int(small["step"])
-        self.has_optimizer = has_optimizer
+        self.step = int(metadata["step"])
         self.block_indexes: Sequence[BlockIndex] = [piece.block_index() for piece in held]
-        self._metadata = small
+        self._metadata = metadata
         self._memory = [piece.memory for piece in held]
 
     def metadata(self, rank: int) -> dict[str, Any]:
@@ -98,10 +89,9 @@ def _rename_index(table: BlockIndex, names: Mapping[str, str | None]) -> BlockIn
         table,
         tensors={name: table.tensors[old] for old, name in new.items() if name is not None},
         ranges=tuple(
-            replace(one, name=name)
-            for one in table.ranges
-            for name in [new[one.name]]
-            if name is not None
+            replace(part, name=name)
+            for part in table.ranges
+            if (name := new[part.name]) is not None
         ),
     )
 
@@ -115,7 +105,7 @@ def checked_dtype_name(dtype: torch.dtype, tensor: str) -> str:
     name = _DTYPE_NAMES.get(dtype)
     if name is None:
         raise DataError(
-            f"{tensor} is of {dtype}", allowed=", ".join(str(one) for one in _DTYPE_NAMES)
+            f"{tensor} is of {dtype}", allowed=", ".join(str(known) for known in _DTYPE_NAMES)
         )
     return name
 
@@ -129,31 +119,22 @@ def open_safetensors(path: Path) -> TensorSource | None:
     Raises:
         DataError: files or tensors are missing or damaged.
     """
-    if path.is_file():
-        tensors = _load_file(path) if path.suffix == ".safetensors" else None
+    if path.is_file() and path.suffix == ".safetensors":
+        tensors = _load_file(path)
     elif (path / _INDEX_FILE).is_file():
         tensors = _load_indexed(path)
     elif (path / _SINGLE_FILE).is_file():
         tensors = _load_file(path / _SINGLE_FILE)
     else:
-        tensors = None
-    if tensors is None:
         return None
     pieces = [FlatTensor.from_tensor(f"weights/{name}", tensor) for name, tensor in tensors.items()]
-    small = {"step": 0, "sample_cursor": 0, "groups": []}
-    return TensorSource(pieces, small, has_optimizer=False)
+    return TensorSource(pieces, {"step": 0, "sample_cursor": 0, "groups": []})
 
 
 def _load_file(path: Path) -> dict[str, Tensor]:
     """All tensors of a file, as views of the mapped file."""
-    return dict(_iter_tensors(path))
-
-
-def _iter_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118  it is no dictionary
-                yield name, file.get_tensor(name)
+        return load_file(path)
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path} cannot be read: {error}", allowed="a safetensors file") from error
 
@@ -163,21 +144,20 @@ def _load_indexed(folder: Path) -> dict[str, Tensor]:
     index = folder / _INDEX_FILE
     try:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        wanted: dict[str, list[str]] = {}
+        names_by_file: dict[str, list[str]] = {}
         for name, file in places.items():
-            wanted.setdefault(str(file), []).append(name)
+            names_by_file.setdefault(str(file), []).append(name)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(
             f"{index} cannot be read: {error!r}",
             allowed='JSON with "weight_map": {tensor: file in the same folder}',
         ) from error
     tensors: dict[str, Tensor] = {}
-    for file, names in wanted.items():
+    for file, names in names_by_file.items():
         if Path(file).name != file or not (folder / file).is_file():
             raise DataError(f"{index} names {file!r}, which is no file in {folder}")
         held = _load_file(folder / file)
-        missing = [name for name in names if name not in held]
-        if missing:
+        if missing := [name for name in names if name not in held]:
             raise DataError(f"{folder / file} lacks {missing[0]!r}, which {index} places in it")
         tensors |= {name: held[name] for name in names}
     return tensors
