@@ -35,7 +35,7 @@ from benchmarks.control_world import Scale, run
 from benchmarks.machine import facts, told
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator import machine
-from rayzero.orchestrator.aio import SystemClock
+from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
@@ -123,7 +123,7 @@ async def measure(
     """One size: some quiet seconds, then those with faults."""
     group: Any = PaperGroup(*pipes)
     nothing: Any = _Nothing()
-    plan, clock = make_job(folder, scale.workers), SystemClock()
+    plan, clock = make_job(folder, scale.workers), Clock()
     sights = _Sights()
     events = EventBus()
     with closing(Telemetry(plan, clock, sights.writer)) as telemetry:

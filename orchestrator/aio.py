@@ -1,6 +1,6 @@
 """The controller's asyncio helpers: clock, change notifier, background tasks, pending replies.
 
-All of it belongs to one event loop. The clock is an interface, so that tests run in virtual time.
+All of it belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -8,23 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 
-class Clock(Protocol):
-    def now(self) -> float:
-        """Seconds, of which only differences have a meaning."""
-
-    async def sleep(self, seconds: float) -> None:
-        """Waits that long."""
-
-    def timeout(self, seconds: float) -> AbstractAsyncContextManager[Any]:
-        """A block that raises TimeoutError when it takes longer, and cancels its await."""
-
-
-class SystemClock:
-    """Monotonic time of the operating system."""
+class Clock:
+    """Monotonic time of the operating system; tests pass a virtual clock."""
 
     now = staticmethod(time.monotonic)
     sleep = staticmethod(asyncio.sleep)

@@ -99,7 +99,7 @@ class Controller:
         if isinstance(engine := ctx.plan.spec.engine, dict):
             check_batch_sizes(parse_config(engine), min_workers, max_workers)
         self._scaler.set_limits(min_workers, max_workers)
-        name, now = ctx.plan.spec.name, self._world_size
+        name, now = ctx.plan.spec.name, ctx.generation.world_size
         return f"{name}: {min_workers} to {max_workers} workers; now {now}"
 
     def status(self) -> JobStatus:
@@ -112,7 +112,7 @@ class Controller:
             step=ctx.progress.steps,
             steps=spec.steps,
             generation=ctx.generation.number,
-            world_size=self._world_size,
+            world_size=ctx.generation.world_size,
             workers_min=ctx.registry.limits.min,
             workers_max=ctx.registry.limits.max,
             loss=ctx.progress.last_loss,
@@ -142,10 +142,6 @@ class Controller:
             ctx.registry.limits = WorkerLimits(*past.scaled_limits, ctx.registry.limits.spares)
         ctx.emit(RunAdopted(past.step, past.generation, unix_s - past.last_at_s))
 
-    @property
-    def _world_size(self) -> int:
-        return self._context.generation.world_size
-
     async def _handle_event(self, event: machine.Event) -> None:
         ctx, before = self._context, self._context.state
         if getattr(event, "generation", ctx.generation.number) < ctx.generation.number:
@@ -154,15 +150,12 @@ class Controller:
         if isinstance(event, machine.FaultFatal) and ctx.state is State.FAILED:
             self._error = self._error or event.error
         if isinstance(event, machine.ResizeRequested) and ctx.state is State.RESIZING:
-            ctx.timer.resize_requested(event.reason, self._world_size)
+            ctx.timer.resize_requested(event.reason, ctx.generation.world_size)
         if ctx.state is not before:
+            generation, trigger = ctx.generation, type(event).__name__
             ctx.emit(
                 StateEntered(
-                    ctx.state,
-                    ctx.generation.number,
-                    self._world_size,
-                    ctx.progress.steps,
-                    type(event).__name__,
+                    ctx.state, generation.number, generation.world_size, ctx.progress.steps, trigger
                 )
             )
             ctx.changed.notify()
@@ -228,7 +221,7 @@ class Controller:
         self._summary = {
             "job": ctx.plan.spec.name,
             "steps": progress.steps,
-            "world_size": self._world_size,
+            "world_size": ctx.generation.world_size,
             "stage": ctx.plan.stage,
             "loss": {"first": progress.first_loss, "last": progress.last_loss},
             "tokens_per_s": progress.tokens_per_s,

@@ -18,7 +18,7 @@ from rayzero.orchestrator.policies.recovery import (
     select_recovery_step,
     slot_refs,
 )
-from rayzero.workers.messages import InProcessStateInfo, WorkerCalls
+from rayzero.workers.messages import WorkerCalls
 from rayzero.workers.vault.records import Restore
 
 
@@ -47,8 +47,13 @@ class RestoreSelector:
         ctx, excluded = self._context, self._failures.excluded
         held = await self._vaults.inventory()
         stored = await self._checkpoints.newest(frozenset(excluded.checkpoints))
-        memories, world_size = self._in_process_states(), ctx.generation.world_size
-        source = select_recovery_step(held, memories, world_size, stored, excluded)
+        generation, vaults = ctx.generation, ctx.vault_addresses
+        in_process = {  # what can still be copied into a vault
+            worker: state
+            for worker, state in generation.in_process_states().items()
+            if ctx.registry.info(worker).node_id in vaults
+        }
+        source = select_recovery_step(held, in_process, generation.world_size, stored, excluded)
         if isinstance(source, FromWorkers):
             source = await self._salvage(source) or newest_stored(held, stored, excluded)
         step = source.step if source is not None else 0
@@ -78,15 +83,6 @@ class RestoreSelector:
             return Restore(source.step, slot_refs(held))
         newest = newest_complete_in_vaults(held)
         return newest if newest is not None and newest.step == source.step else None
-
-    def _in_process_states(self) -> dict[int, InProcessStateInfo]:
-        """The states in workers' memories that can still be copied into a vault."""
-        ctx = self._context
-        return {
-            worker: state
-            for worker, state in ctx.generation.in_process_states().items()
-            if ctx.registry.info(worker).node_id in ctx.vault_addresses
-        }
 
     def _warn_lost_steps(self, source: Restore | None, redone: int) -> None:
         if redone == 0 or self._context.generation.world_size == 0:

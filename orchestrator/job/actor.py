@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 from rayzero.engine.errors import RayzeroError, first_line
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator import machine
-from rayzero.orchestrator.aio import SystemClock
+from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError, internal_error
@@ -59,7 +59,7 @@ class JobActor:
         tune_gc_and_switch_interval()
         self._plan = plan
         self._can_grow = can_grow
-        self._clock = SystemClock()
+        self._clock = Clock()
         self._loop = asyncio.get_running_loop()
         self._events = EventBuffer()
         self._writer = BackgroundWriter(self._warn)

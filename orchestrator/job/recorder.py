@@ -18,12 +18,7 @@ from rayzero.orchestrator.console import PlainConsole
 from rayzero.orchestrator.job.log import append_log
 from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent, StateEntered
 from rayzero.orchestrator.job_file import to_document
-from rayzero.orchestrator.journal.files import (
-    JournalFiles,
-    JournalUpdate,
-    flush_interval_s,
-    step_interval_s,
-)
+from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.journal.writer import JournalWriter
 from rayzero.orchestrator.plan import JobPlan
@@ -124,15 +119,13 @@ class JobRecorder:
     ) -> None:
         self._plan = plan
         self._buffer = buffer
-        folder = plan.job_folder
         append_lines = partial(append_log, plan.log_path)
         log = writer.add_queue("the job's log", append_lines, _LOG_FLUSH_INTERVAL_S)
         self._plain_console = PlainConsole(log.put)
-        self._journal_queue = writer.add_queue(
-            "the journal", JournalFiles(folder, fence).write, flush_interval_s(folder)
-        )
+        files = JournalFiles(plan.job_folder, fence)
+        self._journal_queue = writer.add_queue("the journal", files.write, files.flush_interval_s)
         self._journal = JournalWriter(
-            self._put_update, history, step_interval_s=step_interval_s(folder)
+            self._put_update, history, step_interval_s=files.step_interval_s
         )
         self._journal.counter_source = counters
         self._owns_journal = True

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.orchestrator.aio import SystemClock
+from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.cluster.actor_pool import remove_stale_reservations
@@ -80,7 +80,7 @@ async def open_run(
     """
     # It exists if and only if the last run succeeded.
     await asyncio.to_thread(plan.summary_path.unlink, missing_ok=True)
-    clock = SystemClock()
+    clock = Clock()
     telemetry = await asyncio.to_thread(lambda: Telemetry(plan, clock, writer, past=history))
     recorder = JobRecorder(plan, buffer, writer, telemetry.dump_counters, history, lease.check)
     events = EventBus()

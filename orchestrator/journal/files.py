@@ -44,16 +44,6 @@ def state_url(job_folder: str) -> str:
     return join_url(job_folder, STATE_FILE)
 
 
-def flush_interval_s(job_folder: str) -> float:
-    """How long updates are collected: requests to a store cost more than writes to a disk."""
-    return 5.0 if is_remote(job_folder) else 0.5
-
-
-def step_interval_s(job_folder: str) -> float:
-    """How often the number of finished steps is written."""
-    return 30.0 if is_remote(job_folder) else 5.0
-
-
 def has_journal(job_folder: str) -> bool:
     """May raise StoreError."""
     names = {entry.name for entry in open_store(job_folder).list_folder()}
@@ -83,7 +73,13 @@ class JournalFiles:
     def __init__(self, job_folder: str, fence: Callable[[], None] = lambda: None) -> None:
         self._job_folder = job_folder
         self._fence = fence
-        self._segments = _Segments(job_folder) if is_remote(job_folder) else None
+        remote = is_remote(job_folder)
+        self._segments = _Segments(job_folder) if remote else None
+        # Requests to a store cost more than writes to a disk.
+        self.flush_interval_s = 5.0 if remote else 0.5
+        """How long updates are to be collected."""
+        self.step_interval_s = 30.0 if remote else 5.0
+        """How often the number of finished steps is to be written."""
 
     def write(self, updates: Sequence[JournalUpdate]) -> None:
         """The state is durable when this returns.

@@ -40,6 +40,15 @@ class RankProgress:
     def rank(self) -> int:
         return self.heartbeat.rank
 
+    def __str__(self) -> str:
+        return f"rank {self.rank} on node {self.node} (pid {self.pid})"
+
+    @property
+    def activity(self) -> str:
+        beat = self.heartbeat
+        verb = "waiting in" if beat.waiting else "after"
+        return f"phase {beat.phase} of step {beat.step}, {verb} collective {beat.collective}"
+
     @property
     def is_starting(self) -> bool:
         """Whether a long silence is expected."""
@@ -95,14 +104,13 @@ def find_hang(ranks: Sequence[RankProgress], hang_timeout_s: float) -> Hang | No
 
 def _describe_unresponsive(rank: RankProgress) -> str:
     return (
-        f"{_format_rank(rank)} does not respond: its reply is {rank.overdue_s:.1f} s late; when it "
-        f"last replied, {rank.age_s:.1f} s ago, it was in {_format_activity(rank)}"
+        f"{rank} does not respond: its reply is {rank.overdue_s:.1f} s late; when it "
+        f"last replied, {rank.age_s:.1f} s ago, it was in {rank.activity}"
     )
 
 
 def _describe_late_rank(rank: RankProgress, ranks: Sequence[RankProgress]) -> str:
-    activity = _format_activity(rank)
-    text = f"{_format_rank(rank)} has been silent for {rank.silent_s:.1f} s in {activity}"
+    text = f"{rank} has been silent for {rank.silent_s:.1f} s in {rank.activity}"
     ahead = [other.position for other in ranks if other is not rank and other.heartbeat.waiting]
     if not ahead:
         return text
@@ -117,13 +125,3 @@ def _describe_network_hang(rank: RankProgress, count: int) -> str:
         f"{rank.heartbeat.collective} of step {rank.heartbeat.step}, so no single rank hangs: "
         "check the network between their nodes"
     )
-
-
-def _format_rank(rank: RankProgress) -> str:
-    return f"rank {rank.rank} on node {rank.node} (pid {rank.pid})"
-
-
-def _format_activity(rank: RankProgress) -> str:
-    beat = rank.heartbeat
-    verb = "waiting in" if beat.waiting else "after"
-    return f"phase {beat.phase} of step {beat.step}, {verb} collective {beat.collective}"

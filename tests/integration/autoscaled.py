@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.autoscaler._private import fake_multi_node
 
-from rayzero.orchestrator.aio import SystemClock
+from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.policies.placement import ResourceRequest
@@ -98,7 +98,7 @@ async def grow_and_shrink(folder: Path) -> dict[str, Any]:
     """Two workers at least, six wished for: three nodes come. Then two are enough."""
     began = time.monotonic()
     vaults = VaultGroup(setup(folder))
-    workers = WorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
+    workers = WorkerGroup(setup(folder), Clock(), True, vaults, TinyWorker)
     try:
         came = list(await workers.start_workers(ResourceRequest(2, 6, 1.0, 0.0, 150.0)))
         at_first, placed_s = len(came), time.monotonic() - began

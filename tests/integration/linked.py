@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.aio import SystemClock
+from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.interfaces import VaultLostError
@@ -72,7 +72,7 @@ def _ray(folder: Path, ip: str, *words: str, on: tuple[str, ...] = ()) -> None:
 async def cut_link(folder: Path) -> dict[str, Any]:
     """Two workers on each host; the cable is cut, and put back when both were replaced."""
     vaults = VaultGroup(setup(folder))
-    workers = WorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
+    workers = WorkerGroup(setup(folder), Clock(), True, vaults, TinyWorker)
     try:
         four = await workers.start_workers(ResourceRequest(4, 4, 1.0, 0.0, 150.0))
         here = ray.get_runtime_context().get_node_id()

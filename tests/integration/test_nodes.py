@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rayzero.orchestrator.aio import SystemClock
+from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.interfaces import VaultLostError, WorkerLostError
@@ -30,7 +30,7 @@ WAIT_S = 150.0
 @asynccontextmanager
 async def groups(folder: Path) -> AsyncIterator[tuple[WorkerGroup, VaultGroup]]:
     vaults = VaultGroup(setup(folder))
-    workers = WorkerGroup(setup(folder), SystemClock(), True, vaults, TinyWorker)
+    workers = WorkerGroup(setup(folder), Clock(), True, vaults, TinyWorker)
     try:
         yield workers, vaults
     finally:

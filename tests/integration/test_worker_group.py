@@ -14,7 +14,7 @@ import psutil
 import pytest
 import ray
 
-from rayzero.orchestrator.aio import SystemClock
+from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.errors import JobFailedError
@@ -44,7 +44,7 @@ async def groups(
     """Released at the end, and everything they held must be free again."""
     made = setup(folder, args=args)
     vaults = VaultGroup(made)
-    workers = WorkerGroup(made, SystemClock(), can_grow, vaults, TinyWorker)
+    workers = WorkerGroup(made, Clock(), can_grow, vaults, TinyWorker)
     try:
         yield workers, vaults
     finally:

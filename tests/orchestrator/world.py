@@ -15,7 +15,7 @@ from typing import Any
 from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.errors import RayzeroError
 from rayzero.engine.layout.state_index import BlockIndex
-from rayzero.orchestrator.aio import Clock, PendingReplies, SystemClock, with_timeout
+from rayzero.orchestrator.aio import Clock, PendingReplies, with_timeout
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.interfaces import (
     WORKER_POLL_S,
@@ -137,7 +137,7 @@ class World:
         self.lag: dict[str, int] = {}
         """Turns of the event loop that commands take on their way, by name."""
         self.vaults = Vaults(self)
-        self.clock: Clock = SystemClock()
+        self.clock: Clock = Clock()
         """Replaced by the stage's, which stands still."""
 
     # What a test does.
