@@ -32,7 +32,8 @@ _MAX_INTERVALS = 4
 _SLACK_S = 0.5
 _STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.1
-_SECURITY_HEADERS = [
+_HEADERS = [
+    ("Cache-Control", "no-store"),
     ("X-Content-Type-Options", "nosniff"),
     ("Referrer-Policy", "no-referrer"),
     ("Content-Security-Policy", "frame-ancestors 'none'"),
@@ -44,20 +45,24 @@ StartResponse = Callable[[str, list[tuple[str, str]]], Any]
 
 
 class ScrapeSchedule:
-    """Recent reads of each path, and when the next one is expected. Times are of one clock."""
+    """Recent reads of each path, and when the next one is expected. Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = Lock()
         self._times_s: defaultdict[str, deque[float]] = defaultdict(
             lambda: deque(maxlen=_MAX_INTERVALS + 1)
         )
 
     def record_scrape(self, path: str, now_s: float) -> None:
-        self._times_s[path].append(now_s)
+        with self._lock:
+            self._times_s[path].append(now_s)
 
     def wait_deadline_s(self, ended_s: float) -> float:
         """The time until which a read after `ended_s` is expected; `ended_s` if none is."""
         deadline_s = ended_s
-        for times_s in self._times_s.values():
+        with self._lock:
+            recent_s = [tuple(times_s) for times_s in self._times_s.values()]
+        for times_s in recent_s:
             intervals_s = [after - before for before, after in pairwise(times_s)]
             is_regular = len(intervals_s) >= 2 and max(intervals_s) <= MAX_REGULAR_INTERVAL_S
             if is_regular and times_s[-1] <= ended_s:
@@ -87,19 +92,15 @@ class Endpoint:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._metrics_app: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
         self._pages = pages
-        self._scrapes, self._lock = ScrapeSchedule(), Lock()
+        self._scrapes = ScrapeSchedule()
         self._server.set_app(self._handle_request)
         self._server.start()
 
     async def await_final_scrape(self) -> None:
         """Waits until regular clients have read once more, `MAX_END_WAIT_S` at most."""
         ended_s = monotonic()
-        while monotonic() < self._final_scrape_deadline_s(ended_s):
+        while monotonic() < self._scrapes.wait_deadline_s(ended_s):
             await asyncio.sleep(_POLL_S)
-
-    def _final_scrape_deadline_s(self, ended_s: float) -> float:
-        with self._lock:
-            return self._scrapes.wait_deadline_s(ended_s)
 
     def close(self) -> None:
         """Stops listening at once; open connections end with the process at the latest."""
@@ -109,20 +110,16 @@ class Endpoint:
         path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
         paths = ["/metrics", *self._pages]
         if path not in paths:
-            return _plain_response(start, "404 Not Found", "available: " + ", ".join(paths))
+            return _refuse(start, "404 Not Found", "available: " + ", ".join(paths))
         if method not in ("GET", "HEAD"):
-            return _plain_response(start, "405 Method Not Allowed", "use GET or HEAD")
+            return _refuse(start, "405 Method Not Allowed", "use GET or HEAD")
         if method == "HEAD":
-            start("200 OK", list(_SECURITY_HEADERS))
+            start("200 OK", list(_HEADERS))
             return []
-        with self._lock:
-            self._scrapes.record_scrape(path, monotonic())
+        self._scrapes.record_scrape(path, monotonic())
         if path == "/metrics":
             return self._metrics_app(environ, start)
-        content_type, body = self._pages[path]()
-        headers = [("Content-Type", content_type), ("Cache-Control", "no-store")]
-        start("200 OK", [*headers, *_SECURITY_HEADERS])
-        return [body]
+        return _respond(start, "200 OK", *self._pages[path]())
 
 
 def _listen(host: str, ports: range) -> BoundedHttpServer:
@@ -142,6 +139,10 @@ def _listen(host: str, ports: range) -> BoundedHttpServer:
     raise ConfigError("metrics.ports: no port to listen on", fix="set metrics.ports to 1 or more")
 
 
-def _plain_response(start: StartResponse, status: str, text: str) -> list[bytes]:
-    start(status, [("Content-Type", "text/plain; charset=utf-8"), *_SECURITY_HEADERS])
-    return [f"{status}: {text}\n".encode()]
+def _refuse(start: StartResponse, status: str, text: str) -> list[bytes]:
+    return _respond(start, status, "text/plain; charset=utf-8", f"{status}: {text}\n".encode())
+
+
+def _respond(start: StartResponse, status: str, content_type: str, body: bytes) -> list[bytes]:
+    start(status, [("Content-Type", content_type), *_HEADERS])
+    return [body]

@@ -34,9 +34,7 @@ class ConnectionLimiter:
     """The open connections with their start times. Thread-safe."""
 
     def __init__(
-        self,
-        max_connections: int = MAX_CONNECTIONS,
-        lifetime_s: float = CONNECTION_LIFETIME_S,
+        self, max_connections: int = MAX_CONNECTIONS, lifetime_s: float = CONNECTION_LIFETIME_S
     ) -> None:
         self._max_connections = max_connections
         self._lifetime_s = lifetime_s
