@@ -1,4 +1,4 @@
-"""`rayzero chaos` without a job: what is printed, and with which exit code."""
+"""`rayzero chaos` without a job: output and exit codes."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ def chaos(*arguments: str, code: int = 0) -> str:
     return done.stdout if code == 0 else done.output
 
 
-def test_the_language_is_told_with_an_example_of_every_word():
-    told = chaos("--list")
+def test_list_prints_an_example_of_every_fault():
+    output = chaos("--list")
     for name, kind in FAULT_KINDS.items():
-        assert kind.description in told
-        assert str(example_fault(name)) in told
+        assert kind.description in output
+        assert str(example_fault(name)) in output
         assert parse_fault(str(example_fault(name))) == example_fault(name)
-    assert 'kill(rank=, step=, phase="forward")' in told
+    assert 'kill(rank=, step=, phase="forward")' in output
 
 
-def test_the_language_as_json():
-    words = {one["word"]: one for one in json.loads(chaos("--list", "--json"))}
-    assert [*words] == [*FAULT_KINDS]
-    assert words["full_disk"]["defaults"] == {"times": 1}
-    assert words["kill_vault"]["required"] == ["node", "step"]
+def test_list_as_json():
+    kinds = {kind["word"]: kind for kind in json.loads(chaos("--list", "--json"))}
+    assert [*kinds] == [*FAULT_KINDS]
+    assert kinds["full_disk"]["defaults"] == {"times": 1}
+    assert kinds["kill_vault"]["required"] == ["node", "step"]
 
 
-def test_a_random_schedule_is_for_a_job_file_and_the_same_again():
-    words = ("--random", "5", "--seed", "3", "--ranks", "3", "--steps", "100")
-    told = yaml.safe_load(chaos(*words))
-    assert len(told["faults"]) == 5
-    assert all(parse_fault(text).rank < 3 for text in told["faults"])
-    assert json.loads(chaos(*words, "--json")) == told
-    assert yaml.safe_load(chaos(*words[:3], "4", *words[4:])) != told
+def test_random_faults_are_reproducible_and_fit_a_job_file():
+    options = ("--random", "5", "--seed", "3", "--ranks", "3", "--steps", "100")
+    output = yaml.safe_load(chaos(*options))
+    assert len(output["faults"]) == 5
+    assert all(parse_fault(text).rank < 3 for text in output["faults"])
+    assert json.loads(chaos(*options, "--json")) == output
+    assert yaml.safe_load(chaos(*options[:3], "4", *options[4:])) != output
 
 
 @pytest.mark.parametrize(
-    ("words", "error"),
+    ("options", "error"),
     [
         ((), "a fault are needed, or --list"),
         (("gpt",), "a fault are needed"),
@@ -56,5 +56,5 @@ def test_a_random_schedule_is_for_a_job_file_and_the_same_again():
         (("gpt", "kill(rank=1)", "--address", "127.0.0.1:1"), "there is no Ray cluster at"),
     ],
 )
-def test_mistakes(words: tuple[str, ...], error: str):
-    assert error in chaos(*words, code=2)
+def test_usage_errors(options: tuple[str, ...], error: str):
+    assert error in chaos(*options, code=2)

@@ -1,4 +1,4 @@
-"""`rayzero ckpt`, as a user meets it: what is printed, and with which exit code."""
+"""`rayzero ckpt`: output and exit codes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def job(tmp_path):
 
 
 def ckpt(*arguments: object, code: int = 0) -> str:
-    """What the command prints: stdout when all is well, stderr otherwise."""
-    done = CliRunner().invoke(app, ["ckpt", *map(str, arguments)])
-    assert done.exit_code == code, done.output
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    return done.stdout if code == 0 else done.output
+    """Runs the command; its stdout if it succeeds, all its output otherwise."""
+    result = CliRunner().invoke(app, ["ckpt", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.stdout if code == 0 else result.output
 
 
 def size_of(folder) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def flip(path, at: int) -> None:
+def flip(path, offset: int) -> None:
     raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
+    raw[offset] ^= 1
     path.write_bytes(raw)
 
 
@@ -53,8 +53,8 @@ def test_ls(job):
 
 
 def test_ls_as_json(job):
-    found = [json.loads(line) for line in ckpt("ls", job / "step-100", "--json").splitlines()]
-    assert found == [
+    rows = [json.loads(line) for line in ckpt("ls", job / "step-100", "--json").splitlines()]
+    assert rows == [
         {
             "step": 100,
             "folder": str(job / "step-100"),
@@ -95,32 +95,32 @@ def test_prune(job):
     assert "removed: steps 9\n" in ckpt("prune", job, "--keep", 1, "--keep-every", 10)
     assert [row.split()[0] for row in ckpt("ls", job).splitlines()[1:]] == ["10", "100", "110"]
     text = ckpt("prune", job, "--keep", 1, "--json", "--dry-run")
-    told = json.loads(text)
-    assert told.pop("bytes") == size_of(job / "step-10")
-    assert told == {"kept": [100], "removed": [10], "swept": [], "dry_run": True}
+    fields = json.loads(text)
+    assert fields.pop("bytes") == size_of(job / "step-10")
+    assert fields == {"kept": [100], "removed": [10], "swept": [], "dry_run": True}
     assert "is one checkpoint" in ckpt("prune", job / "step-10", "--keep", 1, code=2)
     ckpt("prune", job, "--keep", 0, code=2)
 
 
 @pytest.mark.parametrize("path", ["", "step-100"])
-def test_export_names_the_checkpoint_and_prints_the_files(job, monkeypatch, path):
-    """Of a job, the newest whole one."""
-    called = []
+def test_export_prints_the_files(job, monkeypatch, path):
+    """Of a job, the newest complete one."""
+    calls = []
 
     class Export:
         @staticmethod
         def export_checkpoint(*arguments: str, progress) -> list[str]:
-            called.append(arguments)
+            calls.append(arguments)
             progress(1)
             return ["out/model.safetensors"]
 
     monkeypatch.setitem(sys.modules, "rayzero.engine.checkpoint.export", Export)
     text = ckpt("export", job / path, "--to", "out", "--format", "torch")
     assert text == "out/model.safetensors\n"
-    assert called == [(str(job / "step-100"), "out", "torch")]
-    told = json.loads(ckpt("export", job / path, "--to", "out", "--json"))
+    assert calls == [(str(job / "step-100"), "out", "torch")]
+    fields = json.loads(ckpt("export", job / path, "--to", "out", "--json"))
     files = ["out/model.safetensors"]
-    assert told == {"folder": str(job / "step-100"), "format": "safetensors", "files": files}
+    assert fields == {"folder": str(job / "step-100"), "format": "safetensors", "files": files}
 
 
 def test_long_reading_prints_lines_where_there_is_no_terminal(capsys):
@@ -135,7 +135,7 @@ def test_long_reading_prints_lines_where_there_is_no_terminal(capsys):
 
 
 @pytest.mark.parametrize("command", [["ls"], ["verify"], ["prune", "--keep", "1"]])
-def test_where_there_are_none(tmp_path, command):
+def test_a_folder_without_checkpoints(tmp_path, command):
     assert "there are no checkpoints at" in ckpt(*command, tmp_path, code=2)
     assert "cannot be stored at x://y" in ckpt(*command, "x://y", code=2)
     (tmp_path / "file").write_text("")
@@ -147,14 +147,14 @@ def test_help_has_an_example_for_every_command():
         assert f"Example: rayzero ckpt {command}" in ckpt(command, "--help")
 
 
-def test_listing_costs_neither_torch_nor_ray(job):
+def test_ls_imports_neither_torch_nor_ray(job):
     script = (
         "import sys\n"
         "from rayzero.orchestrator.cli.app import app\n"
         f"app(['ckpt', 'ls', {str(job)!r}, '--json'], standalone_mode=False)\n"
         "sys.exit(repr({'torch', 'ray', 'pyarrow'} & set(sys.modules)))\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
     )
-    assert done.stderr.strip() == "set()"
+    assert result.stderr.strip() == "set()"

@@ -1,4 +1,4 @@
-"""`rayzero config`, as a user meets it: what is printed, and with which exit code."""
+"""`rayzero config`: output and exit codes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def engine(tmp_path: Path) -> Path:
 
 
 def config(*arguments: object, code: int = 0) -> str:
-    """What the command prints: stdout when all is well, stderr otherwise."""
-    done = CliRunner().invoke(app, ["config", *map(str, arguments)])
-    assert done.exit_code == code, done.output
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    return done.stdout if code == 0 else done.output
+    """Runs the command; its stdout if it succeeds, all its output otherwise."""
+    result = CliRunner().invoke(app, ["config", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.stdout if code == 0 else result.output
 
 
-def test_explain_groups_what_is_in_force(engine: Path) -> None:
+def test_explain_groups_the_keys_in_effect(engine: Path) -> None:
     lines = [line.rstrip() for line in config("explain", engine).splitlines()]
     assert lines[0].split() == ["key", "status", "value", "from"]
     assert lines[1:3] == ["batch sizes", lines[2]]
@@ -39,7 +39,7 @@ def test_explain_groups_what_is_in_force(engine: Path) -> None:
     assert "zero_optimization.contiguous_gradients" not in cells
 
 
-def test_all_shows_every_known_key(engine: Path) -> None:
+def test_all_shows_every_key(engine: Path) -> None:
     text = config("explain", engine, "--all")
     assert "zero_optimization.contiguous_gradients" in text
     assert "always so" in text
@@ -47,8 +47,8 @@ def test_all_shows_every_known_key(engine: Path) -> None:
 
 
 def test_explain_as_json(engine: Path) -> None:
-    found = [json.loads(line) for line in config("explain", engine, "--json").splitlines()]
-    first = next(fact for fact in found if fact["key"] == "train_batch_size")
+    infos = [json.loads(line) for line in config("explain", engine, "--json").splitlines()]
+    first = next(info for info in infos if info["key"] == "train_batch_size")
     assert first == {
         "group": "batch sizes",
         "key": "train_batch_size",
@@ -68,8 +68,8 @@ def test_a_job_file_is_explained_by_its_engine_config(engine: Path, tmp_path: Pa
         "engine:\n  scheduler: {type: WarmupDecayLR, params: {total_num_steps: auto}}\n"
         "  optimizer: {type: SGD}\n"
     )
-    found = [json.loads(line) for line in config("explain", job, "--json").splitlines()]
-    values = {fact["key"]: fact["value"] for fact in found}
+    infos = [json.loads(line) for line in config("explain", job, "--json").splitlines()]
+    values = {info["key"]: info["value"] for info in infos}
     assert values["scheduler.params.total_num_steps"] == 70
     job.write_text("name: j\nentrypoint: m:f\nengine: engine.json\n")
     assert "old name bfloat16" in config("explain", job)
@@ -86,7 +86,9 @@ def test_a_job_file_is_explained_by_its_engine_config(engine: Path, tmp_path: Pa
         (None, "cannot be read: No such file"),
     ],
 )
-def test_a_bad_file_ends_with_code_2(content: str | None, message: str, tmp_path: Path) -> None:
+def test_an_invalid_file_ends_with_code_2(
+    content: str | None, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "engine.json"
     if content is not None:
         path.write_text(content)
@@ -96,6 +98,6 @@ def test_a_bad_file_ends_with_code_2(content: str | None, message: str, tmp_path
 
 
 def test_schema() -> None:
-    made = json.loads(config("schema"))
-    assert made["title"] == "rayzero engine config"
-    assert "train_batch_size" in made["properties"]
+    schema = json.loads(config("schema"))
+    assert schema["title"] == "rayzero engine config"
+    assert "train_batch_size" in schema["properties"]

@@ -38,28 +38,30 @@ def plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_table_and_what_to_take(tmp_path: Path):
-    found = plan(tmp_path, "models:make", "--batch", "models:batch", "--world", "2", "--gpu", "8MB")
-    assert found.returncode == 0, found.stderr
-    assert "activations" in found.stdout
-    assert "MiB on each rank" in found.stdout
-    assert "Use stage 1: the first that fits in 7.6 MiB" in found.stdout
+def test_the_table_and_the_recommended_setting(tmp_path: Path):
+    result = plan(
+        tmp_path, "models:make", "--batch", "models:batch", "--world", "2", "--gpu", "8MB"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "activations" in result.stdout
+    assert "MiB on each rank" in result.stdout
+    assert "Use stage 1: the first that fits in 7.6 MiB" in result.stdout
 
 
 @pytest.mark.slow
-def test_json_and_nothing_that_fits(tmp_path: Path):
-    found = plan(tmp_path, "models:make", "--gpu", "100kB", "--json")
-    assert found.returncode == 1, found.stderr
-    rows = json.loads(found.stdout)
+def test_json_when_nothing_fits(tmp_path: Path):
+    result = plan(tmp_path, "models:make", "--gpu", "100kB", "--json")
+    assert result.returncode == 1, result.stderr
+    rows = json.loads(result.stdout)
     first = rows[0]
     assert first["setting"] == "stage 0"
     parameters = 8 * (256 * 256 + 256)
     assert first["device_total_bytes"] == parameters * 16
-    assert not any(one["fits"] or one["chosen"] for one in rows)
+    assert not any(row["fits"] or row["chosen"] for row in rows)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("models",), "'models' is not the name of a function"),
         (("models:mak",), "did you mean 'make'?"),
@@ -70,8 +72,8 @@ def test_json_and_nothing_that_fits(tmp_path: Path):
     ],
 )
 @pytest.mark.slow
-def test_mistakes_are_named(tmp_path: Path, arguments: tuple[str, ...], said: str):
-    found = plan(tmp_path, *arguments)
-    assert found.returncode == 2
-    assert said in found.stderr
-    assert "Traceback" not in found.stderr
+def test_usage_errors(tmp_path: Path, arguments: tuple[str, ...], message: str):
+    result = plan(tmp_path, *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

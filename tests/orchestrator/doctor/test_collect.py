@@ -1,4 +1,4 @@
-"""The doctor's questions to real processes, in environments that are broken on purpose."""
+"""Probes in real processes, in environments that are broken on purpose."""
 
 from __future__ import annotations
 
@@ -37,50 +37,50 @@ def write(folder: Path, name: str, text: str) -> str:
     return name
 
 
-def test_the_last_word_counts_and_noise_does_not(modules: Path) -> None:
+def test_later_values_win_and_other_output_is_ignored(modules: Path) -> None:
     text = """
 import json, sys
-print("a library says hello")
+print("output of a library")
 print(json.dumps({"a": 1, "b": sys.argv[1]}))
 print(json.dumps({"a": 2}))
 """
-    probe = run_probe(write(modules, "talks", text), ("x",), 30)
+    probe = run_probe(write(modules, "prints", text), ("x",), 30)
     assert (probe.facts, probe.error) == ({"a": 2, "b": "x"}, "")
 
 
 @pytest.mark.parametrize(
-    ("end", "words"),
+    ("ending", "text_of_error"),
     [
-        ("raise RuntimeError('no such luck')", "RuntimeError: no such luck"),
+        ("raise RuntimeError('no such file')", "RuntimeError: no such file"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal 11"),
         ("import sys; sys.exit(3)", "exit code 3"),
-        ('print(\'{"trouble": "told so"}\')', "told so"),
+        ('print(\'{"trouble": "an error"}\')', "an error"),
         ("import time; time.sleep(600)", "no answer within 5 s"),
     ],
 )
-def test_what_was_told_before_the_end_counts(modules: Path, end: str, words: str) -> None:
-    name = write(modules, "ends", f"print('{{\"a\": 1}}', flush=True)\n{end}\n")
-    begun = time.monotonic()
-    probe = run_probe(name, (), 5 if "600" in end else 120)
+def test_facts_before_a_failure_are_kept(modules: Path, ending: str, text_of_error: str) -> None:
+    name = write(modules, "fails", f"print('{{\"a\": 1}}', flush=True)\n{ending}\n")
+    start_s = time.monotonic()
+    probe = run_probe(name, (), 5 if "600" in ending else 120)
     assert probe.facts == {"a": 1}
-    assert words in probe.error
-    assert time.monotonic() - begun < 120
+    assert text_of_error in probe.error
+    assert time.monotonic() - start_s < 120
 
 
-def test_what_a_process_leaves_behind_is_not_waited_for(modules: Path) -> None:
-    """Another process has its standard output and error, and lives on; its last line is half."""
+def test_children_of_a_probe_are_not_waited_for(modules: Path) -> None:
+    """A child that keeps stdout and stderr open, and an incomplete last line."""
     text = """
 import pathlib, subprocess, sys
-left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-pathlib.Path(sys.argv[1]).write_text(str(left.pid))
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
 print('{"a": 1}')
 print('{"half":', end="")
 """
     name, pid = write(modules, "leaves", text), modules / "pid"
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(run_probe, name, (str(pid),), 240)
+        pending = threads.submit(run_probe, name, (str(pid),), 240)
         try:
-            assert asked.result(120) == ProbeResult({"a": 1}, "")
+            assert pending.result(120) == ProbeResult({"a": 1}, "")
         finally:  # ends the wait, if there is one
             os.kill(int(pid.read_text()), signal.SIGKILL)
 
@@ -92,7 +92,7 @@ def test_a_torch_that_cannot_be_imported(modules: Path) -> None:
     assert "libcudart.so.13" in probe.error
 
 
-def test_a_cluster_that_is_not_there() -> None:
+def test_a_missing_cluster() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     probe = run_probe(PROBES, ("cluster", f"127.0.0.1:{port}"), 60)
@@ -100,14 +100,14 @@ def test_a_cluster_that_is_not_there() -> None:
     assert "refused" in probe.error.lower()
 
 
-def test_a_place_for_checkpoints(tmp_path: Path) -> None:
-    told = check_storage(str(tmp_path / "not" / "yet"))
-    assert told["nbytes"] == 4 * 2**20
-    assert told["free_bytes"] > 0
+def test_a_folder_for_checkpoints(tmp_path: Path) -> None:
+    facts = check_storage(str(tmp_path / "not" / "yet"))
+    assert facts["nbytes"] == 4 * 2**20
+    assert facts["free_bytes"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_is_a_file(tmp_path: Path) -> None:
+def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     with pytest.raises(RayzeroError, match="Not a directory"):
         check_storage(str(tmp_path / "runs" / "gpt"))
@@ -125,10 +125,10 @@ def test_credentials_in_a_url_are_not_shown() -> None:
 
 
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = inspect_machine({})
-    assert found.python == platform.python_version()
-    assert found.ray
-    assert found.memfd_error == ""
+    machine = inspect_machine({})
+    assert machine.python == platform.python_version()
+    assert machine.ray
+    assert machine.memfd_error == ""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert not inspect_machine({}).stray_token
     (tmp_path / ".ray").mkdir()
@@ -144,14 +144,14 @@ def test_the_command_with_a_cluster(tmp_path: Path) -> None:
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": 0})
     try:
-        found = doctor(tmp_path, "--json", "--address", cluster.address)
+        result = doctor(tmp_path, "--json", "--address", cluster.address)
     finally:
         cluster.shutdown()
-    told = json.loads(found.stdout)
-    levels = {one["name"]: one["level"] for one in told["findings"]}
-    assert found.returncode == 0, found.stdout + found.stderr
+    report = json.loads(result.stdout)
+    levels = {finding["name"]: finding["level"] for finding in report["findings"]}
+    assert result.returncode == 0, result.stdout + result.stderr
     assert [levels[name] for name in ("torch", "gloo", "cluster", "checkpoints")] == ["ok"] * 4
-    (seen,) = [one["seen"] for one in told["findings"] if one["name"] == "cluster"]
+    (seen,) = [finding["seen"] for finding in report["findings"] if finding["name"] == "cluster"]
     assert seen.startswith("1 nodes, 3 CPUs")
 
 

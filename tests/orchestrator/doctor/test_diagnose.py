@@ -1,4 +1,4 @@
-"""What the doctor says to each thing that can be wrong, with nothing else wrong."""
+"""The findings for each problem alone."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ def machine(**changed: Any) -> SystemFacts:
     return replace(HEALTHY, machine=replace(MACHINE, **changed))
 
 
-def torch(trouble: str = "", **changed: Any) -> SystemFacts:
-    return replace(HEALTHY, torch=ProbeResult(TORCH | changed, trouble))
+def torch(error: str = "", **changed: Any) -> SystemFacts:
+    return replace(HEALTHY, torch=ProbeResult(TORCH | changed, error))
 
 
-def without(*keys: str, trouble: str = "") -> SystemFacts:
-    told = {key: value for key, value in TORCH.items() if key not in keys}
-    return replace(HEALTHY, torch=ProbeResult(told, trouble))
+def without(*keys: str, error: str = "") -> SystemFacts:
+    facts = {key: value for key, value in TORCH.items() if key not in keys}
+    return replace(HEALTHY, torch=ProbeResult(facts, error))
 
 
-def cluster(trouble: str = "", **changed: Any) -> SystemFacts:
-    return replace(HEALTHY, cluster=ProbeResult(CLUSTER | changed if not trouble else {}, trouble))
+def cluster(error: str = "", **changed: Any) -> SystemFacts:
+    return replace(HEALTHY, cluster=ProbeResult(CLUSTER | changed if not error else {}, error))
 
 
-def storage(trouble: str = "", **changed: Any) -> SystemFacts:
-    return replace(HEALTHY, storage=ProbeResult(STORAGE | changed, trouble))
+def storage(error: str = "", **changed: Any) -> SystemFacts:
+    return replace(HEALTHY, storage=ProbeResult(STORAGE | changed, error))
 
 
-# The facts, the one finding that is not ok, and words of what it says or advises.
+# The facts, the only finding that is not ok, and a part of its text or fix.
 BROKEN: dict[str, tuple[SystemFacts, str, Severity, str]] = {
     "old Python": (machine(python="3.10.2"), "python", Severity.FAIL, "3.11"),
     "no torch": (
@@ -91,7 +91,7 @@ BROKEN: dict[str, tuple[SystemFacts, str, Severity, str]] = {
         "NCCL_DEBUG",
     ),
     "NCCL hangs": (
-        without("nccl_s", trouble="no answer within 90 s"),
+        without("nccl_s", error="no answer within 90 s"),
         "nccl",
         Severity.FAIL,
         "90 s",
@@ -130,38 +130,38 @@ def test_a_healthy_machine() -> None:
         assert len(findings) >= 9
 
 
-@pytest.mark.parametrize(("facts", "name", "level", "words"), BROKEN.values(), ids=BROKEN)
-def test_what_is_broken_is_said_once(
-    facts: SystemFacts, name: str, level: Severity, words: str
+@pytest.mark.parametrize(("facts", "name", "level", "text"), BROKEN.values(), ids=BROKEN)
+def test_each_problem_is_one_finding_with_a_fix(
+    facts: SystemFacts, name: str, level: Severity, text: str
 ) -> None:
     findings = diagnose(facts)
-    (bad,) = [finding for finding in findings if finding.level is not Severity.OK]
-    assert (bad.name, bad.level) == (name, level)
-    assert words in bad.seen + bad.fix
-    assert bad.fix
+    (problem,) = [finding for finding in findings if finding.level is not Severity.OK]
+    assert (problem.name, problem.level) == (name, level)
+    assert text in problem.seen + problem.fix
+    assert problem.fix
     assert worst_severity(findings) is level
     assert len([line for line in report_lines(findings) if "to change it:" in line]) == 1
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("facts", "text"),
     [
         ({"gloo_trouble": "unable to resolve hostname"}, "unable to resolve"),
         ({"gloo": False}, "has no gloo"),
         ({}, "no answer within 90 s"),
     ],
 )
-def test_gloo_that_does_not_work(told: dict[str, Any], words: str) -> None:
+def test_gloo_that_does_not_work(facts: dict[str, Any], text: str) -> None:
     cpu = {key: value for key, value in CPU.items() if key != "gloo_s"}
-    findings = diagnose(replace(HEALTHY, torch=ProbeResult(cpu | told, "no answer within 90 s")))
-    (bad,) = [finding for finding in findings if finding.level is Severity.FAIL]
-    assert bad.name == "gloo"
-    assert words in bad.seen
+    findings = diagnose(replace(HEALTHY, torch=ProbeResult(cpu | facts, "no answer within 90 s")))
+    (problem,) = [finding for finding in findings if finding.level is Severity.FAIL]
+    assert problem.name == "gloo"
+    assert text in problem.seen
 
 
 def test_a_failure_outweighs_warnings() -> None:
     findings = diagnose(machine(shm_bytes=None, ray=""))
-    assert {one.level for one in findings} == set(Severity)
+    assert {finding.level for finding in findings} == set(Severity)
     assert worst_severity(findings) is Severity.FAIL
 
 
@@ -173,13 +173,15 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for facts, code in ((HEALTHY, 0), (machine(shm_bytes=None), 0), (machine(ray=""), 1)):
         monkeypatch.setattr(collect, "collect_facts", lambda place, address, facts=facts: facts)
-        done = doctor("--json")
-        assert done.exit_code == code
-        told = json.loads(done.stdout)
-        assert told["level"] == worst_severity(diagnose(facts))
-        done = doctor()
-        assert done.exit_code == code
-        assert len(done.stdout.splitlines()) == len(told["findings"]) + (told["level"] != "ok")
-    done = doctor("--address", "ray://head:10001")
-    assert done.exit_code == 2
-    assert "ray job submit" in done.stderr
+        result = doctor("--json")
+        assert result.exit_code == code
+        report = json.loads(result.stdout)
+        assert report["level"] == worst_severity(diagnose(facts))
+        result = doctor()
+        assert result.exit_code == code
+        assert len(result.stdout.splitlines()) == len(report["findings"]) + (
+            report["level"] != "ok"
+        )
+    result = doctor("--address", "ray://head:10001")
+    assert result.exit_code == 2
+    assert "ray job submit" in result.stderr

@@ -1,4 +1,4 @@
-"""The board has all that a snapshot tells, at any width, and obeys nothing in it."""
+"""The board shows the whole snapshot, at any width, without interpreting its text."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rayzero.orchestrator.top.board import render_board, snapshot_line
 from tests.orchestrator.page.sample import empty, sample
 
 
-def drawn(now: dict[str, Any], width: int = 110, trouble: str | None = None) -> str:
+def rendered(now: dict[str, Any], width: int = 110, error: str | None = None) -> str:
     out = StringIO()
     console = rich.console.Console(file=out, width=width, force_terminal=True, color_system=None)
-    console.print(render_board(now, trouble))
+    console.print(render_board(now, error))
     return out.getvalue()
 
 
-def test_the_board_has_everything() -> None:
-    text = drawn(sample())
+def test_the_board_shows_all_parts() -> None:
+    text = rendered(sample())
     for part in (
         "gpt-stdlib",
         "running",
@@ -47,27 +47,27 @@ def test_the_board_has_everything() -> None:
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("now", [sample(), empty(), sample(ranks=1), sample(ranks=1000)])
 def test_the_board_fits(now: dict[str, Any], width: int) -> None:
-    lines = drawn(now, width).splitlines()
+    lines = rendered(now, width).splitlines()
     assert max(map(len, lines)) <= width
     assert len(lines) < 100
 
 
 def test_many_ranks_are_counted_by_phase() -> None:
-    assert "backward 167" in drawn(sample(ranks=1000))
+    assert "backward 167" in rendered(sample(ranks=1000))
 
 
-def test_old_numbers_are_said_to_be_old() -> None:
-    assert "no contact for 5 s" in drawn(sample(), trouble="no contact for 5 s: gone")
+def test_the_board_says_that_it_is_out_of_date() -> None:
+    assert "no contact for 5 s" in rendered(sample(), error="no contact for 5 s: gone")
 
 
-def test_nothing_in_a_snapshot_is_obeyed() -> None:
+def test_escape_sequences_and_markup_have_no_effect() -> None:
     now = sample()
     nasty = "\x1b]0;owned\x07[bold]x[/bold][/]"
     now |= {"job": nasty, "version": nasty}
     now["faults"][0] |= {"cause": nasty, "text": nasty}
     now["ranks"][0] |= {"phase": nasty, "node": nasty}
     now["goodput"]["seconds"][nasty] = 4.0
-    text = drawn(now)
+    text = rendered(now)
     assert "\x1b]" not in text
     assert "[bold]x[/bold][/]" in text
     assert "\x1b" not in snapshot_line(now)

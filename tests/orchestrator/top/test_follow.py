@@ -1,11 +1,12 @@
-"""A job is followed to its end, and its silence is told."""
+"""Following a job by its endpoint, and by the output of the same command in another cluster."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
+from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
 
@@ -14,13 +15,18 @@ from typer.testing import CliRunner
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cli.app import app
+from rayzero.orchestrator.cluster import job_submission
 from rayzero.orchestrator.top import follow
-from rayzero.orchestrator.top.follow import SnapshotUnavailableError, endpoint_source
+from rayzero.orchestrator.top.follow import (
+    SnapshotParser,
+    SnapshotUnavailableError,
+    endpoint_source,
+)
 from tests.orchestrator.page.sample import sample
 
 
-class Told:
-    """Answers one after another; an error is raised, the last one stays."""
+class Responses:
+    """A source that returns or raises these in turn; the last one again and again."""
 
     def __init__(self, *answers: dict[str, Any] | Exception) -> None:
         self._answers = list(answers)
@@ -43,31 +49,31 @@ class Clock:
         self.s += seconds
 
 
-GONE = SnapshotUnavailableError("nothing answers")
+GONE = SnapshotUnavailableError("no response")
 
 
-def lines(told: Told, clock: Clock) -> list[str]:
+def shown_states(source: Responses, clock: Clock) -> list[str]:
     out = StringIO()
-    follow.follow_job(told, True, False, out, clock.now, clock.wait)
+    follow.follow_job(source, True, False, out, clock.now, clock.wait)
     return [json.loads(line)["state"] for line in out.getvalue().splitlines()]
 
 
-def test_lines_end_with_the_job() -> None:
-    told = Told(sample(), GONE, sample(state="recovering"), sample(state="failed"))
-    assert lines(told, Clock()) == ["running", "recovering", "failed"]
+def test_following_ends_with_the_job() -> None:
+    source = Responses(sample(), GONE, sample(state="recovering"), sample(state="failed"))
+    assert shown_states(source, Clock()) == ["running", "recovering", "failed"]
 
 
-def test_lines_end_when_a_job_is_silent_for_long() -> None:
+def test_following_fails_when_a_job_does_not_respond_for_long() -> None:
     clock = Clock()
     with pytest.raises(SnapshotUnavailableError):
-        lines(Told(sample(), GONE), clock)
+        shown_states(Responses(sample(), GONE), clock)
     assert follow.LOST_CONTACT_S < clock.s <= follow.LOST_CONTACT_S + 2 * follow.LINE_INTERVAL_S
 
 
-def test_a_job_that_never_answered_is_told_at_once() -> None:
+def test_following_fails_at_once_without_a_first_response() -> None:
     clock = Clock()
     with pytest.raises(SnapshotUnavailableError):
-        lines(Told(GONE), clock)
+        shown_states(Responses(GONE), clock)
     assert clock.s == 0
 
 
@@ -81,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body or b"")
 
     def log_message(self, *args: Any) -> None:
-        """Not the test's output."""
+        """Keeps requests out of the test's output."""
 
 
 @pytest.fixture
@@ -96,7 +102,7 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", ["", "/", "/metrics", "/snapshot.json?x=1"])
-def test_a_job_is_found_by_any_address_of_its(url: str, path: str) -> None:
+def test_any_url_of_the_endpoint_is_accepted(url: str, path: str) -> None:
     assert endpoint_source(url + path)()["job"] == "gpt-stdlib"
 
 
@@ -109,14 +115,14 @@ def test_the_command_shows_a_job(url: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b'{"format": 99}'])
-def test_what_is_no_snapshot_is_refused(url: str, body: bytes) -> None:
+def test_other_responses_are_rejected(url: str, body: bytes) -> None:
     Handler.bodies = {"/snapshot.json": body}
     with pytest.raises(ConfigError, match=r"did not return a job's snapshot|has format 99"):
         endpoint_source(url)()
     assert CliRunner().invoke(app, ["top", url, "--once"]).exit_code == 2
 
 
-def test_nobody_there_is_one_line(url: str) -> None:
+def test_an_endpoint_that_does_not_respond_is_one_line(url: str) -> None:
     shown = CliRunner().invoke(app, ["top", "http://127.0.0.1:9", "--once"])
     assert shown.exit_code == 1
     assert "no response from http://127.0.0.1:9/snapshot.json" in shown.stderr
@@ -127,5 +133,91 @@ def test_nobody_there_is_one_line(url: str) -> None:
 @pytest.mark.parametrize(
     "address", ["ftp://host/", "http://", "file:///etc/passwd", "http://[::1", "http://h:x"]
 )
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_other_urls_are_rejected(address: str) -> None:
     assert CliRunner().invoke(app, ["top", address]).exit_code == 2
+
+
+RAY_LINE = "2026-01-01 INFO job_manager.py -- Runtime env is set up\n"
+
+
+def test_snapshots_are_parsed_from_pieces_among_other_lines() -> None:
+    text = (
+        RAY_LINE + json.dumps(sample()) + "\n" + json.dumps(sample(state="failed")) + "\nerror: x\n"
+    )
+    for size in (1, 7, 1000, len(text)):
+        states: list[str] = []
+        parser = SnapshotParser(
+            lambda now, _, states=states: states.append(now["state"]), "job 'gpt'"
+        )  # type: ignore[misc]
+        for start in range(0, len(text), size):
+            parser.feed(text[start : start + size])
+        assert states == ["running", "failed"]
+        assert parser.other_lines == [RAY_LINE.strip(), "error: x"]
+
+
+def test_a_snapshot_of_another_format_is_rejected() -> None:
+    parser = SnapshotParser(lambda *_: None, "job 'gpt'")
+    with pytest.raises(ConfigError, match="format 99"):
+        parser.feed(json.dumps({**sample(), "format": 99}) + "\n")
+
+
+class RemoteCluster:
+    """A cluster in which the command prints `prints` and ends with `code`."""
+
+    prints, code = "", 0
+    arguments: Sequence[str] = ()
+    stopped_job = ""
+    error: BaseException | None = None
+
+    def __init__(self, address: str) -> None:
+        assert address == "http://head:8265"
+
+    def submit(self, arguments: Sequence[str], folder: Path | None) -> str:
+        RemoteCluster.arguments = list(arguments)
+        return "raysubmit_1"
+
+    def follow(self, job: str, write: Callable[[str], object]) -> int:
+        write(self.prints)
+        if self.error is not None:
+            raise self.error
+        return self.code
+
+    def stop(self, job: str) -> None:
+        RemoteCluster.stopped_job = job
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> type[RemoteCluster]:
+    subclass = type("Made", (RemoteCluster,), {})
+    monkeypatch.setattr(job_submission, "RemoteJobClient", subclass)
+    RemoteCluster.arguments, RemoteCluster.stopped_job = (), ""
+    return subclass
+
+
+def test_a_job_in_another_cluster_is_followed_by_name(remote: type[RemoteCluster]) -> None:
+    remote.prints = RAY_LINE + json.dumps(sample(state="succeeded")) + "\n"
+    result = CliRunner().invoke(app, ["top", "gpt", "--address", "http://head:8265"])
+    assert result.exit_code == 0
+    assert "succeeded" in result.stdout
+    assert "Runtime env" not in result.output
+    assert RemoteCluster.arguments == ["top", "gpt", "--json"]
+    assert RemoteCluster.stopped_job == ""
+    once = ["top", "gpt", "--once", "--json", "--address", "http://head:8265"]
+    assert json.loads(CliRunner().invoke(app, once).stdout)["state"] == "succeeded"
+    assert RemoteCluster.arguments == ["top", "gpt", "--json", "--once"]
+
+
+def test_the_error_of_the_remote_command_is_shown_with_its_code(
+    remote: type[RemoteCluster],
+) -> None:
+    remote.prints, remote.code = "error: no running job is called 'gtp'\n", 2
+    result = CliRunner().invoke(app, ["top", "gtp", "--address", "http://head:8265"])
+    assert result.exit_code == 2
+    assert "no running job is called 'gtp'" in result.stderr
+
+
+def test_the_remote_command_is_stopped_by_ctrl_c(remote: type[RemoteCluster]) -> None:
+    remote.prints, remote.error = json.dumps(sample()) + "\n", KeyboardInterrupt()
+    result = CliRunner().invoke(app, ["top", "gpt", "--address", "http://head:8265"])
+    assert result.exit_code == 130
+    assert RemoteCluster.stopped_job == "raysubmit_1"

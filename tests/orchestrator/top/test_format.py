@@ -42,11 +42,11 @@ def test_a_size_has_a_binary_unit(nbytes: float | None, text: str) -> None:
     assert format_size(nbytes) == text
 
 
-def test_what_a_terminal_would_obey_is_taken_out() -> None:
+def test_control_characters_are_removed() -> None:
     assert printable_text("a\x1b[2Jb\nc\x9bd") == "a [2Jb c d"
 
 
-def test_a_curve_goes_from_its_lowest_to_its_highest() -> None:
+def test_a_sparkline_scales_from_the_lowest_to_the_highest_value() -> None:
     assert sparkline([0.0, 1.0, 2.0, 3.5, 7.0], 5) == "▁▂▃▅█"
     assert sparkline([5.0, 5.0], 10) == "▁▁"
     assert sparkline([1.0, None, 2.0], 3) == "▁ █"
@@ -54,16 +54,16 @@ def test_a_curve_goes_from_its_lowest_to_its_highest() -> None:
 
 
 @given(st.lists(st.none() | st.floats(-1e9, 1e9), max_size=300), st.integers(1, 80))
-def test_a_curve_fits(values: list[float | None], width: int) -> None:
-    drawn = sparkline(values, width)
-    assert len(drawn) in (0, min(width, len(values)))
-    assert set(drawn) <= {*BLOCKS, " "}
+def test_a_sparkline_fits_the_width(values: list[float | None], width: int) -> None:
+    text = sparkline(values, width)
+    assert len(text) in (0, min(width, len(values)))
+    assert set(text) <= {*BLOCKS, " "}
 
 
 @given(st.lists(st.floats(0, 1e9), max_size=20), st.integers(1, 200))
-def test_shares_fill_the_width_and_are_fair(values: list[float], width: int) -> None:
-    given_ = split_width(values, width)
-    assert sum(given_) == (width if sum(values) > 0 else 0)
-    for value, columns in zip(values, given_, strict=True):
+def test_columns_fill_the_width_in_proportion(values: list[float], width: int) -> None:
+    split = split_width(values, width)
+    assert sum(split) == (width if sum(values) > 0 else 0)
+    for value, columns in zip(values, split, strict=True):
         if sum(values) > 0:
             assert abs(columns - value / sum(values) * width) <= 1
