@@ -51,7 +51,9 @@ def bytes_by_class(runtime: ZeroRuntime, optimizer: ShardedOptimizer) -> dict[st
         main_weights=0,
         main_grads=0,
         optimizer_state=0,
-        error_feedback=sum(residual.feedback.nbytes for residual in reduction.residuals)
+        error_feedback=sum(
+            one.nbytes for feedback in reduction.residuals for one in feedback.tensors
+        )
         + sum(tensor.nbytes for _, tensor in reduction.replicated_state()),
         second_shards=gather.secondary_bytes if gather is not None else 0,
         slots=sum(buffer.nbytes for buffer in grad_buffers) + gathered,

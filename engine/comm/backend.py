@@ -109,20 +109,17 @@ class ReduceOp(Protocol):
 
     single_collective: bool
 
-    def all_reduce(self, full: Tensor) -> ChainableWork:
-        """See `Backend`."""
+    def all_reduce(self, full: Tensor) -> ChainableWork: ...
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, accumulate: bool = False
-    ) -> ChainableWork:
-        """See `Backend`."""
+    ) -> ChainableWork: ...
 
 
 class GatherOp(Protocol):
     """All-gathers one unit's weights. `Collectives` does so uncompressed."""
 
-    def all_gather(self, full: Tensor, part: Tensor) -> ChainableWork:
-        """See `Backend`."""
+    def all_gather(self, full: Tensor, part: Tensor) -> ChainableWork: ...
 
 
 class CompletedWork:

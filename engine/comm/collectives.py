@@ -61,7 +61,7 @@ class Collectives:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.counters = CommCounters()
-        self.wait_observer: Callable[[int, bool], None] = _no_observer
+        self.wait_observer: Callable[[int, bool], None] = lambda number, entered: None
 
     @property
     def rank(self) -> int:
@@ -175,10 +175,6 @@ class CollectiveWork:
         if self._callbacks:
             self.wait()
         self._run_timed(self._work.release)
-
-
-def _no_observer(number: int, entered: bool) -> None:
-    """The default: waits are not observed."""
 
 
 def run_on_all_ranks(

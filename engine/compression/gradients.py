@@ -18,7 +18,7 @@ from rayzero.engine.compression.quantized import (
     QuantizedReduce,
 )
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.zero.reducer import ErrorFeedback, GradReduction, UnitGradSpec, UnitResiduals
+from rayzero.engine.zero.reducer import ErrorFeedback, GradReduction, UnitGradSpec
 
 
 class QuantizedReduction(GradReduction):
@@ -48,7 +48,7 @@ class QuantizedReduction(GradReduction):
         codec = self._codec_context.codec
         if self._use_feedback:
             feedback = make_error_feedback(unit, codec.name, self._device, reduced=unit.replicated)
-            self.residuals.append(UnitResiduals(unit, feedback))
+            self.residuals.append(feedback)
             return QuantizedReduce(self._codec_context, unit.layout.padding, feedback)
         if self._collectives.world_size == 1 or codec.is_identity(unit.dtype):
             return self._collectives  # nothing to gain
@@ -83,7 +83,7 @@ class PowerSGDReduction(GradReduction):
     def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
         # Reduced factors are not compressed again, so they have no residuals.
         feedback = make_error_feedback(unit, "lowrank", self._device, reduced=False)
-        self.residuals.append(UnitResiduals(unit, feedback))
+        self.residuals.append(feedback)
         op = PowerSGDReduce(self._collectives, self._sequencer, unit.layout, self._rank, feedback)
         self._reduce_ops.append(op)
         return op
@@ -116,4 +116,5 @@ def make_error_feedback(
             "bits; or another compression",
         )
     local = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
-    return ErrorFeedback(local, torch.zeros_like(local[unit.shard]) if reduced else None)
+    shard = torch.zeros_like(local[unit.shard]) if reduced else None
+    return ErrorFeedback(unit, local, shard)

@@ -73,20 +73,19 @@ def plan_buckets(
     Args:
         max_numel: further limit of a bucket; None or 0: none.
     """
+    trainable = [member for member in params if member.group is not None]
     if bucket_numel is None:
-        eighth = _total_numel([one for one in params if one.group is not None]) // 8
+        eighth = _total_numel(trainable) // 8
         bucket_numel = min(max(eighth, MIN_BUCKET_NUMEL), MAX_BUCKET_NUMEL)
     bucket_numel = min(bucket_numel, max_numel or bucket_numel)
     plans: list[UnitPlan] = []
     open_buckets: dict[tuple[torch.dtype, bool], list[NamedParam]] = {}
-    for one in reversed(params):
-        if one.group is None:
-            continue
-        bucket = open_buckets.setdefault(one.buffer_kind, [])
-        if bucket and _total_numel(bucket) + one.param.numel() > bucket_numel:
+    for member in reversed(trainable):
+        bucket = open_buckets.setdefault(member.buffer_kind, [])
+        if bucket and _total_numel([*bucket, member]) > bucket_numel:
             plans.append(_make_plan(f"bucket{len(plans)}", bucket, world_size))
-            bucket = open_buckets[one.buffer_kind] = []
-        bucket.append(one)
+            bucket = open_buckets[member.buffer_kind] = []
+        bucket.append(member)
     for bucket in open_buckets.values():
         plans.append(_make_plan(f"bucket{len(plans)}", bucket, world_size))
     return plans
@@ -106,18 +105,18 @@ def plan_blocks(
     paths = {model: "root"}  # a block that is registered several times has its first name
     for path, block in _find_blocks(model, classes):
         paths.setdefault(block, path)
-    uses: dict[nn.Parameter, list[list[nn.Module]]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for param in module.parameters(recurse=False):
-            uses.setdefault(param, []).append(_module_path(model, path))
+    uses: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
+    for modules in _module_paths(model):
+        for param in modules[-1].parameters(recurse=False):
+            uses.setdefault(param, []).append(modules)
     members_of: dict[nn.Module, list[NamedParam]] = {block: [] for block in paths}
-    for one in params:
-        members_of[_innermost_common_block(uses[one.param], members_of)].append(one)
+    for member in params:
+        members_of[_innermost_common_block(uses[member.param], members_of)].append(member)
     plans = []
     for block, members in members_of.items():
-        members.sort(key=lambda one: str(one.buffer_kind))
-        mixed = len({one.param.dtype for one in members}) > 1
-        for (dtype, trainable), kind in groupby(members, key=lambda one: one.buffer_kind):
+        members.sort(key=lambda member: str(member.buffer_kind))
+        mixed = len({member.param.dtype for member in members}) > 1
+        for (dtype, trainable), kind in groupby(members, key=lambda member: member.buffer_kind):
             name = paths[block] + (f" ({dtype})" if mixed else "")
             name += "" if trainable else " (frozen)"
             plans.append(_make_plan(name, list(kind), world_size, block))
@@ -128,12 +127,12 @@ def _find_blocks(model: nn.Module, classes: Sequence[str]) -> Iterator[tuple[str
     if not classes:
         yield from _repeated_blocks(model, "", inside_block=False)
         return
-    known = sorted({type(module).__name__ for module in model.modules()})
+    classes_seen = sorted({type(module).__name__ for module in model.modules()})
     for name in classes:
-        if name not in known:
+        if name not in classes_seen:
             raise ConfigError(
                 f"rayzero.unshard_modules: the model has no module of class {name!r}"
-                f"{did_you_mean(name, known)}"
+                f"{did_you_mean(name, classes_seen)}"
             )
     for path, module in model.named_modules():
         if path and type(module).__name__ in classes:
@@ -148,39 +147,41 @@ def _repeated_blocks(
         isinstance(module, nn.Sequential) and not inside_block
     )
     for name, child in module.named_children():
-        here = f"{path}.{name}" if path else name
+        child_path = f"{path}.{name}" if path else name
         container = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         block = elements and not container and any(True for _ in child.parameters())
         if block:
-            yield here, child
-        yield from _repeated_blocks(child, here, inside_block=inside_block or block)
+            yield child_path, child
+        yield from _repeated_blocks(child, child_path, inside_block=inside_block or block)
 
 
-def _module_path(model: nn.Module, path: str) -> list[nn.Module]:
-    """The modules from the model to `path`, both included."""
-    modules = [model]
-    for name in path.split(".") if path else ():
-        modules.append(modules[-1].get_submodule(name))
-    return modules
+def _module_paths(
+    module: nn.Module, above: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[nn.Module, ...]]:
+    """Every path in the module tree from the model to a module, both included."""
+    path = (*above, module)
+    yield path
+    for child in module.children():
+        yield from _module_paths(child, path)
 
 
 def _innermost_common_block(
-    uses: Sequence[list[nn.Module]], blocks: Container[nn.Module]
+    uses: Sequence[tuple[nn.Module, ...]], blocks: Container[nn.Module]
 ) -> nn.Module:
     """The innermost block on the path to every use."""
     common = set(uses[0]).intersection(*uses[1:])
-    return next(one for one in reversed(uses[0]) if one in blocks and one in common)
+    return next(module for module in reversed(uses[0]) if module in blocks and module in common)
 
 
 def _make_plan(
     name: str, members: Sequence[NamedParam], world_size: int, block: nn.Module | None = None
 ) -> UnitPlan:
-    specs = [ParamSpec(one.name, tuple(one.param.shape), one.group or 0) for one in members]
+    members = sorted(members, key=lambda member: member.group or 0)
+    specs = [ParamSpec(it.name, tuple(it.param.shape), it.group or 0) for it in members]
     layout = make_layout(name, specs, world_size)
-    by_name = {one.name: one.param for one in members}
-    ordered = tuple(by_name[spec.name] for spec in layout.params)
-    return UnitPlan(layout, ordered, members[0].group is not None, block)
+    params = tuple(member.param for member in members)
+    return UnitPlan(layout, params, members[0].group is not None, block)
 
 
 def _total_numel(members: Iterable[NamedParam]) -> int:
-    return sum(one.param.numel() for one in members)
+    return sum(member.param.numel() for member in members)

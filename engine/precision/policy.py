@@ -46,10 +46,6 @@ class Precision:
         """The dtype of a model weight."""
         return original
 
-    def main_dtype(self, original: torch.dtype) -> torch.dtype:
-        """The dtype of main weights and optimizer state."""
-        return original
-
     def grad_dtype(self, original: torch.dtype) -> torch.dtype:
         """The dtype in which main grads are stored, communicated and summed."""
         return original if original.is_complex else self.grad_dtype_override or original
@@ -92,9 +88,6 @@ class MixedPrecision(Precision):
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
         return self.dtype if original.is_floating_point else original
-
-    def main_dtype(self, original: torch.dtype) -> torch.dtype:
-        return torch.float32
 
     def grad_dtype(self, original: torch.dtype) -> torch.dtype:
         return self.grad_dtype_override or torch.float32

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rayzero.engine.layout.state_index import LogicalTensor
 from rayzero.engine.state.ranges import StateRange, range_of_unit, whole_tensor_range
-from rayzero.engine.zero.reducer import GradReduction, UnitGradSpec, UnitResiduals
+from rayzero.engine.zero.reducer import ErrorFeedback, GradReduction, UnitGradSpec
 from rayzero.engine.zero.runtime import ZeroRuntime
 
 log = logging.getLogger("rayzero.engine")
@@ -46,11 +46,9 @@ def residual_ranges(runtime: ZeroRuntime) -> list[StateRange]:
     rank = runtime.collectives.rank
     parts = []
     for residuals in runtime.grad_reduction.residuals:
-        parts.append(
-            _local_range(residuals.unit, f"{LOCAL_PREFIX}{rank}", residuals.feedback.local)
-        )
-        if residuals.feedback.reduced is not None:
-            parts.append(_reduced_range(residuals.unit, residuals.feedback.reduced))
+        parts.append(_local_range(residuals.unit, f"{LOCAL_PREFIX}{rank}", residuals.local))
+        if residuals.reduced is not None:
+            parts.append(_reduced_range(residuals.unit, residuals.reduced))
     if rank == 0:
         parts += [
             whole_tensor_range(name, value)
@@ -90,7 +88,7 @@ def load_residuals(
     for residuals in runtime.grad_reduction.residuals:
         _load_unit_residuals(residuals, own, held, fill)
         if factor != 1.0:
-            residuals.feedback.scale(factor)
+            residuals.scale(factor)
 
 
 def _load_replicated(
@@ -107,22 +105,22 @@ def _load_replicated(
 
 
 def _load_unit_residuals(
-    residuals: UnitResiduals,
+    residuals: ErrorFeedback,
     saved: Sequence[int],
     held: Mapping[str, LogicalTensor],
     fill: ReadRanges,
 ) -> None:
-    unit, feedback = residuals.unit, residuals.feedback
-    landing = torch.empty_like(feedback.local)
-    residuals.feedback.reset()
+    unit = residuals.unit
+    landing = torch.empty_like(residuals.local)
+    residuals.reset()
     for saved_rank in saved:
         _add_saved(
-            feedback.local,
+            residuals.local,
             _local_range(unit, f"{LOCAL_PREFIX}{saved_rank}", landing.zero_()),
             held,
             fill,
         )
-    target = feedback.local[unit.shard] if feedback.reduced is None else feedback.reduced
+    target = residuals.local[unit.shard] if residuals.reduced is None else residuals.reduced
     _add_saved(target, _reduced_range(unit, landing.zero_()[unit.shard]), held, fill)
 
 

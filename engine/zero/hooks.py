@@ -42,20 +42,14 @@ def hook_blocks(
 
 
 def _hook_block(block: Block, scheduler: UnshardScheduler) -> list[RemovableHandle]:
-    def before(module: nn.Module, args: Any) -> None:
-        scheduler.pre_forward(block)
-
-    def before_backward(grad: Tensor) -> None:
-        scheduler.pre_backward(block)
-
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         scheduler.post_forward(block)
         if torch.is_grad_enabled():
             for tensor in _new_outputs(output, (args, kwargs)):
-                tensor.register_hook(before_backward)
+                tensor.register_hook(lambda _: scheduler.pre_backward(block))
 
     return [
-        block.module.register_forward_pre_hook(before),
+        block.module.register_forward_pre_hook(lambda *_: scheduler.pre_forward(block)),
         block.module.register_forward_hook(after, with_kwargs=True, always_call=True),
         *_hook_unexpected_grads(block),
     ]

@@ -133,35 +133,6 @@ class Reducer:
 
 
 @dataclass(frozen=True)
-class ErrorFeedback:
-    """One unit's residuals of compression on this rank.
-
-    Attributes:
-        local: of this rank's gradients, in the unit's flat layout.
-        reduced: of the reduced shard, where that is compressed too; else None.
-    """
-
-    local: Tensor
-    reduced: Tensor | None = None
-
-    def reset(self) -> None:
-        """A step was skipped: discards residuals, which may not be finite."""
-        self.local.zero_()
-        if self.reduced is not None:
-            self.reduced.zero_()
-
-    def scale(self, factor: float) -> None:
-        """Adapts the residuals to gradients of another scale."""
-        self.local.mul_(factor)
-        if self.reduced is not None:
-            self.reduced.mul_(factor)
-
-    @property
-    def nbytes(self) -> int:
-        return self.local.nbytes + (0 if self.reduced is None else self.reduced.nbytes)
-
-
-@dataclass(frozen=True)
 class UnitGradSpec:
     """One trainable unit's main gradients.
 
@@ -182,11 +153,31 @@ class UnitGradSpec:
 
 
 @dataclass(frozen=True)
-class UnitResiduals:
-    """The residuals of one unit on this rank: part of the training state."""
+class ErrorFeedback:
+    """One unit's residuals of compression on this rank: part of the training state.
+
+    Attributes:
+        local: of this rank's gradients, in the unit's flat layout.
+        reduced: of the reduced shard, where that is compressed too; else None.
+    """
 
     unit: UnitGradSpec
-    feedback: ErrorFeedback
+    local: Tensor
+    reduced: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.local] if self.reduced is None else [self.local, self.reduced]
+
+    def reset(self) -> None:
+        """A step was skipped: discards residuals, which may not be finite."""
+        for residual in self.tensors:
+            residual.zero_()
+
+    def scale(self, factor: float) -> None:
+        """Adapts the residuals to gradients of another scale."""
+        for residual in self.tensors:
+            residual.mul_(factor)
 
 
 class GradReduction:
@@ -203,7 +194,7 @@ class GradReduction:
     """
 
     def __init__(self, collectives: Collectives, factor: float) -> None:
-        self.residuals: list[UnitResiduals] = []
+        self.residuals: list[ErrorFeedback] = []
         self.residual_factor = factor
         self._collectives = collectives
 
@@ -217,14 +208,14 @@ class GradReduction:
 
     def discard_residuals(self) -> None:
         """A step was skipped: its gradient must not be applied later."""
-        for unit in self.residuals:
-            unit.feedback.reset()
+        for feedback in self.residuals:
+            feedback.reset()
 
     def rescale(self, ratio: float) -> None:
         """The loss scale, and so all later gradients, have been multiplied by `ratio`: a power of
         two, so that nothing is rounded."""
-        for unit in self.residuals:
-            unit.feedback.scale(ratio)
+        for feedback in self.residuals:
+            feedback.scale(ratio)
         self.residual_factor /= ratio
 
     @property
