@@ -12,8 +12,7 @@ from typing import Any
 
 from benchmarks.control_words import Decoder, Ears
 from benchmarks.control_world import Batch
-from rayzero.orchestrator.aio import PendingReplies
-from rayzero.orchestrator.interfaces import WorkerReports
+from rayzero.orchestrator.aio import PendingReplies, WorkerReports
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo

@@ -9,9 +9,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.control_world import Words
-from rayzero.orchestrator.aio import ChangeNotifier
+from rayzero.orchestrator.aio import ChangeNotifier, WorkerReports
 from rayzero.orchestrator.cluster.actor_calls import batch_delay_s
-from rayzero.orchestrator.interfaces import WorkerReports
 from rayzero.workers.messages import WorkerMessage
 
 _READ_S = 0.002

@@ -1,4 +1,4 @@
-"""The controller's asyncio helpers: clock, change notifier, background tasks, pending replies.
+"""The controller's asyncio helpers: clock, change notifier, background tasks, replies.
 
 All of it belongs to one event loop.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from rayzero.workers.messages import WorkerMessage
 
 
 class Clock:
@@ -46,6 +49,9 @@ class ChangeNotifier:
 
 
 T = TypeVar("T")
+
+WORKER_POLL_S = 2.0
+"""Longest time between two messages of a subscribed worker; an empty one says that it lives."""
 
 
 class BackgroundTasks:
@@ -125,3 +131,17 @@ class PendingReplies:
         await self._changed.wait_until(lambda: self._error is not None or predicate())
         if self._error is not None:
             raise self._error
+
+
+@dataclass(frozen=True)
+class WorkerReports:
+    """Messages and losses of several workers.
+
+    Args:
+        messages: (worker, its messages in order); an empty list says that the worker is alive. The
+            receiver owns the lists.
+        lost: (worker, the cause as far as it is known); its last messages come before this.
+    """
+
+    messages: Sequence[tuple[int, list[WorkerMessage]]] = ()
+    lost: Sequence[tuple[int, str]] = ()

@@ -1,4 +1,5 @@
-"""Errors that end a job. A mistake of the user stays a ConfigError, with exit code 2."""
+"""Errors that end a job, and losses that it may survive. A mistake of the user stays a ConfigError,
+with exit code 2."""
 
 from __future__ import annotations
 
@@ -39,3 +40,11 @@ class JobConfigError(_TracedError, ConfigError):
 
 class JobStoppedError(RayzeroError):
     """The job was stopped on request before its end."""
+
+
+class WorkerLostError(Exception):
+    """A worker's process is gone. The text says what the cluster knows about the cause."""
+
+
+class VaultLostError(Exception):
+    """A vault's process is gone, or its node."""

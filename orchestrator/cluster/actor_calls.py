@@ -11,9 +11,9 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from rayzero.orchestrator.aio import ChangeNotifier, PendingReplies
+from rayzero.orchestrator.aio import WORKER_POLL_S, ChangeNotifier, PendingReplies, WorkerReports
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause
-from rayzero.orchestrator.interfaces import WORKER_POLL_S, WorkerLostError, WorkerReports
+from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.workers.messages import WorkerMessage
 
 ReplyHandler = Callable[["Future[Any]"], None]

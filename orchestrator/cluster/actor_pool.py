@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.cluster import ray_api
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
-from rayzero.orchestrator.interfaces import WorkerLostError
+from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest, preferred_nodes
 from rayzero.workers.actor import COMMAND_THREADS
 from rayzero.workers.messages import WorkerInfo, WorkerSpec

@@ -11,8 +11,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause, wait_gone
-from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.interfaces import VaultLostError
+from rayzero.orchestrator.errors import JobFailedError, VaultLostError
 from rayzero.workers.chaos.node import network_id
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.messages import WorkerSpec

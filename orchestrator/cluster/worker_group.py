@@ -11,14 +11,13 @@ from typing import Any, TypeVar, TypeVarTuple
 import ray
 from ray.exceptions import RayError
 
-from rayzero.orchestrator.aio import BackgroundTasks, Clock, PendingReplies
+from rayzero.orchestrator.aio import BackgroundTasks, Clock, PendingReplies, WorkerReports
 from rayzero.orchestrator.cluster import ray_api
 from rayzero.orchestrator.cluster.actor_calls import ActorPoller
 from rayzero.orchestrator.cluster.actor_pool import ActorPool, WorkerHandle
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
-from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.interfaces import VaultLostError, WorkerLostError, WorkerReports
+from rayzero.orchestrator.errors import JobFailedError, VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import (
     Capacity,
     ResourceRequest,

@@ -14,7 +14,7 @@ from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.checkpoint.store import is_remote
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.control.context import JobContext
-from rayzero.orchestrator.interfaces import VaultLostError
+from rayzero.orchestrator.errors import VaultLostError
 from rayzero.orchestrator.job_events import JobWarning
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, damage_file
 from rayzero.workers.chaos.spec import FaultSpec, parse_fault

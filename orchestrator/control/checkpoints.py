@@ -11,8 +11,7 @@ from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import JobContext
-from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.interfaces import VaultLostError
+from rayzero.orchestrator.errors import JobFailedError, VaultLostError
 from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed, JobWarning, Resumed
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.workers.messages import Pinned

@@ -17,7 +17,7 @@ from rayzero.orchestrator.aio import (
 )
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
-from rayzero.orchestrator.interfaces import VaultLostError, WorkerLostError
+from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
 from rayzero.orchestrator.job_events import EventBus, JobEvent, RankEvent
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan

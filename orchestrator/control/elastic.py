@@ -10,7 +10,7 @@ from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableEr
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.interfaces import WorkerLostError
+from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.job_events import JobWarning, LimitsChanged, WorkersReady
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies import placement

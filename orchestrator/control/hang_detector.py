@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from rayzero.orchestrator.aio import WORKER_POLL_S
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.inbox import WorkerInbox
-from rayzero.orchestrator.interfaces import WORKER_POLL_S, VaultLostError
+from rayzero.orchestrator.errors import VaultLostError
 from rayzero.orchestrator.job_events import JobWarning
 from rayzero.orchestrator.policies.hang import RankProgress, find_hang
 from rayzero.workers.messages import Heartbeat, WorkerCalls

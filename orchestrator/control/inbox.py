@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from rayzero.orchestrator import machine
+from rayzero.orchestrator.aio import WORKER_POLL_S
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.context import JobContext, timeout_reason
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.interfaces import WORKER_POLL_S
 from rayzero.orchestrator.job_events import JobWarning
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.chaos.spec import FaultFired

@@ -10,7 +10,7 @@ from itertools import count
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter, PinnedStep, PinnedSteps
 from rayzero.orchestrator.control.context import JobContext
-from rayzero.orchestrator.interfaces import VaultLostError
+from rayzero.orchestrator.errors import VaultLostError
 from rayzero.orchestrator.job_events import JobWarning, ReplicationChanged, StepReplicated
 from rayzero.orchestrator.policies.recovery import replica_targets
 from rayzero.workers.messages import Pinned

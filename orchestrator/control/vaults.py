@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 
 from rayzero.orchestrator.control.context import JobContext
-from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.interfaces import VaultLostError
+from rayzero.orchestrator.errors import JobFailedError, VaultLostError
 from rayzero.orchestrator.job_events import JobWarning
 from rayzero.orchestrator.policies.recovery import StoredSlot
 from rayzero.workers.chaos.spec import FaultFired

@@ -21,7 +21,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
-from rayzero.orchestrator.interfaces import VaultLostError
+from rayzero.orchestrator.errors import VaultLostError
 from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import Repaired
 from rayzero.orchestrator.policies.placement import ResourceRequest

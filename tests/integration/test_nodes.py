@@ -15,7 +15,7 @@ import pytest
 from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
-from rayzero.orchestrator.interfaces import VaultLostError, WorkerLostError
+from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.workers.messages import WorkerCalls
 from rayzero.workers.vault.vault import Vault

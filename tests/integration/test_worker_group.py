@@ -17,8 +17,7 @@ import ray
 from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
-from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.interfaces import VaultLostError, WorkerLostError
+from rayzero.orchestrator.errors import JobFailedError, VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerCalls
 from rayzero.workers.vault.records import ConnectionLost

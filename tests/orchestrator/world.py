@@ -15,14 +15,14 @@ from typing import Any
 from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.errors import RayzeroError
 from rayzero.engine.layout.state_index import BlockIndex
-from rayzero.orchestrator.aio import Clock, PendingReplies, with_timeout
-from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.interfaces import (
+from rayzero.orchestrator.aio import (
     WORKER_POLL_S,
-    VaultLostError,
-    WorkerLostError,
+    Clock,
+    PendingReplies,
     WorkerReports,
+    with_timeout,
 )
+from rayzero.orchestrator.errors import JobFailedError, VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.workers.chaos.spec import FaultSpec

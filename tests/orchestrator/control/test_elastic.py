@@ -10,8 +10,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.elastic import DRAIN_POLL_INTERVAL_S, JOIN_BATCH_S
 from rayzero.orchestrator.control.vaults import CLOSE_UNUSED_AFTER_S
-from rayzero.orchestrator.errors import JobStoppedError
-from rayzero.orchestrator.interfaces import WorkerLostError
+from rayzero.orchestrator.errors import JobStoppedError, WorkerLostError
 from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Resized, WorkersReady
 from rayzero.orchestrator.machine import State
 from tests.orchestrator.support import Stage, played, settle

@@ -12,11 +12,11 @@ import pytest
 from ray.exceptions import ActorUnschedulableError
 
 from rayzero.engine.errors import EngineError
-from rayzero.orchestrator.aio import PendingReplies
+from rayzero.orchestrator.aio import WORKER_POLL_S, PendingReplies, WorkerReports
 from rayzero.orchestrator.cluster.actor_calls import ActorPoller, FutureBatcher, batch_delay_s
 from rayzero.orchestrator.control.context import Dependencies, JobContext
 from rayzero.orchestrator.control.inbox import DISPATCH_SLICE_S, WorkerInbox
-from rayzero.orchestrator.interfaces import WORKER_POLL_S, WorkerLostError, WorkerReports
+from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.workers.messages import Heartbeat, StepReport, WorkerMessage
 from tests.orchestrator.support import Notebook, VirtualClock, plan, settle
 from tests.orchestrator.world import Shelf
