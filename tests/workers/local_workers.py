@@ -1,4 +1,4 @@
-"""A job's workers as plain processes with a vault, and the least of a controller: without Ray."""
+"""A job's workers as plain processes with a vault and a minimal controller, without Ray."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ ENDED = (Stopped, Crashed, Finished)
 
 
 class LocalWorkers:
-    """Workers by index. A test drives it by hand; `close` ends everything."""
+    """Workers by index. The test makes the controller's calls; `close` ends everything."""
 
     def __init__(self, setup: WorkerSpec, count: int) -> None:
-        self.vault = Vault("job", NODE, nowhere)
+        self.vault = Vault("job", NODE, no_other_nodes)
         self.setup = setup
         self.workers: dict[int, _Worker] = {}
         self.seen: dict[int, list[WorkerMessage]] = {}
@@ -54,12 +54,12 @@ class LocalWorkers:
         generation: int,
         members: Sequence[int],
         restore: Restore | None = None,
-        told: Sequence[int] | None = None,
+        recipients: Sequence[int] | None = None,
     ) -> None:
-        """Begins a generation; only those in `told` hear of it."""
+        """Starts a generation, on `recipients` only if given."""
         port = self.workers[members[0]].call("open_store")
         for rank, index in enumerate(members):
-            if told is not None and index not in told:
+            if recipients is not None and index not in recipients:
                 continue
             self.workers[index].call(
                 "assign",
@@ -68,15 +68,15 @@ class LocalWorkers:
             )
 
     def wait(
-        self, index: int, wanted: Callable[[WorkerMessage], bool], timeout_s: float = 240.0
+        self, index: int, matches: Callable[[WorkerMessage], bool], timeout_s: float = 240.0
     ) -> WorkerMessage:
-        """Polls one worker until such a message comes."""
-        until = time.monotonic() + timeout_s
-        while time.monotonic() < until:
+        """Polls a worker until a message matches."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
             for message in self.workers[index].call("poll", 0.5):
                 self.seen[index].append(message)
             for message in self.seen[index]:
-                if wanted(message):
+                if matches(message):
                     return message
         raise AssertionError(f"worker {index} sent {self.texts(index)}")
 
@@ -87,7 +87,7 @@ class LocalWorkers:
         return self.wait(index, ended)
 
     def wait_step(self, index: int, generation: int, step: int) -> None:
-        """Until one has finished that step: a death may be noticed before its peers have."""
+        """Waits until a worker has finished that step, maybe after the death of another."""
 
         def finished(message: WorkerMessage) -> bool:
             mine = isinstance(message, StepReport) and message.generation == generation
@@ -100,17 +100,18 @@ class LocalWorkers:
 
     def slots(self, generation: int, world_size: int) -> Restore:
         """The newest step that all ranks of a generation have in the vault."""
-        found: dict[int, set[int]] = {}
-        for one in self.vault.inventory():
-            if one.generation == generation:
-                found.setdefault(one.step, set()).add(one.rank)
-        step = max(step for step, ranks in found.items() if len(ranks) == world_size)
+        ranks_by_step: dict[int, set[int]] = {}
+        for slot in self.vault.inventory():
+            if slot.generation == generation:
+                ranks_by_step.setdefault(slot.step, set()).add(slot.rank)
+        step = max(step for step, ranks in ranks_by_step.items() if len(ranks) == world_size)
         refs = tuple(SlotRef(generation, rank, step, NODE) for rank in range(world_size))
         return Restore(step, refs)
 
     def texts(self, index: int) -> list[str]:
         return [
-            one.text if isinstance(one, LogLine) else str(one)[:2000] for one in self.seen[index]
+            message.text if isinstance(message, LogLine) else str(message)[:2000]
+            for message in self.seen[index]
         ]
 
     def close(self) -> None:
@@ -120,7 +121,7 @@ class LocalWorkers:
 
 
 class _Worker:
-    """One process with a WorkerProcess in it; calls are answered by threads there."""
+    """A process with a WorkerProcess, which executes calls one by one."""
 
     def __init__(self, setup: WorkerSpec, index: int) -> None:
         ours, theirs = PROCESSES.Pipe()
@@ -134,8 +135,8 @@ class _Worker:
         self._end.send((name, args))
         if not self._end.poll(240):
             raise TimeoutError(f"{name} took too long")
-        good, answer = self._end.recv()
-        if not good:
+        succeeded, answer = self._end.recv()
+        if not succeeded:
             raise answer
         return answer
 
@@ -145,8 +146,8 @@ class _Worker:
         self._end.close()
 
 
-def nowhere(*args: Any) -> Any:
-    """There are no other nodes."""
+def no_other_nodes(*args: Any) -> Any:
+    """The `fetch` of a vault that is alone."""
     raise AssertionError(args)
 
 

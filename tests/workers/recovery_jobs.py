@@ -76,12 +76,12 @@ def oracle(steps: int, dtype: torch.dtype = torch.float64, seed: int = 3) -> dic
     model, data, order = make_model(dtype), Data(dtype), SampleOrder(LENGTH, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
-        batch = [data[int(one)] for one in order.indices(step * SAMPLES, SAMPLES)]
+        batch = [data[int(value)] for value in order.indices(step * SAMPLES, SAMPLES)]
         x, y = (torch.stack(part) for part in zip(*batch, strict=True))
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
-    return {name: one.detach() for name, one in model.state_dict().items()}
+    return {name: value.detach() for name, value in model.state_dict().items()}
 
 
 def engine_config(stage: int) -> dict[str, Any]:

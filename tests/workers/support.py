@@ -1,4 +1,4 @@
-"""What the tests of the workers share: ready-made commands."""
+"""Specs and assignments for the tests of the workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def setup(faults: Sequence[str] = (), **changes: Any) -> WorkerSpec:
 def poll_until(
     poll: Callable[[float], list[WorkerMessage]], last: type[WorkerMessage], rounds: int = 60
 ) -> list[WorkerMessage]:
-    """Polls until a message of type `last` came; all messages up to there."""
+    """All messages up to the first of type `last`."""
     seen: list[WorkerMessage] = []
     for _ in range(rounds):
         seen += poll(0.5)

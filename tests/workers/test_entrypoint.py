@@ -29,7 +29,7 @@ def test_a_function_and_a_static_method_resolve():
         (b"garbage", "cannot be unpickled on the worker"),
     ],
 )
-def test_what_is_wrong_is_said_with_no_traceback_of_ours(entrypoint: str | bytes, words: str):
+def test_a_wrong_entry_point_is_named_without_a_traceback(entrypoint: str | bytes, words: str):
     with pytest.raises(EntryPointError) as caught:
         resolve_entrypoint(entrypoint)
     assert words in str(caught.value)
@@ -72,7 +72,7 @@ def one_and_more(ctx: object = None, *others: object, **named: object) -> None: 
         (two_arguments, "missing a required argument: 'other'"),
     ],
 )
-def test_a_function_of_other_arguments_is_refused_before_it_is_called(function, words: str):
+def test_a_function_with_other_arguments_is_rejected_before_it_is_called(function, words: str):
     with pytest.raises(EntryPointError) as caught:
         load_train_function(pickle.dumps(function))
     assert words in caught.value.seen
@@ -80,5 +80,5 @@ def test_a_function_of_other_arguments_is_refused_before_it_is_called(function, 
 
 
 @pytest.mark.parametrize("function", [one_and_more, print, partial(two_arguments, other=1)])
-def test_whatever_can_be_called_with_ctx_is_taken(function):
+def test_any_callable_that_accepts_ctx_is_valid(function):
     assert callable(load_train_function(pickle.dumps(function)))

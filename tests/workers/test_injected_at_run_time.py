@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def local(tmp_path: Path) -> Iterator[LocalWorkers]:
-    made = LocalWorkers(
+    workers = LocalWorkers(
         setup(
             entrypoint="tests.workers.recovery_jobs:train",
             steps=100_000,
@@ -34,14 +34,14 @@ def local(tmp_path: Path) -> Iterator[LocalWorkers]:
         ),
         1,
     )
-    yield made
-    made.close()
+    yield workers
+    workers.close()
 
 
 def test_a_fault_reaches_a_running_generation_and_the_next(local: LocalWorkers, tmp_path: Path):
     worker = local.workers[0]
     local.form(1, [0])
-    local.wait(0, lambda one: isinstance(one, StepReport) and one.step >= 3)
+    local.wait(0, lambda message: isinstance(message, StepReport) and message.step >= 3)
     first = 'raise_error(rank=0, step=4, phase="reduce")'
     worker.call("inject", [parse_fault(first)])
     worker.call("inject", [])  # a list that was overtaken by the newer one
@@ -56,5 +56,5 @@ def test_a_fault_reaches_a_running_generation_and_the_next(local: LocalWorkers, 
     again = local.wait_end(0, 2)
     assert isinstance(again, Crashed)
     assert again.step == crashed.step + 5
-    assert [one.fault for one in FaultRecord(tmp_path).read()] == [first, second]
-    assert not any(isinstance(one, Finished) for one in local.seen[0])
+    assert [message.fault for message in FaultRecord(tmp_path).read()] == [first, second]
+    assert not any(isinstance(message, Finished) for message in local.seen[0])

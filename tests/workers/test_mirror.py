@@ -59,11 +59,11 @@ class FakeVault:
 
 @dataclass
 class State:
-    made: BlockIndex = field(default_factory=BlockIndex)
+    table: BlockIndex = field(default_factory=BlockIndex)
     constants: list[bool] = field(default_factory=list)
 
     def block_index(self) -> BlockIndex:
-        return self.made
+        return self.table
 
     def write_block(self, block: memoryview, *, constants: bool) -> None:
         self.constants.append(constants)
@@ -72,87 +72,87 @@ class State:
         return b"{}"
 
 
-def mirror(
+def make_mirror(
     plan: MirrorPolicy, vault: FakeVault | None, last_step: int | None = None, **assign: Any
 ):
     posted: list[Pinned] = []
-    made = Mirror(plan, replace(ASSIGN, **assign), last_step, vault, posted.append)  # type: ignore
-    return made, posted
+    mirror = Mirror(plan, replace(ASSIGN, **assign), last_step, vault, posted.append)  # type: ignore
+    return mirror, posted
 
 
-def run(made: Mirror, steps: range, state: State, agree: Any = None) -> None:
+def run(mirror: Mirror, steps: range, state: State, agree: Any = None) -> None:
     for step in steps:
-        agreed = agree(made, step) if agree else NO_REQUESTS
-        made.step_done(step, agreed, state)  # type: ignore[arg-type]
+        agreed = agree(mirror, step) if agree else NO_REQUESTS
+        mirror.step_done(step, agreed, state)  # type: ignore[arg-type]
 
 
-def test_two_versions_take_turns_and_the_constant_part_is_written_once_into_each():
+def test_two_buffers_alternate_and_constants_are_written_once_into_each():
     vault, state = FakeVault(), State()
-    made, posted = mirror(EVERY, vault)
-    run(made, range(1, 6), state)
+    mirror, posted = make_mirror(EVERY, vault)
+    run(mirror, range(1, 6), state)
     assert vault.steps == [4, 5]
     assert state.constants == [True, True, False, False, False]
     assert posted == []
 
 
-def test_older_generations_are_given_up_only_after_a_vote_behind_the_first_mirror():
+def test_older_generations_are_dropped_only_after_the_vote_that_follows_the_first_mirror():
     vault, state = FakeVault(), State()
-    made, _ = mirror(EVERY, vault, generation=7, restore=Restore(10))
-    run(made, range(11, 12), state)
+    mirror, _ = make_mirror(EVERY, vault, generation=7, restore=Restore(10))
+    run(mirror, range(11, 12), state)
     assert vault.complete_generations == []
-    run(made, range(12, 15), state)
+    run(mirror, range(12, 15), state)
     assert vault.complete_generations == [7]
 
 
-def test_a_fixed_interval_counts_from_where_the_generation_began():
+def test_a_fixed_interval_counts_from_the_restored_step():
     vault, state = FakeVault(), State()
-    made, _ = mirror(MirrorPolicy(replicas=1, every_steps=3), vault, restore=Restore(10))
+    mirror, _ = make_mirror(MirrorPolicy(replicas=1, every_steps=3), vault, restore=Restore(10))
     pace = StepRequests(mirror_interval=3.0)
-    run(made, range(11, 13), state, lambda *_: pace)
+    run(mirror, range(11, 13), state, lambda *_: pace)
     assert vault.steps == []
-    run(made, range(13, 18), state, lambda *_: pace)
+    run(mirror, range(13, 18), state, lambda *_: pace)
     assert vault.steps == [13, 16]
 
 
 def test_without_replicas_only_checkpoints_and_drains_are_copied():
     vault, state = FakeVault(), State()
-    made, posted = mirror(MirrorPolicy(checkpoint_every_steps=4), vault)
-    run(made, range(1, 4), state, lambda m, step: replace(m.step_requests(step)))
+    mirror, posted = make_mirror(MirrorPolicy(checkpoint_every_steps=4), vault)
+    run(mirror, range(1, 4), state, lambda mirror, step: replace(mirror.step_requests(step)))
     assert vault.steps == []
-    run(made, range(4, 6), state, lambda m, step: m.step_requests(step))
+    run(mirror, range(4, 6), state, lambda mirror, step: mirror.step_requests(step))
     assert vault.steps == [4]
     assert [(one.step, one.checkpoint) for one in posted] == [(4, True)]
-    run(made, range(6, 7), state, lambda *_: StepRequests(drain=True))
+    run(mirror, range(6, 7), state, lambda *_: StepRequests(drain=True))
     assert vault.steps == [4, 6]
 
 
-def test_a_checkpoint_that_finds_no_free_buffer_is_made_up_for():
+def test_a_checkpoint_without_a_free_buffer_is_made_later():
     vault, state = FakeVault(), State()
-    made, posted = mirror(replace(EVERY, checkpoint_every_steps=3), vault, last_step=11)
-    agree = lambda m, step: m.step_requests(step)  # noqa: E731
-    run(made, range(1, 8), state, agree)
+    mirror, posted = make_mirror(replace(EVERY, checkpoint_every_steps=3), vault, last_step=11)
+    agree = lambda mirror, step: mirror.step_requests(step)  # noqa: E731
+    run(mirror, range(1, 8), state, agree)
     assert [one.step for one in posted] == [3], "the one of step 6 has to wait"
     for buffer in vault.buffers:
         buffer.pinned = False
-    run(made, range(8, 12), state, agree)
+    run(mirror, range(8, 12), state, agree)
     assert [one.step for one in posted] == [3, 8]
     for buffer in vault.buffers:
         buffer.pinned = False
-    run(made, range(12, 13), state, agree)
+    run(mirror, range(12, 13), state, agree)
     assert [one.step for one in posted] == [3, 8, 12]
 
 
 def test_the_last_step_gets_a_checkpoint():
     vault, state = FakeVault(), State()
-    made, posted = mirror(replace(EVERY, checkpoint_every_steps=100), vault, last_step=5)
-    run(made, range(1, 6), state, lambda m, step: m.step_requests(step))
+    mirror, posted = make_mirror(replace(EVERY, checkpoint_every_steps=100), vault, last_step=5)
+    run(mirror, range(1, 6), state, lambda mirror, step: mirror.step_requests(step))
     assert [(one.step, one.checkpoint) for one in posted] == [(5, True)]
 
 
 def test_for_other_nodes_steps_are_pinned_as_often_as_buffers_are_free():
     vault, state = FakeVault(), State()
-    made, posted = mirror(EVERY, vault, remote=True)
-    run(made, range(1, 9), state, lambda m, step: m.step_requests(step))
+    mirror, posted = make_mirror(EVERY, vault, remote=True)
+    run(mirror, range(1, 9), state, lambda mirror, step: mirror.step_requests(step))
     assert [one.step for one in posted] == [1, 2]
     assert vault.steps == [1, 2, 7, 8]
     assert not any(one.checkpoint for one in posted)
@@ -161,43 +161,43 @@ def test_for_other_nodes_steps_are_pinned_as_often_as_buffers_are_free():
 
 def test_all_ranks_must_be_ready_for_a_pin():
     vault, state = FakeVault(), State()
-    made, posted = mirror(EVERY, vault, remote=True)
-    assert made.step_requests(1).pin
-    run(made, range(1, 3), state)  # but the others were not
+    mirror, posted = make_mirror(EVERY, vault, remote=True)
+    assert mirror.step_requests(1).pin
+    run(mirror, range(1, 3), state)  # but the others were not
     assert posted == []
 
 
 def test_a_vault_that_is_gone_does_not_stop_training(caplog):
     vault, state = FakeVault(error=VaultGoneError("the vault is gone")), State()
-    made, _ = mirror(EVERY, vault)
-    run(made, range(1, 4), state)
+    mirror, _ = make_mirror(EVERY, vault)
+    run(mirror, range(1, 4), state)
     assert "continues without a replica" in caplog.text
-    assert not made.step_requests(4).pin
+    assert not mirror.step_requests(4).pin
 
 
-def test_too_little_memory_ends_a_job_at_its_start_and_is_told_later_on(caplog):
+def test_too_little_memory_fails_the_first_mirror_and_is_logged_later(caplog):
     error = VaultMemoryError("too little memory")
-    made, _ = mirror(EVERY, FakeVault(error=error))
+    mirror, _ = make_mirror(EVERY, FakeVault(error=error))
     with pytest.raises(VaultMemoryError):
-        run(made, range(1, 2), State())
-    made, _ = mirror(EVERY, FakeVault(error=error), restore=Restore(4))
-    run(made, range(5, 7), State())
+        run(mirror, range(1, 2), State())
+    mirror, _ = make_mirror(EVERY, FakeVault(error=error), restore=Restore(4))
+    run(mirror, range(5, 7), State())
     assert "continues without a replica" in caplog.text
 
 
 def test_a_new_table_gets_new_buffers():
     vault, state = FakeVault(), State()
-    made, _ = mirror(EVERY, vault)
-    run(made, range(1, 3), state)
+    mirror, _ = make_mirror(EVERY, vault)
+    run(mirror, range(1, 3), state)
     before = vault.buffers
-    state.made = BlockIndex(nbytes=64)
-    run(made, range(3, 4), state)
+    state.table = BlockIndex(nbytes=64)
+    run(mirror, range(3, 4), state)
     assert vault.buffers is not before
     assert vault.steps == [3]
 
 
 @given(mirror_s=some.floats(1e-4, 10), step_s=some.floats(1e-3, 10))
-def test_the_chosen_pace_keeps_the_cost_near_its_limit(mirror_s: float, step_s: float):
+def test_the_chosen_interval_keeps_the_cost_near_its_limit(mirror_s: float, step_s: float):
     costs = _CostModel()
     costs._step_s = step_s
     costs.mirror_finished(mirror_s)
@@ -209,14 +209,14 @@ def test_the_chosen_pace_keeps_the_cost_near_its_limit(mirror_s: float, step_s: 
 
 
 def test_the_first_write_into_a_new_buffer_does_not_count():
-    made, _ = mirror(EVERY, FakeVault())
-    run(made, range(1, 3), State())  # two new buffers
-    assert made._cost_model._mirror_s == 0
-    run(made, range(3, 4), State())
-    assert made._cost_model._mirror_s == 0, "the table is another one: its buffer is new"
+    mirror, _ = make_mirror(EVERY, FakeVault())
+    run(mirror, range(1, 3), State())  # two new buffers
+    assert mirror._cost_model._mirror_s == 0
+    run(mirror, range(3, 4), State())
+    assert mirror._cost_model._mirror_s == 0, "the table is another one: its buffer is new"
     state = State()
-    run(made, range(4, 8), state)
-    assert made._cost_model._mirror_s > 0
+    run(mirror, range(4, 8), state)
+    assert mirror._cost_model._mirror_s > 0
 
 
 def test_a_pause_between_two_steps_hardly_counts_as_a_step():

@@ -15,7 +15,7 @@ def line(text: str) -> LogLine:
     return LogLine(0, "stdout", text)
 
 
-def test_messages_come_out_in_order_and_once():
+def test_messages_are_polled_once_and_in_order():
     outbox = Outbox(linger_s=0)
     messages = [line("a"), StepReport(1, 0, 1), Joined(1, 0), line("b")]
     for message in messages:
@@ -34,7 +34,7 @@ def test_a_poll_waits_for_the_first_message():
     assert taken == [Joined(1, 0)]
 
 
-def test_an_urgent_message_ends_the_wait_for_company():
+def test_an_urgent_message_ends_the_linger_time():
     outbox = Outbox(linger_s=30)
     outbox.post(Joined(1, 0))
     outbox.post(line("after it"))
@@ -43,7 +43,7 @@ def test_an_urgent_message_ends_the_wait_for_company():
     assert monotonic() - before < 5
 
 
-def test_the_oldest_lines_go_and_are_counted_but_no_message_is_lost():
+def test_the_oldest_lines_are_dropped_and_counted_other_messages_are_not():
     outbox = Outbox(max_lines=2, linger_s=0)
     outbox.post(StepReport(1, 0, 1))
     for text in "abcd":
@@ -72,7 +72,7 @@ def tee() -> tuple[LineTee, io.StringIO, list[tuple[str, str]]]:
         (["no end"], []),
     ],
 )
-def test_lines_are_handed_over_when_they_end(written: list[str], lines: list[str]):
+def test_lines_are_passed_on_when_they_end(written: list[str], lines: list[str]):
     stream, file, seen = tee()
     for text in written:
         assert stream.write(text) == len(text)
@@ -80,7 +80,7 @@ def test_lines_are_handed_over_when_they_end(written: list[str], lines: list[str
     assert file.getvalue() == "".join(written)
 
 
-def test_the_last_line_needs_no_end():
+def test_a_last_line_without_a_newline_is_passed_on():
     stream, _, seen = tee()
     stream.write("half")
     stream.finish_line()

@@ -56,24 +56,24 @@ RANK = textwrap.dedent(
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
-def test_cutting_frees_a_wait_for_a_stopped_peer():
+def test_shutdown_ends_a_wait_for_a_stopped_peer():
     ranks = [start(rank) for rank in (0, 1)]
     try:
         ranks[1].stdin.write(ranks[0].stdout.readline())
         ranks[1].stdin.flush()
-        for one in ranks:
-            assert one.stdout.readline() == "ready\n"
+        for process in ranks:
+            assert process.stdout.readline() == "ready\n"
         os.kill(ranks[1].pid, signal.SIGSTOP)
         ranks[0].stdin.write("go\n")
         ranks[0].stdin.flush()
-        word, seconds = ranks[0].stdout.readline().split()
-        assert word == "freed"
+        state, seconds = ranks[0].stdout.readline().split()
+        assert state == "freed"
         assert float(seconds) < 30, "less than its timeout"
         assert ranks[0].wait(100) == 0
     finally:
-        for one in ranks:
-            one.kill()
-            one.communicate()
+        for process in ranks:
+            process.kill()
+            process.communicate()
 
 
 def start(rank: int) -> subprocess.Popen[str]:

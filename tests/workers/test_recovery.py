@@ -33,17 +33,17 @@ from tests.workers.local_workers import NODE, LocalWorkers
 from tests.workers.support import setup
 
 STEPS = 12
-FREED_S = 15  # less than collectives and the vault wait
+FREED_S = 15  # less than the timeouts of collectives and the vault
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def crew_of(tmp_path) -> Iterator[Callable[..., LocalWorkers]]:
-    made: list[LocalWorkers] = []
+def start_workers(tmp_path) -> Iterator[Callable[..., LocalWorkers]]:
+    groups: list[LocalWorkers] = []
 
     def make(count: int, stage: int = 2, function: str = "train", **changes: Any) -> LocalWorkers:
         changes = {"mirror": MirrorPolicy(replicas=1, every_steps=1), "ledger": True} | changes
-        made.append(
+        groups.append(
             LocalWorkers(
                 setup(
                     entrypoint=f"tests.workers.recovery_jobs:{function}",
@@ -57,10 +57,10 @@ def crew_of(tmp_path) -> Iterator[Callable[..., LocalWorkers]]:
                 count,
             )
         )
-        return made[-1]
+        return groups[-1]
 
     yield make
-    for local in made:
+    for local in groups:
         local.close()
 
 
@@ -68,30 +68,30 @@ def check_results(local: LocalWorkers, steps: int = STEPS) -> None:
     """The weights are plain torch's, and every sample was consumed once."""
     folder = local.setup.output_dir
     weights = torch.load(f"{folder}/weights.pt", weights_only=True)
-    for name, right in recovery_jobs.oracle(steps).items():
-        assert torch.allclose(weights[name], right, rtol=1e-9, atol=1e-12), name
+    for name, expected in recovery_jobs.oracle(steps).items():
+        assert torch.allclose(weights[name], expected, rtol=1e-9, atol=1e-12), name
     order = SampleOrder(recovery_jobs.LENGTH, local.setup.seed)
     assert check_ledger(f"{folder}/ledger", order, recovery_jobs.SAMPLES) == []
 
 
 def lost(local: LocalWorkers, timeout_s: float = 200) -> int:
-    """The worker that the vault says is gone."""
+    """The worker that the vault reports as lost."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
-        for one in local.vault.poll(0.5):
-            return one.worker
-    raise AssertionError("the vault noticed nothing")
+        for loss in local.vault.poll(0.5):
+            return loss.worker
+    raise AssertionError("the vault reported no loss")
 
 
 @pytest.mark.parametrize("phase", ["forward", "reduce", "update", "publish", "mirror", "data"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_killed_worker_costs_no_step(crew_of, stage, phase):
+def test_a_killed_worker_loses_no_finished_step(start_workers, stage, phase):
     fault = f'kill(rank=1, step=5, phase="{phase}")'
-    local = crew_of(3, stage, faults=(fault,))
+    local = start_workers(3, stage, faults=(fault,))
     pids = {index: worker.pid for index, worker in local.workers.items()}
     local.form(1, [0, 1, 2])
     assert lost(local) == 1
-    assert [one.step for one in FaultRecord(local.setup.output_dir).read()] == [5]
+    assert [fired.step for fired in FaultRecord(local.setup.output_dir).read()] == [5]
     ends = {}
     for index in (0, 2):
         local.wait_step(index, 1, 4)
@@ -100,21 +100,25 @@ def test_a_killed_worker_costs_no_step(crew_of, stage, phase):
         ends[index] = local.wait_end(index, 1)
         assert isinstance(ends[index], Stopped | Crashed), local.texts(index)
     restore = local.slots(1, 3)
-    reported = [one.step for one in local.seen[0] if isinstance(one, StepReport)]
-    assert restore.step == 4, "the last step that all finished"
+    reported = [message.step for message in local.seen[0] if isinstance(message, StepReport)]
+    assert restore.step == 4, "the last step that all ranks finished"
     assert max(reported) <= 5
     local.form(2, [0, 2], restore)
     for index in (0, 2):
         assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
-        restored = next(one for one in local.seen[index] if isinstance(one, Restored) and one.step)
+        restored = next(
+            message
+            for message in local.seen[index]
+            if isinstance(message, Restored) and message.step
+        )
         assert (restored.generation, restored.step) == (2, 4)
     assert {0: pids[0], 2: pids[2]} == {index: local.workers[index].pid for index in (0, 2)}
     check_results(local)
 
 
 @pytest.mark.parametrize("phase", ["reduce", "update"])
-def test_state_in_files_comes_back_from_memory(crew_of, tmp_path, phase):
-    """The dead worker's file is gone with it; so is its place on the disk."""
+def test_offloaded_state_is_restored_from_the_vault(start_workers, tmp_path, phase):
+    """The file of a dead worker is gone with its process."""
     config = recovery_jobs.engine_config(3)
     config["zero_optimization"] |= {
         "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")},
@@ -122,7 +126,7 @@ def test_state_in_files_comes_back_from_memory(crew_of, tmp_path, phase):
         "sub_group_size": 64,
     }
     fault = f'kill(rank=1, step=5, phase="{phase}")'
-    local = crew_of(3, 3, faults=(fault,), engine_config=config)
+    local = start_workers(3, 3, faults=(fault,), engine_config=config)
     local.form(1, [0, 1, 2])
     assert lost(local) == 1
     for index in (0, 2):
@@ -139,15 +143,15 @@ def test_state_in_files_comes_back_from_memory(crew_of, tmp_path, phase):
     assert not list((tmp_path / "nvme").iterdir())
 
 
-def test_a_stopped_worker_is_fenced_off_without_waiting_for_it(crew_of):
-    local = crew_of(3, 3, faults=('stop(rank=2, step=4, phase="backward")',))
+def test_survivors_of_a_stopped_worker_are_fenced_without_waiting_for_it(start_workers):
+    local = start_workers(3, 3, faults=('stop(rank=2, step=4, phase="backward")',))
     local.form(1, [0, 1, 2])
-    local.wait(0, lambda one: isinstance(one, StepReport) and one.step == 3)
+    local.wait(0, lambda message: isinstance(message, StepReport) and message.step == 3)
     until = time.monotonic() + 200
     while not FaultRecord(local.setup.output_dir).read():
         assert time.monotonic() < until
         time.sleep(0.05)
-    time.sleep(0.5)  # the others come to wait for it
+    time.sleep(0.5)  # until the others wait for it
     started = time.monotonic()
     for index in (0, 1):
         local.workers[index].call("fence", 1)
@@ -159,15 +163,15 @@ def test_a_stopped_worker_is_fenced_off_without_waiting_for_it(crew_of):
     check_results(local)
 
 
-@pytest.mark.parametrize("told", [(0, 1), (1,)])
-def test_a_fence_frees_ranks_that_wait_for_one_that_never_joins(crew_of, told):
-    local = crew_of(3)
-    local.form(1, [0, 1, 2], told=told)
+@pytest.mark.parametrize("recipients", [(0, 1), (1,)])
+def test_a_fence_ends_a_wait_for_a_rank_that_never_joins(start_workers, recipients):
+    local = start_workers(3)
+    local.form(1, [0, 1, 2], recipients=recipients)
     time.sleep(0.5)
     started = time.monotonic()
-    for index in told:
+    for index in recipients:
         local.workers[index].call("fence", 1)
-        # The first one's end may break the store off under the second one.
+        # The end of the first may close the store that the second uses.
         assert isinstance(local.wait_end(index, 1), Stopped | Crashed), local.texts(index)
     assert time.monotonic() - started < FREED_S
     local.form(2, [0, 1])
@@ -176,20 +180,20 @@ def test_a_fence_frees_ranks_that_wait_for_one_that_never_joins(crew_of, told):
     check_results(local)
 
 
-def test_growth_and_shrink_at_a_step_boundary_lose_nothing(crew_of):
-    local = crew_of(3, 3, faults=("slow(rank=0, step=2, seconds=0.2, steps=12)",))
+def test_growth_and_shrink_at_a_step_boundary_lose_nothing(start_workers):
+    local = start_workers(3, 3, faults=("slow(rank=0, step=2, seconds=0.2, steps=12)",))
     local.form(1, [0, 1])
     newcomer = 2
-    local.wait(1, lambda one: isinstance(one, StepReport))
+    local.wait(1, lambda message: isinstance(message, StepReport))
     local.workers[1].call("drain", 1)
     ends = [local.wait_end(index, 1) for index in (0, 1)]
-    assert all(isinstance(one, Stopped) for one in ends), ends
-    steps = {one.memory.step for one in ends}
+    assert all(isinstance(message, Stopped) for message in ends), ends
+    steps = {message.memory.step for message in ends}
     assert len(steps) == 1, "all left after the same step"
     restore = local.slots(1, 2)
     assert {restore.step} == steps
     local.form(2, [0, 1, newcomer], restore)
-    local.wait(newcomer, lambda one: isinstance(one, StepReport))
+    local.wait(newcomer, lambda message: isinstance(message, StepReport))
     local.workers[newcomer].call("drain", 2)
     ends = [local.wait_end(index, 2) for index in (0, 1, 2)]
     local.form(3, [2], local.slots(2, 3))
@@ -197,21 +201,21 @@ def test_growth_and_shrink_at_a_step_boundary_lose_nothing(crew_of):
     check_results(local)
 
 
-def test_who_drains_first_does_not_cut_off_who_is_slower(crew_of):
-    local = crew_of(3, 2, "train_late")
+def test_a_drained_rank_does_not_disconnect_slower_ones(start_workers):
+    local = start_workers(3, 2, "train_late")
     local.form(1, [0, 1, 2])
     for index in (0, 1, 2):
         local.workers[index].call("drain", 1)
     ends = [local.wait_end(index, 1) for index in (0, 1, 2)]
-    assert all(isinstance(one, Stopped) for one in ends), local.texts(0)
+    assert all(isinstance(message, Stopped) for message in ends), local.texts(0)
     local.form(2, [1, 2], local.slots(1, 3))
     for index in (1, 2):
         assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
     check_results(local)
 
 
-def test_a_worker_that_has_finished_can_take_part_again(crew_of):
-    local = crew_of(2, 2)
+def test_a_finished_worker_can_join_another_generation(start_workers):
+    local = start_workers(2, 2)
     local.form(1, [0, 1])
     for index in (0, 1):
         assert isinstance(local.wait_end(index, 1), Finished), local.texts(index)
@@ -222,8 +226,10 @@ def test_a_worker_that_has_finished_can_take_part_again(crew_of):
     check_results(local)
 
 
-def test_without_replicas_a_survivor_that_holds_everything_is_salvaged(crew_of):
-    local = crew_of(3, 0, faults=('kill(rank=0, step=6, phase="backward")',), mirror=MirrorPolicy())
+def test_without_replicas_a_survivor_with_the_complete_state_is_salvaged(start_workers):
+    local = start_workers(
+        3, 0, faults=('kill(rank=0, step=6, phase="backward")',), mirror=MirrorPolicy()
+    )
     local.form(1, [0, 1, 2])
     assert lost(local) == 0
     for index in (1, 2):
@@ -231,8 +237,8 @@ def test_without_replicas_a_survivor_that_holds_everything_is_salvaged(crew_of):
     for index in (1, 2):
         local.workers[index].call("fence", 1)
     memories = {index: local.wait_end(index, 1).memory for index in (1, 2)}
-    assert {one.step for one in memories.values()} == {5}
-    assert all(one.whole for one in memories.values())
+    assert {state.step for state in memories.values()} == {5}
+    assert all(state.whole for state in memories.values())
     assert local.vault.inventory() == []
     saved = local.workers[2].call("salvage", local.vault.address())
     assert (saved.step, saved.world_size) == (5, 1)
@@ -244,8 +250,8 @@ def test_without_replicas_a_survivor_that_holds_everything_is_salvaged(crew_of):
     check_results(local)
 
 
-def test_the_users_error_and_damage_of_the_state_are_told_apart(crew_of):
-    local = crew_of(1, 2, faults=('raise_error(rank=0, step=3, phase="forward")',))
+def test_user_errors_and_damaged_state_are_distinguished(start_workers):
+    local = start_workers(1, 2, faults=('raise_error(rank=0, step=3, phase="forward")',))
     local.form(1, [0])
     crash = local.wait_end(0, 1)
     assert isinstance(crash, Crashed)
@@ -256,22 +262,22 @@ def test_the_users_error_and_damage_of_the_state_are_told_apart(crew_of):
     assert crash.kind == "state", crash
 
 
-def test_checkpoint_steps_are_pinned_on_all_ranks_alike(crew_of):
+def test_checkpoint_steps_are_pinned_on_all_ranks_alike(start_workers):
     plan = MirrorPolicy(replicas=1, every_steps=1, checkpoint_every_steps=5)
-    local = crew_of(2, 2, mirror=plan)
+    local = start_workers(2, 2, mirror=plan)
     local.form(1, [0, 1])
     for index in (0, 1):
         assert isinstance(local.wait_end(index, 1), Finished), local.texts(index)
-        pins = [one for one in local.seen[index] if isinstance(one, Pinned)]
-        # 10 is due, but the pin of 5 is still held; it is made up for when that is let go
-        assert [(one.step, one.checkpoint) for one in pins] == [(5, True)]
-    kept = [one for one in local.vault.inventory() if one.pinned]
-    assert {(one.rank, one.step) for one in kept} == {(0, 5), (1, 5)}
+        pins = [message for message in local.seen[index] if isinstance(message, Pinned)]
+        # Step 10 is due while step 5 is still pinned, and is pinned once that is unpinned.
+        assert [(message.step, message.checkpoint) for message in pins] == [(5, True)]
+    kept = [slot for slot in local.vault.inventory() if slot.pinned]
+    assert {(slot.rank, slot.step) for slot in kept} == {(0, 5), (1, 5)}
     check_results(local)
 
 
-def test_faults_leave_a_record_that_json_reads(crew_of):
-    local = crew_of(1, 1, faults=("slow(rank=0, step=2, seconds=0.01)",))
+def test_the_record_of_faults_is_json_lines(start_workers):
+    local = start_workers(1, 1, faults=("slow(rank=0, step=2, seconds=0.01)",))
     local.form(1, [0])
     assert isinstance(local.wait_end(0, 1), Finished)
     with open(f"{local.setup.output_dir}/faults.jsonl") as lines:

@@ -1,8 +1,7 @@
 """Every kind of state through a death: real processes, a vault, and a copy of it on another node.
 
-One of two ranks is killed within a step, and its node's vault is lost; a spare takes its place, and
-both begin from the replicas. The oracle is the same run with nothing lost, which it must equal bit
-by bit.
+One of two ranks is killed within a step, and its node's vault is lost; a spare replaces it,
+and both start from the replicas. The result must equal that of a run without faults bit by bit.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rayzero.workers.vault.vault import Vault
 from tests.engine.state.blocks import Block, StateSession
 from tests.engine.state.kinds import FOUND, KINDS, SEED, equal, go_on, make, whole
 from tests.support.ranks import run_ranks
-from tests.workers.local_workers import NODE, LocalWorkers, nowhere
+from tests.workers.local_workers import NODE, LocalWorkers, no_other_nodes
 from tests.workers.state_kind_jobs import AT, STEPS
 from tests.workers.support import setup
 from tests.workers.test_recovery import lost
@@ -30,7 +29,7 @@ WORLD = 2
 pytestmark = pytest.mark.slow
 
 
-def undisturbed(rank: int, world: int, name: str, folder: str) -> tuple[Block, Block]:
+def run_without_faults(rank: int, world: int, name: str, folder: str) -> tuple[Block, Block]:
     """The states after `AT` and `STEPS` steps."""
     kind = KINDS[name]
     with use_session(StateSession(seed=SEED)):
@@ -38,13 +37,13 @@ def undisturbed(rank: int, world: int, name: str, folder: str) -> tuple[Block, B
         go_on(engine, loader, AT)
         first = Block.of(engine)
         go_on(engine, loader, STEPS)
-    found = first, Block.of(engine)
+    blocks = first, Block.of(engine)
     engine.close()
-    return found
+    return blocks
 
 
 class Workers:
-    """One local for all rows, as long as they pass, and where it leaves states."""
+    """Workers that all parameters share, as long as they pass, and the folder of their states."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -52,10 +51,10 @@ class Workers:
         self.alive: list[int] = []
 
     def ready(self) -> LocalWorkers:
-        """With two living workers and a fresh vault."""
+        """Two living workers and a new vault."""
         if self.local is None:
             plan = MirrorPolicy(replicas=1, every_steps=1)
-            made = setup(
+            spec = setup(
                 entrypoint="tests.workers.state_kind_jobs:train",
                 seed=SEED,
                 steps=STEPS,
@@ -64,11 +63,11 @@ class Workers:
                 import_paths=(os.getcwd(),),
                 mirror=plan,
             )
-            self.local = LocalWorkers(made, WORLD)
+            self.local = LocalWorkers(spec, WORLD)
             self.alive = [0, 1]
         else:
             self.local.vault.close()
-            self.local.vault = Vault("job", NODE, nowhere)
+            self.local.vault = Vault("job", NODE, no_other_nodes)
         return self.local
 
     def close(self) -> None:
@@ -79,20 +78,20 @@ class Workers:
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    made = Workers(tmp_path_factory.mktemp("state"))
-    yield made
-    made.close()
+    workers = Workers(tmp_path_factory.mktemp("state"))
+    yield workers
+    workers.close()
 
 
-def copied(local: LocalWorkers, restore: Restore) -> Restore:
-    """Another node's vault copies these versions; the one they came from is lost."""
+def replicate(local: LocalWorkers, restore: Restore) -> Restore:
+    """Copies these versions to another node's vault; the first vault is lost."""
     origin = local.vault
     local.vault = Vault(
         "job", "other", lambda ref, at, count: origin.read(*_key(ref), at, count).data
     )
     assert local.vault.replicate(restore.slots) > 0
     origin.close()
-    return Restore(restore.step, tuple(one._replace(node_id="other") for one in restore.slots))
+    return Restore(restore.step, tuple(entry._replace(node_id="other") for entry in restore.slots))
 
 
 def _key(ref):
@@ -100,7 +99,7 @@ def _key(ref):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_it_outlives_a_death_bit_by_bit(workers: Workers, name: str) -> None:
+def test_every_kind_of_state_survives_a_death_bit_by_bit(workers: Workers, name: str) -> None:
     generation = 2 * list(KINDS).index(name) + 1
     local = workers.ready()
     try:
@@ -108,11 +107,11 @@ def test_it_outlives_a_death_bit_by_bit(workers: Workers, name: str) -> None:
     except BaseException:
         workers.close()
         raise
-    right = run_ranks(WORLD, undisturbed, name, str(workers.folder))
-    before = [one[0] for one in right]
+    expected = run_ranks(WORLD, run_without_faults, name, str(workers.folder))
+    before = [entry[0] for entry in expected]
     for key in KINDS[name].holds:
         assert FOUND[key](before, whole(before)), key
-    equal(whole(repaired), whole([one[1] for one in right]), bits=True)
+    equal(whole(repaired), whole([entry[1] for entry in expected]), bits=True)
 
 
 def _repaired(local: LocalWorkers, workers: Workers, generation: int) -> list[Block]:
@@ -127,10 +126,10 @@ def _repaired(local: LocalWorkers, workers: Workers, generation: int) -> list[Bl
     assert isinstance(ended, Stopped | Crashed), local.texts(survivor)
     restore = local.slots(generation, WORLD)
     assert restore.step == AT
-    local.form(generation + 1, [survivor, spare], copied(local, restore))
+    local.form(generation + 1, [survivor, spare], replicate(local, restore))
     for index in (survivor, spare):
         assert isinstance(local.wait_end(index, generation + 1), Finished), local.texts(index)
     workers.alive = [survivor, spare]
     row = generation // 2
     files = [workers.folder / f"{row}-{rank}" for rank in range(WORLD)]
-    return [pickle.loads(one.read_bytes()) for one in files]
+    return [pickle.loads(path.read_bytes()) for path in files]

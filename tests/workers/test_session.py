@@ -19,14 +19,18 @@ from tests.workers.support import ASSIGN, setup
 
 def session(**changes: Any) -> tuple[JobSession, GenerationChannel, list[WorkerMessage]]:
     posted: list[WorkerMessage] = []
-    wire = GenerationChannel(posted.append, 1, 0)
+    channel = GenerationChannel(posted.append, 1, 0)
     injector = WorkerFaultInjector(FaultSchedule(FaultRecord("/nowhere"), posted.append), 0)
-    return JobSession(setup(**changes), ASSIGN, wire, RetainedState(0), injector), wire, posted
+    return (
+        JobSession(setup(**changes), ASSIGN, channel, RetainedState(0), injector),
+        channel,
+        posted,
+    )
 
 
 def context(**changes: Any) -> tuple[Context, GenerationChannel, list[WorkerMessage]]:
-    made, wire, posted = session(**changes)
-    return Context(setup(**changes), ASSIGN, torch.device("cpu"), made), wire, posted
+    job_session, channel, posted = session(**changes)
+    return Context(setup(**changes), ASSIGN, torch.device("cpu"), job_session), channel, posted
 
 
 def report_of(posted: list[WorkerMessage]) -> StepReport:
@@ -35,21 +39,21 @@ def report_of(posted: list[WorkerMessage]) -> StepReport:
     return report
 
 
-def test_it_knows_the_job_and_its_place():
+def test_context_has_the_job_and_the_rank():
     ctx, _, _ = context()
     assert (ctx.rank, ctx.world_size, ctx.is_main, ctx.local_rank) == (0, 1, True, 0)
     assert (ctx.name, ctx.seed, ctx.steps, ctx.args) == ("job", 3, 5, {"width": 8})
     assert ctx.generation == 1
 
 
-def test_asking_for_steps_the_job_does_not_set_says_which_key_is_missing():
+def test_reading_unset_steps_names_the_missing_key():
     ctx, _, _ = context(steps=None)
     with pytest.raises(ConfigError, match="`steps:` in the job file"):
         _ = ctx.steps
 
 
 def test_without_an_engine_report_finishes_the_step():
-    ctx, wire, posted = context()
+    ctx, channel, posted = context()
     ctx.report(tokens=10, loss=3.0)
     ctx.report(tokens=torch.tensor(5), loss=2.0)
     assert posted == []
@@ -59,11 +63,11 @@ def test_without_an_engine_report_finishes_the_step():
     assert report.counters == {"tokens": 15}
     assert report.gauges.pop("step_s") >= 0
     assert report.gauges == {"loss": 2.0, "accuracy": 0.5}
-    assert wire.progress.step == 2
+    assert channel.progress.step == 2
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 129, "phases/own", "collectives/a/bytes"])
-def test_a_name_that_cannot_be_one_is_refused(name: str):
+def test_an_invalid_metric_name_is_rejected(name: str):
     ctx, _, posted = context()
     ctx.report(**{"eval/top-1 accuracy (%)": 50.0})
     with pytest.raises(EngineError, match=r"ctx\.report with a metric named"):
@@ -72,7 +76,7 @@ def test_a_name_that_cannot_be_one_is_refused(name: str):
     assert set(report_of(posted).gauges) == {"eval/top-1 accuracy (%)", "step_s"}
 
 
-def test_nothing_of_one_step_leaks_into_the_next():
+def test_metrics_of_a_step_are_not_in_the_next():
     ctx, _, posted = context()
     ctx.report(step=1, tokens=5, loss=1.0)
     ctx.report(step=2)
@@ -85,13 +89,13 @@ def test_nothing_of_one_step_leaks_into_the_next():
 
 
 def test_with_an_engine_the_engine_finishes_the_step():
-    made, _, posted = session()
-    ctx = Context(setup(), ASSIGN, torch.device("cpu"), made)
+    job_session, _, posted = session()
+    ctx = Context(setup(), ASSIGN, torch.device("cpu"), job_session)
     engine, *_ = initialize(model=torch.nn.Linear(1, 1), config=recovery_jobs.engine_config(1))
-    made.on_engine_ready(engine)
+    job_session.on_engine_ready(engine)
     ctx.report(step=99, tokens=4, loss=9.0)
-    assert [type(one) for one in posted] == [Restored]
-    made.on_step_end({"step": 1.0, "loss": 2.0, "step_s": 0.25}, NO_REQUESTS)
+    assert [type(message) for message in posted] == [Restored]
+    job_session.on_step_end({"step": 1.0, "loss": 2.0, "step_s": 0.25}, NO_REQUESTS)
     report = report_of(posted[1:])
     assert report.step == 1
     assert report.gauges.pop("resident_bytes") > 2**20
@@ -101,14 +105,14 @@ def test_with_an_engine_the_engine_finishes_the_step():
 
 
 @pytest.mark.parametrize("value", ["many", None, torch.zeros(2), [1]])
-def test_a_value_that_is_no_number_is_named(value: Any):
+def test_a_value_that_is_not_a_number_is_named_in_the_error(value: Any):
     ctx, _, _ = context()
     with pytest.raises(EngineError, match=r"ctx\.report\(loss="):
         ctx.report(loss=value)
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_steps_must_grow_from_one(step: int):
+def test_steps_must_increase_from_one(step: int):
     ctx, _, _ = context()
     ctx.report(step=1)
     with pytest.raises(EngineError, match="after step 1"):
@@ -116,15 +120,15 @@ def test_steps_must_grow_from_one(step: int):
 
 
 def test_an_interrupt_is_raised_at_the_next_report_phase_or_step():
-    made, wire, posted = session()
-    ctx = Context(setup(), ASSIGN, torch.device("cpu"), made)
-    made.on_phase("forward")
-    wire.interrupt.set()
+    job_session, channel, posted = session()
+    ctx = Context(setup(), ASSIGN, torch.device("cpu"), job_session)
+    job_session.on_phase("forward")
+    channel.interrupt.set()
     for act in (
         lambda: ctx.report(loss=1.0),
-        lambda: made.on_phase("data"),
-        lambda: made.on_collective_wait(3, True),
-        lambda: made.on_step_end({"step": 1.0}, NO_REQUESTS),
+        lambda: job_session.on_phase("data"),
+        lambda: job_session.on_collective_wait(3, True),
+        lambda: job_session.on_step_end({"step": 1.0}, NO_REQUESTS),
     ):
         with pytest.raises(Interrupted):
             act()
@@ -132,10 +136,10 @@ def test_an_interrupt_is_raised_at_the_next_report_phase_or_step():
 
 
 def test_an_agreed_drain_ends_the_function_after_the_step():
-    made, wire, posted = session()
-    assert not made.step_requests().drain
-    wire.drain.set()
-    assert made.step_requests().drain
+    job_session, channel, posted = session()
+    assert not job_session.step_requests().drain
+    channel.drain.set()
+    assert job_session.step_requests().drain
     with pytest.raises(Interrupted):
-        made.on_step_end({"step": 1.0}, StepRequests(drain=True))
+        job_session.on_step_end({"step": 1.0}, StepRequests(drain=True))
     assert isinstance(posted[-1], StepReport)

@@ -25,12 +25,12 @@ COST_S = 0.001
 
 
 def trained(model: nn.Module, steps: int) -> tuple[Engine, JobSession, list[StepReport]]:
-    made, _, posted = session(engine_config=recovery_jobs.engine_config(1))
-    with use_session(made):
+    job_session, _, posted = session(engine_config=recovery_jobs.engine_config(1))
+    with use_session(job_session):
         engine, *_ = initialize(model=model)
     for _ in range(steps):
         step(engine)
-    return engine, made, reports(posted)
+    return engine, job_session, reports(posted)
 
 
 def step(engine: Engine) -> None:
@@ -39,25 +39,25 @@ def step(engine: Engine) -> None:
 
 
 def reports(posted: list[WorkerMessage]) -> list[StepReport]:
-    return [one for one in posted if isinstance(one, StepReport)]
+    return [message for message in posted if isinstance(message, StepReport)]
 
 
-def test_a_report_says_what_the_engine_knows():
-    _, _, told = trained(nn.Linear(4, 4), 2)
-    gauges = told[-1].gauges
+def test_a_report_has_the_engines_metrics():
+    _, _, step_reports = trained(nn.Linear(4, 4), 2)
+    gauges = step_reports[-1].gauges
     for name in ("loss", "lr", "grad_norm", "loss_scale", "step_s", "exposed_comm_s", "skipped"):
         assert name in gauges
     phases = ("data", "forward", "backward", "reduce", "update", "publish", "mirror", "other")
-    assert {f"phases/{one}" for one in phases} <= set(gauges)
+    assert {f"phases/{phase}" for phase in phases} <= set(gauges)
     assert gauges["bytes/model_weights"] >= 20 * 4
     assert gauges["step_samples"] > 0
 
 
 def test_a_skipped_step_is_counted_once():
-    made, _, posted = session()
-    made._skipped_steps = 3  # as loaded from a checkpoint
+    job_session, _, posted = session()
+    job_session._skipped_steps = 3  # as loaded from a checkpoint
     for step, count in enumerate((3, 4, 4), 1):
-        made.on_step_end({"step": step, "skipped_steps": count}, NO_REQUESTS)
+        job_session.on_step_end({"step": step, "skipped_steps": count}, NO_REQUESTS)
     assert [report.gauges["skipped"] for report in reports(posted)] == [0, 1, 0]
 
 
@@ -79,13 +79,13 @@ def test_a_mirrors_time_belongs_to_the_next_step():
 def test_a_report_is_cheap():
     """Of a model with 400 parameters, which have 1,200 tensors of state."""
     layers: list[Any] = [nn.Linear(4, 4) for _ in range(200)]
-    engine, made, _ = trained(nn.Sequential(*layers), 4)
+    engine, job_session, _ = trained(nn.Sequential(*layers), 4)
     meter, took_s = engine._step.meter, []
     for _ in range(20):
         before = thread_time()
-        made.on_step_end(
+        job_session.on_step_end(
             meter._collect(meter._cached_bytes()).to_flat_dict() | {"step": 1e6}, NO_REQUESTS
         )
         took_s.append(thread_time() - before)
-        made.reporter._last_step = 0
+        job_session.reporter._last_step = 0
     assert min(took_s) < COST_S

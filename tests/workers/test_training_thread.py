@@ -38,10 +38,10 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    made = Bench()
-    yield made
-    made.channel.interrupt.set()
-    assert made.thread.join(5)
+    bench = Bench()
+    yield bench
+    bench.channel.interrupt.set()
+    assert bench.thread.join(5)
 
 
 def test_a_body_ends_with_its_own_message(bench: Bench):
@@ -63,7 +63,7 @@ def test_an_exception_becomes_a_crash_with_its_step(bench: Bench):
     assert (crash.kind, crash.step, crash.error) == ("user", 3, "ValueError: boom")
 
 
-def test_stop_unwinds_at_the_next_check_and_frees_the_peers(bench: Bench):
+def test_an_interrupt_unwinds_at_the_next_check_and_releases_the_peers(bench: Bench):
     running = Event()
 
     def body() -> WorkerMessage:
@@ -79,7 +79,7 @@ def test_stop_unwinds_at_the_next_check_and_frees_the_peers(bench: Bench):
     assert bench.freed == 1
 
 
-def test_a_drain_leaves_the_peers_their_connections(bench: Bench):
+def test_a_drain_keeps_the_connections_to_peers(bench: Bench):
     def body() -> WorkerMessage:
         raise Interrupted
 
@@ -90,46 +90,46 @@ def test_a_drain_leaves_the_peers_their_connections(bench: Bench):
 
 
 def test_a_collective_that_fails_while_stopping_is_a_stop(bench: Bench):
-    go = Event()
+    may_continue = Event()
 
     def body() -> WorkerMessage:
-        go.wait(5)
+        may_continue.wait(5)
         raise CollectiveError("a peer was unwound first")
 
     bench.start(body)
     bench.channel.interrupt.set()
-    go.set()
+    may_continue.set()
     assert bench.thread.join(5)
     assert bench.posted == [Stopped(1, 0)]
 
 
 def test_two_generations_do_not_run_at_once_but_one_after_the_other(bench: Bench):
-    go = Event()
+    may_continue = Event()
 
     def body() -> WorkerMessage:
-        go.wait(5)
+        may_continue.wait(5)
         return DONE
 
     bench.start(body)
     with pytest.raises(EngineError, match="still running"):
         bench.start(lambda: DONE)
-    go.set()
+    may_continue.set()
     assert bench.thread.join(5)
     bench.start(lambda: DONE)
     assert bench.thread.join(5)
     assert bench.posted == [DONE, DONE]
 
 
-def test_a_thread_that_is_just_being_started_can_be_waited_for(
+def test_join_waits_for_a_thread_that_is_being_started(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ):
     """A fence of the last generation may still be at work then."""
-    beginning, go = Event(), Event()
+    beginning, may_continue = Event(), Event()
 
     class Slow(Thread):
         def start(self) -> None:
             beginning.set()
-            assert go.wait(30)
+            assert may_continue.wait(30)
             super().start()
 
     monkeypatch.setattr(module, "Thread", Slow)
@@ -139,29 +139,29 @@ def test_a_thread_that_is_just_being_started_can_be_waited_for(
     joined: list[bool] = []
     joiner = Thread(target=lambda: joined.append(bench.thread.join(30)))
     joiner.start()
-    go.set()
-    for one in (starter, joiner):
-        one.join(30)
+    may_continue.set()
+    for thread in (starter, joiner):
+        thread.join(30)
     assert joined == [True]
     assert bench.posted == [DONE]
 
 
 def test_the_next_generation_waits_for_a_thread_that_has_posted_its_end():
-    told, go = Event(), Event()
+    posted_first, may_continue = Event(), Event()
     posted: list[WorkerMessage] = []
 
     def post(message: WorkerMessage) -> None:
         posted.append(message)
         if len(posted) == 1:
-            told.set()
-            assert go.wait(30)  # the controller hears of it, and is faster than this thread
+            posted_first.set()
+            assert may_continue.wait(30)  # the controller is faster than this thread
 
     thread = TrainingThread(lambda: None)
     thread.start(GenerationChannel(post, 1, 0), lambda: DONE)
-    assert told.wait(30)
+    assert posted_first.wait(30)
     starter = Thread(target=thread.start, args=(GenerationChannel(post, 1, 0), lambda: DONE))
     starter.start()
-    go.set()
+    may_continue.set()
     starter.join(30)
     assert thread.join(30)
     assert posted == [DONE, DONE]
@@ -191,7 +191,7 @@ def caught(error: BaseException) -> BaseException:
         (SystemExit(3), "user", True),
     ],
 )
-def test_an_exception_says_what_it_is_about(error: Exception, kind: str, has_traceback: bool):
+def test_exceptions_are_classified(error: Exception, kind: str, has_traceback: bool):
     message = describe_crash(caught(error), generation=2, rank=1, step=7)
     assert (message.generation, message.rank, message.step) == (2, 1, 7)
     assert message.kind == kind
@@ -200,7 +200,7 @@ def test_an_exception_says_what_it_is_about(error: Exception, kind: str, has_tra
         assert "raise error" in message.traceback
 
 
-def test_user_code_that_wraps_a_failed_collective_does_not_hide_it():
+def test_a_wrapped_collective_failure_counts_as_one():
     error = ValueError("training failed")
     error.__context__ = RuntimeError(GLOO)
     assert describe_crash(caught(error), 1, 0, 1).kind == "collective"

@@ -99,7 +99,7 @@ def test_the_function_is_called_again_in_the_next_generation(make_worker: MakeWo
     begin(worker, generation=2)
     seen = poll_until(worker.poll, StepReport)
     assert Joined(2, 0) in seen
-    worker.stop(1)  # late: meant for the one before
+    worker.stop(1)  # late: for the generation before
     poll_until(worker.poll, StepReport)
     worker.stop(2)
     assert Stopped(2, 0) in poll_until(worker.poll, Stopped)
@@ -134,9 +134,7 @@ def test_a_wrong_entry_point_is_a_crash_before_the_first_step(make_worker: MakeW
 
 
 @pytest.mark.parametrize("function", ["returns_a_list", "returns_no_json"])
-def test_a_result_the_summary_cannot_hold_is_left_out_and_told(
-    make_worker: MakeWorker, function: str
-):
+def test_a_result_that_is_not_json_is_omitted_and_reported(make_worker: MakeWorker, function: str):
     worker = make_worker(function)
     begin(worker)
     seen = poll_until(worker.poll, Finished)
@@ -146,23 +144,21 @@ def test_a_result_the_summary_cannot_hold_is_left_out_and_told(
     assert finished.result is None
 
 
-def test_the_submitters_folder_is_entered_or_its_absence_is_told(
+def test_the_working_directory_is_entered_or_reported_missing(
     make_worker: MakeWorker, tmp_path: Path
 ):
-    here = os.getcwd()
+    start_folder = os.getcwd()
     make_worker("returns", working_dir=str(tmp_path), import_paths=(str(tmp_path), "/other"))
     assert Path.cwd() == tmp_path
     assert (sys.path[0], sys.path[-1]) == (str(tmp_path), "/other")
-    os.chdir(here)
+    os.chdir(start_folder)
     worker = make_worker("returns", working_dir="/no/such/folder")
     (line, _) = worker.poll(0)
     assert isinstance(line, LogLine)
     assert "working directory /no/such/folder does not exist on this node" in line.text
 
 
-def test_a_gpu_that_is_not_there_is_a_config_error(
-    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_missing_gpu_is_a_config_error(make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     worker = make_worker("returns", gpus=1)
     begin(worker)
@@ -181,7 +177,7 @@ def test_the_stacks_show_the_training_thread(make_worker: MakeWorker):
 
 
 class LastEngine:
-    """In a cycle, as engines are."""
+    """Part of a reference cycle, like an engine."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -198,12 +194,12 @@ def uncollected() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("uncollected")
-@pytest.mark.parametrize(("device", "room"), [("cuda", True), ("cpu", False)])
-def test_the_last_engine_is_gone_before_the_next_one_is_made(
-    device: str, room: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("device", "two_fit"), [("cuda", True), ("cpu", False)])
+def test_the_last_engine_is_freed_before_the_next_is_built(
+    device: str, two_fit: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Two of them may not fit."""
-    monkeypatch.setattr(retained_state, "fits_twice", lambda processes: room)
+    """Two engines may not fit."""
+    monkeypatch.setattr(retained_state, "fits_twice", lambda processes: two_fit)
     retained = RetainedState(0)
     seen = keep_one(retained, device)
     retained.begin_generation(ASSIGN)
@@ -211,15 +207,15 @@ def test_the_last_engine_is_gone_before_the_next_one_is_made(
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_where_two_fit_the_last_engine_goes_when_a_step_is_done(monkeypatch: pytest.MonkeyPatch):
+def test_where_two_engines_fit_the_last_one_is_freed_after_a_step(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(retained_state, "fits_twice", lambda processes: True)
     retained = RetainedState(0)
     first = keep_one(retained, "cpu")
     retained.begin_generation(ASSIGN)
-    assert first() is not None  # nobody waits for it
+    assert first() is not None  # it is freed later
     second = keep_one(retained, "cpu")
     retained.begin_generation(ASSIGN)
-    assert first() is second() is None  # no step was done: three might not fit
+    assert first() is second() is None  # no step was finished: three might not fit
     third = keep_one(retained, "cpu")
     retained.begin_generation(ASSIGN)
     assert third() is not None

@@ -44,7 +44,7 @@ class Worker:
 ERROR = 'raise_error(rank=1, step=3, phase="backward")'
 
 
-def test_it_happens_at_its_rank_step_and_phase_only(tmp_path: Path) -> None:
+def test_a_fault_fires_at_its_rank_step_and_phase_only(tmp_path: Path) -> None:
     Worker(tmp_path, 0, ERROR).steps(1, 9)
     worker = Worker(tmp_path, 1, ERROR)
     worker.steps(1, 2)
@@ -56,7 +56,7 @@ def test_it_happens_at_its_rank_step_and_phase_only(tmp_path: Path) -> None:
     assert FaultRecord(tmp_path).read() == (FaultFired(1, 3, ERROR),)
 
 
-def test_it_happens_once_though_the_step_is_done_again(tmp_path: Path) -> None:
+def test_a_fault_fires_once_even_if_the_step_is_repeated(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 1, ERROR)
     with pytest.raises(InjectedError):
         worker.steps(1, 9)
@@ -80,19 +80,19 @@ def test_times_and_equal_lines_add_up(tmp_path: Path) -> None:
     assert len(FaultRecord(tmp_path).read()) == 4
 
 
-def test_a_phase_that_is_rare_is_waited_for(tmp_path: Path) -> None:
+def test_a_fault_waits_for_a_rare_phase(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 0, 'raise_error(rank=0, step=3, phase="mirror")')
     worker.steps(1, 9)
     with pytest.raises(InjectedError, match="phase mirror of step 10"):
         worker.injector.on_phase("mirror", 10)
 
 
-def test_slow_sleeps_once_a_step(tmp_path: Path) -> None:
+def test_slow_sleeps_once_per_step(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 0, "slow(rank=0, step=2, seconds=0.05, steps=3)")
-    began = time.monotonic()
+    started_s = time.monotonic()
     worker.steps(1, 9)
-    assert time.monotonic() - began >= 0.15
-    assert [one.step for one in worker.posted] == [2, 3, 4]
+    assert time.monotonic() - started_s >= 0.15
+    assert [fired.step for fired in worker.posted] == [2, 3, 4]
 
 
 def test_a_hang_is_reported_and_never_ends(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_kill_is_recorded_before_the_process_dies(tmp_path: Path) -> None:
     assert child(tmp_path, text).wait(60) == 0  # the replacement goes on
 
 
-def test_a_stopped_process_is_recorded_and_goes_on_when_it_may(tmp_path: Path) -> None:
+def test_a_stop_is_recorded_and_ends_with_sigcont(tmp_path: Path) -> None:
     process = child(tmp_path, 'stop(rank=0, step=2, phase="reduce")')
     try:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
@@ -139,7 +139,7 @@ def test_a_stopped_process_is_recorded_and_goes_on_when_it_may(tmp_path: Path) -
         process.returncode = 0  # it was waited for by hand
 
 
-def test_faults_of_others_are_left_to_them(tmp_path: Path) -> None:
+def test_a_worker_injects_only_worker_faults(tmp_path: Path) -> None:
     texts = ["drop_node(node=0, step=1)", "kill_vault(node=0, step=1)", "slow_store(seconds=1)"]
     worker = Worker(tmp_path, 0, *texts)
     worker.steps(1, 3)
@@ -149,7 +149,7 @@ def test_faults_of_others_are_left_to_them(tmp_path: Path) -> None:
     assert [str(fault) for fault in worker.schedule.due(1)] == texts[1:]
 
 
-def test_a_new_job_forgets_what_an_earlier_one_recorded(tmp_path: Path) -> None:
+def test_records_of_an_earlier_job_are_removed(tmp_path: Path) -> None:
     record = FaultRecord(tmp_path)
     record.retain_only(())
     record.add(FaultFired(0, 1, ERROR))
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         Worker(tmp_path / "gone", 0, ERROR.replace("rank=1", "rank=0")).steps(1, 9)
 
 
-def test_a_full_disk_happens_so_many_times(tmp_path: Path) -> None:
+def test_a_full_disk_fires_times_times(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 0, "full_disk(step=50, times=2)")
     inject_store_faults(worker.schedule, "folder", 49, 0)
     for _ in range(2):
@@ -188,7 +188,7 @@ def test_a_file_is_damaged(tmp_path: Path, how: str, left: bytes | None) -> None
     assert (path.read_bytes() if path.exists() else None) == left
 
 
-def test_tearing_a_file_twice_undoes_a_flip(tmp_path: Path) -> None:
+def test_a_second_flip_undoes_the_first(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"abc")
     damage_file(path, "flip")
@@ -197,7 +197,7 @@ def test_tearing_a_file_twice_undoes_a_flip(tmp_path: Path) -> None:
     assert path.read_bytes() == b"abc"
 
 
-def test_more_faults_may_be_wanted_while_others_are_due(tmp_path: Path) -> None:
+def test_faults_can_be_added_while_others_are_due(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 0, "raise_error(rank=0, step=3)")
     first, second = (
         parse_fault("raise_error(rank=0, step=3)"),

@@ -33,16 +33,16 @@ def test_a_vault_can_always_be_killed():
     assert done.returncode == -signal.SIGKILL
 
 
-def test_the_controllers_node_is_spared():
+def test_faults_of_the_controllers_node_are_rejected():
     for fault in (DROP, CUT):
         assert "the job's controller runs on that node" in why_impossible(fault, True, "")
 
 
-def test_only_a_raylet_is_taken_for_a_node():
+def test_a_parent_that_is_no_raylet_is_rejected():
     assert "not the node's raylet" in why_impossible(DROP, False, "")
 
 
-def test_a_network_that_the_controller_is_in_as_well_is_not_cut(monkeypatch: pytest.MonkeyPatch):
+def test_a_network_shared_with_the_controller_is_not_partitioned(monkeypatch: pytest.MonkeyPatch):
     assert "shares its network with the job's controller" in why_impossible(
         CUT, False, network_id()
     )
@@ -50,7 +50,7 @@ def test_a_network_that_the_controller_is_in_as_well_is_not_cut(monkeypatch: pyt
     assert "command `ip`" in why_impossible(CUT, False, "elsewhere")
 
 
-def test_a_node_goes_with_all_its_processes():
+def test_drop_node_kills_all_processes_of_the_node():
     # A raylet, by its name, that is the parent of a vault and of a worker with a child.
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     vault = (
@@ -87,7 +87,7 @@ def test_a_node_goes_with_all_its_processes():
     os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("ip") is None,
     reason="needs root and a network of its own",
 )
-def test_a_cut_network_comes_back_with_its_routes_though_the_vault_is_gone():
+def test_a_partition_restores_the_routes_after_the_vault_is_gone():
     code = (
         "import subprocess, time\n"
         "from rayzero.workers.chaos import node\n"
@@ -120,7 +120,7 @@ def test_a_cut_network_comes_back_with_its_routes_though_the_vault_is_gone():
     assert done.returncode == 0, done.stderr
 
 
-def test_what_fails_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_command_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(node, "_active_interfaces", lambda: iter(["no-such-link"]))
     with pytest.raises(EngineError, match="the network could not be partitioned"):
         node.inject_node_fault(CUT)

@@ -66,12 +66,12 @@ def faults(draw: st.DrawFn) -> FaultSpec:
         ("slow_store(seconds=3)", FaultSpec("slow_store", seconds=3.0)),
     ],
 )
-def test_what_it_reads(text: str, fault: FaultSpec) -> None:
+def test_valid_faults(text: str, fault: FaultSpec) -> None:
     assert parse_fault(text) == fault
 
 
 @given(faults())
-def test_the_canonical_text_reads_back(fault: FaultSpec) -> None:
+def test_the_canonical_text_parses_to_the_same_fault(fault: FaultSpec) -> None:
     assert parse_fault(str(fault)) == fault
 
 
@@ -89,7 +89,7 @@ def test_a_step_is_filled_in_where_the_kind_requires_one() -> None:
     assert parse_fault("slow_store(seconds=1)", step=5).step == 1
 
 
-def test_who_makes_it_happen_and_how_often() -> None:
+def test_targets_and_total_firings() -> None:
     assert parse_fault("kill(rank=1, step=7)").target == "worker"
     assert parse_fault("kill_vault(node=1, step=7)").target == "vault"
     assert parse_fault("drop_node(node=1, step=7)").target == "cluster"
@@ -135,7 +135,7 @@ def test_who_makes_it_happen_and_how_often() -> None:
         ("kill(" * 60, "300 characters", "at most 200"),
     ],
 )
-def test_what_it_refuses(text: str, seen: str, allowed: str) -> None:
+def test_invalid_faults_are_explained(text: str, seen: str, allowed: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_fault(text)
     assert seen in caught.value.seen
@@ -147,12 +147,12 @@ def test_what_it_refuses(text: str, seen: str, allowed: str) -> None:
     st.text(st.characters(max_codepoint=255), max_size=60)
     | st.text("kilstop(rank=1,)[]{}'\"-*", max_size=60)
 )
-def test_any_text_is_read_or_refused(text: str) -> None:
+def test_any_text_parses_or_raises_a_config_error(text: str) -> None:
     with suppress(ConfigError):
         parse_fault(text)
 
 
-def test_a_schedule_follows_from_its_seed() -> None:
+def test_a_random_schedule_is_determined_by_its_seed() -> None:
     first = random_faults(3, 20, 4, 100, [*FAULT_KINDS])
     assert first == random_faults(3, 20, 4, 100, [*FAULT_KINDS])
     assert first != random_faults(4, 20, 4, 100, [*FAULT_KINDS])
@@ -175,15 +175,17 @@ def test_a_schedule_is_valid_and_spread_over_the_steps(
         assert parse_fault(str(fault)) == fault
         assert fault.rank < ranks
         assert fault.step <= steps
-    at = [fault.step for fault in schedule if "step" in FAULT_KINDS[fault.kind].required]
-    assert at == sorted(at)
-    assert all(step >= 2 for step in at)
-    if len(at) == count and steps - 1 >= 2 * count:
-        halves = [step <= 1 + (steps + 1) // 2 for step in at]
+    required_steps = [
+        fault.step for fault in schedule if "step" in FAULT_KINDS[fault.kind].required
+    ]
+    assert required_steps == sorted(required_steps)
+    assert all(step >= 2 for step in required_steps)
+    if len(required_steps) == count and steps - 1 >= 2 * count:
+        halves = [step <= 1 + (steps + 1) // 2 for step in drawn]
         assert abs(2 * sum(halves) - count) <= 2
 
 
-def test_senseless_schedules_are_refused() -> None:
+def test_impossible_schedules_are_rejected() -> None:
     with pytest.raises(ConfigError, match="did you mean 'kill'"):
         random_faults(0, 1, 2, 10, ["killl"])
     with pytest.raises(ConfigError, match="faults in 1 steps"):
@@ -191,7 +193,7 @@ def test_senseless_schedules_are_refused() -> None:
 
 
 @pytest.mark.parametrize("module", ["spec", "inject"])
-def test_it_costs_neither_torch_nor_ray(module: str) -> None:
+def test_it_imports_neither_torch_nor_ray(module: str) -> None:
     script = (
         f"import sys, rayzero.workers.chaos.{module}\n"
         "sys.exit(bool({'torch', 'ray'} & {*sys.modules}))\n"

@@ -1,4 +1,4 @@
-"""What worker processes of the tests do. Each says a line when it is where it should be."""
+"""Functions of worker processes. Each prints a line when it has reached its point."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def connect(address: str, worker: int) -> None:
 
 
 def mirror(address: str, worker: int) -> None:
-    """Two whole steps, and is in the middle of a third."""
+    """Mirrors two steps, and begins a third."""
     client = VaultClient(address, worker)
     first = client.reserve(1, worker, 1, table(worker))
     write(first, worker, 1)
@@ -33,7 +33,7 @@ def mirror(address: str, worker: int) -> None:
 
 
 def fork(address: str, worker: int) -> None:
-    """Has a child that outlives it, with all its descriptors, as a data loader's worker does."""
+    """Has a child that outlives it with all its descriptors, like a data loader's worker."""
     client = VaultClient(address, worker)
     if not os.fork():
         os.close(1)
@@ -43,6 +43,6 @@ def fork(address: str, worker: int) -> None:
     client.close()
 
 
-def part(address: str, worker: int) -> None:
+def deregister(address: str, worker: int) -> None:
     VaultClient(address, worker).close()
     say_and_wait()

@@ -38,7 +38,7 @@ def content(rank: int, step: int, nbytes: int = 64) -> bytes:
 
 
 def write(buffer: SlotWriter, rank: int, step: int, pin: bool = False, check: bool = True) -> None:
-    """One mirror of a step, as a worker makes it."""
+    """Writes a mirror of a step as a worker does."""
     buffer.begin()
     data = content(rank, step, len(buffer.data))
     buffer.data[:] = data
@@ -46,21 +46,21 @@ def write(buffer: SlotWriter, rank: int, step: int, pin: bool = False, check: bo
     buffer.commit(step, json.dumps({"step": step, "rank": rank}).encode(), pin, checksum)
 
 
-def keep_only(shelf: SlotRegistry, *kept: tuple[int, int, int]) -> None:
-    """The other whole versions are gone, as when their generation is over.
+def keep_only(registry: SlotRegistry, *kept: tuple[int, int, int]) -> None:
+    """Drops the other complete versions, as at the end of their generation.
 
     Args:
         kept: (generation, rank, step).
     """
-    with shelf._lock:
-        shelf._drop_entries(
-            place
-            for place, version in shelf._complete_versions()
+    with registry._lock:
+        registry._drop_entries(
+            entry
+            for entry, version in registry._complete_versions()
             if (version.generation, version.rank, version.step) not in kept
         )
 
 
-def nowhere(ref: SlotRef, offset: int, length: int) -> memoryview:
+def no_other_nodes(ref: SlotRef, offset: int, length: int) -> memoryview:
     raise VaultGoneError(f"no vault is known on node {ref.node_id}")
 
 
@@ -92,14 +92,14 @@ class VaultCluster:
     def _fetch(self, ref: SlotRef, offset: int, length: int) -> memoryview:
         self.fetched.append((ref, offset, length))
         self.on_fetch(ref, offset)
-        found = self.vaults[ref.node_id].read(ref.generation, ref.rank, ref.step, offset, length)
-        return found.data
+        data = self.vaults[ref.node_id].read(ref.generation, ref.rank, ref.step, offset, length)
+        return data.data
 
 
 class WorkerProcess:
     """A process that runs a function of `tests.workers.vault.functions` on the vault.
 
-    It has printed a line when this has been made.
+    It has printed its first line when the constructor returns.
     """
 
     def __init__(self, function: str, address: str, worker: int = 0) -> None:
@@ -109,7 +109,7 @@ class WorkerProcess:
         self.process = subprocess.Popen(
             [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
-        self.said = self._line()
+        self.first_line = self._line()
 
     @property
     def pid(self) -> int:
@@ -141,9 +141,11 @@ class WorkerProcess:
 
 
 def steps_of(vault: Vault, generation: int | None = None) -> list[tuple[int, int]]:
-    """(rank, step) of every whole version."""
+    """(rank, step) of every complete version."""
     return sorted(
-        (one.rank, one.step) for one in vault.inventory() if generation in (None, one.generation)
+        (slot.rank, slot.step)
+        for slot in vault.inventory()
+        if generation in (None, slot.generation)
     )
 
 
@@ -152,13 +154,13 @@ def open_fds() -> int:
 
 
 def wait_for_fds(most: int) -> None:
-    """Returns once no more are open: the server closes its own after it has answered."""
-    until = monotonic() + 5.0
+    """Waits until no more are open: the server closes its own after a reply."""
+    deadline_s = monotonic() + 5.0
     while (count := open_fds()) > most:
-        assert monotonic() < until, f"{count - most} descriptors were left open"
+        assert monotonic() < deadline_s, f"{count - most} descriptors were left open"
         sleep(0.01)
 
 
-def refs(*wanted: tuple[int, int, int], node: str = "a") -> list[SlotRef]:
-    """Of (generation, rank, step)."""
-    return [SlotRef(*one, node) for one in wanted]
+def refs(*keys: tuple[int, int, int], node: str = "a") -> list[SlotRef]:
+    """References to the versions (generation, rank, step)."""
+    return [SlotRef(*key, node) for key in keys]

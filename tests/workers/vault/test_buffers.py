@@ -30,7 +30,7 @@ def machine(root: Path, cgroup: str, files: Mapping[str, str]) -> Path:
     return root
 
 
-def test_room_for_processes_is_what_they_may_take_again(tmp_path: Path):
+def test_fits_twice_compares_available_and_resident_memory(tmp_path: Path):
     root = machine(tmp_path, V2, {})  # 1,024,000 bytes
     (root / "proc/self/statm").write_text(f"999 {300_000 // os.sysconf('SC_PAGESIZE')} 9 9 0 9 0")
     assert fits_twice(2, root)
@@ -71,13 +71,13 @@ def test_room_for_processes_is_what_they_may_take_again(tmp_path: Path):
         (V1, {"memory/memory.limit_in_bytes": "9223372036854771712"}, 1_024_000),
     ],
 )
-def test_the_tightest_limit_holds(
+def test_the_smallest_limit_applies(
     cgroup: str, files: dict[str, str], expected: int, tmp_path: Path
 ):
     assert available_bytes(machine(tmp_path, cgroup, files)) == expected
 
 
-def test_a_machine_that_does_not_say(tmp_path: Path):
+def test_a_kernel_without_memavailable_is_an_error(tmp_path: Path):
     root = machine(tmp_path, V2, {})
     (root / "proc/meminfo").write_text("MemTotal: 1 kB\n")
     with pytest.raises(RayzeroError, match="MemAvailable"):
@@ -89,7 +89,7 @@ def test_resident_memory_is_what_the_system_says():
     assert abs(resident_bytes() - expected) < 0.2 * expected
 
 
-def test_this_machine_says():
+def test_this_machine_has_available_memory():
     assert available_bytes() > 0
 
 
@@ -97,7 +97,7 @@ def fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_too_little_memory_says_how_much_and_what_to_change():
+def test_too_little_memory_names_sizes_and_settings():
     before = fds()
     pool = BufferPool(lambda: 5 * MIB)
     with pytest.raises(VaultMemoryError) as caught:
@@ -115,7 +115,7 @@ def test_too_little_memory_says_how_much_and_what_to_change():
     assert fds() == before
 
 
-def test_a_limit_that_only_shows_when_memory_is_taken(monkeypatch: pytest.MonkeyPatch):
+def test_a_limit_that_shows_only_on_allocation(monkeypatch: pytest.MonkeyPatch):
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
@@ -143,19 +143,19 @@ def test_spare_buffers_are_used_first_and_only_growth_counts():
     pool.trim()
 
 
-def test_spares_of_no_use_go_before_memory_is_refused():
-    left = [3 * MIB, 8 * MIB]  # what is there before and after the spares went
-    pool = BufferPool(lambda: left[0] if pool.nbytes else left[1])
-    left[0], left[1] = 8 * MIB, 8 * MIB
+def test_spare_buffers_are_freed_before_memory_is_refused():
+    free_bytes = [3 * MIB, 8 * MIB]  # before and after the spare buffers are freed
+    pool = BufferPool(lambda: free_bytes[0] if pool.nbytes else free_bytes[1])
+    free_bytes[0], free_bytes[1] = 8 * MIB, 8 * MIB
     pool.release([pool.acquire(MIB) for _ in range(5)])
-    left[0] = 3 * MIB
+    free_bytes[0] = 3 * MIB
     buffer = pool.acquire(8 * MIB)
     assert pool.nbytes == 0
     pool.release([buffer])
     pool.trim()
 
 
-def test_nobody_can_cut_a_buffer_under_the_mappings_of_others():
+def test_a_mapped_buffer_cannot_be_truncated():
     pool = BufferPool(lambda: MIB)
     buffer = pool.acquire(8192)
     with pytest.raises(PermissionError):

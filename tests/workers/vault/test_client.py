@@ -37,14 +37,14 @@ def test_buffers_are_empty_separate_and_of_the_tables_size(cluster: VaultCluster
     assert first.step == 1
 
 
-def test_too_little_memory_reaches_the_worker_as_it_is(cluster: VaultCluster):
+def test_a_memory_error_reaches_the_worker(cluster: VaultCluster):
     cluster.vault(available=lambda: 2**20)
     with pytest.raises(VaultMemoryError, match="the 1 MiB that are available"):
         cluster.client().reserve(1, 0, 1, table(nbytes=2**20))
     assert cluster.client().reserve(1, 0, 1, table()).step == -1
 
 
-def test_complete_waits_for_nothing_and_ends_older_generations(cluster: VaultCluster):
+def test_announce_complete_drops_older_generations(cluster: VaultCluster):
     vault, client = cluster.vault(), cluster.client()
     old = client.reserve(1, 0, 1, table())
     write(old, 0, 4)
@@ -52,11 +52,11 @@ def test_complete_waits_for_nothing_and_ends_older_generations(cluster: VaultClu
     write(new, 0, 5)
     assert steps_of(vault) == [(0, 4), (0, 5)]
     client.announce_complete(2)
-    client.reserve(2, 0, 1, table())  # answered after what was said before
+    client.reserve(2, 0, 1, table())  # its reply comes after the announcement was handled
     assert steps_of(vault) == [(0, 5)]
 
 
-def test_a_vault_that_is_gone_is_an_error_that_can_be_survived(cluster: VaultCluster):
+def test_a_lost_vault_is_an_error_and_the_memory_stays(cluster: VaultCluster):
     client = cluster.client()
     buffer = client.reserve(1, 0, 1, table())
     cluster.vault().close()
@@ -64,7 +64,7 @@ def test_a_vault_that_is_gone_is_an_error_that_can_be_survived(cluster: VaultClu
         client.reserve(1, 0, 1, table())
     with pytest.raises(VaultGoneError):
         client.announce_complete(1)
-    write(buffer, 0, 1)  # the memory is still there
+    write(buffer, 0, 1)  # the memory is still mapped
     assert buffer.step == 1
     client.close()
     client.close()
@@ -74,28 +74,28 @@ def test_a_vault_that_is_gone_is_an_error_that_can_be_survived(cluster: VaultClu
 
 @contextmanager
 def silent_vault(answers: int) -> Iterator[str]:
-    """Answers so many requests, and then no more."""
+    """Replies to that many requests, and then to no more."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(abstract_socket_name("@rayzero-silent"))
         listener.listen()
 
         def serve() -> None:
             connection, _ = listener.accept()
-            kept.append(connection)
+            connections.append(connection)
             for number in range(1, answers + 1):
                 connection.recv(4096)
                 connection.send(pickle.dumps((number, None)))
 
-        kept: list[socket.socket] = []
+        connections: list[socket.socket] = []
         thread = threading.Thread(target=serve)
         thread.start()
         yield "@rayzero-silent"
         thread.join(5.0)
-        for one in kept:
-            one.close()
+        for connection in connections:
+            connection.close()
 
 
-def test_every_call_has_a_limit(monkeypatch: pytest.MonkeyPatch):
+def test_every_call_has_a_timeout(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(client_module, "_RESERVE_TIMEOUT_S", 0.1)
     with silent_vault(answers=1) as address:
         client = VaultClient(address, 0)
@@ -104,7 +104,7 @@ def test_every_call_has_a_limit(monkeypatch: pytest.MonkeyPatch):
         client.close()
 
 
-def test_close_frees_a_call_that_waits():
+def test_close_ends_a_waiting_call():
     with silent_vault(answers=1) as address, ThreadPoolExecutor(1) as threads:
         client = VaultClient(address, 0)
         call = threads.submit(client.reserve, 1, 0, 1, table())
@@ -114,7 +114,7 @@ def test_close_frees_a_call_that_waits():
             call.result(client_module._RESERVE_TIMEOUT_S / 2)
 
 
-def test_a_late_reply_is_not_taken_for_that_of_another_call(cluster: VaultCluster):
+def test_a_late_reply_is_discarded(cluster: VaultCluster):
     """Its buffers are closed."""
     may_reply = threading.Event()
     cluster.vault(available=lambda: 2**40 if may_reply.wait(60) else 0)
@@ -149,7 +149,7 @@ def test_calls_of_several_threads_do_not_mix(cluster: VaultCluster):
         assert list(threads.map(size, steps)) == list(steps)
 
 
-def test_nothing_is_left_open(cluster: VaultCluster):
+def test_no_descriptors_stay_open(cluster: VaultCluster):
     for _ in range(2):  # the first round opens what the process keeps, such as numpy's files
         before = open_fds()
         inner = VaultCluster()

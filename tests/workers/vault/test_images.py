@@ -44,24 +44,24 @@ def store(
 
 
 def read(source: StateSource, block: int, offset: int = 0, length: int = 64) -> bytes:
-    found = bytearray(length)
-    source.read(block, offset, memoryview(found))
-    return bytes(found)
+    data = bytearray(length)
+    source.read(block, offset, memoryview(data))
+    return bytes(data)
 
 
 def damage(vault: Vault, ref: SlotRef, where: Callable[[images.SlotReader], int]) -> None:
     """Flips a byte of a version."""
     fd = vault._registry.open_version(ref)
     image = images.MappedSlotReader(ref, fd)
-    at = where(image)
+    position = where(image)
     image.close()
-    old = os.pread(fd, 1, at)
-    os.pwrite(fd, bytes([old[0] ^ 1]), at)
+    old = os.pread(fd, 1, position)
+    os.pwrite(fd, bytes([old[0] ^ 1]), position)
     os.close(fd)
 
 
 @NODES
-def test_a_state_comes_back_in_any_cut(cluster: VaultCluster, node: str):
+def test_a_state_is_read_in_any_ranges(cluster: VaultCluster, node: str):
     source = cluster.client(worker=9).open_source(store(cluster, node))
     assert source.step == 4
     assert list(source.block_indexes) == [table(0), table(1)]
@@ -101,7 +101,7 @@ def test_damaged_data_is_found_and_named(cluster: VaultCluster, node: str):
     source.close()
 
 
-def test_data_is_compared_once_and_only_where_it_is_read(
+def test_data_is_verified_once_and_only_where_it_is_read(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
     restore = store(cluster, "a")
@@ -125,7 +125,7 @@ def test_without_checksums_data_is_read_as_it_is(cluster: VaultCluster):
 
 @NODES
 @pytest.mark.parametrize("part", ["its metadata", "its table"])
-def test_what_describes_the_data_is_always_compared(cluster: VaultCluster, node: str, part: str):
+def test_tables_and_metadata_are_always_verified(cluster: VaultCluster, node: str, part: str):
     restore = store(cluster, node, check=False)
 
     def where(image: images.SlotReader) -> int:
@@ -162,7 +162,7 @@ def test_a_restore_without_slots_is_an_error(cluster: VaultCluster):
         cluster.client().open_source(Restore(4))
 
 
-def test_another_node_is_read_in_chunks_and_each_once(
+def test_another_nodes_chunks_are_fetched_once(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(images, "FETCH_CHUNK_BYTES", 300_000)
@@ -171,9 +171,9 @@ def test_another_node_is_read_in_chunks_and_each_once(
     write(buffer, 0, 4)
     source = cluster.client().open_source(Restore(4, tuple(refs((1, 0, 4), node="b"))))
     start = len(cluster.fetched)
-    found = b"".join(read(source, 0, at, 1000) for at in range(0, nbytes, 1000))
-    assert found == content(0, 4, nbytes)
-    assert read(source, 0, 0, nbytes) == found  # longer than a chunk
+    data = b"".join(read(source, 0, position, 1000) for position in range(0, nbytes, 1000))
+    assert data == content(0, 4, nbytes)
+    assert read(source, 0, 0, nbytes) == data  # longer than a chunk
     lengths = [length for _, _, length in cluster.fetched[start:]]
     assert len(lengths) <= 2 * (nbytes // 300_000 + 1)
     source.close()

@@ -54,9 +54,9 @@ class Node:
 
     def keys(self, *, pinned: bool | None = None, replica: bool | None = None) -> list[KEY]:
         return sorted(
-            (one.generation, one.rank, one.step)
-            for one in self.registry.inventory()
-            if pinned in (None, one.pinned) and replica in (None, one.replica)
+            (slot.generation, slot.rank, slot.step)
+            for slot in self.registry.inventory()
+            if pinned in (None, slot.pinned) and replica in (None, slot.replica)
         )
 
 
@@ -67,7 +67,7 @@ def node() -> Iterator[Node]:
     node.registry.close()
 
 
-def test_the_inventory_lists_what_is_whole(node: Node):
+def test_the_inventory_lists_complete_versions(node: Node):
     node.reserve(1, 0)
     assert node.keys() == []
     node.mirror(1, 0, 4)
@@ -79,7 +79,7 @@ def test_the_inventory_lists_what_is_whole(node: Node):
     assert node.keys(pinned=True) == [(1, 0, 5)]
 
 
-def test_a_complete_generation_ends_those_before_but_for_their_pins(node: Node):
+def test_a_complete_generation_drops_older_ones_except_pinned_versions(node: Node):
     for rank in (0, 1):
         node.mirror(1, rank, 4, pin=rank == 0)
         node.mirror(1, rank, 5)
@@ -105,7 +105,7 @@ def test_unpinning_frees_up_to_a_step_and_keeps_the_versions(node: Node):
     assert buffers[2].pinned
 
 
-def test_what_was_dropped_is_used_again_and_grows(node: Node):
+def test_dropped_buffers_are_reused_and_grow(node: Node):
     node.mirror(1, 0, 4, 5)
     held = node.registry.usage()["slots"]
     keep_only(node.registry, (1, 0, 5))
@@ -118,7 +118,7 @@ def test_what_was_dropped_is_used_again_and_grows(node: Node):
     assert node.keys() == [(1, 0, 5), (2, 0, 6)]
 
 
-def test_what_an_owner_left_unfinished_is_spare_and_what_is_whole_stays(node: Node):
+def test_unfinished_buffers_become_spare_and_complete_versions_stay(node: Node):
     node.mirror(1, 0, 4)
     node.reserve(1, 0).begin()
     node.registry.discard_unfinished(8)
@@ -128,7 +128,7 @@ def test_what_an_owner_left_unfinished_is_spare_and_what_is_whole_stays(node: No
     assert node.keys() == [(1, 0, 4)]
 
 
-def test_the_last_copy_of_a_version_is_the_one_that_is_found(node: Node):
+def test_the_latest_copy_of_a_version_is_read(node: Node):
     """A rank may save all of the state under a step of which its own part was mirrored."""
     node.mirror(1, 0, 4)
     write(node.reserve(1, 0, nbytes=512), 0, 4)
@@ -138,7 +138,7 @@ def test_the_last_copy_of_a_version_is_the_one_that_is_found(node: Node):
     assert header.data_bytes == 512
 
 
-def test_a_version_stays_as_it_is_while_it_is_read(node: Node):
+def test_a_version_that_is_read_is_not_reused(node: Node):
     node.mirror(1, 0, 4)
     [ref] = refs((1, 0, 4))
     with node.registry.open_pinned(ref) as fd:
@@ -151,13 +151,13 @@ def test_a_version_stays_as_it_is_while_it_is_read(node: Node):
         node.registry.open_version(ref)
 
 
-def test_a_version_that_was_overwritten_while_it_was_read_is_an_error(node: Node):
+def test_a_version_overwritten_during_a_read_is_an_error(node: Node):
     [buffer] = node.mirror(1, 0, 4)
     with pytest.raises(SlotGoneError), node.registry.open_pinned(refs((1, 0, 4))[0]):
         write(buffer, 0, 5)
 
 
-def test_an_older_replica_stays_until_it_is_unpinned_and_a_newer_is_there(node: Node):
+def test_an_older_replica_stays_until_it_is_unpinned_and_a_newer_one_is_complete(node: Node):
     node.replica(1, 0, 4)
     node.registry.unpin(1, 9)
     assert node.keys(replica=True) == [(1, 0, 4)]  # there is no newer one
@@ -167,7 +167,7 @@ def test_an_older_replica_stays_until_it_is_unpinned_and_a_newer_is_there(node: 
     assert node.keys(replica=True) == [(1, 0, 8)]
 
 
-def test_replicas_take_two_buffers_a_rank_at_most(node: Node):
+def test_replicas_of_a_rank_use_at_most_two_buffers(node: Node):
     for step in (4, 8, 12):
         node.replica(1, 0, step)
     assert node.keys(replica=True) == [(1, 0, 8), (1, 0, 12)]
@@ -176,7 +176,7 @@ def test_replicas_take_two_buffers_a_rank_at_most(node: Node):
     assert node.registry.usage() == usage
 
 
-def test_a_replica_that_fails_leaves_the_older_one(node: Node):
+def test_a_failed_replica_leaves_the_older_one(node: Node):
     node.replica(1, 0, 4)
     header = read_header(node.registry._entries[0].buffer.fd)
     assert header is not None
@@ -186,7 +186,7 @@ def test_a_replica_that_fails_leaves_the_older_one(node: Node):
     assert node.registry.usage()["spare"] > 0
 
 
-def test_replicas_of_older_generations_go_when_they_are_unpinned(node: Node):
+def test_replicas_of_older_generations_are_dropped_when_unpinned(node: Node):
     node.replica(1, 1, 4)
     node.mirror(2, 0, 6)
     node.registry.generation_complete(2)
@@ -195,7 +195,7 @@ def test_replicas_of_older_generations_go_when_they_are_unpinned(node: Node):
     assert node.keys() == [(2, 0, 6)]
 
 
-def test_a_vault_without_workers_learns_from_pins_that_a_generation_is_over(node: Node):
+def test_unpinning_for_a_newer_generation_drops_older_ones(node: Node):
     node.mirror(1, 0, 3)
     node.registry.unpin(1, 4)
     assert node.keys() == [(1, 0, 3)]
@@ -203,7 +203,7 @@ def test_a_vault_without_workers_learns_from_pins_that_a_generation_is_over(node
     assert node.keys() == []
 
 
-def test_nothing_is_left_after_close():
+def test_close_releases_all_descriptors():
     before = open_fds()
     node = Node()
     for generation in (1, 2):

@@ -39,8 +39,8 @@ def pinned(cluster: VaultCluster, step: int, rank: int = 0, nbytes: int = 64) ->
     return refs((1, rank, step))
 
 
-def test_a_copy_that_hangs_holds_up_nobody_but_those_who_asked_first(cluster: VaultCluster):
-    """As many tries as a vault's process has threads: it still answers polls."""
+def test_a_hanging_copy_blocks_only_the_first_callers(cluster: VaultCluster):
+    """With as many calls as the vault has threads, polls are still answered."""
     answers = Event()
     cluster.on_fetch = lambda ref, offset: answers.wait(LIMIT_S)
     slots, vault = pinned(cluster, 4), cluster.vault("b")
@@ -50,32 +50,32 @@ def test_a_copy_that_hangs_holds_up_nobody_but_those_who_asked_first(cluster: Va
             assert threads.submit(vault.poll, 0.0).result(LIMIT_S) == []
         finally:
             answers.set()
-        ends = [one.exception(LIMIT_S) for one in tries]
+        ends = [attempt.exception(LIMIT_S) for attempt in tries]
     refused = [error for error in ends if error is not None]
     assert {type(error) for error in refused} == {VaultGoneError}
     assert steps_of(vault) == [(0, 4)]
-    assert vault.replicate(slots) == 0  # it answers again
+    assert vault.replicate(slots) == 0  # later calls succeed
 
 
-def test_a_replica_is_the_version_byte_for_byte(cluster: VaultCluster):
+def test_a_replica_equals_the_version(cluster: VaultCluster):
     slots = pinned(cluster, 4, 0) + pinned(cluster, 4, 1)
     vault = cluster.vault("b")
     assert vault.replicate(slots) > 2 * 64
-    assert sorted(vault.inventory(), key=lambda one: one.rank) == [
+    assert sorted(vault.inventory(), key=lambda slot: slot.rank) == [
         SlotInfo(1, rank, 2, 4, 64, pinned=True, replica=True) for rank in (0, 1)
     ]
     assert vault.usage()["replicas"] > 0
     cluster.vaults["a"].close()
-    there = Restore(4, tuple(refs((1, 0, 4), (1, 1, 4), node="b")))
-    source = cluster.client("b").open_source(there)
-    found = bytearray(64)
-    source.read(1, 0, memoryview(found))
-    assert (bytes(found), source.metadata(1)) == (content(1, 4), {"step": 4, "rank": 1})
+    restore = Restore(4, tuple(refs((1, 0, 4), (1, 1, 4), node="b")))
+    source = cluster.client("b").open_source(restore)
+    data = bytearray(64)
+    source.read(1, 0, memoryview(data))
+    assert (bytes(data), source.metadata(1)) == (content(1, 4), {"step": 4, "rank": 1})
     assert source.block_indexes[1] == table(1)
     source.close()
 
 
-def test_what_is_there_is_not_copied_again(cluster: VaultCluster):
+def test_an_existing_replica_is_not_copied_again(cluster: VaultCluster):
     slots = pinned(cluster, 4)
     assert cluster.vault("b").replicate(slots) > 0
     count = len(cluster.fetched)
@@ -89,7 +89,7 @@ def test_a_replica_of_a_replica(cluster: VaultCluster):
     assert steps_of(cluster.vault("c")) == [(0, 4)]
 
 
-def test_the_older_replica_stays_until_the_new_one_is_whole(
+def test_the_older_replica_stays_until_the_new_one_is_complete(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(images, "FETCH_CHUNK_BYTES", 10_000)
@@ -131,7 +131,7 @@ def test_damage_in_transit_is_found(cluster: VaultCluster, monkeypatch: pytest.M
     assert steps_of(vault) == [(0, 4)]
 
 
-def test_damage_at_the_source_is_found_there(cluster: VaultCluster):
+def test_damage_is_found_by_the_vault_that_holds_the_version(cluster: VaultCluster):
     slots = pinned(cluster, 4)
     damage(cluster.vaults["a"], slots[0], lambda image: image.header.data_offset)
     with pytest.raises(SlotDamagedError):
@@ -139,7 +139,7 @@ def test_damage_at_the_source_is_found_there(cluster: VaultCluster):
     assert len(cluster.fetched) == 1
 
 
-def test_a_version_that_goes_meanwhile_leaves_what_was_there(
+def test_a_version_dropped_during_a_copy_leaves_the_older_replica(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(images, "FETCH_CHUNK_BYTES", 10_000)

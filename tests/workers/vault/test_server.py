@@ -1,4 +1,4 @@
-"""Deaths, kills and strangers at a vault's socket; the processes are real."""
+"""Deaths, kills and malformed packets at a vault's socket, with real processes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ NOTICE_S = 0.1
 
 
 @pytest.mark.alone
-def test_a_killed_worker_is_noticed_at_once_and_once(cluster: VaultCluster):
-    """The best of three: other work on the machine only ever adds to it."""
+def test_a_killed_worker_is_reported_at_once_and_once(cluster: VaultCluster):
+    """The shortest of three: other work on the machine only adds to it."""
     vault, took_s = cluster.vault(), []
     for number in range(3):
         with WorkerProcess("connect", vault.address(), worker=number) as worker:
@@ -47,7 +47,7 @@ def test_a_killed_worker_is_noticed_at_once_and_once(cluster: VaultCluster):
     assert min(took_s) < NOTICE_S
 
 
-def test_a_death_is_noticed_before_the_socket_is_closed(cluster: VaultCluster):
+def test_a_death_is_detected_before_the_socket_closes(cluster: VaultCluster):
     """A dying process's threads go first, its sockets last."""
     if not _kernel_watches_threads():
         pytest.skip("this kernel has no pidfds of threads (Linux 6.9)")
@@ -57,11 +57,11 @@ def test_a_death_is_noticed_before_the_socket_is_closed(cluster: VaultCluster):
     assert vault.poll(0.0) == []
 
 
-def test_the_thread_that_ends_with_a_goodbye_is_no_death(cluster: VaultCluster):
+def test_a_thread_that_exits_after_deregister_is_no_death(cluster: VaultCluster):
     vault = cluster.vault()
-    for _ in range(20):  # both are there at once, in any order
+    for _ in range(20):  # the request and the exit arrive in any order
         cluster.client().close()
-    cluster.client(worker=7)  # the vault answered: it has seen what was before
+    cluster.client(worker=7)  # its reply comes after everything before
     assert vault.poll(0.2) == []
 
 
@@ -79,7 +79,7 @@ def _kernel_watches_threads() -> bool:
         thread.join()
 
 
-def test_a_death_is_noticed_while_a_child_keeps_the_socket_open(cluster: VaultCluster):
+def test_a_death_is_detected_while_a_child_keeps_the_socket_open(cluster: VaultCluster):
     vault = cluster.vault()
     with WorkerProcess("fork", vault.address(), worker=2) as worker:
         worker.kill()
@@ -87,15 +87,15 @@ def test_a_death_is_noticed_while_a_child_keeps_the_socket_open(cluster: VaultCl
         assert vault.poll(60.0) == [ConnectionLost(2, worker.pid)]
 
 
-def test_a_worker_that_says_goodbye_is_no_loss(cluster: VaultCluster):
+def test_a_deregistered_worker_is_no_loss(cluster: VaultCluster):
     vault = cluster.vault()
-    with WorkerProcess("part", vault.address()) as worker:
+    with WorkerProcess("deregister", vault.address()) as worker:
         worker.kill()
         worker.wait()
         assert vault.poll(0.2) == []
 
 
-def test_a_poll_that_waits_ends_with_the_vault(cluster: VaultCluster):
+def test_closing_the_vault_ends_a_waiting_poll(cluster: VaultCluster):
     vault = cluster.vault()
     answers: list[list[ConnectionLost]] = []
     thread = threading.Thread(target=lambda: answers.append(vault.poll(60.0)))
@@ -105,27 +105,27 @@ def test_a_poll_that_waits_ends_with_the_vault(cluster: VaultCluster):
     assert answers == [[]]
 
 
-def test_what_a_killed_writer_leaves_is_its_whole_versions(cluster: VaultCluster):
+def test_a_killed_writer_leaves_its_complete_versions(cluster: VaultCluster):
     vault = cluster.vault()
     with WorkerProcess("mirror", vault.address()) as worker:
         assert steps_of(vault) == [(0, 2)]
         worker.kill()
         vault.poll(10.0)
         assert steps_of(vault) == [(0, 2)]
-        there = Restore(2, tuple(refs((1, 0, 2))))
-        for source in [cluster.client(worker=one).open_source(there) for one in (1, 2)]:
-            found = bytearray(64)
-            source.read(0, 0, memoryview(found))
-            assert (found, source.metadata(0)) == (content(0, 2), {"step": 2, "rank": 0})
+        restore = Restore(2, tuple(refs((1, 0, 2))))
+        for source in [cluster.client(worker=index).open_source(restore) for index in (1, 2)]:
+            data = bytearray(64)
+            source.read(0, 0, memoryview(data))
+            assert (data, source.metadata(0)) == (content(0, 2), {"step": 2, "rank": 0})
             source.close()
-        # What it had begun goes to the next one who needs a buffer.
+        # The unfinished buffer is reused by the next reservation.
         new = cluster.client(worker=1).reserve(2, 0, 1, table())
         assert vault.usage()["spare"] == 0
         write(new, 0, 3)
         assert steps_of(vault) == [(0, 2), (0, 3)]
 
 
-def test_only_workers_that_are_connected_are_killed(cluster: VaultCluster):
+def test_only_connected_workers_are_killed(cluster: VaultCluster):
     vault = cluster.vault()
     with WorkerProcess("connect", vault.address()) as worker:
         assert not vault.kill(os.getppid())
@@ -133,10 +133,10 @@ def test_only_workers_that_are_connected_are_killed(cluster: VaultCluster):
         assert vault.kill(worker.pid)
         assert worker.wait() == -9
         vault.poll(10.0)
-        assert vault.kill(worker.pid)  # it is over, as was wanted
+        assert vault.kill(worker.pid)  # it has ended already
 
 
-def test_without_pidfds_deaths_are_seen_and_nobody_is_killed(
+def test_without_pidfds_deaths_are_detected_and_kill_returns_false(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(peers, "_open_pidfd", lambda *_: -1)
@@ -147,7 +147,7 @@ def test_without_pidfds_deaths_are_seen_and_nobody_is_killed(
         assert vault.poll(10.0) == [ConnectionLost(0, worker.pid)]
 
 
-def test_processes_of_other_users_are_not_let_in(
+def test_processes_of_other_users_are_rejected(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
     address = cluster.vault().address()
@@ -171,7 +171,7 @@ def test_processes_of_other_users_are_not_let_in(
         b"",
     ],
 )
-def test_nonsense_harms_nobody_else(cluster: VaultCluster, line: bytes):
+def test_malformed_packets_affect_no_other_connection(cluster: VaultCluster, line: bytes):
     vault, client = cluster.vault(), cluster.client()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(5.0)
@@ -192,7 +192,9 @@ def test_nonsense_harms_nobody_else(cluster: VaultCluster, line: bytes):
         (b'{"id": 5, "call": "register", "arguments": [null, 1, 1]}', r"with \[None, 1, 1\]"),
     ],
 )
-def test_requests_that_make_no_sense_are_answered(cluster: VaultCluster, line: bytes, answer: str):
+def test_invalid_requests_are_answered_with_an_error(
+    cluster: VaultCluster, line: bytes, answer: str
+):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(5.0)
         stranger.connect(abstract_socket_name(cluster.vault().address()))
@@ -203,35 +205,35 @@ def test_requests_that_make_no_sense_are_answered(cluster: VaultCluster, line: b
             raise error
 
 
-def test_a_slow_fetch_holds_up_neither_notices_nor_other_requests(cluster: VaultCluster):
+def test_a_slow_fetch_delays_neither_reports_nor_other_requests(cluster: VaultCluster):
     vault, other = cluster.vault(), cluster.vault("b")
     buffer = cluster.client("b").reserve(1, 0, 1, table())
     write(buffer, 0, 4)
-    asked, go_on = threading.Event(), threading.Event()
+    fetching, may_continue = threading.Event(), threading.Event()
 
     def wait(ref: SlotRef, offset: int) -> None:
-        asked.set()
-        go_on.wait(10.0)
+        fetching.set()
+        may_continue.wait(10.0)
 
     cluster.on_fetch = wait
     client = cluster.client(worker=1)
     opened: list[object] = []
-    there = Restore(4, tuple(refs((1, 0, 4), node="b")))
-    thread = threading.Thread(target=lambda: opened.append(client.open_source(there)))
+    restore = Restore(4, tuple(refs((1, 0, 4), node="b")))
+    thread = threading.Thread(target=lambda: opened.append(client.open_source(restore)))
     thread.start()
-    assert asked.wait(5.0)
+    assert fetching.wait(5.0)
     with WorkerProcess("connect", vault.address(), worker=7) as worker:
         worker.kill()
         assert vault.poll(10.0) == [ConnectionLost(7, worker.pid)]
     assert cluster.client(worker=2).reserve(1, 1, 2, table()).step == -1
     assert not opened
-    go_on.set()
+    may_continue.set()
     thread.join(5.0)
     assert len(opened) == 1
     assert other.poll(0.0) == []
 
 
-def test_an_address_is_short_plain_and_new():
+def test_an_address_is_short_ascii_and_unique():
     first, second = make_address("a/job näme\0" * 50), make_address("x")
     assert first != make_address("a/job näme\0" * 50)
     assert first.startswith("@rayzero-ajobnme")
@@ -239,7 +241,7 @@ def test_an_address_is_short_plain_and_new():
     assert second.isascii()
 
 
-def test_a_version_of_a_dropped_buffer_stays_with_who_opened_it(cluster: VaultCluster):
+def test_an_opened_version_stays_readable_after_its_buffer_is_dropped(cluster: VaultCluster):
     vault = cluster.vault()
     buffer = cluster.client().reserve(1, 0, 1, table())
     write(buffer, 0, 4)

@@ -35,7 +35,7 @@ HEADERS = st.builds(
 
 
 @given(HEADERS)
-def test_a_header_comes_back_as_it_was(header: SlotHeader):
+def test_decode_reverses_encode(header: SlotHeader):
     raw = header.encode()
     assert len(raw) == HEADER_BYTES <= PIN_OFFSET
     assert SlotHeader.decode(raw) == header
@@ -43,7 +43,7 @@ def test_a_header_comes_back_as_it_was(header: SlotHeader):
 
 
 @given(HEADERS, HEADERS, st.integers(0, HEADER_BYTES))
-def test_half_a_header_over_another_is_neither_or_one_of_them(
+def test_a_torn_header_decodes_to_none_or_to_either_header(
     old: SlotHeader, new: SlotHeader, cut: int
 ):
     torn = new.encode()[:cut] + old.encode()[cut:]
@@ -51,18 +51,18 @@ def test_half_a_header_over_another_is_neither_or_one_of_them(
 
 
 @given(HEADERS, st.integers(0, HEADER_BYTES * 8 - 1))
-def test_a_flipped_bit_makes_it_no_header(header: SlotHeader, bit: int):
+def test_a_flipped_bit_invalidates_the_header(header: SlotHeader, bit: int):
     raw = bytearray(header.encode())
     raw[bit // 8] ^= 1 << bit % 8
     assert SlotHeader.decode(bytes(raw)) is None
 
 
 @pytest.mark.parametrize("raw", [b"", b"\0" * PAGE_BYTES, b"x" * 20])
-def test_other_bytes_are_no_header(raw: bytes):
+def test_other_bytes_decode_to_none(raw: bytes):
     assert SlotHeader.decode(raw) is None
 
 
-def test_another_format_is_an_error_that_says_so():
+def test_another_format_version_is_an_error():
     raw = bytearray(SlotHeader(1, 0, 1, 1, 1).encode())
     pack_into("<I", raw, 8, 9)
     pack_into("<Q", raw, HEADER_BYTES - 8, xxh3_64_intdigest(bytes(raw[:-8])))
@@ -79,7 +79,7 @@ def test_parts_are_on_pages_of_their_own_and_large_enough(header: SlotHeader):
         assert size <= end - start < size + PAGE_BYTES
 
 
-def test_a_checksum_of_zero_is_not_one_that_was_not_taken():
+def test_a_checksum_of_zero_differs_from_none():
     header = SlotHeader(1, 0, 1, 1, 1, data_checksum=0)
     assert SlotHeader.decode(header.encode()) == header
     assert header.encode() != header._replace(data_checksum=None).encode()

@@ -54,7 +54,7 @@ def read(fd: int, step: int) -> tuple[bytes, dict[str, Any]]:
         image.close()
 
 
-def test_a_version_is_there_from_commit_to_begin(fds: list[int]):
+def test_a_version_exists_from_commit_to_begin(fds: list[int]):
     buffer = SlotWriter(fds[0], TABLE_JSON)
     assert (buffer.step, buffer.pinned) == (-1, False)
     write(buffer, 0, 5)
@@ -79,7 +79,7 @@ def test_a_pinned_version_cannot_be_overwritten(fds: list[int]):
     assert not read_pin(fds[0])
 
 
-def test_what_cannot_be_committed(fds: list[int]):
+def test_invalid_commits(fds: list[int]):
     buffer = SlotWriter(fds[0], TABLE_JSON)
     with pytest.raises(EngineError, match=r"without a SlotWriter\.begin"):
         buffer.commit(1, b"{}", False, None)
@@ -92,7 +92,7 @@ def test_what_cannot_be_committed(fds: list[int]):
         buffer.commit(2, b"{}", False, None)
 
 
-def test_memory_lives_as_long_as_a_view_of_it(fds: list[int]):
+def test_memory_stays_mapped_while_a_view_exists(fds: list[int]):
     buffer = SlotWriter(fds[0], TABLE_JSON)
     before = len(os.listdir("/proc/self/fd"))
     data = buffer.data
@@ -130,7 +130,7 @@ def killed_at_line(number: int, buffer: SlotWriter) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def test_a_writer_killed_anywhere_leaves_a_whole_version_and_none_that_is_torn(fds: list[int]):
+def test_a_writer_killed_at_any_line_leaves_a_complete_version_and_no_torn_one(fds: list[int]):
     old, new = (SlotWriter(fd, TABLE_JSON) for fd in fds)
     outcomes = []
     for number in range(1, 100):

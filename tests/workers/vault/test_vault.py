@@ -67,7 +67,7 @@ def test_files_hold_the_pinned_versions(cluster: VaultCluster, monkeypatch: pyte
     for rank in (0, 1):
         buffer = cluster.client(worker=rank).reserve(3, rank, 2, table(rank))
         write(buffer, rank, 50, pin=True)
-    # What is dropped meanwhile is still written.
+    # A version dropped meanwhile is still written.
     disk.while_writing = lambda: keep_only(vault._registry, (3, 1, 50))
     files = vault.write("s3://bucket/step-50", refs((3, 0, 50), (3, 1, 50)))
     assert [file.rank for file in files] == [0, 1]
@@ -96,13 +96,13 @@ def test_a_file_of_the_real_format_is_durable_and_holds_the_data(
     assert (file.rank, file.metadata) == (0, {"step": 4, "rank": 0})
 
 
-def test_what_is_damaged_or_overwritten_does_not_become_a_checkpoint(
+def test_damaged_and_overwritten_versions_do_not_become_checkpoints(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
     disk, vault = Disk(monkeypatch), cluster.vault()
     buffer = cluster.client().reserve(1, 0, 1, table())
     write(buffer, 0, 4)
-    disk.while_writing = lambda: write(buffer, 0, 5)  # nobody pinned it
+    disk.while_writing = lambda: write(buffer, 0, 5)  # it is not pinned
     with pytest.raises(SlotGoneError):
         vault.write("folder", refs((1, 0, 4)))
     disk.files.clear()
@@ -128,10 +128,10 @@ def test_a_store_that_fails_leaves_the_version(
     assert buffer.pinned
 
 
-def test_a_store_that_hangs_holds_up_nobody_but_its_writer(
+def test_a_hanging_store_blocks_only_its_writer(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
-    """As many writes as a vault's process has threads: it still answers polls."""
+    """With as many calls as the vault has threads, polls are still answered."""
     monkeypatch.setattr(vault_module, "STORE_WAIT_S", 0.01)
     disk, answers = Disk(monkeypatch), Event()
     disk.while_writing = answers.wait
@@ -147,10 +147,10 @@ def test_a_store_that_hangs_holds_up_nobody_but_its_writer(
             assert threads.submit(vault.poll, 0.0).result(LIMIT_S) == []
         finally:
             answers.set()
-        ends = [one.exception(LIMIT_S) for one in tries]
+        ends = [attempt.exception(LIMIT_S) for attempt in tries]
     refused = [error for error in ends if isinstance(error, StoreError)]
     assert {error.kind for error in refused} == {"slow"}
-    assert len(vault.write("folder", refs((1, 0, 4)))) == 1  # it answers again
+    assert len(vault.write("folder", refs((1, 0, 4)))) == 1  # later calls succeed
 
 
 def test_usage_counts_every_buffer(cluster: VaultCluster):
@@ -163,7 +163,7 @@ def test_usage_counts_every_buffer(cluster: VaultCluster):
     assert 2**20 < vault.usage()["spare"] < 2**20 + 2**19
 
 
-def test_a_stopped_process_is_seen_through(cluster: VaultCluster):
+def test_a_stopped_process_is_inspected(cluster: VaultCluster):
     with WorkerProcess("connect", cluster.vault().address()) as worker:
         assert re.match(rf"process {worker.pid}: [SR] ", cluster.vault().inspect(worker.pid))
         os.kill(worker.pid, signal.SIGSTOP)
@@ -198,7 +198,7 @@ def test_stacks_come_from_py_spy_in_limited_time(
     assert time.monotonic() - started < 60.0
 
 
-def test_without_py_spy_the_rest_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_py_spy_the_state_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     text = peers.inspect_process(os.getpid())
@@ -221,7 +221,7 @@ def test_a_vault_starts_without_torch_ray_and_pyarrow():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_shell_brings_no_torch():
+def test_the_actor_imports_no_torch():
     script = "import sys, rayzero.workers.vault.actor\nsys.exit('torch' in sys.modules)\n"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=300)
     assert done.returncode == 0
