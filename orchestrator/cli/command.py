@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeAlias
 
@@ -114,7 +114,7 @@ def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
         paths = [value for value in kwargs.values() if isinstance(value, Path)]
         cluster = RemoteJobClient(address)
         job = cluster.submit(words, paths[0].resolve().parent if paths else None)
-        return cluster.follow(job, sys.stdout.write)
+        return cluster.follow(job, partial(print, flush=True))
 
     return local_command(run)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -133,20 +134,27 @@ def _log_parts(
 def _watch_remotely(name: str, address: str, once: bool, as_json: bool) -> int:
     """Shows the snapshots that the same command prints in the cluster, and stops it at the end."""
     from rayzero.orchestrator.cluster.job_submission import RemoteJobClient
-    from rayzero.orchestrator.top.follow import SnapshotParser, open_display
+    from rayzero.orchestrator.top.follow import open_display, parse_snapshot
 
     cluster = RemoteJobClient(address)
     job = cluster.submit(["top", name, "--json", *(["--once"] if once else [])], None)
+    other_lines: deque[str] = deque(maxlen=50)
     code: int | None = None
     try:
         with open_display(as_json, once) as show:
-            parser = SnapshotParser(show, f"job {name!r}")
-            code = cluster.follow(job, parser.feed)
+
+            def show_line(line: str) -> None:
+                if (snapshot := parse_snapshot(line, f"job {name!r}")) is not None:
+                    show(snapshot, None)
+                elif line.strip():
+                    other_lines.append(line)
+
+            code = cluster.follow(job, show_line)
     finally:
         if code is None:
             cluster.stop(job)
     if code:
-        print("\n".join(parser.other_lines), file=sys.stderr)
+        print("\n".join(other_lines), file=sys.stderr)
     return code
 
 

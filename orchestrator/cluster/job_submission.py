@@ -17,6 +17,7 @@ from rayzero.engine.errors import ConfigError, RayzeroError, first_line
 from rayzero.engine.redact import REDACTED, is_secret_key, redact_url
 from rayzero.orchestrator.errors import JobFailedError
 
+_RAY_LINE = re.compile(r"\d{4}-\d\d-\d\d \S+\s+\w+ job_manager\.py|Running entrypoint for job ")
 _CLIENT_ERRORS = (ConnectionError, RuntimeError, ValueError, OSError, RayError)
 
 
@@ -57,10 +58,10 @@ class RemoteJobClient:
         except _CLIENT_ERRORS as error:
             raise self._rejected_error(error, ConfigError) from None
 
-    def follow(self, job: str, write: Callable[[str], object]) -> int:
-        """Writes the command's output until it ends; its exit code."""
+    def follow(self, job: str, show_line: Callable[[str], object]) -> int:
+        """Shows each line of the command's output until it ends; its exit code."""
         try:
-            asyncio.run(self._tail(job, write))
+            asyncio.run(self._tail(job, show_line))
             info = self._client.get_job_info(job)
         except _CLIENT_ERRORS as error:
             raise self._rejected_error(error, JobFailedError) from None
@@ -73,11 +74,18 @@ class RemoteJobClient:
         with suppress(*_CLIENT_ERRORS):
             self._client.stop_job(job)
 
-    async def _tail(self, job: str, write: Callable[[str], object]) -> None:
-        output = StripRayPreamble(write)
+    async def _tail(self, job: str, show_line: Callable[[str], object]) -> None:
+        """Without the lines that Ray prints before the command's output, so that `--json` stays
+        JSON."""
+        incomplete, in_preamble = "", True
         async for text in self._client.tail_job_logs(job):
-            output.write(text)
-        output.flush()
+            *lines, incomplete = (incomplete + text).split("\n")
+            for line in lines:
+                in_preamble = in_preamble and _RAY_LINE.match(line) is not None
+                if not in_preamble:
+                    show_line(line)
+        if incomplete:
+            show_line(incomplete)
 
     def _rejected_error(self, error: Exception, kind: type[RayzeroError]) -> RayzeroError:
         text = first_line(error)
@@ -87,33 +95,6 @@ class RemoteJobClient:
             fix="--address; for a cluster with token authentication also RAY_AUTH_MODE and "
             "RAY_AUTH_TOKEN_PATH",
         )
-
-
-class StripRayPreamble:
-    """Drops the lines that Ray prints before the command's output, so that `--json` stays JSON."""
-
-    _RAY_LINE = re.compile(r"\d{4}-\d\d-\d\d \S+\s+\w+ job_manager\.py|Running entrypoint for job ")
-
-    def __init__(self, write: Callable[[str], object]) -> None:
-        self._write = write
-        self._pending: str | None = ""  # may be part of the preamble; None after it
-
-    def write(self, text: str) -> None:
-        if self._pending is None:
-            self._write(text)
-            return
-        self._pending += text
-        while "\n" in self._pending:
-            line, _, rest = self._pending.partition("\n")
-            if not self._RAY_LINE.match(line):
-                self.flush()
-                return
-            self._pending = rest
-
-    def flush(self) -> None:
-        if self._pending:
-            self._write(self._pending)
-        self._pending = None
 
 
 def _refuse_secrets(arguments: Sequence[str]) -> None:

@@ -162,11 +162,18 @@ class JobMetrics:
             case job_events.ReplicationChanged():
                 self.replicas.set_replication(event.enabled, now.unix_s)
             case job_events.StateEntered():
-                self._on_state(event, now)
+                self.time_accounting.on_state(event.state, now.clock_s)
+                self.state, self.state_since = event.state, now
+                self.generation = event.generation
+                self.ranks.world_size = event.world_size
             case StepRecord():
                 self._on_step(event, now)
-            case job_events.Repaired() | job_events.Resized():
-                self._on_recovery(event, now)
+            case job_events.Repaired():
+                self.faults.on_repaired(event)
+                self.time_accounting.recovery_finished(event.seconds, now.clock_s)
+            case job_events.Resized():
+                self.faults.resizes += 1
+                self.time_accounting.recovery_finished(event.seconds, now.clock_s)
             case job_events.Resumed():
                 self.steps.step = event.step
                 if event.step != self.checkpoints.step:  # otherwise its time is known
@@ -185,12 +192,6 @@ class JobMetrics:
     def time_breakdown(self) -> TimeBreakdown:
         return self.time_accounting.breakdown_at(self.now().clock_s)
 
-    def _on_state(self, event: job_events.StateEntered, now: Timestamps) -> None:
-        self.time_accounting.on_state(event.state, now.clock_s)
-        self.state, self.state_since = event.state, now
-        self.generation = event.generation
-        self.ranks.world_size = event.world_size
-
     def _on_step(self, record: StepRecord, now: Timestamps) -> None:
         checkpoint_s = record.waits.get("checkpoint_s", 0.0)
         waits_s = {
@@ -206,12 +207,3 @@ class JobMetrics:
             self.replicas.own_node.mark_pending(now.unix_s)
         if record.mirrored_step is not None:
             self.replicas.on_mirrored(record.mirrored_step, record.mirrored_bytes, now.unix_s)
-
-    def _on_recovery(
-        self, event: job_events.Repaired | job_events.Resized, now: Timestamps
-    ) -> None:
-        if isinstance(event, job_events.Repaired):
-            self.faults.on_repaired(event)
-        else:
-            self.faults.resizes += 1
-        self.time_accounting.recovery_finished(event.seconds, now.clock_s)

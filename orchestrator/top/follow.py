@@ -84,35 +84,18 @@ def open_display(as_json: bool, once: bool, out: TextIO | None = None) -> Iterat
             yield lambda now, error: live.update(render_board(now, error), refresh=True)
 
 
-class SnapshotParser:
-    """Shows each line of a text stream that is a snapshot.
+def parse_snapshot(line: str, where: str) -> Snapshot | None:
+    """The snapshot in a line of output; None for other lines, such as errors and Ray's log lines.
 
-    Attributes:
-        other_lines: the newest of the other lines, such as errors and Ray's log lines.
+    Raises:
+        ConfigError: a snapshot of an unsupported format.
     """
-
-    def __init__(self, show: ShowSnapshot, where: str) -> None:
-        self._show = show
-        self._where = where
-        self._partial_line = ""
-        self.other_lines: list[str] = []
-
-    def feed(self, text: str) -> None:
-        """Adds a piece of the stream, which may end within a line.
-
-        Raises:
-            ConfigError: a snapshot has an unsupported format.
-        """
-        *lines, self._partial_line = (self._partial_line + text).split("\n")
-        for line in lines:
-            try:
-                value = json.loads(line)
-            except ValueError:
-                value = None
-            if isinstance(value, dict) and "format" in value:
-                self._show(check_snapshot(value, self._where), None)
-            elif line.strip():
-                self.other_lines = [*self.other_lines[-50:], line]
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    is_snapshot = isinstance(value, dict) and "format" in value
+    return check_snapshot(value, where) if is_snapshot else None
 
 
 class SnapshotUnavailableError(EngineError):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+
 import pytest
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.cluster.job_submission import RemoteJobClient, StripRayPreamble
+from rayzero.orchestrator.cluster.job_submission import RemoteJobClient
 
 
 class Client:
-    """A job API that takes everything."""
+    """A job API that accepts every command, and returns `output` in parts of `cut` characters."""
+
+    output, cut = "", 1
 
     def __init__(self, address: str) -> None:
         self.taken: list[str] = []
@@ -17,6 +22,13 @@ class Client:
     def submit_job(self, entrypoint: str, runtime_env: object) -> str:
         self.taken.append(entrypoint)
         return "id"
+
+    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+        for start in range(0, len(self.output), self.cut):
+            yield self.output[start : start + self.cut]
+
+    def get_job_info(self, job: str) -> SimpleNamespace:
+        return SimpleNamespace(driver_exit_code=3)
 
 
 @pytest.fixture
@@ -47,14 +59,14 @@ def test_all_else_is_taken(cluster: RemoteJobClient):
 
 @pytest.mark.parametrize("cut", [1, 7, 1000])
 @pytest.mark.parametrize("printed", ["[]\n", "a\nRunning entrypoint for job x\n", "no end", ""])
-def test_what_ray_puts_before_the_output_is_left_out(cut: int, printed: str):
+def test_lines_are_shown_without_those_of_ray(
+    cluster: RemoteJobClient, cut: int, printed: str
+) -> None:
     head = (
         "2026-11-21 15:30:51,060\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
         "Running entrypoint for job raysubmit_UB: python3 -m rayzero ls --json\n"
     )
-    told: list[str] = []
-    own = StripRayPreamble(told.append)
-    for at in range(0, len(head + printed), cut):
-        own.write((head + printed)[at : at + cut])
-    own.flush()
-    assert "".join(told) == printed
+    Client.output, Client.cut = head + printed, cut
+    lines: list[str] = []
+    assert cluster.follow("id", lines.append) == 3
+    assert lines == printed.splitlines()

@@ -18,9 +18,9 @@ from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.cluster import job_submission
 from rayzero.orchestrator.top import follow
 from rayzero.orchestrator.top.follow import (
-    SnapshotParser,
     SnapshotUnavailableError,
     endpoint_source,
+    parse_snapshot,
 )
 from tests.orchestrator.page.sample import sample
 
@@ -140,25 +140,12 @@ def test_other_urls_are_rejected(address: str) -> None:
 RAY_LINE = "2026-01-01 INFO job_manager.py -- Runtime env is set up\n"
 
 
-def test_snapshots_are_parsed_from_pieces_among_other_lines() -> None:
-    text = (
-        RAY_LINE + json.dumps(sample()) + "\n" + json.dumps(sample(state="failed")) + "\nerror: x\n"
-    )
-    for size in (1, 7, 1000, len(text)):
-        states: list[str] = []
-        parser = SnapshotParser(
-            lambda now, _, states=states: states.append(now["state"]), "job 'gpt'"
-        )  # type: ignore[misc]
-        for start in range(0, len(text), size):
-            parser.feed(text[start : start + size])
-        assert states == ["running", "failed"]
-        assert parser.other_lines == [RAY_LINE.strip(), "error: x"]
-
-
-def test_a_snapshot_of_another_format_is_rejected() -> None:
-    parser = SnapshotParser(lambda *_: None, "job 'gpt'")
+def test_snapshots_are_parsed_from_lines_of_output() -> None:
+    assert parse_snapshot(json.dumps(sample()), "job 'gpt'") == sample()
+    for line in (RAY_LINE, "error: x", "{}", "[]", ""):
+        assert parse_snapshot(line, "job 'gpt'") is None
     with pytest.raises(ConfigError, match="format 99"):
-        parser.feed(json.dumps({**sample(), "format": 99}) + "\n")
+        parse_snapshot(json.dumps({**sample(), "format": 99}), "job 'gpt'")
 
 
 class RemoteCluster:
@@ -176,8 +163,9 @@ class RemoteCluster:
         RemoteCluster.arguments = list(arguments)
         return "raysubmit_1"
 
-    def follow(self, job: str, write: Callable[[str], object]) -> int:
-        write(self.prints)
+    def follow(self, job: str, show_line: Callable[[str], object]) -> int:
+        for line in self.prints.splitlines():
+            show_line(line)
         if self.error is not None:
             raise self.error
         return self.code
