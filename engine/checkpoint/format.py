@@ -23,20 +23,12 @@ BLOCK_BYTES = 256 * 1024
 """Bytes of data per checksum; reads that verify are rounded out to such blocks."""
 
 MANIFEST_NAME = "manifest.json"
-
-
 PARTIAL_SUFFIX = ".partial"
 """Suffix of a local file that is not durable yet."""
 
 _STEP_PATTERN = re.compile(r"step-(0|[1-9]\d*)")
-
-
 _RANK_FILE_PATTERN = re.compile(r"rank-\d{5,}-[0-9a-f]{8}\.safetensors")
-
-
 _LENGTH_BYTES = 8  # the header's length, a little-endian number in front of it
-
-
 _PAGE_BYTES = 4096
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -32,13 +32,6 @@ class StoreEntry:
     is_folder: bool
     nbytes: int
     modified_s: float
-
-
-class WriteStream(Protocol):
-    """An open file for writing."""
-
-    def write(self, data: memoryview) -> None:
-        """Append all of `data`, which may be modified afterwards."""
 
 
 class ReadStream(Protocol):
@@ -66,9 +59,10 @@ class Store(Protocol):
     def list_folder(self, folder: str = "") -> list[StoreEntry]:
         """The content of a folder; empty if it does not exist."""
 
-    def create(self, name: str) -> AbstractContextManager[WriteStream]:
-        """Create a file and its folders. The file appears under its name, durable, at the end of
-        the `with`; after an exception or a crash it does not exist."""
+    def create(self, name: str, chunks: Iterable[memoryview]) -> None:
+        """Create a file of these chunks, and its folders. The file appears under its name when it
+        is durable; after an exception, also of the iterator, or a crash it does not exist. A chunk
+        has been written when the next one is requested."""
 
     def replace(self, name: str, content: bytes) -> None:
         """Atomically replace a small file: afterwards either version exists, whatever happens. The
@@ -156,11 +150,10 @@ class LocalStore:
     def list_folder(self, folder: str = "") -> list[StoreEntry]:
         path = self._folder / folder
         with store_errors(str(path)), suppress(FileNotFoundError), os.scandir(path) as entries:
-            return [found for entry in entries if (found := _to_store_entry(entry)) is not None]
+            return [info for entry in entries if (info := _to_store_entry(entry)) is not None]
         return []
 
-    @contextmanager
-    def create(self, name: str) -> Iterator[LocalWriteStream]:
+    def create(self, name: str, chunks: Iterable[memoryview]) -> None:
         path = self._folder / name
         partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
         with store_errors(str(path)):
@@ -168,7 +161,7 @@ class LocalStore:
             fd = os.open(partial, _CREATE_FLAGS, 0o666)
             try:
                 try:
-                    yield LocalWriteStream(fd)
+                    _write_chunks(fd, chunks)
                     os.fsync(fd)
                 finally:
                     os.close(fd)
@@ -180,8 +173,7 @@ class LocalStore:
             _sync_folder(path.parent)
 
     def replace(self, name: str, content: bytes) -> None:
-        with self.create(name) as sink:
-            sink.write(memoryview(content))
+        self.create(name, [memoryview(content)])
 
     def open(self, name: str) -> LocalReadStream:
         path = self._folder / name
@@ -202,23 +194,6 @@ class LocalStore:
     def remove_folder(self, name: str) -> None:
         with suppress(OSError):  # not empty: the rest is not rayzero's
             os.rmdir(self._folder / name)
-
-
-class LocalWriteStream:
-    """Writes to a file descriptor that `create` owns and closes."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._written = 0
-
-    def write(self, data: memoryview) -> None:
-        done = 0
-        while done < len(data):
-            done += os.write(self._fd, data[done:])
-        # Starts writeback now; the disk would otherwise be idle until fsync. Pages not yet written
-        # stay cached, so a load soon afterwards finds most of them.
-        os.posix_fadvise(self._fd, self._written, done, os.POSIX_FADV_DONTNEED)
-        self._written += done
 
 
 class LocalReadStream:
@@ -243,6 +218,18 @@ class LocalReadStream:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _write_chunks(fd: int, chunks: Iterable[memoryview]) -> None:
+    offset = 0
+    for chunk in chunks:
+        done = 0
+        while done < len(chunk):
+            done += os.write(fd, chunk[done:])
+        # Starts writeback now; the disk would otherwise be idle until fsync. Pages not yet written
+        # stay cached, so a load soon afterwards finds most of them.
+        os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
+        offset += done
 
 
 def _to_store_entry(entry: os.DirEntry[str]) -> StoreEntry | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -61,21 +61,24 @@ class RemoteStore:
                 if info.path.rstrip("/") != path
             ]
 
-    @contextmanager
-    def create(self, name: str) -> Iterator[RemoteWriteStream]:
+    def create(self, name: str, chunks: Iterable[memoryview]) -> None:
+        path, nbytes, head, tail = self._path(name), 0, b"", b""
         with self._errors(name):
-            stream = self._fs.open_output_stream(self._path(name), compression=None)
-            sink = RemoteWriteStream(stream)
+            stream = self._fs.open_output_stream(path, compression=None)
             try:
-                yield sink
+                for chunk in chunks:
+                    stream.write(chunk)
+                    nbytes += len(chunk)
+                    head += chunk[: _EDGE_BYTES - len(head)]
+                    tail = (tail + bytes(chunk[-_EDGE_BYTES:]))[-_EDGE_BYTES:]
                 stream.close()
-                self._verify_upload(name, sink)
+                self._verify_upload(name, nbytes, head, tail)
             except BaseException:
                 # pyarrow cannot abort an upload: closing completes it
                 with suppress(OSError):
                     stream.close()
                 with suppress(OSError):
-                    self._fs.delete_file(self._path(name))
+                    self._fs.delete_file(path)
                 raise
 
     def replace(self, name: str, content: bytes) -> None:
@@ -113,18 +116,18 @@ class RemoteStore:
             with suppress(OSError):  # most object stores have no folders to remove
                 self._fs.delete_dir(self._path(name))
 
-    def _verify_upload(self, name: str, sink: RemoteWriteStream) -> None:
+    def _verify_upload(self, name: str, nbytes: int, head: bytes, tail: bytes) -> None:
         """Compare size, beginning and end. Some S3-compatible stores save an upload's chunk framing
         as content, which this detects without reading the whole file back."""
-        size = self._fs.get_file_info(self._path(name)).size
-        if size != sink.nbytes:
-            seen = f"{sink.nbytes} bytes were written, {size} are stored"
-            raise StoreError("other", self._display_url(name), f"{seen}. {_READ_BACK_MISMATCH}")
-        with self._fs.open_input_file(self._path(name)) as file:
-            first = file.read_at(len(sink.head), 0)
-            last = file.read_at(len(sink.tail), sink.nbytes - len(sink.tail))
-        if first != sink.head or last != sink.tail:
-            raise StoreError("other", self._display_url(name), _READ_BACK_MISMATCH)
+        path, url = self._path(name), self._display_url(name)
+        size = self._fs.get_file_info(path).size
+        if size != nbytes:
+            seen = f"{nbytes} bytes were written, {size} are stored. {_READ_BACK_MISMATCH}"
+            raise StoreError("other", url, seen)
+        with self._fs.open_input_file(path) as file:
+            first, last = file.read_at(len(head), 0), file.read_at(len(tail), nbytes - len(tail))
+        if (first, last) != (head, tail):
+            raise StoreError("other", url, _READ_BACK_MISMATCH)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
@@ -134,23 +137,6 @@ class RemoteStore:
 
     def _errors(self, name: str) -> AbstractContextManager[None]:
         return store_errors(self._display_url(name))
-
-
-class RemoteWriteStream:
-    """An upload; keeps size, beginning and end for the comparison."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.nbytes = 0
-        self.head = b""
-        self.tail = b""
-
-    def write(self, data: memoryview) -> None:
-        self._stream.write(data)
-        self.nbytes += len(data)
-        if len(self.head) < _EDGE_BYTES:
-            self.head += data[: _EDGE_BYTES - len(self.head)]
-        self.tail = (self.tail + bytes(data[-_EDGE_BYTES:]))[-_EDGE_BYTES:]
 
 
 class RemoteReadStream:

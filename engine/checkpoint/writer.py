@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 from xxhash import xxh3_64
@@ -15,7 +17,7 @@ from rayzero.engine.checkpoint.format import (
     new_file_name,
 )
 from rayzero.engine.checkpoint.manifest import Manifest, RankFile
-from rayzero.engine.checkpoint.store import WriteStream, open_store
+from rayzero.engine.checkpoint.store import open_store
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.state_index import BlockIndex
 
@@ -53,8 +55,10 @@ def write_rank_file(
         about = {"step": metadata["step"]} | about
     header = file_header(table, about)
     name = new_file_name(rank)
-    with open_store(folder).create(name) as sink:
-        checksum, blocks = _write_with_checksums(sink, header, data)
+    checksums = _Checksums()
+    with closing(checksums.chunks(header, data)) as chunks:
+        open_store(folder).create(name, chunks)
+    checksum, blocks = checksums.whole.hexdigest(), "".join(checksums.blocks)
     return RankFile(name, rank, len(header) + len(data), checksum, blocks, table, metadata)
 
 
@@ -76,24 +80,28 @@ def commit_checkpoint(folder: str, manifest: Manifest) -> None:
     store.replace(MANIFEST_NAME, manifest.to_bytes())
 
 
-def _write_with_checksums(sink: WriteStream, header: bytes, data: memoryview) -> tuple[str, str]:
-    """Write; returns the checksums of the file and of its blocks, computed during the writes."""
-    whole = xxh3_64(header)
-    blocks: list[str] = []
+class _Checksums:
+    """Checksums of a file and of its blocks, computed while it is written."""
 
-    def hash_chunk(chunk: memoryview) -> None:
-        whole.update(chunk)
-        blocks.extend(
+    def __init__(self) -> None:
+        self.whole = xxh3_64()
+        self.blocks: list[str] = []
+
+    def chunks(self, header: bytes, data: memoryview) -> Generator[memoryview]:
+        """The file's chunks; another thread hashes one while the caller writes it. The thread ends
+        with the iterator. Hashing and writing both release the GIL."""
+        with ThreadPoolExecutor(1, "rayzero-checksum") as executor:
+            self.whole.update(header)
+            yield memoryview(header)
+            for start in range(0, len(data), _CHUNK_BYTES):
+                chunk = data[start : start + _CHUNK_BYTES]
+                future = executor.submit(self._hash_chunk, chunk)
+                yield chunk
+                future.result()
+
+    def _hash_chunk(self, chunk: memoryview) -> None:
+        self.whole.update(chunk)
+        self.blocks += [
             xxh3_64(chunk[start : start + BLOCK_BYTES]).hexdigest()
             for start in range(0, len(chunk), BLOCK_BYTES)
-        )
-
-    # Hashing and writing both release the GIL. The thread ends with this block.
-    with ThreadPoolExecutor(1, "rayzero-checksum") as executor:
-        sink.write(memoryview(header))
-        for start in range(0, len(data), _CHUNK_BYTES):
-            chunk = data[start : start + _CHUNK_BYTES]
-            future = executor.submit(hash_chunk, chunk)
-            sink.write(chunk)
-            future.result()
-    return whole.hexdigest(), "".join(blocks)
+        ]

@@ -63,8 +63,7 @@ def check_storage(place: str) -> dict[str, Any]:
     name, content = f".rayzero-doctor-{uuid4().hex}", os.urandom(_TEST_BYTES)
     started = time.monotonic()
     try:
-        with store.create(name) as sink:
-            sink.write(memoryview(content))
+        store.create(name, [memoryview(content)])
         write_s = time.monotonic() - started
         if store.read(name) != content:
             raise RayzeroError(f"{top}: the data read differs from the data written")

@@ -23,14 +23,8 @@ from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.layout.state_index import TensorRange
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-
-
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-
-
 _SUPPORTED = "a checkpoint of DeepSpeed's ZeRO stages 1 to 3, data parallel only"
-
-
 # Keys of what is not data parallel only, in the files of rank 0.
 _PARALLELISM_KEYS = ("mp_world_size", "ds_autoep_layers", "autoep_layers")
 

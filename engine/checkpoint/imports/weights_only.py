@@ -18,8 +18,6 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from rayzero.engine.errors import ConfigError, DataError, first_line
 
 _STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
-
-
 # Errors of the zip reader and the weights-only unpickler for truncated or foreign files.
 _DAMAGE_ERRORS = (
     OSError,

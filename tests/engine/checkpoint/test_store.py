@@ -7,7 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
 
 import pytest
 
@@ -70,9 +70,13 @@ def test_a_write_that_comes_in_pieces_is_put_together(tmp_path, monkeypatch):
 def test_an_exception_leaves_nothing(tmp_path):
     store = open_store(str(tmp_path))
     store.replace("x", b"old")
-    with suppress(KeyError), store.create("x") as sink:
-        sink.write(memoryview(b"new"))
+
+    def chunks() -> Iterator[memoryview]:
+        yield memoryview(b"new")
         raise KeyError
+
+    with pytest.raises(KeyError):
+        store.create("x", chunks())
     assert store.read("x") == b"old"
     assert [one.name for one in store.list_folder()] == ["x"]
 
