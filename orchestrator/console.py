@@ -36,21 +36,15 @@ from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import LogLine
 
 WriteLine: TypeAlias = Callable[[str], None]
+STEP_INTERVAL_S = 5.0
 
 
 class PlainConsole:
     """Shows a job's events and its end as lines for a file or a pipe: steps at an interval, all
     other events at once. `on_event` is called in another thread."""
 
-    def __init__(
-        self,
-        write: WriteLine,
-        step_interval_s: float = 5.0,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
+    def __init__(self, write: WriteLine) -> None:
         self._write = write
-        self._step_interval_s = step_interval_s
-        self._clock = clock
         self._steps: int | None = None
         self._next_print_s = 0.0
         self._unprinted_step: StepRecord | None = None
@@ -63,8 +57,8 @@ class PlainConsole:
     def on_event(self, event: JobEvent) -> None:
         if isinstance(event, StepRecord):
             self._unprinted_step = event
-            if self._clock() >= self._next_print_s:
-                self._next_print_s = self._clock() + self._step_interval_s
+            if monotonic() >= self._next_print_s:
+                self._next_print_s = monotonic() + STEP_INTERVAL_S
                 self._print_step()
             return
         if isinstance(event, StateEntered):

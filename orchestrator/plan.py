@@ -29,7 +29,6 @@ class JobPlan:
     """A checked job, ready to run.
 
     Args:
-        worker_spec: what every worker gets.
         resources: the workers to request, including spares.
         output_dir: the folder of the job's local files.
         job_folder: the folder of its checkpoints: a path or a URL.

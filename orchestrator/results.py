@@ -51,13 +51,10 @@ class JobStatus:
 
     Args:
         state: None if its process is gone and no outcome was recorded.
-        step: number of finished steps.
-        steps: number of requested steps; None if unknown.
-        workers_min, workers_max: the current limits.
+        step, steps: numbers of finished and of requested steps; None if unknown.
         began_at_s, at_s: when it was submitted, and when this snapshot was taken, as Unix time.
         faults: number of faults by cause.
-        checkpoint_step: step of the newest checkpoint.
-        journal: the folder of its journal, a path or a URL.
+        journal: the state file of its journal, a path or a URL.
         log: path of its log file, on the head node.
         error: the first line of the error it failed with.
     """
@@ -109,7 +106,6 @@ class EventPage:
 
     Args:
         run: id of the process that sent it; another process numbers its events anew.
-        events: in order.
         next_index: where the next request starts.
         dropped: number of events that were dropped because they were not fetched in time.
         ended: the job's end, once no more events follow.

@@ -72,21 +72,17 @@ class Workers(_Section):
         return self.min if self.max is None else self.max
 
 
-_OLD_CHECKPOINT_KEYS = {"notice_s": "grace_period_s"}
-
-
-def _add_old_names(schema: dict[str, Any]) -> None:
-    """Adds the deprecated names of keys to the JSON schema of `CheckpointSpec`."""
-    properties = schema["properties"]
-    for old, new in _OLD_CHECKPOINT_KEYS.items():
-        field = {key: value for key, value in properties[new].items() if key != "default"}
-        properties[old] = field | {"deprecated": True, "description": f"old name of {new}"}
+def _add_notice_s(schema: dict[str, Any]) -> None:
+    """Adds the old name of `grace_period_s` to the JSON schema of `CheckpointSpec`."""
+    field = {**schema["properties"]["grace_period_s"], "deprecated": True}
+    del field["default"]
+    schema["properties"]["notice_s"] = field | {"description": "old name of grace_period_s"}
 
 
 class CheckpointSpec(_Section):
     """Where checkpoints are written, and how often."""
 
-    model_config = ConfigDict(json_schema_extra=_add_old_names)
+    model_config = ConfigDict(json_schema_extra=_add_notice_s)
 
     path: str = Field(
         default="runs",
@@ -121,15 +117,13 @@ class CheckpointSpec(_Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _rename_old_keys(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
+    def _rename_notice_s(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "notice_s" not in value:
             return value
+        if "grace_period_s" in value:
+            raise ValueError("notice_s is the old name of grace_period_s: set only grace_period_s")
         renamed = dict(value)
-        for old, new in _OLD_CHECKPOINT_KEYS.items():
-            if old in renamed and new in renamed:
-                raise ValueError(f"{old} is the old name of {new}: set only {new}")
-            if old in renamed:
-                renamed[new] = renamed.pop(old)
+        renamed["grace_period_s"] = renamed.pop("notice_s")
         return renamed
 
     @field_validator("path")

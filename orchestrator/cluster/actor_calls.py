@@ -47,10 +47,8 @@ class FutureBatcher:
         self._on_batch = on_batch
         self._done: deque[tuple[ReplyHandler, Future[Any]]] = deque()
         self._lock = Lock()
-        self._scheduled = False
-        """A delivery is requested as soon as the loop runs."""
-        self._timer: asyncio.TimerHandle | None = None
-        """Delivers at the end of the batch delay."""
+        self._scheduled = False  # a delivery is requested as soon as the loop runs
+        self._timer: asyncio.TimerHandle | None = None  # delivers at the end of the batch delay
         self._closed = False
 
     def add_call(self, reference: Any, on_done: ReplyHandler) -> None:
@@ -136,12 +134,8 @@ class ActorPoller:
         return reports
 
     def broadcast(self, workers: Iterable[int], call: Callable[[int], Any]) -> PendingReplies:
-        """Calls many actors without waiting for their replies.
-
-        Args:
-            call: calls a worker's actor, and returns the reference to its reply; may raise
-                WorkerLostError.
-        """
+        """Calls many actors without waiting for their replies. `call` returns the reference to a
+        worker's reply, or raises WorkerLostError."""
         replies = PendingReplies(workers)
         for worker in sorted(replies.pending):
             try:

@@ -159,10 +159,8 @@ class ActorPool:
         worker.reservation.start_failures = 0
 
     def free(self, worker: WorkerHandle, delay_s: float) -> None:
-        """Ends a worker. Its reservation is available after `delay_s`; a draining one is
-        removed."""
-        # The process may be alive: Ray also reports actors as lost that it cannot reach for a
-        # while.
+        """Ends a worker. Its reservation is available after `delay_s`, or removed if it drains."""
+        # The process may be alive: Ray also reports actors as lost that it cannot reach.
         ray.kill(self._workers.pop(worker.index).actor)
         worker.reservation.worker = None
         worker.reservation.available_at_s = self._clock.now() + delay_s
@@ -170,8 +168,7 @@ class ActorPool:
             self._remove_reservation(worker.reservation)
 
     def start_failed(self, worker: WorkerHandle) -> float:
-        """Frees the reservation of a worker that did not start; the delay, doubled with every
-        failure."""
+        """Frees the reservation of a worker that did not start; the delay doubles every time."""
         delay_s = min(_MAX_START_BACKOFF_S, 2.0**worker.reservation.start_failures)
         worker.reservation.start_failures += 1
         self.free(worker, delay_s)

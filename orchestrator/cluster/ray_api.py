@@ -149,17 +149,13 @@ async def wait_gone(methods: Iterable[Any]) -> None:
     Args:
         methods: a method without side effects of each actor.
     """
-    waits = [asyncio.ensure_future(_wait_unreachable(method)) for method in methods]
-    if waits:
-        _, late = await asyncio.wait(waits, timeout=_GONE_TIMEOUT_S)
-        for wait in late:
-            wait.cancel()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_GONE_TIMEOUT_S):
+            await asyncio.gather(*map(_wait_unreachable, methods))
 
 
 async def _wait_unreachable(method: Any) -> None:
-    try:
+    with suppress(RayError):
         while True:
             await method.remote()
             await asyncio.sleep(_PING_INTERVAL_S)
-    except RayError:
-        return

@@ -136,8 +136,7 @@ class VaultGroup:
             raise JobFailedError(f"a vault could not start: {death_cause(error)}") from None
 
     async def _share_peers(self) -> None:
-        """Gives every vault the handles of the others, if the vaults have changed since last
-        time."""
+        """Gives every vault the handles of the others, if they have changed since last time."""
         vaults = dict(self._vaults)
         if vaults == self._shared_peers:
             return

@@ -63,10 +63,8 @@ class JobActor:
         self._loop = asyncio.get_running_loop()
         self._events = EventBuffer()
         self._writer = BackgroundWriter(self._warn)
-        self._run: JobRun | None = None
-        """None while the job is starting."""
-        self._has_begun = False
-        """The job owns its name and its folder; it has not, while it may still be refused."""
+        self._run: JobRun | None = None  # None while the job is starting
+        self._has_begun = False  # owns its name and its folder: it is not refused any more
         self._stop_requested = False
         self._last_poll_s = float("-inf")
         self._last_log_read_s = float("-inf")

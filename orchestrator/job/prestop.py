@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import closing
 from time import monotonic, sleep
 
 from rayzero.orchestrator.cluster.connect import connect
@@ -19,21 +20,20 @@ _POLL_S = 0.2
 _CALL_TIMEOUT_S = 5.0
 
 
-def stop_all_jobs(limit_s: float) -> tuple[list[str], list[str]]:
-    """Stops every job of the connected cluster, each with a last checkpoint.
-
-    Returns:
-        The names of the jobs that have ended, and of those that have not within `limit_s`.
-    """
+def stop_all_jobs(limit_s: float) -> int:
+    """Stops every job of the connected cluster, each with a last checkpoint; the exit code."""
     deadline_s = monotonic() + limit_s
-    jobs = list_running()
-    for job in jobs:
+    running = list_running()
+    for job in running:
         job.request_stop()
-    running = jobs
-    while (running := [job for job in running if not _has_ended(job)]) and monotonic() < deadline_s:
+    while running and monotonic() < deadline_s:
+        for job in [job for job in running if _has_ended(job)]:
+            print(f"{job.name}: stopped", flush=True)
+            running.remove(job)
         sleep(_POLL_S)
-    late = [job.name for job in running]
-    return [job.name for job in jobs if job.name not in late], late
+    for job in running:
+        print(f"{job.name}: did not stop in time", file=sys.stderr, flush=True)
+    return 1 if running else 0
 
 
 def _has_ended(job: JobProcess) -> bool:
@@ -46,16 +46,8 @@ def _has_ended(job: JobProcess) -> bool:
 
 
 def main() -> int:
-    cluster = connect(os.environ.get("RAY_ADDRESS") or "auto")
-    try:
-        ended, running = stop_all_jobs(float(sys.argv[1]))
-    finally:
-        cluster.close()
-    for name in ended:
-        print(f"{name}: stopped", flush=True)
-    for name in running:
-        print(f"{name}: did not stop in time", file=sys.stderr, flush=True)
-    return 1 if running else 0
+    with closing(connect(os.environ.get("RAY_ADDRESS") or "auto")):
+        return stop_all_jobs(float(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 import rich.console
 
 from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator import console as console_module
 from rayzero.orchestrator.console import (
     Console,
     JsonConsole,
@@ -95,10 +96,13 @@ def test_a_step_in_words():
     assert format_step(bare) == "0.500 s/step | 1 worker"
 
 
-def test_plain_lines_tell_a_step_now_and_then_and_always_the_last():
+def test_plain_lines_show_a_step_at_an_interval_and_always_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+):
     lines: list[str] = []
     now_s = 0.0
-    console = PlainConsole(lines.append, step_interval_s=5, clock=lambda: now_s)
+    monkeypatch.setattr(console_module, "monotonic", lambda: now_s)
+    console = PlainConsole(lines.append)
     console.start("job", 100)
     for step in range(1, 8):
         console.on_event(record(step))
