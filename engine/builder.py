@@ -12,7 +12,7 @@ from torch import nn
 from rayzero.engine.accounting import StepWork, peak_flops
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.process_group import connect_collectives
-from rayzero.engine.compression.onebit_adam import OneBitAdamReduction
+from rayzero.engine.compression.gradients import OneBitAdamReduction
 from rayzero.engine.config import EngineConfig, resolve_batch_sizes
 from rayzero.engine.data.loader import MapDataset, StepLoader
 from rayzero.engine.data.sampling import TrainingProgress, assign_step

@@ -21,7 +21,7 @@ from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.state.client_state import decode_client_state, encode_client_state
 from rayzero.engine.state.load import LoadOptions
-from rayzero.engine.state.save import LATEST_FILE, RankSaver
+from rayzero.engine.state.save import LATEST_FILE, save_state
 from rayzero.engine.training_step import TrainingStep
 
 log = logging.getLogger("rayzero.engine")
@@ -46,9 +46,15 @@ def save_checkpoint(
         raise ConfigError(
             f"save_checkpoint got different tags: {tags}", allowed="the same tag on every rank"
         )
-    stage = step.settings.config.zero_optimization.stage
-    saver = RankSaver(step.state, collectives, device, stage)
-    saver.save(folder, tag, answers[0][1], latest=latest, frozen=include_frozen)
+    save_state(
+        step.state,
+        collectives,
+        step.settings,
+        (folder, tag),
+        answers[0][1],
+        latest=latest,
+        frozen=include_frozen,
+    )
 
 
 def load_checkpoint(

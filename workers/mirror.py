@@ -126,17 +126,17 @@ class Mirror:
         )
 
     def _copy_state(self, vault: VaultClient, step: int, state: TrainingState, pin: bool) -> None:
-        table, assignment = state.block_index(), self._assignment
-        buffer = self._oldest_unpinned(table)
+        block, assignment = state.pack(), self._assignment
+        buffer = self._oldest_unpinned(block.index)
         is_new = buffer is None
         if buffer is None:  # one at a time: the first step after a recovery waits for it
             buffer = vault.reserve(
-                assignment.generation, assignment.rank, assignment.world_size, table
+                assignment.generation, assignment.rank, assignment.world_size, block.index
             )
             self._buffers.append(buffer)
         started = perf_counter()
         buffer.begin()
-        state.write_block(buffer.data, constants=is_new)
+        block.copy_to(buffer.data, constants=is_new)
         if not is_new:  # the first write into new memory is slower
             self._cost_model.mirror_finished(perf_counter() - started)
         # Data that leaves this node always has a checksum; other data if there is time for it.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from rayzero.engine.errors import DataError, EngineError, RayzeroError
 from rayzero.engine.layout.state_index import StateSource
-from rayzero.engine.state.training import copy_to_block
 from rayzero.workers.messages import Assignment, InProcessStateInfo
 from rayzero.workers.vault.buffers import fits_twice
 from rayzero.workers.vault.client import VaultClient
@@ -109,14 +108,14 @@ class RetainedState:
                 "this process has no training state to salvage, or no vault to copy it to"
             )
         state = self._engine.state
-        table, parts, offsets = state.describe_block(whole=state.complete_on_rank)
+        block = state.pack(whole=state.complete_on_rank)
         world_size = 1 if state.complete_on_rank else assignment.world_size
-        buffer = self.vault.reserve(assignment.generation, assignment.rank, world_size, table)
+        buffer = self.vault.reserve(assignment.generation, assignment.rank, world_size, block.index)
         buffer.begin()
-        copy_to_block(parts, offsets, buffer.data, constants=True)
+        block.copy_to(buffer.data, constants=True)
         buffer.commit(memory_state.step, state.metadata(), False, None)
-        generation, rank = assignment.generation, assignment.rank
-        return SlotInfo(generation, rank, world_size, memory_state.step, table.nbytes, pinned=False)
+        generation, rank, nbytes = assignment.generation, assignment.rank, block.index.nbytes
+        return SlotInfo(generation, rank, world_size, memory_state.step, nbytes, pinned=False)
 
     def _open_restore(self, restore: Restore) -> StateSource:
         if restore.slots:

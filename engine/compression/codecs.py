@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +15,12 @@ from torch import Tensor
 from rayzero.engine.comm.backend import copy_or_add_
 
 CODEC_CHUNK_BYTES = 1 << 20  # on CPUs: temporaries stay in the cache
+INT8_MAX = 127.0
+# Eight bytes of 0 or 1, times this, have their bits in the highest byte, the first one lowest.
+_PACK_BITS_MULTIPLIER = 0x0102040810204080
 
 
-class Codec(Protocol):
+class Codec:
     """Encodes a flat tensor into fewer bytes and decodes it, with the same result on every rank.
 
     Lengths are multiples of 32 elements, as every part of a unit is. Non-finite values must stay
@@ -32,23 +34,51 @@ class Codec(Protocol):
     """
 
     name: str
-    needs_error_feedback: bool
-    keeps_zero: bool
+    needs_error_feedback = False
+    keeps_zero = True
 
     def is_identity(self, dtype: torch.dtype) -> bool:
         """Whether values of this dtype are sent unchanged."""
+        return False
 
     def payload_bytes(self, numel: int) -> int:
         """Bytes of `numel` encoded values; a multiple of 4."""
+        raise NotImplementedError
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
         """Encodes `values` (flat, floating) into `payload` (uint8, `payload_bytes` long)."""
+        raise NotImplementedError
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
         """The decoded values replace `out`, or are added to it."""
+        raise NotImplementedError
 
 
-class BlockScaledCodec:
+class CastCodec(Codec):
+    """Values cast to another dtype; reductions stay in the gradients' own.
+
+    Args:
+        dtype: of the payload.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name = name
+        self._dtype = dtype
+
+    def is_identity(self, dtype: torch.dtype) -> bool:
+        return dtype is self._dtype
+
+    def payload_bytes(self, numel: int) -> int:
+        return numel * self._dtype.itemsize
+
+    def encode(self, values: Tensor, payload: Tensor) -> None:
+        payload.view(self._dtype).copy_(values)
+
+    def decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
+        copy_or_add_(out, payload.view(self._dtype), add=add)
+
+
+class BlockScaledCodec(Codec):
     """Base of codecs whose payload is one scale (float32) per block, then a few bits per value.
 
     Args:
@@ -57,9 +87,6 @@ class BlockScaledCodec:
 
     def __init__(self, block: int) -> None:
         self._block = block
-
-    def is_identity(self, dtype: torch.dtype) -> bool:
-        return False
 
     def _scale_bytes(self, numel: int) -> int:
         return 4 * -(-numel // self._block)
@@ -86,37 +113,6 @@ class BlockScaledCodec:
                 yield slice(start, stop), rows, scales[first : first + len(rows)].unsqueeze(1)
 
 
-class CastCodec:
-    """Values cast to another dtype; reductions stay in the gradients' own.
-
-    Args:
-        name: in the config.
-        dtype: of the payload.
-    """
-
-    needs_error_feedback = False
-    keeps_zero = True
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name = name
-        self._dtype = dtype
-
-    def is_identity(self, dtype: torch.dtype) -> bool:
-        return dtype is self._dtype
-
-    def payload_bytes(self, numel: int) -> int:
-        return numel * self._dtype.itemsize
-
-    def encode(self, values: Tensor, payload: Tensor) -> None:
-        payload.view(self._dtype).copy_(values)
-
-    def decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
-        copy_or_add_(out, payload.view(self._dtype), add=add)
-
-
-INT8_MAX = 127.0
-
-
 class Int8Codec(BlockScaledCodec):
     """Each block's values as multiples of its largest magnitude / 127, rounded to nearest (Dettmers
     2016; Wang et al. 2023, "ZeRO++").
@@ -125,8 +121,6 @@ class Int8Codec(BlockScaledCodec):
     """
 
     name = "int8"
-    needs_error_feedback = False
-    keeps_zero = True
 
     def __init__(self, block: int = 256) -> None:
         super().__init__(block)
@@ -146,10 +140,6 @@ class Int8Codec(BlockScaledCodec):
         scales, numbers = self._split_payload(payload, out.numel())
         for span, rows, scale in self._blocks(out, scales):
             copy_or_add_(rows, numbers[span].view(torch.int8).view_as(rows) * scale, add=add)
-
-
-# Eight bytes of 0 or 1, times this, have their bits in the highest byte, the first one lowest.
-_PACK_BITS_MULTIPLIER = 0x0102040810204080
 
 
 class SignCodec(BlockScaledCodec):

@@ -1,13 +1,14 @@
-"""Gradient reduction in compressed form: quantized, or as low-rank factors."""
+"""Gradient reduction in compressed form: quantized, as low-rank factors, or as 1-bit momenta."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import ReduceOp
+from rayzero.engine.comm.backend import ChainableWork, ReduceOp
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.codecs import Codec
 from rayzero.engine.compression.powersgd import PowerSGDReduce
@@ -18,6 +19,8 @@ from rayzero.engine.compression.quantized import (
     QuantizedReduce,
 )
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.optim.optimizers import OneBitAdam
+from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
 from rayzero.engine.zero.reducer import ErrorFeedback, GradReduction, UnitGradSpec
 
 
@@ -45,14 +48,18 @@ class QuantizedReduction(GradReduction):
         )
 
     def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
-        codec = self._codec_context.codec
+        context = self._codec_context
         if self._use_feedback:
-            feedback = make_error_feedback(unit, codec.name, self._device, reduced=unit.replicated)
-            self.residuals.append(feedback)
-            return QuantizedReduce(self._codec_context, unit.layout.padding, feedback)
-        if self._collectives.world_size == 1 or codec.is_identity(unit.dtype):
+            return QuantizedReduce(context, unit.layout.padding, self._add_feedback(unit))
+        if self._collectives.world_size == 1 or context.codec.is_identity(unit.dtype):
             return self._collectives  # nothing to gain
-        return QuantizedReduce(self._codec_context, unit.layout.padding, None)
+        return QuantizedReduce(context, unit.layout.padding, None)
+
+    def _add_feedback(self, unit: UnitGradSpec) -> ErrorFeedback:
+        name = self._codec_context.codec.name
+        feedback = make_error_feedback(unit, name, self._device, reduced=unit.replicated)
+        self.residuals.append(feedback)
+        return feedback
 
     @property
     def buffer_bytes(self) -> int:
@@ -96,6 +103,78 @@ class PowerSGDReduction(GradReduction):
     @property
     def buffer_bytes(self) -> int:
         return sum(op.buffer_bytes for op in self._reduce_ops)
+
+
+class OneBitAdamReduction(QuantizedReduction):
+    """Communication of 1-bit Adam (Tang et al. 2021): gradients in the warm-up, then momenta as
+    signs.
+
+    All ranks have the same momentum of the previous step. Each computes its own next one from its
+    own gradient, and these are reduced as signs with error feedback. The result is everyone's next
+    momentum; the optimizer gets the gradient that leads to it.
+    """
+
+    def __init__(
+        self, codec: Codec, collectives: Collectives, device: torch.device, *, factor: float
+    ) -> None:
+        super().__init__(codec, collectives, device, feedback=True, factor=factor)
+        self._optimizer: OneBitAdam | None = None
+        self._shards_by_unit: defaultdict[str, list[OptimizerShard]] = defaultdict(list)
+
+    def track_optimizer(self, optimizer: ShardedOptimizer) -> None:
+        """Sets the optimizer whose momenta are reduced."""
+        if isinstance(optimizer.torch_optimizer, OneBitAdam):
+            self._optimizer = optimizer.torch_optimizer
+            for shard in optimizer.shards:
+                self._shards_by_unit[shard.unit.name].append(shard)
+
+    def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
+        return OneBitAdamReduce(self._codec_context, unit, self._add_feedback(unit), self)
+
+    def frozen_momenta(self, unit: UnitGradSpec) -> list[tuple[slice, Tensor, float]]:
+        """(range, momentum, beta) of every shard of a unit that is past its warm-up."""
+        if self._optimizer is None:
+            return []
+        betas = [group["betas"][0] for group in self._optimizer.param_groups]
+        return [
+            (shard.layout_range, self._optimizer.state[shard.weight]["exp_avg"], betas[shard.group])
+            for shard in self._shards_by_unit[unit.name]
+            if self._optimizer.is_variance_frozen(shard.weight)
+        ]
+
+
+class OneBitAdamReduce(QuantizedReduce):
+    """Reduces one unit's gradients, or momenta as signs. For stage 0, which all-reduces."""
+
+    def __init__(
+        self,
+        context: CodecContext,
+        unit: UnitGradSpec,
+        feedback: ErrorFeedback,
+        reduction: OneBitAdamReduction,
+    ) -> None:
+        super().__init__(context, unit.layout.padding, feedback)
+        self._collectives = context.collectives
+        self._unit = unit
+        self._reduction = reduction
+
+    def all_reduce(self, full: Tensor) -> ChainableWork:
+        momenta = self._reduction.frozen_momenta(self._unit)
+        if not momenta:
+            return self._collectives.all_reduce(full)
+        # Reduced gradients times this are in units of momenta, which have no loss scale.
+        factor = self._reduction.residual_factor
+        for extent, average, beta in momenta:
+            # The ranks' terms sum to the next momentum, before multiplication by the factor.
+            part = full[extent].mul_(1.0 - beta)
+            part.add_(average.to(part.device), alpha=beta / (factor * self.world_size))
+
+        def as_gradient() -> None:
+            for extent, average, beta in momenta:
+                part = full[extent].sub_(average.to(full.device), alpha=beta / factor)
+                part.div_(1.0 - beta)
+
+        return super().all_reduce(full).then(as_gradient)
 
 
 def make_error_feedback(

@@ -69,9 +69,18 @@ class PowerSGDReduce:
         self._sequencer = sequencer
         self._layout = layout
         residuals = feedback.local
-        first, second = factor_buffer_numels(layout, rank)
-        self._first_buffer = collectives.zeros(first, residuals.dtype, residuals.device)
-        self._second_buffer = collectives.zeros(second, residuals.dtype, residuals.device)
+        large = [spec for spec in layout.params if _worthwhile(spec, rank)]
+        lefts = sum(spec.shape[0] * rank for spec in large)
+        rights = sum(_matrix_shape(spec)[1] * rank for spec in large)
+        small = layout.logical_numel - sum(spec.numel for spec in large)
+
+        def zeros(numel: int) -> Tensor:
+            """A buffer for all-reduces, which divides into equal parts."""
+            step = ALIGN_NUMEL * layout.world_size
+            length = -(-max(numel, 1) // step) * step
+            return collectives.zeros(length, residuals.dtype, residuals.device)
+
+        self._first_buffer, self._second_buffer = zeros(lefts + small), zeros(rights)
         self.factors: dict[int, MatrixFactors] = {}
         self._uncompressed: dict[int, Tensor] = {}  # parts of the first buffer, behind the factors
         left = right = 0
@@ -159,22 +168,6 @@ class PowerSGDReduce:
     def buffer_bytes(self) -> int:
         """Bytes of the factor buffers."""
         return self._first_buffer.nbytes + self._second_buffer.nbytes
-
-
-def basis_numel(layout: UnitLayout, rank: int) -> int:
-    """Elements of the right factors that are kept for the next reduction."""
-    large = [spec for spec in layout.params if _worthwhile(spec, rank)]
-    return sum(_matrix_shape(spec)[1] * rank for spec in large)
-
-
-def factor_buffer_numels(layout: UnitLayout, rank: int) -> tuple[int, int]:
-    """Elements of the two all-reduce buffers, each divisible into equal parts."""
-    left = sum(
-        spec.shape[0] * rank if _worthwhile(spec, rank) else spec.numel for spec in layout.params
-    )
-    step = ALIGN_NUMEL * layout.world_size
-    right = basis_numel(layout, rank)
-    return -(-max(left, 1) // step) * step, -(-max(right, 1) // step) * step
 
 
 def _matrix_shape(spec: ParamSpec) -> tuple[int, int]:

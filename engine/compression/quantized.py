@@ -26,6 +26,8 @@ from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.codecs import Codec
 from rayzero.engine.zero.reducer import ErrorFeedback
 
+MAX_IN_FLIGHT = 4  # reductions; each holds payload buffers
+
 
 class PayloadBuffers:
     """Reused byte buffers for collectives, each as long as the largest requested so far. Once all
@@ -55,19 +57,10 @@ class PayloadBuffers:
         self._free.append((buffer, last))
 
 
-MAX_IN_FLIGHT = 4  # reductions; each holds payload buffers
-
-
 class MultiStageReduce:
     """A reduction in flight: collectives, each launched when the one before it is complete."""
 
-    def __init__(
-        self,
-        sequencer: CollectiveSequencer,
-        launches: Sequence[Callable[[], Work]],
-        finish: Callable[[], None],
-    ) -> None:
-        self._sequencer = sequencer
+    def __init__(self, launches: Sequence[Callable[[], Work]], finish: Callable[[], None]) -> None:
         self._remaining_stages = deque(launches)
         self._current = self._remaining_stages.popleft()()
         self._callbacks = [finish]
@@ -79,7 +72,7 @@ class MultiStageReduce:
     def wait(self) -> None:
         if self.finished:
             return
-        self._sequencer.launch_through(self)
+        self.launch_remaining()
         self._current.wait()
         callbacks, self._callbacks = self._callbacks, []
         for finish in callbacks:
@@ -100,7 +93,7 @@ class MultiStageReduce:
 
 
 class CollectiveSequencer:
-    """The reductions in flight on this rank, oldest first."""
+    """The reductions in flight on this rank, oldest first; all but the last are fully launched."""
 
     def __init__(self) -> None:
         self._in_flight: deque[MultiStageReduce] = deque()
@@ -114,24 +107,15 @@ class CollectiveSequencer:
             launches: start its collectives; each is called when the one before is complete.
             finish: computes the result after the last one.
         """
-        for earlier in self._in_flight:
-            earlier.launch_remaining()
+        if self._in_flight:
+            self._in_flight[-1].launch_remaining()
         while self._in_flight and (
             self._in_flight[0].finished or len(self._in_flight) >= MAX_IN_FLIGHT
         ):
             self._in_flight.popleft().wait()
-        work = MultiStageReduce(self, launches, finish)
+        work = MultiStageReduce(launches, finish)
         self._in_flight.append(work)
         return work
-
-    def launch_through(self, last: MultiStageReduce) -> None:
-        """Launches the remaining collectives of all reductions up to this one."""
-        if last not in self._in_flight:  # it left the queue with everything launched
-            return
-        for work in self._in_flight:
-            work.launch_remaining()
-            if work is last:
-                return
 
 
 @dataclass(frozen=True)

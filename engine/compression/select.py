@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 from rayzero.engine.compression.codecs import CODECS, Codec, SignCodec
-from rayzero.engine.compression.gradients import PowerSGDReduction, QuantizedReduction
-from rayzero.engine.compression.onebit_adam import OneBitAdamReduction
+from rayzero.engine.compression.gradients import (
+    OneBitAdamReduction,
+    PowerSGDReduction,
+    QuantizedReduction,
+)
 from rayzero.engine.compression.weights import HpzGather, QuantizedGather
 from rayzero.engine.config import EngineConfig
 from rayzero.engine.errors import ConfigError
@@ -16,51 +18,6 @@ from rayzero.engine.zero.parameters import WeightGather
 from rayzero.engine.zero.reducer import GradReduction
 
 log = logging.getLogger("rayzero.engine")
-
-
-@dataclass(frozen=True)
-class GradientCompression:
-    """The gradient compression of a config.
-
-    Attributes:
-        codec: None for uncompressed gradients and low-rank factors.
-        rank: of low-rank factors; 0 for none.
-        feedback: use error feedback.
-        one_bit: momenta are sent instead, as in 1-bit Adam.
-    """
-
-    codec: Codec | None = None
-    rank: int = 0
-    feedback: bool = False
-    one_bit: bool = False
-
-
-def resolve_compression(config: EngineConfig) -> GradientCompression:
-    """The gradient compression that a config selects.
-
-    Raises:
-        ConfigError: two keys contradict each other, or the combination is not supported.
-    """
-    _check_weight_compression(config)
-    name, section = _gradient_codec_name(config), config.rayzero.compression
-    if config.optimizer is not None and config.optimizer.type == "OneBitAdam":
-        _check_onebit_adam(config, name)
-        codec: Codec = SignCodec(section.block_size or 128)
-        return GradientCompression(codec, feedback=True, one_bit=True)
-    if name == "none":
-        return GradientCompression()
-    if name == "lowrank":
-        return GradientCompression(rank=section.rank, feedback=True)
-    codec, feedback = CODECS[name](section.block_size), section.error_feedback
-    if feedback is None:
-        feedback = codec.needs_error_feedback
-    if codec.needs_error_feedback and not feedback:
-        raise ConfigError(
-            f"rayzero.compression: error_feedback is false with {name!r}, which does not converge "
-            "without it",
-            allowed="true, or leave it out",
-        )
-    return GradientCompression(codec, feedback=feedback)
 
 
 def make_grad_reduction(
@@ -72,18 +29,23 @@ def make_grad_reduction(
         factor: reduced gradients are still to be multiplied by it, before loss scaling.
 
     Raises:
-        ConfigError: as `resolve_compression`.
+        ConfigError: as `check_compression`.
     """
-    chosen, collectives, device = resolve_compression(config), context.collectives, context.device
+    check_compression(config)
+    name, section = _gradient_codec_name(config), config.rayzero.compression
+    collectives, device = context.collectives, context.device
     factor /= context.precision.scaler.value
-    if chosen.rank:
-        return PowerSGDReduction(chosen.rank, collectives, device, factor=factor)
-    codec = chosen.codec
-    if codec is None:
-        return GradReduction(collectives, factor)
-    if chosen.one_bit:
+    if _is_onebit_adam(config):
+        codec: Codec = SignCodec(section.block_size or 128)
         return OneBitAdamReduction(codec, collectives, device, factor=factor)
-    return QuantizedReduction(codec, collectives, device, feedback=chosen.feedback, factor=factor)
+    if name == "none":
+        return GradReduction(collectives, factor)
+    if name == "lowrank":
+        return PowerSGDReduction(section.rank, collectives, device, factor=factor)
+    codec, feedback = CODECS[name](section.block_size), section.error_feedback
+    if feedback is None:
+        feedback = codec.needs_error_feedback
+    return QuantizedReduction(codec, collectives, device, feedback=feedback, factor=factor)
 
 
 def make_weight_gather(config: EngineConfig, context: BuildContext) -> WeightGather:
@@ -133,6 +95,28 @@ def hpz_group_size(size: int, world_size: int, *, elastic: bool) -> int:
     return used
 
 
+def check_compression(config: EngineConfig) -> None:
+    """Refuses what the selected compression cannot do.
+
+    Raises:
+        ConfigError: two keys contradict each other, or the combination is not supported.
+    """
+    _check_weight_compression(config)
+    name, section = _gradient_codec_name(config), config.rayzero.compression
+    if _is_onebit_adam(config):
+        _check_onebit_adam(config, name)
+    elif (
+        name in CODECS
+        and section.error_feedback is False
+        and CODECS[name](section.block_size).needs_error_feedback
+    ):
+        raise ConfigError(
+            f"rayzero.compression: error_feedback is false with {name!r}, which does not converge "
+            "without it",
+            allowed="true, or leave it out",
+        )
+
+
 def _check_weight_compression(config: EngineConfig) -> None:
     """Refuses compression of weights where they are not sharded."""
     zero = config.zero_optimization
@@ -151,6 +135,10 @@ def _check_weight_compression(config: EngineConfig) -> None:
                 f"zero_optimization.{key} is set together with offload_param",
                 allowed="one of the two",
             )
+
+
+def _is_onebit_adam(config: EngineConfig) -> bool:
+    return config.optimizer is not None and config.optimizer.type == "OneBitAdam"
 
 
 def _gradient_codec_name(config: EngineConfig) -> str:

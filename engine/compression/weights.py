@@ -19,8 +19,6 @@ class QuantizedGather(WeightGather):
 
     def __init__(self, codec: Codec, collectives: Collectives, device: torch.device) -> None:
         super().__init__(collectives)
-        self.rank = collectives.rank
-        self.world_size = collectives.world_size
         self._codec = codec
         self._buffers = PayloadBuffers(collectives, device)
 
@@ -28,15 +26,16 @@ class QuantizedGather(WeightGather):
         return self if unit.shard.is_floating_point() else self._collectives
 
     def all_gather(self, full: Tensor, part: Tensor) -> ChainableWork:
-        nbytes = self.world_size * self._codec.payload_bytes(part.numel())
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+        nbytes = world_size * self._codec.payload_bytes(part.numel())
         base = self._buffers.acquire(nbytes)
         payload = base[:nbytes]
-        payloads = payload.view(self.world_size, -1)
-        self._codec.encode(part, payloads[self.rank])
-        pending = self._collectives.all_gather(payload, payloads[self.rank])
+        payloads = payload.view(world_size, -1)
+        self._codec.encode(part, payloads[rank])
+        pending = self._collectives.all_gather(payload, payloads[rank])
 
         def decode() -> None:
-            for encoded, values in zip(payloads, full.view(self.world_size, -1), strict=True):
+            for encoded, values in zip(payloads, full.view(world_size, -1), strict=True):
                 self._codec.decode(encoded, values, add=False)
             self._buffers.release(base, pending)
 
@@ -97,8 +96,6 @@ class _SecondaryShard:
     def __init__(
         self, inner: GatherOp, collectives: Collectives, members: range, shard: Tensor
     ) -> None:
-        self.rank = collectives.rank
-        self.world_size = collectives.world_size
         self.shard = shard
         self.is_current = False
         self._inner = inner
@@ -110,7 +107,7 @@ class _SecondaryShard:
             return self._collectives.all_gather_in_group(full, self.shard, self._group_ranks)
 
         def keep() -> None:
-            index = self.rank - self._group_ranks.start
+            index = self._group_ranks.index(self._collectives.rank)
             self.shard.copy_(rank_chunk(full, index, len(self._group_ranks)))
             self.is_current = True
 

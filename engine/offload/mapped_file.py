@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -71,15 +72,7 @@ class MappedFile:
         Raises:
             EngineError: the disk failed.
         """
-        remaining, offset = _as_bytes(into), self._offset_of(stored)
-        while remaining.nbytes:
-            try:
-                count = os.preadv(self._file.fileno(), [remaining], offset)
-            except OSError as error:
-                raise self._io_error("a read failed", error) from None
-            if not count:
-                raise self._io_error(f"the file ends at {offset} of {self._size_bytes} bytes", None)
-            remaining, offset = remaining[count:], offset + count
+        self._copy(os.preadv, "a read failed", stored, into)
 
     def write(self, stored: Tensor, source: Tensor) -> None:
         """Copies a contiguous tensor in host memory to a tensor in the file.
@@ -87,22 +80,31 @@ class MappedFile:
         Raises:
             EngineError: the disk is full, or failed.
         """
-        remaining, offset = _as_bytes(source), self._offset_of(stored)
+        self._copy(os.pwritev, "a write failed", stored, source)
+
+    def _copy(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        failure: str,
+        stored: Tensor,
+        memory: Tensor,
+    ) -> None:
+        start = self._offsets[stored.untyped_storage().data_ptr()]
+        offset = start + int(stored.storage_offset()) * stored.element_size()
+        flat = memory.detach().view(torch.uint8)
+        remaining = flat.numpy().data.cast("B") if flat.numel() else memoryview(b"")
         while remaining.nbytes:
             try:
-                count = os.pwritev(self._file.fileno(), [remaining], offset)
+                count = call(self._file.fileno(), [remaining], offset)
             except OSError as error:
-                raise self._io_error("a write failed", error) from None
+                raise self._io_error(failure, error) from None
+            if not count:
+                raise self._io_error(f"the file ends at {offset} of {self._size_bytes} bytes", None)
             remaining, offset = remaining[count:], offset + count
 
     def close(self) -> None:
         """Closes the descriptor. The disk space is freed with the last tensor in it."""
         self._file.close()
-
-    def _offset_of(self, stored: Tensor) -> int:
-        """In bytes."""
-        start = self._offsets[stored.untyped_storage().data_ptr()]
-        return start + int(stored.storage_offset()) * stored.element_size()
 
     def _io_error(self, what: str, error: OSError | None) -> EngineError:
         reason = f": {error.strerror}" if error is not None else ""
@@ -127,16 +129,8 @@ class MetaFile(MappedFile):
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._tensors
 
-    def read(self, stored: Tensor, into: Tensor) -> None:
-        return
-
-    def write(self, stored: Tensor, source: Tensor) -> None:
+    def _copy(self, *_: object) -> None:
         return
 
     def close(self) -> None:
         return
-
-
-def _as_bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().view(torch.uint8)
-    return flat.numpy().data.cast("B") if flat.numel() else memoryview(b"")

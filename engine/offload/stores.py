@@ -29,10 +29,10 @@ OptimizerStateMap = MutableMapping[Tensor, dict[str, Any]]  # a torch optimizer'
 
 @dataclass(frozen=True)
 class UpdateChunk:
-    """Weights of one unit that are updated at once (DeepSpeed: a sub-group).
+    """Weights that are updated at once (DeepSpeed: a sub-group): of one unit, or all on the device.
 
     Attributes:
-        main: all main weights of the unit on this rank.
+        main: all main weights of the (first) unit on this rank.
         weights: the optimizer's parameters, views of `main`.
         targets: the model weights that are copied from each of them.
     """
@@ -50,8 +50,7 @@ class StateStore:
     """Storage that all units with the same placement share.
 
     Args:
-        device: where optimizer state is stored and updates run.
-        separate_memory: model weights are in other memory than that.
+        separate_memory: model weights are in other memory than the memory of updates.
 
     Attributes:
         memory_kind: of main weights and optimizer state.
@@ -63,11 +62,8 @@ class StateStore:
     grad_transfer: HostTransfer | None = None
     chunk_numel: int | None = None
 
-    def __init__(
-        self, precision: Precision, device: torch.device, *, separate_memory: bool
-    ) -> None:
+    def __init__(self, precision: Precision, *, separate_memory: bool) -> None:
         self._precision = precision
-        self._device = device
         self._separate_memory = separate_memory
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
@@ -80,7 +76,7 @@ class StateStore:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor of optimizer state in this storage."""
-        return torch.zeros(numel, dtype=dtype, device=self._device)
+        raise NotImplementedError
 
     def update_chunks(
         self, chunks: Sequence[UpdateChunk], state: OptimizerStateMap
@@ -107,9 +103,18 @@ class DeviceStore(StateStore):
 
     memory_kind = MemoryKind.DEVICE
 
+    def __init__(
+        self, precision: Precision, device: torch.device, *, separate_memory: bool
+    ) -> None:
+        super().__init__(precision, separate_memory=separate_memory)
+        self._device = device
+
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         main = self._precision.main_weights(original, model_weights)
         return original.clone() if self._separate_memory and main is model_weights else main
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self._device)
 
     def update_chunks(
         self, chunks: Sequence[UpdateChunk], state: OptimizerStateMap
@@ -131,7 +136,7 @@ class HostStore(StateStore):
     def __init__(
         self, precision: Precision, transfer: HostTransfer, *, separate_memory: bool
     ) -> None:
-        super().__init__(precision, torch.device("cpu"), separate_memory=separate_memory)
+        super().__init__(precision, separate_memory=separate_memory)
         self._transfer = transfer
         self._sent: set[int] = set()  # by the main weights' identity
         self.grad_transfer = transfer if transfer.separate_memory else None
@@ -142,6 +147,9 @@ class HostStore(StateStore):
         if in_host_memory or not self._transfer.separate_memory:
             return main
         return self._transfer.host_zeros(main.numel(), main.dtype).copy_(main)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
 
     def update_chunks(
         self, chunks: Sequence[UpdateChunk], state: OptimizerStateMap

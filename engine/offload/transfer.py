@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -84,12 +84,29 @@ class HostTransfer:
 
 
 @dataclass
-class _PendingD2H:
-    """A copy to the host in flight; `staging` is added to `target` when it is complete."""
+class _D2HCopy:
+    """A copy to the host. Nothing on the device reads it, so `wait` is that of the reduction.
 
-    done: torch.cuda.Event
+    Attributes:
+        staging: added to `target` when the copy is complete; None if it goes there directly.
+        done: recorded behind the copy; None before it has started.
+        reduced: what the host must wait for before the copy starts.
+    """
+
+    source: Tensor
     target: Tensor
-    staging: Tensor | None
+    add: bool
+    staging: Tensor | None = None
+    done: torch.cuda.Event | None = None
+    reduced: Work = field(default_factory=CompletedWork)
+
+    def wait(self) -> None:
+        self.reduced.wait()
+
+    def release(self) -> None:
+        self.reduced.release()
+        if self.done is not None:
+            torch.cuda.current_stream(self.source.device).wait_event(self.done)
 
 
 class CudaTransfer(HostTransfer):
@@ -108,7 +125,7 @@ class CudaTransfer(HostTransfer):
         self._device = device
         self._d2h_stream = torch.cuda.Stream(device)
         self._h2d_stream = torch.cuda.Stream(device)
-        self._pending_d2h: deque[_PendingD2H] = deque()
+        self._pending_d2h: deque[_D2HCopy] = deque()  # oldest first
         self._free_staging: list[Tensor] = []  # pinned, not in use
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -117,14 +134,12 @@ class CudaTransfer(HostTransfer):
     def d2h(
         self, arrives: ChainableWork, source: Tensor, target: Tensor, *, add: bool, early: bool
     ) -> Work:
+        copy = _D2HCopy(source, target, add)
         if early:
-            return self._start_d2h(arrives, source, target, add=add)
-        copies: list[Work] = []
-
-        def start() -> None:
-            copies.append(self._start_d2h(CompletedWork(), source, target, add=add))
-
-        return _DeferredCopyWork(arrives.then(start), copies)
+            self._start_d2h(copy, arrives)
+        else:
+            copy.reduced = arrives.then(lambda: self._start_d2h(copy, CompletedWork()))
+        return copy
 
     def wait_d2h(self) -> None:
         while self._pending_d2h:
@@ -145,21 +160,23 @@ class CudaTransfer(HostTransfer):
         self._h2d_stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._h2d_stream)
 
-    def _start_d2h(self, arrives: Work, source: Tensor, target: Tensor, *, add: bool) -> Work:
-        staging = self._acquire_staging(source) if add else None
-        destination = target if staging is None else staging[: source.numel()]
+    def _start_d2h(self, copy: _D2HCopy, arrives: Work) -> None:
+        destination = copy.target
+        if copy.add:
+            copy.staging = self._acquire_staging(copy.source)
+            destination = copy.staging[: copy.source.numel()]
         self._d2h_stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._d2h_stream):
             arrives.wait()
-            destination.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._d2h_stream)
-        self._pending_d2h.append(_PendingD2H(done, target, staging))
-        return _CopyWork(done, self._device)
+            destination.copy_(copy.source, non_blocking=True)
+            copy.done = torch.cuda.Event()
+            copy.done.record(self._d2h_stream)
+        self._pending_d2h.append(copy)
 
     def _wait_oldest_d2h(self) -> None:
         copy = self._pending_d2h.popleft()
-        copy.done.synchronize()
+        if copy.done is not None:
+            copy.done.synchronize()
         if copy.staging is not None:
             copy.target.add_(copy.staging[: copy.target.numel()])
             self._free_staging.append(copy.staging)
@@ -174,36 +191,6 @@ class CudaTransfer(HostTransfer):
         staging = torch.empty(source.numel(), dtype=source.dtype, pin_memory=True)
         self.staging_bytes += staging.nbytes
         return staging
-
-
-class _CopyWork:
-    """A copy on a side stream."""
-
-    def __init__(self, done: torch.cuda.Event, device: torch.device) -> None:
-        self._done = done
-        self._device = device
-
-    def wait(self) -> None:
-        return  # the host waits in `wait_d2h`; nothing on the device reads the copy
-
-    def release(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._done)
-
-
-class _DeferredCopyWork:
-    """A reduction whose copy to the host starts when the host has waited for it."""
-
-    def __init__(self, reduced: Work, copies: list[Work]) -> None:
-        self._reduced = reduced
-        self._copies = copies
-
-    def wait(self) -> None:
-        self._reduced.wait()
-
-    def release(self) -> None:
-        self._reduced.release()
-        for copy in self._copies:
-            copy.release()
 
 
 def make_transfer(device: torch.device) -> HostTransfer:
@@ -240,21 +227,6 @@ class HostShardGather:
         own = rank_chunk(full, self._collectives.rank, self._collectives.world_size)
         with self._transfer.side_stream():
             own.copy_(shard, non_blocking=True)
-            gathered = _GatherAfterCopy(gathers.all_gather(full, own), self._transfer)
+            gathered = gathers.all_gather(full, own).then(self._transfer.sync_compute)
         self._last_gathers[full.data_ptr()] = gathered
         return gathered
-
-
-class _GatherAfterCopy:
-    """A gather of a part that was copied from the host."""
-
-    def __init__(self, gathered: Work, transfer: HostTransfer) -> None:
-        self._gathered = gathered
-        self._transfer = transfer
-
-    def wait(self) -> None:
-        self._gathered.wait()
-        self._transfer.sync_compute()
-
-    def release(self) -> None:
-        self._gathered.release()

@@ -22,51 +22,12 @@ from rayzero.engine.optim.sharded_optimizer import (
     OptimizerShard,
     ShardedOptimizer,
     check_elementwise,
-    choose_optimizer_class,
     group_shards,
     rebind_params,
 )
 from rayzero.engine.optim.whole_params import NeedsWholeParams, WholeParamOps
 
-_TRIAL_STEPS, _TRIAL_ROWS, _TRIAL_COLUMNS, _TRIAL_SPLIT = 3, 4, 6, 10
-
-
-def check_elementwise_by_trial(make: OptimizerFactory, name: str) -> None:
-    """Train two dozen numbers, as one matrix and split in two, and compare the results.
-
-    Raises:
-        ConfigError: the results differ, so updates are not elementwise; or training fails.
-    """
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(_TRIAL_ROWS * _TRIAL_COLUMNS, generator=generator)
-    grads = [
-        torch.randn(_TRIAL_ROWS * _TRIAL_COLUMNS, generator=generator) for _ in range(_TRIAL_STEPS)
-    ]
-    whole = _train(
-        make,
-        [start.view(_TRIAL_ROWS, _TRIAL_COLUMNS)],
-        [[g.view(_TRIAL_ROWS, _TRIAL_COLUMNS)] for g in grads],
-    )
-    parts = _train(
-        make, list(start.split(_TRIAL_SPLIT)), [list(g.split(_TRIAL_SPLIT)) for g in grads]
-    )
-    if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-6):
-        raise ConfigError(
-            f"the optimizer {name} trains a matrix and its two halves differently, so it cannot "
-            "work on shards of parameters",
-            allowed="optimizers that update each element independently",
-            fix="optimizer.type in the engine config",
-        )
-
-
-def _train(make: OptimizerFactory, starts: list[Tensor], grads: list[list[Tensor]]) -> Tensor:
-    params = [nn.Parameter(start.clone()) for start in starts]
-    optimizer = make([{"params": params}])
-    for step in grads:
-        for param, grad in zip(params, step, strict=True):
-            param.grad = grad.clone()
-        optimizer.step()
-    return torch.cat([param.detach().reshape(-1) for param in params])
+OptimizerLike = torch.optim.Optimizer | OptimizerFactory
 
 
 class NoOptimizer(ShardedOptimizer):
@@ -91,12 +52,6 @@ def no_optimizer_error(call: str) -> EngineError:
     )
 
 
-OptimizerGroups = list[dict[str, Any]]
-
-
-OptimizerLike = torch.optim.Optimizer | OptimizerFactory
-
-
 def regroup_for_optimizer(
     config: OptimizerConfig | None, model: nn.Module, groups: ParamGroups
 ) -> ParamGroups:
@@ -104,9 +59,8 @@ def regroup_for_optimizer(
     row = OPTIMIZER_PARAMS.get(config.type) if config is not None else None
     if config is None or row is None or not row.group_splitter:
         return groups
-    params = parse_params("optimizer", row, config.params)
-    split = _import_name(row.group_splitter)
-    return cast(ParamGroups, split(model, groups, params))
+    split: Callable[..., ParamGroups] = _import_name(row.group_splitter)
+    return split(model, groups, parse_params("optimizer", row, config.params))
 
 
 def make_optimizer(
@@ -138,7 +92,7 @@ def make_optimizer(
     if isinstance(optimizer, NeedsWholeParams):
         _check_not_chunked(optimizer, shards)
         optimizer.bind_whole_params(make_whole_params())
-    return choose_optimizer_class(shards)(optimizer, shards)
+    return ShardedOptimizer(optimizer, shards)
 
 
 def _check_not_chunked(optimizer: object, shards: Sequence[OptimizerShard]) -> None:
@@ -153,30 +107,60 @@ def _check_not_chunked(optimizer: object, shards: Sequence[OptimizerShard]) -> N
 
 
 def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
-    """The constructor that a config's `optimizer` section selects.
+    """The constructor that a config's `optimizer` section selects: a row of `OPTIMIZER_PARAMS`, a
+    class of torch.optim by its name, or any optimizer class by its dotted name.
 
     Raises:
         ConfigError: a param is unknown to the optimizer, or has a wrong value.
     """
     row = OPTIMIZER_PARAMS.get(config.type)
-    if row is None:
-        return _class_factory(config)
-    params = parse_params("optimizer", row, config.params)
-    implementation = _import_name(row.implementation)
-    return _wrap_errors(config, lambda groups: implementation(groups, **params.arguments()))
-
-
-def _class_factory(config: OptimizerConfig) -> OptimizerFactory:
-    """A class of torch.optim by its name, or any optimizer class by its dotted name."""
-    if "." in config.type:
-        cls = _import_optimizer(config.type)
+    if row is not None:
+        implementation = _import_name(row.implementation)
+        arguments = parse_params("optimizer", row, config.params).arguments()
     else:
-        cls = getattr(torch.optim, config.type)
-    check_elementwise(cls)
-    params = coerce_numbers(config.params)
-    make = _wrap_errors(config, lambda groups: cls(groups, **params))
-    check_elementwise_by_trial(make, config.type)
+        implementation = _import_optimizer(config.type)
+        arguments = coerce_numbers(config.params)
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        try:
+            return cast(torch.optim.Optimizer, implementation(groups, **arguments))
+        except (TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
+            raise ConfigError(
+                f"engine config: optimizer.params for {config.type}: {error}",
+                fix="optimizer.params in the engine config",
+            ) from None
+
+    if row is None:
+        check_elementwise(implementation)
+        _check_elementwise_by_trial(make, config.type)
     return make
+
+
+def _check_elementwise_by_trial(make: OptimizerFactory, name: str) -> None:
+    """Train two dozen numbers, as one matrix and split in two, and compare the results.
+
+    Raises:
+        ConfigError: the results differ, so updates are not elementwise; or training fails.
+    """
+    start, *grads = torch.randn(4, 24, generator=torch.Generator().manual_seed(0))
+
+    def train(split: Callable[[Tensor], Sequence[Tensor]]) -> Tensor:
+        params = [nn.Parameter(part.clone()) for part in split(start)]
+        optimizer = make([{"params": params}])
+        for grad in grads:
+            for param, part in zip(params, split(grad), strict=True):
+                param.grad = part.clone()
+            optimizer.step()
+        return torch.cat([param.detach().reshape(-1) for param in params])
+
+    whole = train(lambda values: [values.view(4, 6)])
+    if not torch.allclose(whole, train(lambda values: values.split(14)), rtol=1e-4, atol=1e-6):
+        raise ConfigError(
+            f"the optimizer {name} trains a matrix and its two halves differently, so it cannot "
+            "work on shards of parameters",
+            allowed="optimizers that update each element independently",
+            fix="optimizer.type in the engine config",
+        )
 
 
 def _import_name(name: str) -> Any:
@@ -186,7 +170,7 @@ def _import_name(name: str) -> Any:
 
 def _import_optimizer(name: str) -> type[torch.optim.Optimizer]:
     try:
-        cls = _import_name(name)
+        cls = _import_name(name if "." in name else f"torch.optim.{name}")
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"engine config: optimizer.type: {name!r} cannot be imported: {error}",
@@ -195,18 +179,3 @@ def _import_optimizer(name: str) -> type[torch.optim.Optimizer]:
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(f"engine config: optimizer.type: {name!r} is not a torch.optim.Optimizer")
     return cls
-
-
-def _wrap_errors(config: OptimizerConfig, make: OptimizerFactory) -> OptimizerFactory:
-    """Report errors of the constructor as errors in the config."""
-
-    def make_checked(groups: OptimizerGroups) -> torch.optim.Optimizer:
-        try:
-            return make(groups)
-        except (TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
-            raise ConfigError(
-                f"engine config: optimizer.params for {config.type}: {error}",
-                fix="optimizer.params in the engine config",
-            ) from None
-
-    return make_checked

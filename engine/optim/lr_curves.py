@@ -23,11 +23,6 @@ from rayzero.engine.config.schedules import (
 BetaPair = tuple[float, float]
 
 
-def value_for_group(value: float | tuple[float, ...], group: int) -> float:
-    """A parameter group's value, of one for all groups or one for each."""
-    return value[group] if isinstance(value, tuple) else value
-
-
 class LRCurve(ScheduleParams):
     """A schedule's params and the learning rates that follow from them."""
 
@@ -46,41 +41,41 @@ class LRCurve(ScheduleParams):
         return None
 
 
+def value_for_group(value: float | tuple[float, ...], group: int) -> float:
+    """A parameter group's value, of one for all groups or one for each."""
+    return value[group] if isinstance(value, tuple) else value
+
+
 def warmup_fraction(kind: str, num_steps: int, iteration: int) -> float:
     """Progress of the warm-up, 0 to 1; a warm-up has at least two steps."""
     length, iteration = max(2, num_steps), max(iteration, 0)
     if iteration >= length:
         return 1.0
-    if kind == "linear":
-        return iteration / length
-    return math.log(iteration + 1) / math.log(length)
+    return iteration / length if kind == "linear" else math.log(iteration + 1) / math.log(length)
 
 
 class WarmupLR(WarmupParams, LRCurve):
     """Warm-up to the maximum, by default the configured lr, then constant."""
 
     def lr(self, iteration: int, group: int, configured: float) -> float:
-        fraction = warmup_fraction(self.warmup_type, self.warmup_num_steps, iteration)
-        return interpolate_lr(self, fraction, group, configured)
+        low, top = value_for_group(self.warmup_min_lr, group), configured
+        if self.warmup_max_lr is not None:
+            top = value_for_group(self.warmup_max_lr, group)
+        return low + (top - low) * self._fraction(iteration)
+
+    def _fraction(self, iteration: int) -> float:
+        return warmup_fraction(self.warmup_type, self.warmup_num_steps, iteration)
 
 
-def interpolate_lr(params: WarmupParams, fraction: float, group: int, configured: float) -> float:
-    """Interpolate between the lowest and the highest learning rate."""
-    low = value_for_group(params.warmup_min_lr, group)
-    top = params.warmup_max_lr
-    return low + ((configured if top is None else value_for_group(top, group)) - low) * fraction
-
-
-class WarmupDecayLR(WarmupDecayParams, LRCurve):
+class WarmupDecayLR(WarmupDecayParams, WarmupLR):
     """Warm-up to the maximum, then linear decay to the minimum."""
 
-    def lr(self, iteration: int, group: int, configured: float) -> float:
+    def _fraction(self, iteration: int) -> float:
         length = max(2, self.warmup_num_steps)
-        fraction = warmup_fraction(self.warmup_type, length, iteration)
-        if iteration >= length:
-            left = self.total_num_steps - iteration
-            fraction = max(0.0, left / max(1, self.total_num_steps - length))
-        return interpolate_lr(self, fraction, group, configured)
+        if iteration < length:
+            return super()._fraction(iteration)
+        remaining = self.total_num_steps - iteration
+        return max(0.0, remaining / max(1, self.total_num_steps - length))
 
 
 class WarmupCosineLR(WarmupCosineParams, LRCurve):
@@ -105,10 +100,8 @@ class OneCycle(OneCycleParams, LRCurve):
     """One cycle between two rates, with the first beta moving inversely; then decay."""
 
     def lr(self, iteration: int, group: int, configured: float) -> float:
-        low, high = (
-            value_for_group(self.cycle_min_lr, group),
-            value_for_group(self.cycle_max_lr, group),
-        )
+        low = value_for_group(self.cycle_min_lr, group)
+        high = value_for_group(self.cycle_max_lr, group)
         if iteration < self._cycle_size:
             return low + (high - low) * self._cycle_fraction(iteration + 1)
         return low / (1 + self.decay_lr_rate * self._decay_intervals(iteration))
@@ -117,10 +110,8 @@ class OneCycle(OneCycleParams, LRCurve):
         """The second beta is DeepSpeed's constant; the first step uses the lowest first beta."""
         if not self.cycle_momentum:
             return None
-        low, high = (
-            value_for_group(self.cycle_min_mom, group),
-            value_for_group(self.cycle_max_mom, group),
-        )
+        low = value_for_group(self.cycle_min_mom, group)
+        high = value_for_group(self.cycle_max_mom, group)
         if iteration < 0:
             return low, 0.99
         if iteration < self._cycle_size:
@@ -136,14 +127,12 @@ class OneCycle(OneCycleParams, LRCurve):
     def _cycle_size(self) -> float:
         return self.cycle_first_step_size + self._second_step_size
 
-    def _cycle_fraction(self, at: int) -> float:
+    def _cycle_fraction(self, step: int) -> float:
         """Height in the cycle: 0 to 1 over its first part, back to 0 over the second."""
-        at_in_cycle = at % self._cycle_size
+        height, length = step % self._cycle_size, self.cycle_first_step_size
         stairs = self.cycle_first_stair_count
-        if at_in_cycle <= self.cycle_first_step_size:
-            height, length = at_in_cycle, self.cycle_first_step_size
-        else:
-            height, length = self._cycle_size - at_in_cycle, self._second_step_size
+        if height > length:
+            height, length = self._cycle_size - height, self._second_step_size
             if self.cycle_second_stair_count is not None:
                 stairs = self.cycle_second_stair_count
         return math.floor(height * stairs / length) / stairs if stairs else height / length

@@ -22,55 +22,44 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.optim.whole_params import (
-    LocalWholeParamOps,
-    ParamSelection,
-    WholeParam,
-    WholeParamOps,
-)
+from rayzero.engine.optim.whole_params import WholeParam, WholeParamOps
 
 A, B, C = 3.4445, -4.7750, 2.0315
-
-
 NORM_EPS = 1e-7
-
-
 GRAM_RESTART_STEP = 2  # steps after which the Gram matrix is recomputed
 
 
 def newton_schulz_standard(matrix: Tensor, steps: int) -> Tensor:
     """Orthogonalise (..., rows, columns) in bfloat16."""
-    wide = _normalize(_transpose_if_tall(matrix.bfloat16()))
+    x = _normalize(_transpose_if_tall(matrix.bfloat16(), matrix))
     for _ in range(steps):
-        product = wide @ wide.mT
-        wide = _mul_add(wide, A, _mul_add(product, B, product, product, C), wide, 1.0)
-    return _transpose_back(wide, matrix)
+        gram = x @ x.mT
+        x = _mul_add(x, A, _mul_add(gram, B, gram, gram, C), x, 1.0)
+    return _transpose_if_tall(x, matrix)
 
 
 def newton_schulz_gram(matrix: Tensor, steps: int) -> Tensor:
     """Orthogonalise (..., rows, columns) through the Gram matrix."""
-    wide = _transpose_if_tall(matrix if matrix.dtype is torch.float64 else matrix.float())
-    wide = _normalize(wide)
-    wide = wide.half() if wide.is_cuda else wide
-    product, factor = wide @ wide.mT, None
+    x = matrix if matrix.dtype is torch.float64 else matrix.float()
+    x = _normalize(_transpose_if_tall(x, matrix))
+    x = x.half() if x.is_cuda else x
+    gram, factor = x @ x.mT, None
     for step in range(steps):
         if step == GRAM_RESTART_STEP and factor is not None:
-            wide, factor = factor @ wide, None
-            product = wide @ wide.mT
-        change = _mul_add(product, B, product, product, C)
+            x, factor = factor @ x, None
+            gram = x @ x.mT
+        change = _mul_add(gram, B, gram, gram, C)
         change.diagonal(dim1=-2, dim2=-1).add_(A)
         factor = change if factor is None else change @ factor
         if step + 1 not in (GRAM_RESTART_STEP, steps):
-            product = change @ product @ change  # polynomials of one matrix commute
-    return _transpose_back(wide if factor is None else factor @ wide, matrix)
+            gram = change @ gram @ change  # polynomials of one matrix commute
+    return _transpose_if_tall(x if factor is None else factor @ x, matrix)
 
 
 NEWTON_SCHULZ_METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "standard": newton_schulz_standard,
     "gram": newton_schulz_gram,
 }
-
-
 INPUT_DTYPES = {"standard": torch.bfloat16, "gram": None}
 """The dtype that a method casts its input to, and in which values may be communicated."""
 
@@ -87,12 +76,9 @@ def _mul_add(term: Tensor, beta: float, left: Tensor, right: Tensor, alpha: floa
     return add(term, left, right, beta=beta, alpha=alpha)
 
 
-def _transpose_if_tall(matrix: Tensor) -> Tensor:
-    return matrix.mT if matrix.size(-2) > matrix.size(-1) else matrix
-
-
-def _transpose_back(wide: Tensor, matrix: Tensor) -> Tensor:
-    return wide.mT if matrix.size(-2) > matrix.size(-1) else wide
+def _transpose_if_tall(x: Tensor, matrix: Tensor) -> Tensor:
+    """x', if `matrix` has more rows than columns: so the Gram matrix is the smaller one."""
+    return x.mT if matrix.size(-2) > matrix.size(-1) else x
 
 
 MUON_DEFAULTS = {
@@ -104,8 +90,6 @@ MUON_DEFAULTS = {
     "ns_steps": 5,
     "adjust_lr_fn": "original",
 }
-
-
 ADAM_DEFAULTS = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 
 
@@ -120,7 +104,9 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], *, decoupled: bool = True) -> None:
-        groups = _as_groups(params)
+        groups = list(params)
+        if groups and not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
         self._inferred_groups = [
             number for number, group in enumerate(groups) if "use_muon" not in group
         ]
@@ -128,7 +114,7 @@ class Muon(torch.optim.Optimizer):
         adam_class = torch.optim.AdamW if decoupled else torch.optim.Adam
         self._adam = adam_class([torch.zeros(0)], fused=True)
         super().__init__([_with_defaults(group, self._adam.defaults) for group in groups], {})
-        self._whole_params: WholeParamOps = LocalWholeParamOps(self)
+        self._whole_params = WholeParamOps.of_optimizer(self)
 
     def bind_whole_params(self, whole_params: WholeParamOps) -> None:
         """Raises ConfigError: `use_muon` of a group is wrong or cannot be inferred."""
@@ -158,31 +144,26 @@ class Muon(torch.optim.Optimizer):
         self._step_adam()
         parts: dict[int, Tensor] = {}
         updates: list[tuple[Tensor, Tensor, float]] = []
-        for group in self._muon_groups():
+        numbers = [number for number, group in enumerate(self.param_groups) if group["use_muon"]]
+        muon_groups = [self.param_groups[number] for number in numbers]
+        for group in muon_groups:
             for tensor in group["params"]:
                 if tensor.grad is None:
                     continue
                 direction = self._update_momentum(tensor, tensor.grad, group).view(-1)
                 weight = tensor.view(-1).mul_(1 - group["lr"] * group["weight_decay"])
-                for segment in self._whole_params.segments(tensor):
+                for segment in self._whole_params.segments[tensor]:
                     size = group["lr"] * update_scale(segment.param.shape, group["adjust_lr_fn"])
                     part = direction[segment.tensor_range]
                     parts[segment.param.number] = part
                     updates.append((weight[segment.tensor_range], part, size))
-        dtypes = {INPUT_DTYPES[group["ns_method"]] for group in self._muon_groups()}
+        updated = [tensor for group in self.param_groups for tensor in group["params"]]
+        dtypes = {INPUT_DTYPES[group["ns_method"]] for group in muon_groups}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
-        self._whole_params.transform(self._select_matrices(), parts, self._orthogonalize, dtype)
+        self._whole_params.transform(numbers, updated, parts, self._orthogonalize, dtype)
         for weight, direction, size in updates:
             weight.add_(direction, alpha=-size)
         return loss
-
-    def _select_matrices(self) -> ParamSelection:
-        numbers = [number for number, group in enumerate(self.param_groups) if group["use_muon"]]
-        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
-        return ParamSelection(tuple(numbers), tuple(tensors))
-
-    def _muon_groups(self) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if group["use_muon"]]
 
     def _step_adam(self) -> None:
         self._adam.param_groups = [group for group in self.param_groups if not group["use_muon"]]
@@ -223,11 +204,6 @@ def update_scale(shape: Sequence[int], how: str) -> float:
 def _matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """A convolution's filters form one matrix; other shapes are batches of matrices."""
     return (shape[0], prod(shape[1:])) if len(shape) == 4 else tuple(shape)
-
-
-def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    entries = list(params)
-    return entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
 
 
 def _with_defaults(group: dict[str, Any], torch_defaults: dict[str, Any]) -> dict[str, Any]:

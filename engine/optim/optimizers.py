@@ -10,19 +10,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.engine.optim.whole_params import LocalWholeParamOps, WholeParamOps
+from rayzero.engine.optim.whole_params import WholeParamOps
 
 CHUNK_NUMEL = 1 << 16  # elements of a CPU tensor updated at once, to stay in a core's cache
+# A step count at which torch's corrections 1 - beta^step are exactly 1. Adding 1 to it gives the
+# same float32, so the count never changes.
+NO_CORRECTION_STEP = 1e15
+LAMB_DEFAULTS: dict[str, Any] = {
+    "betas": (0.9, 0.999),  # of the first and the second moment
+    "eps": 1e-8,  # added to the root of the second moment, or inside it with eps_inside_sqrt
+    "weight_decay": 0.0,  # factor of the weight in the direction, before the norm is computed
+    "bias_correction": True,
+    "eps_inside_sqrt": False,
+    "min_coeff": 0.01,  # bounds of the trust ratio
+    "max_coeff": 10.0,
+}
 
 
-class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al., 2023): steps by the sign of an interpolated momentum. Elementwise.
+class _ElementwiseOptimizer(torch.optim.Optimizer):
+    """Base of optimizers that update each parameter on its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, param.grad, group)
+        return loss
+
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Lion(_ElementwiseOptimizer):
+    """Lion (Chen et al., 2023): steps by the sign of an interpolated momentum.
 
     Where the interpolated momentum is zero the weight does not change, as in the paper: padding
     and unused embedding rows do not drift.
 
     Args:
-        params: parameters or parameter groups.
         lr: learning rate, usually a tenth to a third of AdamW's.
         betas: of the step's interpolation and of the momentum; DeepSpeed's defaults.
         weight_decay: decoupled.
@@ -41,31 +69,19 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
         self.grad_scale: Tensor | None = None
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
-        loss = closure() if closure is not None else None
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
-
-    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         if "exp_avg" not in state:
             state["exp_avg"] = torch.zeros_like(param)
-        if param.grad is None:
-            return
-        tensors = (param.view(-1), param.grad.reshape(-1), state["exp_avg"].view(-1))
+        tensors = (param.view(-1), grad.reshape(-1), state["exp_avg"].view(-1))
         size = CHUNK_NUMEL if param.device.type == "cpu" else max(1, param.numel())
         (beta, forget), lr = group["betas"], group["lr"]
-        for weight, grad, average in zip(*(tensor.split(size) for tensor in tensors), strict=True):
+        for weight, part, average in zip(*(tensor.split(size) for tensor in tensors), strict=True):
             if self.grad_scale is not None:
-                grad = grad / self.grad_scale
-            direction = average.lerp(grad, 1 - beta).sign_()
+                part = part / self.grad_scale
+            direction = average.lerp(part, 1 - beta).sign_()
             weight.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
-            average.lerp_(grad, 1 - forget)
+            average.lerp_(part, 1 - forget)
 
 
 @dataclass(frozen=True)
@@ -87,35 +103,14 @@ class Lamb(torch.optim.Optimizer):
     whole step including weight decay. Gradients are overwritten.
 
     Args:
-        params: parameters or parameter groups.
-        lr: learning rate.
-        betas: of the first and the second moment.
-        eps: added to the root of the second moment, or inside it with `eps_inside_sqrt`.
-        weight_decay: factor of the weight in the direction, before the norm is computed.
-        options: `bias_correction`, `eps_inside_sqrt`, and the bounds of the trust ratio,
-            `min_coeff` and `max_coeff`.
+        options: those of `LAMB_DEFAULTS`.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        **options: Any,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        option_defaults = {
-            "bias_correction": True,
-            "eps_inside_sqrt": False,
-            "min_coeff": 0.01,
-            "max_coeff": 10.0,
-        }
-        if unknown := options.keys() - option_defaults.keys():
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, **options: Any) -> None:
+        if unknown := options.keys() - LAMB_DEFAULTS.keys():
             raise TypeError(f"Lamb has no argument {min(unknown)!r}")
-        super().__init__(params, defaults | option_defaults | options)
-        self._whole_params: WholeParamOps = LocalWholeParamOps(self)
+        super().__init__(params, {"lr": lr} | LAMB_DEFAULTS | options)
+        self._whole_params = WholeParamOps.of_optimizer(self)
 
     def bind_whole_params(self, whole_params: WholeParamOps) -> None:
         self._whole_params = whole_params
@@ -167,30 +162,23 @@ class Lamb(torch.optim.Optimizer):
                 size,
                 group,
             )
-            for segment in self._whole_params.segments(tensor)
+            for segment in self._whole_params.segments[tensor]
         ]
 
     def _trust_ratios(self, updates: Sequence[_LambUpdate]) -> list[float]:
         """Trust ratios by parameter number; 0 where a norm is zero."""
         device = updates[0].weight.device if updates else torch.device("cpu")
-        squares = torch.zeros(2, self._whole_params.num_params, dtype=torch.float64, device=device)
+        squares = torch.zeros(2, len(self._whole_params.params), dtype=torch.float64, device=device)
         if updates:
             numbers = torch.tensor([update.param_number for update in updates], device=device)
-            for row, tensors in (
-                (squares[0], [update.weight for update in updates]),
-                (squares[1], [update.direction for update in updates]),
-            ):
-                norms = torch.stack(torch._foreach_norm(tensors))
-                row.index_add_(0, numbers, norms.double().square())
+            weights = [update.weight for update in updates]
+            directions = [update.direction for update in updates]
+            norms = torch.stack(torch._foreach_norm(weights + directions)).view(2, -1)
+            squares.index_add_(1, numbers, norms.double().square())
         self._whole_params.all_reduce_sum(squares)
         weight, direction = squares.sqrt()
         ratios: list[float] = torch.where(direction > 0, weight / direction, 0.0).tolist()
         return ratios
-
-
-# A step count at which torch's corrections 1 - beta^step are exactly 1. Adding 1 to it gives the
-# same float32, so the count never changes.
-NO_CORRECTION_STEP = 1e15
 
 
 class AdamWithoutBiasCorrection(torch.optim.Adam):
@@ -202,11 +190,10 @@ class AdamWithoutBiasCorrection(torch.optim.Adam):
             for param in group["params"]:
                 if param.grad is not None and not self.state[param]:
                     device = param.device if group["fused"] else torch.device("cpu")
+                    step = torch.tensor(NO_CORRECTION_STEP, dtype=torch.float32, device=device)
                     moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
-                    self.state[param]["step"] = torch.tensor(
-                        NO_CORRECTION_STEP, dtype=torch.float32, device=device
-                    )
-                    self.state[param].update({key: torch.zeros_like(param) for key in moments})
+                    zeros = {key: torch.zeros_like(param) for key in moments}
+                    self.state[param] = {"step": step} | zeros
         return super().step(closure)
 
 
@@ -229,11 +216,11 @@ def make_adam(
     return cls(params, decoupled_weight_decay=adam_w_mode, **options)
 
 
-class OneBitAdam(torch.optim.Optimizer):
+class OneBitAdam(_ElementwiseOptimizer):
     """1-bit Adam (Tang et al., 2021): learns variances during a warm-up, then freezes them.
 
     After the warm-up ranks communicate momenta, which tolerate compression to signs; gradients
-    under changing variances do not. `compression/onebit_adam.py` does that and passes in the
+    under changing variances do not. `compression/gradients.py` does that and passes in the
     gradient that yields the reduced momentum. No bias correction, as in the paper; weight decay is
     decoupled.
 
@@ -263,20 +250,12 @@ class OneBitAdam(torch.optim.Optimizer):
         steps = self.state.get(weight, {}).get("step")
         return steps is not None and float(steps) >= self.freeze_step
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(weight, weight.grad, group)
-
-    def _update(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        frozen, state = self.is_variance_frozen(weight), self.state[weight]
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        frozen, state = self.is_variance_frozen(param), self.state[param]
         if not state:
             state["step"] = torch.zeros(())
-            state["exp_avg"] = torch.zeros_like(weight)
-            state["exp_avg_sq"] = torch.zeros_like(weight)
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
         (first, second), average, square = group["betas"], state["exp_avg"], state["exp_avg_sq"]
         state["step"] += 1
         average.lerp_(grad, 1.0 - first)
@@ -286,4 +265,4 @@ class OneBitAdam(torch.optim.Optimizer):
         # mask they would take huge steps.
         update = average / (square.sqrt() + group["eps"])
         update.masked_fill_(square == 0, 0.0)
-        weight.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+        param.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])

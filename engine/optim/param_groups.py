@@ -16,6 +16,8 @@ from rayzero.engine.optim.muon import ADAM_DEFAULTS, MUON_DEFAULTS, is_matrix
 
 log = logging.getLogger("rayzero.engine")
 
+ADAM_NAME_PATTERNS = ("embed", "lm_head")  # DeepSpeed's rule
+
 
 @dataclass(frozen=True)
 class ParamGroups:
@@ -75,20 +77,18 @@ def freeze_all_params(model: nn.Module) -> ParamGroups:
 
 
 def _freeze_others(names: dict[nn.Parameter, str], group_of: dict[nn.Parameter, int]) -> None:
-    others = [param for param in names if param.requires_grad and param not in group_of]
-    for param in others:
+    others = [
+        name for param, name in names.items() if param.requires_grad and param not in group_of
+    ]
+    for param in names.keys() - group_of.keys():
         param.requires_grad_(False)
     if others:
-        some = ", ".join(names[param] for param in others[:3])
         log.warning(
             "%d parameters require gradients but are in no parameter group, and are frozen: %s%s",
             len(others),
-            some,
+            ", ".join(others[:3]),
             ", ..." if len(others) > 3 else "",
         )
-
-
-ADAM_NAME_PATTERNS = ("embed", "lm_head")  # DeepSpeed's rule
 
 
 def split_muon_groups(model: nn.Module, groups: ParamGroups, params: MuonParams) -> ParamGroups:
@@ -101,19 +101,20 @@ def split_muon_groups(model: nn.Module, groups: ParamGroups, params: MuonParams)
     Raises:
         ConfigError: `use_muon` is set for a vector.
     """
-    new_numbers: dict[tuple[int, bool], int] = {}
-    options: list[dict[str, Any]] = []
     keys = {
         param: (number, _uses_muon(name, param, groups.options[number]))
         for name, param in model.named_parameters()
         if (number := groups.group_of.get(param)) is not None
     }
-    for number, given in enumerate(groups.options):
+    new_numbers: dict[tuple[int, bool], int] = {}
+    for number in range(len(groups.options)):
         for muon in (True, False):
             if (number, muon) in keys.values():
-                new_numbers[number, muon] = len(options)
-                options.append(_group_options(params, given, muon=muon))
-    return ParamGroups({param: new_numbers[key] for param, key in keys.items()}, options)
+                new_numbers[number, muon] = len(new_numbers)
+    return ParamGroups(
+        {param: new_numbers[key] for param, key in keys.items()},
+        [_group_options(params, groups.options[number], muon=muon) for number, muon in new_numbers],
+    )
 
 
 def _uses_muon(name: str, param: nn.Parameter, group: dict[str, Any]) -> bool:
@@ -134,9 +135,8 @@ def _uses_muon(name: str, param: nn.Parameter, group: dict[str, Any]) -> bool:
 def _group_options(params: MuonParams, group: dict[str, Any], *, muon: bool) -> dict[str, Any]:
     """Options of one algorithm's group: the config's params, overridden by the group's."""
     defaults = MUON_DEFAULTS if muon else ADAM_DEFAULTS
-    lr = params.muon_lr if muon else params.adam_lr
-    lr = params.lr if lr is None else lr
     options = {key: getattr(params, key) for key in defaults}
-    options["lr"] = defaults["lr"] if lr is None else lr
+    lrs = (params.muon_lr if muon else params.adam_lr, params.lr, defaults["lr"])
+    options["lr"] = next(lr for lr in lrs if lr is not None)
     own = {key: value for key, value in group.items() if key in defaults}
     return options | own | {"use_muon": muon}

@@ -31,11 +31,17 @@ class StepSchedule:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, curve: LRCurve) -> None:
-        _check_per_group_values(curve, len(optimizer.param_groups))
+        for key, count in curve.per_group_lengths().items():
+            if count != len(optimizer.param_groups):
+                raise ConfigError(
+                    f"scheduler.params.{key}: {count} values for {len(optimizer.param_groups)} "
+                    "parameter groups",
+                    allowed="one number, or one for each parameter group",
+                )
         self.optimizer = optimizer
         self.curve = curve
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self._cycles_betas = "betas" in optimizer.defaults  # others have nothing that could cycle
+        self._has_betas = "betas" in optimizer.defaults
         self.last_batch_iteration = curve.last_batch_iteration
         if self.last_batch_iteration == -1:  # else step 1 uses the configured lr
             self._set_group_options()
@@ -49,10 +55,8 @@ class StepSchedule:
 
     def get_lr(self) -> list[float]:
         """Each group's lr at this iteration."""
-        return [
-            self.curve.lr(self.last_batch_iteration, number, lr)
-            for number, lr in enumerate(self._base_lrs)
-        ]
+        iteration = self.last_batch_iteration
+        return [self.curve.lr(iteration, group, lr) for group, lr in enumerate(self._base_lrs)]
 
     def get_last_lr(self) -> list[float]:
         """Each group's lr now."""
@@ -63,7 +67,7 @@ class StepSchedule:
         numbers = range(len(self._base_lrs))
         betas = [self.curve.betas(self.last_batch_iteration, number) for number in numbers]
         cycled = [pair for pair in betas if pair is not None]
-        return cycled if self._cycles_betas and cycled else None
+        return cycled if self._has_betas and cycled else None
 
     def state_dict(self) -> dict[str, int]:
         return {"last_batch_iteration": self.last_batch_iteration}
@@ -74,10 +78,12 @@ class StepSchedule:
             self._set_group_options()
 
     def _set_group_options(self) -> None:
-        for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+        groups = self.optimizer.param_groups
+        for group, lr in zip(groups, self.get_lr(), strict=True):
             group["lr"] = lr
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
-            group["betas"] = betas
+        if momenta := self.get_mom():
+            for group, betas in zip(groups, momenta, strict=True):
+                group["betas"] = betas
 
 
 def make_lr_curve(config: SchedulerConfig) -> LRCurve:
@@ -131,13 +137,19 @@ def check_schedule(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> Sc
         ConfigError: its `step` requires arguments, or it drives another optimizer.
     """
     name = type(scheduler).__name__
-    if _requires_arguments(scheduler.step):
+    try:
+        inspect.signature(scheduler.step).bind()
+    except ValueError:  # a builtin without a signature
+        pass
+    except TypeError:
         raise ConfigError(
             f"step() of the scheduler {name} requires arguments",
             allowed="schedulers whose step() takes no arguments",
             fix=f"leave lr_scheduler out, make {name} over engine.optimizer, and step it yourself",
-        )
-    driven = _unwrap_optimizer(getattr(scheduler, "optimizer", optimizer))
+        ) from None
+    driven = getattr(scheduler, "optimizer", optimizer)
+    while not isinstance(driven, torch.optim.Optimizer) and hasattr(driven, "optimizer"):
+        driven = driven.optimizer  # a wrapper
     if isinstance(driven, torch.optim.Optimizer) and driven is not optimizer:
         raise ConfigError(
             f"the scheduler {name} drives an optimizer that is not the engine's",
@@ -146,28 +158,3 @@ def check_schedule(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> Sc
             fix=f"initialize(lr_scheduler=lambda optimizer: {name}(optimizer, ...))",
         )
     return scheduler
-
-
-def _unwrap_optimizer(optimizer: Any) -> Any:
-    while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def _requires_arguments(step: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(step).bind()
-    except TypeError:
-        return True
-    except ValueError:  # a builtin without a signature
-        return False
-    return False
-
-
-def _check_per_group_values(curve: LRCurve, groups: int) -> None:
-    for key, count in curve.per_group_lengths().items():
-        if count != groups:
-            raise ConfigError(
-                f"scheduler.params.{key}: {count} values for {groups} parameter groups",
-                allowed="one number, or one for each parameter group",
-            )

@@ -2,13 +2,14 @@
 
 Most optimizers are elementwise and need nothing but their shard; the others access whole
 parameters through `whole_params`. A parameter group's part of a unit is contiguous in the unit's
-flat buffer, hence one tensor. With offloaded state an update shards in chunks.
+flat buffer, hence one tensor. Shards are updated in chunks: those on the device at once, offloaded
+ones as their store brings them into memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -43,25 +44,21 @@ class OptimizerShard:
 
 
 def optimizer_shards(units: Sequence[Unit]) -> list[OptimizerShard]:
-    """All shards of this rank, as views of the units' main weights and main grads."""
+    """All shards of this rank, as views of the units' main weights and main grads; cut into the
+    chunks in which state is read from files."""
     shards = []
     for unit in units:
         if unit.main_weights is None or unit.grads is None:
             continue
         grads = unit.grads.owned()
-        for group, whole in unit.layout.group_ranges(unit.owned):
-            for part in _split_range(whole, unit.state_store.chunk_numel):
-                layout_range = slice(unit.owned.start + part.start, unit.owned.start + part.stop)
+        for group, extent in unit.layout.group_ranges(unit.owned):
+            step = unit.state_store.chunk_numel or extent.stop - extent.start
+            for start in range(extent.start, extent.stop, step):
+                part = slice(start, min(start + step, extent.stop))
+                layout_range = slice(unit.owned.start + start, unit.owned.start + part.stop)
                 weight = nn.Parameter(unit.main_weights[part])
                 shards.append(OptimizerShard(group, unit, layout_range, weight, grads[part]))
     return shards
-
-
-def _split_range(part: slice, numel: int | None) -> Iterator[slice]:
-    """Parts of at most `numel` elements, the chunks in which state is read from files."""
-    step = numel or part.stop - part.start
-    for start in range(part.start, part.stop, step):
-        yield slice(start, min(start + step, part.stop))
 
 
 class ShardedOptimizer:
@@ -80,20 +77,43 @@ class ShardedOptimizer:
         self._uses_grad_scale = bool(
             getattr(optimizer, "_step_supports_amp_scaling", False)
         ) and all(shard.weight.dtype is torch.float32 for shard in shards)
+        # The device first: the GPU computes its chunk while the CPU continues with the others.
+        stores = {id(shard.unit.state_store): shard.unit.state_store for shard in shards}.values()
+        self._chunks_by_store = [
+            (store, _make_chunks(store, shards))
+            for store in sorted(stores, key=lambda it: it.memory_kind is not MemoryKind.DEVICE)
+        ]
 
     def step(self, factor: float) -> None:
         """Update the main weights with `factor` times the main grads, which may be overwritten.
 
+        Steps the torch optimizer once per chunk, with the chunk's shards as its only parameters.
         Collective for optimizers that use whole parameters, local for all others.
         """
-        for shards in self.chunks():
-            self.step_shards(shards, factor)
+        with closing(self.chunks()) as chunks:
+            for shards in chunks:
+                self._step_shards(shards, factor)
 
-    def chunks(self) -> Iterator[Sequence[OptimizerShard]]:
-        """Yields the shards that are updated together, while their state is in memory."""
-        yield self.shards
+    def chunks(self) -> Generator[Sequence[OptimizerShard], None, None]:
+        """Yields the shards that are updated together, while their state is in memory and they are
+        the torch optimizer's only parameters."""
+        all_params = [group["params"] for group in self.torch_optimizer.param_groups]
+        try:
+            for store, chunks in self._chunks_by_store:
+                updates = [update for update, _ in chunks]
+                for number in store.update_chunks(updates, self.torch_optimizer.state):
+                    _, shards = chunks[number]
+                    self._restrict_params(shards)
+                    yield shards
+        finally:
+            for group, params in zip(self.torch_optimizer.param_groups, all_params, strict=True):
+                group["params"] = params
 
-    def step_shards(self, shards: Sequence[OptimizerShard], factor: float) -> None:
+    def _restrict_params(self, shards: Sequence[OptimizerShard]) -> None:
+        for number, group in enumerate(self.torch_optimizer.param_groups):
+            group["params"] = [shard.weight for shard in shards if shard.group == number]
+
+    def _step_shards(self, shards: Sequence[OptimizerShard], factor: float) -> None:
         """Step the torch optimizer, whose parameters currently are these shards."""
         for shard in shards:
             # No copy, unless gradients are summed in another dtype.
@@ -108,8 +128,7 @@ class ShardedOptimizer:
 
     def reset_state(self) -> None:
         """Reset the optimizer state to that before the first step."""
-        self.torch_optimizer.state.clear()
-        self.torch_optimizer.state.update(initial_state(self.torch_optimizer))
+        _reset_state(self.torch_optimizer)
 
     @property
     def lr(self) -> float:
@@ -154,14 +173,6 @@ def check_elementwise(optimizer: object) -> None:
         )
 
 
-def initial_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
-    """The state before the first step: empty, except for Adagrad, which has state initially."""
-    if not isinstance(optimizer, torch.optim.Adagrad):
-        return {}
-    groups = [dict(group) for group in optimizer.param_groups]
-    return dict(type(optimizer)(groups, **optimizer.defaults).state)
-
-
 def rebind_params(
     optimizer: torch.optim.Optimizer, shards: Sequence[OptimizerShard]
 ) -> torch.optim.Optimizer:
@@ -170,7 +181,8 @@ def rebind_params(
     Raises:
         ConfigError: the optimizer has taken steps.
     """
-    if not _took_no_step(optimizer):
+    # Adagrad has state from the beginning, at step 0.
+    if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ConfigError(
             f"the {type(optimizer).__name__} passed to initialize has already taken steps",
             allowed="a new optimizer",
@@ -178,75 +190,27 @@ def rebind_params(
         )
     for group, options in enumerate(optimizer.param_groups):
         options["params"] = [shard.weight for shard in shards if shard.group == group]
-    optimizer.state.clear()
-    optimizer.state.update(initial_state(optimizer))
+    _reset_state(optimizer)
     return optimizer
 
 
-def _took_no_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has not stepped yet; Adagrad has state from the beginning."""
-    if isinstance(optimizer, torch.optim.Adagrad):
-        return all(float(state["step"]) == 0 for state in optimizer.state.values())
-    return not optimizer.state
+def _reset_state(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+    if isinstance(optimizer, torch.optim.Adagrad):  # the only one with state before its first step
+        groups = [dict(group) for group in optimizer.param_groups]
+        optimizer.state.update(type(optimizer)(groups, **optimizer.defaults).state)
 
 
-class ChunkedOptimizer(ShardedOptimizer):
-    """Steps the torch optimizer once per chunk, with the chunk's shards as its only parameters.
-
-    Everything on the device is one chunk and goes first: the GPU computes it while the CPU
-    continues with the others.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[OptimizerShard]) -> None:
-        super().__init__(optimizer, shards)
-        stores = {id(shard.unit.state_store): shard.unit.state_store for shard in shards}.values()
-        self._chunks_by_store = [
-            (
-                store,
-                _group_shards(
-                    store, [shard for shard in shards if shard.unit.state_store is store]
-                ),
-            )
-            for store in sorted(stores, key=lambda it: it.memory_kind is not MemoryKind.DEVICE)
-        ]
-
-    def chunks(self) -> Iterator[Sequence[OptimizerShard]]:
-        with self._restoring_params():
-            for store, groups in self._chunks_by_store:
-                chunks = [_make_chunk(shards) for shards in groups]
-                for number in store.update_chunks(chunks, self.torch_optimizer.state):
-                    self._restrict_params(groups[number])
-                    yield groups[number]
-
-    @contextmanager
-    def _restoring_params(self) -> Iterator[None]:
-        """Restore all parameters of the torch optimizer on exit."""
-        all_params = [group["params"] for group in self.torch_optimizer.param_groups]
-        try:
-            yield
-        finally:
-            for group, params in zip(self.torch_optimizer.param_groups, all_params, strict=True):
-                group["params"] = params
-
-    def _restrict_params(self, shards: Sequence[OptimizerShard]) -> None:
-        for number, group in enumerate(self.torch_optimizer.param_groups):
-            group["params"] = [shard.weight for shard in shards if shard.group == number]
-
-
-def choose_optimizer_class(shards: Sequence[OptimizerShard]) -> type[ShardedOptimizer]:
-    """`ChunkedOptimizer` if any state is offloaded."""
-    offloaded = any(shard.unit.state_store.memory_kind is not MemoryKind.DEVICE for shard in shards)
-    return ChunkedOptimizer if offloaded else ShardedOptimizer
-
-
-def _group_shards(
+def _make_chunks(
     store: StateStore, shards: Sequence[OptimizerShard]
-) -> list[list[OptimizerShard]]:
-    """Shards to update together: of one unit, and at most `store.chunk_numel` elements."""
+) -> list[tuple[UpdateChunk, list[OptimizerShard]]]:
+    """The chunks of a store's shards: on the device all at once, elsewhere of one unit and at most
+    `store.chunk_numel` elements."""
+    stored = [shard for shard in shards if shard.unit.state_store is store]
     if store.memory_kind is MemoryKind.DEVICE:
-        return [list(shards)]
+        return [(_make_chunk(stored), stored)]
     groups: list[list[OptimizerShard]] = []
-    for _, unit in groupby(shards, key=lambda shard: id(shard.unit)):
+    for _, unit in groupby(stored, key=lambda shard: id(shard.unit)):
         available = 0
         for number, shard in enumerate(unit):
             numel = shard.weight.numel()
@@ -255,24 +219,16 @@ def _group_shards(
                 available = store.chunk_numel or 0
             groups[-1].append(shard)
             available -= numel
-    return groups
+    return [(_make_chunk(group), group) for group in groups]
 
 
 def _make_chunk(shards: Sequence[OptimizerShard]) -> UpdateChunk:
     main = shards[0].unit.main_weights
     if main is None:
         raise RuntimeError("a frozen unit has no optimizer shards")
-    return UpdateChunk(
-        main,
-        tuple(shard.weight for shard in shards),
-        tuple(_model_weight_range(shard) for shard in shards),
-    )
-
-
-def _model_weight_range(shard: OptimizerShard) -> Tensor:
-    """The model weights updated from a shard of main weights."""
-    unit = shard.unit
-    start = unit.owned.start
-    return unit.weights.owned_range(unit.owned)[
-        shard.layout_range.start - start : shard.layout_range.stop - start
-    ]
+    targets = []
+    for shard in shards:
+        owned, extent = shard.unit.owned, shard.layout_range
+        model_weights = shard.unit.weights.owned_range(owned)
+        targets.append(model_weights[extent.start - owned.start : extent.stop - owned.start])
+    return UpdateChunk(main, tuple(shard.weight for shard in shards), tuple(targets))

@@ -9,8 +9,8 @@ metadata.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -18,20 +18,16 @@ from torch import Tensor
 
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard
-from rayzero.engine.optim.whole_params import ParamSegment, ParamSelection, TransformFn, WholeParam
+from rayzero.engine.optim.whole_params import ParamSegment, TransformFn, WholeParam, WholeParamOps
 from rayzero.engine.zero.unit import Unit
 
-
-@dataclass(frozen=True)
-class _ExchangePlan:
-    """Segments to send and to receive, by rank, and the parameters that this rank owns."""
-
-    owned_params: list[WholeParam]
-    to_owner: list[list[ParamSegment]]
-    from_holder: list[list[ParamSegment]]
+Segments = list[ParamSegment]
+Plan = tuple[list[Segments], list[Segments]]
+"""This rank's segments by the rank that owns their parameter, and the segments of the parameters
+that this rank owns by the rank that holds them."""
 
 
-class ShardedWholeParamOps:
+class ShardedWholeParamOps(WholeParamOps):
     """`WholeParamOps` over the parameters of an engine's units.
 
     Args:
@@ -48,30 +44,22 @@ class ShardedWholeParamOps:
         device: torch.device,
     ) -> None:
         self._units = [unit for unit in units if unit.main_weights is not None]
-        self._collectives = collectives
-        self._device = device
-        self._params: list[WholeParam] = []
-        self._first_number: dict[str, int] = {}  # the number of each unit's first parameter
+        params: list[WholeParam] = []
+        self._params_of: dict[str, list[WholeParam]] = {}  # by the unit's name
         for unit in self._units:
-            self._first_number[unit.name] = len(self._params)
-            for spec in unit.layout.params:
-                self._params.append(WholeParam(len(self._params), spec.shape, spec.group))
-        self._segments: dict[Tensor, list[ParamSegment]] = {
+            specs = enumerate(unit.layout.params, start=len(params))
+            self._params_of[unit.name] = [
+                WholeParam(number, spec.shape, spec.group) for number, spec in specs
+            ]
+            params += self._params_of[unit.name]
+        segments: dict[Tensor, Sequence[ParamSegment]] = {
             shard.weight: self._segments_in(shard.unit, shard.layout_range) for shard in shards
         }
+        super().__init__(params, segments, device)
+        self._collectives = collectives
         self._sharded = any(unit.owned != slice(0, unit.layout.numel) for unit in self._units)
         self._unit_of: dict[Tensor, Unit] = {shard.weight: shard.unit for shard in shards}
-        self._plans: dict[object, _ExchangePlan] = {}
-
-    @property
-    def num_params(self) -> int:
-        return len(self._params)
-
-    def segments(self, tensor: Tensor) -> Sequence[ParamSegment]:
-        return self._segments[tensor]
-
-    def params_in_groups(self, groups: Sequence[int]) -> list[WholeParam]:
-        return [param for param in self._params if param.group in groups]
+        self._plans: dict[object, Plan] = {}
 
     def all_reduce_sum(self, values: Tensor) -> None:
         if self._sharded:
@@ -81,43 +69,27 @@ class ShardedWholeParamOps:
 
     def transform(
         self,
-        selection: ParamSelection,
+        groups: Sequence[int],
+        updated: Sequence[Tensor],
         parts: Mapping[int, Tensor],
         function: TransformFn,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not self._sharded:  # every rank holds whole parameters and computes all of them
-            for number, part in parts.items():
-                part.copy_(function(self._params[number], part.to(self._device, dtype)))
+        if not self._sharded:  # every rank computes all parameters
+            super().transform(groups, updated, parts, function, dtype)
             return
-        plan = self._plan_for(selection)
+        to_owner, from_holder = self._plan_for(groups, updated)
         wire_dtype = dtype or self._widest_dtype()
-        send = [self._pack(segments, parts, wire_dtype) for segments in plan.to_owner]
-        received = [self._empty_buffer(segments, wire_dtype) for segments in plan.from_holder]
-        self._all_to_all(received, send)
-        self._transform_owned(plan, received, function)
-        self._all_to_all(send, received)
-        for segments, buffer in zip(plan.to_owner, send, strict=True):
-            for segment, view in _segment_views(segments, buffer):
-                parts[segment.param.number].copy_(view)
-
-    def _transform_owned(
-        self, plan: _ExchangePlan, received: Sequence[Tensor], function: TransformFn
-    ) -> None:
-        """Transform the parameters that this rank owns; results overwrite `received`."""
-        views: dict[int, list[tuple[ParamSegment, Tensor]]] = {
-            param.number: [] for param in plan.owned_params
-        }
-        for segments, buffer in zip(plan.from_holder, received, strict=True):
-            for segment, view in _segment_views(segments, buffer):
-                views[segment.param.number].append((segment, view))
-        for param in plan.owned_params:
-            whole = received[0].new_empty(param.numel)
-            for segment, view in views[param.number]:
-                whole[segment.start : segment.stop] = view
-            result = function(param, whole)
-            for segment, view in views[param.number]:
-                view.copy_(result[segment.start : segment.stop])
+        sent = [self._empty_buffer(segments, wire_dtype) for segments in to_owner]
+        received = [self._empty_buffer(segments, wire_dtype) for segments in from_holder]
+        views = _segment_views(to_owner, sent)
+        for segment, view in views:
+            view.copy_(parts[segment.param.number])
+        self._all_to_all(received, sent)
+        _transform_owned(_segment_views(from_holder, received), function)
+        self._all_to_all(sent, received)
+        for segment, view in views:
+            parts[segment.param.number].copy_(view)
 
     def _all_to_all(self, output: Sequence[Tensor], input_: Sequence[Tensor]) -> None:
         """Blocks until both sides may be overwritten."""
@@ -125,32 +97,20 @@ class ShardedWholeParamOps:
         work.wait()
         work.release()
 
-    def _pack(
-        self, segments: Sequence[ParamSegment], parts: Mapping[int, Tensor], dtype: torch.dtype
-    ) -> Tensor:
-        buffer = self._empty_buffer(segments, dtype)
-        for segment, view in _segment_views(segments, buffer):
-            view.copy_(parts[segment.param.number])
-        return buffer
-
-    def _empty_buffer(self, segments: Sequence[ParamSegment], dtype: torch.dtype) -> Tensor:
+    def _empty_buffer(self, segments: Segments, dtype: torch.dtype) -> Tensor:
         numel = sum(segment.stop - segment.start for segment in segments)
         return torch.empty(numel, dtype=dtype, device=self._device)
 
-    def _plan_for(self, selection: ParamSelection) -> _ExchangePlan:
-        unit_ids = {id(self._unit_of[tensor]) for tensor in selection.updated_tensors}
-        key = selection.groups, frozenset(unit_ids)
-        if key not in self._plans:
-            units = [unit for unit in self._units if id(unit) in unit_ids]
-            self._plans[key] = self._make_plan(selection.groups, units)
-        return self._plans[key]
-
-    def _make_plan(self, groups: Sequence[int], units: Sequence[Unit]) -> _ExchangePlan:
+    def _plan_for(self, groups: Sequence[int], updated: Sequence[Tensor]) -> Plan:
+        unit_ids = frozenset(id(self._unit_of[tensor]) for tensor in updated)
+        key = tuple(groups), unit_ids
+        if key in self._plans:
+            return self._plans[key]
         rank, world_size = self._collectives.rank, self._collectives.world_size
         owners = choose_owners(self.params_in_groups(groups), world_size)
-        to_owner: list[list[ParamSegment]] = [[] for _ in range(world_size)]
-        from_holder: list[list[ParamSegment]] = [[] for _ in range(world_size)]
-        for unit in units:
+        to_owner: list[Segments] = [[] for _ in range(world_size)]
+        from_holder: list[Segments] = [[] for _ in range(world_size)]
+        for unit in [unit for unit in self._units if id(unit) in unit_ids]:
             for holder in range(world_size):
                 for segment in self._segments_in(unit, unit.layout.shard(holder)):
                     owner = owners.get(segment.param.number)
@@ -158,14 +118,14 @@ class ShardedWholeParamOps:
                         to_owner[owner].append(segment)
                     if owner == rank:
                         from_holder[holder].append(segment)
-        owned = {segment.param.number: segment.param for held in from_holder for segment in held}
-        return _ExchangePlan(list(owned.values()), to_owner, from_holder)
+        self._plans[key] = to_owner, from_holder
+        return self._plans[key]
 
     def _segments_in(self, unit: Unit, extent: slice) -> list[ParamSegment]:
         """The parameter segments in a range of a unit's flat layout."""
-        first = self._first_number[unit.name]
+        params = self._params_of[unit.name]
         return [
-            ParamSegment(self._params[first + part.index], part.start, part.stop, part.memory)
+            ParamSegment(params[part.index], part.start, part.stop, part.memory)
             for part in unit.layout.overlaps(extent)
         ]
 
@@ -189,13 +149,30 @@ def choose_owners(params: Sequence[WholeParam], world_size: int) -> dict[int, in
 def _orthogonalize_cost(param: WholeParam) -> int:
     """Multiplications of the matrix with its transpose."""
     rows = param.shape[0] if param.shape else 1
-    columns = prod(param.shape[1:])
-    return rows * columns * min(rows, columns)
+    return param.numel * min(rows, prod(param.shape[1:]))
 
 
 def _segment_views(
-    segments: Sequence[ParamSegment], buffer: Tensor
+    segments_by_rank: Sequence[Segments], buffers: Sequence[Tensor]
 ) -> list[tuple[ParamSegment, Tensor]]:
-    """Each segment with its view of a buffer that holds them one after another."""
-    lengths = [segment.stop - segment.start for segment in segments]
-    return list(zip(segments, buffer.split(lengths) if lengths else (), strict=True))
+    """Each segment with its view of its rank's buffer, which holds them one after another."""
+    views: list[tuple[ParamSegment, Tensor]] = []
+    for segments, buffer in zip(segments_by_rank, buffers, strict=True):
+        if segments:
+            lengths = [segment.stop - segment.start for segment in segments]
+            views += zip(segments, buffer.split(lengths), strict=True)
+    return views
+
+
+def _transform_owned(views: Sequence[tuple[ParamSegment, Tensor]], function: TransformFn) -> None:
+    """Assemble each parameter, transform it, and put the result in place of its segments."""
+    views_of: defaultdict[WholeParam, list[tuple[ParamSegment, Tensor]]] = defaultdict(list)
+    for segment, view in views:
+        views_of[segment.param].append((segment, view))
+    for param, held in views_of.items():
+        whole = held[0][1].new_empty(param.numel)
+        for segment, view in held:
+            whole[segment.start : segment.stop] = view
+        result = function(param, whole)
+        for segment, view in held:
+            view.copy_(result[segment.start : segment.stop])

@@ -43,54 +43,71 @@ class ParamSegment:
     tensor_range: slice
 
 
-@dataclass(frozen=True)
-class ParamSelection:
-    """Selects parameters, the same on every rank.
-
-    Attributes:
-        groups: their parameter groups.
-        updated_tensors: tensors that the current step updates, of any group. A step may update
-            some units only: the selection is restricted to the units of these tensors.
-    """
-
-    groups: tuple[int, ...]
-    updated_tensors: tuple[Tensor, ...]
-
-
 TransformFn = Callable[[WholeParam, Tensor], Tensor]
 
 
-class WholeParamOps(Protocol):
-    """Access to whole parameters, however they are sharded. Calls are collective."""
+class WholeParamOps:
+    """Access to whole parameters. Calls are collective.
 
-    @property
-    def num_params(self) -> int:
-        """Number of trained parameters."""
+    In this class every tensor is a whole parameter, as for an optimizer without an engine;
+    `ShardedWholeParamOps` assembles parameters from the ranks' shards.
 
-    def segments(self, tensor: Tensor) -> Sequence[ParamSegment]:
-        """The parameter segments in a tensor that the optimizer updates."""
+    Args:
+        params: all trained parameters, by number.
+        segments: the segments in each tensor that the optimizer updates.
+        device: where parameters are transformed; None: where they are.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[WholeParam],
+        segments: Mapping[Tensor, Sequence[ParamSegment]],
+        device: torch.device | None = None,
+    ) -> None:
+        self.params = params
+        self.segments = segments
+        self._device = device
+
+    @classmethod
+    def of_optimizer(cls, optimizer: torch.optim.Optimizer) -> WholeParamOps:
+        """The parameters of an optimizer without an engine."""
+        params: list[WholeParam] = []
+        segments: dict[Tensor, list[ParamSegment]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for tensor in group["params"]:
+                param = WholeParam(len(params), tuple(tensor.shape), number)
+                params.append(param)
+                segments[tensor] = [ParamSegment(param, 0, param.numel, slice(0, param.numel))]
+        return cls(params, segments)
+
+    def params_in_groups(self, groups: Sequence[int]) -> list[WholeParam]:
+        """The parameters of some parameter groups."""
+        return [param for param in self.params if param.group in groups]
 
     def all_reduce_sum(self, values: Tensor) -> None:
         """Sum over the ranks in place; does nothing where every rank holds whole parameters."""
 
     def transform(
         self,
-        selection: ParamSelection,
+        groups: Sequence[int],
+        updated: Sequence[Tensor],
         parts: Mapping[int, Tensor],
         function: TransformFn,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Replace each selected parameter's values by `function` of the whole parameter.
+        """Replace each parameter's values by `function` of the whole parameter.
 
         Args:
+            groups: parameter groups of the parameters, the same on every rank.
+            updated: tensors that the current step updates, of any group. A step may update some
+                units only, the same on every rank: parameters of other units are left out.
             parts: this rank's part by parameter number, flat; overwritten.
             function: called on the owning rank with the flat parameter; returns a flat tensor of
                 any dtype.
             dtype: values may be rounded to it in transit; None: not at all.
         """
-
-    def params_in_groups(self, groups: Sequence[int]) -> list[WholeParam]:
-        """The parameters of some parameter groups."""
+        for number, part in parts.items():
+            part.copy_(function(self.params[number], part.to(self._device, dtype)))
 
 
 @runtime_checkable
@@ -99,42 +116,3 @@ class NeedsWholeParams(Protocol):
 
     def bind_whole_params(self, whole_params: WholeParamOps) -> None:
         """Called once, before the first step."""
-
-
-class LocalWholeParamOps:
-    """For an optimizer without an engine: every tensor is a whole parameter."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._segments: dict[Tensor, tuple[ParamSegment]] = {}
-        for number, group in enumerate(optimizer.param_groups):
-            for tensor in group["params"]:
-                param = WholeParam(len(self._segments), tuple(tensor.shape), number)
-                self._segments[tensor] = (
-                    ParamSegment(param, 0, param.numel, slice(0, param.numel)),
-                )
-
-    @property
-    def num_params(self) -> int:
-        return len(self._segments)
-
-    def segments(self, tensor: Tensor) -> Sequence[ParamSegment]:
-        return self._segments[tensor]
-
-    def all_reduce_sum(self, values: Tensor) -> None:
-        return
-
-    def params_in_groups(self, groups: Sequence[int]) -> list[WholeParam]:
-        params = [segment.param for (segment,) in self._segments.values()]
-        return [param for param in params if param.group in groups]
-
-    def transform(
-        self,
-        selection: ParamSelection,
-        parts: Mapping[int, Tensor],
-        function: TransformFn,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        for (segment,) in self._segments.values():
-            if segment.param.number in parts:
-                part = parts[segment.param.number]
-                part.copy_(function(segment.param, part))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayzero.engine.compression.select import resolve_compression
+from rayzero.engine.compression.select import check_compression
 from rayzero.engine.config import EngineConfig, parse_config, resolve_batch_sizes
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.units import name_params, plan_blocks
@@ -175,7 +175,7 @@ class PlanSetting:
             for key in ("zero_hpz_partition_size", "zero_quantized_weights"):
                 zero.pop(key, None)
         config = parse_config({**document, "zero_optimization": zero})
-        resolve_compression(config)
+        check_compression(config)
         return config
 
 

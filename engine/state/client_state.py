@@ -28,7 +28,7 @@ _ALLOWED_TYPES = (
 
 
 def encode_client_state(value: Any, where: str = "client_state") -> Any:
-    """Encode `value` as JSON.
+    """Encode `value` as JSON; types that JSON lacks become objects with a type tag.
 
     Raises:
         EngineError: a value's type is not supported; the message has its path.
@@ -37,41 +37,31 @@ def encode_client_state(value: Any, where: str = "client_state") -> Any:
     if value is None or kind in (bool, int, str) or (kind is float and isfinite(value)):
         return value
     if kind is list:
-        return _encode_items(value, where)
-    if kind in (dict, OrderedDict) and all(type(key) is str and key != _TYPE_TAG for key in value):
-        return {key: encode_client_state(item, f"{where}[{key!r}]") for key, item in value.items()}
-    return _encode_tagged(value, where)
-
-
-def _encode_tagged(value: Any, where: str) -> dict[str, Any]:
-    """Encode a type that JSON lacks as an object with a type tag."""
-    kind = type(value)
-    if kind is float:
-        return {_TYPE_TAG: "float", "value": repr(value)}
+        return [encode_client_state(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if kind in (dict, OrderedDict):
+        if all(type(key) is str and key != _TYPE_TAG for key in value):
+            return {
+                key: encode_client_state(item, f"{where}[{key!r}]") for key, item in value.items()
+            }
         pairs = [[key, item] for key, item in value.items()]
-        return {_TYPE_TAG: "dict", "value": _encode_items(pairs, where)}
-    if kind in (tuple, torch.Size):
-        return {_TYPE_TAG: "tuple", "value": _encode_items(value, where)}
-    if kind in (set, frozenset):
-        return {_TYPE_TAG: "set", "value": _encode_items(value, where)}
-    if kind is bytes:
-        return {_TYPE_TAG: "bytes", "value": b64encode(value).decode()}
+        return {_TYPE_TAG: "dict", "value": encode_client_state(pairs, where)}
+    if kind in (tuple, torch.Size, set, frozenset):
+        tag = "tuple" if kind in (tuple, torch.Size) else "set"
+        return {_TYPE_TAG: tag, "value": encode_client_state(list(value), where)}
     if kind is Namespace:
         return {_TYPE_TAG: "namespace", "value": encode_client_state(vars(value), where)}
+    if kind is float:
+        return {_TYPE_TAG: "float", "value": repr(value)}
+    if kind is bytes:
+        return {_TYPE_TAG: "bytes", "value": b64encode(value).decode()}
     if isinstance(value, Path):
         return {_TYPE_TAG: "path", "value": str(value)}
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biuf":
         array = np.asarray(value)
-        return {_TYPE_TAG: "array", "dtype": array.dtype.str} | _encode_array(array, where)
+        return _encode_array("array", array.dtype.str, array.shape, array, where)
     if kind in (Tensor, torch.nn.Parameter) and value.dtype in DTYPE_BY_NAME.values():
-        flat = value.detach().cpu().contiguous()
-        raw = flat.reshape(-1).view(torch.uint8).numpy().reshape(-1)
-        return (
-            {_TYPE_TAG: "tensor", "dtype": dtype_name(value.dtype)}
-            | _encode_array(raw, where)
-            | {"shape": list(value.shape)}
-        )
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _encode_array("tensor", dtype_name(value.dtype), value.shape, raw, where)
     raise EngineError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold",
         allowed=_ALLOWED_TYPES,
@@ -79,18 +69,15 @@ def _encode_tagged(value: Any, where: str) -> dict[str, Any]:
     )
 
 
-def _encode_items(values: Any, where: str) -> list[Any]:
-    return [encode_client_state(item, f"{where}[{number}]") for number, item in enumerate(values)]
-
-
-def _encode_array(array: Any, where: str) -> dict[str, Any]:
+def _encode_array(tag: str, dtype: str, shape: Any, array: Any, where: str) -> dict[str, Any]:
     if array.nbytes > MAX_ARRAY_BYTES:
         raise EngineError(
             f"{where} has {array.nbytes} bytes",
             allowed=f"tensors and arrays of at most {MAX_ARRAY_BYTES} bytes",
             fix="make it a buffer of the model, or write it to a separate file",
         )
-    return {"shape": list(array.shape), "value": b64encode(array.tobytes()).decode()}
+    text = b64encode(array.tobytes()).decode()
+    return {_TYPE_TAG: tag, "dtype": dtype, "shape": list(shape), "value": text}
 
 
 def decode_client_state(value: Any) -> Any:
@@ -101,29 +88,29 @@ def decode_client_state(value: Any) -> Any:
         return value
     if _TYPE_TAG not in value:
         return {key: decode_client_state(item) for key, item in value.items()}
-    return _decode_tagged(value)
+    return _DECODERS[value[_TYPE_TAG]](value)
 
 
-def _decode_tagged(document: Mapping[str, Any]) -> Any:
-    kind, value = document[_TYPE_TAG], document["value"]
-    if kind == "array":
-        flat = np.frombuffer(b64decode(value), dtype=np.dtype(document["dtype"]))
-        array = flat.reshape(document["shape"]).copy()
-        return array if array.ndim else array[()]
-    if kind == "tensor":
-        raw = bytearray(b64decode(value))
-        if not raw:
-            return torch.zeros(document["shape"], dtype=DTYPE_BY_NAME[document["dtype"]])
-        return torch.frombuffer(raw, dtype=DTYPE_BY_NAME[document["dtype"]]).reshape(
-            document["shape"]
-        )
-    makers: dict[str, Callable[[Any], Any]] = {
-        "float": float,
-        "bytes": b64decode,
-        "path": Path,
-        "tuple": lambda one: tuple(decode_client_state(one)),
-        "set": lambda one: set(decode_client_state(one)),
-        "dict": lambda one: dict(decode_client_state(one)),
-        "namespace": lambda one: Namespace(**decode_client_state(one)),
-    }
-    return makers[kind](value)
+def _decode_array(document: Mapping[str, Any]) -> Any:
+    flat = np.frombuffer(b64decode(document["value"]), dtype=np.dtype(document["dtype"]))
+    array = flat.reshape(document["shape"]).copy()
+    return array if array.ndim else array[()]
+
+
+def _decode_tensor(document: Mapping[str, Any]) -> Tensor:
+    raw, dtype = bytearray(b64decode(document["value"])), DTYPE_BY_NAME[document["dtype"]]
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.zeros(0, dtype=dtype)
+    return flat.reshape(document["shape"])
+
+
+_DECODERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "float": lambda document: float(document["value"]),
+    "bytes": lambda document: b64decode(document["value"]),
+    "path": lambda document: Path(document["value"]),
+    "tuple": lambda document: tuple(decode_client_state(document["value"])),
+    "set": lambda document: set(decode_client_state(document["value"])),
+    "dict": lambda document: dict(decode_client_state(document["value"])),
+    "namespace": lambda document: Namespace(**decode_client_state(document["value"])),
+    "array": _decode_array,
+    "tensor": _decode_tensor,
+}

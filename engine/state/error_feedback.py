@@ -18,27 +18,21 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rayzero.engine.layout.state_index import LogicalTensor
-from rayzero.engine.state.ranges import StateRange, range_of_unit, whole_tensor_range
-from rayzero.engine.zero.reducer import ErrorFeedback, GradReduction, UnitGradSpec
+from rayzero.engine.layout.state_index import LogicalTensor, StateSource
+from rayzero.engine.state.ranges import StateRange, range_of_unit, read_ranges, whole_tensor_range
+from rayzero.engine.zero.reducer import UnitGradSpec
 from rayzero.engine.zero.runtime import ZeroRuntime
 
 log = logging.getLogger("rayzero.engine")
 
 LOCAL_PREFIX, REDUCED_PREFIX = "residual.terms.", "residual.sum"
-
-
 _LOCAL_PATTERN = re.compile(r"residual\.terms\.(\d+)/")
-
-
-ReadRanges = Callable[[Sequence[StateRange]], None]
 
 
 def residual_ranges(runtime: ZeroRuntime) -> list[StateRange]:
@@ -46,7 +40,7 @@ def residual_ranges(runtime: ZeroRuntime) -> list[StateRange]:
     rank = runtime.collectives.rank
     parts = []
     for residuals in runtime.grad_reduction.residuals:
-        parts.append(_local_range(residuals.unit, f"{LOCAL_PREFIX}{rank}", residuals.local))
+        parts.append(_local_range(residuals.unit, rank, residuals.local))
         if residuals.reduced is not None:
             parts.append(_reduced_range(residuals.unit, residuals.reduced))
     if rank == 0:
@@ -57,87 +51,57 @@ def residual_ranges(runtime: ZeroRuntime) -> list[StateRange]:
     return parts
 
 
-def residual_metadata(reduction: GradReduction) -> dict[str, Any]:
-    """The JSON part of the residuals."""
-    return {"residual_factor": reduction.residual_factor} if reduction.residuals else {}
-
-
 def load_residuals(
-    runtime: ZeroRuntime,
-    held: Mapping[str, LogicalTensor],
-    document: Mapping[str, Any],
-    fill: ReadRanges,
+    runtime: ZeroRuntime, held: Mapping[str, LogicalTensor], source: StateSource
 ) -> None:
-    """Load residuals saved by any number of ranks.
+    """Load residuals saved by any number of ranks. `held` has every logical tensor of the source.
 
-    Args:
-        held: every logical tensor of the loaded state.
-        document: its JSON part.
-        fill: reads ranges from it.
+    Tensors that are equal on all ranks keep their initial value if they were saved in another
+    shape.
     """
+    reduction = runtime.grad_reduction
     saved = sorted({int(match[1]) for name in held if (match := _LOCAL_PATTERN.match(name))})
-    if saved and not runtime.grad_reduction.residuals:
+    if saved and not reduction.residuals:
         log.warning(
             "the loaded state has error feedback residuals, which are dropped: this run compresses "
             "gradients without error feedback"
         )
-    _load_replicated(runtime.grad_reduction, held, fill)
+    replicated = [
+        whole_tensor_range(name, value)
+        for name, value in reduction.replicated_state()
+        if name in held and held[name].shape == tuple(value.shape)
+    ]
+    read_ranges(replicated, source)
     rank, world_size = runtime.collectives.rank, runtime.collectives.world_size
-    own = [saved_rank for saved_rank in saved if saved_rank % world_size == rank]
-    factor = document.get("residual_factor", 1.0) / runtime.grad_reduction.residual_factor
-    for residuals in runtime.grad_reduction.residuals:
-        _load_unit_residuals(residuals, own, held, fill)
+    factor = source.metadata(0).get("residual_factor", 1.0) / reduction.residual_factor
+    for feedback in reduction.residuals:
+        unit = feedback.unit
+        landing = torch.empty_like(feedback.local)
+        feedback.reset()
+        for saved_rank in saved:
+            if saved_rank % world_size == rank:
+                saved_range = _local_range(unit, saved_rank, landing.zero_())
+                _add_saved(feedback.local, saved_range, held, source)
+        target = feedback.local[unit.shard] if feedback.reduced is None else feedback.reduced
+        _add_saved(target, _reduced_range(unit, landing.zero_()[unit.shard]), held, source)
         if factor != 1.0:
-            residuals.scale(factor)
-
-
-def _load_replicated(
-    reduction: GradReduction, held: Mapping[str, LogicalTensor], fill: ReadRanges
-) -> None:
-    """Load what is equal on all ranks; tensors saved in another shape keep their initial value."""
-    fill(
-        [
-            whole_tensor_range(name, value)
-            for name, value in reduction.replicated_state()
-            if name in held and held[name].shape == tuple(value.shape)
-        ]
-    )
-
-
-def _load_unit_residuals(
-    residuals: ErrorFeedback,
-    saved: Sequence[int],
-    held: Mapping[str, LogicalTensor],
-    fill: ReadRanges,
-) -> None:
-    unit = residuals.unit
-    landing = torch.empty_like(residuals.local)
-    residuals.reset()
-    for saved_rank in saved:
-        _add_saved(
-            residuals.local,
-            _local_range(unit, f"{LOCAL_PREFIX}{saved_rank}", landing.zero_()),
-            held,
-            fill,
-        )
-    target = residuals.local[unit.shard] if residuals.reduced is None else residuals.reduced
-    _add_saved(target, _reduced_range(unit, landing.zero_()[unit.shard]), held, fill)
+            feedback.scale(factor)
 
 
 def _add_saved(
-    target: Tensor, landing: StateRange, held: Mapping[str, LogicalTensor], fill: ReadRanges
+    target: Tensor, landing: StateRange, held: Mapping[str, LogicalTensor], source: StateSource
 ) -> None:
-    """Add the ranges of `landing` that the state holds to `target`."""
-    ranges = tuple(held_range for held_range in landing.ranges if held_range.name in held)
+    """Add the ranges of `landing` that the source holds to `target`."""
+    ranges = tuple(part for part in landing.ranges if part.name in held)
     if ranges:
-        fill([replace(landing, ranges=ranges)])
+        read_ranges([replace(landing, ranges=ranges)], source)
         target.add_(landing.memory)
 
 
-def _local_range(unit: UnitGradSpec, kind: str, memory: Tensor) -> StateRange:
-    whole = slice(0, unit.layout.numel)
-    return range_of_unit(unit.layout, kind, memory, whole, whole)
+def _local_range(unit: UnitGradSpec, rank: int, memory: Tensor) -> StateRange:
+    kind = f"{LOCAL_PREFIX}{rank}"
+    return range_of_unit(unit.layout, kind, memory, slice(0, unit.layout.numel))
 
 
 def _reduced_range(unit: UnitGradSpec, memory: Tensor) -> StateRange:
-    return range_of_unit(unit.layout, REDUCED_PREFIX, memory, unit.shard, unit.shard)
+    return range_of_unit(unit.layout, REDUCED_PREFIX, memory, unit.shard)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rayzero.engine.checkpoint.errors import check_state_fits_model
 from rayzero.engine.checkpoint.imports.tensors import TensorSource
-from rayzero.engine.layout.reshard import RangeCopy, plan_copies
-from rayzero.engine.layout.state_index import LogicalTensor, StateSource, TensorRange
+from rayzero.engine.layout.state_index import LogicalTensor, StateSource
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
 from rayzero.engine.state.error_feedback import load_residuals
-from rayzero.engine.state.ranges import StateRange, held_ranges, optimizer_range, persistent_buffers
+from rayzero.engine.state.ranges import (
+    StateRange,
+    optimizer_range,
+    persistent_buffers,
+    read_ranges,
+    state_ranges,
+)
 from rayzero.engine.zero.runtime import ZeroRuntime
+
+log = logging.getLogger("rayzero.engine")
 
 
 def rename_to_model(source: TensorSource, model: nn.Module) -> None:
@@ -37,9 +43,6 @@ def rename_to_model(source: TensorSource, model: nn.Module) -> None:
     for name, _ in model.named_buffers():
         names[f"weights/{name}"] = f"buffers/{name}" if name in persistent else None
     source.rename(names)
-
-
-log = logging.getLogger("rayzero.engine")
 
 
 @dataclass(frozen=True)
@@ -85,34 +88,31 @@ def load_tensors(
     """
     if isinstance(source, TensorSource):  # another system's file
         rename_to_model(source, model)
-    held = {name: one for table in source.block_indexes for name, one in table.tensors.items()}
+    held = {
+        name: tensor for index in source.block_indexes for name, tensor in index.tensors.items()
+    }
     wanted = _model_tensors(model, runtime)
     absent = _find_absent(model, wanted, held, source, options)
+    model_kinds = ("weights/", "buffers/")
     check_state_fits_model(
-        {name: one for name, one in wanted.items() if name not in absent},
+        {name: tensor for name, tensor in wanted.items() if name not in absent},
         {
-            name: one
-            for name, one in held.items()
-            if name.startswith(("weights/", "buffers/")) and (options.strict or name in wanted)
+            name: tensor
+            for name, tensor in held.items()
+            if name.startswith(model_kinds) and (options.strict or name in wanted)
         },
     )
     if options.optimizer:
         optimizer.reset_state()
     parts = [
-        _drop_ranges(part, absent)
-        for part in held_ranges(model, runtime, optimizer)
+        replace(part, ranges=tuple(one for one in part.ranges if one.name not in absent))
+        for part in state_ranges(model, runtime, optimizer, owned=False)
         if options.optimizer or not part.is_optimizer_state
     ]
     for shard in optimizer.shards if options.optimizer else ():
         parts += _make_optimizer_state(optimizer, shard, held)
-    _read_ranges(parts, source)
-    load_residuals(runtime, held, source.metadata(0), lambda parts: _read_ranges(parts, source))
-
-
-def _read_ranges(parts: Sequence[StateRange], source: StateSource) -> None:
-    of = {one: part for part in parts for one in part.ranges}
-    copies = plan_copies(of, [table.ranges for table in source.block_indexes])
-    _execute_copies(copies, of, source)
+    read_ranges(parts, source)
+    load_residuals(runtime, held, source)
 
 
 def _find_absent(
@@ -140,23 +140,23 @@ def _find_absent(
     return absent
 
 
-def _drop_ranges(part: StateRange, absent: set[str]) -> StateRange:
-    return replace(part, ranges=tuple(one for one in part.ranges if one.name not in absent))
-
-
 def _model_tensors(model: nn.Module, runtime: ZeroRuntime) -> dict[str, LogicalTensor]:
     """Every weight and buffer of the model, on whichever rank."""
-    tensors = {}
+    tensors = {
+        f"weights/{name}": _logical(param.dtype, param.shape)
+        for name, param in model.named_parameters()
+    }
     for unit in runtime.units:
         memory = unit.weights.persistent_tensor if unit.main_weights is None else unit.main_weights
         for spec in unit.layout.params:
-            tensors[f"weights/{spec.name}"] = LogicalTensor(dtype_name(memory.dtype), spec.shape)
-    for name, param in model.named_parameters():
-        full = f"weights/{name}"
-        tensors.setdefault(full, LogicalTensor(dtype_name(param.dtype), tuple(param.shape)))
+            tensors[f"weights/{spec.name}"] = _logical(memory.dtype, spec.shape)
     for name, buffer in persistent_buffers(model):
-        tensors[f"buffers/{name}"] = LogicalTensor(dtype_name(buffer.dtype), tuple(buffer.shape))
+        tensors[f"buffers/{name}"] = _logical(buffer.dtype, buffer.shape)
     return tensors
+
+
+def _logical(dtype: torch.dtype, shape: Sequence[int]) -> LogicalTensor:
+    return LogicalTensor(dtype_name(dtype), tuple(shape))
 
 
 def _make_optimizer_state(
@@ -167,46 +167,15 @@ def _make_optimizer_state(
     By group, not by parameter: a shard may consist of padding only.
     """
     names = {spec.name for spec in shard.unit.layout.params if spec.group == shard.group}
-    keys = {
-        prefix.removeprefix("optimizer."): one.dtype
-        for full, one in held.items()
-        for prefix, _, name in [full.partition("/")]
-        if prefix.startswith("optimizer.") and name in names
-    }
-    made = []
-    for key, dtype in sorted(keys.items()):
-        floats = DTYPE_BY_NAME[dtype].is_floating_point
-        kind = shard.weight.dtype if floats else DTYPE_BY_NAME[dtype]
-        value = shard.unit.state_store.zeros(shard.weight.numel(), kind)
+    keys: dict[str, torch.dtype] = {}
+    for full_name, tensor in held.items():
+        kind, _, name = full_name.partition("/")
+        if kind.startswith("optimizer.") and name in names:
+            keys[kind.removeprefix("optimizer.")] = DTYPE_BY_NAME[tensor.dtype]
+    ranges = []
+    for key, saved_dtype in sorted(keys.items()):
+        dtype = shard.weight.dtype if saved_dtype.is_floating_point else saved_dtype
+        value = shard.unit.state_store.zeros(shard.weight.numel(), dtype)
         optimizer.torch_optimizer.state[shard.weight][key] = value
-        made.append(optimizer_range(shard, key, value))
-    return made
-
-
-def _execute_copies(
-    copies: Sequence[RangeCopy], of: Mapping[TensorRange, StateRange], source: StateSource
-) -> None:
-    """Read the bytes of each copy, in the order in which they are stored."""
-    tables = source.block_indexes
-    placed: defaultdict[int, list[tuple[int, RangeCopy]]] = defaultdict(list)
-    for copy in copies:
-        size = tables[copy.source].tensors[copy.held.name].item_bytes
-        at = copy.held.offset + (copy.start - copy.held.start) * size
-        placed[copy.source].append((at, copy))
-    for block, reads in placed.items():
-        for at, copy in sorted(reads, key=lambda read: read[0]):
-            first = copy.wanted.offset + copy.start - copy.wanted.start
-            target = of[copy.wanted].memory[first : first + copy.numel]
-            dtype = DTYPE_BY_NAME[tables[block].tensors[copy.held.name].dtype]
-            _read_into(source, block, at, target, dtype)
-
-
-def _read_into(
-    source: StateSource, block: int, at: int, target: Tensor, dtype: torch.dtype
-) -> None:
-    """Read directly into host memory of the same dtype, otherwise through a temporary copy."""
-    direct = target.dtype is dtype and target.device.type == "cpu"
-    landing = target if direct else torch.empty(target.numel(), dtype=dtype)
-    source.read(block, at, landing.view(torch.uint8).numpy().data)
-    if not direct:
-        target.copy_(landing)
+        ranges.append(optimizer_range(shard, key, value))
+    return ranges

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.optim.schedule import Scheduler
-from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
+from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
 from rayzero.engine.zero.runtime import ZeroRuntime
 
@@ -35,10 +35,12 @@ def optimizer_metadata(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
     for number, options in enumerate(optimizer.torch_optimizer.param_groups):
         kept = {key: value for key, value in options.items() if key != "params" and _is_json(value)}
+        groups.append({"options": kept})
         first = next((shard for shard in optimizer.shards if shard.group == number), None)
-        state = optimizer.torch_optimizer.state.get(first.weight, {}) if first is not None else {}
-        scalars = {key: _scalar_to_json(value) for key, value in state.items() if _is_scalar(value)}
-        groups.append({"options": kept} | ({"scalars": scalars} if state else {}))
+        if first is not None and (state := optimizer.torch_optimizer.state.get(first.weight)):
+            groups[-1]["scalars"] = {
+                key: _scalar_to_json(value) for key, value in state.items() if _is_scalar(value)
+            }
     return groups
 
 
@@ -55,14 +57,13 @@ def restore_optimizer_metadata(
     for number, group in enumerate(optimizer.torch_optimizer.param_groups):
         saved = [doc["groups"][number] for doc in documents if number < len(doc.get("groups", ()))]
         scalars: dict[str, Any] = next(
-            (group["scalars"] for group in saved if "scalars" in group), {}
+            (entry["scalars"] for entry in saved if "scalars" in entry), {}
         )
         for shard in optimizer.shards:
-            if shard.group == number:
+            if scalars and shard.group == number:
+                state = optimizer.torch_optimizer.state[shard.weight]
                 for key, value in scalars.items():
-                    optimizer.torch_optimizer.state[shard.weight][key] = _scalar_from_json(
-                        key, value, group, shard
-                    )
+                    state[key] = _scalar_from_json(key, value, group, shard.weight.device)
         if saved and not keep_options:
             options = saved[0]["options"]
             group.update({key: options[key] for key in options.keys() - _KERNEL_OPTIONS})
@@ -88,30 +89,25 @@ def restore_scheduler(scheduler: Scheduler | None, state: dict[str, Any] | None)
     scheduler.load_state_dict(state)
 
 
-def param_name_metadata(model: nn.Module, runtime: ZeroRuntime) -> dict[str, Any]:
-    """For exports: tied names, and the dtype of each model weight."""
+def name_metadata(
+    model: nn.Module, runtime: ZeroRuntime
+) -> tuple[dict[str, Any], dict[int, list[str]]]:
+    """For exports: tied names and the dtype of each model weight; the names in each group."""
     first: dict[int, str] = {}
     ties = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         first_name = first.setdefault(id(param), name)
         if first_name != name:
             ties[name] = first_name
-    dtypes = {
-        spec.name: dtype_name(unit.weights.persistent_tensor.dtype)
-        for unit in runtime.units
-        for spec in unit.layout.params
-    }
-    return {"ties": ties, "model_dtypes": dtypes}
-
-
-def group_param_names(runtime: ZeroRuntime) -> dict[int, list[str]]:
-    """The names of each group's parameters."""
-    members: defaultdict[int, list[str]] = defaultdict(list)
+    dtypes: dict[str, str] = {}
+    groups: defaultdict[int, list[str]] = defaultdict(list)
     for unit in runtime.units:
-        if unit.main_weights is not None:
-            for spec in unit.layout.params:
-                members[spec.group].append(spec.name)
-    return members
+        dtype = dtype_name(unit.weights.persistent_tensor.dtype)
+        for spec in unit.layout.params:
+            dtypes[spec.name] = dtype
+            if unit.main_weights is not None:
+                groups[spec.group].append(spec.name)
+    return {"ties": ties, "model_dtypes": dtypes}, groups
 
 
 def _is_scalar(value: Any) -> bool:
@@ -124,12 +120,12 @@ def _scalar_to_json(value: Any) -> Any:
     return value
 
 
-def _scalar_from_json(key: str, saved: Any, group: dict[str, Any], shard: OptimizerShard) -> Any:
+def _scalar_from_json(key: str, saved: Any, group: dict[str, Any], device: torch.device) -> Any:
     """A saved scalar as the optimizer keeps it: `step` on the CPU unless a kernel reads it."""
     if not isinstance(saved, dict):
         return saved
-    on_device = key != "step" or group.get("fused") or group.get("capturable")
-    device = shard.weight.device if on_device else torch.device("cpu")
+    if key == "step" and not group.get("fused") and not group.get("capturable"):
+        device = torch.device("cpu")
     return torch.tensor(saved["value"], dtype=DTYPE_BY_NAME[saved["dtype"]], device=device)
 
 
@@ -144,32 +140,26 @@ def _is_json(value: Any) -> bool:
 def capture_rng(device: torch.device) -> dict[str, Any]:
     """States of the generators of torch, its device, Python and NumPy."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    kind, keys, *rest = np.random.get_state(legacy=True)
     states = {
-        "torch": _encode_bytes(torch.get_rng_state().numpy().tobytes()),
-        "python": [version, _encode_bytes(np.array(words, dtype=np.uint64).tobytes()), gauss],
-        "numpy": [
-            str(kind),
-            _encode_bytes(np.asarray(keys).tobytes()),
-            position,
-            has_gauss,
-            cached,
-        ],
+        "torch": _encode(torch.get_rng_state().numpy()),
+        "python": [version, _encode(np.array(words, dtype=np.uint64)), gauss],
+        "numpy": [str(kind), _encode(np.asarray(keys)), *rest],
     }
     if device.type == "cuda":
-        states["cuda"] = _encode_bytes(torch.cuda.get_rng_state(device).numpy().tobytes())
+        states["cuda"] = _encode(torch.cuda.get_rng_state(device).numpy())
     return states
 
 
 def restore_rng(states: dict[str, Any], device: torch.device) -> None:
     """Restore generator states from `capture_rng`; a missing device state is left unchanged."""
-    torch.set_rng_state(_decode_tensor(states["torch"]))
+    torch.set_rng_state(torch.from_numpy(_decode(states["torch"], np.uint8)))
     version, words, gauss = states["python"]
-    random.setstate((version, tuple(_decode_array(words, np.uint64).tolist()), gauss))
-    kind, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((kind, _decode_array(keys, np.uint32), position, has_gauss, cached))
+    random.setstate((version, tuple(_decode(words, np.uint64).tolist()), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, _decode(keys, np.uint32), *rest))
     if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(_decode_tensor(states["cuda"]), device)
+        torch.cuda.set_rng_state(torch.from_numpy(_decode(states["cuda"], np.uint8)), device)
 
 
 def fork_rng(states: dict[str, Any], rank: int, device: torch.device) -> None:
@@ -182,13 +172,9 @@ def fork_rng(states: dict[str, Any], rank: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed % 2**63)
 
 
-def _encode_bytes(raw: bytes) -> str:
-    return b64encode(raw).decode()
+def _encode(array: np.ndarray[Any, Any]) -> str:
+    return b64encode(array.tobytes()).decode()
 
 
-def _decode_array(text: str, dtype: type) -> Any:
-    return np.frombuffer(b64decode(text), dtype=dtype)
-
-
-def _decode_tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(b64decode(text)), dtype=torch.uint8)
+def _decode(text: str, dtype: type) -> np.ndarray[Any, Any]:
+    return np.frombuffer(bytearray(b64decode(text)), dtype=dtype)

@@ -8,17 +8,18 @@ logical tensors, the same at every stage and world size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.flat_layout import UnitLayout
-from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
+from rayzero.engine.layout.reshard import plan_copies
+from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, StateSource, TensorRange
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
-from rayzero.engine.precision.dtypes import dtype_name
+from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
 from rayzero.engine.zero.runtime import ZeroRuntime
-from rayzero.engine.zero.unit import Unit
 
 ALIGN_BYTES = 128  # of a part in a block, for copies and for views of any dtype
 
@@ -41,56 +42,84 @@ class StateRange:
 
     @property
     def is_optimizer_state(self) -> bool:
-        return any(one.name.startswith("optimizer.") for one in self.ranges)
+        return any(held.name.startswith("optimizer.") for held in self.ranges)
 
 
-def owned_ranges(
-    model: nn.Module, runtime: ZeroRuntime, optimizer: ShardedOptimizer
+@dataclass(frozen=True)
+class StateBlock:
+    """Ranges in sequence in one block of bytes, constant ones first.
+
+    Attributes:
+        offsets: of `ranges`, in bytes.
+    """
+
+    index: BlockIndex
+    ranges: Sequence[StateRange]
+    offsets: Sequence[int]
+
+    def copy_to(self, memory: memoryview, *, constants: bool) -> None:
+        """Copy the ranges to `index.nbytes` bytes, constant ones only if `constants`."""
+        for part, offset in zip(self.ranges, self.offsets, strict=True):
+            if constants or not part.constant:
+                dtype, count = part.memory.dtype, part.memory.numel()
+                target = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+                target.copy_(part.memory)
+
+
+def state_ranges(
+    model: nn.Module, runtime: ZeroRuntime, optimizer: ShardedOptimizer, *, owned: bool
 ) -> list[StateRange]:
-    """This rank's share of the state; over all ranks every element occurs exactly once.
+    """The state that this rank holds, or its own share of it (`owned`): over all ranks every
+    element occurs exactly once in the shares.
 
     Includes optimizer state once it exists: torch creates it at the first update.
     """
-    rank, world_size = runtime.collectives.rank, runtime.collectives.world_size
+    collectives = runtime.collectives
+    rank, world_size = (collectives.rank, collectives.world_size) if owned else (0, 1)
     parts = _frozen_ranges(model, runtime, rank, world_size)
     for unit in runtime.units:
-        parts += _weight_ranges(unit, unit.shard)
+        layout, within = unit.layout, unit.shard if owned else None
+        if unit.main_weights is not None:
+            parts.append(range_of_unit(layout, "weights", unit.main_weights, unit.owned, within))
+        else:
+            model_weights = unit.weights.owned_range(unit.shard)
+            parts.append(range_of_unit(layout, "weights", model_weights, unit.shard, constant=True))
     for shard in optimizer.shards:
-        within = _intersect(shard.layout_range, shard.unit.shard)
-        parts += [
-            range_of_unit(shard.unit.layout, f"optimizer.{key}", value, shard.layout_range, within)
-            for key, value in elementwise_state(optimizer, shard).items()
-        ]
+        within = shard.unit.shard if owned else None
+        for key, value in elementwise_state(optimizer, shard).items():
+            parts.append(optimizer_range(shard, key, value, within))
     if rank == 0:
-        parts += [
-            whole_tensor_range(f"buffers/{name}", one) for name, one in persistent_buffers(model)
-        ]
+        buffers = persistent_buffers(model)
+        parts += [whole_tensor_range(f"buffers/{name}", value) for name, value in buffers]
     return [part for part in parts if part.ranges]
 
 
-def held_ranges(
-    model: nn.Module, runtime: ZeroRuntime, optimizer: ShardedOptimizer
-) -> list[StateRange]:
-    """All of the state that this rank holds, including what other ranks hold as well."""
-    parts = _frozen_ranges(model, runtime, 0, 1)
-    for unit in runtime.units:
-        parts += _weight_ranges(unit, unit.owned)
-    for shard in optimizer.shards:
-        parts += [
-            range_of_unit(
-                shard.unit.layout, f"optimizer.{key}", value, shard.layout_range, shard.layout_range
-            )
-            for key, value in elementwise_state(optimizer, shard).items()
-        ]
-    parts += [whole_tensor_range(f"buffers/{name}", one) for name, one in persistent_buffers(model)]
-    return [part for part in parts if part.ranges]
-
-
-def optimizer_range(shard: OptimizerShard, key: str, value: Tensor) -> StateRange:
+def optimizer_range(
+    shard: OptimizerShard, key: str, value: Tensor, within: slice | None = None
+) -> StateRange:
     """One tensor of a shard's optimizer state."""
-    return range_of_unit(
-        shard.unit.layout, f"optimizer.{key}", value, shard.layout_range, shard.layout_range
-    )
+    kind = f"optimizer.{key}"
+    return range_of_unit(shard.unit.layout, kind, value, shard.layout_range, within)
+
+
+def read_ranges(parts: Sequence[StateRange], source: StateSource) -> None:
+    """Read ranges from the blocks that hold them, in the order in which they are stored."""
+    targets = {wanted: part for part in parts for wanted in part.ranges}
+    indexes = source.block_indexes
+    reads: list[tuple[int, int, Tensor, torch.dtype]] = []
+    for copy in plan_copies(targets, [index.ranges for index in indexes]):
+        tensor = indexes[copy.source].tensors[copy.held.name]
+        offset = copy.held.offset + (copy.start - copy.held.start) * tensor.item_bytes
+        first = copy.wanted.offset + copy.start - copy.wanted.start
+        target = targets[copy.wanted].memory[first : first + copy.numel]
+        reads.append((copy.source, offset, target, DTYPE_BY_NAME[tensor.dtype]))
+    for block, offset, target, dtype in sorted(reads, key=lambda read: read[:2]):
+        # Directly into host memory of the same dtype, otherwise through a temporary copy.
+        direct = target.dtype is dtype and target.device.type == "cpu"
+        landing = target if direct else torch.empty(target.numel(), dtype=dtype)
+        source.read(block, offset, landing.view(torch.uint8).numpy().data)
+        if not direct:
+            target.copy_(landing)
 
 
 def elementwise_state(optimizer: ShardedOptimizer, shard: OptimizerShard) -> dict[str, Tensor]:
@@ -122,31 +151,23 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def pack_block(parts: Sequence[StateRange]) -> tuple[BlockIndex, list[int]]:
-    """Index of a block that holds these ranges in sequence, constant ones first; their offsets."""
-    order = sorted(range(len(parts)), key=lambda index: not parts[index].constant)
-    offsets, ranges = [0] * len(parts), []
+def pack_block(parts: Sequence[StateRange]) -> StateBlock:
+    """The block that holds these ranges."""
+    parts = sorted(parts, key=lambda part: not part.constant)
+    ranges: list[TensorRange] = []
+    offsets: list[int] = []
     tensors: dict[str, LogicalTensor] = {}
-    at = constant_bytes = 0
-    for index in order:
-        part = parts[index]
+    nbytes = constant_bytes = 0
+    for part in parts:
         dtype, size = dtype_name(part.memory.dtype), part.memory.element_size()
-        offsets[index] = at
-        for one in part.ranges:
-            ranges.append(TensorRange(one.name, one.start, one.stop, at + one.offset * size))
-            tensors[one.name] = LogicalTensor(dtype, part.shapes[one.name])
-        at += -(-part.memory.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        offsets.append(nbytes)
+        for held in part.ranges:
+            ranges.append(replace(held, offset=nbytes + held.offset * size))
+            tensors[held.name] = LogicalTensor(dtype, part.shapes[held.name])
+        nbytes += -(-part.memory.nbytes // ALIGN_BYTES) * ALIGN_BYTES
         if part.constant:
-            constant_bytes = at
-    return BlockIndex(tensors, tuple(ranges), at, constant_bytes), offsets
-
-
-def _weight_ranges(unit: Unit, within: slice) -> list[StateRange]:
-    """A unit's main weights, or the model weights if it is frozen."""
-    if unit.main_weights is not None:
-        return [range_of_unit(unit.layout, "weights", unit.main_weights, unit.owned, within)]
-    shard = unit.weights.owned_range(unit.shard)
-    return [range_of_unit(unit.layout, "weights", shard, unit.shard, unit.shard, constant=True)]
+            constant_bytes = nbytes
+    return StateBlock(BlockIndex(tensors, tuple(ranges), nbytes, constant_bytes), parts, offsets)
 
 
 def _frozen_ranges(
@@ -179,23 +200,19 @@ def range_of_unit(
     layout: UnitLayout,
     kind: str,
     memory: Tensor,
-    memory_range: slice,
-    within: slice,
+    extent: slice,
+    within: slice | None = None,
     *,
     constant: bool = False,
 ) -> StateRange:
-    """The part of `memory`, which is `memory_range` of the unit's flat layout, inside `within`."""
-    if within.start >= within.stop:
-        return StateRange(memory[:0], (), {})
-    view = memory[within.start - memory_range.start : within.stop - memory_range.start]
+    """The part inside `within` of `memory`, which is `extent` of a unit's flat layout."""
+    within = within or extent
+    start, stop = max(extent.start, within.start), min(extent.stop, within.stop)
     ranges, shapes = [], {}
-    for part in layout.overlaps(within):
+    for part in layout.overlaps(slice(start, stop)):
         spec = layout.params[part.index]
         name = f"{kind}/{spec.name}"
         ranges.append(TensorRange(name, part.start, part.stop, part.memory.start))
         shapes[name] = spec.shape
+    view = memory[start - extent.start : max(start, stop) - extent.start]
     return StateRange(view, tuple(ranges), shapes, constant)
-
-
-def _intersect(one: slice, other: slice) -> slice:
-    return slice(max(one.start, other.start), min(one.stop, other.stop))

@@ -6,8 +6,9 @@ Mirroring, resharding, saving and loading all use it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,19 +16,13 @@ from torch import Tensor, nn
 
 from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.errors import EngineError
-from rayzero.engine.layout.state_index import BlockIndex, StateSource
+from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
 from rayzero.engine.state import metadata
-from rayzero.engine.state.error_feedback import residual_metadata, residual_ranges
+from rayzero.engine.state.error_feedback import residual_ranges
 from rayzero.engine.state.load import LOAD_ALL, LoadOptions, load_tensors
-from rayzero.engine.state.ranges import (
-    StateRange,
-    held_ranges,
-    owned_ranges,
-    pack_block,
-    persistent_buffers,
-)
+from rayzero.engine.state.ranges import StateBlock, pack_block, persistent_buffers, state_ranges
 from rayzero.engine.zero.runtime import ZeroRuntime
 
 
@@ -59,11 +54,7 @@ class TrainingState:
         self._scheduler = scheduler
         self._is_updating = False
         self._packed_signature: tuple[object, ...] | None = None
-        self._ranges: list[StateRange] = []
-        self._block_index = BlockIndex()
-        self._offsets: list[int] = []
-        self._param_names: dict[str, Any] = {}  # of the whole model, saved by rank 0
-        self._group_params: dict[int, list[str]] = {}
+        self._own_block = pack_block([])
 
     @property
     def consistent(self) -> bool:
@@ -81,41 +72,25 @@ class TrainingState:
         yield
         self._is_updating = False
 
-    def block_index(self) -> BlockIndex:
-        """Index of this rank's share. It changes when the optimizer creates its state, then never
-        again."""
-        signature = self._memory_signature()
-        if signature != self._packed_signature:
-            parts = owned_ranges(self._model, self._runtime, self._optimizer)
-            self._ranges = parts + residual_ranges(self._runtime)
-            self._block_index, self._offsets = pack_block(self._ranges)
-            self._packed_signature = signature
-        return self._block_index
-
-    def write_block(self, block: memoryview, *, constants: bool) -> None:
-        """Copy this rank's share into a block of `block_index().nbytes` bytes.
-
-        Args:
-            block: writable.
-            constants: include constant ranges; otherwise the block has them from an earlier call.
-        """
-        self.block_index()
-        copy_to_block(self._ranges, self._offsets, block, constants=constants)
-
-    def describe_block(self, *, whole: bool) -> tuple[BlockIndex, list[StateRange], list[int]]:
-        """Index, ranges and offsets of this rank's share, or of the complete state (`whole`).
+    def pack(self, *, whole: bool = False) -> StateBlock:
+        """This rank's share as a block, or the complete state (`whole`). The share's block is the
+        same object until the optimizer has created its state, then a new one for good.
 
         Raises:
             EngineError: `whole`, but this rank holds only its share.
         """
-        if not whole:
-            return self.block_index(), self._ranges, self._offsets
-        if not self.complete_on_rank:
-            raise EngineError("this rank holds only its share of the training state")
-        parts = held_ranges(self._model, self._runtime, self._optimizer)
-        parts += residual_ranges(self._runtime)
-        table, offsets = pack_block(parts)
-        return table, parts, offsets
+        if whole:
+            if not self.complete_on_rank:
+                raise EngineError("this rank holds only its share of the training state")
+            return self._pack_ranges(owned=False)
+        signature = self._memory_signature()
+        if signature != self._packed_signature:
+            self._own_block, self._packed_signature = self._pack_ranges(owned=True), signature
+        return self._own_block
+
+    def _pack_ranges(self, *, owned: bool) -> StateBlock:
+        parts = state_ranges(self._model, self._runtime, self._optimizer, owned=owned)
+        return pack_block(parts + residual_ranges(self._runtime))
 
     def metadata(self) -> bytes:
         """The JSON part of this rank, as UTF-8."""
@@ -132,23 +107,22 @@ class TrainingState:
             "groups": metadata.optimizer_metadata(self._optimizer),
             "scheduler": metadata.scheduler_metadata(self._scheduler),
             "rng": metadata.capture_rng(self._device),
-            **residual_metadata(self._runtime.grad_reduction),
         }
+        if self._runtime.grad_reduction.residuals:
+            document["residual_factor"] = self._runtime.grad_reduction.residual_factor
         if self._runtime.collectives.rank == 0:
-            if not self._param_names:
-                self._param_names = metadata.param_name_metadata(self._model, self._runtime)
-                self._group_params = metadata.group_param_names(self._runtime)
-            document |= self._param_names
+            names, group_names = self._names
+            document |= names
             for number, group in enumerate(document["groups"]):
-                group["params"] = self._group_params.get(number, [])
+                group["params"] = group_names.get(number, [])
         return json.dumps(document, separators=(",", ":")).encode()
 
-    def load(self, source: StateSource) -> None:
-        """Load a state of any stage and world size. Collective.
+    @cached_property
+    def _names(self) -> tuple[dict[str, Any], dict[int, list[str]]]:
+        return metadata.name_metadata(self._model, self._runtime)
 
-        Raises:
-            As `load_from`.
-        """
+    def load(self, source: StateSource) -> None:
+        """Load a state of any stage and world size; raises as `load_from`. Collective."""
         self.load_from(source, LOAD_ALL)
         self.sync_model_weights()
 
@@ -188,22 +162,10 @@ class TrainingState:
     def _memory_signature(self) -> tuple[object, ...]:
         """Equal as long as the ranges are in the same memory."""
         state = self._optimizer.torch_optimizer.state
-        runs = tuple(
+        addresses = tuple(
             value.data_ptr()
-            for run in self._optimizer.shards
-            for value in state.get(run.weight, {}).values()
+            for shard in self._optimizer.shards
+            for value in state.get(shard.weight, {}).values()
             if isinstance(value, Tensor) and value.ndim
         )
-        return runs, tuple(buffer.data_ptr() for _, buffer in persistent_buffers(self._model))
-
-
-def copy_to_block(
-    parts: Sequence[StateRange], offsets: Sequence[int], block: memoryview, *, constants: bool
-) -> None:
-    """Copy ranges to their offsets in a block of bytes."""
-    for part, offset in zip(parts, offsets, strict=True):
-        if part.constant and not constants:
-            continue
-        memory = part.memory
-        target = torch.frombuffer(block, dtype=memory.dtype, count=memory.numel(), offset=offset)
-        target.copy_(memory)
+        return addresses, tuple(buffer.data_ptr() for _, buffer in persistent_buffers(self._model))

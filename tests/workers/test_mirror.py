@@ -62,10 +62,14 @@ class State:
     table: BlockIndex = field(default_factory=BlockIndex)
     constants: list[bool] = field(default_factory=list)
 
-    def block_index(self) -> BlockIndex:
+    def pack(self) -> State:
+        return self
+
+    @property
+    def index(self) -> BlockIndex:
         return self.table
 
-    def write_block(self, block: memoryview, *, constants: bool) -> None:
+    def copy_to(self, memory: memoryview, *, constants: bool) -> None:
         self.constants.append(constants)
 
     def metadata(self) -> bytes:

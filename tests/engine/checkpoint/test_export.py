@@ -248,10 +248,10 @@ def test_a_checkpoint_of_an_engine_is_exported(kind: str, tmp_path: Path) -> Non
         engine.backward(engine(batch[:, :-1], batch[:, 1:])["loss"])
         engine.step()
     folder, target = tmp_path / "step-2", tmp_path / "out"
-    table, small = engine.state.block_index(), json.loads(engine.state.metadata())
-    block = memoryview(bytearray(table.nbytes))
-    engine.state.write_block(block, constants=True)
-    written = write_rank_file(str(folder), 0, table, small, block, generation=1, world_size=1)
+    packed, small = engine.state.pack(), json.loads(engine.state.metadata())
+    data = memoryview(bytearray(packed.index.nbytes))
+    packed.copy_to(data, constants=True)
+    written = write_rank_file(str(folder), 0, packed.index, small, data, generation=1, world_size=1)
     commit_checkpoint(str(folder), make_manifest("job", 2, 1, [written]))
 
     right = engine.state_dict()

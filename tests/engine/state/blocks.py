@@ -23,10 +23,10 @@ class Block:
 
     @classmethod
     def of(cls, engine: Engine) -> Block:
-        table = engine.state.block_index()
-        data = bytearray(table.nbytes)
-        engine.state.write_block(memoryview(data), constants=True)
-        return cls(table, data, engine.state.metadata())
+        block = engine.state.pack()
+        data = bytearray(block.index.nbytes)
+        block.copy_to(memoryview(data), constants=True)
+        return cls(block.index, data, engine.state.metadata())
 
 
 class BlocksSource:
