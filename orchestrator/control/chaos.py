@@ -15,7 +15,6 @@ from rayzero.engine.checkpoint.store import is_remote
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.errors import VaultLostError
-from rayzero.orchestrator.job_events import JobWarning
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, damage_file
 from rayzero.workers.chaos.spec import FaultSpec, parse_fault
 from rayzero.workers.messages import WorkerCalls
@@ -111,7 +110,7 @@ class ClusterFaultInjector:
     def _skip(self, fault: FaultSpec, why: str) -> None:
         if fault not in self._skipped:
             self._skipped.add(fault)
-            self._context.emit(JobWarning(f"fault {fault} was not injected: {why}"))
+            self._context.warn(f"fault {fault} was not injected: {why}")
 
     async def _why_impossible(self, fault: FaultSpec) -> str:
         """Why a fault is impossible in this job now; empty if it is possible."""

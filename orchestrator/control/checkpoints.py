@@ -12,7 +12,7 @@ from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
-from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed, JobWarning, Resumed
+from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed, Resumed
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.workers.messages import Pinned
 from rayzero.workers.vault.records import Restore, SlotRef
@@ -151,12 +151,12 @@ class CheckpointWriter:
                 f"the checkpoint {known.folder} cannot be read",
                 fix="checkpoint.resume in the job file; `rayzero ckpt verify` shows what is wrong",
             )
-        ctx.emit(JobWarning(f"the checkpoint {known.folder} cannot be read and is skipped"))
+        ctx.warn(f"the checkpoint {known.folder} cannot be read and is skipped")
         try:
             self._newest = await ctx.deps.checkpoint_store.newest(unreadable)
         except RayzeroError as error:
             self._newest = None
-            ctx.emit(JobWarning(f"checkpoints cannot be listed: {error.seen}"))
+            ctx.warn(f"checkpoints cannot be listed: {error.seen}")
         return self._newest
 
     @property
@@ -223,7 +223,7 @@ class CheckpointWriter:
         try:
             await store.prune()
         except RayzeroError as error:
-            ctx.emit(JobWarning(f"old checkpoints cannot be removed: {error.seen}"))
+            ctx.warn(f"old checkpoints cannot be removed: {error.seen}")
 
     async def _write_on_node(
         self, node: str, folder: str, slots: Sequence[SlotRef]

@@ -18,7 +18,7 @@ from rayzero.orchestrator.aio import (
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
 from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
-from rayzero.orchestrator.job_events import EventBus, JobEvent, RankEvent
+from rayzero.orchestrator.job_events import EventBus, JobEvent, JobWarning, RankEvent
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.membership import WorkerLimits, WorkerRegistry
@@ -105,6 +105,9 @@ class JobContext:
 
     def post_event(self, event: machine.Event) -> None:
         self.events.put_nowait(event)
+
+    def warn(self, text: str) -> None:
+        self.emit(JobWarning(text))
 
     def emit(self, event: JobEvent | RankEvent) -> None:
         self.deps.events.emit(event)

@@ -11,7 +11,7 @@ from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import WorkerLostError
-from rayzero.orchestrator.job_events import JobWarning, LimitsChanged, WorkersReady
+from rayzero.orchestrator.job_events import LimitsChanged, WorkersReady
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies import placement
 from rayzero.orchestrator.policies.membership import WorkerLimits
@@ -79,7 +79,7 @@ class ElasticScaler:
             try:
                 worker = await ctx.deps.workers.next_worker()
             except WorkerLostError as lost:
-                ctx.emit(JobWarning(str(lost)))
+                ctx.warn(str(lost))
                 continue
             ctx.tasks.spawn(self._admit(worker))
 
@@ -98,7 +98,7 @@ class ElasticScaler:
             draining = await ctx.deps.workers.draining_nodes()
             for node in sorted(draining - ctx.registry.draining_nodes):
                 for name in {w.node for w in ctx.registry.ready if w.node_id == node}:
-                    ctx.emit(JobWarning(f"node {name} is draining: its work moves to other nodes"))
+                    ctx.warn(f"node {name} is draining: its work moves to other nodes")
             if draining != ctx.registry.draining_nodes:
                 ctx.registry.draining_nodes = draining
                 ctx.changed.notify()
@@ -188,7 +188,7 @@ class ElasticScaler:
         nodes = {*ctx.registry.nodes, worker.node_id}
         bad = placement.quarantined_nodes(history, nodes, window_s, now_s)
         for node in sorted(bad - self._quarantined):
-            ctx.emit(JobWarning(self._quarantine_text(node)))
+            ctx.warn(self._quarantine_text(node))
         self._quarantined = bad
         delay_s = placement.restart_backoff_s(history, worker.node_id, window_s, now_s)
         avoid = sorted(bad | ctx.registry.draining_nodes)

@@ -11,7 +11,7 @@ from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.generation import GenerationState
-from rayzero.orchestrator.job_events import FaultDetected, FaultRecorded, JobWarning
+from rayzero.orchestrator.job_events import FaultDetected, FaultRecorded
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies import failure
 from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, FaultCause
@@ -151,7 +151,7 @@ class FailureHandler:
             for index, fault in enumerate(faults):
                 if fault.worker.index == worker and not fault.detail:
                     faults[index] = replace(fault, detail=detail)
-                    self._context.emit(JobWarning(failure.describe_fault(faults[index])))
+                    self._context.warn(failure.describe_fault(faults[index]))
         self.evaluate()
 
     def _loss_cause(self, worker: int) -> FaultCause:

@@ -9,7 +9,6 @@ from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableEr
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.errors import VaultLostError
-from rayzero.orchestrator.job_events import JobWarning
 from rayzero.orchestrator.policies.hang import RankProgress, find_hang
 from rayzero.workers.messages import Heartbeat, WorkerCalls
 from rayzero.workers.vault.vault import Vault
@@ -50,7 +49,7 @@ class HangDetector:
                 await self._kill_culprit(generation.workers[hang.rank].index, hang.reason)
             elif self._warned_generation != generation.number:
                 self._warned_generation = generation.number
-                self._context.emit(JobWarning(hang.reason))
+                self._context.warn(hang.reason)
 
     def _rank_progress(self, worker: int) -> RankProgress:
         generation, info = self._context.generation, self._context.registry.info(worker)
@@ -69,7 +68,7 @@ class HangDetector:
         generation = self._context.generation
         stacks = await self._dump_stacks(worker)
         if generation is self._context.generation and worker in generation.active:
-            self._context.emit(JobWarning(f"{reason}\n{stacks}".rstrip()))
+            self._context.warn(f"{reason}\n{stacks}".rstrip())
             self._failures.kill_hung(worker, reason)
 
     async def _dump_stacks(self, worker: int) -> str:

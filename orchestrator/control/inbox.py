@@ -14,7 +14,6 @@ from rayzero.orchestrator.control.context import JobContext, timeout_reason
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.job_events import JobWarning
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import (
@@ -203,7 +202,7 @@ class MessageDispatcher:
             ctx.generation.advance_to(report.step + 1)
             ctx.emit(report)
             if text := ctx.speeds.add_report(worker, report):
-                ctx.emit(JobWarning(text))
+                ctx.warn(text)
         record = ctx.progress.add_report(report)
         if record is not None:
             ctx.emit(record)

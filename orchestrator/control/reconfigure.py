@@ -21,7 +21,7 @@ from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.job_events import GenerationStarted, JobWarning
+from rayzero.orchestrator.job_events import GenerationStarted
 from rayzero.orchestrator.policies.membership import Selected, not_enough_error
 from rayzero.orchestrator.policies.placement import assign_ranks
 from rayzero.orchestrator.policies.recovery import newest_complete_in_vaults
@@ -184,11 +184,9 @@ class Reconfiguration:
         ctx, registry = self._context, self._context.registry
         limit_s = ctx.plan.resources.timeout_s
         if registry.select_members() is None:
-            ctx.emit(
-                JobWarning(
-                    f"{len(registry.ready)} of at least {registry.limits.min} workers are left: "
-                    f"waiting up to {limit_s:g} s for replacements (workers.start_timeout_s)"
-                )
+            ctx.warn(
+                f"{len(registry.ready)} of at least {registry.limits.min} workers are left: "
+                f"waiting up to {limit_s:g} s for replacements (workers.start_timeout_s)"
             )
             await ctx.wait_for(limit_s, lambda: registry.select_members() is not None)
         selection = registry.select_members()

@@ -11,7 +11,7 @@ from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter, PinnedStep, PinnedSteps
 from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.errors import VaultLostError
-from rayzero.orchestrator.job_events import JobWarning, ReplicationChanged, StepReplicated
+from rayzero.orchestrator.job_events import ReplicationChanged, StepReplicated
 from rayzero.orchestrator.policies.recovery import replica_targets
 from rayzero.workers.messages import Pinned
 from rayzero.workers.vault.records import SlotRef
@@ -88,7 +88,7 @@ class Replication:
             if pin.generation != ctx.generation.number or ctx.generation.fenced:
                 break
             text = f"step {pin.step} is not replicated to other nodes yet: {errors[0]}"
-            ctx.emit(JobWarning(text))
+            ctx.warn(text)
             await ctx.deps.clock.sleep(RETRY_BACKOFF_S[min(tries, len(RETRY_BACKOFF_S) - 1)])
         return False
 

@@ -9,7 +9,7 @@ from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.job_events import JobWarning, Rewound
+from rayzero.orchestrator.job_events import Rewound
 from rayzero.orchestrator.policies.recovery import (
     FromWorkers,
     StoredSlot,
@@ -76,7 +76,7 @@ class RestoreSelector:
         try:
             copies = await asyncio.gather(*map(ctx.worker_reply, source.workers, calls))
         except RayzeroError as error:
-            ctx.emit(JobWarning(f"the state in a worker's memory cannot be copied: {error.seen}"))
+            ctx.warn(f"the state in a worker's memory cannot be copied: {error.seen}")
             return None
         held = [StoredSlot(slot, node) for slot, node in zip(copies, nodes, strict=True)]
         if len(held) == 1:
@@ -93,9 +93,7 @@ class RestoreSelector:
             text = f"the checkpoint of step {source.step} ({source.checkpoint})"
         else:
             return
-        self._context.emit(
-            JobWarning(
-                f"no complete copy of the state is left in memory: going back to {text}; "
-                f"{redone} finished step{'s' * (redone != 1)} will be done again"
-            )
+        self._context.warn(
+            f"no complete copy of the state is left in memory: going back to {text}; "
+            f"{redone} finished step{'s' * (redone != 1)} will be done again"
         )

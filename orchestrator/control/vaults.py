@@ -8,7 +8,6 @@ from itertools import count
 
 from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
-from rayzero.orchestrator.job_events import JobWarning
 from rayzero.orchestrator.policies.recovery import StoredSlot
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.vault.vault import Vault
@@ -61,7 +60,7 @@ class VaultManager:
             try:
                 await self.ensure_open([node])
             except JobFailedError as error:
-                ctx.emit(JobWarning(f"no vault on node {self._node_name(node)}: {error.seen}"))
+                ctx.warn(f"no vault on node {self._node_name(node)}: {error.seen}")
                 await ctx.deps.clock.sleep(REOPEN_BACKOFF_S[min(tries, len(REOPEN_BACKOFF_S) - 1)])
             else:
                 return True
@@ -111,7 +110,7 @@ class VaultManager:
                     return  # it was closed on purpose
                 ctx.changed.notify()
                 cause = str(lost) or "its process ended"
-                ctx.emit(JobWarning(f"the vault on node {self._node_name(node)} was lost: {cause}"))
+                ctx.warn(f"the vault on node {self._node_name(node)} was lost: {cause}")
                 await self._reopen(node)
                 return
             for event in events:

@@ -17,10 +17,6 @@ from rayzero.orchestrator.progress import StepRecord
 DEFAULT_STEP_INTERVAL_S = 5.0
 """Finished steps are too frequent to be written one by one."""
 
-_KINDS_WITH_COUNTERS = ("moved", "step")
-
-_STATE_ONLY_FIELDS = ("counted", "spec")
-
 
 class JournalWriter:
     """An observer of a job's events. Used from one event loop; opens no file.
@@ -49,12 +45,12 @@ class JournalWriter:
 
     def append(self, kind: str, **fields: Any) -> None:
         """Adds one entry; secrets in it are redacted."""
-        if kind in _KINDS_WITH_COUNTERS and (counters := self.counter_source()):
+        if kind in ("moved", "step") and (counters := self.counter_source()):
             fields["counted"] = counters
         entry = {"at_s": round(self._now_s(), 3), "kind": kind, **redact_document(fields)}
         self.history = apply_entry(self.history, entry)
         if self.history is not None:
-            listed = {key: entry[key] for key in entry if key not in _STATE_ONLY_FIELDS}
+            listed = {key: entry[key] for key in entry if key not in ("counted", "spec")}
             line = "" if kind == "step" else json.dumps(listed, default=str)
             self._put(JournalUpdate(self.history, line))
 
