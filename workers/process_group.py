@@ -79,13 +79,8 @@ def _shutdown_tcp(descriptor: int) -> None:
 
 def open_store(timeout_s: float) -> TCPStore:
     """Serves a store on a free port of this host for the lifetime of the returned object."""
-    return TCPStore(
-        "0.0.0.0",
-        0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
 
 
 def join_process_group(
@@ -101,13 +96,14 @@ def join_process_group(
     Raises:
         RuntimeError: a peer did not join within `timeout_s`.
     """
+    host, port = assignment.store_host, assignment.store_port
     os.environ.update(
         RANK=str(assignment.rank),
         WORLD_SIZE=str(assignment.world_size),
         LOCAL_RANK=str(assignment.local_rank),
         LOCAL_WORLD_SIZE=str(assignment.local_world_size),
-        MASTER_ADDR=assignment.store_host,
-        MASTER_PORT=str(assignment.store_port),
+        MASTER_ADDR=host,
+        MASTER_PORT=str(port),
     )
     timeout = timedelta(seconds=timeout_s)
     on_gpu = device.type == "cuda"
@@ -117,13 +113,7 @@ def join_process_group(
     # peers that had not got as far would wait for a group of another name.
     _world.group_count = 0
     with sockets.recording():
-        store = TCPStore(
-            assignment.store_host,
-            assignment.store_port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timeout,
-        )
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=PrefixStore(f"generation-{assignment.generation}", store),
@@ -141,14 +131,14 @@ def abort_default_group(sockets: SocketTracker) -> None:
     process may be in a collective.
     """
     sockets.shutdown()
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         _abort_process_group()
 
 
 def interrupt_collectives(sockets: SocketTracker) -> None:
     """Aborts a wait for peers in the training thread, from another thread."""
     sockets.shutdown()
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
+    if dist.is_initialized() and dist.get_backend() == "nccl":
         _abort_process_group()
 
 

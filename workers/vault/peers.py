@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,42 +65,24 @@ def _open_pidfd(task: int, flags: int = 0) -> int:
 
 _STACK_TIMEOUT_S = 5.0
 
-_STATE_NAMES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "uninterruptible sleep, usually I/O",
-    "T": "stopped by a signal",
-    "t": "stopped by a debugger",
-    "Z": "dead, not yet reaped",
-    "X": "dead",
-}
 
-
-def inspect_process(pid: int, proc: Path = Path("/proc")) -> str:
+def inspect_process(pid: int) -> str:
     """The process's state, its kernel wait channel, and its Python stacks if py-spy is installed.
 
     One fact a line, stacks last; for people to read.
     """
-    folder = proc / str(pid)
+    folder = Path(f"/proc/{pid}")
     try:
         status = (folder / "status").read_text()
     except OSError:
         return f"process {pid} does not exist"
-    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-    letter = fields.get("State", "?").strip()[:1]
-    lines = [f"process {pid}: {letter} ({_STATE_NAMES.get(letter, 'unknown')})"]
-    channel = _kernel_wait_channel(folder)
-    if channel:
-        lines.append(f"waiting in the kernel in {channel}")
-    return "\n".join([*lines, _dump_stacks(pid)])
-
-
-def _kernel_wait_channel(folder: Path) -> str:
-    try:
+    state = next(line for line in status.splitlines() if line.startswith("State:"))
+    lines = [f"process {pid}: {state.removeprefix('State:').strip()}"]
+    with suppress(OSError):
         channel = (folder / "wchan").read_text().strip()
-    except OSError:
-        return ""
-    return "" if channel == "0" else channel
+        if channel not in ("", "0"):
+            lines.append(f"waiting in the kernel in {channel}")
+    return "\n".join([*lines, _dump_stacks(pid)])
 
 
 def _dump_stacks(pid: int) -> str:
