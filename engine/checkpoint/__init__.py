@@ -5,9 +5,8 @@
 | `format` | layout of a rank's file; names of files and folders |
 | `manifest` | the file whose existence makes a checkpoint exist |
 | `writer` | writes one durable file for each rank, then the manifest |
-| `reader` | a checkpoint as a `StateSource` of verified blocks |
+| `reader` | a checkpoint as a `StateSource` of verified blocks; compares every byte |
 | `catalogue` | lists a job's checkpoints, finds the newest usable one, removes old ones |
-| `verify` | compares every byte with its checksum |
 | `store`, `store_remote` | the stores' protocol and local file systems; object stores |
 | `errors` | store errors, damage, a state that does not fit the model |
 | `export`, `export_model`, `imports` | files of other systems |

@@ -94,40 +94,31 @@ class CheckpointMismatchError(ConfigError):
 
 
 def check_state_fits_model(
-    wanted: Mapping[str, LogicalTensor], held: Mapping[str, LogicalTensor]
+    model: Mapping[str, LogicalTensor], state: Mapping[str, LogicalTensor]
 ) -> None:
-    """Compare names and shapes; dtypes may differ.
-
-    Args:
-        wanted: the model's tensors.
-        held: the state's tensors.
+    """Compare the tensors of a model and of a state: names and shapes. Dtypes may differ.
 
     Raises:
         CheckpointMismatchError: lists missing and unexpected tensors, and differing shapes.
     """
-    missing = [name for name in wanted if name not in held]
-    unexpected = [name for name in held if name not in wanted]
-    shapes = [
-        f"{name} is {list(held[name].shape)} in the state and {list(tensor.shape)} in the model"
-        for name, tensor in wanted.items()
-        if name in held and held[name].shape != tensor.shape
-    ]
-    differences = [
-        f"{len(names)} {text}: {_list_some(names)}"
-        for text, names in (
-            ("tensors of the model are not in it", missing),
-            ("of its tensors are not in the model", unexpected),
-            ("tensors have another shape", shapes),
-        )
+    differences = {
+        "tensors of the model are not in it": [name for name in model if name not in state],
+        "of its tensors are not in the model": [name for name in state if name not in model],
+        "tensors have another shape": [
+            f"{name} is {list(state[name].shape)} in the state, {list(tensor.shape)} in the model"
+            for name, tensor in model.items()
+            if name in state and state[name].shape != tensor.shape
+        ],
+    }
+    texts = [
+        f"{len(names)} {text}: {', '.join(names[:_MAX_LISTED])}"
+        + (", ..." if len(names) > _MAX_LISTED else "")
+        for text, names in differences.items()
         if names
     ]
-    if differences:
+    if texts:
         raise CheckpointMismatchError(
-            "the saved state is of another model: " + "; ".join(differences),
+            "the saved state is of another model: " + "; ".join(texts),
             allowed="a state with the model's parameters and buffers, by name and shape",
             fix="the model, or the checkpoint to resume from (checkpoint.resume)",
         )
-
-
-def _list_some(names: list[str]) -> str:
-    return ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")

@@ -37,9 +37,9 @@ class WholeTensors:
         self.tensors: dict[str, LogicalTensor] = {}
         for table in self._block_indexes:
             self.tensors |= table.tensors
-        wanted = [TensorRange(name, 0, one.numel, 0) for name, one in self.tensors.items()]
+        whole = [TensorRange(name, 0, tensor.numel, 0) for name, tensor in self.tensors.items()]
         self._copies: defaultdict[str, list[RangeCopy]] = defaultdict(list)
-        for copy in plan_copies(wanted, [table.ranges for table in self._block_indexes]):
+        for copy in plan_copies(whole, [table.ranges for table in self._block_indexes]):
             self._copies[copy.wanted.name].append(copy)
 
     def names_of_kind(self, kind: str) -> dict[str, str]:
@@ -59,9 +59,9 @@ class WholeTensors:
         for copy in self._copies[name]:
             table = self._block_indexes[copy.source]
             size = table.tensors[name].item_bytes
-            at = copy.held.offset + (copy.start - copy.held.start) * size
+            offset = copy.held.offset + (copy.start - copy.held.start) * size
             part = raw[copy.start * size : copy.stop * size]
-            self._source.read(copy.source, at, part)
+            self._source.read(copy.source, offset, part)
             self._progress(part.nbytes)
         return flat.view(tensor.shape)
 

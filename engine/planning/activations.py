@@ -85,16 +85,15 @@ class MicroStepTrace:
     flops: int
 
 
-def planning_device() -> torch.device:
-    """The device whose kernels are traced: attention, for example, differs between CPU and GPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 @contextmanager
-def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Tensors created in this context have shapes and dtypes, but no memory."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, planning_device():
-        yield mode
+def fake_tensors() -> Iterator[None]:
+    """Tensors created in this context have shapes and dtypes, but no memory.
+
+    They are on a GPU if there is one, because some kernels, such as attention's, differ.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True), device:
+        yield
 
 
 def trace_micro_step(
@@ -157,9 +156,8 @@ def _find_loss(model: nn.Module, batch: Any) -> Tensor:
         out = model(*batch)
     else:
         out = model(batch)
-    loss = out if isinstance(out, Tensor) else getattr(out, "loss", None)
-    if loss is None:
-        loss = next(iter_tensors(out), None)
+    loss = getattr(out, "loss", None)
+    loss = next(iter_tensors(out), None) if loss is None else loss
     if loss is None or not loss.requires_grad:
         raise ConfigError(
             f"the model's output, a {type(out).__name__}, contains no loss to trace backward from",

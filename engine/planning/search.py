@@ -21,7 +21,7 @@ from rayzero.engine.planning.activations import (
     trace_micro_step,
 )
 from rayzero.engine.planning.persistent import persistent_bytes
-from rayzero.engine.precision.policy import Precision, choose_precision
+from rayzero.engine.precision.policy import choose_precision
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,10 @@ class MemoryPlanner:
         micro_batch = resolve_batch_sizes(config, world_size).micro_batch
         key = precision.model_dtype(torch.float32), micro_batch, recomputed
         if key not in self._traces:
-            self._traces[key] = self._trace_setting(precision, micro_batch, recomputed)
+            with fake_tensors():
+                model, batch = self._make_model(), self._make_batch(micro_batch)
+                blocks = _innermost_blocks(model) if recomputed else []
+                self._traces[key] = trace_micro_step(model, precision, batch, blocks)
         traced = self._traces[key]
         return MemoryEstimate(sizes | {"activations": traced.activation_bytes}, traced.flops)
 
@@ -115,16 +118,6 @@ class MemoryPlanner:
     def _meta_model(self) -> nn.Module:
         with torch.device("meta"):
             return self._make_model()
-
-    def _trace_setting(
-        self, precision: Precision, micro_batch: int, recomputed: bool
-    ) -> MicroStepTrace:
-        if self._make_batch is None:
-            raise RuntimeError("make_batch is None: activations cannot be traced")
-        with fake_tensors():
-            model = self._make_model()
-            blocks = _innermost_blocks(model) if recomputed else []
-            return trace_micro_step(model, precision, self._make_batch(micro_batch), blocks)
 
 
 def _innermost_blocks(model: nn.Module) -> list[nn.Module]:
@@ -164,16 +157,13 @@ class PlanSetting:
         zero = document.get("zero_optimization")
         zero = dict(zero) if isinstance(zero, dict) else {}
         zero["stage"] = self.stage
-        for key, wanted in (
-            ("offload_optimizer", self.offload_optimizer),
-            ("offload_param", self.offload_param),
-        ):
+        for key in ("offload_optimizer", "offload_param"):
             zero.pop(key, None)
-            if wanted:
+            if getattr(self, key):
                 zero[key] = {"device": "cpu"}
         if self.stage < 3 or self.offload_param:  # they apply to weights gathered from the device
-            for key in ("zero_hpz_partition_size", "zero_quantized_weights"):
-                zero.pop(key, None)
+            zero.pop("zero_hpz_partition_size", None)
+            zero.pop("zero_quantized_weights", None)
         config = parse_config({**document, "zero_optimization": zero})
         check_compression(config)
         return config

@@ -61,11 +61,11 @@ class TensorSource:
     """
 
     def __init__(self, pieces: Sequence[FlatTensor], metadata: dict[str, Any]) -> None:
-        held = [piece for piece in pieces if piece.ranges]
+        pieces = [piece for piece in pieces if piece.ranges]
         self.step = int(metadata["step"])
-        self.block_indexes: Sequence[BlockIndex] = [piece.block_index() for piece in held]
+        self.block_indexes: Sequence[BlockIndex] = [piece.block_index() for piece in pieces]
         self._metadata = metadata
-        self._memory = [piece.memory for piece in held]
+        self._memory = [piece.memory for piece in pieces]
 
     def metadata(self, rank: int) -> dict[str, Any]:
         """The same for every rank."""
@@ -156,8 +156,8 @@ def _load_indexed(folder: Path) -> dict[str, Tensor]:
     for file, names in names_by_file.items():
         if Path(file).name != file or not (folder / file).is_file():
             raise DataError(f"{index} names {file!r}, which is no file in {folder}")
-        held = _load_file(folder / file)
-        if missing := [name for name in names if name not in held]:
+        content = _load_file(folder / file)
+        if missing := [name for name in names if name not in content]:
             raise DataError(f"{folder / file} lacks {missing[0]!r}, which {index} places in it")
-        tensors |= {name: held[name] for name in names}
+        tensors |= {name: content[name] for name in names}
     return tensors

@@ -15,8 +15,8 @@ from rayzero.engine.checkpoint import store as local_store
 from rayzero.engine.checkpoint.catalogue import newest_complete
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.manifest import make_manifest
+from rayzero.engine.checkpoint.reader import verify_checkpoint
 from rayzero.engine.checkpoint.store import is_remote, join_url, open_store, split_url
-from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.checkpoint.writer import commit_checkpoint
 from rayzero.engine.errors import ConfigError
 from tests.engine.checkpoint.saving import save, write_files
@@ -189,7 +189,7 @@ def test_writing_to_a_disk_imports_neither_torch_nor_pyarrow():
     script = (
         "import sys\n"
         "import rayzero.engine.checkpoint.writer, rayzero.engine.checkpoint.catalogue\n"
-        "import rayzero.engine.checkpoint.verify\n"
+        "import rayzero.engine.checkpoint.reader\n"
         "sys.exit(repr({'torch', 'pyarrow', 'ray', 'numpy'} & set(sys.modules) or ''))\n"
     )
     done = subprocess.run(
