@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +94,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"job file {str(path)!r} cannot be read: {reason}",
             fix="the path given to `rayzero run`",
         ) from None
-    try:
-        document = yaml.load(text, _YamlLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"job file {str(path)!r} is not YAML: {_yaml_error_line(error)}"
-        ) from None
+    document = _parse_yaml(text, f"job file {str(path)!r}")
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
         raise ConfigError(
             f"job file {str(path)!r}: a mapping of keys to values was expected, not "
@@ -110,20 +104,21 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return document
 
 
-def _yaml_error_line(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or first_line(error)
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else str(problem)
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _YamlLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or first_line(error)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"{source} is not YAML: {where}{problem}") from None
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not (equals and key):
         raise ConfigError(f"--set {override!r} has no '='", allowed="--set key=value", fix="--set")
-    try:
-        value = yaml.load(text, _YamlLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override!r} is not YAML: {_yaml_error_line(error)}") from None
+    value = _parse_yaml(text, f"--set {override!r}")
     *parents, last = key.split(".")
     section = document
     for parent in parents:
@@ -162,27 +157,6 @@ run.
 """
 
 
-@dataclass(frozen=True)
-class SpecDiff:
-    """One key with different values; `ABSENT` where a spec does not have it. `str()` hides
-    secrets."""
-
-    key: str
-    old: str
-    new: str
-
-    def __str__(self) -> str:
-        old, new = (self._redact_value(value) for value in (self.old, self.new))
-        return f"{self.key}: {old} -> {new}"
-
-    def _redact_value(self, value: str) -> str:
-        secret = is_secret_key(self.key.rpartition(".")[2]) and value != ABSENT
-        return REDACTED if secret else redact_url(value)
-
-
-ABSENT = "(none)"
-
-
 def to_document(spec: JobSpec) -> dict[str, Any]:
     """A spec as JSON data, with all defaults filled in."""
     document: dict[str, Any] = spec.model_dump(mode="json")
@@ -190,23 +164,30 @@ def to_document(spec: JobSpec) -> dict[str, Any]:
     return document
 
 
-def diff_documents(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[SpecDiff]:
-    """The keys (dotted, sorted) with different values in two documents."""
+def diff_documents(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """The keys (dotted, sorted) with different values in two documents, each with a line
+    `key: old -> new`, in which secrets are redacted."""
     before, after = dict(_flatten_document("", old)), dict(_flatten_document("", new))
-    return [
-        SpecDiff(key, before.get(key, ABSENT), after.get(key, ABSENT))
+    return {
+        key: f"{key}: {_show_value(key, before)} -> {_show_value(key, after)}"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key, ABSENT) != after.get(key, ABSENT)
-    ]
+        if before.get(key) != after.get(key)
+    }
 
 
-def not_covered_by(diffs: Sequence[SpecDiff], allowed: Sequence[str]) -> list[SpecDiff]:
-    """The differences whose key is none of the allowed ones, nor below one of them."""
+def not_covered_by(diffs: Mapping[str, str], allowed: Sequence[str]) -> list[str]:
+    """The lines of `diff_documents` whose key is none of the allowed ones, nor below one."""
     return [
-        diff
-        for diff in diffs
-        if not any(diff.key == key or diff.key.startswith(key + ".") for key in allowed)
+        line
+        for key, line in diffs.items()
+        if not any(key == covered or key.startswith(covered + ".") for covered in allowed)
     ]
+
+
+def _show_value(key: str, leaves: Mapping[str, str]) -> str:
+    if key not in leaves:
+        return "(none)"
+    return REDACTED if is_secret_key(key.rpartition(".")[2]) else redact_url(leaves[key])
 
 
 def _flatten_document(prefix: str, value: Any) -> Iterator[tuple[str, str]]:

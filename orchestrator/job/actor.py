@@ -217,11 +217,10 @@ class JobActor:
 
     async def _wait_log_readers(self) -> None:
         """Waits until no client reads the log any more, with a limit."""
-        deadline_s = self._clock.now() + LOG_READ_LINGER_S
-        while (now_s := self._clock.now()) < deadline_s:
-            if now_s - self._last_log_read_s > _LOG_READER_IDLE_S:
-                return
-            await asyncio.sleep(_REPLY_FLUSH_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOG_READ_LINGER_S):
+                while self._clock.now() - self._last_log_read_s < _LOG_READER_IDLE_S:
+                    await asyncio.sleep(_REPLY_FLUSH_S)
 
 
 def tune_gc_and_switch_interval() -> None:

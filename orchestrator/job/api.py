@@ -192,7 +192,7 @@ def start_or_attach(plan: JobPlan, can_grow: bool) -> JobProcess:
 def _attach_to_running(process: JobProcess, running: JobSpec, spec: JobSpec) -> None:
     diffs = diff_documents(to_document(running), to_document(spec))
     if other := not_covered_by(diffs, LIVE_KEYS):
-        lines = "\n".join(f"    {diff}" for diff in other)
+        lines = "\n".join(f"    {line}" for line in other)
         raise ConfigError(
             f"a different job called {spec.name!r} is running:\n{lines}",
             allowed="the same job, to attach to it; workers.min and workers.max may differ",

@@ -81,25 +81,20 @@ class OtherClaim:
 
 
 def this_process() -> ProcessIdentity:
-    pid = os.getpid()
-    return ProcessIdentity(
-        socket.gethostname(), _boot_id(), _pid_namespace(), pid, _start_ticks(pid) or 0
-    )
+    pid, host = os.getpid(), socket.gethostname()
+    return ProcessIdentity(host, *_boot_and_pid_namespace(), pid, _start_ticks(pid) or 0)
 
 
 def is_process_gone(process: ProcessIdentity) -> bool | None:
     """None if it runs on another host or in another PID namespace."""
-    if (process.boot, process.space) != (_boot_id(), _pid_namespace()):
+    if (process.boot, process.space) != _boot_and_pid_namespace():
         return None
     return _start_ticks(process.pid) != process.started
 
 
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _pid_namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")
+def _boot_and_pid_namespace() -> tuple[str, str]:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return boot_id, os.readlink("/proc/self/ns/pid")
 
 
 def _start_ticks(pid: int) -> int | None:

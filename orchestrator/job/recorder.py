@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -68,19 +69,13 @@ class EventBuffer:
                 self.run, tuple(self._latest_by_type.values()), self._count, ended=self.ended
             )
         since = since if run in ("", self.run) else 0
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait_until(
                     lambda: self._count > since or self.ended is not None
                 )
-        except TimeoutError:
-            pass
-        else:
-            if self.ended is None:
-                await asyncio.sleep(BATCH_DELAY_S)
-        return self._page_since(since)
-
-    def _page_since(self, since: int) -> EventPage:
+        if self._count > since and self.ended is None:
+            await asyncio.sleep(BATCH_DELAY_S)
         oldest = self._count - len(self._events)
         begin = max(since, oldest)
         page = tuple(self._events)[begin - oldest : begin - oldest + MAX_PAGE_EVENTS]

@@ -18,7 +18,6 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_document
 from rayzero.orchestrator.job_file import (
     ADOPTABLE_KEYS,
-    SpecDiff,
     diff_documents,
     not_covered_by,
     to_document,
@@ -212,7 +211,7 @@ def faults_on_clock(history: RunHistory, now_s: float, unix_s: float) -> list[Fa
     return [replace(fault, at_s=now_s - (unix_s - fault.at_s)) for fault in history.faults]
 
 
-def _global_batch_diff(history: RunHistory, spec: JobSpec) -> list[SpecDiff]:
+def _global_batch_diff(history: RunHistory, spec: JobSpec) -> list[str]:
     """Compares the global batches, where they follow from the micro-batch size."""
     if not isinstance(spec.engine, dict) or "train_batch_size" in spec.engine:
         return []
@@ -223,4 +222,4 @@ def _global_batch_diff(history: RunHistory, spec: JobSpec) -> list[SpecDiff]:
         new = resolve_batch_sizes(parse_config(after), spec.workers.min).global_batch
     except (ConfigError, KeyError, TypeError, ValueError):
         return []
-    return [] if old == new else [SpecDiff("engine: the global batch", str(old), str(new))]
+    return [] if old == new else [f"engine: the global batch: {old} -> {new}"]

@@ -324,12 +324,13 @@ DOCUMENTS = st.dictionaries(st.sampled_from(["workers", "engine", "seed"]), TREE
 @given(DOCUMENTS, DOCUMENTS)
 def test_a_difference_is_seen_from_both_sides(old: dict[str, Any], new: dict[str, Any]):
     there, back = diff_documents(old, new), diff_documents(new, old)
-    assert [(one.key, one.old, one.new) for one in there] == [
-        (one.key, one.new, one.old) for one in back
-    ]
-    assert diff_documents(old, old) == []
+    assert list(there) == list(back)
+    for key, line in there.items():
+        before, after = line.removeprefix(f"{key}: ").split(" -> ")
+        assert back[key] == f"{key}: {after} -> {before}"
+    assert diff_documents(old, old) == {}
     assert not [
-        one for one in not_covered_by(there, ADOPTABLE_KEYS) if one.key.startswith("workers")
+        line for line in not_covered_by(there, ADOPTABLE_KEYS) if line.startswith("workers")
     ]
 
 
