@@ -124,18 +124,12 @@ class StepWork:
     """Sums a step's work on this rank, from which that of all ranks is estimated.
 
     Flops are counted in the first micro-step of a run, since later ones are the same, and only if
-    the device's peak is known: the counter imports torch's compiler, which takes seconds.
-
-    Args:
-        micro_steps: per step.
-        peak: the device's flops per second; None if unknown.
-
-    Attributes:
-        micro_step_flops: of forward and backward of one micro-step on this rank; 0 until counted.
+    the device's peak is known (in flops per second): the counter imports torch's compiler, which
+    takes seconds.
     """
 
     def __init__(self, micro_steps: int, peak: float | None) -> None:
-        self.micro_step_flops = 0
+        self.micro_step_flops = 0  # of forward and backward on this rank; 0 until counted
         self._micro_steps = micro_steps
         self._peak_flops = peak
         self._forward_flops = 0

@@ -83,23 +83,15 @@ def load_checkpoint(
 
 
 def check_tag(tag: str) -> str:
-    """The tag, if it is safe as a folder's name.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """The tag; raises ConfigError if it is not safe as a folder's name."""
     if is_safe_name(tag):
         return tag
     raise ConfigError(f"the tag {tag!r} is not a folder's name", allowed="such as global_step100")
 
 
 def resolve_checkpoint(folder: str, tag: str | int | None) -> str | None:
-    """The path or URL of one checkpoint; None if no tag was given and the folder has none.
-
-    Raises:
-        DataError: no checkpoint has that tag, or the tag in the file `latest`.
-        StoreError: the store cannot be read.
-    """
+    """The path or URL of one checkpoint; None if no tag was given and the folder has none. Raises
+    DataError if there is no checkpoint of that tag, or of the tag in the file `latest`."""
     name = _read_latest_tag(folder) if tag is None else str(tag)
     if name is None:
         newest = newest_complete(folder)
@@ -115,11 +107,8 @@ def resolve_checkpoint(folder: str, tag: str | int | None) -> str | None:
 
 
 def open_checkpoint(path: str) -> StateSource:
-    """Opens a checkpoint of rayzero's or DeepSpeed's format.
-
-    Raises:
-        DataError: it is neither, or damaged.
-    """
+    """Opens a checkpoint of rayzero's or DeepSpeed's format. Raises DataError if it is neither, or
+    damaged."""
     if any(entry.name == MANIFEST_NAME for entry in open_store(path).list_folder()):
         return CheckpointSource(path)
     foreign = open_foreign(path)

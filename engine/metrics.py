@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
@@ -25,10 +25,8 @@ OTHER_PHASE = "other"
 class PhaseTimer:
     """Attributes wall time to exactly one phase at a time. Used by the training thread.
 
-    On CUDA these are the host's seconds: kernels run asynchronously.
-
-    Args:
-        on_phase: called with every phase that begins, except `OTHER_PHASE`.
+    On CUDA these are the host's seconds: kernels run asynchronously. `on_phase` is called with
+    every phase that begins, except `OTHER_PHASE`.
     """
 
     def __init__(self, on_phase: Callable[[str], None] | None) -> None:
@@ -48,11 +46,8 @@ class PhaseTimer:
         self._switch_to(OTHER_PHASE)
 
     def end_step(self, data_wait_s: float) -> dict[str, float]:
-        """Returns the seconds by phase since the last call, and resets them.
-
-        Args:
-            data_wait_s: time spent waiting for the loader, outside all phases.
-        """
+        """Returns the seconds by phase since the last call, and resets them; `data_wait_s` of them,
+        outside all phases, were spent waiting for the loader."""
         self._switch_to(OTHER_PHASE)
         spent, self._phase_s = dict(self._phase_s), defaultdict(float)
         data_s = min(data_wait_s, spent[OTHER_PHASE])
@@ -102,17 +97,15 @@ class StepMetrics:
 
     def to_flat_dict(self) -> dict[str, float]:
         """Numbers under one name each: `bytes/optimizer_state`, `collectives/vote/calls`."""
-        flat: dict[str, float] = {}
-        _flatten_into("", {**asdict(self), "tokens_per_s": self.tokens_per_s}, flat)
-        return flat
+        return dict(_flatten("", {**asdict(self), "tokens_per_s": self.tokens_per_s}))
 
 
-def _flatten_into(prefix: str, value: Any, flat: dict[str, float]) -> None:
-    if isinstance(value, dict):
-        for key, child in value.items():
-            _flatten_into(f"{prefix}/{key}" if prefix else key, child, flat)
-    elif value is not None:
-        flat[prefix] = value
+def _flatten(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(f"{prefix}{key}/", value)
+        elif value is not None:
+            yield prefix + key, value
 
 
 class StepMeter:

@@ -32,15 +32,12 @@ def make_runtime(
     context: BuildContext,
     factor: float,
 ) -> ZeroRuntime:
-    """Places the model's parameters and connects them to the ranks.
-
-    Args:
-        factor: reduced gradients are still to be multiplied by it, before loss scaling.
-    """
+    """Places the model's parameters and connects them to the ranks. Reduced gradients are still to
+    be multiplied by `factor`, before loss scaling."""
     collectives, stage = context.collectives, context.stage
     reduction = make_grad_reduction(config, context, factor)
     params = name_params(model, groups.group_of)
-    plans = plan_units(model, params, config, stage, collectives.world_size)
+    plans = _plan_units(model, params, config, stage, collectives.world_size)
     grad_buffers = make_grad_buffers(plans, context, NUM_GRAD_BUFFERS)
     units = make_units(plans, context, grad_buffers, reduction)
     in_units = {param for plan in plans for param in plan.params}
@@ -71,7 +68,7 @@ def make_runtime(
     )
 
 
-def plan_units(
+def _plan_units(
     model: nn.Module,
     params: list[NamedParam],
     config: EngineConfig,

@@ -61,10 +61,7 @@ class HostSession(Protocol):
         """The state to restore into a new engine; None for a fresh start."""
 
     def on_engine_ready(self, engine: Any) -> None:
-        """Called once with the finished `Engine`, its state loaded.
-
-        Not annotated as Engine: the engine imports this module, and imports run one way.
-        """
+        """Called once with the finished `Engine`, its state loaded. (It imports this module.)"""
 
     def on_phase(self, name: str) -> None:
         """The training thread entered a phase: data, forward, backward, reduce, update, gather."""
@@ -79,12 +76,8 @@ class HostSession(Protocol):
         """This rank's requests for the vote of the current step."""
 
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
-        """An optimizer step has finished on this rank.
-
-        Args:
-            metrics: `Engine.metrics`, flattened to numbers.
-            agreed: the ranks' common decision, equal on all of them.
-        """
+        """An optimizer step has finished on this rank. `metrics` is `Engine.metrics` flattened to
+        numbers, `agreed` the ranks' common decision."""
 
 
 _current_session: ContextVar[HostSession | None] = ContextVar("rayzero_session", default=None)

@@ -1,5 +1,4 @@
-"""Probes torch on this machine: two processes run `python -m rayzero.engine.torch_probe RANK
-FOLDER`.
+"""Probes torch: two processes run `python -m rayzero.engine.torch_probe RANK FOLDER`.
 
 Each fact is printed as a line of JSON as soon as it is known, so that a later step that hangs or
 crashes loses none. The two rendezvous through a file in the folder and run an all-reduce.
@@ -56,9 +55,7 @@ def _try_backend(backend: str, rank: int, rendezvous: Path) -> float:
     started = time.monotonic()
     os.environ["LOCAL_RANK"] = str(rank)
     url = f"file://{rendezvous}"
-    dist.init_process_group(
-        backend, init_method=url, rank=rank, world_size=2, timeout=_INIT_TIMEOUT
-    )
+    dist.init_process_group(backend, url, _INIT_TIMEOUT, world_size=2, rank=rank)
     try:
         collectives, device = connect_collectives()
         total = torch.full((1024,), float(rank + 1), device=device)

@@ -109,11 +109,7 @@ class StepTracker:
 @dataclass
 class TrainingStep:
     """The parts of one engine, and the training step over them: backward, and the update of the
-    weights at the end of a step.
-
-    Attributes:
-        settings: batch sizes may be replaced between two steps.
-    """
+    weights at the end of a step. Batch sizes in the settings may be replaced between two steps."""
 
     runtime: ZeroRuntime
     optimizer: ShardedOptimizer
@@ -138,11 +134,8 @@ class TrainingStep:
         return self.tracker.is_boundary(self._progress.micro_step, micro_steps)
 
     def backward(self, loss: Tensor, *, retain_graph: bool, weight: float) -> None:
-        """See `Engine.backward`.
-
-        Args:
-            weight: of this micro-batch's loss in the mean over the global batch.
-        """
+        """See `Engine.backward`; `weight` is that of this micro-batch's loss in the mean over the
+        global batch."""
         self._check_backward(loss)
         tracker = self.tracker
         first, last = not tracker.has_gradients, not tracker.no_sync and self.is_boundary

@@ -30,12 +30,7 @@ def repr_value(value: Any) -> str:
 
 
 def validate_document(model: type[M], value: Any, what: str) -> M:
-    """`value` as a `model`.
-
-    Args:
-        model: the pydantic model of the whole document.
-        value: the document; must be a mapping.
-        what: the document's name in messages: "engine config", a file's name.
+    """A whole document as a `model`; `what` is its name in messages, such as a file's name.
 
     Raises:
         ConfigError: naming every wrong key by its path, what was seen, and what is allowed.
@@ -53,11 +48,8 @@ def validate_document(model: type[M], value: Any, what: str) -> M:
 def validate_model(
     model: type[M], value: dict[str, Any], prefix: str = ""
 ) -> tuple[M | None, list[str]]:
-    """`value` as a `model`, or None and a line for every mistake in it.
-
-    Args:
-        prefix: of the keys' paths in messages, if the value is a part of a document.
-    """
+    """`value` as a `model`, or None and a line for every mistake in it; `prefix` is that of the
+    keys' paths in messages, if the value is a part of a document."""
     try:
         return model.model_validate(value, context=DOCUMENT_CONTEXT), []
     except ValidationError as error:
@@ -71,11 +63,7 @@ def error_lines(model: type[BaseModel], error: ValidationError) -> list[str]:
 
 
 def raise_config_error(what: str, mistakes: Sequence[str]) -> NoReturn:
-    """Raises one error for all mistakes in a document.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Raises one ConfigError for all mistakes in a document."""
     count = f"{len(mistakes)} mistakes:\n  " if len(mistakes) > 1 else ""
     raise ConfigError(f"{what}: {count}" + "\n  ".join(mistakes))
 

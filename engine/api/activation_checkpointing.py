@@ -39,12 +39,9 @@ def configure(
     """Configures `checkpoint` for the process.
 
     Args:
-        mpu_: refused.
-        deepspeed_config: a config, for its section `activation_checkpointing`.
-        partition_activations: ignored: there are no model parallel ranks to partition over.
-        contiguous_checkpointing, num_checkpoints: ignored: torch's allocator packs them.
+        deepspeed_config: a config, for its section `activation_checkpointing`, which says why the
+            options that are not here are ignored.
         checkpoint_in_cpu: save checkpointed inputs in host memory.
-        synchronize, profile: ignored: use torch.profiler.
     """
     if mpu_ is not None:
         raise ConfigError(

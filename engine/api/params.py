@@ -36,7 +36,6 @@ class Init:
 
     Args:
         module: an existing model; it is left unchanged, and `initialize` shards it.
-        enabled: if False, this does nothing.
         options: DeepSpeed's other options. Groups are refused; the rest are ignored, because the
             engine decides when and in which dtype weights are materialized.
     """
@@ -70,7 +69,6 @@ class GatheredParameters:
         modifier_rank: this rank's values are broadcast at the end, to model weights and main
             weights. None if nothing is changed: where weights are sharded, changes would be lost.
         fwd_module: ignored: a module's forward gathers the parameters used in it.
-        enabled: if False, this does nothing.
 
     Example:
         >>> with GatheredParameters(model.head.weight, modifier_rank=0):

@@ -86,24 +86,9 @@ class SchedulerConfig(ConfigSection):
     params: dict[str, Any] = implemented({}, "the schedule's arguments")
 
 
-def find_param_errors(
-    optimizer: OptimizerConfig | None, scheduler: SchedulerConfig | None
-) -> list[str]:
-    """A line for every mistake in `params` that can be detected without torch."""
-    mistakes = []
-    if optimizer is not None and (params_model := OPTIMIZER_PARAMS.get(optimizer.type)):
-        mistakes += validate_model(params_model, optimizer.params, "optimizer.params.")[1]
-    if scheduler is not None and (schedule_model := SCHEDULE_PARAMS.get(scheduler.type)):
-        mistakes += validate_model(schedule_model, scheduler.params, "scheduler.params.")[1]
-    return mistakes
-
-
 def parse_params(section: str, model: type[P], params: dict[str, Any]) -> P:
-    """The params of the section `optimizer` or `scheduler` as their model.
-
-    Raises:
-        ConfigError: naming every wrong key by its whole path.
-    """
+    """The params of the section `optimizer` or `scheduler` as their model. Raises ConfigError,
+    which names every wrong key by its whole path."""
     typed, mistakes = validate_model(model, params, f"{section}.params.")
     if typed is None:
         raise_config_error("engine config", mistakes)
@@ -201,6 +186,14 @@ class EngineConfig(UnsupportedKeys):
     checkpoint: CheckpointConfig = CheckpointConfig()
     aio: AioConfig = AioConfig()
     rayzero: RayzeroConfig = RayzeroConfig()
+
+
+def find_param_errors(config: EngineConfig) -> Iterator[str]:
+    """A line for every mistake in `params` that can be detected without torch."""
+    for name, models in (("optimizer", OPTIMIZER_PARAMS), ("scheduler", SCHEDULE_PARAMS)):
+        section: OptimizerConfig | SchedulerConfig | None = getattr(config, name)
+        if section is not None and section.type in models:
+            yield from validate_model(models[section.type], section.params, f"{name}.params.")[1]
 
 
 FREE_FORM_SECTIONS = ("optimizer.params", "scheduler.params")

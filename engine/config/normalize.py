@@ -100,10 +100,7 @@ AUTO_RULES: dict[str, Auto] = {
 
 
 def normalize(document: dict[str, Any], mistakes: list[str]) -> dict[str, str]:
-    """Rewrites a document in place.
-
-    Args:
-        mistakes: gets a line for every value that cannot be rewritten.
+    """Rewrites a document in place; `mistakes` gets a line for every value that cannot be used.
 
     Returns:
         {path: how its value was written or derived}, for keys left out as well.

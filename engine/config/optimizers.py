@@ -46,15 +46,12 @@ def _check_state_dtype(value: bool) -> bool:
 
 
 class OptimizerParams(StrictModel):
-    """Params of every optimizer.
+    """Params of every optimizer."""
 
-    Attributes:
-        implementation: dotted name of the class, or of a function that makes an instance.
-        group_splitter: dotted name of a function `(model, groups, params) -> ParamGroups` for an
-            optimizer that treats some parameters differently; empty for none.
-    """
-
+    # Dotted name of the class, or of a function that makes an instance.
     implementation: ClassVar[str]
+    # Dotted name of a function `(model, groups, params) -> ParamGroups` for an optimizer that
+    # treats some parameters differently; empty for none.
     group_splitter: ClassVar[str] = ""
 
     max_grad_norm: Annotated[Any, NO_EFFECT] = refused(

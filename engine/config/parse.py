@@ -168,23 +168,13 @@ class ParsedConfig:
 
 
 def parse_config(source: ConfigSource | None) -> EngineConfig:
-    """A checked config from any source; None is the config with every default.
-
-    Raises:
-        ConfigError: naming every wrong key.
-    """
+    """A checked config from any source; None is the config with every default. Raises ConfigError,
+    which names every wrong key."""
     return source if isinstance(source, EngineConfig) else parse_with_provenance(source).config
 
 
 def parse_with_provenance(source: ConfigSource | None, steps: int | None = None) -> ParsedConfig:
-    """As `parse_config`, with provenance.
-
-    Args:
-        steps: number of steps of the job; None outside a job.
-
-    Raises:
-        ConfigError: naming every wrong key.
-    """
+    """As `parse_config`, with provenance; `steps` is the number of steps of the job, if any."""
     name, document = _read_named({} if source is None else source)
     mistakes = list[str]()
     provenance = normalize(fill_total_steps(document, steps), mistakes)
@@ -192,8 +182,7 @@ def parse_with_provenance(source: ConfigSource | None, steps: int | None = None)
     config, invalid = validate_model(EngineConfig, document)
     mistakes += invalid
     if config is not None:
-        mistakes += find_conflicts(config)
-        mistakes += find_param_errors(config.optimizer, config.scheduler)
+        mistakes += [*find_conflicts(config), *find_param_errors(config)]
     if mistakes or config is None:
         raise_config_error(name, mistakes)
     return ParsedConfig(config, document, provenance)

@@ -33,13 +33,11 @@ class ParquetTokens:
 
     Args:
         path: a folder (searched for `*.parquet` at any depth), a file, or a glob pattern.
-        context: the input tokens of a sample, 1 or more.
+        context: the input tokens of a sample.
         cached_row_groups: number of decoded row groups in the cache.
 
     Raises:
-        ConfigError: `context` or `cached_row_groups` is smaller than 1.
-        DataError: no such path, no shards, not Parquet, no integer column `tokens`, or fewer
-            tokens than one sample.
+        DataError: no shards, not Parquet, no integer column `tokens`, or less than one sample.
     """
 
     def __init__(self, path: str | Path, context: int, cached_row_groups: int = 64) -> None:
@@ -112,11 +110,7 @@ class ParquetTokens:
 
 
 def find_shards(path: str | Path) -> list[Path]:
-    """The sorted shards of `path`: a file, a folder or a glob pattern.
-
-    Raises:
-        DataError: there are none.
-    """
+    """The sorted shards of `path`: a file, a folder or a glob pattern."""
     path = Path(path)
     where = path.absolute()
     if path.is_file():

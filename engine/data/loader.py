@@ -53,7 +53,6 @@ class StepLoader:
     ends when it is exhausted, closed or garbage-collected.
 
     Args:
-        dataset: map-style.
         seed: of the order of samples.
         step_plan: this rank's micro-batches of every step.
         progress: the job's progress, updated by the engine.
@@ -186,11 +185,6 @@ class StepLoader:
 
 
 def _dataset_length(dataset: object) -> int:
-    """Number of samples of a map-style dataset.
-
-    Raises:
-        DataError: the dataset is not map-style, or empty.
-    """
     name = type(dataset).__name__
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not map_style:

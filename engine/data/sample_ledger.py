@@ -93,11 +93,8 @@ class LedgerMismatch:
 
 
 def read_ledger(folder: str | Path) -> dict[int, list[int]]:
-    """The samples of every step in the job's history, rank by rank.
-
-    Raises:
-        DataError: there is no ledger, or a line in it is damaged.
-    """
+    """The samples of every step in the job's history, rank by rank. Raises DataError if there is no
+    ledger, or a line in it is damaged."""
     folder = Path(folder)
     # step -> (run, generation) -> rank -> samples
     by_step: defaultdict[int, dict[tuple[str, int], dict[int, list[int]]]] = defaultdict(dict)
@@ -121,14 +118,8 @@ def read_ledger(folder: str | Path) -> dict[int, list[int]]:
 def check_ledger(
     folder: str | Path, order: SampleOrder, global_batch: int, steps: int | None = None
 ) -> list[LedgerMismatch]:
-    """The steps that did not consume exactly the samples of their positions, each once.
-
-    Args:
-        steps: number of steps that the job finished; None: those in the ledger.
-
-    Raises:
-        DataError: as `read_ledger`.
-    """
+    """The steps that did not consume exactly the samples of their positions, each once. `steps` is
+    the number of steps that the job finished; None: those in the ledger."""
     consumed = read_ledger(folder)
     last = max(consumed, default=0) if steps is None else steps
     mismatches = []

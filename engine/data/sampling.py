@@ -39,20 +39,13 @@ class SampleOrder:
     epochs. Its epoch is `position // length`; every epoch has every sample exactly once.
 
     Args:
-        length: samples in the dataset, 1 or more.
+        length: samples in the dataset.
         seed: any integer; the low 64 bits are used.
-
-    Raises:
-        DataError: the dataset is empty.
     """
 
     def __init__(self, length: int, seed: int) -> None:
         if length < 1:
-            raise DataError(
-                f"the training data holds {length} samples",
-                "at least one sample",
-                "the dataset given as training_data",
-            )
+            raise DataError(f"a dataset of {length} samples", "at least one sample", "the dataset")
         self.length = length
         self.seed = seed
         self._half_bits = np.uint64(max(1, ((length - 1).bit_length() + 1) // 2))
@@ -142,15 +135,8 @@ def samples_per_rank(
 def count_micro_steps(
     global_batch: int, world_size: int, micro_batch: int, shares: Sequence[float] = ()
 ) -> int:
-    """Micro-steps of a step, equal on every rank: enough for the rank with the most samples.
-
-    Args:
-        micro_batch: maximum samples of a micro-step on one rank.
-        shares: as in `samples_per_rank`.
-
-    Raises:
-        ConfigError: a size is smaller than 1, or the shares do not fit `world_size` ranks.
-    """
+    """Micro-steps of a step, equal on every rank: enough for the rank with the most samples, at
+    most `micro_batch` in each. Raises as `samples_per_rank`."""
     _check_positive("the micro-batch", micro_batch)
     return -(-max(samples_per_rank(global_batch, world_size, shares)) // micro_batch)
 
@@ -162,11 +148,8 @@ def assign_step(
     micro_batch: int,
     shares: Sequence[float] = (),
 ) -> tuple[MicroBatch, ...]:
-    """The micro-batches of `rank` in a step, in order: `count_micro_steps(...)` of them.
-
-    Raises:
-        ConfigError: as `count_micro_steps`, or `rank` is outside [0, world_size).
-    """
+    """The micro-batches of `rank` in a step, in order: `count_micro_steps(...)` of them. Raises as
+    `samples_per_rank`, or if `rank` is outside [0, world_size)."""
     micro_steps = count_micro_steps(global_batch, world_size, micro_batch, shares)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} of {world_size}", f"0 to {world_size - 1}", "the rank")

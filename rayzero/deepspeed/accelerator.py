@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,8 +15,17 @@ from rayzero.engine.api.alternatives import unsupported_message
 __all__ = ["Accelerator", "get_accelerator"]
 
 
+def _cuda_call(name: str, on_cpu: int | None = None) -> Callable[..., Any]:
+    """A method that calls `torch.cuda.<name>`; on the CPU it only returns `on_cpu`."""
+
+    def call(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        return getattr(torch.cuda, name)(*args, **kwargs) if self._cuda else on_cpu
+
+    return call
+
+
 class Accelerator:
-    """DeepSpeed's accelerator; on the CPU memory readings are 0 and `synchronize` is a no-op."""
+    """DeepSpeed's accelerator."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -36,10 +46,6 @@ class Accelerator:
 
     def current_device_name(self) -> str:
         return self.device_name(self.current_device())
-
-    def set_device(self, device_index: int) -> None:
-        if self._cuda:
-            torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
         """GPUs of this node; on the CPU the ranks of this node."""
@@ -62,25 +68,12 @@ class Accelerator:
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._name
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        if self._cuda:
-            torch.cuda.synchronize(device_index)
-
-    def empty_cache(self) -> None:
-        if self._cuda:
-            torch.cuda.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes."""
-        return torch.cuda.memory_allocated(device_index) if self._cuda else 0
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes."""
-        return torch.cuda.max_memory_allocated(device_index) if self._cuda else 0
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats(device_index)
+    set_device = _cuda_call("set_device")
+    synchronize = _cuda_call("synchronize")
+    empty_cache = _cuda_call("empty_cache")
+    reset_peak_memory_stats = _cuda_call("reset_peak_memory_stats")
+    memory_allocated = _cuda_call("memory_allocated", on_cpu=0)  # bytes
+    max_memory_allocated = _cuda_call("max_memory_allocated", on_cpu=0)  # bytes
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)

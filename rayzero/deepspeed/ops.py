@@ -24,13 +24,8 @@ __all__ = [
 
 
 class FusedAdam(torch.optim.Adam):
-    """AdamW, or Adam with weight decay in the gradient.
-
-    Args:
-        bias_correction: only True.
-        adam_w_mode: decoupled weight decay (Loshchilov and Hutter, 2019).
-        set_grad_none: no effect: gradients are the engine's.
-    """
+    """AdamW (Loshchilov and Hutter, 2019), or Adam with weight decay in the gradient.
+    `set_grad_none` has no effect: gradients are the engine's."""
 
     def __init__(
         self,
@@ -50,12 +45,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """`FusedAdam`: `zero_optimization.offload_optimizer` decides where its state is kept.
-
-    Args:
-        adamw_mode: as `adam_w_mode`.
-        fp32_optimizer_states: only True.
-    """
+    """`FusedAdam`: `zero_optimization.offload_optimizer` decides where its state is kept."""
 
     def __init__(
         self,
