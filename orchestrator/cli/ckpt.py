@@ -150,8 +150,7 @@ def export_command(
     folder = path if checkpoint is None else checkpoint.folder  # may be another library's
     # By name: it imports torch, which the orchestrator must not (see the import contracts).
     export = import_module("rayzero.engine.checkpoint.export").export_checkpoint
-    total = None if checkpoint is None else _export_bytes(checkpoint, kind)
-    with _byte_progress("exporting", total, as_json) as progress:
+    with _byte_progress("exporting", _export_bytes(checkpoint, kind), as_json) as progress:
         files = export(folder, target, kind, progress=progress)
     if as_json:
         print(json.dumps({"folder": redact_url(folder), "format": kind, "files": files}))
@@ -195,9 +194,9 @@ def _find_exportable(path: str) -> CheckpointInfo | None:
     return next(iter(list_checkpoints(path)), None)
 
 
-def _export_bytes(checkpoint: CheckpointInfo, kind: str) -> int | None:
-    """Bytes that an export reads: the model; for `dcp` everything."""
-    if checkpoint.manifest is None:
+def _export_bytes(checkpoint: CheckpointInfo | None, kind: str) -> int | None:
+    """Bytes that an export reads: the model; for `dcp` everything. None if unknown."""
+    if checkpoint is None or checkpoint.manifest is None:
         return None
     return sum(
         tensor.numel * tensor.item_bytes

@@ -25,6 +25,7 @@ commands = new_group(
 )
 
 _STATUS_STYLES = {"implemented": "green", "no-op": "yellow", "refused": "red"}
+_MAX_VALUE_CHARACTERS = 40
 _PIPE_WIDTH = 240  # columns where stdout is no terminal: one line for each key
 
 
@@ -98,16 +99,9 @@ def _print_table(infos: Sequence[KeyInfo]) -> None:
         table.add_row(Text(group, style="bold"))
         for info in members:
             status = Text(str(info.status), style=_STATUS_STYLES[str(info.status)])
-            table.add_row(
-                Text(f"  {info.key}"), status, Text(_value_text(info)), Text(_source_text(info))
-            )
+            value = "-" if info.value is None else json.dumps(info.value)
+            if len(value) > _MAX_VALUE_CHARACTERS:
+                value = f"{value[: _MAX_VALUE_CHARACTERS - 3]}..."
+            source = f"{info.source} ({info.reason})" if info.reason else info.source
+            table.add_row(Text(f"  {info.key}"), status, Text(value), Text(source))
     Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
-
-
-def _value_text(info: KeyInfo) -> str:
-    text = "-" if info.value is None else json.dumps(info.value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _source_text(info: KeyInfo) -> str:
-    return f"{info.source} ({info.reason})" if info.reason else info.source

@@ -75,7 +75,7 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
 
 
 def snapshot_ranks(ranks: RankMetricsTable) -> list[dict[str, Any]]:
-    """The value's `ranks`: those that have reported, in order."""
+    """The value's `ranks`, in order."""
     return [finite_json(_rank_row(rank, ranks.by_rank[rank])) for rank in sorted(ranks.by_rank)]
 
 

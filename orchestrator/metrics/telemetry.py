@@ -46,9 +46,7 @@ class Telemetry:
     Opens files and a socket: constructed outside the event loop.
 
     Args:
-        clock: the controller's.
         writer: writes the step files.
-        unix: Unix time.
         past: of an adopted run, whose counters continue.
 
     Raises:
