@@ -105,9 +105,9 @@ def check_state_fits_model(
         "tensors of the model are not in it": [name for name in model if name not in state],
         "of its tensors are not in the model": [name for name in state if name not in model],
         "tensors have another shape": [
-            f"{name} is {list(state[name].shape)} in the state, {list(tensor.shape)} in the model"
+            f"{name} is {list(saved.shape)} in the state and {list(tensor.shape)} in the model"
             for name, tensor in model.items()
-            if name in state and state[name].shape != tensor.shape
+            if (saved := state.get(name)) is not None and saved.shape != tensor.shape
         ],
     }
     texts = [
