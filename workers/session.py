@@ -48,7 +48,7 @@ class JobSession:
         self.seed = spec.seed
         self.shares = assignment.shares
         self.engine: Engine | None = None
-        self.reporter = StepReporter(assignment, channel)
+        self.reporter = StepReporter(channel)
         self._assignment = assignment
         self._channel = channel
         self._retained = retained
@@ -69,7 +69,7 @@ class JobSession:
         self._register_stop_hooks(engine)
         step = engine.progress.step
         self.reporter.start_at(step)
-        self.post(Restored(self._assignment.generation, self._assignment.rank, step))
+        self.post(Restored(self._channel.generation, self._channel.rank, step))
 
     def on_phase(self, name: str) -> None:
         self._enter_phase(name)

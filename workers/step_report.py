@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rayzero.engine.errors import EngineError
-from rayzero.workers.messages import Assignment, StepReport
+from rayzero.workers.messages import StepReport
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.training_thread import GenerationChannel
 from rayzero.workers.vault.buffers import resident_bytes
@@ -27,8 +27,7 @@ _MAX_NAME_CHARACTERS = 128
 class StepReporter:
     """Collects metrics until their step is finished. Used by the training thread."""
 
-    def __init__(self, assignment: Assignment, channel: GenerationChannel) -> None:
-        self._assignment = assignment
+    def __init__(self, channel: GenerationChannel) -> None:
         self._channel = channel
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._gauges: dict[str, float] = {}
@@ -79,13 +78,12 @@ class StepReporter:
             )
         now_s = monotonic()
         self._gauges.setdefault("step_s", now_s - self._last_at_s)
-        generation, rank = self._assignment.generation, self._assignment.rank
-        counters, gauges = dict(self._counters), dict(self._gauges)
-        report = StepReport(generation, rank, step, counters, gauges, at_s=time())
+        channel, counters, gauges = self._channel, dict(self._counters), dict(self._gauges)
+        report = StepReport(channel.generation, channel.rank, step, counters, gauges, at_s=time())
         self._counters.clear()
         self._gauges.clear()
         self._last_step, self._last_at_s = step, now_s
-        self._channel.progress.begin_step(step + 1)
+        channel.progress.begin_step(step + 1)
         return report
 
     def leftover_counters(self) -> dict[str, float]:
