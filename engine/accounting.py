@@ -44,15 +44,15 @@ def bytes_by_class(runtime: ZeroRuntime, optimizer: ShardedOptimizer) -> dict[st
     """
     scheduler, reduction = runtime.unshard_scheduler, runtime.grad_reduction
     gather = scheduler.weight_gather if scheduler is not None else None
-    grad_buffers = runtime.grad_buffers.buffers if runtime.grad_buffers is not None else []
-    gathered = runtime.gather_buffers.total_bytes if runtime.gather_buffers is not None else 0
+    grad_buffers = pool.buffers if (pool := runtime.reducer.buffer_pool) is not None else []
+    gathered = scheduler.buffers.total_bytes if scheduler is not None else 0
     total = Counter(
         model_weights=sum(param.nbytes for param in runtime.ungrouped_params),
         main_weights=0,
         main_grads=0,
         optimizer_state=0,
         error_feedback=sum(
-            one.nbytes for feedback in reduction.residuals for one in feedback.tensors
+            residual.nbytes for feedback in reduction.residuals for residual in feedback.tensors
         )
         + sum(tensor.nbytes for _, tensor in reduction.replicated_state()),
         second_shards=gather.secondary_bytes if gather is not None else 0,

@@ -47,10 +47,10 @@ def make_runtime(
     stores = [(unit.grads, len(unit.params)) for unit in units if unit.grads is not None]
     reducer = Reducer(stores, grad_buffers, overlap=config.zero_optimization.overlap_comm)
     hooks = hook_gradients(trainable, reducer)
-    scheduler, gather_buffers = None, None
+    scheduler = None
     if blocks := make_blocks(units):
-        gather_buffers = GatherBuffers(blocks, config.rayzero.gather_buffers)
-        scheduler = UnshardScheduler(blocks, gather_buffers, make_weight_gather(config, context))
+        buffers = GatherBuffers(blocks, config.rayzero.gather_buffers)
+        scheduler = UnshardScheduler(blocks, buffers, make_weight_gather(config, context))
         hooks += hook_blocks(model, blocks, scheduler)
     return ZeroRuntime(
         stage=stage,
@@ -61,9 +61,7 @@ def make_runtime(
         ungrouped_params=ungrouped,
         grad_reduction=reduction,
         reducer=reducer,
-        grad_buffers=grad_buffers,
         unshard_scheduler=scheduler,
-        gather_buffers=gather_buffers,
         hooks=hooks,
     )
 

@@ -40,7 +40,7 @@ class ChainableWork(Work, Protocol):
 
 
 class Backend(Protocol):
-    """Moves data between the ranks of one generation, asynchronously.
+    """Moves data between the ranks of one generation, asynchronously. Implementations inherit it.
 
     `full` is a flat buffer of world_size equal parts; a rank's own part is `full[rank]` of them.
     """
@@ -90,13 +90,16 @@ class Backend(Protocol):
 
         The backend chooses its memory.
         """
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def progress_pending(self) -> None:
         """Does this rank's share of everything launched, so that no peer waits for it."""
+        return
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of receive buffers."""
+        return 0
 
 
 class ReduceOp(Protocol):
@@ -155,6 +158,12 @@ def rank_chunk(full: Tensor, rank: int, world_size: int) -> Tensor:
     """One rank's part of a flat buffer of equal parts; a view."""
     length = full.numel() // world_size
     return full[rank * length : (rank + 1) * length]
+
+
+def copy_unless_same(target: Tensor, source: Tensor) -> None:
+    """Copies, unless both are the same memory."""
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
 
 
 def copy_or_add_(out: Tensor, term: Tensor, *, add: bool) -> None:

@@ -60,16 +60,9 @@ class Collectives:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self.rank, self.world_size = backend.rank, backend.world_size
         self.counters = CommCounters()
         self.wait_observer: Callable[[int, bool], None] = lambda number, entered: None
-
-    @property
-    def rank(self) -> int:
-        return self._backend.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._backend.world_size
 
     @property
     def staging_bytes(self) -> int:

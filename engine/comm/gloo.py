@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayzero.engine.comm.backend import AsyncWork, Work, rank_chunk
+from rayzero.engine.comm.backend import AsyncWork, Backend, Work, copy_unless_same, rank_chunk
 from rayzero.engine.comm.gloo_p2p import P2PWork, p2p_channel
 
 
@@ -42,7 +42,7 @@ class StagingPool:
         self._free[buffer.dtype].append(buffer)
 
 
-class GlooBackend:
+class GlooBackend(Backend):
     """CPU ranks, which exchange messages. `group` is a gloo group of two ranks or more."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -58,12 +58,6 @@ class GlooBackend:
     @property
     def staging_bytes(self) -> int:
         return self._staging.total_bytes
-
-    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device)
-
-    def progress_pending(self) -> None:
-        return  # messages need no help
 
     def all_reduce(self, full: Tensor) -> Work:
         return AsyncWork([dist.all_reduce(full, group=self.channel.group, async_op=True)])
@@ -127,11 +121,6 @@ class GlooBackend:
         tag = self.channel.next_tag()
         works = [self.channel.recv(tensor, peer, tag) for peer, tensor in receive.items()]
         return works + [self.channel.send(tensor, peer, tag) for peer, tensor in send.items()]
-
-
-def copy_unless_same(target: Tensor, source: Tensor) -> None:
-    if target.data_ptr() != source.data_ptr():
-        target.copy_(source)
 
 
 def sum_terms(own: Tensor, terms: Sequence[Tensor], out: Tensor, *, accumulate: bool) -> None:

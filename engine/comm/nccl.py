@@ -10,21 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayzero.engine.comm.backend import AsyncWork, Work, copy_or_add_, rank_chunk
+from rayzero.engine.comm.backend import AsyncWork, Backend, Work, copy_or_add_, rank_chunk
 
 # torch 2.13 renames these; 2.11 has only the old names, and 2.13 warns when they are used.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class NcclBackend:
-    """CUDA ranks."""
-
-    staging_bytes = 0
+class NcclBackend(Backend):
+    """CUDA ranks. NCCL's kernels progress without the host."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
@@ -54,12 +51,6 @@ class NcclBackend:
     def all_to_all(self, full: Tensor, received: Tensor) -> Work:
         work = dist.all_to_all_single(received, full, group=self._group, async_op=True)
         return AsyncWork([work])
-
-    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device)
-
-    def progress_pending(self) -> None:
-        return  # NCCL's kernels progress without the host
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
         parts = list(full.chunk(self.world_size)) if self.rank == target else None

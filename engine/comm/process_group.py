@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayzero.engine.comm.backend import Backend, CompletedWork, Work
+from rayzero.engine.comm.backend import Backend, CompletedWork, Work, copy_unless_same
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.gloo_p2p import destroy_at_exit
 from rayzero.engine.comm.nccl import NcclBackend
@@ -28,12 +28,11 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 _RENDEZVOUS_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}
 
 
-class SingleRankBackend:
+class SingleRankBackend(Backend):
     """One rank, no process group: every collective completes at once."""
 
     rank = 0
     world_size = 1
-    staging_bytes = 0
 
     def all_reduce(self, full: Tensor) -> Work:
         return CompletedWork()
@@ -41,13 +40,12 @@ class SingleRankBackend:
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Work:
         if accumulate:
             out.add_(full)
-        elif out.data_ptr() != full.data_ptr():
-            out.copy_(full)
+        else:
+            copy_unless_same(out, full)
         return CompletedWork()
 
     def all_gather(self, full: Tensor, part: Tensor) -> Work:
-        if full.data_ptr() != part.data_ptr():
-            full.copy_(part)
+        copy_unless_same(full, part)
         return CompletedWork()
 
     def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> Work:
@@ -56,12 +54,6 @@ class SingleRankBackend:
     def all_to_all(self, full: Tensor, received: Tensor) -> Work:
         received.copy_(full)
         return CompletedWork()
-
-    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device)
-
-    def progress_pending(self) -> None:
-        return
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
         full.copy_(part)

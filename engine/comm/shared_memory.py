@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayzero.engine.comm.backend import Work
-from rayzero.engine.comm.gloo import GlooBackend, copy_unless_same, sum_terms
+from rayzero.engine.comm.backend import Work, copy_unless_same
+from rayzero.engine.comm.gloo import GlooBackend, sum_terms
 from rayzero.engine.comm.gloo_p2p import P2PChannel, P2PWork
 from rayzero.engine.comm.shm_segments import ShmSegments, is_readable, make_probe
 from rayzero.engine.errors import EngineError

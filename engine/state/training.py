@@ -23,6 +23,7 @@ from rayzero.engine.state import metadata
 from rayzero.engine.state.error_feedback import residual_ranges
 from rayzero.engine.state.load import LOAD_ALL, LoadOptions, load_tensors
 from rayzero.engine.state.ranges import StateBlock, pack_block, persistent_buffers, state_ranges
+from rayzero.engine.zero.placement import Placement
 from rayzero.engine.zero.runtime import ZeroRuntime
 
 
@@ -44,7 +45,7 @@ class TrainingState:
     ) -> None:
         self.progress = progress
         # Each rank's error feedback residuals are in its own memory only.
-        self.complete_on_rank = runtime.stage.state_replicated and (
+        self.complete_on_rank = runtime.stage.optimizer_state is Placement.REPLICATED and (
             not runtime.grad_reduction.residuals or runtime.collectives.world_size == 1
         )
         self._device = device

@@ -22,22 +22,18 @@ class ReplicatedWeights:
     memory_kind = MemoryKind.DEVICE
 
     def __init__(self, layout: UnitLayout, params: tuple[nn.Parameter, ...], flat: Tensor) -> None:
-        self.flat = flat
+        self.persistent_tensor = flat
         for param, view in zip(params, param_views(layout, flat), strict=True):
             set_param_data(param, view)
 
     def owned_range(self, owned: slice) -> Tensor:
         """The range of model weights whose main weights this rank updates."""
-        return self.flat[owned]
+        return self.persistent_tensor[owned]
 
     def gather_updates(self, collectives: Collectives) -> Work:
         """Gathers the other ranks' updates: each rank has updated its own part."""
-        own = rank_chunk(self.flat, collectives.rank, collectives.world_size)
-        return collectives.all_gather(self.flat, own)
-
-    @property
-    def persistent_tensor(self) -> Tensor:
-        return self.flat
+        own = rank_chunk(self.persistent_tensor, collectives.rank, collectives.world_size)
+        return collectives.all_gather(self.persistent_tensor, own)
 
 
 class ShardedWeights:
@@ -59,7 +55,7 @@ class ShardedWeights:
         shard_gather: HostShardGather | None = None,
     ) -> None:
         self.layout = layout
-        self.shard = shard
+        self.shard = self.persistent_tensor = shard
         self.params = params
         self._shard_gather = shard_gather
         self.memory_kind = MemoryKind.DEVICE if shard_gather is None else MemoryKind.HOST
@@ -104,10 +100,6 @@ class ShardedWeights:
         """Detaches the parameters, before the buffer is reused for another unit."""
         for param, value in zip(self.params, self._poisoned_values, strict=True):
             param.data = value
-
-    @property
-    def persistent_tensor(self) -> Tensor:
-        return self.shard
 
 
 WeightStore = ReplicatedWeights | ShardedWeights

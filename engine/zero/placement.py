@@ -40,18 +40,9 @@ class Stage:
     optimizer_state: Placement
 
     def for_world_size(self, world_size: int, *, moves: bool = False) -> Stage:
-        """This row on `world_size` ranks; on one rank nothing is sharded.
-
-        Args:
-            moves: shards are stored in other memory than the device's, so that they are copied even
-                on one rank.
-        """
+        """This row on `world_size` ranks; on one rank nothing is sharded, unless shards are stored
+        in other memory than the device's (`moves`)."""
         return self if world_size > 1 or moves else Stage(self.number, R, P, R)
-
-    @property
-    def state_replicated(self) -> bool:
-        """Whether every rank holds the full training state."""
-        return self.optimizer_state is Placement.REPLICATED
 
     @property
     def gradient_collective(self) -> Collective:

@@ -50,7 +50,7 @@ class Reducer:
         overlap: bool,
     ) -> None:
         self._units = [_UnitProgress(grads, count) for grads, count in units]
-        self._buffer_pool = buffers
+        self.buffer_pool = buffers
         self._overlap = overlap
         self._in_flight: deque[tuple[Work, GradStore]] = deque()
         self._next_unit = 0
@@ -60,7 +60,7 @@ class Reducer:
     def begin_backward(self, *, first: bool, last: bool) -> None:
         """Called before a backward; `first` and `last` of its step."""
         self._first_micro_step = first
-        self._reducing = last or self._buffer_pool is not None
+        self._reducing = last or self.buffer_pool is not None
         self._next_unit = 0
         for unit in self._units:
             unit.missing = set(range(unit.param_count))
@@ -106,7 +106,7 @@ class Reducer:
     @property
     def _overwrite(self) -> bool:
         """Whether a micro-step's first gradients replace the buffers' content."""
-        return self._first_micro_step or self._buffer_pool is not None
+        return self._first_micro_step or self.buffer_pool is not None
 
     def _launch_ready(self) -> None:
         if not self._reducing:
@@ -121,9 +121,9 @@ class Reducer:
 
     def _wait_for_buffer(self, grads: GradStore) -> None:
         """Frees a buffer, if one is needed, by waiting for the oldest reductions in flight."""
-        if self._buffer_pool is None or not grads.needs_buffer:
+        if self.buffer_pool is None or not grads.needs_buffer:
             return
-        while self._buffer_pool.exhausted and self._in_flight:
+        while self.buffer_pool.exhausted and self._in_flight:
             self._wait_oldest()
 
     def _wait_oldest(self) -> None:

@@ -15,8 +15,6 @@ from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.offload.plan import Offload
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.session import StepRequests
-from rayzero.engine.zero.gather_buffers import GatherBuffers
-from rayzero.engine.zero.gradients import GradBufferPool
 from rayzero.engine.zero.parameters import ReplicatedWeights
 from rayzero.engine.zero.placement import Collective, Stage
 from rayzero.engine.zero.reducer import GradReduction, Reducer
@@ -43,9 +41,7 @@ class ZeroRuntime:
     ungrouped_params: list[Tensor]
     grad_reduction: GradReduction
     reducer: Reducer
-    grad_buffers: GradBufferPool | None
     unshard_scheduler: UnshardScheduler | None
-    gather_buffers: GatherBuffers | None
     hooks: list[RemovableHandle]
 
     @contextmanager

@@ -27,7 +27,7 @@ class UnshardScheduler:
         self, blocks: Sequence[Block], buffers: GatherBuffers, gather: WeightGather
     ) -> None:
         self.blocks = blocks
-        self._buffers = buffers
+        self.buffers = buffers
         self.weight_gather = gather
         modules = {block.module for block in blocks}
         self._own_buffer = {  # blocks that contain others: they stay gathered while those run
@@ -102,10 +102,10 @@ class UnshardScheduler:
         """
         for block in self.blocks:
             self._reshard(block)
-        self._buffers.clear()
+        self.buffers.clear()
         self.weight_gather.invalidate()
         if not self._prefetch_ready and self._forward_order:
-            self._buffers.assign([*self._forward_order, *self.blocks], self._own_buffer)
+            self.buffers.assign([*self._forward_order, *self.blocks], self._own_buffer)
             self._prefetch_ready = True
 
     def _unshard(self, block: Block) -> None:
@@ -115,10 +115,10 @@ class UnshardScheduler:
             self._wait_all_gather(block)
 
     def _start_all_gather(self, block: Block) -> None:
-        other = self._buffers.current_block(block)
+        other = self.buffers.current_block(block)
         if other is not None:
             self._reshard(other)
-        buffers = self._buffers.acquire(block)
+        buffers = self.buffers.acquire(block)
         block.pending = [
             unit.unshard(buffer, self.weight_gather.gather_op(unit))
             for unit, buffer in zip(block.units, buffers, strict=True)
@@ -144,7 +144,7 @@ class UnshardScheduler:
             return
         held = [block]
         for upcoming in self._next_blocks(block):
-            other = self._buffers.current_block(upcoming)
+            other = self.buffers.current_block(upcoming)
             if upcoming.state is BlockState.SHARDED:
                 if other in held or other in self._running:
                     return
@@ -153,7 +153,7 @@ class UnshardScheduler:
 
     def _next_blocks(self, block: Block) -> Iterator[Block]:
         """The blocks that followed this one last time, as many as there are other buffers."""
-        for _ in range(self._buffers.count - 1):
+        for _ in range(self.buffers.count - 1):
             following = self._successor.get((self._in_backward, block))
             if following is None:
                 return
@@ -189,10 +189,10 @@ class UnshardScheduler:
             return
         if not block.forward_calls:
             self._reshard(block)
-            self._buffers.give_own_buffer(block)
+            self.buffers.give_own_buffer(block)
             self._own_buffer.add(block)
             return
-        other = self._buffers.current_block(block)
+        other = self.buffers.current_block(block)
         if other is not None and other in self._running:
             raise EngineError(
                 f"the block {block.name!r} is called on its own and then inside {other.name!r}, "
