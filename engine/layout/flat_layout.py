@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 # Every parameter and every shard starts at a multiple of this many elements: 64 bytes in bf16,
@@ -53,11 +54,8 @@ class UnitLayout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter starts in the flat buffer."""
-        starts, at = [], 0
-        for spec in self.params:
-            starts.append(at)
-            at += _round_up(spec.numel)
-        return tuple(starts)
+        sizes = (_round_up(spec.numel) for spec in self.params)
+        return tuple(accumulate(sizes, initial=0))[:-1]
 
     @cached_property
     def shard_numel(self) -> int:

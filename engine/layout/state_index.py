@@ -72,8 +72,8 @@ class BlockIndex:
     def to_json(self) -> dict[str, Any]:
         """JSON form, the inverse of `from_json`."""
         return {
-            "tensors": {name: [one.dtype, list(one.shape)] for name, one in self.tensors.items()},
-            "ranges": [[one.name, one.start, one.stop, one.offset] for one in self.ranges],
+            "tensors": {name: [it.dtype, list(it.shape)] for name, it in self.tensors.items()},
+            "ranges": [[held.name, held.start, held.stop, held.offset] for held in self.ranges],
             "nbytes": self.nbytes,
             "constant_bytes": self.constant_bytes,
         }
@@ -85,7 +85,7 @@ class BlockIndex:
                 name: LogicalTensor(dtype, tuple(shape))
                 for name, (dtype, shape) in document["tensors"].items()
             },
-            tuple(TensorRange(*one) for one in document["ranges"]),
+            tuple(TensorRange(*fields) for fields in document["ranges"]),
             document["nbytes"],
             document["constant_bytes"],
         )
