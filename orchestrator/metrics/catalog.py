@@ -160,7 +160,7 @@ CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         counter(
             "rayzero_time_seconds_total",
             "Wall time by cause; `productive` is goodput, the others are lost time.",
-            lambda job: {str(why): spent for why, spent in job.time_breakdown().seconds.items()},
+            lambda job: job.time_breakdown().seconds,
             "cause",
         ),
         gauge(

@@ -73,7 +73,7 @@ _UNFINISHED_CATEGORY = {
 class TimeBreakdown:
     """The attribution at one moment; `seconds` and `unattributed_s` add up to `wall_s`."""
 
-    seconds: Mapping[TimeCategory, float]
+    seconds: Mapping[str, float]
     unattributed_s: float
     wall_s: float
 
@@ -138,7 +138,7 @@ class TimeAccounting:
         for category in self._deferred_ns:
             self._deferred_ns[category] += max(0, _to_ns(waits_s.get(category, 0.0)))
         first, self._has_stepped = not self._has_stepped, True
-        again = self._best_step is not None and step <= self._best_step
+        is_redone = self._best_step is not None and step <= self._best_step
         # A step that finished but that no surviving rank reported counts like this one.
         count = 1 if first else max(1, step - (self._best_step or 0))
         steady = self._state is State.RUNNING and self._reconfiguration is None and not first
@@ -151,7 +151,7 @@ class TimeAccounting:
         self._unattributed_ns = spent_ns
         for category in self._deferred_ns:
             self._deferred_ns[category] -= self._book(category, self._deferred_ns[category])
-        self._book_all(TimeCategory.REDONE if again else TimeCategory.PRODUCTIVE)
+        self._book_all(TimeCategory.REDONE if is_redone else TimeCategory.PRODUCTIVE)
         self._unattributed_ns = rest_ns
         if first and self._reconfiguration is None and self._state is State.RUNNING:
             self._book_all(TimeCategory.STARTING)
@@ -181,7 +181,7 @@ class TimeAccounting:
         booked_ns, unattributed_ns = self.totals_ns()
         unattributed_ns += since_ns
         return TimeBreakdown(
-            {category: spent_ns / _NS_PER_S for category, spent_ns in booked_ns.items()},
+            {category.value: spent_ns / _NS_PER_S for category, spent_ns in booked_ns.items()},
             unattributed_ns / _NS_PER_S,
             (sum(booked_ns.values()) + unattributed_ns) / _NS_PER_S,
         )

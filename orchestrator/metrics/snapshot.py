@@ -56,7 +56,7 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
             "ratio": times.goodput,
             "wall_s": times.wall_s,
             "unattributed_s": times.unattributed_s,
-            "seconds": {str(why): s for why, s in times.seconds.items() if s},
+            "seconds": {category: s for category, s in times.seconds.items() if s},
         },
         "generations": list(history.generations),
         "faults": list(history.faults),
@@ -106,7 +106,7 @@ def dump_counters(metrics: JobMetrics) -> dict[str, Any]:
     """Counters for the journal that cannot be derived from its events."""
     seconds = metrics.time_breakdown().seconds
     return {
-        "seconds": {str(why): round(spent, 3) for why, spent in seconds.items() if spent},
+        "seconds": {category: round(s, 3) for category, s in seconds.items() if s},
         **{field: getattr(metrics.steps, field) for field in JOURNALED_TOTALS},
     }
 

@@ -49,10 +49,10 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     columns = min(width, len(values))
     edges = [len(values) * index // columns for index in range(columns + 1)] if columns else []
     cells = [_mean_known(values[start:stop]) for start, stop in pairwise(edges)]
-    known = [value for value in cells if value is not None]
-    if not known:
+    numbers = [value for value in cells if value is not None]
+    if not numbers:
         return ""
-    low, span = min(known), (max(known) - min(known)) or 1.0
+    low, span = min(numbers), (max(numbers) - min(numbers)) or 1.0
     top = len(BLOCKS) - 1
     return "".join(" " if v is None else BLOCKS[round((v - low) / span * top)] for v in cells)
 
@@ -71,5 +71,5 @@ def split_width(values: Sequence[float], width: int) -> list[int]:
 
 
 def _mean_known(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
