@@ -75,12 +75,6 @@ class StepTracker:
         """Whether `step()` has nothing to do, because the script declared that more follows."""
         return self.boundary is Boundary.NOT_LAST and not self.no_sync
 
-    def is_boundary(self, micro_step: int, micro_steps: int) -> bool:
-        """Whether this micro-step is the last of its step."""
-        if self.boundary is Boundary.COUNTED:
-            return micro_step == micro_steps - 1
-        return self.boundary is Boundary.LAST
-
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around one backward. If it fails, the script may call it again."""
@@ -130,8 +124,9 @@ class TrainingStep:
     @property
     def is_boundary(self) -> bool:
         """Whether the current micro-step is the last of its step."""
-        micro_steps = self.settings.batches.micro_steps
-        return self.tracker.is_boundary(self._progress.micro_step, micro_steps)
+        if self.tracker.boundary is Boundary.COUNTED:
+            return self._progress.micro_step == self.settings.batches.micro_steps - 1
+        return self.tracker.boundary is Boundary.LAST
 
     def backward(self, loss: Tensor, *, retain_graph: bool, weight: float) -> None:
         """See `Engine.backward`; `weight` is that of this micro-batch's loss in the mean over the

@@ -85,9 +85,6 @@ def _is_ineffective(info: KeyInfo) -> bool:
     )
 
 
-_NUMERIC_TYPES = {"integer", "number"}
-
-
 def json_schema() -> dict[str, Any]:
     """A JSON schema (draft 2020-12) that accepts what the parser accepts, as far as types go."""
     schema = EngineConfig.model_json_schema(mode="validation")
@@ -127,18 +124,15 @@ def _loosen(node: dict[str, Any], path: str) -> None:
         described = {"description": inner.pop("description")} if "description" in inner else {}
         default = {"default": inner.pop("default")} if "default" in inner else {}
         options: list[dict[str, Any]] = [*inner.get("anyOf", [inner])]
-        kinds = {option.get("type") for option in options}
-        if kinds & _NUMERIC_TYPES:
-            options = [*map(_allow_fraction, options), {"type": "string"}]
+        if any(option.get("type") in ("integer", "number") for option in options):
+            for option in options:  # sizes may be written as `15099494.4`
+                if option.get("type") == "integer":
+                    option["type"] = "number"
+            options.append({"type": "string"})
         if full in SHORTHANDS:
             options.append({"type": "boolean"})
         options += [{"type": "null"}, {"const": "auto"}]
         node["properties"][name] = {"anyOf": options} | default | described
-
-
-def _allow_fraction(option: dict[str, Any]) -> dict[str, Any]:
-    """Sizes may be written as `15099494.4`."""
-    return option | {"type": "number"} if option.get("type") == "integer" else option
 
 
 def _describe_property(schema: dict[str, Any], path: str, text: dict[str, Any]) -> None:

@@ -26,19 +26,17 @@ from rayzero.engine.config.optimizers import (
     REFUSED_OPTIMIZERS,
     OptimizerParams,
 )
-from rayzero.engine.config.precision import (
-    Bf16Config,
-    DataTypesConfig,
-    Fp16Config,
-    TorchAutocastConfig,
-)
 from rayzero.engine.config.schedules import SCHEDULE_PARAMS, SCHEDULES
 from rayzero.engine.config.sections import (
     ActivationCheckpointingConfig,
     AioConfig,
+    Bf16Config,
     CheckpointConfig,
+    DataTypesConfig,
+    Fp16Config,
     RayzeroConfig,
     TimersConfig,
+    TorchAutocastConfig,
 )
 from rayzero.engine.config.unsupported import UnsupportedKeys
 from rayzero.engine.config.zero import ZeroConfig

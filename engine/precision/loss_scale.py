@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rayzero.engine.config.precision import Fp16Config
+from rayzero.engine.config.sections import Fp16Config
 
 SCALE_FACTOR = 2.0  # of one increase or decrease
 

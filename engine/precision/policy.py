@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.config import EngineConfig
-from rayzero.engine.config.precision import Fp16Config
+from rayzero.engine.config.sections import Fp16Config
 from rayzero.engine.precision.loss_scale import NO_SCALER, DynamicScaler, FixedScaler, LossScaler
 from rayzero.engine.tensor_tree import map_tensors
 

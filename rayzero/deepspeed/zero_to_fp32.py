@@ -22,14 +22,8 @@ __all__ = [
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor]:
-    """The model's weights, floating-point ones in fp32, and its buffers, in CPU memory.
-
-    Args:
-        exclude_frozen_parameters: without the weights that no optimizer group has.
-
-    Raises:
-        DataError: there is no checkpoint, or it is damaged.
-    """
+    """The model's weights, floating-point ones in fp32, and its buffers, in CPU memory; on request
+    without the weights that no optimizer group has."""
     location = resolve_checkpoint(str(checkpoint_dir), tag)
     if location is None:
         raise DataError(f"there is no checkpoint in {checkpoint_dir}", fix="checkpoint_dir, or tag")
@@ -57,10 +51,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Writes the weights to one file in `output_dir`: `model.safetensors` or `pytorch_model.bin`.
-
-    Args:
-        max_shard_size: no effect: it is one file. `rayzero ckpt export` writes several.
-    """
+    `max_shard_size` has no effect: `rayzero ckpt export` writes several files."""
     weights = get_fp32_state_dict_from_zero_checkpoint(
         checkpoint_dir, tag, exclude_frozen_parameters
     )

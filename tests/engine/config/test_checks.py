@@ -8,7 +8,7 @@ import pytest
 
 from rayzero.engine.config import EngineConfig, parse_config
 from rayzero.engine.config.parse import parse_with_provenance
-from rayzero.engine.config.precision import Bf16Config, Fp16Config
+from rayzero.engine.config.sections import Bf16Config, Fp16Config
 from rayzero.engine.errors import ConfigError
 
 ZERO = "zero_optimization"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.engine.config.precision import Fp16Config
+from rayzero.engine.config.sections import Fp16Config
 from rayzero.engine.precision.loss_scale import DynamicScaler
 from tests.engine import zoo
 from tests.engine.gpu.training import (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import rayzero
 from examples.gpt.model import GPT, GPTConfig
-from rayzero.engine.config.precision import Fp16Config
+from rayzero.engine.config.sections import Fp16Config
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.precision.loss_scale import DynamicScaler
 from rayzero.engine.session import use_session

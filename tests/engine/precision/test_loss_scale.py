@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.engine.config.precision import Fp16Config
+from rayzero.engine.config.sections import Fp16Config
 from rayzero.engine.precision.loss_scale import DynamicScaler, FixedScaler, LossScaleState
 
 
