@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from rayzero.orchestrator.job_events import Repaired, Resized
@@ -51,7 +52,6 @@ class GenerationState:
         members = {worker.index: worker for worker in selection.members}
         self.workers = tuple(map(members.__getitem__, self.assignments))
         """The members, by rank."""
-        self.multi_node = len({worker.node_id for worker in self.workers}) > 1
         self.fenced = False
         """Whether it is being ended: its members leave, and a crash is no longer a fault."""
         self.step = 0 if restore is None else restore.step
@@ -64,6 +64,10 @@ class GenerationState:
         self.restored: set[int] = set()
         self.finished: set[int] = set()
         self._in_process: dict[int, InProcessStateInfo] = {}
+
+    @cached_property
+    def multi_node(self) -> bool:
+        return len({worker.node_id for worker in self.workers}) > 1
 
     @property
     def all_joined(self) -> bool:
