@@ -1,4 +1,4 @@
-"""The archive on a real disk: what a run begins from, commits, and what is kept."""
+"""The store on a real disk: what a run begins from, commits, and what is kept."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ TABLE = BlockIndex(
 )
 
 
-class Box:
-    """An archive in a folder, and what it told."""
+class StoreInFolder:
+    """A checkpoint store in a folder, with its warnings."""
 
     def __init__(self, folder: Path, **checkpoint: Any) -> None:
-        self.told: list[str] = []
-        wanted = {"path": str(folder), **checkpoint}
-        self.archive = CheckpointStore(plan(folder, checkpoint=wanted), self.told.append)
+        self.warnings: list[str] = []
+        settings = {"path": str(folder), **checkpoint}
+        self.store = CheckpointStore(plan(folder, checkpoint=settings), self.warnings.append)
 
     def save(self, *steps: int) -> None:
         for step in steps:
             file = write_rank_file(
-                self.archive.folder(step),
+                self.store.folder(step),
                 0,
                 TABLE,
                 {"step": step},
@@ -40,63 +40,67 @@ class Box:
                 generation=1,
                 world_size=1,
             )
-            asyncio.run(self.archive.commit(step, 1, [file]))
+            asyncio.run(self.store.commit(step, 1, [file]))
 
-    def begin(self) -> CheckpointRef | None:
-        return asyncio.run(self.archive.resolve_resume())
+    def resume_point(self) -> CheckpointRef | None:
+        return asyncio.run(self.store.resolve_resume())
 
 
-def test_auto_begins_from_the_newest_there_is(tmp_path: Path):
-    box = Box(tmp_path)
-    assert box.begin() is None
-    box.save(10, 20)
-    assert box.begin() == CheckpointRef(20, str(tmp_path / "job" / "step-20"))
-    assert asyncio.run(box.archive.newest(frozenset({20}))) == CheckpointRef(
+def test_auto_starts_from_the_newest_checkpoint(tmp_path: Path):
+    folder_store = StoreInFolder(tmp_path)
+    assert folder_store.resume_point() is None
+    folder_store.save(10, 20)
+    assert folder_store.resume_point() == CheckpointRef(20, str(tmp_path / "job" / "step-20"))
+    assert asyncio.run(folder_store.store.newest(frozenset({20}))) == CheckpointRef(
         10, str(tmp_path / "job" / "step-10")
     )
 
 
-def test_a_damaged_one_is_named_and_skipped_and_an_unfinished_one_does_not_exist(tmp_path: Path):
-    box = Box(tmp_path)
-    box.save(10, 20)
+def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_an_unfinished_one_without(
+    tmp_path: Path,
+):
+    folder_store = StoreInFolder(tmp_path)
+    folder_store.save(10, 20)
     (data,) = (tmp_path / "job" / "step-20").glob("rank-*")
     data.write_bytes(data.read_bytes()[:-1])
     (tmp_path / "job" / "step-30").mkdir()
-    begun = box.begin()
-    assert begun is not None
-    assert begun.step == 10
-    (told,) = box.told
-    assert "step-20 is skipped" in told
+    newest = folder_store.resume_point()
+    assert newest is not None
+    assert newest.step == 10
+    (warning,) = folder_store.warnings
+    assert "step-20 is skipped" in warning
 
 
 def test_never_refuses_a_folder_with_checkpoints(tmp_path: Path):
-    box = Box(tmp_path, resume="never")
-    assert box.begin() is None
-    box.save(10)
+    folder_store = StoreInFolder(tmp_path, resume="never")
+    assert folder_store.resume_point() is None
+    folder_store.save(10)
     with pytest.raises(ConfigError, match="1 checkpoint, the newest of step 10"):
-        box.begin()
+        folder_store.resume_point()
 
 
 def test_a_checkpoint_by_name(tmp_path: Path):
-    Box(tmp_path).save(10, 20)
+    StoreInFolder(tmp_path).save(10, 20)
     job = tmp_path / "job"
-    assert Box(tmp_path, resume=str(job / "step-10")).begin() == CheckpointRef(
+    assert StoreInFolder(tmp_path, resume=str(job / "step-10")).resume_point() == CheckpointRef(
         10, str(job / "step-10")
     )
-    assert Box(tmp_path, resume=str(job)).begin() == CheckpointRef(20, str(job / "step-20"))
+    assert StoreInFolder(tmp_path, resume=str(job)).resume_point() == CheckpointRef(
+        20, str(job / "step-20")
+    )
     (tmp_path / "foreign").mkdir()
     foreign = str(tmp_path / "foreign")
-    assert Box(tmp_path, resume=foreign).begin() == CheckpointRef(0, foreign)
+    assert StoreInFolder(tmp_path, resume=foreign).resume_point() == CheckpointRef(0, foreign)
     with pytest.raises(ConfigError, match=r"checkpoint\.resume"):
-        Box(tmp_path, resume=str(tmp_path / "nowhere")).begin()
+        StoreInFolder(tmp_path, resume=str(tmp_path / "nowhere")).resume_point()
     (job / "step-10" / "manifest.json").write_text(json.dumps({}))
     with pytest.raises(ConfigError, match="cannot be resumed from"):
-        Box(tmp_path, resume=str(job / "step-10")).begin()
+        StoreInFolder(tmp_path, resume=str(job / "step-10")).resume_point()
 
 
-def test_the_newest_are_kept_and_multiples_for_ever(tmp_path: Path):
-    box = Box(tmp_path, keep=2, keep_every=20)
-    box.save(10, 20, 30, 40, 50)
-    asyncio.run(box.archive.prune())
-    left = sorted(path.name for path in (tmp_path / "job").iterdir() if path.is_dir())
-    assert left == ["step-20", "step-40", "step-50"]
+def test_prune_keeps_the_newest_and_all_multiples(tmp_path: Path):
+    folder_store = StoreInFolder(tmp_path, keep=2, keep_every=20)
+    folder_store.save(10, 20, 30, 40, 50)
+    asyncio.run(folder_store.store.prune())
+    kept = sorted(path.name for path in (tmp_path / "job").iterdir() if path.is_dir())
+    assert kept == ["step-20", "step-40", "step-50"]

@@ -36,7 +36,7 @@ from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import LogLine, WorkerInfo
 
 RESULT = JobResult("job", {"job": "job", "loss": {"first": 8.0, "last": 2.5}}, Path("s.json"))
-NOTICES = (
+SHOWN_EVENTS = (
     WorkersReady((WorkerInfo(0, "id", "host", "10.0.0.1", 7),)),
     StateEntered(State.RUNNING, 1, 2),
     JobWarning("beware"),
@@ -45,7 +45,7 @@ NOTICES = (
 
 
 SECONDS = {"detect": 0.09, "fence": 0.01, "recompute": 0.14}
-HAPPENINGS = {
+EVENTS = {
     "resumed": (Resumed(40, "runs/job/step-40"), "resuming after step 40, from runs/job/step-40"),
     "fault": (
         FaultDetected("lost", WorkerInfo(1, "id", "host", "10.0.0.1", 7), 1, 8, "rank 1 was lost"),
@@ -75,22 +75,22 @@ HAPPENINGS = {
 }
 
 
-@pytest.mark.parametrize("event", list(HAPPENINGS))
-def test_what_happens_to_a_job_is_one_line_and_one_json_object(event: str):
-    notice, line = HAPPENINGS[event]
-    assert list(event_lines(notice)) == [line]
+@pytest.mark.parametrize("event", list(EVENTS))
+def test_an_event_is_one_line_and_one_json_object(event: str):
+    shown_event, line = EVENTS[event]
+    assert list(event_lines(shown_event)) == [line]
     lines: list[str] = []
-    JsonConsole(lines.append).on_event(notice)
-    (told,) = [json.loads(one) for one in lines]
-    assert told["event"] == event
-    assert set(told) >= set(vars(notice))
+    JsonConsole(lines.append).on_event(shown_event)
+    (document,) = [json.loads(line) for line in lines]
+    assert document["event"] == event
+    assert set(document) >= set(vars(shown_event))
 
 
 def record(step: int) -> StepRecord:
     return StepRecord(step, 2, 1, loss=1.5, tokens=1000, step_s=0.25, gauges={})
 
 
-def test_a_step_in_words():
+def test_format_of_a_step():
     assert format_step(record(3)) == "loss 1.5000 | 4,000 tokens/s | 0.250 s/step | 2 workers"
     bare = StepRecord(1, 1, 1, loss=None, tokens=0, step_s=0.5, gauges={})
     assert format_step(bare) == "0.500 s/step | 1 worker"
@@ -108,15 +108,15 @@ def test_plain_lines_show_a_step_at_an_interval_and_always_the_last(
         console.on_event(record(step))
         now_s += 1
     console.on_event(StateEntered(State.SUCCEEDED, 1, 2))
-    told = [line.split(" | ")[0] for line in lines]
-    assert told == ["job job", "step 1/100", "step 6/100", "step 7/100"]
+    shown = [line.split(" | ")[0] for line in lines]
+    assert shown == ["job job", "step 1/100", "step 6/100", "step 7/100"]
 
 
-def test_everything_else_is_a_line_as_it_comes():
+def test_other_events_are_lines_at_once():
     lines: list[str] = []
     console = PlainConsole(lines.append)
-    for notice in NOTICES:
-        console.on_event(notice)
+    for shown_event in SHOWN_EVENTS:
+        console.on_event(shown_event)
     console.finish_ok(RESULT)
     assert lines == [
         "worker 0 is ready on node host (pid 7)",
@@ -129,7 +129,7 @@ def test_everything_else_is_a_line_as_it_comes():
     ]
 
 
-def test_a_summary_is_read_by_a_person():
+def test_summary_lines():
     metrics = {
         "peak_bytes": {"slots": 0, "process": 662740992},
         "file_bytes": "unknown",
@@ -152,8 +152,8 @@ def test_json_lines_are_json_and_end_with_the_summary():
     lines: list[str] = []
     console = JsonConsole(lines.append)
     console.start("job", None)
-    for notice in (*NOTICES, record(1)):
-        console.on_event(notice)
+    for shown_event in (*SHOWN_EVENTS, record(1)):
+        console.on_event(shown_event)
     console.finish_ok(RESULT)
     events = [json.loads(line) for line in lines]
     assert [event["event"] for event in events] == [
@@ -177,8 +177,8 @@ def test_the_bar_prints_lines_above_itself_and_shows_the_step():
     out = io.StringIO()
     bar = LiveConsole(rich.console.Console(file=out, force_terminal=True, width=140))
     bar.start("job", 10)
-    for notice in (*NOTICES, record(4)):
-        bar.on_event(notice)
+    for shown_event in (*SHOWN_EVENTS, record(4)):
+        bar.on_event(shown_event)
     bar.finish_ok(RESULT)
     shown = out.getvalue()
     assert "[rank 1] [bold]not markup[/bold]" in shown
@@ -187,7 +187,7 @@ def test_the_bar_prints_lines_above_itself_and_shows_the_step():
     assert "loss 1.5000" in shown
 
 
-def test_stdout_is_the_consoles_alone(capsys: pytest.CaptureFixture[str]):
+def test_only_the_console_writes_to_stdout(capsys: pytest.CaptureFixture[str]):
     before = sys.stdout
     with console_for(as_json=True) as console:
         made: Console = console

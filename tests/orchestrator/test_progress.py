@@ -1,9 +1,19 @@
+"""Steps, totals and peaks from the reports of the ranks; sums and extremes of their rows."""
+
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from unittest.mock import patch
 
-from rayzero.orchestrator.progress import JobProgress
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.orchestrator import progress as progress_module
+from rayzero.orchestrator.progress import JobProgress, RowAggregator
 from rayzero.workers.messages import StepReport
+
+ROWS = st.lists(st.dictionaries(st.sampled_from("abcd"), st.floats(-1e6, 1e6)), max_size=20)
 
 
 def report(rank: int, step: int, *, generation: int = 1, tokens: float = 0, **gauges: float):
@@ -32,7 +42,7 @@ def test_a_step_is_complete_when_every_rank_has_finished_it():
     assert progress.steps == 1
 
 
-def test_a_step_ends_when_its_last_rank_has_ended_it():
+def test_the_time_of_a_step_is_that_of_its_last_rank():
     progress = started()
     progress.add_report(StepReport(1, 0, 1, at_s=20.5))
     record = progress.add_report(StepReport(1, 1, 1, at_s=20.0))
@@ -43,7 +53,7 @@ def test_a_step_ends_when_its_last_rank_has_ended_it():
 def test_the_totals_of_the_job():
     progress = started(world_size=1)
     progress.add_report(report(0, 1, tokens=100, loss=8.0, step_s=50.0))
-    assert progress.tokens_per_s == 2  # there is no better one yet
+    assert progress.tokens_per_s == 2  # of the only step
     progress.add_report(report(0, 2, tokens=100, loss=4.0, step_s=0.5))
     progress.add_report(report(0, 3, tokens=100, loss=2.0, step_s=0.3))
     progress.add_counters({"tokens": 50})
@@ -52,7 +62,7 @@ def test_the_totals_of_the_job():
     assert progress.tokens_per_s == 200 / 0.8
 
 
-def test_a_step_that_a_rank_did_not_live_to_report_is_told_by_the_others():
+def test_a_finished_step_without_the_report_of_a_lost_rank():
     progress = started()
     progress.add_report(report(0, 1, tokens=10, loss=2.0, step_s=0.5))  # finished: the state has it
     progress.add_report(report(0, 2, tokens=10))  # not finished
@@ -62,7 +72,7 @@ def test_a_step_that_a_rank_did_not_live_to_report_is_told_by_the_others():
     assert progress.start_generation(generation=3, world_size=1, step=1) == []
 
 
-def test_tokens_are_the_engines_where_the_user_counts_none():
+def test_tokens_of_the_engine_if_the_user_counts_none():
     progress = started()
     progress.add_report(report(0, 1, step_tokens=64))
     record = progress.add_report(report(1, 1, step_tokens=64))
@@ -74,7 +84,7 @@ def test_tokens_are_the_engines_where_the_user_counts_none():
     assert counted.tokens == 20
 
 
-def test_what_all_wait_for_is_the_slowest_ranks():
+def test_waits_are_those_of_the_slowest_rank():
     progress = started()
     progress.add_report(report(0, 1, **{"phases/data": 0.5, "phases/forward": 1.0}))
     record = progress.add_report(report(1, 1, **{"phases/data": 0.1, "phases/forward": 2.0}))
@@ -83,19 +93,19 @@ def test_what_all_wait_for_is_the_slowest_ranks():
     assert record.gauges["phases/data"] == pytest.approx(0.3)
 
 
-def test_what_is_mirrored_is_what_every_rank_has_in_its_vault():
+def test_a_mirrored_step_is_in_the_vault_of_every_rank():
     progress = started()
     progress.add_report(report(0, 1, replica_step=1.0, replica_bytes=64.0))
-    some = progress.add_report(report(1, 1))
-    assert some is not None
-    assert some.mirrored_step is None, "the other has nothing there yet"
+    partial = progress.add_report(report(1, 1))
+    assert partial is not None
+    assert partial.mirrored_step is None, "rank 1 has mirrored none"
     progress.add_report(report(0, 2, replica_step=2.0, replica_bytes=64.0))
-    all_of_them = progress.add_report(report(1, 2, replica_step=1.0, replica_bytes=32.0))
-    assert all_of_them is not None
-    assert (all_of_them.mirrored_step, all_of_them.mirrored_bytes) == (1, 96.0)
+    complete = progress.add_report(report(1, 2, replica_step=1.0, replica_bytes=32.0))
+    assert complete is not None
+    assert (complete.mirrored_step, complete.mirrored_bytes) == (1, 96.0)
 
 
-def test_the_most_bytes_of_any_rank_at_any_step_by_class():
+def test_peak_bytes_by_class_over_ranks_and_steps():
     progress = started()
     progress.add_report(report(0, 1, **{"bytes/main_weights": 10.0, "bytes/slots": 4.0}))
     progress.add_report(report(1, 1, **{"bytes/main_weights": 12.0}))
@@ -112,7 +122,7 @@ def test_a_job_that_reports_neither_loss_nor_tokens():
     assert (progress.first_loss, progress.tokens_per_s) == (None, None)
 
 
-def test_a_new_generation_forgets_what_the_old_one_left_unfinished():
+def test_a_new_generation_drops_unfinished_steps():
     progress = started()
     progress.add_report(report(0, 5, tokens=10))
     progress.start_generation(generation=2, world_size=1)
@@ -123,7 +133,7 @@ def test_a_new_generation_forgets_what_the_old_one_left_unfinished():
     assert progress.tokens == 7
 
 
-def test_going_back_says_how_many_finished_steps_are_done_again_and_only_once():
+def test_rewind_counts_the_steps_to_redo_only_once():
     progress = started(world_size=1)
     for step in (1, 2, 3):
         progress.add_report(report(0, step))
@@ -133,3 +143,36 @@ def test_going_back_says_how_many_finished_steps_are_done_again_and_only_once():
     assert (progress.steps, progress.steps_executed) == (1, 3)
     assert progress.rewind(5) == 0
     assert progress.world_sizes == [1, 2]
+
+
+@given(ROWS, st.integers(1, 5))
+def test_sums_and_extremes_of_rows_of_any_shape(rows: list[dict[str, float]], fold: int):
+    with patch.object(progress_module, "FOLD_ROWS", fold):
+        aggregator = RowAggregator()
+        for row in rows:
+            aggregator.add_row(row)
+        by_name = {name: [row[name] for row in rows if name in row] for name in "abcd"}
+        by_name = {name: values for name, values in by_name.items() if values}
+        assert aggregator.maxima() == {name: max(values) for name, values in by_name.items()}
+        means = {name: sum(values) / len(values) for name, values in by_name.items()}
+        assert aggregator.means() == pytest.approx(means, abs=1e-6)
+        minima = {name: min(v) for name, v in by_name.items() if len(v) == len(rows)}
+        assert aggregator.minima(len(rows)) == minima
+
+
+def test_the_last_row_costs_no_more_than_the_others():
+    class Counted(dict[str, float]):
+        """Counts how often it is read."""
+
+        reads = 0
+
+        def values(self) -> Iterator[float]:  # type: ignore[override]
+            Counted.reads += 1
+            return iter(super().values())
+
+    aggregator = RowAggregator()
+    for rank in range(1000):
+        aggregator.add_row(Counted(loss=float(rank)))
+    assert Counted.reads == 1000
+    assert aggregator.maxima() == {"loss": 999.0}
+    assert Counted.reads == 1000

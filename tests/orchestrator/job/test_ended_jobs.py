@@ -1,4 +1,4 @@
-"""How a job ended, as its cluster keeps it."""
+"""Records of ended jobs in the cluster."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def record(outcome: JobResult | RayzeroError, name: str = "job", at_s: float = 1
     )
 
 
-def read(kept: EndedJob) -> EndedJob:
-    found = decode_record(encode_record(kept))
-    assert found is not None
-    return found
+def read(stored: EndedJob) -> EndedJob:
+    decoded = decode_record(encode_record(stored))
+    assert decoded is not None
+    return decoded
 
 
 @pytest.mark.parametrize(
@@ -40,32 +40,32 @@ def read(kept: EndedJob) -> EndedJob:
         ConfigError("seen", "allowed", "fix"),
     ],
 )
-def test_an_error_is_the_same_to_whoever_asks_later(error: RayzeroError):
-    found = read(record(error))
-    assert (type(found.outcome), str(found.outcome)) == (type(error), str(error))
+def test_an_error_is_restored(error: RayzeroError):
+    decoded = read(record(error))
+    assert (type(decoded.outcome), str(decoded.outcome)) == (type(error), str(error))
 
 
-def test_an_error_of_another_kind_is_a_failed_job():
-    found = read(record(DataError("a hole")))
-    with pytest.raises(JobFailedError, match="a hole"):
-        found.result()
+def test_an_error_of_another_class_becomes_a_failed_job():
+    decoded = read(record(DataError("a sample is missing")))
+    with pytest.raises(JobFailedError, match="a sample is missing"):
+        decoded.result()
 
 
-def test_a_result_and_how_the_job_stood():
-    kept = record(JobResult("job", {"steps": 7, "loss": {"last": 0.5}}, Path("/x/s.json")))
-    assert read(kept) == kept
+def test_a_result_and_the_status_are_restored():
+    stored = record(JobResult("job", {"steps": 7, "loss": {"last": 0.5}}, Path("/x/s.json")))
+    assert read(stored) == stored
 
 
-def test_what_is_too_much_is_left_out_and_the_rest_kept():
+def test_large_metrics_are_left_out():
     result = JobResult("job", {"steps": 7, "all": "x" * MAX_RECORD_BYTES}, Path("/x"))
     content = encode_record(record(result))
     assert len(content) < MAX_RECORD_BYTES
-    found = decode_record(content)
-    assert found is not None
-    assert found.result().steps == 7
+    decoded = decode_record(content)
+    assert decoded is not None
+    assert decoded.result().steps == 7
 
 
-def test_no_secret_is_kept():
+def test_no_secret_is_stored():
     result = JobResult("job", {"steps": 1, "hf_token": "abc", "at": "s3://me:pass@b/"}, Path("/x"))
     content = encode_record(record(result))
     assert b"abc" not in content
@@ -73,22 +73,24 @@ def test_no_secret_is_kept():
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"status": {"state": "odd"}}', b"\xff"])
-def test_what_another_version_wrote_is_passed_over(content: bytes):
+def test_a_record_of_another_version_is_ignored(content: bytes):
     assert decode_record(content) is None
 
 
-def test_their_number_and_age_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    kept: dict[bytes, bytes] = {}
-    monkeypatch.setattr(ended_jobs, "_internal_kv_put", lambda k, v, *_, **__: kept.update({k: v}))
-    monkeypatch.setattr(ended_jobs, "_internal_kv_get", lambda k, **_: kept.get(k))
-    monkeypatch.setattr(ended_jobs, "_internal_kv_list", lambda *_, **__: list(kept))
-    monkeypatch.setattr(ended_jobs, "_internal_kv_del", lambda k, **_: kept.pop(k, None))
+def test_number_and_age_of_records_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    stored: dict[bytes, bytes] = {}
+    monkeypatch.setattr(
+        ended_jobs, "_internal_kv_put", lambda k, v, *_, **__: stored.update({k: v})
+    )
+    monkeypatch.setattr(ended_jobs, "_internal_kv_get", lambda k, **_: stored.get(k))
+    monkeypatch.setattr(ended_jobs, "_internal_kv_list", lambda *_, **__: list(stored))
+    monkeypatch.setattr(ended_jobs, "_internal_kv_del", lambda k, **_: stored.pop(k, None))
     monkeypatch.setattr("time.time", lambda: 10_000_000.0)
     ended_jobs.store_ended(record(JobStoppedError("s"), "old", at_s=1.0))
-    assert kept == {}
+    assert stored == {}
     for number in range(MAX_RECORDS + 3):
         ended_jobs.store_ended(
             record(JobStoppedError("s"), f"job-{number}", at_s=9_999_000.0 + number)
         )
-    names = {one.status.name for one in ended_jobs.list_ended()}
+    names = {job.status.name for job in ended_jobs.list_ended()}
     assert names == {f"job-{number}" for number in range(3, MAX_RECORDS + 3)}

@@ -1,4 +1,4 @@
-"""Names of jobs are folders, and whatever is taken for one lies below the folder of jobs."""
+"""Names of jobs are names of folders: no name leads out of the folder of jobs."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def as_spec(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_no_name_is_refused_everywhere(name: str):
-    for taken in (check_job_name, as_spec, lambda name: job_folder("runs", name)):
+def test_an_invalid_name_is_refused_everywhere(name: str):
+    for check in (check_job_name, as_spec, lambda name: job_folder("runs", name)):
         with pytest.raises(ConfigError):
-            taken(name)
+            check(name)
 
 
 @given(NAMES)
-def test_the_job_file_and_the_commands_take_the_same_names(name: str):
+def test_the_job_file_and_the_commands_accept_the_same_names(name: str):
     results = []
-    for taken in (check_job_name, as_spec):
+    for check in (check_job_name, as_spec):
         try:
-            results.append(taken(name) == name)
+            results.append(check(name) == name)
         except ConfigError:
             results.append(False)
     assert results[0] == results[1]
@@ -66,7 +66,7 @@ def test_the_job_file_and_the_commands_take_the_same_names(name: str):
 
 
 @given(NAMES)
-def test_a_vaults_address_is_plain_whatever_the_name(name: str):
+def test_a_vault_address_is_plain_for_any_job_name(name: str):
     address = make_address(name)
     assert len(address) < 100
     assert address.isascii()
