@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 from rayzero.orchestrator.job_events import Checkpointed, Repaired
 from rayzero.orchestrator.metrics.goodput import PHASE_CATEGORY
@@ -43,11 +44,8 @@ class Histogram:
 
     def cumulative(self) -> list[tuple[str, float]]:
         """(upper bound, number of values up to it); the last bound is `+Inf`."""
-        buckets, total = [], 0
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == float("inf") else f"{bound:g}", float(total)))
-        return buckets
+        bounds = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
 
 
 _MAX_REMEMBERED_STEPS = 64
