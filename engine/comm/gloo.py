@@ -25,21 +25,20 @@ class StagingPool:
     """
 
     def __init__(self) -> None:
-        self._free: dict[torch.dtype, list[Tensor]] = {}
+        self._free: list[Tensor] = []
         self.total_bytes = 0
 
     def acquire(self, dtype: torch.dtype, numel: int) -> Tensor:
         """A buffer of at least `numel` elements."""
-        free = self._free.setdefault(dtype, [])
-        for index, buffer in enumerate(free):
-            if buffer.numel() >= numel:
-                return free.pop(index)
+        for index, buffer in enumerate(self._free):
+            if buffer.dtype is dtype and buffer.numel() >= numel:
+                return self._free.pop(index)
         buffer = torch.empty(numel, dtype=dtype)
         self.total_bytes += buffer.nbytes
         return buffer
 
     def release(self, buffer: Tensor) -> None:
-        self._free[buffer.dtype].append(buffer)
+        self._free.append(buffer)
 
 
 class GlooBackend(Backend):

@@ -18,8 +18,6 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
 DTYPE_BY_NAME = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 

@@ -236,9 +236,9 @@ class Materializer:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
         self._owners = {
-            id(tensor): module
+            id(tensor): (module, name)
             for module in model.modules()
-            for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]
         }
         self._last_reset: tuple[nn.Module, nn.Module] | None = None
 
@@ -262,7 +262,7 @@ class Materializer:
 
     def _value_from_reset(self, tensor: Tensor) -> Tensor:
         """Calls the owning module's `reset_parameters` on a real copy of it."""
-        owner = self._owners[id(tensor)]
+        owner, name = self._owners[id(tensor)]
         reset: Callable[[nn.Module], None] | None = getattr(type(owner), "reset_parameters", None)
         if reset is None:
             raise ConfigError(
@@ -274,7 +274,5 @@ class Materializer:
             real = copy.deepcopy(owner).to_empty(device=self._device)
             reset(real)
             self._last_reset = owner, real
-        members = [*owner._parameters.items(), *owner._buffers.items()]
-        name = next(name for name, member in members if member is tensor)
         value: Tensor = getattr(self._last_reset[1], name)
         return value.detach()

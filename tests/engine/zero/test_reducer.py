@@ -1,4 +1,4 @@
-"""When sums are launched, with stores and collectives that only write down what is asked."""
+"""When reductions are launched, with fake stores and collectives that record their calls."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rayzero.engine.zero.placement import Collective
 from rayzero.engine.zero.reducer import Reducer
 
 
-class Log:
-    """Stands for the collectives, and keeps everybody's events in order."""
+class CallLog:
+    """The calls of all fakes, in order."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -28,8 +28,8 @@ class Log:
         return [event for event in self.events if event.split()[0] in kinds]
 
 
-class Sum:
-    def __init__(self, name: str, log: Log) -> None:
+class FakeWork:
+    def __init__(self, name: str, log: CallLog) -> None:
         self._name, self._log = name, log
 
     def wait(self) -> None:
@@ -39,68 +39,68 @@ class Sum:
         self._log.events.append(f"release {self._name}")
 
 
-class Store:
-    """One unit's gradients: says what is done to it; takes slots as the real one does."""
+class FakeStore:
+    """Fake gradients of one unit; acquires buffers as the real store does."""
 
-    def __init__(self, name: str, log: Log, slots: GradBufferPool | None) -> None:
-        self.name, self._log, self._slots = name, log, slots
-        self._slot: Tensor | None = None
-        self._leaving: list[Tensor] = []
+    def __init__(self, name: str, log: CallLog, pool: GradBufferPool | None) -> None:
+        self.name, self._log, self._pool = name, log, pool
+        self._buffer: Tensor | None = None
+        self._reducing: list[Tensor] = []
 
     @property
     def needs_buffer(self) -> bool:
-        return self._slots is not None and self._slot is None
+        return self._pool is not None and self._buffer is None
 
-    def _sit(self) -> None:
-        if self._slots is not None and self._slot is None:
-            self._slot = self._slots.acquire()
+    def _acquire(self) -> None:
+        if self._pool is not None and self._buffer is None:
+            self._buffer = self._pool.acquire()
 
     def accumulate(self, index: int, grad: Tensor, *, add: bool) -> None:
-        self._sit()
+        self._acquire()
         self._log.events.append(f"{'add' if add else 'put'} {self.name}.{index}")
 
     def accumulate_zero(self, index: int) -> None:
-        self._sit()
+        self._acquire()
         self._log.events.append(f"zero {self.name}.{index}")
 
-    def reduce(self, *, first: bool) -> Sum:
-        self._sit()
-        if self._slot is not None:
-            self._leaving.append(self._slot)
-            self._slot = None
+    def reduce(self, *, first: bool) -> FakeWork:
+        self._acquire()
+        if self._buffer is not None:
+            self._reducing.append(self._buffer)
+            self._buffer = None
         self._log.events.append(f"launch {self.name}{'' if first else '+'}")
-        return Sum(self.name, self._log)
+        return FakeWork(self.name, self._log)
 
-    def on_reduced(self, summed: Sum) -> None:
-        if self._slots is not None:
-            self._slots.release(self._leaving.pop(0), summed)
+    def on_reduced(self, work: FakeWork) -> None:
+        if self._pool is not None:
+            self._pool.release(self._reducing.pop(0), work)
         self._log.events.append(f"done {self.name}")
 
 
 def make(
-    counts: Sequence[int], *, slots: int | None = None, overlap: bool = True
-) -> tuple[Reducer, Log, GradBufferPool | None]:
+    counts: Sequence[int], *, max_buffers: int | None = None, overlap: bool = True
+) -> tuple[Reducer, CallLog, GradBufferPool | None]:
     """A reducer over units named a, b, c... of so many parameters."""
-    log = Log()
-    pool = None if slots is None else GradBufferPool(lambda: torch.zeros(1), slots)
-    units: list[Any] = [(Store("abcdef"[i], log, pool), n) for i, n in enumerate(counts)]
+    log = CallLog()
+    pool = None if max_buffers is None else GradBufferPool(lambda: torch.zeros(1), max_buffers)
+    units: list[Any] = [(FakeStore("abcdef"[i], log, pool), n) for i, n in enumerate(counts)]
     return Reducer(units, pool, overlap=overlap), log, pool
 
 
 def arrive(reducer: Reducer, *which: str) -> None:
-    """Gradients as hooks bring them: "b1" is parameter 1 of the second unit."""
-    for one in which:
+    """Passes gradients as hooks do: "b1" is parameter 1 of the second unit."""
+    for name in which:
         param = nn.Parameter(torch.zeros(1))
         param.grad = torch.ones(1)
-        reducer.on_gradient("abcdef".index(one[0]), int(one[1]), param)
-        assert param.grad is None  # let go: nothing keeps it alive
+        reducer.on_gradient("abcdef".index(name[0]), int(name[1]), param)
+        assert param.grad is None  # freed at once
 
 
 @given(st.permutations(["a0", "a1", "b0", "c0", "c1", "c2"]), st.none() | st.integers(1, 3))
 def test_launch_order_is_plan_order_whatever_arrives_first(
-    order: list[str], slots: int | None
+    order: list[str], max_buffers: int | None
 ) -> None:
-    reducer, log, pool = make([2, 1, 3], slots=slots)
+    reducer, log, pool = make([2, 1, 3], max_buffers=max_buffers)
     for _ in range(2):
         reducer.begin_backward(first=True, last=True)
         arrive(reducer, *order)
@@ -109,7 +109,7 @@ def test_launch_order_is_plan_order_whatever_arrives_first(
     assert log.of("launch") == ["launch a", "launch b", "launch c"] * 2
     assert log.of("wait") == ["wait a", "wait b", "wait c"] * 2
     if pool is not None:
-        assert len(pool._free) == len(pool.buffers) <= max(3, slots or 0)
+        assert len(pool._free) == len(pool.buffers) <= max(3, max_buffers or 0)
 
 
 def test_a_unit_is_launched_as_soon_as_it_and_all_before_it_are_complete() -> None:
@@ -118,10 +118,10 @@ def test_a_unit_is_launched_as_soon_as_it_and_all_before_it_are_complete() -> No
     arrive(reducer, "b0", "b1")
     assert log.of("launch") == []
     arrive(reducer, "a0")
-    assert log.of("launch", "wait") == ["launch a", "launch b"]  # and nobody waited
+    assert log.of("launch", "wait") == ["launch a", "launch b"]  # without a wait
 
 
-def test_without_overlap_each_sum_is_waited_for_at_once() -> None:
+def test_without_overlap_each_reduction_is_waited_for_at_once() -> None:
     reducer, log, _ = make([1, 1], overlap=False)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "b0")
@@ -131,8 +131,8 @@ def test_without_overlap_each_sum_is_waited_for_at_once() -> None:
     ]
 
 
-def test_when_all_slots_are_taken_the_oldest_sum_is_waited_for() -> None:
-    reducer, log, pool = make([1, 1, 1, 1], slots=2)
+def test_when_all_buffers_are_in_use_the_oldest_reduction_is_waited_for() -> None:
+    reducer, log, pool = make([1, 1, 1, 1], max_buffers=2)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "b0")
     assert log.of("wait") == []
@@ -144,8 +144,8 @@ def test_when_all_slots_are_taken_the_oldest_sum_is_waited_for() -> None:
     assert len(pool.buffers) == 2
 
 
-def test_a_slot_is_filled_again_only_when_no_rank_reads_it() -> None:
-    reducer, log, _ = make([1, 1, 1, 1], slots=2)
+def test_a_buffer_is_reused_only_when_no_rank_reads_it() -> None:
+    reducer, log, _ = make([1, 1, 1, 1], max_buffers=2)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "b0", "c0", "d0")
     assert log.of("wait", "release", "put") == [
@@ -154,8 +154,8 @@ def test_a_slot_is_filled_again_only_when_no_rank_reads_it() -> None:
     ]
 
 
-def test_gradients_out_of_order_make_more_slots_instead_of_waiting_for_ever() -> None:
-    reducer, log, pool = make([1, 1, 1, 1], slots=2)
+def test_gradients_out_of_order_allocate_more_buffers_instead_of_waiting_forever() -> None:
+    reducer, log, pool = make([1, 1, 1, 1], max_buffers=2)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "d0", "c0", "b0")  # none of them may be launched before a
     assert pool is not None
@@ -168,7 +168,7 @@ def test_gradients_out_of_order_make_more_slots_instead_of_waiting_for_ever() ->
     assert len(pool._free) == len(pool.buffers) == 4
 
 
-def test_whole_gradients_are_summed_once_a_step() -> None:
+def test_full_gradients_are_reduced_once_a_step() -> None:
     reducer, log, _ = make([1, 1])
     reducer.begin_backward(first=True, last=False)
     arrive(reducer, "a0", "b0")
@@ -180,13 +180,13 @@ def test_whole_gradients_are_summed_once_a_step() -> None:
     assert log.events == ["put a.0", "put b.0", "add a.0", "launch a+", "add b.0", "launch b+"]
 
 
-def test_gradients_that_rest_sharded_are_summed_every_micro_step() -> None:
-    reducer, log, _ = make([1], slots=1)
+def test_sharded_gradients_are_reduced_every_micro_step() -> None:
+    reducer, log, _ = make([1], max_buffers=1)
     for micro_step in range(3):
         reducer.begin_backward(first=micro_step == 0, last=micro_step == 2)
         arrive(reducer, "a0")
         reducer.finish_backward()
-    # A slot holds one micro-step: it is put there, never added to what another unit left.
+    # A buffer holds one micro-step: it is overwritten, never added to another unit's content.
     assert log.of("put", "add", "launch") == [
         *("put a.0", "launch a", "put a.0", "launch a+", "put a.0", "launch a+"),
     ]
@@ -199,7 +199,7 @@ def test_a_parameter_used_twice_adds_to_its_first_gradient() -> None:
     assert log.events == ["put a.0", "add a.0", "put a.1", "launch a"]
 
 
-def test_gradients_that_do_not_arrive_are_zero_and_nothing_waits_for_them() -> None:
+def test_missing_gradients_are_zero_and_nothing_waits_for_them() -> None:
     reducer, log, _ = make([2, 1])
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a1")
@@ -207,7 +207,7 @@ def test_gradients_that_do_not_arrive_are_zero_and_nothing_waits_for_them() -> N
     assert log.events == ["put a.1", "zero a.0", "launch a", "zero b.0", "launch b"]
 
 
-def test_an_absent_gradient_does_not_undo_an_earlier_micro_steps() -> None:
+def test_a_missing_gradient_keeps_those_of_earlier_micro_steps() -> None:
     reducer, log, _ = make([1])
     reducer.begin_backward(first=True, last=False)
     arrive(reducer, "a0")
@@ -217,24 +217,24 @@ def test_an_absent_gradient_does_not_undo_an_earlier_micro_steps() -> None:
     assert log.events == ["put a.0", "launch a+"]
 
 
-def test_a_hook_without_a_gradient_is_nothing() -> None:
+def test_a_hook_without_a_gradient_does_nothing() -> None:
     reducer, log, _ = make([1])
     reducer.begin_backward(first=True, last=True)
     reducer.on_gradient(0, 0, nn.Parameter(torch.zeros(1)))
     assert log.events == []
 
 
-@pytest.mark.parametrize("slots", [None, 2])
-def test_a_second_gradient_after_the_launch_is_an_error(slots: int | None) -> None:
-    reducer, _, _ = make([1, 1], slots=slots)
+@pytest.mark.parametrize("max_buffers", [None, 2])
+def test_a_second_gradient_after_the_launch_is_an_error(max_buffers: int | None) -> None:
+    reducer, _, _ = make([1, 1], max_buffers=max_buffers)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0")
     with pytest.raises(EngineError, match=r"second gradient(?s:.*)use_reentrant=False"):
         arrive(reducer, "a0")
 
 
-def test_a_backward_that_broke_off_leaves_nothing_behind() -> None:
-    reducer, log, _ = make([2], slots=2)
+def test_a_failed_backward_leaves_nothing_behind() -> None:
+    reducer, log, _ = make([2], max_buffers=2)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0")  # and an exception
     reducer.begin_backward(first=True, last=True)
@@ -246,8 +246,8 @@ def test_a_backward_that_broke_off_leaves_nothing_behind() -> None:
 LAYOUT = make_layout("unit", [ParamSpec("a", (3,)), ParamSpec("b", (2, 2))], 2)
 
 
-class Recorded:
-    """Collectives that keep the tensors they are given."""
+class RecordingCollectives:
+    """Collectives that record their arguments."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[Tensor], bool]] = []
@@ -259,11 +259,11 @@ class Recorded:
         self.calls.append(("reduce_scatter", [full, out], accumulate))
 
 
-@pytest.mark.parametrize("how", [Collective.ALL_REDUCE, Collective.REDUCE_SCATTER])
-def test_whole_gradients_are_reduced_in_place(how: Collective) -> None:
+@pytest.mark.parametrize("collective", [Collective.ALL_REDUCE, Collective.REDUCE_SCATTER])
+def test_full_gradients_are_reduced_in_place(collective: Collective) -> None:
     flat = torch.zeros(LAYOUT.numel)
-    collectives: Any = Recorded()
-    store = PartialGrads(LAYOUT, flat, LAYOUT.shard(1), how, collectives)
+    collectives: Any = RecordingCollectives()
+    store = PartialGrads(LAYOUT, flat, LAYOUT.shard(1), collective, collectives)
     store.accumulate(0, torch.ones(3), add=False)
     store.accumulate(0, torch.ones(3), add=True)
     store.accumulate(1, torch.ones(2, 2), add=False)
@@ -272,18 +272,18 @@ def test_whole_gradients_are_reduced_in_place(how: Collective) -> None:
     assert flat.sum() == 6
     store.reduce(first=True)
     ((name, tensors, _),) = collectives.calls
-    assert name == how.value
+    assert name == collective.value
     assert tensors[0] is flat
     assert store.owned().data_ptr() == flat[LAYOUT.shard(1)].data_ptr()
 
 
-def test_sharded_gradients_pass_through_a_slot_whose_padding_is_clean() -> None:
-    slots = GradBufferPool(lambda: torch.zeros(2 * LAYOUT.numel), 1)
-    summed = Sum("earlier", Log())
-    slots.release(slots.acquire().fill_(7), summed)  # what a longer unit left
+def test_sharded_gradients_use_a_buffer_with_clean_padding() -> None:
+    pool = GradBufferPool(lambda: torch.zeros(2 * LAYOUT.numel), 1)
+    work = FakeWork("earlier", CallLog())
+    pool.release(pool.acquire().fill_(7), work)  # content of a longer unit
     shard = torch.zeros(LAYOUT.shard_numel)
-    collectives: Any = Recorded()
-    store = ShardedGrads(LAYOUT, shard, LAYOUT.shard(0), slots, collectives)
+    collectives: Any = RecordingCollectives()
+    store = ShardedGrads(LAYOUT, shard, LAYOUT.shard(0), pool, collectives)
     assert store.needs_buffer
     store.accumulate(0, torch.ones(3), add=False)
     assert not store.needs_buffer
@@ -294,6 +294,6 @@ def test_sharded_gradients_pass_through_a_slot_whose_padding_is_clean() -> None:
     assert full.sum() == 3
     assert full.numel() == LAYOUT.numel
     assert out is shard is store.owned()
-    assert slots.exhausted
-    store.on_reduced(summed)
-    assert not slots.exhausted
+    assert pool.exhausted
+    store.on_reduced(work)
+    assert not pool.exhausted
