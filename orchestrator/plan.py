@@ -100,7 +100,7 @@ def make_plan(
     stage = None if engine is None else parse_config(engine).zero_optimization.stage
     return JobPlan(
         spec,
-        _worker_spec(spec, entrypoint, (cwd, *import_paths), output_dir),
+        _worker_spec(spec, entrypoint, import_paths, output_dir),
         resources,
         output_dir,
         job_folder,
@@ -122,7 +122,7 @@ def _worker_spec(
         cpus=spec.workers.cpus,
         gpus=spec.workers.gpus,
         hang_timeout_s=spec.recovery.hang_timeout_s,
-        working_dir=import_paths[0],
+        working_dir=os.getcwd(),
         import_paths=import_paths,
         mirror=MirrorPolicy(
             replicas=spec.recovery.replicas,

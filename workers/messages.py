@@ -42,8 +42,8 @@ class WorkerSpec:
         mirror: when to mirror the state into the vault, and when to make a checkpoint.
         ledger: record consumed sample ids under `output_dir`/ledger/`run`.
         run: id of this run of the job; ids of later runs sort after it.
-        working_dir: the submitter's working directory; used on the worker if it exists there.
-        import_paths: the submitter's `sys.path`; the first entry goes to the front.
+        working_dir: the submitter's; used on the worker, if it exists there, and imported from.
+        import_paths: the submitter's `sys.path`, added to the worker's.
     """
 
     name: str

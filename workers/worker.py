@@ -203,9 +203,8 @@ class WorkerProcess(WorkerCalls):
                 f"the submitter's working directory {folder} does not exist on this node "
                 f"({error.strerror}): relative paths start at {os.getcwd()}",
             )
-        first, *others = self._spec.import_paths or (os.getcwd(),)
-        sys.path.insert(0, first)
-        sys.path.extend(path for path in others if path not in sys.path)
+        sys.path.insert(0, folder)
+        sys.path.extend(path for path in self._spec.import_paths if path not in sys.path)
 
     def _post_log(self, stream: str, text: str) -> None:
         self._outbox.post(LogLine(self._channel.rank, stream, text))

@@ -21,7 +21,7 @@ SETUP = WorkerSpec(
     gpus=0,
     hang_timeout_s=20,
     working_dir=".",
-    import_paths=(".",),
+    import_paths=(),
     mirror=MirrorPolicy(),
 )
 ASSIGN = Assignment(

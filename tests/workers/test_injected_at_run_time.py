@@ -27,7 +27,6 @@ def local(tmp_path: Path) -> Iterator[LocalWorkers]:
             engine_config=recovery_jobs.engine_config(2),
             output_dir=str(tmp_path),
             working_dir=os.getcwd(),
-            import_paths=(os.getcwd(),),
             args={},
             mirror=MirrorPolicy(replicas=1, every_steps=1),
             faults=("raise_error(rank=7, step=1)",),

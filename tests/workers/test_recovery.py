@@ -50,7 +50,6 @@ def start_workers(tmp_path) -> Iterator[Callable[..., LocalWorkers]]:
                     steps=STEPS,
                     output_dir=str(tmp_path),
                     working_dir=os.getcwd(),
-                    import_paths=(os.getcwd(),),
                     args={},
                     **{"engine_config": recovery_jobs.engine_config(stage)} | changes,
                 ),

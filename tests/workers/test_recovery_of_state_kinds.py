@@ -60,7 +60,6 @@ class Workers:
                 steps=STEPS,
                 output_dir=str(self.folder),
                 working_dir=os.getcwd(),
-                import_paths=(os.getcwd(),),
                 mirror=plan,
             )
             self.local = LocalWorkers(spec, WORLD)

@@ -45,7 +45,7 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeWorker]:
     workers: list[WorkerProcess] = []
 
     def make(entrypoint: str, **changes: Any) -> WorkerProcess:
-        changes = {"working_dir": os.getcwd(), "import_paths": (os.getcwd(),)} | changes
+        changes = {"working_dir": os.getcwd()} | changes
         worker = WorkerProcess(
             setup(entrypoint=f"tests.workers.functions:{entrypoint}", **changes), 0
         )
@@ -148,7 +148,7 @@ def test_the_working_directory_is_entered_or_reported_missing(
     make_worker: MakeWorker, tmp_path: Path
 ):
     start_folder = os.getcwd()
-    make_worker("returns", working_dir=str(tmp_path), import_paths=(str(tmp_path), "/other"))
+    make_worker("returns", working_dir=str(tmp_path), import_paths=("/other",))
     assert Path.cwd() == tmp_path
     assert (sys.path[0], sys.path[-1]) == (str(tmp_path), "/other")
     os.chdir(start_folder)
