@@ -158,7 +158,7 @@ def test_a_job_outlives_its_driver_and_is_attached_to(head: Head, tmp_path: Path
         Job.attach("nobody")
 
 
-def test_a_killed_controller_is_started_anew_and_adopts_its_run(head: Head, tmp_path: Path):
+def test_a_killed_controller_is_restarted_and_adopts_its_run(head: Head, tmp_path: Path):
     notes = Notebook()
     handle = steady(tmp_path).submit(observer=notes)
     until(handle, lambda: len(notes.of(Checkpointed)) >= 2)
@@ -201,7 +201,7 @@ def is_worker(pid: int) -> bool:
         return False
 
 
-def test_two_jobs_on_one_cluster_and_all_that_is_told_of_them(tmp_path: Path):
+def test_two_jobs_on_one_cluster_with_logs_journals_and_status(tmp_path: Path):
     notes = {name: Notebook() for name in ("first", "second")}
     handles = {
         name: steady(
@@ -226,7 +226,7 @@ def test_two_jobs_on_one_cluster_and_all_that_is_told_of_them(tmp_path: Path):
     assert (kinds[0], kinds[-1]) == ("begun", "ended")
 
 
-def test_a_head_that_is_to_end_stops_its_jobs_first(head: Head, tmp_path: Path):
+def test_the_stop_hook_of_a_head_stops_its_jobs_first(head: Head, tmp_path: Path):
     """What the head pod's preStop does: afterwards every job has a checkpoint of its last step."""
     notes = Notebook()
     checkpoint = {"path": str(tmp_path), "every_steps": 100_000}

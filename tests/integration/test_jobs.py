@@ -93,7 +93,7 @@ def test_a_function_of_the_script_itself(
     assert lines[-1] == f"summary: {tmp_path}/job/summary.json"
 
 
-def test_a_function_named_by_string_and_everything_a_job_tells(notebook: Notebook, tmp_path: Path):
+def test_a_function_named_by_string_and_all_events_of_a_job(notebook: Notebook, tmp_path: Path):
     handle = job("train", tmp_path).submit(observer=notebook)
     assert not handle.wait(0.01)
     assert handle.wait(200)
@@ -170,7 +170,7 @@ def test_a_killed_worker_is_named_within_seconds(notebook: Notebook, tmp_path: P
         ("no_data", JobFailedError, "'/no/such' does not exist"),
     ],
 )
-def test_mistakes_only_a_worker_can_see(
+def test_mistakes_that_only_a_worker_can_detect(
     notebook: Notebook, tmp_path: Path, function: str, kind: type[Exception], words: str
 ):
     with pytest.raises(kind) as caught:

@@ -42,7 +42,7 @@ def need(least: int, most: int) -> ResourceRequest:
     return ResourceRequest(least, most, 1.0, 0.0, WAIT_S)
 
 
-def test_neighbours_share_a_node_and_growth_takes_the_rest(nodes: Nodes, tmp_path: Path):
+def test_neighbours_share_a_node_and_growth_uses_the_other_nodes(nodes: Nodes, tmp_path: Path):
     first, second = nodes.add(), nodes.add()
 
     async def run() -> None:
@@ -60,7 +60,9 @@ def test_neighbours_share_a_node_and_growth_takes_the_rest(nodes: Nodes, tmp_pat
     asyncio.run(run())
 
 
-def test_a_lost_node_takes_its_workers_and_vault_and_its_seats_move(nodes: Nodes, tmp_path: Path):
+def test_a_lost_node_loses_its_workers_and_vault_and_its_reservations_move(
+    nodes: Nodes, tmp_path: Path
+):
     first, second = nodes.add(), nodes.add()
 
     async def run() -> None:
@@ -98,7 +100,7 @@ def test_a_lost_node_takes_its_workers_and_vault_and_its_seats_move(nodes: Nodes
     asyncio.run(run())
 
 
-def test_a_node_to_avoid_is_left(nodes: Nodes, tmp_path: Path):
+def test_a_reservation_moves_off_a_node_to_avoid(nodes: Nodes, tmp_path: Path):
     first, second = nodes.add(), nodes.add()
 
     async def run() -> None:
@@ -115,7 +117,9 @@ def test_a_node_to_avoid_is_left(nodes: Nodes, tmp_path: Path):
     asyncio.run(run())
 
 
-def test_a_draining_node_is_told_and_its_seats_asked_for_elsewhere(nodes: Nodes, tmp_path: Path):
+def test_a_draining_node_is_reported_and_its_reservations_requested_elsewhere(
+    nodes: Nodes, tmp_path: Path
+):
     first, second = nodes.add(), nodes.add()
 
     async def run() -> None:
@@ -141,7 +145,7 @@ def test_a_draining_node_is_told_and_its_seats_asked_for_elsewhere(nodes: Nodes,
     asyncio.run(run())
 
 
-def test_a_cut_cable_is_noticed_and_the_seats_move():
+def test_a_cut_cable_is_detected_and_the_reservations_move():
     seen = alone("tests.integration.linked", "cut_link")
     assert seen["as_expected"]
     assert seen["noticed_s"] < 60, "less than by Ray's own settings"

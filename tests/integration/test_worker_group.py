@@ -80,7 +80,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_as_many_as_fit_come_at_once_and_the_rest_when_there_is_room(tmp_path: Path):
+def test_as_many_as_fit_start_at_once_and_the_others_when_there_is_room(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
             before = time.monotonic()
@@ -116,7 +116,7 @@ def test_limits_may_be_lowered_while_the_first_workers_start(tmp_path: Path):
     asyncio.run(run())
 
 
-def test_a_dead_worker_is_noticed_and_its_seat_taken_again(tmp_path: Path):
+def test_a_lost_worker_is_reported_and_replaced_in_its_reservation(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
             first = await workers.start_workers(need(CPUS, CPUS))
@@ -134,7 +134,7 @@ def test_a_dead_worker_is_noticed_and_its_seat_taken_again(tmp_path: Path):
     asyncio.run(run())
 
 
-def test_a_stopped_worker_is_killed_at_once_and_its_vault_says_so(tmp_path: Path):
+def test_a_stopped_worker_is_killed_at_once_through_its_vault(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, vaults):
             first = await workers.start_workers(need(2, 2))
@@ -155,7 +155,7 @@ def test_a_stopped_worker_is_killed_at_once_and_its_vault_says_so(tmp_path: Path
     asyncio.run(run())
 
 
-def test_a_worker_no_vault_knows_is_killed_all_the_same(tmp_path: Path):
+def test_a_worker_without_a_vault_is_killed(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
             (one,) = await workers.start_workers(need(1, 1))
@@ -167,7 +167,7 @@ def test_a_worker_no_vault_knows_is_killed_all_the_same(tmp_path: Path):
     asyncio.run(run())
 
 
-def test_resize_asks_for_more_and_takes_back_only_what_nobody_knows(tmp_path: Path):
+def test_resize_requests_more_and_removes_only_unannounced_workers(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
             await workers.start_workers(need(1, 1))
@@ -190,7 +190,7 @@ def test_resize_asks_for_more_and_takes_back_only_what_nobody_knows(tmp_path: Pa
     asyncio.run(run())
 
 
-def test_a_cluster_that_cannot_grow_is_asked_for_what_could_fit(tmp_path: Path):
+def test_a_cluster_that_cannot_grow_gets_requests_that_fit(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path, can_grow=False) as (workers, _):
             before = time.monotonic()
@@ -223,7 +223,7 @@ def test_workers_that_do_not_start(tmp_path: Path):
     asyncio.run(run())
 
 
-def test_nothing_is_left_when_placing_is_broken_off(tmp_path: Path):
+def test_a_cancelled_start_leaves_nothing(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
             placing = asyncio.ensure_future(workers.start_workers(need(CPUS + 1, CPUS + 1)))
@@ -235,7 +235,7 @@ def test_nothing_is_left_when_placing_is_broken_off(tmp_path: Path):
     asyncio.run(run())
 
 
-def test_a_lost_vault_is_noticed_and_opened_again(head: Head, tmp_path: Path):
+def test_a_lost_vault_is_reported_and_opened_again(head: Head, tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, vaults):
             (one,) = await workers.start_workers(need(1, 1))

@@ -1,4 +1,4 @@
-"""A head that wants a token, as far as the one question goes, and who is let in."""
+"""The check of the auth token, against a server that answers as the head does."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rayzero.orchestrator.cluster.ray_api import AuthRefusedError, check_auth
 TOKEN = "a" * 64
 
 
-class Door(grpc.GenericRpcHandler):
+class TokenHandler(grpc.GenericRpcHandler):
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        given = dict(details.invocation_metadata).get("authorization")
+        authorization = dict(details.invocation_metadata).get("authorization")
 
         def answer(_: bytes, context: grpc.ServicerContext) -> bytes:
             if details.method != "/ray.rpc.NodeInfoGcsService/CheckAlive":
                 context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
-            if given != f"Bearer {TOKEN}":
+            if authorization != f"Bearer {TOKEN}":
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
             return b""
 
@@ -33,7 +33,7 @@ class Door(grpc.GenericRpcHandler):
 @pytest.fixture(scope="module")
 def head() -> Iterator[str]:
     with ThreadPoolExecutor(2) as pool:
-        server = grpc.server(pool, handlers=[Door()])
+        server = grpc.server(pool, handlers=[TokenHandler()])
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         yield f"127.0.0.1:{port}"
@@ -41,18 +41,20 @@ def head() -> Iterator[str]:
 
 
 def with_headers(monkeypatch: pytest.MonkeyPatch, **headers: str) -> None:
-    """What Ray would give; it keeps what it has found in the environment."""
+    """Replaces the headers that Ray makes, and caches, from the environment."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray_api, "get_auth_headers_if_auth_enabled", lambda _: headers)
 
 
-def test_the_right_token_is_let_in(head: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_right_token_is_accepted(head: str, monkeypatch: pytest.MonkeyPatch):
     with_headers(monkeypatch, Authorization=f"Bearer {TOKEN}")
     check_auth(head)
 
 
-def test_a_wrong_token_and_none_are_refused_at_once(head: str, monkeypatch: pytest.MonkeyPatch):
-    began_s = time.monotonic()
+def test_a_wrong_and_a_missing_token_are_refused_at_once(
+    head: str, monkeypatch: pytest.MonkeyPatch
+):
+    start_s = time.monotonic()
     with_headers(monkeypatch)
     with pytest.raises(AuthRefusedError, match="requires an auth token, and none is set"):
         check_auth(head)
@@ -61,10 +63,10 @@ def test_a_wrong_token_and_none_are_refused_at_once(head: str, monkeypatch: pyte
         connect.connect(head)
     assert "rejected the auth token" in str(refused.value)
     assert "RAY_AUTH_TOKEN_PATH" in str(refused.value)
-    assert time.monotonic() - began_s < 15, "Ray takes 20 s for each"
+    assert time.monotonic() - start_s < 15, "Ray takes 20 s for each"
 
 
-def test_one_that_was_only_found_is_told_if_there_is_no_other(
+def test_a_refusal_is_raised_if_no_other_cluster_is_on_this_machine(
     head: str, monkeypatch: pytest.MonkeyPatch
 ):
     with_headers(monkeypatch, Authorization="Bearer b")
@@ -73,7 +75,7 @@ def test_one_that_was_only_found_is_told_if_there_is_no_other(
         list(connect.connect_each(None))
 
 
-def test_whoever_does_not_speak_so_is_left_to_ray():
+def test_another_server_is_left_to_ray():
     with ThreadPoolExecutor(1) as pool:
         server = grpc.server(pool)
         port = server.add_insecure_port("127.0.0.1:0")

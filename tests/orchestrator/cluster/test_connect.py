@@ -1,4 +1,4 @@
-"""What a user hears of a cluster that cannot be had; Ray is not started."""
+"""Errors of connections to clusters, and the process state after them; Ray is not started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def failing(error: Exception) -> Any:
     return init
 
 
-def test_a_cluster_of_our_own_that_does_not_start_is_an_error_with_a_way_out(
+def test_a_local_cluster_that_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -52,7 +52,7 @@ def test_a_slow_start_is_tried_again(
     assert "trying again: The current node timed out" in caplog.text
 
 
-def test_a_cluster_that_says_nothing_about_why_it_refuses_is_told_by_the_errors_kind(
+def test_an_error_without_a_message_is_named_by_its_class(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(ray, "init", failing(ConnectionError()))
@@ -60,12 +60,12 @@ def test_a_cluster_that_says_nothing_about_why_it_refuses_is_told_by_the_errors_
         connect.connect("auto")
 
 
-def test_another_python_on_the_head_is_told_with_both_sides(monkeypatch: pytest.MonkeyPatch):
-    said = (
+def test_another_python_on_the_head_is_named_with_both_versions(monkeypatch: pytest.MonkeyPatch):
+    message = (
         "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n    Python: 3.10.13\n"
         "This process on node 10.0.0.2 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"
     )
-    monkeypatch.setattr(ray, "init", failing(RuntimeError(said)))
+    monkeypatch.setattr(ray, "init", failing(RuntimeError(message)))
     with pytest.raises(ConfigError) as caught:
         connect.connect("auto")
     assert caught.value.seen == (
@@ -78,14 +78,14 @@ def test_another_python_on_the_head_is_told_with_both_sides(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("before", "expected"), [(signal.SIG_DFL, SystemExit), (signal.SIG_IGN, None)]
 )
-def test_sigterm_is_as_it_was_after_ray_took_it(
+def test_the_sigterm_handler_is_restored_after_ray_replaced_it(
     before: signal.Handlers, expected: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
 ):
     def init(**_: object) -> None:
-        signal.signal(signal.SIGTERM, lambda *_: print("a stack of Ray's"))
+        signal.signal(signal.SIGTERM, lambda *_: print("Ray prints a stack"))
 
     monkeypatch.setattr(ray, "init", init)
-    found = signal.signal(signal.SIGTERM, before)
+    previous = signal.signal(signal.SIGTERM, before)
     try:
         connect.connect("auto")
         if expected is None:
@@ -94,10 +94,10 @@ def test_sigterm_is_as_it_was_after_ray_took_it(
             with pytest.raises(expected, match=str(128 + signal.SIGTERM)):
                 signal.raise_signal(signal.SIGTERM)
     finally:
-        signal.signal(signal.SIGTERM, found)
+        signal.signal(signal.SIGTERM, previous)
 
 
-def test_a_connection_from_another_thread_touches_no_handler(monkeypatch: pytest.MonkeyPatch):
+def test_a_connection_from_another_thread_leaves_the_handler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray, "init", lambda **_: None)
     before = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as other:

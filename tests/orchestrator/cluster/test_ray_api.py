@@ -25,7 +25,7 @@ PRIVATE = (
 
 
 @pytest.mark.parametrize(("module", "name"), PRIVATE, ids=lambda value: value)
-def test_a_private_name_of_ray_is_still_there(module: str, name: str) -> None:
-    found = import_module(module)
+def test_a_private_name_of_ray_exists(module: str, name: str) -> None:
+    value = import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
+        value = getattr(value, part)
