@@ -99,17 +99,12 @@ class Manifest:
         }
 
     def to_bytes(self) -> bytes:
-        """Serialise. Ranges refer to tensors by their index in one list."""
+        """The JSON text. Ranges refer to tensors by their index in one list."""
         tensors = self.tensors
         number = {name: index for index, name in enumerate(tensors)}
-        content = {
+        content = vars(self) | {
             "format_version": FORMAT_VERSION,
-            "job": self.job,
-            "step": self.step,
-            "generation": self.generation,
-            "stage": self.stage,
             "world_size": self.world_size,
-            "created_s": self.created_s,
             "tensors": [[name, it.dtype, list(it.shape)] for name, it in tensors.items()],
             "files": [_file_to_json(file, number) for file in self.files],
         }
