@@ -7,7 +7,7 @@
 | `writer` | writes one durable file for each rank, then the manifest |
 | `reader` | a checkpoint as a `StateSource` of verified blocks; compares every byte |
 | `catalogue` | lists a job's checkpoints, finds the newest usable one, removes old ones |
-| `store`, `store_remote` | the stores' protocol and local file systems; object stores |
+| `store`, `store_local`, `store_remote` | stores: by URL, on disks, in buckets |
 | `errors` | store errors, damage, a state that does not fit the model |
 | `export`, `export_model`, `imports` | files of other systems |
 """

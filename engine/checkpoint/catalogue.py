@@ -15,7 +15,8 @@ from rayzero.engine.checkpoint.format import (
 )
 from rayzero.engine.checkpoint.manifest import Manifest
 from rayzero.engine.checkpoint.reader import read_manifest
-from rayzero.engine.checkpoint.store import Store, StoreEntry, join_url, open_store, split_url
+from rayzero.engine.checkpoint.store import join_url, open_store, split_url
+from rayzero.engine.checkpoint.store_local import Store, StoreEntry
 from rayzero.engine.errors import ConfigError, DataError
 
 Status: TypeAlias = Literal["whole", "unfinished", "damaged", "newer"]

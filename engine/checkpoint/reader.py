@@ -18,7 +18,8 @@ from rayzero.engine.checkpoint.format import (
     is_checkpoint_file,
 )
 from rayzero.engine.checkpoint.manifest import Manifest, RankFile
-from rayzero.engine.checkpoint.store import ReadStream, Store, join_url, open_store
+from rayzero.engine.checkpoint.store import join_url, open_store
+from rayzero.engine.checkpoint.store_local import ReadStream, Store
 from rayzero.engine.errors import DataError, EngineError
 from rayzero.engine.layout.state_index import BlockIndex
 

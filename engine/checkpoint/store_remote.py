@@ -12,7 +12,7 @@ from pyarrow import ArrowException, fs
 
 from rayzero.engine.checkpoint.errors import StoreError, store_errors
 from rayzero.engine.checkpoint.format import PARTIAL_SUFFIX
-from rayzero.engine.checkpoint.store import StoreEntry
+from rayzero.engine.checkpoint.store_local import StoreEntry
 from rayzero.engine.errors import ConfigError
 
 _READ_BACK_MISMATCH = (

@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import Any
 
-from rayzero.engine.checkpoint import store as local_store
+from rayzero.engine.checkpoint import store_local
 from tests.engine.checkpoint.saving import save
 
 CALLS = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink")
@@ -52,7 +52,7 @@ class DeadlySystem:
 
 def main(job: str, step: str, count: str, where: str) -> None:
     system = DeadlySystem(int(count), where == "before")
-    local_store.os = system  # type: ignore[assignment]
+    store_local.os = system  # type: ignore[assignment]
     save(job, int(step), world=2)
     print(" ".join(system.made))
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
-from rayzero.engine.checkpoint import store as local_store
+from rayzero.engine.checkpoint import store_local
 from rayzero.engine.checkpoint.catalogue import (
     list_checkpoints,
     newest_complete,
@@ -239,7 +239,7 @@ def test_files_of_others_are_never_removed(job):
 def test_a_half_removed_checkpoint_does_not_exist(job, monkeypatch):
     """The manifest goes first."""
     removed: list[str] = []
-    monkeypatch.setattr(local_store.os, "unlink", lambda path: removed.append(Path(path).name))
+    monkeypatch.setattr(store_local.os, "unlink", lambda path: removed.append(Path(path).name))
     prune_checkpoints(str(job), keep=2)
     assert removed[0] == "manifest.json"
     assert len(removed) == 3

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from rayzero.engine.checkpoint import store as local_store
+from rayzero.engine.checkpoint import store_local
 from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete, prune_checkpoints
 from rayzero.engine.checkpoint.reader import CheckpointSource, verify_checkpoint
 from tests.engine.checkpoint import killed
@@ -44,7 +44,7 @@ def calls(job: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a save asks of the system, in order."""
     system = killed.DeadlySystem(-1, True)
     with monkeypatch.context() as patch:
-        patch.setattr(local_store, "os", system)
+        patch.setattr(store_local, "os", system)
         save(job, step)
     return system.made
 
@@ -142,7 +142,7 @@ def test_bytes_are_durable_before_their_name_and_files_before_the_manifest(tmp_p
         ("write", wrote),
         ("mkdir", made),
     ):
-        monkeypatch.setattr(local_store.os, name, fake)
+        monkeypatch.setattr(store_local.os, name, fake)
     manifest = save(tmp_path / "job", 1)
     expected = [
         *(("mkdir", "job"), ("fsync", tmp_path.name), ("mkdir", "step-1"), ("fsync", "job")),

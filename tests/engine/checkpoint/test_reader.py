@@ -14,7 +14,7 @@ from rayzero.engine.checkpoint.errors import CheckpointDamagedError
 from rayzero.engine.checkpoint.format import BLOCK_BYTES
 from rayzero.engine.checkpoint.manifest import make_manifest
 from rayzero.engine.checkpoint.reader import CheckpointSource
-from rayzero.engine.checkpoint.store import LocalReadStream
+from rayzero.engine.checkpoint.store_local import LocalReadStream
 from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.errors import DataError, EngineError
 from rayzero.engine.layout.reshard import plan_copies

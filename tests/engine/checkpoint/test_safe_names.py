@@ -14,7 +14,7 @@ from rayzero.engine.checkpoint.errors import CheckpointDamagedError, StoreError
 from rayzero.engine.checkpoint.format import is_safe_name
 from rayzero.engine.checkpoint.imports.deepspeed_files import find_step_folder
 from rayzero.engine.checkpoint.manifest import Manifest
-from rayzero.engine.checkpoint.store import LocalStore
+from rayzero.engine.checkpoint.store_local import LocalStore
 from rayzero.engine.checkpoint_io import check_tag, resolve_checkpoint
 from rayzero.engine.errors import ConfigError, DataError
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rayzero.engine.checkpoint import store as local_store
+from rayzero.engine.checkpoint import store_local
 from rayzero.engine.checkpoint.catalogue import newest_complete
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.manifest import make_manifest
@@ -49,7 +49,7 @@ def test_a_local_folder(tmp_path):
 def test_a_read_that_comes_in_pieces_is_put_together(tmp_path, monkeypatch):
     real = os.preadv
     monkeypatch.setattr(
-        local_store.os, "preadv", lambda fd, parts, at: real(fd, [parts[0][:3]], at)
+        store_local.os, "preadv", lambda fd, parts, at: real(fd, [parts[0][:3]], at)
     )
     store = open_store(str(tmp_path))
     store.replace("x", bytes(range(20)))
@@ -62,7 +62,7 @@ def test_a_read_that_comes_in_pieces_is_put_together(tmp_path, monkeypatch):
 
 def test_a_write_that_comes_in_pieces_is_put_together(tmp_path, monkeypatch):
     real = os.write
-    monkeypatch.setattr(local_store.os, "write", lambda fd, data: real(fd, data[:5000]))
+    monkeypatch.setattr(store_local.os, "write", lambda fd, data: real(fd, data[:5000]))
     save(tmp_path, 1)
     assert verify_checkpoint(str(tmp_path / "step-1")) == []
 
@@ -100,7 +100,7 @@ def test_trouble_has_a_kind_a_place_and_a_way_out(tmp_path, monkeypatch, number,
 
     save(tmp_path, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(local_store.os, call, fail)
+        patch.setattr(store_local.os, call, fail)
         with pytest.raises(StoreError) as caught:
             write_files(str(tmp_path / "step-2"), 2)
     error = caught.value
