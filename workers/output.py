@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from io import TextIOBase
 from threading import Condition, Lock
-from time import monotonic
 from typing import TextIO
 
 from rayzero.workers.messages import LogLine, StepReport, WorkerMessage
@@ -43,10 +42,8 @@ class Outbox:
         """All messages posted so far, in order; waits up to `timeout_s` for the first."""
         with self._ready:
             self._ready.wait_for(lambda: bool(self._messages), timeout_s)
-            deadline = monotonic() + min(self._linger_s, timeout_s)
-            while self._messages and not self._urgent:
-                if not self._ready.wait(max(0.0, deadline - monotonic())):
-                    break
+            if self._messages:
+                self._ready.wait_for(lambda: self._urgent, min(self._linger_s, timeout_s))
             messages = list(self._messages)
             self._messages.clear()
             self._line_count, self._urgent = 0, False
