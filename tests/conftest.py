@@ -1,4 +1,4 @@
-"""Settings of the whole suite: order, processes, environment, skips, what may be left behind."""
+"""Suite-wide settings: order, scheduling, environment, skips, leak checks."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import os
 import sys
 from typing import Any
 
-# Before torch is imported anywhere: many processes share few cores.
+# Must precede the first import of torch: many processes share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A token left in the user's home must not decide whether a test cluster starts.
+# A token file in the user's home must not affect test clusters.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-# Nor are processes wanted on every node that no actor of ours will use.
+# Do not prestart worker processes that no actor will use.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-# Ray's workers give way to everybody (15): beside a test that computes they would hardly run. To
-# Ray's own processes they do give way, a little: a node that starts or answers late is lost.
+# Ray's default niceness for workers (15) would starve them next to compute-bound tests. Keep it
+# above zero so that Ray's own processes get priority: a raylet that responds late counts as lost.
 os.environ.setdefault("RAY_worker_niceness", "3")
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.leftovers import Run
-from tests.support.sharing import ByFile, place
+from tests.support.sharing import ByFileScheduling, start_rank
 
 RUN = Run()
-_LEFT = pytest.StashKey[list[str]]()
+_LEAKS = pytest.StashKey[list[str]]()
 
 settings.register_profile(
     "rayzero",
     deadline=None,
-    derandomize=True,  # the same draws every time: what fails, fails for everybody
+    derandomize=True,  # reproducible failures
     max_examples=100,
     suppress_health_check=[HealthCheck.too_slow],
 )
@@ -36,11 +36,11 @@ settings.load_profile("rayzero")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests first, so that a plain mistake is seen at once; no GPU tests without a GPU."""
+    """Run fast tests first; skip GPU tests without a GPU."""
     items.sort(key=_order)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
-        import torch  # only when a test asks for it: it costs seconds
+        import torch  # deferred: the import takes seconds
 
         if not torch.cuda.is_available():
             for item in gpu:
@@ -49,40 +49,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _order(item: pytest.Item) -> tuple[bool, int]:
     is_slow = item.get_closest_marker("slow") is not None
-    return is_slow, place(item.nodeid.partition("::")[0]) if is_slow else 0
+    return is_slow, start_rank(item.nodeid.partition("::")[0]) if is_slow else 0
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
-    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFileScheduling | None:
+    return ByFileScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    RUN.note(item.nodeid)
+    RUN.record_files(item.nodeid)
 
 
-@pytest.hookimpl(trylast=True)  # xdist's workers are gone by then
+@pytest.hookimpl(trylast=True)  # after xdist's workers have exited
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Kills the rank processes, if any test started them; then nothing may be left."""
+    """Stop the rank processes and fail the run if anything leaked."""
     ranks = sys.modules.get("tests.support.ranks")
     if ranks is not None:
         ranks.stop_ranks()
     if not RUN.is_first:
-        session.config.workeroutput["seen"] = RUN.seen  # type: ignore[attr-defined]
+        session.config.workeroutput["first_seen"] = RUN.first_seen  # type: ignore[attr-defined]
         return
-    session.config.stash[_LEFT] = left = RUN.end()
-    if left and session.exitstatus == pytest.ExitCode.OK:
+    session.config.stash[_LEAKS] = leaks = RUN.clean_up()
+    if leaks and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A process of xdist's tells which test each file came with."""
-    for name, test in getattr(node, "workeroutput", {}).get("seen", {}).items():
-        RUN.seen.setdefault(name, test)
+    """Merge the file attributions of an xdist worker."""
+    for name, test in getattr(node, "workeroutput", {}).get("first_seen", {}).items():
+        RUN.first_seen.setdefault(name, test)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    for line in config.stash.get(_LEFT, []):
+    for line in config.stash.get(_LEAKS, []):
         terminalreporter.write_line(f"LEFT BEHIND {line}", red=True)

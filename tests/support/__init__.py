@@ -1,1 +1,1 @@
-"""What several tests need: processes that act as ranks. No tests of the product live here."""
+"""Shared test infrastructure: rank processes, leak checks, scheduling. No product tests."""

@@ -1,4 +1,4 @@
-"""An S3 bucket on this machine: moto's server, in a process of its own."""
+"""A local S3 bucket, served by moto in a subprocess."""
 
 from __future__ import annotations
 
@@ -17,37 +17,40 @@ from pyarrow import fs
 
 from benchmarks.ports import free_ports
 
-STARTED_S = 60
+START_TIMEOUT_S = 60
 
 
-def server() -> str:
-    """Where the server is; skips the test where it is not."""
+def find_moto_server() -> str:
+    """Path of the moto_server executable. Skips the test if it is not installed."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    found = shutil.which("moto_server", path=path)
-    if found is None:
+    executable = shutil.which("moto_server", path=path)
+    if executable is None:
         pytest.skip("needs moto_server: pip install 'moto[s3]' flask flask-cors")
-    return found
+    return executable
 
 
 @contextmanager
 def bucket_options() -> Iterator[str]:
-    """The options that a URL of the empty bucket `bucket` needs; takes any credentials."""
+    """Start a server with an empty bucket `bucket` and yield the URL options for it.
+
+    The server accepts any credentials.
+    """
     (port,) = free_ports(1)
     process = subprocess.Popen(
-        [server(), "-H", "127.0.0.1", "-p", str(port)],
+        [find_moto_server(), "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
-        until_s = time.monotonic() + STARTED_S
-        while not _answers(port):
-            assert time.monotonic() < until_s, "the server did not start"
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _is_ready(port):
+            assert time.monotonic() < deadline, "the server did not start"
             time.sleep(0.1)
         options = f"endpoint_override=127.0.0.1:{port}&scheme=http"
-        made, _ = fs.FileSystem.from_uri(
+        filesystem, _ = fs.FileSystem.from_uri(
             f"s3://k:s@bucket?{options}&region=us-east-1&allow_bucket_creation=true"
         )
-        made.create_dir("bucket")
+        filesystem.create_dir("bucket")
         yield options
     finally:
         process.kill()
@@ -56,7 +59,7 @@ def bucket_options() -> Iterator[str]:
 
 @contextmanager
 def bucket_url() -> Iterator[str]:
-    """The URL of the empty bucket, with credentials in the environment as long as it is open."""
+    """Yield the URL of an empty bucket, with credentials in the environment."""
     with pytest.MonkeyPatch.context() as patch, bucket_options() as options:
         patch.setenv("AWS_ACCESS_KEY_ID", "key")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
@@ -64,7 +67,7 @@ def bucket_url() -> Iterator[str]:
         yield f"s3://bucket?{options}"
 
 
-def _answers(port: int) -> bool:
+def _is_ready(port: int) -> bool:
     try:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/data.json", timeout=5).close()
     except OSError:

@@ -1,7 +1,7 @@
-"""Few rows in which every few values of different axes meet: a covering array.
+"""Covering arrays: few rows that contain every t-way combination of axis values.
 
-What goes wrong in a combination goes wrong, nearly always, where two or three of its choices meet
-(Kuhn, Wallace, Gallo 2004), so the whole product of many axes is not worth its price.
+Nearly all combination failures are triggered by two or three interacting values (Kuhn, Wallace,
+Gallo 2004), so the full cross product of many axes is not worth its cost.
 """
 
 from __future__ import annotations
@@ -13,54 +13,61 @@ from typing import Any
 
 Row = dict[str, Any]
 Axes = Mapping[str, Sequence[Any]]
-Meeting = tuple[tuple[str, Any], ...]
-TRIES = 30
+Combination = tuple[tuple[str, Any], ...]
+CANDIDATES = 30
 
 
-def _any(row: Row) -> bool:
+def _allow_all(row: Row) -> bool:
     return True
 
 
-def meetings(axes: Axes, strength: int, allowed: Callable[[Row], bool]) -> list[Meeting]:
-    """Every choice of values on `strength` axes that a row may have.
+def list_combinations(
+    axes: Axes, strength: int, allowed: Callable[[Row], bool]
+) -> list[Combination]:
+    """Every allowed combination of values of `strength` axes.
 
     Args:
-        allowed: whether a row may be; it is asked about parts of rows too.
+        allowed: predicate over rows; also called with partial rows.
     """
     return [
-        meeting
+        combination
         for names in combinations(axes, strength)
         for values in product(*(axes[name] for name in names))
-        if allowed(dict(meeting := tuple(zip(names, values, strict=True))))
+        if allowed(dict(combination := tuple(zip(names, values, strict=True))))
     ]
 
 
 def covering(
-    axes: Axes, strength: int, allowed: Callable[[Row], bool] = _any, seed: int = 0
+    axes: Axes, strength: int, allowed: Callable[[Row], bool] = _allow_all, seed: int = 0
 ) -> list[Row]:
-    """Rows that have all meetings, the same ones every time.
+    """Rows that cover every allowed combination. Deterministic for a given seed.
 
-    Greedy: a row begins with the first meeting that is missing; of `TRIES` ways to fill it up by
-    chance, the one with the most missing meetings is taken.
+    Greedy: each row starts from the first uncovered combination; of `CANDIDATES` random completions
+    the one that covers the most uncovered combinations is kept.
     """
     random, rows = Random(seed), []
-    left = dict.fromkeys(meetings(axes, strength, allowed))  # in order, as a set would not be
-    while left:
-        first = next(iter(left))
-        tries = [_filled(first, axes, allowed, random) for _ in range(TRIES)]
-        best = max(tries, key=lambda row: sum(one in left for one in _of(row, strength)))
-        for one in _of(best, strength):
-            left.pop(one, None)
+    # a dict, not a set: iteration order is deterministic
+    uncovered = dict.fromkeys(list_combinations(axes, strength, allowed))
+    while uncovered:
+        first = next(iter(uncovered))
+        candidates = [_complete(first, axes, allowed, random) for _ in range(CANDIDATES)]
+        best = max(
+            candidates, key=lambda row: sum(c in uncovered for c in _combinations_of(row, strength))
+        )
+        for combination in _combinations_of(best, strength):
+            uncovered.pop(combination, None)
         rows.append(best)
     return rows
 
 
-def _filled(start: Meeting, axes: Axes, allowed: Callable[[Row], bool], random: Random) -> Row:
+def _complete(
+    start: Combination, axes: Axes, allowed: Callable[[Row], bool], random: Random
+) -> Row:
     while True:
         row = {name: random.choice(values) for name, values in axes.items()} | dict(start)
         if allowed(row):
             return row
 
 
-def _of(row: Row, strength: int) -> list[Meeting]:
+def _combinations_of(row: Row, strength: int) -> list[Combination]:
     return list(combinations(row.items(), strength))

@@ -1,8 +1,8 @@
-"""What a test run leaves behind: processes, and files of temporary folders and of shared memory.
+"""Detects what a test run leaks: processes, temporary files and shared-memory files.
 
-The run's temporary folder is its own, and every process it starts inherits a mark, so another run
-on the same machine is never taken for this one. pytest tells every process which test was on when
-it started; which test a file came with is noted after each.
+Each run has its own temporary folder, and every process that it starts inherits an environment
+variable, so concurrent runs on the same machine are not confused. PYTEST_CURRENT_TEST attributes a
+process to a test; files are attributed by listing the folder after each test.
 """
 
 from __future__ import annotations
@@ -16,98 +16,99 @@ from pathlib import Path
 
 import psutil
 
-MARK = "RAYZERO_TEST_RUN"
-LIMIT_S = 60.0
-"""How long processes that were told to end may take."""
-_SHARED = Path("/dev/shm")
-# Python's own helpers end with the process that has them.
+RUN_ENV = "RAYZERO_TEST_RUN"
+EXIT_TIMEOUT_S = 60.0
+"""Time for terminated processes to exit."""
+_SHARED_MEMORY = Path("/dev/shm")
+# Python's helper processes exit together with the process that owns them.
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-# Ray, torch and Python's own libraries keep some more; all goes with the run's folder.
-_OURS = ("rayzero", "rz")
+# Ray, torch and the standard library leave other files; they are removed with the run's folder.
+_FILE_PREFIXES = ("rayzero", "rz")
 
 
 class Run:
-    """A test run and its temporary folder. The first process of a run owns both."""
+    """A test run and its temporary folder, both owned by the first process of the run."""
 
     def __init__(self) -> None:
-        self.is_first = MARK not in os.environ
+        self.is_first = RUN_ENV not in os.environ
         if self.is_first:
             os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-            # Short: sockets lie in it, and their paths may have 107 characters.
-            os.environ[MARK] = tempfile.mkdtemp(prefix="rz-", dir="/tmp")
-        self.folder = Path(os.environ[MARK])
+            # Short, because it holds Unix sockets, whose paths are limited to 107 characters.
+            os.environ[RUN_ENV] = tempfile.mkdtemp(prefix="rz-", dir="/tmp")
+        self.folder = Path(os.environ[RUN_ENV])
         os.environ["TMPDIR"] = str(self.folder)
-        # Each of xdist's processes has one of its own: Ray notes there which cluster is "auto".
-        rays = self.folder / os.environ.get("PYTEST_XDIST_WORKER", "")
-        rays.mkdir(exist_ok=True)
-        os.environ["RAY_TMPDIR"] = str(rays)
+        # One per xdist worker: Ray stores the address of the "auto" cluster there.
+        ray_folder = self.folder / os.environ.get("PYTEST_XDIST_WORKER", "")
+        ray_folder.mkdir(exist_ok=True)
+        os.environ["RAY_TMPDIR"] = str(ray_folder)
         tempfile.tempdir = str(self.folder)
-        self._shared = set(_names(_SHARED))
-        self.seen: dict[str, str] = {}
+        self._initial_shared = set(_list_names(_SHARED_MEMORY))
+        self.first_seen: dict[str, str] = {}
 
-    def note(self, test: str) -> None:
-        """Notes which files are there for the first time."""
-        for name in _names(self.folder):
-            self.seen.setdefault(name, test)
+    def record_files(self, test: str) -> None:
+        """Attribute new files in the run's folder to `test`."""
+        for name in _list_names(self.folder):
+            self.first_seen.setdefault(name, test)
 
-    def end(self) -> list[str]:
-        """Kills and removes what is left; a line for each."""
-        until = time.monotonic() + LIMIT_S
-        while (left := self._processes()) and time.monotonic() < until:
+    def clean_up(self) -> list[str]:
+        """Kill leaked processes and remove leaked files. Returns one line per leak."""
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        while (leaked := self._find_processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        lines = [f"process {one.pid}, {_test_of(one)}: {_title(one)}" for one in left]
-        for one in left:
-            one.kill()
-        psutil.wait_procs(left, timeout=5)
-        files = [name for name in _names(self.folder) if name.startswith(_OURS)]
-        lines += [f"{self.folder / name}, {self.seen.get(name, '?')}" for name in files]
-        lines += [f"{_SHARED / name}" for name in self._shared_files()]
-        # Behind multiprocessing's own folder in it, which it removes at the end with priority -100.
+        lines = [f"process {p.pid}, {_test_of(p)}: {_command_line(p)}" for p in leaked]
+        for process in leaked:
+            process.kill()
+        psutil.wait_procs(leaked, timeout=5)
+        files = [name for name in _list_names(self.folder) if name.startswith(_FILE_PREFIXES)]
+        lines += [f"{self.folder / name}, {self.first_seen.get(name, '?')}" for name in files]
+        lines += [f"{_SHARED_MEMORY / name}" for name in self._find_shared_files()]
+        # After multiprocessing removes its own folder inside this one, with priority -100.
         Finalize(None, shutil.rmtree, (self.folder, True), exitpriority=-200)
         return lines
 
-    def _processes(self) -> list[psutil.Process]:
-        found = []
-        for one in psutil.process_iter():
+    def _find_processes(self) -> list[psutil.Process]:
+        processes = []
+        for process in psutil.process_iter():
             try:
-                ours = one.pid != os.getpid() and one.environ().get(MARK) == str(self.folder)
-                if ours and one.status() != psutil.STATUS_ZOMBIE:
-                    found.append(one)
+                if process.pid == os.getpid() or process.environ().get(RUN_ENV) != str(self.folder):
+                    continue
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    processes.append(process)
             except psutil.Error:
                 continue
-        return [one for one in found if not any(name in _title(one) for name in _HELPERS)]
+        return [p for p in processes if not any(name in _command_line(p) for name in _HELPERS)]
 
-    def _shared_files(self) -> list[str]:
-        """Those that came with this run and that nobody has open: other runs' are in use."""
-        new = set(_names(_SHARED)) - self._shared
-        return sorted(new - _in_use(_SHARED)) if new else []
+    def _find_shared_files(self) -> list[str]:
+        """New shared-memory files that no process has open. Those of other runs are in use."""
+        new = set(_list_names(_SHARED_MEMORY)) - self._initial_shared
+        return sorted(new - _in_use(_SHARED_MEMORY)) if new else []
 
 
-def _names(folder: Path) -> list[str]:
+def _list_names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder)) if folder.is_dir() else []
 
 
 def _in_use(folder: Path) -> set[str]:
-    """Names of files of the folder that a process has mapped or open."""
-    found = set()
-    for one in psutil.process_iter():
+    """Names of the files in `folder` that any process has mapped or open."""
+    names = set()
+    for process in psutil.process_iter():
         try:
-            paths = [each.path for each in [*one.memory_maps(), *one.open_files()]]
+            paths = [file.path for file in [*process.memory_maps(), *process.open_files()]]
         except psutil.Error:
             continue
-        found |= {Path(path).name for path in paths if Path(path).parent == folder}
-    return found
+        names |= {Path(path).name for path in paths if Path(path).parent == folder}
+    return names
 
 
 def _test_of(process: psutil.Process) -> str:
     try:
-        return process.environ().get("PYTEST_CURRENT_TEST", "of no test")
+        return process.environ().get("PYTEST_CURRENT_TEST", "outside of a test")
     except psutil.Error:
-        return "gone by now"
+        return "exited"
 
 
-def _title(process: psutil.Process) -> str:
+def _command_line(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())[:300]
     except psutil.Error:
-        return "gone by now"
+        return "exited"

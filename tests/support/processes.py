@@ -1,6 +1,7 @@
-"""Processes that tests start: forked from one that has imported what they need, and has no threads.
+"""Multiprocessing context for tests: a fork server with the heavy imports preloaded.
 
-To import torch, and what its first optimizer loads, costs a process three seconds of a core.
+Importing torch and what its first optimizer loads costs three CPU seconds per process. The fork
+server has no threads, so forking from it is safe.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How test files are shared out over xdist's processes."""
+"""Distribution of test files over xdist workers."""
 
 from __future__ import annotations
 
 from xdist.scheduler import LoadScopeScheduling
 
-# Their tests share one Ray head, a session's fixture, which costs ten seconds of a core.
-_ON_ONE_HEAD = (
+# These share one Ray head, a session fixture that costs ten CPU seconds.
+_SHARED_HEAD = (
     "tests/integration/test_command.py",
     "tests/integration/test_job_life.py",
     "tests/integration/test_jobs.py",
@@ -13,9 +13,9 @@ _ON_ONE_HEAD = (
     "tests/integration/test_prometheus.py",
     "tests/integration/test_worker_group.py",
 )
-# The slow tests that take minutes, in order: one begun late would be waited for at the end.
-_FIRST = (
-    *_ON_ONE_HEAD,
+# Slow tests that take minutes, in order: starting one late would prolong the whole run.
+_START_ORDER = (
+    *_SHARED_HEAD,
     "tests/integration/test_job_commands.py",
     "tests/integration/test_jobs_on_nodes.py",
     "tests/workers/test_recovery.py",
@@ -28,14 +28,14 @@ _FIRST = (
 )
 
 
-def place(path: str) -> int:
-    """In the order of the slow tests' files; those that are not known follow."""
-    return _FIRST.index(path) if path in _FIRST else len(_FIRST)
+def start_rank(path: str) -> int:
+    """Position of a slow test file in the start order; unlisted files come last."""
+    return _START_ORDER.index(path) if path in _START_ORDER else len(_START_ORDER)
 
 
-class ByFile(LoadScopeScheduling):
-    """A file's tests run in one process, and so do those of the files on one head."""
+class ByFileScheduling(LoadScopeScheduling):
+    """Run the tests of a file in one worker, and all files with the shared head in one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return "head" if path in _ON_ONE_HEAD else path
+        return "head" if path in _SHARED_HEAD else path

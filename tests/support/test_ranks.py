@@ -1,4 +1,4 @@
-"""The rank processes: results, errors, and recovery from ranks that die or hang."""
+"""Rank processes: results, errors, and recovery from ranks that die or hang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support import ranks
 from tests.support.ranks import MAX_WORLD, RankError, run_ranks, stop_ranks
 
 
-def total(rank: int, world: int, scale: float) -> tuple[int, float]:
+def sum_over_ranks(rank: int, world: int, scale: float) -> tuple[int, float]:
     value = torch.tensor([scale * (rank + 1)])
     dist.all_reduce(value)
     return rank, value.item()
@@ -28,7 +28,7 @@ def has_group(rank: int, world: int) -> tuple[int, int, bool]:
 
 
 def draw(rank: int, world: int) -> float:
-    torch.set_default_dtype(torch.float64)  # the next call must not see it
+    torch.set_default_dtype(torch.float64)  # must not affect the next call
     return torch.rand(()).item()
 
 
@@ -50,87 +50,87 @@ def hang_on(rank: int, world: int, culprit: int) -> int:
     return rank
 
 
-def pid(rank: int, world: int) -> int:
+def get_pid(rank: int, world: int) -> int:
     return os.getpid()
 
 
-def unpicklable(rank: int, world: int) -> object:
+def return_lambda(rank: int, world: int) -> object:
     return lambda: None
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_results_come_in_rank_order_from_a_working_group(world: int) -> None:
+def test_results_are_in_rank_order(world: int) -> None:
     expected = sum(2.0 * (rank + 1) for rank in range(world))
-    assert run_ranks(world, total, 2.0) == [(rank, expected) for rank in range(world)]
+    assert run_ranks(world, sum_over_ranks, 2.0) == [(rank, expected) for rank in range(world)]
 
 
-def test_world_zero_has_no_group() -> None:
+def test_world_zero_has_no_process_group() -> None:
     assert run_ranks(0, has_group) == [(0, 0, False)]
 
 
-def test_processes_are_kept_and_start_from_the_same_state() -> None:
+def test_processes_are_reused_with_the_same_initial_state() -> None:
     stop_ranks()
-    pids = run_ranks(2, pid)
+    pids = run_ranks(2, get_pid)
     first = run_ranks(2, draw)
     assert run_ranks(2, draw) == first
-    assert run_ranks(3, pid)[:2] == pids
-    assert run_ranks(1, pid) == pids[:1]
+    assert run_ranks(3, get_pid)[:2] == pids
+    assert run_ranks(1, get_pid) == pids[:1]
 
 
-def test_processes_go_after_so_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_replaced_after_max_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     stop_ranks()
-    monkeypatch.setattr(ranks, "CALLS", 2)
-    first = run_ranks(1, pid)
-    assert run_ranks(2, pid)[:1] == first
-    assert run_ranks(1, pid) != first
+    monkeypatch.setattr(ranks, "MAX_CALLS", 2)
+    first = run_ranks(1, get_pid)
+    assert run_ranks(2, get_pid)[:1] == first
+    assert run_ranks(1, get_pid) != first
     stop_ranks()
 
 
-def test_an_error_names_its_rank_and_carries_the_traceback() -> None:
+def test_error_contains_rank_and_traceback() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1: Traceback.*raise_on.*a bad thing") as caught:
         run_ranks(2, raise_on, 1)
     assert caught.value.rank == 1
     assert run_ranks(2, has_group) == [(0, 2, True), (1, 2, True)]
 
 
-def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
+def test_unpicklable_result_is_an_error() -> None:
     with pytest.raises(RankError, match="lambda"):
-        run_ranks(1, unpicklable)
+        run_ranks(1, return_lambda)
 
 
-def test_a_killed_rank_is_named_and_the_pool_recovers() -> None:
+def test_pool_recovers_from_killed_rank() -> None:
     with pytest.raises(RankError, match="rank 1: the process died"):
         run_ranks(2, die_on, 1)
-    assert len(run_ranks(2, pid)) == 2
+    assert len(run_ranks(2, get_pid)) == 2
 
 
-def test_a_rank_killed_between_calls_is_named() -> None:
-    os.kill(run_ranks(2, pid)[1], signal.SIGKILL)
+def test_rank_killed_between_calls_is_reported() -> None:
+    os.kill(run_ranks(2, get_pid)[1], signal.SIGKILL)
     with pytest.raises(RankError, match="rank 1: the process died"):
-        run_ranks(2, total, 1.0)
+        run_ranks(2, sum_over_ranks, 1.0)
 
 
-def test_a_hanging_rank_times_out_and_is_killed() -> None:
-    hung = run_ranks(2, pid)
-    # on a busy machine the other one may be late as well
+def test_hanging_rank_times_out_and_is_killed() -> None:
+    hung = run_ranks(2, get_pid)
+    # on a busy machine the other rank may be late as well
     with pytest.raises(RankError, match=r"ranks \[(0, )?1\] did not finish in 3 s"):
         run_ranks(2, hang_on, 1, timeout_s=3)
-    assert not any(psutil.pid_exists(one) for one in hung)
+    assert not any(psutil.pid_exists(pid) for pid in hung)
     assert run_ranks(2, hang_on, -1) == [0, 1]
 
 
 @pytest.mark.parametrize("world", [-1, MAX_WORLD + 1])
-def test_a_world_out_of_range_is_refused(world: int) -> None:
+def test_world_out_of_range_is_rejected(world: int) -> None:
     with pytest.raises(ValueError, match="allowed: 0 to 4"):
-        run_ranks(world, pid)
+        run_ranks(world, get_pid)
 
 
 @pytest.mark.slow
-def test_ranks_die_with_the_process_that_started_them() -> None:
+def test_ranks_exit_with_their_parent() -> None:
     script = (
         "import os, signal\n"
         "from tests.support import ranks, test_ranks\n"
-        "print(ranks.run_ranks(1, test_ranks.pid)[0], flush=True)\n"
+        "print(ranks.run_ranks(1, test_ranks.get_pid)[0], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
