@@ -127,7 +127,7 @@ ABSENT = {
 
 
 @pytest.mark.slow
-def test_what_is_not_there_is_told() -> None:
+def test_unsupported_names_are_errors_with_an_alternative() -> None:
     code = (
         "import json\ntold = {}\n"
         f"for code in {list(ABSENT)!r}:\n"

@@ -42,14 +42,14 @@ class SlowData:
 
 
 def test_every_moment_belongs_to_one_phase():
-    told: list[str] = []
-    phases = PhaseTimer(told.append)
+    entered: list[str] = []
+    phases = PhaseTimer(entered.append)
     phases.enter("forward")
     time.sleep(0.02)
     phases.leave()
     time.sleep(0.03)
     first = phases.end_step(data_wait_s=0.01)
-    assert told == ["forward"]
+    assert entered == ["forward"]
     assert first["forward"] >= 0.02
     assert first["data"] == 0.01
     assert first["other"] >= 0.02
@@ -63,14 +63,14 @@ def test_the_phases_of_a_step_add_up_to_it():
             engine.backward(engine(torch.ones(2, 3)))
             engine.step()
             time.sleep(0.02)
-    found = engine.metrics
-    assert sum(found.phases.values()) == pytest.approx(found.step_s, abs=1e-3)
-    assert found.phases["forward"] >= 0.06
-    assert found.phases["other"] >= 0.04
-    assert {"backward", "reduce", "update", "publish", "data"} <= set(found.phases)
-    assert found.phases["data"] == 0
-    assert found.to_flat_dict()["phases/forward"] == found.phases["forward"]
-    assert found.step_samples == 4
+    metrics = engine.metrics
+    assert sum(metrics.phases.values()) == pytest.approx(metrics.step_s, abs=1e-3)
+    assert metrics.phases["forward"] >= 0.06
+    assert metrics.phases["other"] >= 0.04
+    assert {"backward", "reduce", "update", "publish", "data"} <= set(metrics.phases)
+    assert metrics.phases["data"] == 0
+    assert metrics.to_flat_dict()["phases/forward"] == metrics.phases["forward"]
+    assert metrics.step_samples == 4
 
 
 def test_the_wait_for_a_slow_loader_is_data():
@@ -80,6 +80,6 @@ def test_the_wait_for_a_slow_loader_is_data():
     for batch in loader.steps(3):
         engine.backward(engine(batch).sum())
         engine.step()
-    found = engine.metrics
-    assert 0.02 <= found.phases["data"] <= found.step_s  # of 40 ms; what was read ahead is free
-    assert sum(found.phases.values()) == pytest.approx(found.step_s, abs=1e-3)
+    metrics = engine.metrics
+    assert 0.02 <= metrics.phases["data"] <= metrics.step_s  # of 40 ms; what was read ahead is free
+    assert sum(metrics.phases.values()) == pytest.approx(metrics.step_s, abs=1e-3)

@@ -74,12 +74,12 @@ def test_with_no_config_and_no_optimizer_it_is_adamw_and_says_so(
 
 
 @pytest.mark.parametrize("name", ["mpu", "mesh_param"])
-def test_what_is_refused_says_why(name: str) -> None:
+def test_refused_arguments_say_why(name: str) -> None:
     with pytest.raises(ConfigError, match="data parallel"):
         lr_of(config=CONFIG, **{name: object()})
 
 
-def test_a_group_that_must_be_there_and_is_not() -> None:
+def test_a_required_process_group_that_is_missing() -> None:
     with pytest.raises(ConfigError, match="no process group"):
         lr_of(config=CONFIG, dist_init_required=False)
     assert lr_of(config=CONFIG, dist_init_required=True) == 0.1

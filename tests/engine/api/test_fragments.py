@@ -102,9 +102,9 @@ def changed(rank: int, world: int, stage: int, zero: dict[str, Any]) -> None:
         engine.step()
         oracle.step()
     state = engine.state_dict()
-    for name, one in plain.state_dict().items():
+    for name, tensor in plain.state_dict().items():
         if rank == 0:
-            close(state[name], one)
+            close(state[name], tensor)
 
 
 @SETTINGS
@@ -170,14 +170,18 @@ def gathered(rank: int, world: int, stage: int, low: bool) -> None:
     engine.step()
     weight, other = model.embed.weight, model.blocks[0].up.weight
     frozen = model.blocks[1].frozen.weight
-    before = {one: tensor_fragments.safe_get_full_fp32_param(one) for one in (weight, other)}
+    before = {
+        tensor: tensor_fragments.safe_get_full_fp32_param(tensor) for tensor in (weight, other)
+    }
     with GatheredParameters([weight, other, frozen]):
         close(weight.data.float(), before[weight].to(weight.dtype).float())
     with GatheredParameters([weight, other, frozen, weight], modifier_rank=1):
         if rank == 1:
             weight.data[0] = 0.5
             frozen.data.fill_(2.0)
-    after = {one: tensor_fragments.safe_get_full_fp32_param(one) for one in (weight, other)}
+    after = {
+        tensor: tensor_fragments.safe_get_full_fp32_param(tensor) for tensor in (weight, other)
+    }
     assert (after[weight][0] == 0.5).all()
     assert torch.equal(after[weight][1:], before[weight][1:])  # to all of the main weights' digits
     assert torch.equal(after[other], before[other])
@@ -230,8 +234,8 @@ def test_init_builds_the_same_model_without_its_memory(stage: int) -> None:
     with torch.no_grad():
         right.twice.bias.fill_(3.0)
         right.twice.weight.fill_(4.0)
-    for name, one in right.state_dict().items():
-        assert torch.equal(state[name], one), name
+    for name, tensor in right.state_dict().items():
+        assert torch.equal(state[name], tensor), name
 
 
 def test_groups_are_refused() -> None:

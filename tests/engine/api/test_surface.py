@@ -80,7 +80,7 @@ class Model(nn.Module):
         return count + 1
 
 
-def test_what_the_engine_has_not_is_the_models() -> None:
+def test_other_names_are_looked_up_in_the_model() -> None:
     engine = lone(Model())
     assert engine.config.hidden_size == 3
     assert engine.generate(2) == 3
@@ -100,7 +100,7 @@ def test_a_models_output_with_a_loss_is_taken_for_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["allreduce_gradients", "half", "compile_autosp", "gobal_steps"])
-def test_what_is_not_there_says_what_to_use(name: str) -> None:
+def test_missing_names_give_the_alternative(name: str) -> None:
     with pytest.raises(AttributeError, match=name) as error:
         getattr(lone(), name)
     hint = {"gobal_steps": "'global_steps'"}.get(
@@ -109,7 +109,7 @@ def test_what_is_not_there_says_what_to_use(name: str) -> None:
     assert hint in str(error.value)
 
 
-def test_nothing_that_is_there_is_said_to_be_absent() -> None:
+def test_no_alternative_for_names_that_exist() -> None:
     engine = lone()
     assert [name for name in ENGINE_ALTERNATIVES if hasattr(engine, name)] == []
 

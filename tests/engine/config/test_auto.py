@@ -90,7 +90,7 @@ def test_every_key_may_be_auto(path: str) -> None:
         assert config == EngineConfig()
 
 
-def test_the_rows_are_keys() -> None:
+def test_rules_are_for_known_keys() -> None:
     for path in AUTO_RULES:
         assert path in KEYS or path.rpartition(".")[0] in FREE_FORM_SECTIONS
 

@@ -1,4 +1,4 @@
-"""Keys that contradict each other are told when the config is read, before anything is built."""
+"""Keys that contradict each other are errors of the config, before anything is built."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ZERO = "zero_optimization"
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale: more than 0"),
     ],
 )
-def test_a_clash_is_told(document: dict[str, Any], message: str) -> None:
+def test_conflicts_are_errors(document: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(document)
 
@@ -43,11 +43,11 @@ def test_a_clash_is_told(document: dict[str, Any], message: str) -> None:
         {ZERO: {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}},
     ],
 )
-def test_what_fits_is_taken(document: dict[str, Any]) -> None:
+def test_configs_without_conflict_are_accepted(document: dict[str, Any]) -> None:
     parse_config(document)
 
 
-def test_a_config_that_was_not_read_is_held_against_them_too() -> None:
-    made = EngineConfig(fp16=Fp16Config(enabled=True), bf16=Bf16Config(enabled=True))
+def test_a_config_made_in_python_is_checked_too() -> None:
+    config_object = EngineConfig(fp16=Fp16Config(enabled=True), bf16=Bf16Config(enabled=True))
     with pytest.raises(ConfigError, match="fp16 and bf16: both are enabled"):
-        parse_with_provenance(made)
+        parse_with_provenance(config_object)

@@ -1,4 +1,4 @@
-"""What is said of a config: where each value came from, and the schema for editors."""
+"""`rayzero config explain`: where each value comes from; and the JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -36,49 +36,49 @@ DOCUMENT = {
 
 
 def by_key(document: dict[str, Any] | None) -> dict[str, KeyInfo]:
-    found = list(key_infos(parse_with_provenance(document)))
-    assert len({fact.key for fact in found}) == len(found)
-    return {fact.key: fact for fact in found}
+    infos = list(key_infos(parse_with_provenance(document)))
+    assert len({info.key for info in infos}) == len(infos)
+    return {info.key: info for info in infos}
 
 
 def test_every_value_says_where_it_came_from() -> None:
-    found = by_key(DOCUMENT)
-    told = {key: (fact.value, fact.source) for key, fact in found.items()}
-    assert told["train_batch_size"] == (64, "file")
-    assert told["train_micro_batch_size_per_gpu"][0] is None
-    assert told["train_micro_batch_size_per_gpu"][1].startswith("auto: left out: computed from")
-    assert told["bf16.enabled"] == (True, "old name bfloat16")
-    assert told["optimizer.type"] == ("Adam", "file")
-    assert told["optimizer.params.lr"][1].startswith("auto: the default of transformers")
-    assert told["optimizer.params.weight_decay"] == (0.1, "file")
-    assert told["optimizer.params.x"] == (None, "auto: left out: the key's default")
-    assert told["zero_optimization.stage"] == (2, "file")
-    assert told["zero_optimization.overlap_comm"] == (True, "default")
-    assert told["amp"] == ({"enabled": False}, "file")
+    infos = by_key(DOCUMENT)
+    values = {key: (info.value, info.source) for key, info in infos.items()}
+    assert values["train_batch_size"] == (64, "file")
+    assert values["train_micro_batch_size_per_gpu"][0] is None
+    assert values["train_micro_batch_size_per_gpu"][1].startswith("auto: left out: computed from")
+    assert values["bf16.enabled"] == (True, "old name bfloat16")
+    assert values["optimizer.type"] == ("Adam", "file")
+    assert values["optimizer.params.lr"][1].startswith("auto: the default of transformers")
+    assert values["optimizer.params.weight_decay"] == (0.1, "file")
+    assert values["optimizer.params.x"] == (None, "auto: left out: the key's default")
+    assert values["zero_optimization.stage"] == (2, "file")
+    assert values["zero_optimization.overlap_comm"] == (True, "default")
+    assert values["amp"] == ({"enabled": False}, "file")
 
 
-def test_what_is_in_force_is_what_has_an_effect() -> None:
-    found = by_key(DOCUMENT)
-    assert found["zero_optimization.stage"].in_force
-    assert found["bf16.enabled"].in_force
-    assert not found["zero_optimization.reduce_scatter"].in_force
-    assert found["zero_optimization.reduce_scatter"].status is NO_OP
-    assert found["zero_optimization.reduce_scatter"].reason
-    assert not found["amp"].in_force
-    assert found["amp"].status is REFUSED
-    shown = {key for key, fact in found.items() if is_set_or_active(fact)}
+def test_keys_in_force_are_those_with_an_effect() -> None:
+    infos = by_key(DOCUMENT)
+    assert infos["zero_optimization.stage"].in_force
+    assert infos["bf16.enabled"].in_force
+    assert not infos["zero_optimization.reduce_scatter"].in_force
+    assert infos["zero_optimization.reduce_scatter"].status is NO_OP
+    assert infos["zero_optimization.reduce_scatter"].reason
+    assert not infos["amp"].in_force
+    assert infos["amp"].status is REFUSED
+    shown = {key for key, info in infos.items() if is_set_or_active(info)}
     assert {"amp", "zero_optimization.reduce_scatter", "zero_optimization.overlap_comm"} <= shown
     assert "zero_optimization.round_robin_gradients" not in shown
-    assert all(found[key].status is IMPLEMENTED for key in shown if found[key].source == "default")
+    assert all(infos[key].status is IMPLEMENTED for key in shown if infos[key].source == "default")
 
 
-def test_every_row_has_a_fact() -> None:
+def test_every_key_is_listed() -> None:
     assert set(by_key(None)) == set(KEYS) - {
         *("optimizer", "scheduler", "optimizer.params", "scheduler.params"),
     }
 
 
-def test_what_its_text_does_not_say_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_derived_values_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     _log_once.cache_clear()
     parsed = parse_with_provenance(DOCUMENT)
@@ -91,10 +91,10 @@ def test_what_its_text_does_not_say_is_logged_once(caplog: pytest.LogCaptureFixt
     assert lines[-1].startswith("config: no effect here: zero_optimization.reduce_scatter (")
 
 
-def test_the_schema_takes_what_the_parser_takes() -> None:
-    made = json_schema()
-    jsonschema.Draft202012Validator.check_schema(made)
-    validator = jsonschema.Draft202012Validator(made)
+def test_the_schema_accepts_what_the_parser_accepts() -> None:
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
     validator.validate(DOCUMENT)
     for path in FILES:
         if path.suffix == ".json":
@@ -112,17 +112,17 @@ def test_the_schema_takes_what_the_parser_takes() -> None:
 
 
 def test_the_schema_describes_every_key() -> None:
-    made = json_schema()
-    for path in [*KEYS, *(one.old for one in OLD_NAMES)]:
-        here = made
+    schema = json_schema()
+    for path in [*KEYS, *(entry.old for entry in OLD_NAMES)]:
+        node = schema
         for part in path.split("."):
-            options = here.get("anyOf", [here])
-            here = next(one for one in options if part in one.get("properties", {}))["properties"][
-                part
-            ]
-        assert here["description"], path
-        assert here.get("deprecated", False) == (path not in KEYS)
+            options = node.get("anyOf", [node])
+            node = next(entry for entry in options if part in entry.get("properties", {}))[
+                "properties"
+            ][part]
+        assert node["description"], path
+        assert node.get("deprecated", False) == (path not in KEYS)
     for path, field in leaves():
         if field.default is None or "." in path:
             continue
-        assert get_path(made, f"properties.{path}.default") == field.default
+        assert get_path(schema, f"properties.{path}.default") == field.default

@@ -46,7 +46,7 @@ def read(path: str, value: Any) -> Any:
         ("bf16.enabled", "True", True),
     ],
 )
-def test_what_is_written_is_taken_as_it_is_meant(path: str, written: Any, meant: Any) -> None:
+def test_values_are_converted(path: str, written: Any, meant: Any) -> None:
     found = read(path, written)
     assert (found, type(found)) == (meant, type(meant))
 
@@ -77,12 +77,12 @@ def test_what_is_written_is_taken_as_it_is_meant(path: str, written: Any, meant:
         ("communication_data_type", 16),
     ],
 )
-def test_what_is_no_such_number_is_refused_by_name(path: str, written: Any) -> None:
+def test_invalid_numbers_are_errors_that_name_the_key(path: str, written: Any) -> None:
     with pytest.raises(ConfigError, match=path.replace(".", r"\.")):
         read(path, written)
 
 
-def test_numbers_of_other_libraries_are_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     numpy = pytest.importorskip("numpy")
     document = {"train_batch_size": numpy.int64(8), "gradient_clipping": numpy.float32(0.5)}
     config = parse_config(document)
@@ -98,12 +98,12 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
         ({"zero_optimization": {None: 2}}, "zero_optimization: a key is not text"),
     ],
 )
-def test_what_json_does_not_know_is_refused(document: Any, message: str) -> None:
+def test_types_outside_json_are_refused(document: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(document)
 
 
-def test_a_config_that_holds_itself_is_refused() -> None:
+def test_a_recursive_config_is_refused() -> None:
     document: dict[str, Any] = {}
     document["optimizer"] = document
     with pytest.raises(ConfigError, match="nested too deeply"):

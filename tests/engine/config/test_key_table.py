@@ -1,4 +1,4 @@
-"""The table of keys: every key of DeepSpeed has a row, and every row is one of three things.
+"""Every key of DeepSpeed is known, and is implemented, a no-op or refused.
 
 `deepspeed_keys.json` lists the keys of DeepSpeed 0.19.8 with their defaults: those of its pydantic
 models by looking at them, the others by reading what its code asks a config for.
@@ -30,7 +30,7 @@ OPAQUE = {path for path, field in FIELDS.items() if field.annotation is Any}
 # Ours, sections, and what DeepSpeed had in older versions.
 NOT_DEEPSPEEDS = {"optimizer", "scheduler", "aio.thread_count"}
 NAMED = {*FREE_FORM_SECTIONS, "optimizer.type", "scheduler.type"}
-# What is worked out from the model here, and what may differ without changing a result.
+# Defaults that follow from the model, and those that may differ without changing a result.
 OTHER_DEFAULTS = {
     "torch_autocast.dtype",
     "zero_optimization.allgather_bucket_size",
@@ -61,7 +61,7 @@ def test_every_key_of_deepspeed_is_known() -> None:
     assert [path for path in DEEPSPEED if not row_of(path) and path not in known] == []
 
 
-def test_every_row_is_a_key_of_deepspeed_or_ours() -> None:
+def test_every_key_is_of_deepspeed_or_of_rayzero() -> None:
     strange = [
         path
         for path in KEYS
@@ -80,11 +80,11 @@ def test_every_key_is_a_field_of_the_model() -> None:
     }
 
 
-def test_no_row_stands_twice() -> None:
+def test_no_key_is_listed_twice() -> None:
     assert len(KEYS) == sum(len(rows) for rows in KEY_GROUPS.values())
 
 
-def test_every_row_says_what_it_is() -> None:
+def test_every_key_has_a_status_and_a_reason() -> None:
     for key in KEYS.values():
         assert key.status in (IMPLEMENTED, NO_OP, REFUSED)
         assert key.description
@@ -109,7 +109,7 @@ def test_every_default_that_differs_is_listed_for_a_reason() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(path for path in OPAQUE if KEYS[path].status is REFUSED))
-def test_a_refused_section_may_be_there_when_it_asks_for_nothing(path: str) -> None:
+def test_a_refused_key_may_be_present_if_it_requests_nothing(path: str) -> None:
     for value in (None, "auto", DEEPSPEED.get(path)):
         parse_config(_at(path, value))
     if KEYS[path].is_active in (is_enabled, None) and path != "sequence_parallel_size":
@@ -143,7 +143,7 @@ def test_a_refused_section_may_be_there_when_it_asks_for_nothing(path: str) -> N
         ({"checkpoint": {"use_node_local_storage": True}}, "a URL of an object store"),
     ],
 )
-def test_what_is_refused_says_why_and_what_to_use(document: Any, message: str) -> None:
+def test_refusals_give_the_reason_and_the_alternative(document: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(document)
 
@@ -164,7 +164,7 @@ def test_what_is_refused_says_why_and_what_to_use(document: Any, message: str) -
         {"zero_optimization": {"offload_param": {"device": "none", "buffer_count": 9}}},
     ],
 )
-def test_what_asks_for_nothing_is_taken(document: Any) -> None:
+def test_values_that_request_nothing_are_accepted(document: Any) -> None:
     parse_config(document)
 
 

@@ -36,8 +36,8 @@ WHOLE = {
 
 def test_every_key() -> None:
     config = parse_config(WHOLE)
-    found = config.model_dump(mode="json", exclude_unset=True)
-    assert found == WHOLE
+    result = config.model_dump(mode="json", exclude_unset=True)
+    assert result == WHOLE
 
 
 def test_defaults() -> None:
@@ -50,7 +50,7 @@ def test_defaults() -> None:
     assert config.optimizer is config.scheduler is config.train_batch_size is None
 
 
-def test_a_parsed_config_is_taken_as_it_is() -> None:
+def test_a_parsed_config_is_returned_as_it_is() -> None:
     config = parse_config(WHOLE)
     assert parse_config(config) is config
 
@@ -123,14 +123,14 @@ def _with(path: str, value: Any) -> dict[str, Any]:
     """The whole config with one thing changed."""
     config = json.loads(json.dumps(WHOLE))
     *outer, last = path.split(".")
-    here = config
+    node = config
     for key in outer:
-        here = here[key]
-    here[last] = value
+        node = node[key]
+    node[last] = value
     return config
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config({"train_batch_size": 0, "zero_optimization": {"stge": 1}, "fp61": {}})
     text = str(caught.value)
@@ -215,26 +215,26 @@ def test_the_batch_triangle_is_solved_or_refused(
         train_micro_batch_size_per_gpu=micro,
         gradient_accumulation_steps=steps,
     )
-    found = _solved(config, world)
-    if isinstance(found, ConfigError):
+    result = _solved(config, world)
+    if isinstance(result, ConfigError):
         assert total is not None  # without it there is nothing to disagree with
-        assert str(total) in found.seen
-        assert str(world) in found.seen
+        assert str(total) in result.seen
+        assert str(world) in result.seen
         assert total < world or steps is not None
         if micro is not None and steps is not None and total != micro * steps * world:
-            assert str(micro) in found.seen
-            assert str(steps) in found.seen
+            assert str(micro) in result.seen
+            assert str(steps) in result.seen
         return
     # What was given is kept.
-    assert total in (None, found.global_batch)
-    assert micro in (None, found.micro_batch)
-    assert steps in (None, found.micro_steps)
+    assert total in (None, result.global_batch)
+    assert micro in (None, result.micro_batch)
+    assert steps in (None, result.micro_steps)
     # Every rank has a sample, and its largest share is cut into just so many micro-batches.
-    share = ceil(found.global_batch / world)
-    assert found.global_batch >= world
-    assert ceil(share / found.micro_batch) == found.micro_steps
+    share = ceil(result.global_batch / world)
+    assert result.global_batch >= world
+    assert ceil(share / result.micro_batch) == result.micro_steps
     if total is None or None not in (micro, steps):
-        assert found.global_batch == found.micro_batch * found.micro_steps * world
+        assert result.global_batch == result.micro_batch * result.micro_steps * world
 
 
 @given(SIZES, SIZES, st.integers(1, 9))
@@ -263,8 +263,8 @@ def test_a_global_and_a_micro_batch_fit_any_world_up_to_the_batch(
 )
 def test_triangles_by_hand(sizes: Any, world: int, expected: tuple[int, int, int]) -> None:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    found = resolve_batch_sizes(EngineConfig(**dict(zip(keys, sizes, strict=True))), world)
-    assert (found.global_batch, found.micro_batch, found.micro_steps) == expected
+    result = resolve_batch_sizes(EngineConfig(**dict(zip(keys, sizes, strict=True))), world)
+    assert (result.global_batch, result.micro_batch, result.micro_steps) == expected
 
 
 @pytest.mark.parametrize(

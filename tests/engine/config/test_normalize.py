@@ -1,4 +1,4 @@
-"""Older ways to write a config mean what the ways of today do."""
+"""Older spellings of a config mean what the current ones do."""
 
 from __future__ import annotations
 
@@ -57,22 +57,22 @@ ZERO = "zero_optimization"
         ),
     ],
 )
-def test_the_old_is_the_new(old: dict[str, Any], new: dict[str, Any]) -> None:
+def test_old_spellings_are_rewritten(old: dict[str, Any], new: dict[str, Any]) -> None:
     mistakes: list[str] = []
     normalize(old, mistakes)
     assert (old, mistakes) == (new, [])
 
 
-def test_old_names_are_no_rows_and_new_ones_are() -> None:
-    for one in OLD_NAMES:
-        assert one.old not in KEYS
-        assert one.new in KEYS or any(path.startswith(f"{one.new}.") for path in KEYS)
+def test_old_names_are_not_keys_and_new_names_are() -> None:
+    for name in OLD_NAMES:
+        assert name.old not in KEYS
+        assert name.new in KEYS or any(path.startswith(f"{name.new}.") for path in KEYS)
     for path, meanings in SHORTHANDS.items():
         keys = {f"{path}.{key}" for meaning in meanings for key in meaning}
         assert path == "bfloat16" or keys <= KEYS.keys()
 
 
-def test_an_old_and_a_new_name_that_disagree_are_told() -> None:
+def test_an_old_and_a_new_name_that_disagree_are_an_error() -> None:
     document = {"bfloat16": {"enabled": True}, "bf16": {"enabled": True}}
     assert parse_config(document).bf16.enabled
     with pytest.raises(ConfigError, match=r"prefetch_bucket_size: is the old name of .* disagree"):
@@ -87,9 +87,11 @@ def test_an_old_and_a_new_name_that_disagree_are_told() -> None:
         parse_config({ZERO: {"cpu_offload": True, "offload_optimizer": 3}})
 
 
-def test_where_a_value_came_from_is_told() -> None:
-    told = parse_with_provenance({"bfloat16": True, ZERO: {"prefetch_bucket_size": 5}}).provenance
-    assert told == {
+def test_the_source_of_each_value_is_recorded() -> None:
+    provenance = parse_with_provenance(
+        {"bfloat16": True, ZERO: {"prefetch_bucket_size": 5}}
+    ).provenance
+    assert provenance == {
         "bf16.enabled": "old name bfloat16",
         "zero_optimization.stage3_prefetch_bucket_size": (
             "old name zero_optimization.prefetch_bucket_size"

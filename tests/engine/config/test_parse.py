@@ -61,7 +61,7 @@ def test_a_file_wins_over_base64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (b'{"train_batch_size": ' + b"9" * 6000 + b"}", "train_batch_size|not JSON"),
     ],
 )
-def test_a_bad_file_is_told(content: bytes, message: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_an_error_that_names_it(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
@@ -82,7 +82,7 @@ def test_json_on_one_line_is_read_as_json(tmp_path: Path) -> None:
         parse_config(path)
 
 
-def test_any_mapping_will_do_and_is_left_alone() -> None:
+def test_any_mapping_is_accepted_and_not_modified() -> None:
     inner = {"stage3_gather_fp16_weights_on_model_save": True, "cpu_offload": False}
     document = {"zero_optimization": inner, "train_batch_size": "auto", "bf16": True}
     before = json.dumps(document)

@@ -1,4 +1,4 @@
-"""Whatever stands in a config: it comes back the same, or is refused by our own error."""
+"""Any config is parsed, and then dumps to the same config, or raises ConfigError."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     document: dict[str, Any] = {}
     for path in draw(st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=12)):
         *outer, last = path.split(".")
-        here = document
+        node = document
         for part in outer:
-            here = here.setdefault(part, {})
-        here[last] = draw(VALUES[path])
+            node = node.setdefault(part, {})
+        node[last] = draw(VALUES[path])
     for section, names in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULES)):
         if section in document:
             document[section].setdefault("type", names[0])
@@ -145,17 +145,22 @@ def mutate(document: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     return document
 
 
-def _places(here: dict[str, Any]) -> Any:
-    for name, value in here.items():
-        yield here, name
+def _places(node: dict[str, Any]) -> Any:
+    for name, value in node.items():
+        yield node, name
         if isinstance(value, dict):
             yield from _places(value)
 
 
 def _misspelt(name: str, chance: random.Random) -> str:
-    at = chance.randrange(len(name) + 1)
+    position = chance.randrange(len(name) + 1)
     return chance.choice(
-        [name[:at] + name[at + 1 :], name[:at] + "ß" + name[at:], name.upper(), ""]
+        [
+            name[:position] + name[position + 1 :],
+            name[:position] + "ß" + name[position:],
+            name.upper(),
+            "",
+        ]
     )
 
 
@@ -198,10 +203,10 @@ def test_any_bytes_of_a_file_raise_only_our_own_error(raw: bytes) -> None:
         try:
             parse_config(source)
         except ConfigError as error:
-            told = str(error)
+            message = str(error)
         else:
-            told = "nothing to tell"
-        assert told
+            message = "nothing to tell"
+        assert message
 
 
 @pytest.mark.parametrize("path", [path for path in KEYS if len(path.rpartition(".")[2]) > 4])

@@ -44,7 +44,7 @@ def test_every_key_of_a_real_file_is_known(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_real_file_reads_as_it_is_meant(name: str) -> None:
+def test_values_of_a_real_file(name: str) -> None:
     config = parse_config(next(path for path in FILES if path.name == name))
     for path, value in READS[name].items():
         assert _at(config, path) == value, path
@@ -69,7 +69,7 @@ def _outcome(document: dict[str, Any]) -> Any:
 
 
 def _at(config: EngineConfig, path: str) -> Any:
-    here: Any = config
+    node: Any = config
     for part in path.split("."):
-        here = getattr(here, part)
-    return here
+        node = getattr(node, part)
+    return node

@@ -53,40 +53,42 @@ def loader_of(data: Any, batch: int = 1, seed: int = 0, **options: Any) -> StepL
     return StepLoader(data, seed, assign_step(batch, 1, 0, batch), progress, **options)
 
 
-def consume(one: StepLoader, batches: Iterator) -> list[tuple[list[int], float]]:
+def consume(step_loader: StepLoader, batches: Iterator) -> list[tuple[list[int], float]]:
     """Runs an iteration as the engine would, and returns (samples, weight) of each micro-batch."""
     seen = []
     for batch in batches:
-        progress = one.progress
+        progress = step_loader.progress
         seen.append((batch.tolist(), progress.micro_batch_weight))
         progress.micro_step += 1
-        if progress.micro_step == one.micro_steps:
+        if progress.micro_step == step_loader.micro_steps:
             progress.micro_step = 0
             progress.step += 1
             progress.sample_cursor += progress.global_batch
     return seen
 
 
-def owned(seen: list[tuple[list[int], float]]) -> list[int]:
+def own_samples(seen: list[tuple[list[int], float]]) -> list[int]:
     return [sample for samples, weight in seen if weight for sample in samples]
 
 
 def test_one_rank_follows_the_global_order_over_epochs() -> None:
-    one = loader(length=10, global_batch=4, micro_batch=2)
+    step_loader = loader(length=10, global_batch=4, micro_batch=2)
     order = SampleOrder(10, 1)
-    assert len(one) == 6
-    assert owned(consume(one, iter(one))) == order.indices(0, 12).tolist()  # 2 of the next epoch
-    assert one.progress.sample_cursor == 12
-    assert len(one) == 4  # the second epoch has 8 samples left, two steps
-    assert owned(consume(one, iter(one))) == order.indices(12, 8).tolist()
-    assert one.progress.step == 5
+    assert len(step_loader) == 6
+    assert (
+        own_samples(consume(step_loader, iter(step_loader))) == order.indices(0, 12).tolist()
+    )  # 2 of the next epoch
+    assert step_loader.progress.sample_cursor == 12
+    assert len(step_loader) == 4  # the second epoch has 8 samples left, two steps
+    assert own_samples(consume(step_loader, iter(step_loader))) == order.indices(12, 8).tolist()
+    assert step_loader.progress.step == 5
 
 
 def test_a_batch_larger_than_the_dataset() -> None:
-    one = loader(length=3, global_batch=8, micro_batch=8)
-    assert len(one) == 1
-    seen = consume(one, iter(one))
-    assert Counter(owned(seen)) == Counter(SampleOrder(3, 1).indices(0, 8).tolist())
+    step_loader = loader(length=3, global_batch=8, micro_batch=8)
+    assert len(step_loader) == 1
+    seen = consume(step_loader, iter(step_loader))
+    assert Counter(own_samples(seen)) == Counter(SampleOrder(3, 1).indices(0, 8).tolist())
 
 
 @settings(max_examples=30)
@@ -104,19 +106,19 @@ def test_every_sample_once_at_any_membership_history(
     for world_size, steps in worlds:
         ranks = []
         for rank in range(world_size):
-            one = loader(
+            step_loader = loader(
                 length,
                 global_batch,
                 micro_batch,
                 (world_size, rank),
                 TrainingProgress(sample_cursor=cursor, global_batch=global_batch),
             )
-            seen = consume(one, one.steps(steps))
-            turns = one.micro_steps
+            seen = consume(step_loader, step_loader.steps(steps))
+            turns = step_loader.micro_steps
             assert len(seen) == steps * turns
             ranks.append([seen[step * turns : (step + 1) * turns] for step in range(steps)])
         for step in range(steps):
-            history += [sample for rank in ranks for sample in owned(rank[step])]
+            history += [sample for rank in ranks for sample in own_samples(rank[step])]
             assert sum(w for rank in ranks for _, w in rank[step]) == pytest.approx(1.0)
         cursor += steps * global_batch
     assert history == SampleOrder(length, 1).indices(0, cursor).tolist()
@@ -124,7 +126,7 @@ def test_every_sample_once_at_any_membership_history(
 
 @given(length=st.integers(1, 50), global_batch=st.integers(1, 60), steps=st.integers(0, 50))
 def test_len_is_what_an_epoch_hands_out(length: int, global_batch: int, steps: int) -> None:
-    one = loader(
+    step_loader = loader(
         length,
         global_batch,
         3,
@@ -136,21 +138,21 @@ def test_len_is_what_an_epoch_hands_out(length: int, global_batch: int, steps: i
         for s in range(300)
         if epoch * length <= s * global_batch < (epoch + 1) * length
     ]
-    assert len(one) == len(starts) * one.micro_steps
+    assert len(step_loader) == len(starts) * step_loader.micro_steps
 
 
 def test_a_step_left_half_way_is_gone_on_with() -> None:
-    one = loader(length=10, global_batch=6, micro_batch=2)
-    batches = iter(one)
-    first = consume(one, (next(batches) for _ in range(4)))
-    rest = consume(one, one.steps(1))
-    assert one.progress.step == 2
-    assert owned(first + rest) == SampleOrder(10, 1).indices(0, 12).tolist()
+    step_loader = loader(length=10, global_batch=6, micro_batch=2)
+    batches = iter(step_loader)
+    first = consume(step_loader, (next(batches) for _ in range(4)))
+    rest = consume(step_loader, step_loader.steps(1))
+    assert step_loader.progress.step == 2
+    assert own_samples(first + rest) == SampleOrder(10, 1).indices(0, 12).tolist()
 
 
 def test_ranks_without_samples_borrow_one() -> None:
-    one = loader(length=10, global_batch=2, micro_batch=1, world=(3, 2))
-    (samples, weight), *_ = consume(one, one.steps(1))
+    step_loader = loader(length=10, global_batch=2, micro_batch=1, world=(3, 2))
+    (samples, weight), *_ = consume(step_loader, step_loader.steps(1))
     assert weight == 0.0
     assert samples == SampleOrder(10, 1).indices(0, 1).tolist()
 
@@ -158,38 +160,38 @@ def test_ranks_without_samples_borrow_one() -> None:
 def test_shares_decide_who_reads_what() -> None:
     shares = (0.75, 0.25)
     ranks = [loader(20, 8, 2, (2, rank), shares=shares) for rank in range(2)]
-    assert [one.micro_steps for one in ranks] == [3, 3]
-    samples = [owned(consume(one, one.steps(2))) for one in ranks]
+    assert [step_loader.micro_steps for step_loader in ranks] == [3, 3]
+    samples = [own_samples(consume(step_loader, step_loader.steps(2))) for step_loader in ranks]
     order = SampleOrder(20, 1).indices(0, 16).tolist()
     assert samples == [order[:6] + order[8:14], order[6:8] + order[14:16]]
 
 
 def test_until_hands_out_what_is_left() -> None:
-    one = loader(length=10, global_batch=4, micro_batch=2)
-    first = consume(one, one.until(2))
-    assert one.progress.step == 2
-    assert consume(one, one.until(2)) == []
-    assert consume(one, one.until(1)) == []
+    step_loader = loader(length=10, global_batch=4, micro_batch=2)
+    first = consume(step_loader, step_loader.until(2))
+    assert step_loader.progress.step == 2
+    assert consume(step_loader, step_loader.until(2)) == []
+    assert consume(step_loader, step_loader.until(1)) == []
     again = loader(
         progress=TrainingProgress(step=2, sample_cursor=8, global_batch=4)
     )  # called again after a fault
     rest = consume(again, again.until(5))
     assert again.progress.step == 5
-    assert owned(first + rest) == SampleOrder(10, 1).indices(0, 20).tolist()
+    assert own_samples(first + rest) == SampleOrder(10, 1).indices(0, 20).tolist()
 
 
 def test_until_goes_on_with_a_step_left_half_way() -> None:
-    one = loader(length=10, global_batch=6, micro_batch=2)
-    batches = one.until(3)
-    first = consume(one, (next(batches) for _ in range(4)))
-    rest = consume(one, one.until(3))
-    assert one.progress.step == 3
-    assert owned(first + rest) == SampleOrder(10, 1).indices(0, 18).tolist()
+    step_loader = loader(length=10, global_batch=6, micro_batch=2)
+    batches = step_loader.until(3)
+    first = consume(step_loader, (next(batches) for _ in range(4)))
+    rest = consume(step_loader, step_loader.until(3))
+    assert step_loader.progress.step == 3
+    assert own_samples(first + rest) == SampleOrder(10, 1).indices(0, 18).tolist()
 
 
 def test_the_thread_ends_with_until() -> None:
-    one = loader(length=1000)
-    batches = one.until(100)
+    step_loader = loader(length=1000)
+    batches = step_loader.until(100)
     assert threads() == []
     next(batches)
     (thread,) = threads()
@@ -211,13 +213,13 @@ def test_epochs_are_those_that_are_left(
     progress = TrainingProgress(
         step=done, sample_cursor=done * global_batch, global_batch=global_batch
     )
-    one = loader(length, global_batch, 3, progress=progress)
+    step_loader = loader(length, global_batch, 3, progress=progress)
     seen, steps = [], []
-    for epoch in one.epochs(count):
+    for epoch in step_loader.epochs(count):
         seen.append(epoch)
-        first = one.progress.step
-        consume(one, iter(one))
-        steps += [(epoch, step) for step in range(first, one.progress.step)]
+        first = step_loader.progress.step
+        consume(step_loader, iter(step_loader))
+        steps += [(epoch, step) for step in range(first, step_loader.progress.step)]
     left = [s for s in range(done, 200) if s * global_batch < count * length]
     assert [step for _, step in steps] == left
     assert seen == sorted({step * global_batch // length for step in left})
@@ -225,18 +227,18 @@ def test_epochs_are_those_that_are_left(
 
 
 def test_an_epoch_broken_off_is_gone_on_with() -> None:
-    one = loader(length=8, global_batch=4, micro_batch=4)
-    epochs = one.epochs(2)
+    step_loader = loader(length=8, global_batch=4, micro_batch=4)
+    epochs = step_loader.epochs(2)
     assert next(epochs) == 0
-    consume(one, one.steps(1))
-    assert [epoch for epoch in epochs if consume(one, iter(one))] == [0, 1]
-    assert one.progress.step == 4
+    consume(step_loader, step_loader.steps(1))
+    assert [epoch for epoch in epochs if consume(step_loader, iter(step_loader))] == [0, 1]
+    assert step_loader.progress.step == 4
 
 
 def test_an_epoch_without_a_step_is_an_error_not_an_endless_loop() -> None:
-    one = loader()
+    step_loader = loader()
     with pytest.raises(EngineError, match="the loop over epoch 0 ended without a finished step"):
-        for _ in one.epochs(2):
+        for _ in step_loader.epochs(2):
             pass
 
 
@@ -255,60 +257,60 @@ class Consumed:
 
 def test_the_session_is_told_of_a_ranks_own_samples_as_they_are_handed_out() -> None:
     session, order = Consumed(), SampleOrder(10, 1)
-    one = loader(length=10, global_batch=5, micro_batch=2, world=(2, 1), session=session)
-    batches = one.steps(2)
+    step_loader = loader(length=10, global_batch=5, micro_batch=2, world=(2, 1), session=session)
+    batches = step_loader.steps(2)
     next(batches)
     assert session.samples == [order.indices(3, 1).tolist()]  # one of two, and none ahead
     next(batches)
     assert session.samples[1:] == [order.indices(4, 1).tolist()]
-    assert one.micro_steps == 2
+    assert step_loader.micro_steps == 2
 
 
 def test_the_session_is_told_of_each_micro_batch_once() -> None:
     session, order = Consumed(), SampleOrder(10, 1)
-    one = loader(length=10, global_batch=4, micro_batch=2, session=session)
-    next(iter(one))  # yielded and thrown away: the step continues from there
-    consume(one, one.steps(2))
-    told = [sample for samples in session.samples for sample in samples]
-    assert told == order.indices(0, 8).tolist()
+    step_loader = loader(length=10, global_batch=4, micro_batch=2, session=session)
+    next(iter(step_loader))  # yielded and thrown away: the step continues from there
+    consume(step_loader, step_loader.steps(2))
+    reported = [sample for samples in session.samples for sample in samples]
+    assert reported == order.indices(0, 8).tolist()
 
 
 def test_the_session_is_not_told_of_borrowed_samples() -> None:
     session = Consumed()
-    one = loader(length=10, global_batch=2, micro_batch=1, world=(3, 2), session=session)
-    consume(one, one.steps(1))
+    step_loader = loader(length=10, global_batch=2, micro_batch=1, world=(3, 2), session=session)
+    consume(step_loader, step_loader.steps(1))
     assert session.samples == [[]]
 
 
 def test_a_new_iteration_closes_the_one_before() -> None:
-    one = loader()
-    earlier = iter(one)
+    step_loader = loader()
+    earlier = iter(step_loader)
     next(earlier)
-    next(iter(one))
+    next(iter(step_loader))
     with pytest.raises(EngineError, match="closed"):
         next(earlier)
 
 
 def test_threads_end_with_their_iterator() -> None:
-    one = loader(length=1000)
-    closed = one.steps(100)
+    step_loader = loader(length=1000)
+    closed = step_loader.steps(100)
     next(closed)
     (thread,) = threads()
     closed.close()
     assert not thread.is_alive()
 
-    dropped = one.steps(100)
+    dropped = step_loader.steps(100)
     next(dropped)
     (thread,) = threads()
     del dropped
     assert not thread.is_alive()
 
-    exhausted = one.steps(1)
-    consume(one, exhausted)
+    exhausted = step_loader.steps(1)
+    consume(step_loader, exhausted)
     assert threads() == []
 
     def train() -> None:
-        for _ in one.steps(100):
+        for _ in step_loader.steps(100):
             raise KeyError(threads().pop())
 
     with pytest.raises(KeyError) as caught:
@@ -319,8 +321,8 @@ def test_threads_end_with_their_iterator() -> None:
 
 
 def test_an_iteration_never_begun_has_no_thread() -> None:
-    one = loader()
-    batches = iter(one)
+    step_loader = loader()
+    batches = iter(step_loader)
     assert threads() == []
     del batches
 
@@ -336,8 +338,8 @@ def test_it_reads_ahead_but_not_far() -> None:
             return super().__getitem__(index)
 
     data = Counting(range(100))
-    one = loader_of(data)
-    batches = one.steps(100)
+    step_loader = loader_of(data)
+    batches = step_loader.steps(100)
     next(batches)
     for _ in range(4):  # one handed out, two in the queue, one in the thread's hands
         assert read.acquire(timeout=5)
@@ -356,17 +358,17 @@ class Broken(list):
 
 
 def test_an_error_of_the_dataset_names_the_sample() -> None:
-    one = loader_of(Broken(range(10)), 2)
+    step_loader = loader_of(Broken(range(10)), 2)
     with pytest.raises(DataError, match=r"sample 7 .* OSError: disk on fire") as caught:
-        consume(one, iter(one))
+        consume(step_loader, iter(step_loader))
     assert isinstance(caught.value.__cause__, OSError)
 
 
 def test_batches_before_the_error_are_handed_out() -> None:
     order = SampleOrder(10, 0)
     bad = order.indices(0, 10).tolist().index(7)
-    one = loader_of(Broken(range(10)))
-    batches = iter(one)
+    step_loader = loader_of(Broken(range(10)))
+    batches = iter(step_loader)
     for position in range(bad):
         assert next(batches).tolist() == [order.indices(position, 1).item()]
     with pytest.raises(DataError, match="sample 7"):
@@ -377,9 +379,9 @@ def test_batches_before_the_error_are_handed_out() -> None:
 
 def test_samples_that_make_no_batch_are_named() -> None:
     ragged = [torch.zeros(i) for i in range(4)]
-    one = loader_of(ragged, 2)
+    step_loader = loader_of(ragged, 2)
     with pytest.raises(DataError, match=r"samples \[\d, \d\] cannot be collated"):
-        next(iter(one))
+        next(iter(step_loader))
     assert len(next(iter(loader_of(ragged, 2, collate_fn=list)))) == 2
 
 
@@ -389,8 +391,10 @@ def test_getitems_is_used_when_offered() -> None:
             assert type(indices) is list
             return [super(Many, self).__getitem__(i) * 10 for i in indices]
 
-    one = loader_of(Many(range(10)), 4, seed=1)
-    assert next(iter(one)).tolist() == [i * 10 for i in SampleOrder(10, 1).indices(0, 4).tolist()]
+    step_loader = loader_of(Many(range(10)), 4, seed=1)
+    assert next(iter(step_loader)).tolist() == [
+        i * 10 for i in SampleOrder(10, 1).indices(0, 4).tolist()
+    ]
 
 
 class Stream(IterableDataset):
@@ -428,8 +432,8 @@ def test_nests_of_containers_are_moved() -> None:
 def test_batches_arrive_on_the_gpu_through_pinned_memory() -> None:
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     data = torch.arange(64 * 1024).view(64, 1024)
-    one = loader_of(data, 8, device=device)
+    step_loader = loader_of(data, 8, device=device)
     assert pin_batch(data).is_pinned()
-    seen = torch.cat(list(one))
+    seen = torch.cat(list(step_loader))
     assert seen.device == device
     assert torch.equal(seen.cpu(), data[SampleOrder(64, 0).indices(0, 64)])
