@@ -184,13 +184,10 @@ class QuantizedReduce:
     def _encode_parts(self, full: Tensor) -> _PayloadExchange:
         parts = full.view(self.world_size, -1)
         exchange = _PayloadExchange(self._context, self._codec.payload_bytes(parts.shape[1]))
-        if self.feedback is None:
-            for part, payload in zip(parts, exchange.sent, strict=True):
-                self._encode(part, payload, None)
-        else:
-            residuals = self.feedback.local.view_as(parts)
-            for part, payload, residual in zip(parts, exchange.sent, residuals, strict=True):
-                self._encode(part, payload, residual)
+        residuals = self.feedback.local.view_as(parts) if self.feedback else [None] * len(parts)
+        for part, payload, residual in zip(parts, exchange.sent, residuals, strict=True):
+            self._encode(part, payload, residual)
+        if self.feedback is not None:
             self._zero_padding(self.feedback.local, 0)
         return exchange
 

@@ -39,7 +39,9 @@ def optimizer_metadata(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
         first = next((shard for shard in optimizer.shards if shard.group == number), None)
         if first is not None and (state := optimizer.torch_optimizer.state.get(first.weight)):
             groups[-1]["scalars"] = {
-                key: _scalar_to_json(value) for key, value in state.items() if _is_scalar(value)
+                key: _scalar_to_json(value)
+                for key, value in state.items()
+                if not (isinstance(value, Tensor) and value.ndim)
             }
     return groups
 
@@ -80,13 +82,11 @@ def scheduler_metadata(scheduler: Scheduler | None) -> dict[str, Any] | None:
 def restore_scheduler(scheduler: Scheduler | None, state: dict[str, Any] | None) -> None:
     if scheduler is None or state is None:
         return
-    if not hasattr(scheduler, "load_state_dict"):
-        log.warning(
-            "the scheduler %s has no load_state_dict and starts from its initial state",
-            type(scheduler).__name__,
-        )
-        return
-    scheduler.load_state_dict(state)
+    if hasattr(scheduler, "load_state_dict"):
+        scheduler.load_state_dict(state)
+    else:
+        name = type(scheduler).__name__
+        log.warning("the scheduler %s has no load_state_dict: it starts from the beginning", name)
 
 
 def name_metadata(
@@ -108,10 +108,6 @@ def name_metadata(
             if unit.main_weights is not None:
                 groups[spec.group].append(spec.name)
     return {"ties": ties, "model_dtypes": dtypes}, groups
-
-
-def _is_scalar(value: Any) -> bool:
-    return not (isinstance(value, Tensor) and value.ndim)
 
 
 def _scalar_to_json(value: Any) -> Any:
