@@ -71,7 +71,9 @@ NAMES = {"bf16": 1e-3, "fp16": 1e-3, "int8": 2e-3, "sign": 0.6, "lowrank": 0.5}
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_rank_gets_the_same_and_it_is_nearly_right(name: str, stage: int, world: int) -> None:
+def test_ranks_get_the_same_bits_near_the_uncompressed_result(
+    name: str, stage: int, world: int
+) -> None:
     results = run_ranks(world, train, stage, compressed(stage, name))
     for losses, local, _, traffic in results:
         assert losses == results[0][0]
@@ -83,7 +85,7 @@ def test_every_rank_gets_the_same_and_it_is_nearly_right(name: str, stage: int, 
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_accumulation_with_codes(stage: int) -> None:
+def test_accumulation(stage: int) -> None:
     config = compressed(stage, "int8", gradient_accumulation_steps=2)
     for losses, _, _, traffic in run_ranks(2, train, stage, config):
         assert losses == pytest.approx(plain(), rel=2e-3)
@@ -92,7 +94,7 @@ def test_accumulation_with_codes(stage: int) -> None:
 
 
 class Drift(nn.Module):
-    """Its loss is linear in its weights, so that gradients do not depend on the way so far."""
+    """Its loss is linear in its weights, so that gradients do not depend on earlier steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,8 +132,8 @@ def drift(
     return Block.of(engine), engine.state_dict(), engine.metrics.bytes["error_feedback"]
 
 
-def kept_back(blocks: list[Block]) -> dict[str, Tensor]:
-    """What all ranks have kept back of each parameter's gradient, in the mean gradient's units."""
+def residuals_by_param(blocks: list[Block]) -> dict[str, Tensor]:
+    """The ranks' residuals of each parameter, summed, in units of the mean gradient."""
     found: dict[str, Tensor] = {}
     for block in blocks:
         factor = json.loads(block.small)["residual_factor"]
@@ -151,7 +153,7 @@ def kept_back(blocks: list[Block]) -> dict[str, Tensor]:
 PRECISIONS: dict[str, Any] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
-    # The scale rises every fourth step, and what is kept back with it.
+    # The scale rises every fourth step, and residuals with it.
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 0, "loss_scale_window": 4}},
 }
 CHAIN = [(0, 2), (0, 3), (1, 2), (3, 3), (2, 2), (0, 0), (2, 3), (3, 0), (0, 2), (0, 2)]
@@ -161,7 +163,7 @@ CHAIN = [(0, 2), (0, 3), (1, 2), (3, 3), (2, 2), (0, 0), (2, 3), (3, 0), (0, 2),
     ("name", "precision"),
     [*product(("sign", "int8", "lowrank"), ("fp32", "fp16")), ("sign", "bf16")],
 )
-def test_what_is_kept_back_stays_whole_over_stages_and_worlds(name: str, precision: str) -> None:
+def test_residuals_survive_changes_of_stage_and_world_size(name: str, precision: str) -> None:
     blocks, last, gradient = None, 0, torch.zeros(200)
     for stage, world in CHAIN:
         config = compressed(stage, name, **PRECISIONS[precision])
@@ -169,9 +171,9 @@ def test_what_is_kept_back_stays_whole_over_stages_and_worlds(name: str, precisi
         steps = range(last, last + 2)
         results = run_ranks(world, drift, config, steps, blocks)
         blocks, last = [one[0] for one in results], last + 2
-        # Gradients that were applied moved the weights, and the rest is kept back.
+        # Applied gradients moved the weights, the rest are residuals.
         gradient += sum(drift_data(step).sum(0) for step in steps) / max(world, 1)
-        kept = kept_back(blocks)
+        kept = residuals_by_param(blocks)
         weights = results[0][1] if precision == "fp32" else main_weights(blocks)
         assert results[0][2] > 0
         for number, block in enumerate(Drift().blocks):
@@ -204,7 +206,7 @@ def main_weights(blocks: list[Block]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["sign", "lowrank"])
 @pytest.mark.parametrize("stage", [0, 2])
-def test_goes_on_bit_by_bit_at_the_same_size(stage: int, name: str) -> None:
+def test_resumes_with_the_same_bits(stage: int, name: str) -> None:
     config = compressed(stage, name)
     straight = run_ranks(2, drift, config, range(4), None)
     first = run_ranks(2, drift, config, range(2), None)
@@ -213,7 +215,7 @@ def test_goes_on_bit_by_bit_at_the_same_size(stage: int, name: str) -> None:
         assert one[0].data == other[0].data
 
 
-def test_feedback_is_dropped_aloud_where_there_is_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_dropped_residuals_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     blocks = [run_ranks(0, drift, compressed(0, "sign"), range(2), None)[0][0]]
     with caplog.at_level("WARNING", "rayzero.engine"):
         drift(0, 0, compressed(0, "none"), range(2, 3), blocks)
@@ -240,7 +242,7 @@ def feedback_size(engine: rayzero.Engine) -> float:
 
 @pytest.mark.parametrize("name", ["sign", "lowrank"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_skipped_step_leaves_nothing_behind(stage: int, name: str) -> None:
+def test_a_skipped_step_discards_residuals(stage: int, name: str) -> None:
     for count, before, after in run_ranks(2, skipped, stage, name):
         assert count == 1
         assert before > 0
@@ -248,15 +250,15 @@ def test_a_skipped_step_leaves_nothing_behind(stage: int, name: str) -> None:
 
 
 def refused(rank: int, world: int, config: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as message:
         rayzero.initialize(
             model=Drift().to(config.pop("model_dtype", torch.float32)), config=config
         )
-    return str(told.value)
+    return str(message.value)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (
             {"communication_data_type": "fp16"},
@@ -271,11 +273,11 @@ def refused(rank: int, world: int, config: dict[str, Any]) -> str:
         ({"model_dtype": torch.bfloat16}, "main gradients in fp32"),
     ],
 )
-def test_what_cannot_be_is_refused(change: dict[str, Any], told: str) -> None:
-    assert told in run_ranks(0, refused, compressed(0, "sign") | change)[0]
+def test_unsupported_combinations_are_refused(change: dict[str, Any], message: str) -> None:
+    assert message in run_ranks(0, refused, compressed(0, "sign") | change)[0]
 
 
-def test_bytes_are_those_of_the_codes() -> None:
+def test_bytes_are_those_of_the_payloads() -> None:
     traffic = {name: run_ranks(2, train, 2, compressed(2, name))[0][3] for name in ("none", *NAMES)}
     plain_bytes = traffic["none"]["reduce_scatter"]["bytes"]
     assert traffic["lowrank"]["all_reduce"]["bytes"] < 1.5 * plain_bytes  # the model is tiny
@@ -289,7 +291,7 @@ def test_bytes_are_those_of_the_codes() -> None:
     assert 1 / 32 < share["sign"] < 0.08
 
 
-def test_the_keys_of_deepspeed_ask_for_the_same() -> None:
+def test_deepspeeds_keys_select_the_same() -> None:
     config = compressed(2, "none")
     cast = run_ranks(2, train, 2, config | {"communication_data_type": "bf16"})
     assert cast[0][0] == run_ranks(2, train, 2, compressed(2, "bf16"))[0][0]
@@ -297,7 +299,7 @@ def test_the_keys_of_deepspeed_ask_for_the_same() -> None:
     assert run_ranks(2, train, 2, config)[0][3]["all_to_all"]["bytes"] > 0
 
 
-def test_a_rank_that_is_not_there_is_an_error_not_a_hang() -> None:
+def test_a_missing_rank_is_an_error() -> None:
     with pytest.raises(RankError):
         run_ranks_in_time(2, leaves, timeout_s=30)
 
@@ -324,10 +326,10 @@ def loads(rank: int, world: int, folder: str) -> tuple[Block, dict[str, Tensor]]
     return Block.of(engine), engine.state_dict()
 
 
-def test_a_checkpoint_has_what_is_kept_back(tmp_path: Path) -> None:
+def test_a_checkpoint_has_residuals(tmp_path: Path) -> None:
     run_ranks(2, saves, str(tmp_path))
     results = run_ranks(3, loads, str(tmp_path))
-    kept, model = kept_back([one[0] for one in results]), results[0][1]
+    kept, model = residuals_by_param([one[0] for one in results]), results[0][1]
     gradient = sum(drift_data(step).sum(0) for step in range(2)) / 2
     assert max(float(one.abs().max()) for one in kept.values()) > 0.01
     for number, block in enumerate(Drift().blocks):

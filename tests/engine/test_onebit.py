@@ -68,16 +68,16 @@ def plain(steps: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world", [0, 2, 3])
-def test_the_warm_up_is_plain_adam(world: int) -> None:
-    right = plain(4)
+def test_warm_up_equals_adam(world: int) -> None:
+    expected = plain(4)
     for _, local, traffic, _ in run_ranks(world, train, config(9, double=True), range(4), None):
-        for name, value in right.items():
+        for name, value in expected.items():
             torch.testing.assert_close(local[name], value, rtol=1e-6, atol=1e-7)
         assert "all_to_all" not in traffic
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_after_it_signs_travel_and_every_rank_has_the_same(world: int) -> None:
+def test_signs_are_sent_after_the_warm_up(world: int) -> None:
     before = run_ranks(world, train, config(4), range(4), None)
     results = run_ranks(world, train, config(4), range(12), None)
     for losses, local, traffic, _ in results:
@@ -90,7 +90,7 @@ def test_after_it_signs_travel_and_every_rank_has_the_same(world: int) -> None:
         assert traffic["all_gather"]["bytes"] == traffic["all_to_all"]["bytes"]
 
 
-def test_it_goes_on_bit_by_bit_across_the_freeze() -> None:
+def test_resumes_with_the_same_bits_across_the_freeze() -> None:
     straight = run_ranks(2, train, config(3), range(7), None)
     first = run_ranks(2, train, config(3), range(5), None)
     second = run_ranks(2, train, config(3), range(5, 7), [one[3] for one in first])
@@ -98,7 +98,7 @@ def test_it_goes_on_bit_by_bit_across_the_freeze() -> None:
         assert one[3].data == other[3].data
 
 
-def test_a_smaller_world_takes_over() -> None:
+def test_resumes_at_a_smaller_world_size() -> None:
     first = run_ranks(3, train, config(3), range(5), None)
     blocks = [one[3] for one in first]
     for world in (2, 0):
@@ -107,13 +107,13 @@ def test_a_smaller_world_takes_over() -> None:
 
 
 def refused(rank: int, world: int, change: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as message:
         rayzero.initialize(model=zoo.make(torch.float32), config=change)
-    return str(told.value)
+    return str(message.value)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"zero_optimization": {"stage": 1}}, "allowed: stage 0"),
         ({"gradient_clipping": 1.0}, "gradient_clipping 0"),
@@ -124,23 +124,23 @@ def refused(rank: int, world: int, change: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(change: dict[str, Any], told: str) -> None:
-    assert told in run_ranks(0, refused, config(3) | change)[0]
+def test_unsupported_combinations_are_refused(change: dict[str, Any], message: str) -> None:
+    assert message in run_ranks(0, refused, config(3) | change)[0]
 
 
-def test_its_arguments() -> None:
+def test_wrong_arguments_are_refused() -> None:
     param = [torch.nn.Parameter(torch.ones(2))]
     with pytest.raises(ValueError, match="freeze_step is 0"):
         OneBitAdam(param, freeze_step=0)
 
 
-def test_what_never_had_a_gradient_does_not_move() -> None:
+def test_weights_without_a_gradient_do_not_change() -> None:
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = OneBitAdam([weight], lr=0.1, freeze_step=2)
     for step in range(4):
         weight.grad = torch.tensor([1.0, -1.0, 0.0, 0.0])
         if step > 1:
-            weight.grad = torch.tensor([1.0, -1.0, 1.0, -1.0])  # as signs arrive
+            weight.grad = torch.tensor([1.0, -1.0, 1.0, -1.0])  # reduced signs have no zero
         optimizer.step()
     assert weight[2:].tolist() == [1.0, 1.0]
     assert weight[0] < 1 < weight[1]

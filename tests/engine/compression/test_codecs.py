@@ -1,4 +1,4 @@
-"""Codecs against what their papers say they keep."""
+"""Codecs against the properties that their papers state."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda one: one.name)
 LENGTHS = (32, 96, 64 * 7, 300_000)
 
 
-def there_and_back(codec: Codec, values: Tensor, out: Tensor | None = None) -> Tensor:
-    codes = torch.full((codec.payload_bytes(values.numel()),), 99, dtype=torch.uint8)
-    kept = values.clone()
-    codec.encode(values, codes)
-    assert torch.equal(values.nan_to_num(), kept.nan_to_num())
+def encode_and_decode(codec: Codec, values: Tensor, out: Tensor | None = None) -> Tensor:
+    payload = torch.full((codec.payload_bytes(values.numel()),), 99, dtype=torch.uint8)
+    original = values.clone()
+    codec.encode(values, payload)
+    assert torch.equal(values.nan_to_num(), original.nan_to_num())
     add = out is not None
     out = torch.full_like(values, 7.0) if out is None else out
-    codec.decode(codes, out, add=add)
+    codec.decode(payload, out, add=add)
     return out
 
 
@@ -38,29 +38,29 @@ def blocks(values: Tensor, length: int) -> list[Tensor]:
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_casts_round_to_nearest(numel: int) -> None:
     values = torch.randn(numel)
-    assert torch.equal(there_and_back(CODECS[0], values), values.bfloat16().float())
-    assert torch.equal(there_and_back(CODECS[1], values), values.half().float())
+    assert torch.equal(encode_and_decode(CODECS[0], values), values.bfloat16().float())
+    assert torch.equal(encode_and_decode(CODECS[1], values), values.half().float())
 
 
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_int8_is_within_half_a_step_of_each_block(numel: int) -> None:
     values = torch.randn(numel) * 10.0 ** torch.randint(-9, 9, (numel // 32,)).repeat_interleave(32)
-    coded = there_and_back(Int8Codec(64), values)
-    for right, seen in zip(blocks(values, 64), blocks(coded, 64), strict=True):
+    decoded = encode_and_decode(Int8Codec(64), values)
+    for right, seen in zip(blocks(values, 64), blocks(decoded, 64), strict=True):
         assert (right - seen).abs().max() <= right.abs().max() / 127 * 0.50001
 
 
 @pytest.mark.parametrize("numel", LENGTHS)
-def test_signs_stand_for_the_mean_magnitude_of_their_block(numel: int) -> None:
+def test_sign_uses_the_mean_magnitude_of_the_block(numel: int) -> None:
     values = torch.randn(numel)
-    coded = there_and_back(SignCodec(64), values)
-    for right, seen in zip(blocks(values, 64), blocks(coded, 64), strict=True):
+    decoded = encode_and_decode(SignCodec(64), values)
+    for right, seen in zip(blocks(values, 64), blocks(decoded, 64), strict=True):
         expected = right.abs().mean() * torch.where(right >= 0, 1.0, -1.0)
         assert torch.allclose(seen, expected)
 
 
 @every_codec
-def test_lengths_in_bytes(codec: Codec) -> None:
+def test_payload_bytes(codec: Codec) -> None:
     bits = {"bf16": 16, "fp16": 16, "int8": 8 + 32 / 64, "sign": 1 + 32 / 64}[codec.name]
     assert codec.payload_bytes(64 * 10) == 64 * 10 * bits / 8
     assert codec.payload_bytes(32) % 4 == 0
@@ -70,43 +70,45 @@ def test_lengths_in_bytes(codec: Codec) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_decoding_adds_or_replaces_in_any_dtype(codec: Codec, dtype: torch.dtype) -> None:
     values = torch.randn(352).to(dtype)
-    alone = there_and_back(codec, values)
+    alone = encode_and_decode(codec, values)
     assert alone.dtype is dtype
     base = torch.arange(352).to(dtype)
-    atol = 4 * torch.finfo(dtype).eps  # what was rounded before it was added, where both cancel
-    added = there_and_back(codec, values, base.clone())
+    atol = 4 * torch.finfo(dtype).eps  # rounded before it was added, where both cancel
+    added = encode_and_decode(codec, values, base.clone())
     torch.testing.assert_close(added, base + alone, rtol=torch.finfo(dtype).eps * 2, atol=atol)
 
 
 @every_codec
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_so(codec: Codec, bad: float) -> None:
+def test_non_finite_values_stay_non_finite(codec: Codec, bad: float) -> None:
     values = torch.randn(352)
     values[-1] = bad
-    assert not there_and_back(codec, values).isfinite().all()
+    assert not encode_and_decode(codec, values).isfinite().all()
 
 
 @every_codec
 def test_zeros(codec: Codec) -> None:
-    assert torch.equal(there_and_back(codec, torch.zeros(352)), torch.zeros(352))
+    assert torch.equal(encode_and_decode(codec, torch.zeros(352)), torch.zeros(352))
     values = torch.randn(352)
     values[100:132] = 0
-    kept = bool((there_and_back(codec, values)[100:132] == 0).all())
-    assert kept == codec.keeps_zero
+    original = bool((encode_and_decode(codec, values)[100:132] == 0).all())
+    assert original == codec.keeps_zero
 
 
 @every_codec
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1 << 30), parts=st.integers(1, 40), scale=st.floats(1e-6, 1e4))
-def test_feedback_loses_nothing_of_a_sum(codec: Codec, seed: int, parts: int, scale: float) -> None:
-    """What was decoded and what is still kept back add up to what went in."""
+def test_decoded_values_and_residuals_add_up(
+    codec: Codec, seed: int, parts: int, scale: float
+) -> None:
+    """Decoded values and residuals add up to the values."""
     generator = torch.Generator().manual_seed(seed)
     lost, out, total = (torch.zeros(32 * parts, dtype=torch.float64) for _ in range(3))
     for _ in range(5):
         values = torch.randn(32 * parts, generator=generator, dtype=torch.float64) * scale
         total += values
         given_in = values + lost
-        coded = there_and_back(codec, given_in)
-        lost = given_in - coded
-        out += coded
+        decoded = encode_and_decode(codec, given_in)
+        lost = given_in - decoded
+        out += decoded
     torch.testing.assert_close(out + lost, total)

@@ -1,1 +1,1 @@
-"""Offload: parity, the file, the link, errors."""
+"""Offload: parity, files, transfers, errors."""

@@ -1,4 +1,4 @@
-"""State in files: bounded memory, errors that say what failed, nothing left behind."""
+"""State in files: bounded memory, error messages, no leftover files and threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rayzero.engine.errors import ConfigError, EngineError
-from rayzero.engine.offload import mapped_file as volume_module
+from rayzero.engine.offload import mapped_file
 from rayzero.engine.offload.mapped_file import MappedFile
 from tests.engine.offload.training import config, make_engine, run_steps
 
@@ -24,35 +24,35 @@ def nvme(folder: Path, **more: Any) -> dict[str, Any]:
     return {"offload_optimizer": place, "sub_group_size": 64}
 
 
-class TestVolume:
-    def test_what_is_written_is_what_is_mapped(self, tmp_path: Path) -> None:
-        volume = MappedFile(tmp_path / "made")
-        first, second = volume.new_tensor(5, torch.bfloat16), volume.new_tensor(3000, torch.float32)
+class TestMappedFile:
+    def test_written_values_are_mapped(self, tmp_path: Path) -> None:
+        file = MappedFile(tmp_path / "made")
+        first, second = file.new_tensor(5, torch.bfloat16), file.new_tensor(3000, torch.float32)
         assert not first.any()
         assert not second.any()
         values = torch.randn(3000)
-        volume.write(second[7:], values[7:])
+        file.write(second[7:], values[7:])
         assert torch.equal(second[7:], values[7:])
         assert not second[:7].any()
         assert not first.any()
         second[:7] = 1.0
         back = torch.empty(10)
-        volume.read(second, back)
+        file.read(second, back)
         assert torch.equal(back, torch.cat((torch.ones(7), values[7:10])))
-        assert second[7:] in volume
-        assert values not in volume
+        assert second[7:] in file
+        assert values not in file
         assert not list((tmp_path / "made").iterdir())
 
     def test_tensors_outlive_it(self, tmp_path: Path) -> None:
-        volume = MappedFile(tmp_path)
-        kept = volume.new_tensor(4, torch.float32)
-        volume.close()
-        volume.close()
+        file = MappedFile(tmp_path)
+        kept = file.new_tensor(4, torch.float32)
+        file.close()
+        file.close()
         kept += 1
         assert kept.sum() == 4
 
     @pytest.mark.parametrize("make", [lambda path: path.write_text(""), lambda path: None])
-    def test_a_folder_that_cannot_be(self, tmp_path: Path, make: Any) -> None:
+    def test_folder_that_cannot_be_created(self, tmp_path: Path, make: Any) -> None:
         folder = tmp_path / "file"
         make(folder)
         if not folder.exists():
@@ -60,16 +60,16 @@ class TestVolume:
         with pytest.raises(ConfigError, match=r"(?s)offload to .*nvme_path"):
             MappedFile(folder)
 
-    def test_a_file_that_ends_early(self, tmp_path: Path) -> None:
-        volume = MappedFile(tmp_path)
-        tensor = volume.new_tensor(4, torch.float32)
-        os.ftruncate(volume._file.fileno(), 0)
+    def test_truncated_file(self, tmp_path: Path) -> None:
+        file = MappedFile(tmp_path)
+        tensor = file.new_tensor(4, torch.float32)
+        os.ftruncate(file._file.fileno(), 0)
         with pytest.raises(EngineError, match="the file ends at 0"):
-            volume.read(tensor, torch.empty_like(tensor))
+            file.read(tensor, torch.empty_like(tensor))
 
 
 class FailingOs:
-    """The operating system, but for one call that fails after a few times."""
+    """Module `os`, with one function that fails after a number of calls."""
 
     def __init__(self, name: str, error: int, after: int) -> None:
         self._name, self._error, self._left = name, error, after
@@ -98,26 +98,26 @@ class FailingOs:
         ("posix_fallocate", errno.ENOSPC, 3, "could not be allocated: No space left on device"),
     ],
 )
-def test_a_disk_that_fails_is_named(
+def test_disk_errors_name_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int, after: int, message: str
 ) -> None:
     engine = make_engine(config(2, "bf16", **nvme(tmp_path)))
     if call == "preadv":
         run_steps(engine, [0])  # the first update reads nothing but main weights
-    monkeypatch.setattr(volume_module, "os", FailingOs(call, error, after))
-    with pytest.raises(EngineError, match=message) as told:
+    monkeypatch.setattr(mapped_file, "os", FailingOs(call, error, after))
+    with pytest.raises(EngineError, match=message) as raised:
         run_steps(engine, [1])
-    assert str(tmp_path) in str(told.value)
-    assert "nvme_path" in str(told.value)
-    assert not engine.state.consistent  # of no step: nobody saves it
+    assert str(tmp_path) in str(raised.value)
+    assert "nvme_path" in str(raised.value)
+    assert not engine.state.consistent  # half-updated: never saved
     group = engine.optimizer.param_groups[0]
-    assert len(group["params"]) > 1  # the optimizer is itself again
+    assert len(group["params"]) > 1  # all parameters are restored
     monkeypatch.undo()
     engine.close()
 
 
-def test_a_real_limit_of_the_file_system(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE stands for a disk that is full: the kernel itself refuses."""
+def test_file_size_limit(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE makes the kernel refuse, as on a full disk."""
     code = f"""
 import resource, torch
 from rayzero.engine.errors import EngineError
@@ -181,25 +181,25 @@ engine, *_ = rayzero.initialize(model=Stack(), config={
 })
 engine.backward(engine(torch.randn(2, width)))
 gc.collect()
-before = anonymous_bytes()  # with gradients, which rest in memory
+before = anonymous_bytes()  # including gradients
 peaks = []
-narrow = engine._step.optimizer._restrict_params
-def watched(runs):
+restrict = engine._step.optimizer._restrict_params
+def watched(shards):
     peaks.append(anonymous_bytes())
-    narrow(runs)
+    restrict(shards)
 engine._step.optimizer._restrict_params = watched
 engine.step()
 for _ in range(3):
     engine.backward(engine(torch.randn(2, width)))
     engine.step()
-told = engine.metrics.bytes
-print(max(peaks) - before, told["disk_optimizer_state"], told["disk_main_weights"],
-      told["host_staging"])
+sizes = engine.metrics.bytes
+print(max(peaks) - before, sizes["disk_optimizer_state"], sizes["disk_main_weights"],
+      sizes["host_staging"])
 """
 
 
 def test_memory_is_bounded_by_the_buffers(tmp_path: Path) -> None:
-    """Of 75 MB of state the process holds four pieces at most, and what is in passing."""
+    """Of 75 MB of state, four chunks at most are in memory."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, str(tmp_path)],
         capture_output=True,
@@ -212,6 +212,6 @@ def test_memory_is_bounded_by_the_buffers(tmp_path: Path) -> None:
     assert state > 48e6
     assert main > 24e6
     assert staging == 4 * 3 * 65536 * 4
-    # Besides: pieces of state that the first update makes, and threads.
+    # The margin is for state created by the first update, and for threads.
     assert grown < staging + 8e6, (grown, staging)
     assert grown < (state + main) / 3

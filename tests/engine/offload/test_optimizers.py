@@ -1,4 +1,4 @@
-"""Every optimizer of a config may be offloaded: the same weights as without."""
+"""Every optimizer of a config gives the same weights with and without offload."""
 
 from __future__ import annotations
 

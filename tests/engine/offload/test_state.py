@@ -1,4 +1,4 @@
-"""Offloaded state is part of the named ranges: any way to offload loads any other's state."""
+"""Offloaded state is part of the named ranges: a state can be loaded with any offload config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HALF = {"offload_optimizer": {"device": "cpu", "ratio": 0.4}}
 PARAM = {"offload_param": {"device": "cpu"}}
 NVME = {"offload_optimizer": {"device": "nvme", "buffer_count": 2}, "sub_group_size": 96}
 
-# (stage, world, how it is offloaded, whether host memory is apart from the device's)
+# (stage, world size, offload config, whether host memory is separate)
 CHAIN: list[tuple[int, int, dict[str, Any], bool]] = [
     (3, 2, CPU | PARAM, True),
     (1, 2, NVME, True),
@@ -36,7 +36,7 @@ CHAIN: list[tuple[int, int, dict[str, Any], bool]] = [
 EACH = 2
 
 
-def some_steps(
+def train_steps(
     rank: int,
     world: int,
     stage: int,
@@ -56,12 +56,12 @@ def some_steps(
         )
     assert engine.progress.step == steps.start
     losses = run_steps(engine, steps)
-    found = Block.of(engine), engine.state_dict(), losses, engine.metrics.bytes
+    result = Block.of(engine), engine.state_dict(), losses, engine.metrics.bytes
     engine.close()
-    return found
+    return result
 
 
-def test_a_chain_of_ways_to_offload_equals_plain_torch(tmp_path: Path) -> None:
+def test_changing_offload_equals_plain_torch(tmp_path: Path) -> None:
     blocks, losses, state = None, [], {}
     for number, (stage, world, offload, apart) in enumerate(CHAIN):
         steps = range(number * EACH, (number + 1) * EACH)
@@ -69,14 +69,14 @@ def test_a_chain_of_ways_to_offload_equals_plain_torch(tmp_path: Path) -> None:
             offload = offload | {
                 "offload_optimizer": offload["offload_optimizer"] | {"nvme_path": str(tmp_path)}
             }
-        results = run_ranks(world, some_steps, stage, torch.float64, offload, apart, steps, blocks)
+        results = run_ranks(world, train_steps, stage, torch.float64, offload, apart, steps, blocks)
         blocks = [block for block, *_ in results]
         losses += results[0][2]
         state = results[0][1]
     data = list(zoo.batches(EACH * len(CHAIN), SAMPLES))
-    right_losses, right = zoo.plain(zoo.make(torch.float64), zoo.adamw, data, CLIP)
-    assert losses == pytest.approx(right_losses, rel=1e-9)
-    worst = {name: zoo.relative(state[name], right[name]) for name in right}
+    expected_losses, expected = zoo.plain(zoo.make(torch.float64), zoo.adamw, data, CLIP)
+    assert losses == pytest.approx(expected_losses, rel=1e-9)
+    worst = {name: zoo.relative(state[name], expected[name]) for name in expected}
     assert max(worst.values()) <= 1e-9, worst
 
 
@@ -84,7 +84,7 @@ def bits(
     rank: int, world: int, stage: int, offload: dict[str, Any], apart: bool
 ) -> tuple[bytes, bytes]:
     """A state before and after it was loaded into an engine that offloads."""
-    first = some_steps(rank, world, stage, torch.float32, {}, False, range(2), None)[0]
+    first = train_steps(rank, world, stage, torch.float32, {}, False, range(2), None)[0]
     with use_session(StateSession([first])), memory_apart() if apart else nullcontext():
         model = zoo.make(seed=9)
         engine, *_ = rayzero.initialize(
@@ -100,19 +100,19 @@ def bits(
 
 
 def _by_name(block: Block) -> bytes:
-    """All values in the order of names: where they lie in a block is nobody's business."""
-    found = b""
+    """All values in the order of names: the order in a block may differ."""
+    result = b""
     for one in sorted(block.table.ranges, key=lambda one: (one.name, one.start)):
         size = (one.stop - one.start) * block.table.tensors[one.name].item_bytes
-        found += bytes(block.data[one.offset : one.offset + size])
-    return found
+        result += bytes(block.data[one.offset : one.offset + size])
+    return result
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
-@pytest.mark.parametrize("way", ["cpu", "nvme"])
-def test_a_state_that_was_loaded_is_the_state(way: str, apart: bool, tmp_path: Path) -> None:
-    offload = CPU if way == "cpu" else {"sub_group_size": 64}
-    if way == "nvme":
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_loaded_state_has_the_same_bits(device: str, apart: bool, tmp_path: Path) -> None:
+    offload = CPU if device == "cpu" else {"sub_group_size": 64}
+    if device == "nvme":
         offload["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
     for stage in (0, 2, 3):
         before, after = run_ranks(1, bits, stage, offload, apart)[0]
@@ -120,28 +120,28 @@ def test_a_state_that_was_loaded_is_the_state(way: str, apart: bool, tmp_path: P
         assert len(before) > 1000
 
 
-def test_bytes_are_counted_where_they_are(tmp_path: Path) -> None:
+def test_bytes_by_memory_kind(tmp_path: Path) -> None:
     params = sum(one.numel() for one in zoo.make().parameters())
 
-    def told(stage: int, offload: dict[str, Any], apart: bool = True) -> dict[str, int]:
-        done = run_ranks(1, some_steps, stage, torch.float32, offload, apart, range(1), None)
+    def bytes_by_class(stage: int, offload: dict[str, Any], apart: bool = True) -> dict[str, int]:
+        done = run_ranks(1, train_steps, stage, torch.float32, offload, apart, range(1), None)
         return done[0][3]
 
-    cpu = told(2, CPU)
+    cpu = bytes_by_class(2, CPU)
     assert cpu["main_weights"] == cpu["main_grads"] == cpu["optimizer_state"] == 0
     assert cpu["host_optimizer_state"] == 2 * cpu["host_main_grads"] == 2 * cpu["host_main_weights"]
-    frozen = told(3, CPU | PARAM)
+    frozen = bytes_by_class(3, CPU | PARAM)
     assert frozen["model_weights"] == 0
     assert frozen["host_model_weights"] >= 4 * params
-    assert "host_main_weights" not in frozen  # they are the model weights, which rest there
-    place = {"device": "nvme", "nvme_path": str(tmp_path)}
-    disk = told(2, {"offload_optimizer": place})
+    assert "host_main_weights" not in frozen  # they are the model weights
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    disk = bytes_by_class(2, {"offload_optimizer": nvme})
     assert (
         disk["disk_optimizer_state"] == 2 * disk["disk_main_weights"] == 2 * disk["host_main_grads"]
     )
     assert disk["host_staging"] > 0
-    half = told(2, HALF)
+    half = bytes_by_class(2, HALF)
     share = half["host_optimizer_state"] / (half["host_optimizer_state"] + half["optimizer_state"])
     assert 0.4 <= share < 0.8  # whole units
-    none = told(2, {})
+    none = bytes_by_class(2, {})
     assert not [name for name in none if name.startswith(("host_", "disk_"))]

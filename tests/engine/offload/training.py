@@ -1,4 +1,4 @@
-"""A training with or without offload, and host memory that pretends to be apart."""
+"""Training with or without offload, and host memory that counts as separate on a CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Outcome = tuple[list[float], dict[str, Tensor]]
 
 @contextmanager
 def memory_apart() -> Iterator[None]:
-    """A CPU device whose memory is copied from and to, as a GPU's is."""
+    """Copies between device and host memory on a CPU, as on a GPU."""
     original = plan.make_transfer
     plan.make_transfer = lambda device: HostTransfer(separate_memory=True)
     try:

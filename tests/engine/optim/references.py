@@ -1,4 +1,4 @@
-"""Whole-tensor optimizers, as plain as they can be written: what is right, where torch has none."""
+"""Reference implementations, on whole tensors, of optimizers that torch does not have."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.engine import zoo
 Groups = list[dict[str, Any]]
 
 
-class _Plain(torch.optim.Optimizer):
+class ReferenceOptimizer(torch.optim.Optimizer):
     """Calls `update` for every parameter."""
 
-    usual: ClassVar[dict[str, Any]] = {}
+    class_defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, groups: Groups, **options: Any) -> None:
-        super().__init__(groups, self.usual | options)
+        super().__init__(groups, self.class_defaults | options)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -31,10 +31,14 @@ class _Plain(torch.optim.Optimizer):
                     self.update(param, param.grad, state, **group)
 
 
-class Lion(_Plain):
+class Lion(ReferenceOptimizer):
     """Algorithm 2 of Chen et al. 2023, with decoupled weight decay times the learning rate."""
 
-    usual: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    class_defaults: ClassVar[dict[str, Any]] = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "weight_decay": 0.0,
+    }
 
     def update(self, w: Tensor, g: Tensor, s: dict[str, Any], **o: Any) -> None:
         m = s.get("m", torch.zeros_like(w))
@@ -43,12 +47,12 @@ class Lion(_Plain):
         s["m"] = o["betas"][1] * m + (1 - o["betas"][1]) * g
 
 
-class Lamb(_Plain):
-    """Algorithm 2 of You et al. 2020, but for what DeepSpeed does otherwise: moments enter the
-    direction as they are, their corrections scale the step; the ratio is cut to bounds.
+class Lamb(ReferenceOptimizer):
+    """Algorithm 2 of You et al. 2020, with DeepSpeed's differences: moments enter the
+    direction as they are, their corrections scale the step; the ratio is clamped.
     """
 
-    usual: ClassVar[dict[str, Any]] = {
+    class_defaults: ClassVar[dict[str, Any]] = {
         "lr": 1e-3,
         "betas": (0.9, 0.999),
         "eps": 1e-8,
@@ -75,7 +79,7 @@ class Lamb(_Plain):
 
 
 class MuonAndAdamW:
-    """torch.optim.Muon for the matrices, torch.optim.AdamW for the rest, under one roof."""
+    """torch.optim.Muon for the matrices, torch.optim.AdamW for the rest, as one optimizer."""
 
     def __init__(self, groups: Groups, muon: dict[str, Any], adam: dict[str, Any]) -> None:
         matrices, others = [], []
@@ -108,7 +112,7 @@ def muon(groups: Groups) -> Any:
     return MuonAndAdamW(groups, MUON, ADAM)
 
 
-# name: (config, the same in plain torch). Learning rates of the second group are its own.
+# name: (config, the same in plain torch). The second group has its own learning rate.
 PAIRS: dict[str, tuple[dict[str, Any], Callable[[Groups], Any]]] = {
     "adamw": (
         {"type": "AdamW", "params": {"lr": 1e-2}},

@@ -1,4 +1,4 @@
-"""Every optimizer equals plain torch at every stage and world size, and through changes of both."""
+"""Every optimizer equals plain torch at every stage and world size, also when both change."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def optimizers(rank: int, world: int, stage: int, names: list[str]) -> dict[str,
 
 
 @cache
-def oracle(name: str, steps: int) -> Result:
+def expected_training(name: str, steps: int) -> Result:
     make: Any = PAIRS[name][1]
     return zoo.plain(zoo.make(torch.float64), make, list(zoo.batches(steps, SAMPLES)), CLIP)
 
 
 def check(name: str, losses: list[float], state: dict[str, Tensor]) -> None:
-    right_losses, right = oracle(name, len(losses))
+    right_losses, right = expected_training(name, len(losses))
     assert losses == pytest.approx(right_losses, rel=1e-9), name
     worst = {key: zoo.relative(state[key], right[key]) for key in right}
     assert max(worst.values()) <= 1e-9, (name, worst)
@@ -66,7 +66,7 @@ def check(name: str, losses: list[float], state: dict[str, Tensor]) -> None:
 
 PLACES = {"stage": (0, 1, 2, 3), "world": (0, 1, 2, 3)}
 ROWS = covering(PLACES | {"name": tuple(PAIRS)}, 2)
-# These look at whole parameters, wherever their parts are; to the others all places are alike.
+# These need whole parameters; for the others the sharding makes no difference.
 EVERYWHERE = [name for name in PAIRS if name.lower().startswith(("lamb", "muon"))]
 
 
@@ -84,7 +84,7 @@ def test_equals_plain_torch(world: int, stage: int) -> None:
 CHAIN = [(3, 3), (1, 2), (0, 0), (2, 3), (0, 2), (3, 2)]
 
 
-def a_link(
+def train_one_step(
     rank: int, world: int, stage: int, step: int, blocks: dict[str, list[Block]]
 ) -> dict[str, tuple[list[float], dict[str, Tensor], Block]]:
     return {
@@ -93,12 +93,12 @@ def a_link(
     }
 
 
-def test_goes_on_through_changes_of_stage_and_world() -> None:
-    """Each step at another stage and world size, from the copies that the one before left."""
+def test_resumes_at_other_stages_and_world_sizes() -> None:
+    """Each step at another stage and world size, from the state that the step before saved."""
     blocks: dict[str, list[Block]] = {}
     losses: dict[str, list[float]] = {name: [] for name in PAIRS}
     for step, (stage, world) in enumerate(CHAIN):
-        results = run_ranks(world, a_link, stage, step, blocks, timeout_s=TIMEOUT_S)
+        results = run_ranks(world, train_one_step, stage, step, blocks, timeout_s=TIMEOUT_S)
         blocks = {name: [result[name][2] for result in results] for name in PAIRS}
         for name in PAIRS:
             losses[name] += results[0][name][0]
@@ -106,8 +106,8 @@ def test_goes_on_through_changes_of_stage_and_world() -> None:
         check(name, losses[name], results[0][name][1])
 
 
-def test_the_oracles_are_sharp() -> None:
+def test_optimizers_differ_by_more_than_the_tolerance() -> None:
     """Optimizers differ from one another by far more than the tolerance."""
-    finals = [oracle(name, STEPS)[1]["blocks.1.up.weight"] for name in PAIRS]
+    finals = [expected_training(name, STEPS)[1]["blocks.1.up.weight"] for name in PAIRS]
     for number, one in enumerate(finals):
         assert all(zoo.relative(other, one) > 1e-4 for other in finals[:number])

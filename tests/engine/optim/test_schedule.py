@@ -40,7 +40,7 @@ class TestWarmupLR:
         share = [0, 0, log(2) / log(4), log(3) / log(4), 1, 1, 1]
         assert found == pytest.approx([0.2 + 0.6 * one for one in share])
 
-    def test_the_top_is_the_optimizers_lr_unless_given(self) -> None:
+    def test_maximum_defaults_to_the_optimizers_lr(self) -> None:
         assert rates("WarmupLR", 5, warmup_num_steps=2)[-1] == TOP
 
     def test_defaults(self) -> None:
@@ -50,14 +50,14 @@ class TestWarmupLR:
         assert found[1000] == pytest.approx(TOP)
         assert found[1001] == TOP
 
-    def test_a_warm_up_is_two_steps_at_least(self) -> None:
+    def test_warm_up_has_at_least_two_steps(self) -> None:
         assert rates("WarmupLR", 4, warmup_num_steps=1, warmup_type="linear") == pytest.approx(
             [0, 0, TOP / 2, TOP]
         )
 
 
 class TestWarmupDecayLR:
-    def test_up_and_down_in_lines(self) -> None:
+    def test_linear_up_and_down(self) -> None:
         found = rates(
             "WarmupDecayLR",
             14,
@@ -69,25 +69,25 @@ class TestWarmupDecayLR:
         down = [0.8 * (10 - step) / 8 for step in range(2, 11)]
         assert found == pytest.approx([0, 0, 0.4, *down, 0, 0])
 
-    def test_the_floor_is_the_lowest_rate_at_both_ends(self) -> None:
+    def test_minimum_applies_at_both_ends(self) -> None:
         found = rates(
             "WarmupDecayLR", 9, total_num_steps=6, warmup_num_steps=2, warmup_min_lr=0.0005
         )
         assert found[:2] == [0.0005] * 2
         assert found[-1] == 0.0005
 
-    def test_the_default_top_is_deepspeeds(self) -> None:
+    def test_default_maximum_is_deepspeeds(self) -> None:
         found = rates("WarmupDecayLR", 4, total_num_steps=10, warmup_num_steps=2)
         assert max(found) == pytest.approx(0.001)
 
-    def test_a_total_within_the_warm_up_ends_at_once(self) -> None:
+    def test_total_shorter_than_the_warm_up_has_no_decay(self) -> None:
         found = rates("WarmupDecayLR", 7, total_num_steps=2, warmup_num_steps=4)
         assert found[4] > 0
         assert found[5:] == [0, 0]
 
 
 class TestWarmupCosineLR:
-    def test_by_hand(self) -> None:
+    def test_values_worked_out_by_hand(self) -> None:
         found = rates(
             "WarmupCosineLR",
             12,
@@ -102,12 +102,12 @@ class TestWarmupCosineLR:
         down = [0.1 + 0.9 * (1 + cos(pi * done / 4)) / 2 for done in (1, 2, 3, 4, 4, 4, 4)]
         assert found == pytest.approx([TOP * ratio for ratio in [*up, *down]])
 
-    def test_log_and_the_default_floor(self) -> None:
+    def test_log_and_default_minimum(self) -> None:
         found = rates("WarmupCosineLR", 20, total_num_steps=10, warmup_num_steps=3)
         assert found[:4] == pytest.approx([0, 0, TOP * log(2) / log(3), TOP])
         assert found[-1] == pytest.approx(TOP * 0.0001)
 
-    def test_a_total_within_the_warm_up_ends_at_the_floor(self) -> None:
+    def test_total_shorter_than_the_warm_up_ends_at_the_minimum(self) -> None:
         found = rates("WarmupCosineLR", 8, total_num_steps=2, warmup_num_steps=4)
         assert found[5:] == pytest.approx([TOP * 0.0001] * 3)
 
@@ -123,7 +123,7 @@ class TestWarmupCosineLR:
         ("WarmupCosineLR", {"total_num_steps": 9, "warmup_max_lr": 1}, "warmup_max_lr: unknown"),
     ],
 )
-def test_wrong_parameters_are_named(kind: Any, params: dict[str, Any], message: str) -> None:
+def test_wrong_params_are_named(kind: Any, params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_schedule(SchedulerConfig(type=kind, params=params), optimizer(TOP))
 
@@ -140,7 +140,7 @@ class Line(LRCurve):
         return configured + iteration
 
 
-def test_every_group_follows_from_its_own_lr() -> None:
+def test_each_group_uses_its_own_lr() -> None:
     made = optimizer(1.0, 10.0)
     schedule = StepSchedule(made, Line())
     assert schedule.get_last_lr() == [0.0, 9.0]
@@ -149,7 +149,7 @@ def test_every_group_follows_from_its_own_lr() -> None:
     assert [group["lr"] for group in made.param_groups] == [2.0, 11.0]
 
 
-def test_state_goes_on_where_it_stood() -> None:
+def test_state_dict_resumes_the_iteration() -> None:
     first = StepSchedule(optimizer(1.0), Line())
     for _ in range(5):
         first.step()
@@ -158,7 +158,7 @@ def test_state_goes_on_where_it_stood() -> None:
     assert second.get_last_lr() == first.get_last_lr() == [5.0]
 
 
-def test_the_engine_steps_it_once_a_step() -> None:
+def test_engine_advances_it_once_per_step() -> None:
     """And a step uses the rate that was set before it."""
     engine, _, _, schedule = rayzero.initialize(
         model=nn.Linear(2, 1),
@@ -185,7 +185,7 @@ def test_the_engine_steps_it_once_a_step() -> None:
 
 
 @pytest.mark.parametrize("row", json.loads(FILE.read_text()), ids=lambda row: row["type"])
-def test_equals_deepspeeds_own(row: dict[str, Any]) -> None:
+def test_equals_deepspeeds_schedules(row: dict[str, Any]) -> None:
     """Its schedules' rates and betas in 22 steps of two groups, frozen in a file."""
     groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in LRS]
     made = torch.optim.Adam(groups, lr=1.0)
@@ -197,7 +197,7 @@ def test_equals_deepspeeds_own(row: dict[str, Any]) -> None:
         schedule.step()
 
 
-def test_an_optimizer_without_betas_cycles_its_rate_only() -> None:
+def test_optimizer_without_betas_cycles_lr_only() -> None:
     params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 2}
     schedule = make_schedule(SchedulerConfig(type="OneCycle", params=params), optimizer(1.0))
     assert isinstance(schedule, StepSchedule)
@@ -205,12 +205,12 @@ def test_an_optimizer_without_betas_cycles_its_rate_only() -> None:
     assert schedule.get_last_lr() == [0.1]
 
 
-def test_numbers_as_files_write_them() -> None:
+def test_numbers_given_as_strings() -> None:
     assert LR_CURVES["WarmupLR"](warmup_num_steps="1e1").model_dump()["warmup_num_steps"] == 10
     assert LR_CURVES["WarmupLR"](warmup_min_lr="1e-3").model_dump()["warmup_min_lr"] == 1e-3
 
 
-def test_a_list_has_a_value_for_each_group() -> None:
+def test_list_needs_a_value_per_group() -> None:
     params = {"lr_range_test_min_lr": [0.1, 0.2, 0.3]}
     with pytest.raises(ConfigError, match=r"params\.lr_range_test_min_lr: 3 values for 2"):
         make_schedule(SchedulerConfig(type="LRRangeTest", params=params), optimizer(1.0, 1.0))
@@ -241,16 +241,18 @@ class TestTorchSchedules:
             ("LambdaLR", {}, r"scheduler\.type: not a schedule that"),
         ],
     )
-    def test_wrong_ones_are_named(self, kind: str, params: dict[str, Any], message: str) -> None:
+    def test_wrong_arguments_are_named(
+        self, kind: str, params: dict[str, Any], message: str
+    ) -> None:
         with pytest.raises(ConfigError, match=message):
             from_config(kind, params)
 
-    def test_one_that_wants_a_metric_is_the_users_to_step(self) -> None:
+    def test_scheduler_that_needs_a_metric_is_refused(self) -> None:
         made = optimizer(1.0)
         with pytest.raises(ConfigError, match="ReduceLROnPlateau requires arguments"):
             check_schedule(torch.optim.lr_scheduler.ReduceLROnPlateau(made), made)
 
-    def test_one_of_another_optimizer_is_refused(self) -> None:
+    def test_scheduler_of_another_optimizer_is_refused(self) -> None:
         other = torch.optim.lr_scheduler.StepLR(optimizer(1.0), 1)
         with pytest.raises(ConfigError, match="StepLR drives an optimizer that is not the engine"):
             check_schedule(other, optimizer(1.0))

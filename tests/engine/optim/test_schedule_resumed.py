@@ -1,4 +1,4 @@
-"""A schedule that goes on from a state equals one that was never interrupted."""
+"""A schedule resumed from a state equals one that was not interrupted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rates(name: str, steps: int, block: Block | None = None) -> tuple[list[Any],
 
 @pytest.mark.parametrize("name", [*BY_CONFIG, *BY_FUNCTION])
 @pytest.mark.parametrize("first", [1, 4])
-def test_goes_on(name: str, first: int) -> None:
+def test_resumes(name: str, first: int) -> None:
     straight, _ = rates(name, 8)
     before, block = rates(name, first)
     after, _ = rates(name, 8 - first, block)

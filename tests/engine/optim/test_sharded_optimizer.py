@@ -1,4 +1,4 @@
-"""The local optimizer against torch on whole parameters, and how its groups are found."""
+"""The sharded optimizer against torch on whole parameters, and parameter groups."""
 
 from __future__ import annotations
 
@@ -29,51 +29,51 @@ from rayzero.engine.zero.parameters import ReplicatedWeights
 from rayzero.engine.zero.placement import Collective
 from rayzero.engine.zero.unit import Unit
 
-HOME = DeviceStore(Precision(), torch.device("cpu"), separate_memory=False)
+STORE = DeviceStore(Precision(), torch.device("cpu"), separate_memory=False)
 
 
-def make_runs(*groups: int, dtype: torch.dtype = torch.float32) -> list[OptimizerShard]:
+def make_shards(*groups: int, dtype: torch.dtype = torch.float32) -> list[OptimizerShard]:
     torch.manual_seed(0)
     flat, grads = torch.randn(8 * len(groups), dtype=dtype), torch.randn(8 * len(groups))
     layout = make_layout("unit", [ParamSpec("one", (8 * len(groups),))], 1)
     whole = slice(0, len(flat))
     params = (nn.Parameter(flat.clone()),)
     weights = ReplicatedWeights(layout, params, flat)
-    unit = Unit(layout, params, weights, flat, None, whole, whole, None, HOME)
-    runs = []
+    unit = Unit(layout, params, weights, flat, None, whole, whole, None, STORE)
+    shards = []
     for number, group in enumerate(groups):
         part = slice(8 * number, 8 * number + 8)
         weight, grad = nn.Parameter(flat[part].clone()), grads[part].to(dtype)
-        runs.append(OptimizerShard(group, unit, part, weight, grad))
-    return runs
+        shards.append(OptimizerShard(group, unit, part, weight, grad))
+    return shards
 
 
 def config(kind: Any, **params: Any) -> OptimizerConfig:
     return OptimizerConfig(type=kind, params=params)
 
 
-def trained(
+def trained_sharded(
     optimizer: OptimizerConfig, factor: float, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    runs = make_runs(0, 1, dtype=dtype)
+    shards = make_shards(0, 1, dtype=dtype)
     local = ShardedOptimizer(
-        optimizer_factory(optimizer)(group_shards(runs, [{}, {"weight_decay": 0.3}])), runs
+        optimizer_factory(optimizer)(group_shards(shards, [{}, {"weight_decay": 0.3}])), shards
     )
     for step in range(3):
-        for run in runs:
-            run.grad.add_(0.1 * step)
+        for shard in shards:
+            shard.grad.add_(0.1 * step)
         local.step(factor)
-        for run in runs:  # the fused kernels leave what they have multiplied; grads start afresh
-            run.grad.copy_(torch.sin(run.weight.detach()))
-    return [run.weight.detach() for run in runs]
+        for shard in shards:  # fused kernels overwrite gradients
+            shard.grad.copy_(torch.sin(shard.weight.detach()))
+    return [shard.weight.detach() for shard in shards]
 
 
-def plainly_trained(make: Any, factor: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def trained_by_torch(make: Any, factor: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """torch alone, with the gradients multiplied beforehand."""
-    runs = make_runs(0, 1, dtype=dtype)
-    params = [nn.Parameter(run.weight.detach().clone()) for run in runs]
+    shards = make_shards(0, 1, dtype=dtype)
+    params = [nn.Parameter(shard.weight.detach().clone()) for shard in shards]
     optimizer = make([{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.3}])
-    grads = [run.grad.clone() for run in runs]
+    grads = [shard.grad.clone() for shard in shards]
     for step in range(3):
         for param, grad in zip(params, grads, strict=True):
             param.grad = (grad + 0.1 * step) * factor
@@ -86,8 +86,8 @@ def adamw(**options: Any) -> Any:
     return lambda groups: torch.optim.AdamW(groups, **({"lr": 0.1, "weight_decay": 0} | options))
 
 
-def endless(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """AdamW as if a billion steps were behind it."""
+def adamw_without_correction(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """AdamW after a billion steps, when bias corrections are 1."""
     made = torch.optim.AdamW(groups, lr=0.1, weight_decay=0, betas=(0.5, 0.9))
     for group in made.param_groups:
         for param in group["params"]:
@@ -108,7 +108,7 @@ KINDS: list[tuple[OptimizerConfig, Any]] = [
         config("AdamW", lr=0.1, betas=[0.5, 0.6], eps=1e-3, weight_decay=0.2),
         adamw(betas=(0.5, 0.6), eps=1e-3, weight_decay=0.2),
     ),
-    # DeepSpeed's Adam decays weights apart from the gradient unless told otherwise.
+    # DeepSpeed's Adam decouples weight decay by default.
     (config("Adam", lr=0.1, weight_decay=0.2), adamw(weight_decay=0.2)),
     (config("Adam", lr=0.1, adam_w_mode=True, weight_decay=0.2), adamw(weight_decay=0.2)),
     (
@@ -119,7 +119,7 @@ KINDS: list[tuple[OptimizerConfig, Any]] = [
     (config("AdamW", lr=0.1, amsgrad=True), adamw(amsgrad=True)),
     (config("AdamW", lr=0.1, fused=False, maximize=True), adamw(maximize=True)),
     (config("AdamW", lr=0.1, foreach=True), adamw(foreach=True)),
-    (config("AdamW", lr=0.1, betas=[0.5, 0.9], bias_correction=False), endless),
+    (config("AdamW", lr=0.1, betas=[0.5, 0.9], bias_correction=False), adamw_without_correction),
     (config("Adagrad", lr=0.1), lambda g: torch.optim.Adagrad(g, lr=0.1)),
     (
         config("Adagrad", lr=0.1, lr_decay=0.2, initial_accumulator_value=0.5, eps=1e-3),
@@ -139,49 +139,52 @@ def test_steps_like_torch_on_multiplied_gradients(
     optimizer: OptimizerConfig, plain: Any, dtype: torch.dtype, factor: float
 ) -> None:
     tolerance = 1e-5 if dtype is torch.float32 else 1e-12
-    ours, right = trained(optimizer, factor, dtype), plainly_trained(plain, factor, dtype)
-    for one, other in zip(ours, right, strict=True):
+    sharded, expected = (
+        trained_sharded(optimizer, factor, dtype),
+        trained_by_torch(plain, factor, dtype),
+    )
+    for one, other in zip(sharded, expected, strict=True):
         assert torch.allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
 def test_the_fused_kernel_is_the_default(kind: Any) -> None:
-    runs = make_runs(0)
-    assert optimizer_factory(config(kind))(group_shards(runs, [{}])).defaults["fused"] is True
+    shards = make_shards(0)
+    assert optimizer_factory(config(kind))(group_shards(shards, [{}])).defaults["fused"] is True
     assert (
-        optimizer_factory(config(kind, fused=False))(group_shards(runs, [{}])).defaults["fused"]
+        optimizer_factory(config(kind, fused=False))(group_shards(shards, [{}])).defaults["fused"]
         is False
     )
 
 
-def test_a_factor_costs_no_pass_where_the_kernel_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factor_is_applied_in_the_kernel_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[float] = []
     multiply = torch._foreach_mul_
     monkeypatch.setattr(torch, "_foreach_mul_", lambda ts, f: calls.append(f) or multiply(ts, f))
-    trained(config("AdamW", lr=0.1), 0.5)
+    trained_sharded(config("AdamW", lr=0.1), 0.5)
     assert calls == []
-    trained(config("AdamW", lr=0.1, fused=False), 0.5)
-    trained(config("AdamW", lr=0.1), 0.5, torch.float64)  # the kernel's scale is a float32
+    trained_sharded(config("AdamW", lr=0.1, fused=False), 0.5)
+    trained_sharded(config("AdamW", lr=0.1), 0.5, torch.float64)  # the kernel's scale is a float32
     assert calls == [0.5] * 6
 
 
-def test_a_factor_is_forgotten_after_its_step() -> None:
-    runs = make_runs(0)
+def test_factor_applies_to_one_step() -> None:
+    shards = make_shards(0)
     local = ShardedOptimizer(
-        optimizer_factory(config("SGD", lr=1.0))(group_shards(runs, [{}])), runs
+        optimizer_factory(config("SGD", lr=1.0))(group_shards(shards, [{}])), shards
     )
-    runs[0].weight.data.zero_()
-    runs[0].grad.fill_(1.0)
+    shards[0].weight.data.zero_()
+    shards[0].grad.fill_(1.0)
     local.step(0.5)
-    runs[0].grad.fill_(1.0)
+    shards[0].grad.fill_(1.0)
     local.step(1.0)
-    assert runs[0].weight.tolist() == pytest.approx([-1.5] * 8)
+    assert shards[0].weight.tolist() == pytest.approx([-1.5] * 8)
 
 
-def test_lr_is_the_first_groups() -> None:
-    runs = make_runs(0, 1)
-    made = optimizer_factory(config("AdamW", lr=0.1))(group_shards(runs, [{"lr": 0.7}, {}]))
-    local = ShardedOptimizer(made, runs)
+def test_lr_is_that_of_the_first_group() -> None:
+    shards = make_shards(0, 1)
+    made = optimizer_factory(config("AdamW", lr=0.1))(group_shards(shards, [{"lr": 0.7}, {}]))
+    local = ShardedOptimizer(made, shards)
     assert local.lr == 0.7
 
 
@@ -217,11 +220,11 @@ def test_wrong_parameters_are_config_errors(
     kind: str, params: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        optimizer_factory(config(kind, **params))(group_shards(make_runs(0), [{}]))
+        optimizer_factory(config(kind, **params))(group_shards(make_shards(0), [{}]))
 
 
 class Normed(torch.optim.SGD):
-    """Looks at a whole tensor, as anybody's optimizer may."""
+    """Not elementwise: normalizes each gradient."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -238,20 +241,20 @@ class Normed(torch.optim.SGD):
         ("Adm", r"mean 'Adam'.*Adam, AdamW, SGD"),
     ],
 )
-def test_wrong_names_are_told_by_the_config(name: str, message: str) -> None:
+def test_wrong_names_are_config_errors(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"optimizer\.type: .*{message}"):
         parse_config({"optimizer": {"type": name}})
 
 
-def test_all_mistakes_in_params_are_told_at_once_and_without_torch() -> None:
+def test_all_mistakes_in_params_are_reported_together() -> None:
     wrong = {
         "optimizer": {"type": "lamb", "params": {"max_coef": 1, "lr": "fast"}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}},
     }
-    with pytest.raises(ConfigError, match="3 mistakes") as told:
+    with pytest.raises(ConfigError, match="3 mistakes") as raised:
         parse_config(wrong)
-    assert "optimizer.params.max_coef: unknown key (did you mean 'max_coeff'?)" in str(told.value)
-    assert "scheduler.params.warmup_type" in str(told.value)
+    assert "optimizer.params.max_coef: unknown key (did you mean 'max_coeff'?)" in str(raised.value)
+    assert "scheduler.params.warmup_type" in str(raised.value)
 
 
 def make_unit(groups: list[int], owned: slice | None = None, frozen: bool = False) -> Unit:
@@ -273,50 +276,50 @@ def make_unit(groups: list[int], owned: slice | None = None, frozen: bool = Fals
         part,
         part,
         None,
-        HOME,
+        STORE,
     )
 
 
-def test_runs_are_the_groups_parts_of_what_this_rank_owns() -> None:
+def test_shards_are_the_groups_parts_of_the_owned_range() -> None:
     whole = make_unit([0, 1, 0])  # group 0 from 0 to 128, group 1 from 128 on
-    second = make_unit([0, 1], slice(64, 128))  # all of it group 1's
-    runs = optimizer_shards([whole, make_unit([0], frozen=True), second])
-    found = [(run.group, int(run.weight[0]), run.weight.numel()) for run in runs]
+    second = make_unit([0, 1], slice(64, 128))  # all of it in group 1
+    shards = optimizer_shards([whole, make_unit([0], frozen=True), second])
+    found = [(shard.group, int(shard.weight[0]), shard.weight.numel()) for shard in shards]
     assert found == [(0, 0, 128), (1, 128, 64), (1, 64, 64)]
     assert whole.main_weights is not None
-    assert runs[0].weight.data_ptr() == whole.main_weights.data_ptr()  # a view, not a copy
-    assert all(torch.equal(run.grad, -run.weight.detach()) for run in runs)
-    groups = group_shards(runs, [{"lr": 1.0}, {"lr": 2.0}])
+    assert shards[0].weight.data_ptr() == whole.main_weights.data_ptr()  # a view, not a copy
+    assert all(torch.equal(shard.grad, -shard.weight.detach()) for shard in shards)
+    groups = group_shards(shards, [{"lr": 1.0}, {"lr": 2.0}])
     assert [(group["lr"], len(group["params"])) for group in groups] == [(1.0, 1), (2.0, 2)]
 
 
-class TestTakeOver:
+class TestRebindParams:
     def test_keeps_the_optimizer_and_its_options(self) -> None:
         model = nn.Linear(2, 2)
         groups = [{"params": [model.weight], "lr": 3.0}, {"params": [model.bias]}]
         given = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
-        runs = make_runs(1, 0, 1)
-        taken = rebind_params(given, runs)
-        assert taken is given
+        shards = make_shards(1, 0, 1)
+        rebound = rebind_params(given, shards)
+        assert rebound is given
         assert [group["lr"] for group in given.param_groups] == [3.0, 1.0]
-        assert given.param_groups[0]["params"] == [runs[1].weight]
+        assert given.param_groups[0]["params"] == [shards[1].weight]
         assert len(given.param_groups[1]["params"]) == 2
 
-    def test_takes_a_fresh_adagrad_which_has_state_from_the_beginning(self) -> None:
+    def test_accepts_a_new_adagrad_which_has_initial_state(self) -> None:
         model = nn.Linear(2, 2)
         given = torch.optim.Adagrad(model.parameters(), lr=1.0, initial_accumulator_value=0.5)
-        runs = make_runs(0)
-        rebind_params(given, runs)
-        assert set(given.state) == {runs[0].weight}
-        assert given.state[runs[0].weight]["sum"].tolist() == [0.5] * 8
-        runs[0].weight.grad = runs[0].grad
+        shards = make_shards(0)
+        rebind_params(given, shards)
+        assert set(given.state) == {shards[0].weight}
+        assert given.state[shards[0].weight]["sum"].tolist() == [0.5] * 8
+        shards[0].weight.grad = shards[0].grad
         given.step()
         with pytest.raises(
             ConfigError, match="Adagrad passed to initialize has already taken steps"
         ):
-            rebind_params(given, runs)
+            rebind_params(given, shards)
 
-    def test_refuses_one_that_has_taken_steps(self) -> None:
+    def test_refuses_an_optimizer_that_has_taken_steps(self) -> None:
         param = nn.Parameter(torch.zeros(1))
         given = torch.optim.SGD([param], lr=1.0, momentum=0.5)
         param.grad = torch.ones(1)
@@ -325,15 +328,15 @@ class TestTakeOver:
             rebind_params(given, [])
 
 
-class TestGroups:
-    def test_one_group_of_all_that_require_gradients(self) -> None:
+class TestFindParamGroups:
+    def test_default_is_one_group_of_trainable_parameters(self) -> None:
         model = nn.Linear(2, 2)
         model.bias.requires_grad_(False)
         groups = find_param_groups(model, None, None)
         assert groups.group_of == {model.weight: 0}
         assert groups.options == [{}]
 
-    def test_given_groups_and_a_lone_parameter(self) -> None:
+    def test_given_groups_and_a_single_parameter(self) -> None:
         model = nn.Linear(2, 2)
         given: list[dict[str, Any]] = [
             {"params": model.bias, "lr": 1.0},
@@ -343,7 +346,7 @@ class TestGroups:
         assert groups.group_of == {model.bias: 0, model.weight: 1}
         assert groups.options == [{"lr": 1.0}, {}]
 
-    def test_the_optimizers_groups_come_first(self) -> None:
+    def test_the_optimizers_groups_take_precedence(self) -> None:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=1.0)
         groups = find_param_groups(model, model.parameters(), optimizer)

@@ -1,4 +1,4 @@
-"""Whole parameters out of parts: owners, routes, and optimizers that use them."""
+"""Whole parameters assembled from shards, and the optimizers that need them."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ def test_owners_share_the_work_evenly(shapes: list[tuple[int, int]], world: int)
     assert owners.keys() == set(range(len(shapes)))
     cost = [rows * columns * min(rows, columns) for rows, columns in shapes]
     loads = [sum(cost[n] for n, owner in owners.items() if owner == r) for r in range(world)]
-    # Greedy from the largest: no rank has more than the mean and one parameter besides.
+    # Greedy from the largest: no rank has more than the mean plus one parameter.
     assert max(loads) <= sum(cost) / world + max(cost, default=0)
 
 
 def exchange(rank: int, world: int) -> None:
-    """Rank s sends rank r what says so, 3 s + r of it; nothing to some."""
-    ours, _ = connect_collectives()
+    """Rank s sends rank r some elements of value 10 s + r; to some ranks none."""
+    collectives, _ = connect_collectives()
     length = [[(3 * s + r) % 5 for r in range(world)] for s in range(world)]
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         sent = [torch.full((length[rank][r],), 10.0 * rank + r, dtype=dtype) for r in range(world)]
         received = [torch.zeros(length[s][rank], dtype=dtype) for s in range(world)]
-        pending = ours.all_to_all_v(received, sent)
+        pending = collectives.all_to_all_v(received, sent)
         pending.wait()
         pending.release()
         for s in range(world):
             assert received[s].tolist() == [10.0 * s + rank] * length[s][rank]
-    assert ours.counters.by_name["exchange"].calls == 3
+    assert collectives.counters.by_name["exchange"].calls == 3
 
 
 @pytest.mark.parametrize("world", [0, 2, 3])
-def test_everybody_gets_what_was_sent_to_him(world: int) -> None:
+def test_all_to_all_v_delivers_to_the_right_rank(world: int) -> None:
     run_ranks(max(world, 1), exchange)
 
 
@@ -68,8 +68,8 @@ def traffic(rank: int, world: int, optimizer: dict[str, Any], stage: int) -> dic
         part = batch.chunk(world)[rank]
         engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
         engine.step()
-    found = engine._runtime.collectives.counters.by_name
-    return {name: found[name].calls for name in ("sums", "exchange") if name in found}
+    result = engine._runtime.collectives.counters.by_name
+    return {name: result[name].calls for name in ("sums", "exchange") if name in result}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,9 @@ def traffic(rank: int, world: int, optimizer: dict[str, Any], stage: int) -> dic
         ("Muon", 0, {}),
     ],
 )
-def test_only_those_that_need_wholes_talk(kind: str, stage: int, calls: dict[str, int]) -> None:
+def test_only_optimizers_of_whole_params_communicate(
+    kind: str, stage: int, calls: dict[str, int]
+) -> None:
     assert run_ranks(2, traffic, {"type": kind}, stage) == [calls] * 2
 
 
@@ -114,29 +116,29 @@ def offloaded(rank: int, world: int, kind: str, device: str) -> tuple[list[float
 
 @pytest.mark.parametrize("kind", ["lamb", "muon", "adagrad", "lion"])
 def test_offload_steps_unit_by_unit_to_the_same_weights(kind: str) -> None:
-    right = run_ranks(2, offloaded, kind, "none")[0]
-    found = run_ranks(2, offloaded, kind, "cpu")[0]
-    assert found[0] == pytest.approx(right[0], rel=1e-9)
-    for name, value in right[1].items():
-        assert zoo.relative(found[1][name], value) < 1e-9, name
+    expected = run_ranks(2, offloaded, kind, "none")[0]
+    result = run_ranks(2, offloaded, kind, "cpu")[0]
+    assert result[0] == pytest.approx(expected[0], rel=1e-9)
+    for name, value in expected[1].items():
+        assert zoo.relative(result[1][name], value) < 1e-9, name
 
 
 def model_and_batch(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
     return zoo.make(dtype), next(zoo.batches(1, 4))
 
 
-class TestTheUsersOwn:
-    """Instances and functions, as they are given to initialize."""
+class TestClasses:
+    """Instances and functions given to initialize."""
 
     @pytest.mark.parametrize(
-        ("make", "right"),
+        ("make", "expected"),
         [
             (lambda g: Lamb(g, lr=0.05), lambda g: references.Lamb(g, lr=0.05)),
             (lambda g: Lion(g, lr=0.01), lambda g: references.Lion(g, lr=0.01)),
         ],
     )
     @pytest.mark.parametrize("instance", [True, False])
-    def test_are_those_of_the_papers(self, make: Any, right: Any, instance: bool) -> None:
+    def test_equal_the_reference(self, make: Any, expected: Any, instance: bool) -> None:
         model = zoo.make(torch.float64)
         groups = zoo.two_groups(model)
         data = list(zoo.batches(4, 4))
@@ -149,31 +151,31 @@ class TestTheUsersOwn:
         for batch in data:
             engine.backward(engine(batch[:, :-1], targets=batch[:, 1:])["loss"])
             engine.step()
-        _, state = zoo.plain(zoo.make(torch.float64), right, data)
+        _, state = zoo.plain(zoo.make(torch.float64), expected, data)
         for name, value in engine.state_dict().items():
             assert zoo.relative(value, state[name]) < 1e-9, name
 
     @pytest.mark.parametrize("corrected", [True, False])
     @pytest.mark.parametrize("inside", [True, False])
-    def test_lamb_alone_with_every_option(self, corrected: bool, inside: bool) -> None:
+    def test_lamb_without_an_engine(self, corrected: bool, inside: bool) -> None:
         options = {"lr": 0.1, "weight_decay": 0.1, "bias_correction": corrected}
         options |= {"eps_inside_sqrt": inside, "eps": 0.01, "max_coeff": 3.0}
         data = list(zoo.batches(3, 4))
-        _, ours = zoo.plain(zoo.make(torch.float64), lambda g: Lamb(g, **options), data)
+        _, collectives = zoo.plain(zoo.make(torch.float64), lambda g: Lamb(g, **options), data)
         plain: Any = lambda g: references.Lamb(g, **options)  # noqa: E731
-        _, right = zoo.plain(zoo.make(torch.float64), plain, data)
-        for name, value in ours.items():
-            assert zoo.relative(value, right[name]) < 1e-9, name
+        _, expected = zoo.plain(zoo.make(torch.float64), plain, data)
+        for name, value in collectives.items():
+            assert zoo.relative(value, expected[name]) < 1e-9, name
 
-    def test_muon_does_not_guess_on_shards(self) -> None:
+    def test_muon_on_shards_needs_use_muon(self) -> None:
         model, _ = model_and_batch()
         matrices = [one for one in model.parameters() if one.ndim == 2 and one.requires_grad]
         with pytest.raises(ConfigError, match="group 0 does not set use_muon"):
             rayzero.initialize(model=model, model_parameters=matrices, optimizer=Muon, config={})
 
 
-class TestHalves:
-    """Which half a parameter is in, under which options."""
+class TestMuonGroups:
+    """Which parameters use Muon, with which options."""
 
     def groups(self, model: nn.Module, **params: Any) -> list[dict[str, Any]]:
         engine, *_ = rayzero.initialize(
@@ -184,18 +186,18 @@ class TestHalves:
         keys = ("use_muon", "lr", "weight_decay", "momentum", "betas")
         return [{key: one.get(key) for key in keys} for one in engine.optimizer.param_groups]
 
-    def test_matrices_but_embeddings_are_muons(self) -> None:
+    def test_matrices_except_embeddings_use_muon(self) -> None:
         model = zoo.make()
         assert self.groups(model, muon_lr=0.3, lr=0.2, momentum=0.9) == [
             {"use_muon": True, "lr": 0.3, "weight_decay": 0.1, "momentum": 0.9, "betas": None},
             {
-                "use_muon": False,  # the embedding, which is the head too
+                "use_muon": False,  # the embedding, tied to the head
                 "lr": 0.2,
                 "weight_decay": 0.1,
                 "momentum": None,
                 "betas": (0.9, 0.95),
             },
-            {  # its group's own rate comes first
+            {  # its group's own lr takes precedence
                 "use_muon": False,
                 "lr": 3e-3,
                 "weight_decay": 0.0,
@@ -204,20 +206,20 @@ class TestHalves:
             },
         ]
 
-    def test_a_parameters_own_word_comes_first(self) -> None:
+    def test_use_muon_of_a_parameter_takes_precedence(self) -> None:
         model = zoo.make()
         for param in model.parameters():
             param.use_muon = False  # type: ignore[attr-defined]
         assert [one["use_muon"] for one in self.groups(model)] == [False, False]
 
-    def test_a_vector_cannot_be_muons(self) -> None:
+    def test_a_vector_cannot_use_muon(self) -> None:
         model = zoo.make()
         model.blocks[0].norm.weight.use_muon = True  # type: ignore[index,union-attr]
         with pytest.raises(ConfigError, match=r"norm\.weight of shape \(10,\) has use_muon"):
             self.groups(model)
 
 
-def test_state_in_files_cannot_be_whole(tmp_path: Any) -> None:
+def test_nvme_offload_is_refused(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="the state of Lamb cannot be offloaded to NVMe"):
         rayzero.initialize(
             model=zoo.make(),
@@ -262,7 +264,7 @@ def filters(rank: int, world: int) -> dict[str, Tensor]:
 
 
 def test_filters_and_stacks_of_matrices() -> None:
-    """A filter is one matrix; a stack is orthogonalised matrix by matrix; sharded as alone."""
+    """A filter is one matrix; a stack is orthogonalised matrix by matrix; equal on shards."""
     alone = run_ranks(0, filters)[0]
     sharded = run_ranks(2, filters)[0]
     for name, value in alone.items():

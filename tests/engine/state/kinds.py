@@ -1,4 +1,4 @@
-"""Every kind of training state there is, a row each, and one run that any of them can take.
+"""Every kind of training state, one row each, and a training run for any of them.
 
 A row is a config whose state has something of its own; `FOUND` says how one sees that it is there.
 `whole` puts a state together from the ranks' blocks, so that states of any two worlds compare.
@@ -140,7 +140,7 @@ KINDS = {
 
 @contextmanager
 def memory(kind: Kind) -> Iterator[None]:
-    """Host memory as the row wants it."""
+    """Host memory as the row has it."""
     found = plan.make_transfer
     if kind.apart:
         plan.make_transfer = lambda device: HostTransfer(separate_memory=True)
@@ -207,7 +207,7 @@ def whole(blocks: Sequence[Block]) -> Whole:
     document = documents[0]
     small = {key: document[key] for key in ("step", "sample_cursor", "skipped_steps", "loss_scale")}
     groups = zip(*(one["groups"] for one in documents), strict=True)
-    # A rank without a parameter of a group has no numbers of it.
+    # A rank without a parameter of a group has no scalars of it.
     small["scalars"] = [
         next((one["scalars"] for one in group if "scalars" in one), None) for group in groups
     ]
@@ -267,10 +267,10 @@ FOUND: dict[str, Callable[[Sequence[Block], Whole], bool]] = {
 
 
 def equal(seen: Whole, right: Whole, *, bits: bool) -> None:
-    """Asserts that two states are one. What is kept back is a sum of floats, in any order.
+    """Asserts that two states are equal. Residuals are sums of floats, in any order.
 
     Args:
-        bits: that sum, too, bit by bit.
+        bits: residuals too, bit by bit.
     """
     assert seen.small == right.small
     assert seen.tensors.keys() == right.tensors.keys()

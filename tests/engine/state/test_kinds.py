@@ -18,7 +18,7 @@ from tests.support.ranks import run_ranks
 WORLD, OTHER, AT, END = 2, 3, 5, 7
 
 
-def undisturbed(
+def uninterrupted(
     rank: int, world: int, name: str, folder: str
 ) -> tuple[Block, Block, dict[str, int]]:
     """The states at `AT`, which is also saved, and at `END`; bytes by class."""
@@ -58,9 +58,9 @@ def loaded(rank: int, world: int, name: str, folder: str) -> Block:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_it_outlives_a_reshard_and_a_checkpoint(name: str, tmp_path: Path) -> None:
+def test_survives_a_reshard_and_a_checkpoint(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
-    results = run_ranks(WORLD, undisturbed, name, str(tmp_path))
+    results = run_ranks(WORLD, uninterrupted, name, str(tmp_path))
     blocks, ends = [one[0] for one in results], [one[1] for one in results]
     right = whole(blocks)
     for key in kind.holds:

@@ -23,7 +23,7 @@ OPTIMIZERS = {"adamw": zoo.adamw, "sgd": zoo.sgd}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
 
 
-def some_steps(
+def train_steps(
     rank: int,
     world: int,
     stage: int,
@@ -66,12 +66,12 @@ CHAIN = [(3, 3), (1, 2), (2, 0), (0, 3), (3, 2), (2, 3), (3, 0), (1, 3), (0, 2),
     ("precision", "optimizer", "limit"),
     [("fp64", "adamw", 1e-9), ("fp32", "sgd", 1e-5), ("fp64", "sgd", 1e-9)],
 )
-def test_a_chain_of_stages_and_worlds_equals_plain_torch(precision, optimizer, limit):
+def test_changing_stage_and_world_size_equals_plain_torch(precision, optimizer, limit):
     each = 2
     blocks, losses = None, []
     for number, (stage, world) in enumerate(CHAIN):
         steps = range(number * each, (number + 1) * each)
-        results = run_ranks(world, some_steps, stage, precision, optimizer, steps, blocks)
+        results = run_ranks(world, train_steps, stage, precision, optimizer, steps, blocks)
         blocks = [block for block, _, _ in results]
         losses += results[0][2]
     oracle = zoo.plain(
@@ -85,19 +85,19 @@ def test_a_chain_of_stages_and_worlds_equals_plain_torch(precision, optimizer, l
         assert zoo.relative(results[0][1][name], right) < limit, name
 
 
-def test_bf16_goes_on_bit_by_bit_at_the_same_size():
-    straight = run_ranks(2, some_steps, 3, "bf16", "adamw", range(6), None)
-    first = run_ranks(2, some_steps, 3, "bf16", "adamw", range(3), None)
+def test_bf16_resumes_with_the_same_bits():
+    straight = run_ranks(2, train_steps, 3, "bf16", "adamw", range(6), None)
+    first = run_ranks(2, train_steps, 3, "bf16", "adamw", range(3), None)
     blocks = [block for block, _, _ in first]
-    second = run_ranks(2, some_steps, 3, "bf16", "adamw", range(3, 6), blocks)
+    second = run_ranks(2, train_steps, 3, "bf16", "adamw", range(3, 6), blocks)
     assert first[0][2] + second[0][2] == straight[0][2]
     for name, right in straight[0][1].items():
         assert torch.equal(second[0][1][name], right), name
 
 
-def test_every_byte_is_held_once_over_the_ranks():
+def test_every_element_is_saved_by_one_rank():
     for stage, world in CHAIN:
-        results = run_ranks(world, some_steps, stage, "fp32", "adamw", range(1), None)
+        results = run_ranks(world, train_steps, stage, "fp32", "adamw", range(1), None)
         seen: dict[str, int] = {}
         shapes: dict[str, int] = {}
         for block, _, _ in results:
@@ -108,20 +108,20 @@ def test_every_byte_is_held_once_over_the_ranks():
         assert any(name.startswith("optimizer.exp_avg_sq/") for name in seen)
 
 
-def test_the_state_of_another_model_is_refused():
-    blocks = [b for b, _, _ in run_ranks(0, some_steps, 0, "fp32", "sgd", range(1), None)]
+def test_state_of_another_model_is_refused():
+    blocks = [b for b, _, _ in run_ranks(0, train_steps, 0, "fp32", "sgd", range(1), None)]
     other = nn.Linear(3, 2)
     with use_session(StateSession(blocks)), pytest.raises(CheckpointMismatchError) as told:
         rayzero.initialize(model=other, config=config())
     assert "2 tensors of the model are not in it: weights/weight, weights/bias" in str(told.value)
 
 
-def test_a_part_of_a_state_is_refused():
-    blocks = [b for b, _, _ in run_ranks(2, some_steps, 3, "fp32", "sgd", range(1), None)]
+def test_incomplete_state_is_refused():
+    blocks = [b for b, _, _ in run_ranks(2, train_steps, 3, "fp32", "sgd", range(1), None)]
     table = blocks[1].table
     blocks[1].table = replace(table, ranges=table.ranges[:-3])
     with pytest.raises(RankError, match="no source holds") as told:
-        run_ranks(2, some_steps, 1, "fp32", "sgd", range(1, 2), blocks)
+        run_ranks(2, train_steps, 1, "fp32", "sgd", range(1, 2), blocks)
     assert MissingRangesError.__name__ in str(told.value)
 
 
@@ -164,7 +164,7 @@ def noisy_steps(
 
 
 @pytest.mark.parametrize(("stage", "world"), [(0, 0), (0, 2), (2, 2), (3, 2)])
-def test_frozen_weights_buffers_schedule_and_random_states_come_back(stage, world):
+def test_frozen_weights_buffers_schedule_and_rng_are_restored(stage, world):
     straight = run_ranks(world, noisy_steps, stage, range(8), None)
     first = run_ranks(world, noisy_steps, stage, range(4), None)
     blocks = [block for block, _, _ in first]
@@ -175,7 +175,7 @@ def test_frozen_weights_buffers_schedule_and_random_states_come_back(stage, worl
         assert torch.equal(second[0][1][name], right), name
 
 
-def test_a_torch_scheduler_goes_on():
+def test_torch_scheduler_resumes():
     def make(blocks: list[Block] | None) -> Any:
         with use_session(StateSession(blocks)):
             return rayzero.initialize(
@@ -224,22 +224,22 @@ def batch_sizes(
         ),
     ],
 )
-def test_the_global_batch_stays_when_the_world_shrinks(sizes, first, then):
+def test_global_batch_is_kept_at_another_world_size(sizes, first, then):
     before = run_ranks(3, batch_sizes, {**sizes, "optimizer": SGD}, None)
     assert before[0][1] == first
     after = run_ranks(2, batch_sizes, {**sizes, "optimizer": SGD}, [one for one, _ in before])
     assert after[0][1] == then
 
 
-def test_another_global_batch_may_be_asked_for():
+def test_config_may_change_the_global_batch():
     before = run_ranks(0, batch_sizes, {"train_batch_size": 12, "optimizer": SGD}, None)
     blocks = [one for one, _ in before]
     after = run_ranks(0, batch_sizes, {"train_batch_size": 8, "optimizer": SGD}, blocks)
     assert after[0][1] == (8, 8, 1)
 
 
-def test_the_small_part_is_json_that_names_step_and_cursor():
-    block = run_ranks(0, some_steps, 0, "fp32", "adamw", range(3), None)[0][0]
+def test_metadata_is_json_with_step_and_cursor():
+    block = run_ranks(0, train_steps, 0, "fp32", "adamw", range(3), None)[0][0]
     small = json.loads(block.small)
     assert (small["step"], small["sample_cursor"], small["skipped_steps"]) == (3, 36, 0)
     assert small["groups"][1]["scalars"]["step"]["value"] == 3.0
@@ -259,6 +259,6 @@ def vote_twice(rank: int, world: int) -> list[StepRequests]:
     return session.agreed
 
 
-def test_ranks_agree_on_wishes_in_the_vote():
+def test_ranks_agree_on_requests_in_the_vote():
     for agreed in run_ranks(2, vote_twice):
         assert agreed == [StepRequests(True, True, 1.5), StepRequests(False, False, 1.0)]
