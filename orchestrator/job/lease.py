@@ -168,7 +168,7 @@ class Lease:
         holder = _describe_holder(newer[0]) if newer else "another process"
         return LeaseLostError(
             f"{holder} has taken over {redact_url(self._job_folder)}, because this process did not "
-            f"renew its lease for {self._claim.lease_s:g} s: it writes there no more",
+            f"renew its lease for {self._claim.lease_s:g} s; this process writes nothing there now",
             fix="the job continues there; a longer checkpoint.lease_s if the store is slow",
         )
 

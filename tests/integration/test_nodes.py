@@ -48,13 +48,13 @@ def test_neighbours_share_a_node_and_growth_uses_the_other_nodes(nodes: Nodes, t
     async def run() -> None:
         async with groups(tmp_path) as (workers, vaults):
             two = await workers.start_workers(need(2, 2))
-            (shared,) = {one.node_id for one in two}
+            (shared,) = {worker.node_id for worker in two}
             workers.resize(2, 6)
             late = [await asyncio.wait_for(workers.next_worker(), WAIT_S) for _ in range(2)]
-            assert {one.node_id for one in late} == {first, second} - {shared}
+            assert {worker.node_id for worker in late} == {first, second} - {shared}
             third = nodes.add()
             last = [await asyncio.wait_for(workers.next_worker(), WAIT_S) for _ in range(2)]
-            assert {one.node_id for one in last} == {third}
+            assert {worker.node_id for worker in last} == {third}
             assert len(set((await vaults.open([first, second, third])).values())) == 3
 
     asyncio.run(run())
@@ -68,10 +68,10 @@ def test_a_lost_node_loses_its_workers_and_vault_and_its_reservations_move(
     async def run() -> None:
         async with groups(tmp_path) as (workers, vaults):
             four = await workers.start_workers(need(2, 4))
-            assert Counter(one.node_id for one in four) == {first: 2, second: 2}
+            assert Counter(worker.node_id for worker in four) == {first: 2, second: 2}
             await vaults.open([first, second])
-            gone = [one for one in four if one.node_id == second]
-            deaths = lost(workers, *(one.index for one in gone))
+            gone = [worker for worker in four if worker.node_id == second]
+            deaths = lost(workers, *(worker.index for worker in gone))
             polls = [
                 asyncio.ensure_future(deaths),
                 asyncio.ensure_future(vaults.call(second, Vault.poll, 30)),
@@ -79,12 +79,12 @@ def test_a_lost_node_loses_its_workers_and_vault_and_its_reservations_move(
             await asyncio.sleep(0.5)
             nodes.lose(second)
             answers = await asyncio.wait_for(asyncio.gather(*polls, return_exceptions=True), WAIT_S)
-            assert [type(one) for one in answers] == [dict, VaultLostError]
-            for one in gone:  # before Ray knows that the node is gone
-                workers.replace(one.index, 0.0, [])
+            assert [type(answer) for answer in answers] == [dict, VaultLostError]
+            for worker in gone:  # before Ray has noticed the loss
+                workers.replace(worker.index, 0.0, [])
             third = nodes.add()
             new = [await come(workers) for _ in gone]
-            assert {one.node_id for one in new} == {third}
+            assert {worker.node_id for worker in new} == {third}
             with pytest.raises(VaultLostError):
                 await vaults.open([second])
             await vaults.open([first, third])
@@ -105,11 +105,11 @@ def test_a_reservation_moves_off_a_node_to_avoid(nodes: Nodes, tmp_path: Path):
 
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
-            (one,) = await workers.start_workers(need(1, 1))
+            (first_worker,) = await workers.start_workers(need(1, 1))
             await workers.kill(0)
-            workers.replace(0, 0.0, [one.node_id])
+            workers.replace(0, 0.0, [first_worker.node_id])
             new = await asyncio.wait_for(workers.next_worker(), WAIT_S)
-            assert {one.node_id, new.node_id} == {first, second}
+            assert {first_worker.node_id, new.node_id} == {first, second}
             workers.replace(new.index, 0.0, [])
             again = await asyncio.wait_for(workers.next_worker(), WAIT_S)
             assert again.node_id == new.node_id
@@ -124,21 +124,21 @@ def test_a_draining_node_is_reported_and_its_reservations_requested_elsewhere(
 
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
-            one, two = await workers.start_workers(need(2, 2))
-            assert one.node_id == two.node_id
+            first_worker, second_worker = await workers.start_workers(need(2, 2))
+            assert first_worker.node_id == second_worker.node_id
             assert await workers.draining_nodes() == frozenset()
-            nodes.drain(one.node_id)
+            nodes.drain(first_worker.node_id)
             until = time.monotonic() + WAIT_S
-            while await workers.draining_nodes() != {one.node_id}:
+            while await workers.draining_nodes() != {first_worker.node_id}:
                 assert time.monotonic() < until
                 await asyncio.sleep(0.1)
-            assert await workers.call(0, WorkerCalls.open_store) == one.pid, (
+            assert await workers.call(0, WorkerCalls.open_store) == first_worker.pid, (
                 "a drained node's workers go on"
             )
             new = [await asyncio.wait_for(workers.next_worker(), WAIT_S) for _ in range(2)]
-            assert {worker.node_id for worker in new} == {first, second} - {one.node_id}
-            await workers.release_worker(one.index)  # their seats went with them
-            workers.replace(two.index, 0.0, [])
+            assert {worker.node_id for worker in new} == {first, second} - {first_worker.node_id}
+            await workers.release_worker(first_worker.index)  # its reservation is removed with it
+            workers.replace(second_worker.index, 0.0, [])
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(workers.next_worker(), 2)
 

@@ -16,7 +16,7 @@ from pyarrow import fs
 from benchmarks.ports import free_ports
 from benchmarks.token_head import TokenHead, wait_for
 from tests.integration.jobs.steady import ENGINE
-from tests.integration.told import by_ray, command_lines, files, served
+from tests.integration.leak_sources import by_ray, command_lines, files, served
 from tests.support.bucket import bucket_options
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

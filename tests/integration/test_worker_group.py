@@ -1,4 +1,4 @@
-"""Seats, workers and vaults on one node of a real cluster, without training."""
+"""Reservations, workers and vaults on one node of a real cluster, without training."""
 
 from __future__ import annotations
 
@@ -54,11 +54,13 @@ async def groups(
 
 
 async def free(cpus: int) -> None:
-    """Waits until there are so many: what Ray tells lags behind."""
-    until = time.monotonic() + WAIT_S
-    while (found := ray.available_resources().get("CPU", 0)) != cpus and time.monotonic() < until:
+    """Waits until so many CPUs are free: Ray's view lags behind."""
+    deadline_s = time.monotonic() + WAIT_S
+    while (
+        available := ray.available_resources().get("CPU", 0)
+    ) != cpus and time.monotonic() < deadline_s:
         await asyncio.sleep(0.05)
-    assert found == cpus
+    assert available == cpus
 
 
 def need(least: int, most: int, timeout_s: float = WAIT_S) -> ResourceRequest:
@@ -67,9 +69,9 @@ def need(least: int, most: int, timeout_s: float = WAIT_S) -> ResourceRequest:
 
 async def gone(pid: int) -> None:
     """Waits until the process has ended."""
-    until = time.monotonic() + WAIT_S
+    deadline_s = time.monotonic() + WAIT_S
     while lives(pid):
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline_s
         await asyncio.sleep(0.05)
 
 
@@ -86,7 +88,7 @@ def test_as_many_as_fit_start_at_once_and_the_others_when_there_is_room(tmp_path
             before = time.monotonic()
             first = await workers.start_workers(need(1, CPUS + 1))
             assert time.monotonic() - before < WAIT_S, "it did not wait for the fifth"
-            assert [one.index for one in first] == list(range(CPUS))
+            assert [worker.index for worker in first] == list(range(CPUS))
             waiting = asyncio.ensure_future(workers.next_worker())
             await asyncio.sleep(1)
             assert not waiting.done()
@@ -105,13 +107,13 @@ def test_limits_may_be_lowered_while_the_first_workers_start(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path, gate=str(gate)) as (workers, _):
             placing = asyncio.ensure_future(workers.start_workers(need(1, 2)))
-            until = time.monotonic() + WAIT_S
-            while len(list(tmp_path.glob("gate-*"))) < 2 and time.monotonic() < until:
+            deadline_s = time.monotonic() + WAIT_S
+            while len(list(tmp_path.glob("gate-*"))) < 2 and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.05)
             workers.resize(1, 1)
             await free(CPUS - 1)
             gate.touch()
-            assert [one.index for one in await asyncio.wait_for(placing, WAIT_S)] == [0]
+            assert [worker.index for worker in await asyncio.wait_for(placing, WAIT_S)] == [0]
 
     asyncio.run(run())
 
@@ -141,7 +143,8 @@ def test_a_stopped_worker_is_killed_at_once_through_its_vault(tmp_path: Path):
             node = first[0].node_id
             addresses = await vaults.open([node])
             places = {
-                one.index: RankAssignment(one.index, one.index, 2, addresses[node]) for one in first
+                worker.index: RankAssignment(worker.index, worker.index, 2, addresses[node])
+                for worker in first
             }
             await workers.assign(GenerationSpec(1, 2, "", 0), places).wait_all()
             os.kill(first[1].pid, signal.SIGSTOP)
@@ -158,8 +161,8 @@ def test_a_stopped_worker_is_killed_at_once_through_its_vault(tmp_path: Path):
 def test_a_worker_without_a_vault_is_killed(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
-            (one,) = await workers.start_workers(need(1, 1))
-            process = psutil.Process(one.pid)
+            (worker,) = await workers.start_workers(need(1, 1))
+            process = psutil.Process(worker.pid)
             await workers.kill(0)
             await asyncio.wait_for(lost(workers, 0), WAIT_S)  # Ray kills a little later
             await gone(process.pid)
@@ -173,9 +176,9 @@ def test_resize_requests_more_and_removes_only_unannounced_workers(tmp_path: Pat
             await workers.start_workers(need(1, 1))
             workers.resize(1, 3)
             new = [await asyncio.wait_for(workers.next_worker(), WAIT_S) for _ in range(2)]
-            came = {one.index for one in new}
-            assert came == {1, 2}
-            workers.resize(1, CPUS + 2)  # more than there is room for
+            started = {worker.index for worker in new}
+            assert started == {1, 2}
+            workers.resize(1, CPUS + 2)  # more than fit
             await asyncio.sleep(0.2)
             workers.resize(1, 2)
             await asyncio.sleep(1.5)
@@ -238,8 +241,8 @@ def test_a_cancelled_start_leaves_nothing(tmp_path: Path):
 def test_a_lost_vault_is_reported_and_opened_again(head: Head, tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, vaults):
-            (one,) = await workers.start_workers(need(1, 1))
-            node = one.node_id
+            (worker,) = await workers.start_workers(need(1, 1))
+            node = worker.node_id
             first = await vaults.open([node])
             assert await vaults.open([node, node]) == first
             assert await vaults.call(node, Vault.inventory) == []

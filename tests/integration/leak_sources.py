@@ -1,4 +1,4 @@
-"""All that a cluster and its jobs tell anybody, or leave lying about: for who looks for secrets."""
+"""Everything that a cluster and its jobs publish or store, to be searched for secrets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ for space in (None, b"", b"job", b"session", b"fun", b"cluster", b"named_actors"
 
 
 def command_lines() -> Iterator[tuple[str, bytes]]:
-    """Of every process on this machine that this one may look at."""
+    """Of every process on this machine that this process may inspect."""
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             yield f"process {process.pid}", "\0".join(process.cmdline()).encode()
@@ -42,14 +42,14 @@ def files(*folders: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def served(url: str) -> Iterator[tuple[str, bytes]]:
-    """By a job itself."""
+    """The pages of a job's metrics endpoint."""
     for path in ("/", "/metrics", "/snapshot.json", "/nothing"):
-        with suppress(OSError), urlopen(url + path, timeout=60) as answer:
-            yield path, answer.read()
+        with suppress(OSError), urlopen(url + path, timeout=60) as response:
+            yield path, response.read()
 
 
 def by_ray(head: TokenHead) -> Iterator[tuple[str, bytes]]:
-    """What the dashboard tells, and what lies in the cluster's store of keys and values."""
+    """The dashboard's answers, and the contents of the cluster's key-value store."""
     for path in ["/api/jobs/", *(f"/api/v0/{kind}?detail=1&limit=1000" for kind in STATE)]:
         yield path, json.dumps(head.asked(path)).encode()
     command = [sys.executable, "-c", KV, head.address]
