@@ -30,7 +30,7 @@ from rayzero.workers.vault.vault import Vault
 from tests.integration.namespaces import command, prepare
 from tests.integration.test_jobs_on_nodes import running, size, step, wait
 from tests.integration.tiny import TinyWorker, lost, setup
-from tests.orchestrator.support import Notebook
+from tests.orchestrator.support import EventLog
 
 HERE, THERE = "10.0.0.1", "10.0.0.2"
 ENV = {
@@ -113,7 +113,7 @@ async def cut_link(folder: Path) -> dict[str, Any]:
 
 async def partition(folder: Path) -> dict[str, Any]:
     """A whole job, two workers on each host; the other host cuts itself off for a while."""
-    notes = Notebook()
+    notes = EventLog()
     with running(folder, notes, min=2, max=4) as handle:
         await asyncio.to_thread(wait, handle, lambda: size(notes) == 4 and step(notes) > 60)
         struck_s, before = time.monotonic(), step(notes)

@@ -33,7 +33,7 @@ from rayzero.workers.chaos.spec import FaultFired
 from tests.integration.jobs.steady import ENGINE
 from tests.integration.nodes import Nodes
 from tests.integration.test_jobs_on_nodes import size, step, wait
-from tests.orchestrator.support import Notebook
+from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ FAULTS = [
 
 @contextmanager
 def submitted(
-    folder: Path, notes: Notebook, steps: int = 1_000_000, **settings: Any
+    folder: Path, notes: EventLog, steps: int = 1_000_000, **settings: Any
 ) -> Iterator[JobHandle]:
     """A job of at most two workers; stopped at the end."""
     handle = Job(
@@ -65,7 +65,7 @@ def submitted(
         assert handle.wait(120)
 
 
-def run(folder: Path, steps: int, notes: Notebook) -> JobResult:
+def run(folder: Path, steps: int, notes: EventLog) -> JobResult:
     checkpoint = {"path": str(folder), "every_steps": EVERY}
     with submitted(folder, notes, steps, checkpoint=checkpoint, faults=FAULTS) as handle:
         assert handle.wait(400)
@@ -74,7 +74,7 @@ def run(folder: Path, steps: int, notes: Notebook) -> JobResult:
 
 def test_the_store_fails_and_nothing_is_lost(nodes: Nodes, tmp_path: Path):
     nodes.add()
-    notes = Notebook()
+    notes = EventLog()
     assert run(tmp_path, LAST, notes).steps == LAST
     output_dir = tmp_path / "steady"
     assert [one.fault for one in FaultRecord(output_dir).read()] == FAULTS
@@ -91,12 +91,12 @@ def test_the_store_fails_and_nothing_is_lost(nodes: Nodes, tmp_path: Path):
     # The slow store held no step up: some were done while it wrote.
     slow = stored[2 * EVERY]
     assert slow.seconds > 2
-    before = notes.notices[: notes.notices.index(slow)]
+    before = notes.events[: notes.events.index(slow)]
     assert sum(isinstance(one, StepRecord) for one in before) > slow.step
     # The torn file is named, and its checkpoint is not begun from; nothing breaks a second time.
     (problem,) = verify_checkpoint(stored[LAST].folder)
     assert "rank-00001" in str(problem)
-    later = Notebook()
+    later = EventLog()
     assert run(tmp_path, LAST + 20, later).steps == LAST + 20
     assert [one.step for one in later.of(Resumed)] == [LAST - EVERY]
     assert any("is skipped" in one.text for one in later.of(JobWarning))
@@ -106,7 +106,7 @@ def test_the_store_fails_and_nothing_is_lost(nodes: Nodes, tmp_path: Path):
 
 def test_a_lost_vault_is_opened_again_and_filled(nodes: Nodes, tmp_path: Path):
     nodes.add()
-    notes = Notebook()
+    notes = EventLog()
     fault = "kill_vault(node=0, step=20)"
     with submitted(tmp_path, notes, faults=[fault]) as handle:
         wait(handle, lambda: bool(notes.of(Resized)))
@@ -121,7 +121,7 @@ def test_a_lost_vault_is_opened_again_and_filled(nodes: Nodes, tmp_path: Path):
 
 def test_a_running_job_is_struck_by_command_and_goes_on(nodes: Nodes, tmp_path: Path):
     nodes.add()
-    notes = Notebook()
+    notes = EventLog()
     with submitted(tmp_path, notes) as handle:
         wait(handle, lambda: step(notes) > 5)
         command = [sys.executable, "-m", "rayzero", "chaos", "steady", "kill(rank=1)", "--address"]

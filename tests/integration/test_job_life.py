@@ -35,7 +35,7 @@ from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
 from tests.integration.conftest import CPUS, Head
 from tests.integration.jobs.steady import ENGINE
-from tests.orchestrator.support import Notebook
+from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +97,7 @@ def ended(handle: JobHandle) -> None:
         handle.result()
 
 
-def step(notes: Notebook) -> int:
+def step(notes: EventLog) -> int:
     return max((record.step for record in notes.of(StepRecord)), default=0)
 
 
@@ -120,7 +120,7 @@ def test_a_job_outlives_its_driver_and_is_attached_to(head: Head, tmp_path: Path
     assert driver.stdout.readline() == "running\n"
     driver.kill()
     driver.wait()
-    notes = Notebook()
+    notes = EventLog()
     handle = Job.attach("steady", observer=notes)
     until(handle, lambda: len(notes.of(StepRecord)) > 10)
     status = handle.status()
@@ -159,7 +159,7 @@ def test_a_job_outlives_its_driver_and_is_attached_to(head: Head, tmp_path: Path
 
 
 def test_a_killed_controller_is_restarted_and_adopts_its_run(head: Head, tmp_path: Path):
-    notes = Notebook()
+    notes = EventLog()
     handle = steady(tmp_path).submit(observer=notes)
     until(handle, lambda: len(notes.of(Checkpointed)) >= 2)
     generation = handle.status().generation
@@ -202,7 +202,7 @@ def is_worker(pid: int) -> bool:
 
 
 def test_two_jobs_on_one_cluster_with_logs_journals_and_status(tmp_path: Path):
-    notes = {name: Notebook() for name in ("first", "second")}
+    notes = {name: EventLog() for name in ("first", "second")}
     handles = {
         name: steady(
             tmp_path, name, workers=Workers(min=1), checkpoint={"path": str(tmp_path)}
@@ -228,7 +228,7 @@ def test_two_jobs_on_one_cluster_with_logs_journals_and_status(tmp_path: Path):
 
 def test_the_stop_hook_of_a_head_stops_its_jobs_first(head: Head, tmp_path: Path):
     """What the head pod's preStop does: afterwards every job has a checkpoint of its last step."""
-    notes = Notebook()
+    notes = EventLog()
     checkpoint = {"path": str(tmp_path), "every_steps": 100_000}
     handle = steady(tmp_path, workers=Workers(min=1), checkpoint=checkpoint).submit(observer=notes)
     until(handle, lambda: step(notes) > 5)

@@ -23,7 +23,7 @@ from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
 from rayzero.workers.messages import LogLine
 from tests.integration.conftest import CPUS, Head
-from tests.orchestrator.support import Notebook
+from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
 JOBS = "tests.integration.jobs.plain"
@@ -38,9 +38,9 @@ def connected(head: Head) -> Iterator[None]:
 
 
 @pytest.fixture
-def notebook(connected: None) -> Iterator[Notebook]:
+def notebook(connected: None) -> Iterator[EventLog]:
     """Watches a test's jobs, and sees to it that nothing of them is left behind."""
-    notes = Notebook()
+    notes = EventLog()
     yield notes
     pids = [worker.pid for up in notes.of(WorkersReady) for worker in up.workers]
     until = time.monotonic() + 60
@@ -72,7 +72,7 @@ def job(function: Any, folder: Path, **changes: Any) -> Job:
 
 
 def test_a_function_of_the_script_itself(
-    notebook: Notebook, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    notebook: EventLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """As many workers as fit, and what they print reaches the caller of `run`."""
 
@@ -93,7 +93,7 @@ def test_a_function_of_the_script_itself(
     assert lines[-1] == f"summary: {tmp_path}/job/summary.json"
 
 
-def test_a_function_named_by_string_and_all_events_of_a_job(notebook: Notebook, tmp_path: Path):
+def test_a_function_named_by_string_and_all_events_of_a_job(notebook: EventLog, tmp_path: Path):
     handle = job("train", tmp_path).submit(observer=notebook)
     assert not handle.wait(0.01)
     assert handle.wait(200)
@@ -114,7 +114,7 @@ def test_a_function_named_by_string_and_all_events_of_a_job(notebook: Notebook, 
     assert (1, "stderr", "to stderr") in lines
 
 
-def test_the_engine_finds_the_job_and_reports_its_steps(notebook: Notebook, tmp_path: Path):
+def test_the_engine_finds_the_job_and_reports_its_steps(notebook: EventLog, tmp_path: Path):
     engine = {
         "train_batch_size": 6,
         "train_micro_batch_size_per_gpu": 1,
@@ -139,7 +139,7 @@ def test_the_engine_finds_the_job_and_reports_its_steps(notebook: Notebook, tmp_
     assert {"model_weights", "main_grads", "process"} <= set(summary["peak_bytes"])
 
 
-def test_a_job_can_be_stopped(notebook: Notebook, tmp_path: Path):
+def test_a_job_can_be_stopped(notebook: EventLog, tmp_path: Path):
     handle = job("endless", tmp_path).submit(observer=notebook)
     until = time.monotonic() + 200
     while not notebook.of(StepRecord) and time.monotonic() < until:
@@ -151,7 +151,7 @@ def test_a_job_can_be_stopped(notebook: Notebook, tmp_path: Path):
     assert any(line.text == "unwound" for line in notebook.of(LogLine)), "and not killed"
 
 
-def test_a_killed_worker_is_named_within_seconds(notebook: Notebook, tmp_path: Path):
+def test_a_killed_worker_is_named_within_seconds(notebook: EventLog, tmp_path: Path):
     with pytest.raises(JobFailedError) as caught:
         job("killed", tmp_path, args={"at": 5}, recovery={"max_faults": 0}).run(observer=notebook)
     (up,) = notebook.of(WorkersReady)
@@ -171,7 +171,7 @@ def test_a_killed_worker_is_named_within_seconds(notebook: Notebook, tmp_path: P
     ],
 )
 def test_mistakes_that_only_a_worker_can_detect(
-    notebook: Notebook, tmp_path: Path, function: str, kind: type[Exception], words: str
+    notebook: EventLog, tmp_path: Path, function: str, kind: type[Exception], words: str
 ):
     with pytest.raises(kind) as caught:
         job(function, tmp_path, workers=Workers(min=1), args={"data": "/no/such"}).run(
@@ -181,7 +181,7 @@ def test_mistakes_that_only_a_worker_can_detect(
     assert "Traceback" not in str(caught.value)
 
 
-def test_a_module_that_fails_inside_is_shown_with_its_frames(notebook: Notebook, tmp_path: Path):
+def test_a_module_that_fails_inside_is_shown_with_its_frames(notebook: EventLog, tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         Job("job", "tests.workers.broken:train", checkpoint={"path": str(tmp_path)}).run(
             observer=notebook
@@ -190,7 +190,7 @@ def test_a_module_that_fails_inside_is_shown_with_its_frames(notebook: Notebook,
     assert "VALUE = helper()" in str(caught.value)
 
 
-def test_too_few_resources_after_the_stated_wait(notebook: Notebook, tmp_path: Path):
+def test_too_few_resources_after_the_stated_wait(notebook: EventLog, tmp_path: Path):
     workers = Workers(min=CPUS + 1, start_timeout_s=1.5)
     with pytest.raises(JobFailedError, match=r"room for 4 of at least 5 workers .* after 1\.5 s"):
         job("train", tmp_path, workers=workers).run(observer=notebook)

@@ -30,14 +30,14 @@ from rayzero.workers.chaos.spec import FaultFired
 from tests.integration.jobs.steady import ENGINE
 from tests.integration.namespaces import alone
 from tests.integration.nodes import Nodes
-from tests.orchestrator.support import Notebook
+from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 200
 
 
 @contextmanager
-def running(folder: Path, notes: Notebook, **workers: Any) -> Iterator[JobHandle]:
+def running(folder: Path, notes: EventLog, **workers: Any) -> Iterator[JobHandle]:
     """A job past its first steps; stopped at the end."""
     handle = Job(
         "steady",
@@ -58,7 +58,7 @@ def running(folder: Path, notes: Notebook, **workers: Any) -> Iterator[JobHandle
     assert_every_step_once(notes)
 
 
-def assert_every_step_once(notes: Notebook) -> None:
+def assert_every_step_once(notes: EventLog) -> None:
     """In order, but for those that a repair went back over."""
     steps = [record.step for record in notes.of(StepRecord)]
     back = [now for before, now in pairwise([0, *steps]) if now != before + 1]
@@ -73,17 +73,17 @@ def wait(handle: JobHandle, there: Callable[[], bool]) -> None:
         assert time.monotonic() < until
 
 
-def step(notes: Notebook) -> int:
+def step(notes: EventLog) -> int:
     return max((record.step for record in notes.of(StepRecord)), default=0)
 
 
-def size(notes: Notebook) -> int:
+def size(notes: EventLog) -> int:
     return notes.of(StepRecord)[-1].world_size
 
 
 def test_job_survives_a_lost_node(nodes: Nodes, tmp_path: Path):
     first, second = nodes.add(), nodes.add()
-    notes = Notebook()
+    notes = EventLog()
     with running(tmp_path, notes, min=2, max=4) as handle:
         up = [worker for one in notes.of(WorkersReady) for worker in one.workers]
         assert {worker.node_id for worker in up} == {first, second}
@@ -107,7 +107,7 @@ def test_job_survives_a_lost_node(nodes: Nodes, tmp_path: Path):
 
 def test_job_grows_with_a_node_and_shrinks_when_told(nodes: Nodes, tmp_path: Path):
     nodes.add()
-    notes = Notebook()
+    notes = EventLog()
     with running(tmp_path, notes, min=1, max=4) as handle:
         assert size(notes) == 2
         nodes.add()
@@ -126,7 +126,7 @@ def test_job_grows_with_a_node_and_shrinks_when_told(nodes: Nodes, tmp_path: Pat
 
 def test_a_drained_node_costs_no_fault(nodes: Nodes, tmp_path: Path):
     first, second = nodes.add(), nodes.add()
-    notes = Notebook()
+    notes = EventLog()
     with running(tmp_path, notes, min=2, max=2) as handle:
         (up,) = notes.of(WorkersReady)
         (old,) = {worker.node_id for worker in up.workers}

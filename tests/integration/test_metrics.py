@@ -21,7 +21,7 @@ from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
 from tests.integration.conftest import Head
 from tests.integration.jobs import steady
-from tests.orchestrator.support import Notebook
+from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
 STEPS = 1_000_000  # it goes on for as long as it is looked at
@@ -45,7 +45,7 @@ def test_a_running_job_is_scraped(head: Head, tmp_path: Path):
 
 
 def scrape_a_job(folder: Path) -> None:
-    notebook = Notebook()
+    notebook = EventLog()
     job = Job(
         name="scraped",
         entrypoint=steady.train,
@@ -77,7 +77,7 @@ def scrape_a_job(folder: Path) -> None:
     assert events.stat().st_size > 1000
 
 
-def whole_again(notebook: Notebook) -> bool:
+def whole_again(notebook: EventLog) -> bool:
     """After the fault, and with a worker in the dead one's place."""
     records = notebook.of(StepRecord)
     return bool(

@@ -26,7 +26,7 @@ from rayzero.orchestrator.top.follow import endpoint_source
 from tests.deploy.prometheus import ALERTS, Server, filled, program, scraping, wait_for
 from tests.integration.conftest import Head
 from tests.integration.jobs import steady
-from tests.orchestrator.support import Notebook
+from tests.orchestrator.support import EventLog
 from tools.dashboard.grafana import list_expressions
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def test_every_panel_and_alert_has_data(head: Head, tmp_path: Path) -> None:
 
 
 def scrape_a_job(folder: Path, address: str) -> None:
-    notebook = Notebook()
+    notebook = EventLog()
     job = Job(
         name="watched",
         entrypoint=steady.train,

@@ -1,4 +1,4 @@
-"""What the tests of the orchestrator share: turned time, a notebook, a controller in a world."""
+"""Shared by the orchestrator's tests: a virtual clock, an event log, a controller's harness."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.results import JobResult
 from rayzero.orchestrator.spec import JobSpec
 from rayzero.workers.messages import Assignment
-from tests.orchestrator.world import Group, Shelf, World
+from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster, FakeWorkerGroup
 
 N = TypeVar("N")
 
@@ -33,7 +33,7 @@ NO_FILES = BackgroundWriter(print)
 
 
 class _Alarm:
-    """Ends a block's time; like a future, but for a block."""
+    """Ends the time limit of a block; used like a future."""
 
     def __init__(self, limit: asyncio.Timeout) -> None:
         self._limit = limit
@@ -47,7 +47,7 @@ class _Alarm:
 
 
 class VirtualClock:
-    """Stands still until it is turned."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -67,7 +67,7 @@ class VirtualClock:
         heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), _Alarm(limit)))
         return limit
 
-    async def turn(self, seconds: float) -> None:
+    async def advance(self, seconds: float) -> None:
         """Lets that much time pass, sleeper by sleeper, and everything happen that follows."""
         until = self._now + seconds
         await settle()
@@ -85,17 +85,17 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-class Notebook:
-    """Keeps what an observer was shown."""
+class EventLog:
+    """An observer that keeps all events."""
 
     def __init__(self) -> None:
-        self.notices: list[JobEvent] = []
+        self.events: list[JobEvent] = []
 
-    def on_event(self, notice: JobEvent) -> None:
-        self.notices.append(notice)
+    def on_event(self, event: JobEvent) -> None:
+        self.events.append(event)
 
     def of(self, kind: type[N]) -> list[N]:
-        return [notice for notice in self.notices if isinstance(notice, kind)]
+        return [event for event in self.events if isinstance(event, kind)]
 
 
 def plan(folder: Path, **changes: Any) -> JobPlan:
@@ -112,81 +112,81 @@ def plan(folder: Path, **changes: Any) -> JobPlan:
     return make_plan(validate_document(JobSpec, document, "job"), "m:f")
 
 
-class Stage:
-    """One controller and everything around it."""
+class Harness:
+    """One controller in a fake cluster."""
 
     def __init__(
         self,
         folder: Path,
-        world: World | None = None,
-        shelf: Shelf | None = None,
+        cluster: FakeCluster | None = None,
+        store: FakeCheckpointStore | None = None,
         past: RunHistory | None = None,
         journal: JournalWriter | None = None,
         **changes: Any,
     ) -> None:
         self.clock = VirtualClock()
-        self.world = world or World()
-        self.world.clock = self.clock
-        self.shelf = shelf or Shelf()
-        self.notebook = Notebook()
+        self.cluster = cluster or FakeCluster()
+        self.cluster.clock = self.clock
+        self.store = store or FakeCheckpointStore()
+        self.log = EventLog()
         self.plan = plan(folder, **changes)
-        group: Any = Group(self.world)
+        group: Any = FakeWorkerGroup(self.cluster)
         unix = self.clock.now if past is None else time.time
-        self.told = Telemetry(self.plan, self.clock, NO_FILES, unix, past)
+        self.telemetry = Telemetry(self.plan, self.clock, NO_FILES, unix, past)
         self.events = EventBus()
-        self.events.subscribe(self.notebook.on_event)
-        self.told.subscribe_to(self.events)
+        self.events.subscribe(self.log.on_event)
+        self.telemetry.subscribe_to(self.events)
         if journal is not None:
             self.events.subscribe(journal.on_event, JOB_EVENTS)
-        ports = Dependencies(group, self.world.vaults, self.shelf, self.events, self.clock)
+        ports = Dependencies(group, self.cluster.vaults, self.store, self.events, self.clock)
         self.controller = Controller(self.plan, ports, past)
         self.run = asyncio.ensure_future(self.controller.run())
 
     async def steps(self, count: int) -> None:
-        """Trains so many steps."""
+        """Trains that many steps."""
         for _ in range(count):
             await settle()
-            assert self.world.step(), "somebody is missing"
+            assert self.cluster.step(), "a rank is missing"
         await settle()
 
     async def finish(self) -> JobResult:
         """One more step, the last."""
         await settle()
-        assert self.world.step(last=True)
+        assert self.cluster.step(last=True)
         await settle()
         return await self.result()
 
     async def result(self) -> JobResult:
         assert self.run.done(), "the controller waits for time or for a worker"
-        left = [str(task.get_coro()) for task in asyncio.all_tasks() - {asyncio.current_task()}]
-        assert left == []
-        assert self.world.releases >= 1
-        assert self.world.vaults.releases >= 1
+        tasks = [str(task.get_coro()) for task in asyncio.all_tasks() - {asyncio.current_task()}]
+        assert tasks == []
+        assert self.cluster.releases >= 1
+        assert self.cluster.vaults.releases >= 1
         return await self.run
 
     @property
     def states(self) -> list[State]:
-        return [notice.state for notice in self.notebook.of(StateEntered)]
+        return [event.state for event in self.log.of(StateEntered)]
 
     @property
-    def newest(self) -> dict[int, Assignment]:
-        """The places of the newest generation, by worker."""
-        generation = max(assign.generation for _, assign in self.world.assigned)
-        return {w: one for w, one in self.world.assigned if one.generation == generation}
+    def assignments(self) -> dict[int, Assignment]:
+        """The assignments of the newest generation, by worker."""
+        generation = max(assign.generation for _, assign in self.cluster.assigned)
+        return {w: one for w, one in self.cluster.assigned if one.generation == generation}
 
 
-Play = Callable[[Path], Awaitable[None]]
+AsyncTest = Callable[[Path], Awaitable[None]]
 
 
-def played(scene: Play) -> Callable[[Path], None]:
+def async_test(body: AsyncTest) -> Callable[[Path], None]:
     """Runs an async test in a loop of its own."""
 
     async def bounded(folder: Path) -> None:
         async with asyncio.timeout(20):
-            await scene(folder)
+            await body(folder)
 
     def test(tmp_path: Path) -> None:
         asyncio.run(bounded(tmp_path))
 
-    test.__name__ = scene.__name__
+    test.__name__ = body.__name__
     return test

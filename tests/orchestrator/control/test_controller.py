@@ -14,30 +14,30 @@ from rayzero.orchestrator.job_events import Resumed, WorkersReady
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.messages import Crashed, Finished, Joined, LogLine, StepReport, Stopped
-from tests.orchestrator.support import Stage, played, settle
-from tests.orchestrator.world import Shelf, World
+from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
+from tests.orchestrator.support import Harness, async_test, settle
 
 
 def done(rank: int, **result: object) -> Finished:
     return Finished(1, rank, result or None, {"tokens": 5}, 1000 + rank)
 
 
-@played
+@async_test
 async def test_a_job_runs_to_its_summary(folder: Path):
-    stage = Stage(folder)
+    harness = Harness(folder)
     await settle()
-    assert stage.states == [State.STARTING, State.RUNNING]
+    assert harness.states == [State.STARTING, State.RUNNING]
     for rank in (0, 1):
         gauges = {"loss": 2.0 + rank, "step_s": 0.5, "bytes/slots": 64.0}
-        stage.world.say(
+        harness.cluster.send(
             rank, LogLine(rank, "stdout", "hello"), StepReport(1, rank, 1, {"tokens": 50}, gauges)
         )
     await settle()
     for rank in (0, 1):
-        stage.world.say(rank, done(rank, score=rank))
+        harness.cluster.send(rank, done(rank, score=rank))
     await settle()
-    result = await stage.result()
-    assert stage.states[-1] is State.SUCCEEDED
+    result = await harness.result()
+    assert harness.states[-1] is State.SUCCEEDED
     assert result.metrics == {
         "job": "job",
         "steps": 1,
@@ -54,18 +54,18 @@ async def test_a_job_runs_to_its_summary(folder: Path):
         "checkpoints": {"written": 0, "failed": 0},
         "score": 0,
     }
-    (record,) = stage.notebook.of(StepRecord)
+    (record,) = harness.log.of(StepRecord)
     assert (record.step, record.tokens_per_s) == (1, 200.0)
-    assert [line.rank for line in stage.notebook.of(LogLine)] == [0, 1]
-    assert stage.notebook.of(WorkersReady) == [WorkersReady(tuple(stage.world.first))]
+    assert [line.rank for line in harness.log.of(LogLine)] == [0, 1]
+    assert harness.log.of(WorkersReady) == [WorkersReady(tuple(harness.cluster.initial_workers))]
 
 
-@played
+@async_test
 async def test_every_worker_gets_its_place_the_same_store_and_its_nodes_vault(folder: Path):
-    world = World(3, node_of=lambda index: "ab"[index % 2])
-    stage = Stage(folder, world, workers={"min": 3})
+    cluster = FakeCluster(3, node_of=lambda index: "ab"[index % 2])
+    harness = Harness(folder, cluster, workers={"min": 3})
     await settle()
-    seen = [stage.newest[worker] for worker in (0, 2, 1)]  # node by node
+    seen = [harness.assignments[worker] for worker in (0, 2, 1)]  # node by node
     assert [(a.rank, a.local_rank, a.local_world_size) for a in seen] == [
         (0, 0, 2),
         (1, 1, 2),
@@ -76,159 +76,162 @@ async def test_every_worker_gets_its_place_the_same_store_and_its_nodes_vault(fo
     }
     assert [a.vault for a in seen] == ["vault-a-1", "vault-a-1", "vault-b-1"]
     assert {a.restore for a in seen} == {None}
-    stage.controller.post_event(machine.StopRequested())
+    harness.controller.post_event(machine.StopRequested())
     await settle()
 
 
-@played
+@async_test
 async def test_running_means_that_every_rank_has_joined(folder: Path):
-    stage = Stage(folder, World(auto=False))
+    harness = Harness(folder, FakeCluster(auto=False))
     await settle()
-    stage.world.say(0, Joined(1, 0))
+    harness.cluster.send(0, Joined(1, 0))
     await settle()
-    assert stage.states == [State.STARTING]
-    stage.world.say(1, Joined(1, 1))
+    assert harness.states == [State.STARTING]
+    harness.cluster.send(1, Joined(1, 1))
     await settle()
-    assert stage.states == [State.STARTING, State.RUNNING]
-    stage.controller.post_event(machine.StopRequested())
-    await stage.clock.turn(UNWIND_TIMEOUT_S)
+    assert harness.states == [State.STARTING, State.RUNNING]
+    harness.controller.post_event(machine.StopRequested())
+    await harness.clock.advance(UNWIND_TIMEOUT_S)
 
 
-@played
+@async_test
 async def test_user_code_that_raises_before_any_step_ends_the_job_with_its_frames(folder: Path):
-    stage = Stage(folder)
+    harness = Harness(folder)
     await settle()
-    stage.world.crash(1, "user")
+    harness.cluster.crash(1, "user")
     await settle()
     with pytest.raises(JobFailedError, match="in step 1 on rank 1") as caught:
-        await stage.result()
+        await harness.result()
     assert caught.value.traceback == "the user's frames"
 
 
-@played
+@async_test
 async def test_a_config_error_of_a_worker_stays_one(folder: Path):
-    stage = Stage(folder)
-    await stage.steps(3)
-    stage.world.crash(0, "config", "the batch sizes disagree")
+    harness = Harness(folder)
+    await harness.steps(3)
+    harness.cluster.crash(0, "config", "the batch sizes disagree")
     await settle()
     with pytest.raises(ConfigError, match="disagree"):
-        await stage.result()
+        await harness.result()
 
 
-@played
+@async_test
 async def test_too_few_resources_end_the_job_before_it_starts(folder: Path):
-    world = World()
-    world.refusal = JobFailedError("no room")
-    stage = Stage(folder, world)
+    cluster = FakeCluster()
+    cluster.start_error = JobFailedError("no room")
+    harness = Harness(folder, cluster)
     await settle()
     with pytest.raises(JobFailedError, match="no room"):
-        await stage.result()
-    assert stage.states == [State.STARTING, State.FAILED]
+        await harness.result()
+    assert harness.states == [State.STARTING, State.FAILED]
 
 
-@played
+@async_test
 async def test_a_stop_unwinds_every_worker(folder: Path):
-    stage = Stage(folder, World(auto=False))
+    harness = Harness(folder, FakeCluster(auto=False))
     await settle()
     for rank in (0, 1):
-        stage.world.say(rank, Joined(1, rank))
+        harness.cluster.send(rank, Joined(1, rank))
     await settle()
-    stage.controller.post_event(machine.StopRequested())
-    stage.controller.post_event(machine.StopRequested())
+    harness.controller.post_event(machine.StopRequested())
+    harness.controller.post_event(machine.StopRequested())
     await settle()
-    assert [told for told in stage.world.told if told[0] == "stop"] == [("stop", 0), ("stop", 1)]
-    stage.world.say(0, Stopped(1, 0))
+    assert [told for told in harness.cluster.commands if told[0] == "stop"] == [
+        ("stop", 0),
+        ("stop", 1),
+    ]
+    harness.cluster.send(0, Stopped(1, 0))
     await settle()
-    assert not stage.run.done()
-    stage.world.say(1, Stopped(1, 1))
+    assert not harness.run.done()
+    harness.cluster.send(1, Stopped(1, 1))
     await settle()
     with pytest.raises(JobStoppedError, match="after step 0"):
-        await stage.result()
-    assert stage.states[-2:] == [State.STOPPING, State.STOPPED]
+        await harness.result()
+    assert harness.states[-2:] == [State.STOPPING, State.STOPPED]
 
 
-@played
+@async_test
 async def test_workers_that_do_not_unwind_are_killed_after_a_while(folder: Path):
-    stage = Stage(folder)
+    harness = Harness(folder)
     await settle()
-    stage.world.processes[1].deaf = True
-    stage.controller.post_event(machine.StopRequested())
-    await stage.clock.turn(UNWIND_TIMEOUT_S - 0.1)
-    assert not stage.run.done()
-    await stage.clock.turn(0.1)
+    harness.cluster.processes[1].unresponsive = True
+    harness.controller.post_event(machine.StopRequested())
+    await harness.clock.advance(UNWIND_TIMEOUT_S - 0.1)
+    assert not harness.run.done()
+    await harness.clock.advance(0.1)
     with pytest.raises(JobStoppedError):
-        await stage.result()
+        await harness.result()
 
 
-@played
+@async_test
 async def test_a_stop_while_waiting_for_resources_is_at_once(folder: Path):
-    world = World()
-    world.may_place.clear()
-    stage = Stage(folder, world)
+    cluster = FakeCluster()
+    cluster.may_start.clear()
+    harness = Harness(folder, cluster)
     await settle()
-    stage.controller.post_event(machine.StopRequested())
+    harness.controller.post_event(machine.StopRequested())
     await settle()
     with pytest.raises(JobStoppedError):
-        await stage.result()
+        await harness.result()
 
 
-@played
+@async_test
 async def test_a_rank_that_finished_before_the_stop_does_not_hold_it_up(folder: Path):
-    stage = Stage(folder)
+    harness = Harness(folder)
     await settle()
-    stage.world.say(0, done(0))
+    harness.cluster.send(0, done(0))
     await settle()
-    stage.controller.post_event(machine.StopRequested())
+    harness.controller.post_event(machine.StopRequested())
     await settle()
     with pytest.raises(JobStoppedError):
-        await stage.result()
+        await harness.result()
 
 
-@played
+@async_test
 async def test_news_of_another_generation_is_ignored(folder: Path):
-    stage = Stage(folder)
+    harness = Harness(folder)
     await settle()
-    stage.world.say(0, Crashed(0, 0, "user", 1, "old", ""), Finished(0, 0, None, {}, 1))
-    stage.world.say(1, Finished(0, 1, None, {}, 1))
+    harness.cluster.send(0, Crashed(0, 0, "user", 1, "old", ""), Finished(0, 0, None, {}, 1))
+    harness.cluster.send(1, Finished(0, 1, None, {}, 1))
     await settle()
-    assert not stage.run.done()
-    stage.controller.post_event(machine.StopRequested())
-    await stage.clock.turn(UNWIND_TIMEOUT_S)
+    assert not harness.run.done()
+    harness.controller.post_event(machine.StopRequested())
+    await harness.clock.advance(UNWIND_TIMEOUT_S)
 
 
-@played
+@async_test
 async def test_a_mistake_of_ours_in_a_background_task_is_not_silent(folder: Path):
-    world = World()
+    cluster = FakeCluster()
 
     async def broken(worker: int) -> int:
         raise KeyError(worker)
 
-    world.open_store = broken  # type: ignore[method-assign]
-    stage = Stage(folder, world)
+    cluster.open_store = broken  # type: ignore[method-assign]
+    harness = Harness(folder, cluster)
     await settle()
     with pytest.raises(JobFailedError, match="rayzero itself failed: KeyError"):
-        await stage.result()
+        await harness.result()
 
 
-@played
+@async_test
 async def test_a_run_goes_on_from_the_newest_checkpoint_of_an_earlier_one(folder: Path):
-    stage = Stage(folder, shelf=Shelf(20, 40))
+    harness = Harness(folder, store=FakeCheckpointStore(20, 40))
     await settle()
-    assert stage.notebook.of(Resumed) == [Resumed(40, "/runs/job/step-40")]
-    for assign in stage.newest.values():
+    assert harness.log.of(Resumed) == [Resumed(40, "/runs/job/step-40")]
+    for assign in harness.assignments.values():
         assert assign.restore is not None
         assert (assign.restore.step, assign.restore.checkpoint) == (40, "/runs/job/step-40")
-    await stage.steps(2)
-    assert (await stage.finish()).steps == 43
+    await harness.steps(2)
+    assert (await harness.finish()).steps == 43
 
 
-@played
+@async_test
 async def test_a_run_that_may_not_begin_starts_no_worker(folder: Path):
-    shelf = Shelf()
-    shelf.refusal = ConfigError("there are checkpoints")
-    world = World()
-    world.may_place.clear()
-    stage = Stage(folder, world, shelf)
+    store = FakeCheckpointStore()
+    store.resume_error = ConfigError("there are checkpoints")
+    cluster = FakeCluster()
+    cluster.may_start.clear()
+    harness = Harness(folder, cluster, store)
     await settle()
     with pytest.raises(ConfigError, match="there are checkpoints"):
-        await stage.result()
+        await harness.result()

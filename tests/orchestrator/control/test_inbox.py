@@ -18,8 +18,8 @@ from rayzero.orchestrator.control.context import Dependencies, JobContext
 from rayzero.orchestrator.control.inbox import DISPATCH_SLICE_S, WorkerInbox
 from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.workers.messages import Heartbeat, StepReport, WorkerMessage
-from tests.orchestrator.support import Notebook, VirtualClock, plan, settle
-from tests.orchestrator.world import Shelf
+from tests.orchestrator.fake_cluster import FakeCheckpointStore
+from tests.orchestrator.support import EventLog, VirtualClock, plan, settle
 
 
 class SlowClock(VirtualClock):
@@ -38,7 +38,7 @@ class Room:
         self.stream: asyncio.Queue[WorkerReports] = asyncio.Queue()
         self.clock = clock
         here: Any = self
-        ports = Dependencies(here, here, Shelf(), Notebook(), clock)
+        ports = Dependencies(here, here, FakeCheckpointStore(), EventLog(), clock)
         self.desk = JobContext(plan(folder), ports, lambda error: self.came.append(str(error)))
         self.watch = WorkerInbox(self.desk, self._receive, self._lost)
 
@@ -106,13 +106,13 @@ def test_who_says_nothing_for_too_long_is_given_up_once(tmp_path: Path):
         room = Room(tmp_path, VirtualClock())
         room.watch.start(range(2))
         limit_s = WORKER_POLL_S + room.desk.plan.worker_spec.hang_timeout_s + 10
-        await room.clock.turn(limit_s - 1)
+        await room.clock.advance(limit_s - 1)
         room.watch.expire_silent()
         assert room.watch.longest_silence_s([0, 1]) == limit_s - 1
         room.stream.put_nowait(WorkerReports([(1, [])]))
         await settle()
         assert room.watch.longest_silence_s([1]) == 0
-        await room.clock.turn(1)
+        await room.clock.advance(1)
         room.watch.expire_silent()
         room.watch.expire_silent()
         assert room.came == [f"0 lost: its process did not respond for {limit_s:g} s"]

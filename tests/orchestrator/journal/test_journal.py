@@ -42,7 +42,7 @@ from rayzero.orchestrator.journal.run_history import (
 from rayzero.orchestrator.journal.writer import DEFAULT_STEP_INTERVAL_S, JournalWriter
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.snapshot import restore_metrics
-from tests.orchestrator.support import Stage, plan, played, settle
+from tests.orchestrator.support import Harness, async_test, plan, settle
 
 ENGINE = {
     "train_batch_size": 12,
@@ -77,24 +77,24 @@ def known(journal: JournalWriter) -> RunHistory:
     return history
 
 
-@played
+@async_test
 async def test_a_run_is_read_as_it_went(folder: Path):
     chronicle = begun(folder, count(200.0, DEFAULT_STEP_INTERVAL_S).__next__)
-    stage = Stage(folder, journal=chronicle, workers={"min": 1, "max": 2})
-    await stage.steps(3)
-    stage.world.kill(1)
-    await stage.clock.turn(1)
-    await stage.steps(2)
+    harness = Harness(folder, journal=chronicle, workers={"min": 1, "max": 2})
+    await harness.steps(3)
+    harness.cluster.kill(1)
+    await harness.clock.advance(1)
+    await harness.steps(2)
     past = known(chronicle)
-    (seen,) = stage.notebook.of(FaultDetected)
-    (repaired,) = stage.notebook.of(Repaired)
+    (seen,) = harness.log.of(FaultDetected)
+    (repaired,) = harness.log.of(Repaired)
     assert (past.state, past.end_state) == ("running", "")
-    assert (past.generation, past.step) == (2, stage.controller.status().step)
+    assert (past.generation, past.step) == (2, harness.controller.status().step)
     assert [(one.cause, one.rank, one.worker) for one in past.faults] == [
         (seen.cause, seen.rank, seen.worker)
     ]
     assert (past.repairs_by_cause, past.steps_redone) == ({"lost": 1}, repaired.steps_redone)
-    stage.run.cancel()
+    harness.run.cancel()
     await settle()
 
 
@@ -238,7 +238,7 @@ def test_another_process_s_folder_is_not_written(tmp_path: Path):
     assert not has_journal(str(tmp_path))
 
 
-@played
+@async_test
 async def test_a_hung_disk_does_not_stop_the_controller(folder: Path):
     """All writes of the job hang while a worker dies: the job recovers and continues."""
     disk = threading.Event()
@@ -251,14 +251,14 @@ async def test_a_hung_disk_does_not_stop_the_controller(folder: Path):
     writer = BackgroundWriter(lambda _: None)
     queue = writer.add_queue("the journal", write, 0.0)
     journal = begun(folder, put=queue.put)
-    stage = Stage(folder, journal=journal, workers={"min": 1, "max": 2})
-    await stage.steps(3)
+    harness = Harness(folder, journal=journal, workers={"min": 1, "max": 2})
+    await harness.steps(3)
     assert hung.wait(10)
-    stage.world.kill(1)
-    await stage.clock.turn(1)
-    await stage.steps(2)
-    assert len(stage.notebook.of(Repaired)) == 1
-    await stage.finish()
+    harness.cluster.kill(1)
+    await harness.clock.advance(1)
+    await harness.steps(2)
+    assert len(harness.log.of(Repaired)) == 1
+    await harness.finish()
     assert not queue.is_empty
     disk.set()
     assert writer.close(10)
@@ -343,7 +343,7 @@ def test_faults_keep_their_age(tmp_path: Path):
     assert (fault.at_s, fault.detail, fault.worker.pid) == (20.0, "it was killed", 7)
 
 
-@played
+@async_test
 async def test_an_adopted_run_keeps_its_numbers_and_its_budget(folder: Path):
     chronicle = begun(folder)
     worker = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
@@ -352,38 +352,38 @@ async def test_an_adopted_run_keeps_its_numbers_and_its_budget(folder: Path):
         chronicle.append("fault", **found, detail="")
     chronicle.append("moved", state="running", event="e", generation=5, world_size=2, step=40)
     chronicle.on_event(Checkpointed(42, "f", 1, 0.1, 0.0))
-    stage = Stage(folder, past=known(chronicle), recovery={"max_faults": 2})
-    await stage.steps(2)
-    status = stage.controller.status()
+    harness = Harness(folder, past=known(chronicle), recovery={"max_faults": 2})
+    await harness.steps(2)
+    status = harness.controller.status()
     assert (status.generation, status.faults) == (6, {"lost": 2})
-    assert stage.told.snapshot()["generation"] == 6
-    stage.world.kill(1)
-    await stage.clock.turn(5)
+    assert harness.telemetry.snapshot()["generation"] == 6
+    harness.cluster.kill(1)
+    await harness.clock.advance(5)
     with pytest.raises(Exception, match="was lost"):
-        await stage.result()
+        await harness.result()
 
 
-@played
+@async_test
 async def test_what_a_page_lists_goes_on(folder: Path):
     chronicle = begun(folder)
-    stage = Stage(folder, journal=chronicle, workers={"min": 1, "max": 2})
-    await stage.steps(3)
-    stage.world.kill(1)
-    await stage.clock.turn(1)
-    await stage.steps(2)
-    await stage.clock.turn(5)
-    await stage.steps(2)
-    stage.events.emit(Checkpointed(4, "f", 7, 0.5, 0.0))
-    before = stage.told.snapshot()
-    stage.run.cancel()
+    harness = Harness(folder, journal=chronicle, workers={"min": 1, "max": 2})
+    await harness.steps(3)
+    harness.cluster.kill(1)
+    await harness.clock.advance(1)
+    await harness.steps(2)
+    await harness.clock.advance(5)
+    await harness.steps(2)
+    harness.events.emit(Checkpointed(4, "f", 7, 0.5, 0.0))
+    before = harness.telemetry.snapshot()
+    harness.run.cancel()
     await settle()
-    again = Stage(folder, past=known(chronicle), workers={"min": 1, "max": 2})
-    after = again.told.snapshot()
+    again = Harness(folder, past=known(chronicle), workers={"min": 1, "max": 2})
+    after = again.telemetry.snapshot()
     for key in ("generations", "faults", "recoveries", "checkpoints"):
         assert len(before[key]) > 0, key
         assert [untimed(one) for one in after[key]] == [untimed(one) for one in before[key]], key
     await again.steps(1)
-    generations = [one["generation"] for one in again.told.snapshot()["generations"]]
+    generations = [one["generation"] for one in again.telemetry.snapshot()["generations"]]
     assert generations == sorted(set(generations))
     assert len(generations) == len(before["generations"]) + 1
     again.run.cancel()
@@ -408,7 +408,7 @@ def test_a_journals_list_has_a_bound_and_passes_over_what_it_does_not_know(tmp_p
     assert not tally.history.recoveries
 
 
-@played
+@async_test
 async def test_what_was_counted_goes_on(folder: Path):
     """From one process to the next and the one after: sums, and the wall time since the first."""
     began_s = time.time() - 500
@@ -423,11 +423,11 @@ async def test_what_was_counted_goes_on(folder: Path):
     chronicle.counter_source = lambda: counted
     chronicle.append("moved", state="running", event="e", generation=1, world_size=2, step=12)
 
-    stage = Stage(folder, past=known(chronicle), journal=chronicle)  # there is no checkpoint
-    chronicle.counter_source = stage.told.dump_counters
-    assert stage.controller.status().step == 12
-    await stage.steps(2)
-    value = stage.told.snapshot()
+    harness = Harness(folder, past=known(chronicle), journal=chronicle)  # there is no checkpoint
+    chronicle.counter_source = harness.telemetry.dump_counters
+    assert harness.controller.status().step == 12
+    await harness.steps(2)
+    value = harness.telemetry.snapshot()
     goodput = value["goodput"]
     assert goodput["seconds"]["adoption"] == pytest.approx(410, abs=5)
     assert goodput["wall_s"] == pytest.approx(500, abs=5)
@@ -438,7 +438,7 @@ async def test_what_was_counted_goes_on(folder: Path):
     assert value["began_s"] == pytest.approx(began_s)
     series = {
         (one.name, *sorted(one.labels.values())): one.value
-        for family in stage.told.collect()
+        for family in harness.telemetry.collect()
         for one in family.samples
     }
     assert series["rayzero_faults_total", "job", "lost"] == 1
@@ -457,6 +457,6 @@ async def test_what_was_counted_goes_on(folder: Path):
     assert (again.step, again.best_step) == (2, 12)
     assert again.counters["seconds"]["productive"] >= 60.0
     assert again.counters["seconds"]["adoption"] == pytest.approx(410, abs=5)
-    result = await stage.finish()
+    result = await harness.finish()
     assert result.metrics["steps_redone"] == 12
     assert result.metrics["checkpoints"]["failed"] == 1

@@ -15,23 +15,23 @@ from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.machine import State, StopRequested
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.workers.messages import Pinned
-from tests.orchestrator.support import NO_FILES, Stage, VirtualClock, plan, played, settle
-from tests.orchestrator.world import World
+from tests.orchestrator.fake_cluster import FakeCluster
+from tests.orchestrator.support import NO_FILES, Harness, VirtualClock, async_test, plan, settle
 
 
-@played
+@async_test
 async def test_a_job_with_a_fault_adds_up(tmp_path: Path):
-    stage = Stage(tmp_path, World(size=3), workers={"min": 1, "max": 3}, steps=10)
-    await stage.clock.turn(5.0)  # in this simulation only waits take time
-    await stage.steps(2)
-    stage.world.kill(1)
+    harness = Harness(tmp_path, FakeCluster(size=3), workers={"min": 1, "max": 3}, steps=10)
+    await harness.clock.advance(5.0)  # in this simulation only waits take time
+    await harness.steps(2)
+    harness.cluster.kill(1)
     await settle()
-    await stage.clock.turn(2.0)
-    await stage.steps(3)
-    stage.world.beat(0, phase="backward", silent_s=1.5)
-    stage.world.beat(1)  # a late heartbeat of a dead worker has no effect
+    await harness.clock.advance(2.0)
+    await harness.steps(3)
+    harness.cluster.beat(0, phase="backward", silent_s=1.5)
+    harness.cluster.beat(1)  # a late heartbeat of a dead worker has no effect
     await settle()
-    snapshot = stage.told.snapshot()
+    snapshot = harness.telemetry.snapshot()
     beats = {rank["rank"]: (rank["phase"], rank["silent_s"]) for rank in snapshot["ranks"]}
     assert beats == {0: ("backward", 1.5), 1: (None, None)}
     assert snapshot["ranks"][0]["node"] == "host-a"
@@ -40,82 +40,82 @@ async def test_a_job_with_a_fault_adds_up(tmp_path: Path):
     assert {rank["rank"] for rank in snapshot["ranks"]} == {0, 1}
     assert [item["cause"] for item in snapshot["faults"]] == ["lost"]
     assert [item["kind"] for item in snapshot["recoveries"]] == ["repair"]
-    await stage.finish()
-    final = stage.told.snapshot()
+    await harness.finish()
+    final = harness.telemetry.snapshot()
     assert final["state"] == "succeeded"
     goodput = final["goodput"]
     assert goodput["unattributed_s"] == 0
     assert sum(goodput["seconds"].values()) == pytest.approx(goodput["wall_s"])
-    assert goodput["wall_s"] == pytest.approx(stage.clock.now())
+    assert goodput["wall_s"] == pytest.approx(harness.clock.now())
 
 
-@played
+@async_test
 async def test_worker_limits_and_faults_are_exported(tmp_path: Path):
-    stage = Stage(tmp_path, World(size=2), workers={"min": 1, "max": 2})
-    await stage.steps(1)
-    stage.controller.scale(1, 3)
-    stage.world.kill(0)
-    await stage.clock.turn(1.0)
-    families = {family.name: family for family in stage.told.collect()}
+    harness = Harness(tmp_path, FakeCluster(size=2), workers={"min": 1, "max": 2})
+    await harness.steps(1)
+    harness.controller.scale(1, 3)
+    harness.cluster.kill(0)
+    await harness.clock.advance(1.0)
+    families = {family.name: family for family in harness.telemetry.collect()}
     limits = {
         sample.labels["limit"]: sample.value for sample in families["rayzero_workers"].samples
     }
     assert limits == {"min": 1, "max": 3}
     assert counts_by_cause(families["rayzero_faults"]) == {"lost": 1}
-    stage.controller.post_event(StopRequested())
-    await stage.clock.turn(10.0)
-    assert stage.states[-1] is State.STOPPED
+    harness.controller.post_event(StopRequested())
+    await harness.clock.advance(10.0)
+    assert harness.states[-1] is State.STOPPED
     await settle()
-    assert stage.run.done()
-    assert stage.run.exception() is not None
+    assert harness.run.done()
+    assert harness.run.exception() is not None
 
 
-@played
+@async_test
 async def test_the_fault_that_ends_a_job_is_counted_once(tmp_path: Path):
-    stage = Stage(tmp_path, World(size=2))
+    harness = Harness(tmp_path, FakeCluster(size=2))
     await settle()
     for rank in (0, 1):  # no step was finished: user code that fails now fails the job
-        stage.world.crash(rank, "user")
-    await stage.clock.turn(10.0)
-    assert stage.states[-1] is State.FAILED
-    families = {family.name: family for family in stage.told.collect()}
+        harness.cluster.crash(rank, "user")
+    await harness.clock.advance(10.0)
+    assert harness.states[-1] is State.FAILED
+    families = {family.name: family for family in harness.telemetry.collect()}
     assert counts_by_cause(families["rayzero_faults"]) == {"user": 1}
-    assert stage.told.snapshot()["goodput"]["unattributed_s"] == 0
-    assert stage.run.exception() is not None
+    assert harness.telemetry.snapshot()["goodput"]["unattributed_s"] == 0
+    assert harness.run.exception() is not None
 
 
-@played
+@async_test
 async def test_replicas_on_other_nodes_are_counted(tmp_path: Path):
-    world = World(2, "ab".__getitem__)
-    stage = Stage(tmp_path, world, workers={"min": 2, "max": 2}, steps=10)
-    await stage.steps(2)
+    cluster = FakeCluster(2, "ab".__getitem__)
+    harness = Harness(tmp_path, cluster, workers={"min": 2, "max": 2}, steps=10)
+    await harness.steps(2)
     for rank in range(2):
-        world.say(rank, Pinned(1, rank, 1, False, 0.0))
+        cluster.send(rank, Pinned(1, rank, 1, False, 0.0))
     await settle()
-    families = {family.name: family for family in stage.told.collect()}
+    families = {family.name: family for family in harness.telemetry.collect()}
     newest = {
         sample.labels["place"]: sample.value for sample in families["rayzero_replica_step"].samples
     }
     assert newest["other"] == 1
-    assert stage.told.snapshot()["replicas"]["step_on_other_nodes"] == newest["other"]
-    await stage.finish()
+    assert harness.telemetry.snapshot()["replicas"]["step_on_other_nodes"] == newest["other"]
+    await harness.finish()
 
 
-@played
+@async_test
 async def test_series_of_ranks_can_be_disabled(tmp_path: Path):
     for enabled in (True, False):
         folder = tmp_path / str(enabled)
         folder.mkdir()
-        stage = Stage(folder, World(2), workers={"min": 2}, metrics={"per_rank": enabled})
-        await stage.steps(2)
-        stage.world.beat(0)
+        harness = Harness(folder, FakeCluster(2), workers={"min": 2}, metrics={"per_rank": enabled})
+        await harness.steps(2)
+        harness.cluster.beat(0)
         await settle()
-        families = {family.name: family for family in stage.told.collect()}
+        families = {family.name: family for family in harness.telemetry.collect()}
         samples = [sample for family in families.values() for sample in family.samples]
         assert any("rank" in sample.labels for sample in samples) is enabled
         assert families["rayzero_world_size"].samples[0].value == 2
-        assert stage.told.snapshot()["ranks"]
-        await stage.finish()
+        assert harness.telemetry.snapshot()["ranks"]
+        await harness.finish()
 
 
 def counts_by_cause(family: Metric) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""A cluster in miniature for the controller's tests: workers that train, vaults that remember.
+"""A fake cluster for the controller's tests: workers that train, vaults that keep slots.
 
-Everything happens when the test says so, in virtual time, and messages come the way they really
-do: late, after their sender died, from generations that are over.
+Everything happens when the test says so, in virtual time, and messages arrive as in a real cluster:
+late, after their sender died, from generations that have ended.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ Node = Callable[[int], str]
 
 
 @dataclass
-class Process:
+class FakeProcess:
     """One worker's process."""
 
     info: WorkerInfo
-    said: deque[list[WorkerMessage] | WorkerLostError] = field(default_factory=deque)
-    """Before anybody listens to it."""
-    heard: bool = False
-    """Whether somebody listens to it."""
+    unsent: deque[list[WorkerMessage] | WorkerLostError] = field(default_factory=deque)
+    """Messages before the controller subscribes."""
+    subscribed: bool = False
+    """Whether the controller has subscribed."""
     alive: bool = True
     assign: Assignment | None = None
     """While it is in the user's function."""
@@ -64,35 +64,35 @@ class Process:
     """Whether its generation was joined, and its state loaded."""
     step: int = 0
     drain: bool = False
-    deaf: bool = False
+    unresponsive: bool = False
     """Whether it does not answer commands."""
     stuck: bool = False
     """Whether it does not unwind."""
     engine: bool = True
-    slow: bool = False
-    """Whether what it says is held back for a while."""
+    delayed: bool = False
+    """Whether its messages are held back for a while, in `backlog`."""
     backlog: list[list[WorkerMessage] | WorkerLostError] = field(default_factory=list)
 
 
 @dataclass
-class Vault:
+class FakeVault:
     """One node's vault."""
 
     address: str
-    news: asyncio.Queue[list[ConnectionLost] | VaultLostError] = field(
+    events: asyncio.Queue[list[ConnectionLost] | VaultLostError] = field(
         default_factory=asyncio.Queue
     )
     slots: dict[tuple[int, int, int], SlotInfo] = field(default_factory=dict)
     files: list[tuple[str, SlotRef]] = field(default_factory=list)
 
 
-class World:
+class FakeCluster:
     """The cluster, as a WorkerGroup. `vaults` is its VaultGroup.
 
     Args:
-        size: workers that are there at the start.
+        size: number of workers at the start.
         auto: whether workers join and load by themselves; otherwise the test says so.
-        mirrors: whether finished steps lie in the vaults.
+        mirrors: whether finished steps are mirrored to the vaults.
         checkpoint_every: steps between pinned steps for checkpoints; 0: never.
     """
 
@@ -109,36 +109,36 @@ class World:
         self.auto = auto
         self.mirrors = mirrors
         self.checkpoint_every = checkpoint_every
-        self.processes: dict[int, Process] = {}
-        self.newcomers: asyncio.Queue[WorkerInfo | WorkerLostError] = asyncio.Queue()
+        self.processes: dict[int, FakeProcess] = {}
+        self.joining: asyncio.Queue[WorkerInfo | WorkerLostError] = asyncio.Queue()
         self.assigned: list[tuple[int, Assignment]] = []
-        self.told: list[tuple[str, int]] = []
+        self.commands: list[tuple[str, int]] = []
         self.injected: list[tuple[int, tuple[str, ...]]] = []
         self.replaced: list[tuple[int, float, tuple[str, ...]]] = []
         self.resized: list[tuple[int, int]] = []
-        self.leaving: frozenset[str] = frozenset()
-        self.refusal: JobFailedError | None = None
-        self.may_place = asyncio.Event()
-        self.may_place.set()
+        self.draining: frozenset[str] = frozenset()
+        self.start_error: JobFailedError | None = None
+        self.may_start = asyncio.Event()
+        self.may_start.set()
         self.releases = 0
         self.committed = 0
         """The newest step that all ranks of a generation finished."""
-        self.excused = False
-        """Whether copies of it were lost that nothing could have kept."""
-        self.stream: asyncio.Queue[tuple[int, list[WorkerMessage] | WorkerLostError]] = (
+        self.losses_allowed = False
+        """Whether copies of it were lost that nothing could have preserved."""
+        self.messages: asyncio.Queue[tuple[int, list[WorkerMessage] | WorkerLostError]] = (
             asyncio.Queue()
         )
-        """What is said, in order."""
-        self.commands: set[asyncio.Task[None]] = set()
-        """On their way."""
-        self.pulse_s = 0.0
-        """When the next empty answers are due."""
-        self.first = [self.add_process() for _ in range(size)]
-        self.lag: dict[str, int] = {}
-        """Turns of the event loop that commands take on their way, by name."""
-        self.vaults = Vaults(self)
+        """Of subscribed workers, in order."""
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Commands in progress."""
+        self.next_poll_s = 0.0
+        """When the next empty messages are due."""
+        self.initial_workers = [self.add_process() for _ in range(size)]
+        self.delays: dict[str, int] = {}
+        """Turns of the event loop that commands take, by name."""
+        self.vaults = FakeVaultGroup(self)
         self.clock: Clock = Clock()
-        """Replaced by the stage's, which stands still."""
+        """Replaced by the harness's virtual clock."""
 
     # What a test does.
 
@@ -146,50 +146,50 @@ class World:
         index = len(self.processes)
         node = node or self.node_of(index)
         info = WorkerInfo(index, node, f"host-{node}", f"10.0.0.{index}", 100 + index)
-        self.processes[index] = Process(info)
+        self.processes[index] = FakeProcess(info)
         return info
 
-    def arrive(self, node: str | None = None) -> int:
-        """A new worker becomes ready behind the first ones."""
+    def join(self, node: str | None = None) -> int:
+        """A new worker becomes ready after the initial ones."""
         info = self.add_process(node)
-        self.newcomers.put_nowait(info)
+        self.joining.put_nowait(info)
         return info.index
 
-    def say(self, worker: int, *messages: WorkerMessage) -> None:
+    def send(self, worker: int, *messages: WorkerMessage) -> None:
         self._post(self.processes[worker], list(messages))
 
-    def explain(self, worker: int, cause: str) -> None:
-        """The cluster says why a worker died."""
+    def report_cause(self, worker: int, cause: str) -> None:
+        """The cluster reports why a worker died."""
         self._post(self.processes[worker], WorkerLostError(cause))
 
-    def catch_up(self, worker: int) -> None:
-        """What a slow worker said arrives."""
+    def deliver_delayed(self, worker: int) -> None:
+        """The messages of a delayed worker arrive."""
         process = self.processes[worker]
-        process.slow = False
+        process.delayed = False
         backlog, process.backlog = process.backlog, []
         for said in backlog:
             self._post(process, said)
 
-    def _post(self, process: Process, said: list[WorkerMessage] | WorkerLostError) -> None:
-        if process.slow:
+    def _post(self, process: FakeProcess, said: list[WorkerMessage] | WorkerLostError) -> None:
+        if process.delayed:
             process.backlog.append(said)
-        elif not process.heard:
-            process.said.append(said)
+        elif not process.subscribed:
+            process.unsent.append(said)
         else:
-            self.stream.put_nowait((process.info.index, said))
+            self.messages.put_nowait((process.info.index, said))
 
     def kill(
-        self, worker: int, cause: str = "the process was killed", *, told: bool = True
+        self, worker: int, cause: str = "the process was killed", *, reported: bool = True
     ) -> None:
-        """A process dies. Its vault says so at once, the cluster says why a little later."""
+        """A process dies. Its vault reports it at once, the cluster the cause a little later."""
         process = self.processes[worker]
         if not process.alive:
             return
         process.alive, process.assign = False, None
-        vault = self.vaults.of.get(process.info.node_id)
+        vault = self.vaults.by_node.get(process.info.node_id)
         if vault is not None:
-            vault.news.put_nowait([ConnectionLost(worker, process.info.pid)])
-        if told:
+            vault.events.put_nowait([ConnectionLost(worker, process.info.pid)])
+        if reported:
             self._post(process, WorkerLostError(cause))
 
     def crash(
@@ -205,26 +205,26 @@ class World:
         assert assign is not None
         at = process.step + 1 if step is None else step
         process.assign = None
-        self.say(
+        self.send(
             worker,
             Crashed(assign.generation, assign.rank, kind, at, error, "the user's frames"),
         )
 
-    def drop_node(self, node: str) -> None:
+    def lose_node(self, node: str) -> None:
         for process in self.processes.values():
             if process.info.node_id == node and process.alive:
                 process.alive, process.assign = False, None
-                slow, process.slow = process.slow, False
+                slow, process.delayed = process.delayed, False
                 self._post(process, WorkerLostError("its node is gone"))
-                process.slow = slow
+                process.delayed = slow
         self.vaults.kill(node)
 
     def kill_vault(self, node: str) -> None:
         self.vaults.kill(node)
 
     @property
-    def members(self) -> list[Process]:
-        """Who is in the newest generation's function, by rank."""
+    def members(self) -> list[FakeProcess]:
+        """The processes in the newest generation's function, by rank."""
         inside = [one for one in self.processes.values() if one.alive and one.assign]
         newest = max((one.assign.generation for one in inside if one.assign), default=0)
         mine = [one for one in inside if one.assign and one.assign.generation == newest]
@@ -238,7 +238,7 @@ class World:
         return len(members) == members[0].assign.world_size and all(one.ready for one in members)
 
     def step(self, last: bool = False) -> bool:
-        """One optimizer step of all ranks, if all are there. `last`: the functions return."""
+        """One optimizer step of all ranks, if all are ready. `last`: the functions return."""
         if not self.can_step:
             return False
         members = self.members
@@ -263,15 +263,15 @@ class World:
                 said.append(Stopped(assign.generation, assign.rank, self._memory(one)))
             if last or drain:
                 one.assign, one.drain = None, False
-            self.say(one.info.index, *said)
+            self.send(one.info.index, *said)
         self.committed = max(self.committed, step)
-        self.excused = not (kept and all(kept))
+        self.losses_allowed = not (kept and all(kept))
         return True
 
-    def _pinned(self, members: Sequence[Process]) -> bool:
+    def _pinned(self, members: Sequence[FakeProcess]) -> bool:
         """A worker has room for one pinned step."""
         for one in members:
-            vault = self.vaults.of.get(one.info.node_id)
+            vault = self.vaults.by_node.get(one.info.node_id)
             assign = one.assign
             if vault is None or assign is None:
                 return True
@@ -280,38 +280,38 @@ class World:
                     return True
         return False
 
-    def _mirror(self, process: Process, assign: Assignment, step: int, pin: bool) -> bool:
-        vault = self.vaults.of.get(process.info.node_id)
+    def _mirror(self, process: FakeProcess, assign: Assignment, step: int, pin: bool) -> bool:
+        vault = self.vaults.by_node.get(process.info.node_id)
         if vault is None or vault.address != assign.vault:
             return False  # a mirror without a vault fails softly
         generation, rank = assign.generation, assign.rank
         mine = [key for key in vault.slots if key[:2] == (generation, rank)]
         free = sorted(key for key in mine if not vault.slots[key].pinned)
-        for key in free[:-1]:  # two take turns
+        for key in free[:-1]:  # two buffers alternate
             del vault.slots[key]
         vault.slots[generation, rank, step] = SlotInfo(
             generation, rank, assign.world_size, step, 64, pin
         )
-        if len(mine) > 1:  # the vote proved that everybody has mirrored
-            for vault in self.vaults.of.values():
+        if len(mine) > 1:  # the vote proved that all ranks have mirrored
+            for vault in self.vaults.by_node.values():
                 for key, slot in list(vault.slots.items()):
                     if key[0] < generation and not slot.pinned and not slot.replica:
                         del vault.slots[key]
         return True
 
-    def _memory(self, process: Process) -> InProcessStateInfo | None:
+    def _memory(self, process: FakeProcess) -> InProcessStateInfo | None:
         return InProcessStateInfo(process.step, whole=False) if process.engine else None
 
-    def _unwind(self, process: Process) -> None:
+    def _unwind(self, process: FakeProcess) -> None:
         assign = process.assign
         if assign is None or process.stuck or not process.alive:
             return
         process.assign, process.drain = None, False
         memory = self._memory(process) if process.ready else None
-        self.say(process.info.index, Stopped(assign.generation, assign.rank, memory))
+        self.send(process.info.index, Stopped(assign.generation, assign.rank, memory))
 
     def _join(self, generation: int) -> None:
-        """Everybody is in once everybody has been told its place."""
+        """All ranks join once all have their assignments."""
         members = [
             one for one in self.members if one.assign and one.assign.generation == generation
         ]
@@ -320,25 +320,25 @@ class World:
         if len(members) < members[0].assign.world_size:
             return
         resumed = members[0].assign.restore
-        if self.excused or (resumed and resumed.checkpoint):
-            self.committed, self.excused = resumed.step if resumed else 0, True
+        if self.losses_allowed or (resumed and resumed.checkpoint):
+            self.committed, self.losses_allowed = resumed.step if resumed else 0, True
         for one in members:
             assign = one.assign
             assert assign is not None
             joined = Joined(generation, assign.rank)
             if not one.engine:
                 one.ready, one.step = True, 0
-                self.say(one.info.index, joined)
+                self.send(one.info.index, joined)
                 continue
             missing = [ref for ref in self._slots(assign) if not self.vaults.holds(ref)]
             if missing:
-                self.say(one.info.index, joined)
+                self.send(one.info.index, joined)
                 self.crash(one.info.index, "state", f"{missing[0]} is gone", 0)
                 continue
             one.step = assign.restore.step if assign.restore else 0
-            assert self.excused or one.step == self.committed, "a committed step was lost"
+            assert self.losses_allowed or one.step == self.committed, "a committed step was lost"
             one.ready = True
-            self.say(one.info.index, joined, Restored(generation, assign.rank, one.step))
+            self.send(one.info.index, joined, Restored(generation, assign.rank, one.step))
 
     @staticmethod
     def _slots(assign: Assignment) -> tuple[SlotRef, ...]:
@@ -347,13 +347,13 @@ class World:
     # WorkerGroup.
 
     async def start_workers(self, need: ResourceRequest) -> tuple[WorkerInfo, ...]:
-        await self.may_place.wait()
-        if self.refusal is not None:
-            raise self.refusal
-        return tuple(self.first)
+        await self.may_start.wait()
+        if self.start_error is not None:
+            raise self.start_error
+        return tuple(self.initial_workers)
 
     async def next_worker(self) -> WorkerInfo:
-        came = await self.newcomers.get()
+        came = await self.joining.get()
         if isinstance(came, WorkerLostError):
             raise came
         return came
@@ -366,12 +366,12 @@ class World:
         self.resized.append((least, most))
 
     async def release_worker(self, worker: int) -> None:
-        self.told.append(("dismiss", worker))
+        self.commands.append(("dismiss", worker))
         self.kill(worker, "dismissed")
 
     async def kill_worker(self, worker: int) -> None:
-        await self.way("kill")
-        self.told.append(("kill", worker))
+        await self.delay("kill")
+        self.commands.append(("kill", worker))
         self.kill(worker, "killed by the controller")
 
     async def call(self, worker: int, method: Callable[..., Any], *args: Any) -> Any:
@@ -384,7 +384,7 @@ class World:
         return answers
 
     async def open_store(self, worker: int) -> int:
-        await self._hear("store", worker)
+        await self._receive_command("store", worker)
         return 4000 + worker
 
     def assign(
@@ -405,21 +405,21 @@ class World:
 
     def subscribe(self, workers: Iterable[int]) -> None:
         for process in map(self.processes.__getitem__, workers):
-            process.heard = True
-            while process.said:
-                self._post(process, process.said.popleft())
+            process.subscribed = True
+            while process.unsent:
+                self._post(process, process.unsent.popleft())
 
     async def receive(self) -> WorkerReports:
-        """Everybody who lives says at least that, every so often."""
+        """Every live worker sends at least an empty message from time to time."""
         try:
-            limit_s = self.pulse_s - self.clock.now()
-            first = [await with_timeout(self.clock, limit_s, self.stream.get())]
+            limit_s = self.next_poll_s - self.clock.now()
+            first = [await with_timeout(self.clock, limit_s, self.messages.get())]
         except TimeoutError:
-            self.pulse_s = self.clock.now() + WORKER_POLL_S
-            there = [one for one in self.processes.values() if one.heard and one.alive]
-            return WorkerReports([(one.info.index, []) for one in there if not one.deaf])
-        while not self.stream.empty():
-            first.append(self.stream.get_nowait())
+            self.next_poll_s = self.clock.now() + WORKER_POLL_S
+            there = [one for one in self.processes.values() if one.subscribed and one.alive]
+            return WorkerReports([(one.info.index, []) for one in there if not one.unresponsive])
+        while not self.messages.empty():
+            first.append(self.messages.get_nowait())
         said = [(worker, one) for worker, one in first if isinstance(one, list)]
         lost = [(worker, str(one)) for worker, one in first if isinstance(one, WorkerLostError)]
         return WorkerReports(said, lost)
@@ -454,20 +454,20 @@ class World:
     ) -> PendingReplies:
         answers = PendingReplies(workers)
         way = asyncio.ensure_future(self._carry(name, answers, act))
-        self.commands.add(way)
-        way.add_done_callback(self.commands.discard)
+        self.tasks.add(way)
+        way.add_done_callback(self.tasks.discard)
         return answers
 
     async def _carry(self, name: str, answers: PendingReplies, act: Callable[[int], None]) -> None:
-        await self.way(name)
+        await self.delay(name)
         for worker in sorted(answers.pending):
             process = self.processes[worker]
             if not process.alive:
-                self.stream.put_nowait((worker, WorkerLostError("")))
-            elif process.deaf:
+                self.messages.put_nowait((worker, WorkerLostError("")))
+            elif process.unresponsive:
                 continue
             else:
-                self.told.append((name, worker))
+                self.commands.append((name, worker))
                 act(worker)
             answers.mark_done([worker])
 
@@ -479,93 +479,93 @@ class World:
         )
 
     async def salvage(self, worker: int, vault: str) -> SlotInfo:
-        await self._hear("salvage", worker)
+        await self._receive_command("salvage", worker)
         process = self.processes[worker]
         _, assign = next(one for one in reversed(self.assigned) if one[0] == worker)
         slot = SlotInfo(
             assign.generation, assign.rank, assign.world_size, process.step, 64, pinned=False
         )
-        vault = self.vaults.of[process.info.node_id]
+        vault = self.vaults.by_node[process.info.node_id]
         vault.slots[slot.generation, slot.rank, slot.step] = slot
         return slot
 
     async def dump_stack(self, worker: int) -> str:
-        await self._hear("stack", worker)
+        await self._receive_command("stack", worker)
         return "the stack"
 
     async def draining_nodes(self) -> frozenset[str]:
-        return self.leaving
+        return self.draining
 
     async def release(self) -> None:
         self.releases += 1
-        for way in self.commands:
+        for way in self.tasks:
             way.cancel()
 
     def beat(self, worker: int, **values: Any) -> None:
         process = self.processes[worker]
         rank = process.assign.rank if process.assign else 0
         beat = Heartbeat(rank, process.step + 1, "forward", 0.0)
-        self.say(worker, replace(beat, **values))
+        self.send(worker, replace(beat, **values))
 
-    async def way(self, command: str) -> None:
-        for _ in range(1 + self.lag.get(command, 0)):
+    async def delay(self, command: str) -> None:
+        for _ in range(1 + self.delays.get(command, 0)):
             await asyncio.sleep(0)
 
-    async def _hear(self, command: str, worker: int) -> None:
-        await self.way(command)
+    async def _receive_command(self, command: str, worker: int) -> None:
+        await self.delay(command)
         process = self.processes[worker]
         if not process.alive:
             raise WorkerLostError("")
-        if process.deaf:
+        if process.unresponsive:
             await asyncio.Event().wait()
-        self.told.append((command, worker))
+        self.commands.append((command, worker))
 
 
-class Group:
-    """The world's WorkerGroup: `kill` is a test's word there, and the controller's here."""
+class FakeWorkerGroup:
+    """The cluster's WorkerGroup: `kill` is a test's method there, and the controller's here."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, cluster: FakeCluster) -> None:
+        self._cluster = cluster
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._world, "kill_worker" if name == "kill" else name)
+        return getattr(self._cluster, "kill_worker" if name == "kill" else name)
 
 
-class Vaults:
-    """The world's VaultGroup."""
+class FakeVaultGroup:
+    """The cluster's VaultGroup."""
 
-    def __init__(self, world: World) -> None:
-        self.of: dict[str, Vault] = {}
+    def __init__(self, cluster: FakeCluster) -> None:
+        self.by_node: dict[str, FakeVault] = {}
         self.opened: list[str] = []
         self.closed: list[str] = []
         self.unpinned: list[tuple[str, int, int]] = []
-        self.copied: list[tuple[str, tuple[SlotRef, ...]]] = []
+        self.replicated: list[tuple[str, tuple[SlotRef, ...]]] = []
         self.write_errors: list[Exception] = []
         self.injected: tuple[str, ...] = ()
-        self.obstacles: dict[str, str] = {}
-        self.strikes: list[tuple[str, str]] = []
+        self.not_injectable: dict[str, str] = {}
+        self.node_faults: list[tuple[str, str]] = []
         self.writes = 0
         self.releases = 0
         self.may_open = True
         self.may_write = asyncio.Event()
         self.may_write.set()
-        self._world = world
+        self._cluster = cluster
 
     def kill(self, node: str) -> None:
         """A vault dies, with everything it held."""
-        vault = self.of.pop(node, None)
+        vault = self.by_node.pop(node, None)
         if vault is not None:
-            self._world.excused = True
-            vault.news.put_nowait(VaultLostError("the vault was killed"))
+            self._cluster.losses_allowed = True
+            vault.events.put_nowait(VaultLostError("the vault was killed"))
 
     async def close(self, node_id: str) -> None:
         self.closed.append(node_id)
-        vault = self.of.pop(node_id, None)
+        vault = self.by_node.pop(node_id, None)
         if vault is not None:
-            vault.news.put_nowait(VaultLostError("closed"))
+            vault.events.put_nowait(VaultLostError("closed"))
 
     def holds(self, ref: SlotRef) -> bool:
-        vault = self.of.get(ref.node_id)
+        vault = self.by_node.get(ref.node_id)
         return vault is not None and (ref.generation, ref.rank, ref.step) in vault.slots
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
@@ -573,17 +573,19 @@ class Vaults:
         if not self.may_open:
             raise JobFailedError("no vault can be opened")
         for node in node_ids:
-            if node not in self.of:
+            if node not in self.by_node:
                 self.opened.append(node)
-                self.of[node] = Vault(f"vault-{node}-{self.opened.count(node)}")
-        return {node: self.of[node].address for node in node_ids}
+                self.by_node[node] = FakeVault(f"vault-{node}-{self.opened.count(node)}")
+        return {node: self.by_node[node].address for node in node_ids}
 
     async def call(self, node_id: str, method: Callable[..., Any], *args: Any) -> Any:
         return await getattr(self, method.__name__)(node_id, *args)
 
     async def poll(self, node_id: str, timeout_s: float) -> list[ConnectionLost]:
         try:
-            news = await with_timeout(self._world.clock, timeout_s, self._of(node_id).news.get())
+            news = await with_timeout(
+                self._cluster.clock, timeout_s, self._of(node_id).events.get()
+            )
         except TimeoutError:
             return []
         if isinstance(news, VaultLostError):
@@ -591,7 +593,7 @@ class Vaults:
         return news
 
     async def inventory(self, node_id: str) -> list[SlotInfo]:
-        await self._world.way("inventory")
+        await self._cluster.delay("inventory")
         return list(self._of(node_id).slots.values())
 
     async def unpin(self, node_id: str, generation: int, step: int) -> None:
@@ -604,7 +606,7 @@ class Vaults:
     async def replicate(self, node_id: str, slots: Sequence[SlotRef]) -> int:
         await asyncio.sleep(0)
         vault = self._of(node_id)
-        self.copied.append((node_id, tuple(slots)))
+        self.replicated.append((node_id, tuple(slots)))
         for ref in slots:
             if not self.holds(ref):
                 raise RayzeroError(f"{ref} is gone")
@@ -639,41 +641,41 @@ class Vaults:
     async def why_not_injectable(self, node_id: str, fault: FaultSpec) -> str:
         await asyncio.sleep(0)
         self._of(node_id)
-        return self.obstacles.get(node_id, "")
+        return self.not_injectable.get(node_id, "")
 
     async def inject_node_fault(self, node_id: str, fault: FaultSpec) -> None:
         await asyncio.sleep(0)
-        self.strikes.append((node_id, str(fault)))
+        self.node_faults.append((node_id, str(fault)))
         if fault.kind == "kill_vault":
             self.kill(node_id)
             raise VaultLostError("it was struck")
         if fault.kind == "drop_node":
-            self._world.drop_node(node_id)
+            self._cluster.lose_node(node_id)
 
     async def release(self) -> None:
         self.releases += 1
 
-    def _of(self, node_id: str) -> Vault:
-        if node_id not in self.of:
-            raise VaultLostError("there is none")
-        return self.of[node_id]
+    def _of(self, node_id: str) -> FakeVault:
+        if node_id not in self.by_node:
+            raise VaultLostError("the node has no vault")
+        return self.by_node[node_id]
 
 
-class Shelf:
-    """An archive that keeps steps in a list."""
+class FakeCheckpointStore:
+    """A checkpoint store that keeps steps in a list."""
 
     def __init__(self, *steps: int) -> None:
         self.steps = list(steps)
         self.prunes = 0
-        self.refusal: RayzeroError | None = None
+        self.resume_error: RayzeroError | None = None
         self.errors: list[Exception] = []
 
     def folder(self, step: int) -> str:
         return f"/runs/job/step-{step}"
 
     async def resolve_resume(self) -> CheckpointRef | None:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.resume_error is not None:
+            raise self.resume_error
         return await self.newest(frozenset())
 
     async def newest(self, excluding: frozenset[int]) -> CheckpointRef | None:
