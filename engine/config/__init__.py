@@ -1,7 +1,7 @@
 """The engine's config: DeepSpeed's keys and rayzero's, parsed, checked and explained. No torch.
 
-`model` is the whole document and its fields carry their `Key` metadata; `unsupported` has the keys
-of DeepSpeed without a field; `parse` turns a file or dict into a checked config.
+`model` is the whole document, whose fields carry their `Key` metadata; `parse` turns a file or dict
+into a checked config.
 """
 
 from rayzero.engine.config.batch_sizes import BatchSizes, resolve_batch_sizes

@@ -89,8 +89,7 @@ def _to_plain(value: Any, name: str, path: tuple[str, ...] = ()) -> Any:
         case str() | os.PathLike():
             return _to_text(os.fsdecode(value), where)
         case Integral():  # also numpy's
-            if int(value).bit_length() > _MAX_INTEGER_BITS:
-                bits = int(value).bit_length()
+            if (bits := int(value).bit_length()) > _MAX_INTEGER_BITS:
                 raise ConfigError(f"{where}: a number of {bits} bits is too large")
             return int(value)
         case Real():

@@ -24,10 +24,6 @@ _REMOVED = "removed from DeepSpeed 0.19 too"
 _SAME_RESULT = "the backend chooses the collective; the result is the same"
 
 
-def _validate_stage(value: Any) -> Any:
-    return parse_integer(reject_bool(value))
-
-
 class LeafModuleConfig(ConfigSection):
     """Modules that are gathered as a whole at stage 3."""
 
@@ -105,9 +101,9 @@ class OffloadParamConfig(ConfigSection):
 class ZeroConfig(ConfigSection):
     """What is sharded (the stage), and the sizes of collectives in elements."""
 
-    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_validate_stage)] = implemented(
-        0, "what is sharded over the ranks", group="sharding"
-    )
+    stage: Annotated[
+        Literal[0, 1, 2, 3], BeforeValidator(parse_integer), BeforeValidator(reject_bool)
+    ] = implemented(0, "what is sharded over the ranks", group="sharding")
     overlap_comm: bool = implemented(True, "gradients are reduced while backward runs")
     reduce_bucket_size: PositiveSize | None = implemented(
         None,
