@@ -57,7 +57,7 @@ async def test_a_dropped_node_is_repaired(folder: Path):
 
 
 @async_test
-async def test_what_cannot_be_acted_out_is_told_once_and_did_not_happen(folder: Path):
+async def test_a_fault_that_cannot_be_injected_is_warned_of_once_and_not_recorded(folder: Path):
     harness = on_two_nodes(folder, "partition(node=0, step=2, seconds=5)")
     harness.cluster.vaults.not_injectable["a"] = "the job's controller runs on that node"
     await harness.steps(5)
@@ -68,7 +68,7 @@ async def test_what_cannot_be_acted_out_is_told_once_and_did_not_happen(folder: 
 
 
 @async_test
-async def test_a_place_that_nobody_has_is_waited_for(folder: Path):
+async def test_a_fault_of_a_node_without_ranks_waits_for_one(folder: Path):
     harness = on_two_nodes(folder, "kill_vault(node=2, step=2)")
     await harness.steps(3)
     harness.cluster.join("c")
@@ -125,7 +125,7 @@ async def test_an_injected_fault_of_a_vault_happens_after_the_step_at_work(folde
         ("full_disk()", "writes no checkpoints"),
     ],
 )
-def test_what_can_never_happen_is_refused_and_nothing_is_scheduled(
+def test_an_impossible_fault_is_refused_and_nothing_is_scheduled(
     tmp_path: Path, fault: str, why: str
 ):
     @async_test
@@ -189,7 +189,7 @@ async def test_an_object_store_cannot_be_torn(folder: Path):
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_what_happened_in_an_earlier_run_counts_only_if_that_is_gone_on_with(
+def test_faults_of_an_earlier_run_count_only_if_that_run_is_continued(
     tmp_path: Path, resumed: bool
 ):
     fault = "kill_vault(node=0, step=2)"

@@ -51,7 +51,7 @@ async def test_a_pinned_step_becomes_a_checkpoint_and_is_freed(folder: Path):
 
 
 @async_test
-async def test_training_goes_on_while_a_checkpoint_is_written(folder: Path):
+async def test_training_continues_while_a_checkpoint_is_written(folder: Path):
     harness = often(folder)
     harness.cluster.vaults.may_write.clear()
     await harness.steps(7)
@@ -78,7 +78,7 @@ async def test_the_job_ends_when_its_last_checkpoint_is_stored(folder: Path):
 
 
 @async_test
-async def test_a_failed_write_is_told_tried_again_and_counted(folder: Path):
+async def test_a_failed_write_is_warned_of_retried_and_counted(folder: Path):
     harness = often(folder)
     harness.cluster.vaults.write_errors = [FULL, FULL]
     await harness.steps(3)
@@ -91,7 +91,7 @@ async def test_a_failed_write_is_told_tried_again_and_counted(folder: Path):
 
 
 @async_test
-async def test_a_checkpoint_is_given_up_after_some_tries_and_the_next_one_gets_its_chance(
+async def test_a_checkpoint_is_abandoned_after_some_attempts_and_the_next_one_is_written(
     folder: Path,
 ):
     harness = often(folder)
@@ -107,7 +107,7 @@ async def test_a_checkpoint_is_given_up_after_some_tries_and_the_next_one_gets_i
 
 
 @async_test
-async def test_what_is_gone_from_a_vault_is_not_asked_for_again(folder: Path):
+async def test_a_slot_that_a_vault_has_lost_is_not_requested_again(folder: Path):
     harness = often(folder)
     harness.cluster.vaults.write_errors = [DataError("the slot is gone")]
     await harness.steps(3)
@@ -133,7 +133,7 @@ async def test_a_checkpoint_under_way_survives_a_repair(folder: Path):
 
 
 @async_test
-async def test_what_a_lost_generation_left_half_pinned_is_freed(folder: Path):
+async def test_incomplete_pins_of_a_lost_generation_are_released(folder: Path):
     harness = Harness(folder, FakeCluster(3), workers={"min": 2, "max": 3})
     await harness.steps(2)
     harness.cluster.send(0, Pinned(1, 0, 2, True, 0.0))
@@ -147,7 +147,7 @@ async def test_what_a_lost_generation_left_half_pinned_is_freed(folder: Path):
 
 
 @async_test
-async def test_pinned_steps_go_round_the_ring_and_are_held_until_a_newer_one_has(folder: Path):
+async def test_pinned_steps_are_replicated_in_a_ring_and_kept_until_a_newer_one_is(folder: Path):
     cluster = FakeCluster(4, node_of=lambda index: "ab"[index // 2])
     harness = Harness(folder, cluster, workers={"min": 4})
     await harness.steps(1)
@@ -199,7 +199,7 @@ async def test_a_stop_writes_a_last_checkpoint_at_the_end_of_the_step(folder: Pa
 
 
 @async_test
-async def test_a_stop_that_cannot_wait_for_the_step_keeps_the_one_before(folder: Path):
+async def test_a_stop_that_cannot_wait_for_the_step_writes_the_one_before(folder: Path):
     harness = often(folder, every=100, checkpoint={"grace_period_s": 10.0})
     await harness.steps(6)
     harness.controller.post_event(machine.StopRequested())

@@ -61,7 +61,7 @@ async def test_a_job_runs_to_its_summary(folder: Path):
 
 
 @async_test
-async def test_every_worker_gets_its_place_the_same_store_and_its_nodes_vault(folder: Path):
+async def test_every_worker_gets_its_rank_the_same_store_and_its_nodes_vault(folder: Path):
     cluster = FakeCluster(3, node_of=lambda index: "ab"[index % 2])
     harness = Harness(folder, cluster, workers={"min": 3})
     await settle()
@@ -214,7 +214,7 @@ async def test_a_mistake_of_ours_in_a_background_task_is_not_silent(folder: Path
 
 
 @async_test
-async def test_a_run_goes_on_from_the_newest_checkpoint_of_an_earlier_one(folder: Path):
+async def test_a_run_resumes_from_the_newest_checkpoint_of_an_earlier_one(folder: Path):
     harness = Harness(folder, store=FakeCheckpointStore(20, 40))
     await settle()
     assert harness.log.of(Resumed) == [Resumed(40, "/runs/job/step-40")]

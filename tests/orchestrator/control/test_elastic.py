@@ -70,7 +70,7 @@ async def test_a_spare_that_dies_is_replaced_and_costs_nothing(folder: Path):
 
 
 @async_test
-async def test_scaling_down_dismisses_who_is_left_out_once_the_others_go_on(folder: Path):
+async def test_scaling_down_releases_surplus_workers_once_the_others_train(folder: Path):
     harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
     await harness.steps(2)
     assert harness.controller.scale(2, 2) == "job: 2 to 2 workers; now 4"
@@ -90,7 +90,7 @@ async def test_scaling_down_dismisses_who_is_left_out_once_the_others_go_on(fold
 
 
 @async_test
-async def test_scaling_up_waits_for_newcomers_and_goes_on_meanwhile(folder: Path):
+async def test_scaling_up_trains_on_until_new_workers_are_ready(folder: Path):
     harness = Harness(folder)
     await harness.steps(1)
     harness.controller.scale(3, 5)
@@ -176,7 +176,7 @@ async def test_a_function_without_an_engine_is_never_resized(folder: Path):
 
 
 @async_test
-async def test_nobody_is_resized_for_a_job_that_is_about_to_end(folder: Path):
+async def test_a_job_that_is_about_to_end_is_not_resized(folder: Path):
     harness = Harness(folder, workers={"min": 2, "max": 4})
     await harness.steps(1)
     harness.cluster.join()
@@ -240,7 +240,7 @@ async def test_a_newcomer_that_dies_when_it_is_to_begin(folder: Path):
 
 
 @async_test
-async def test_a_newcomer_that_does_not_start_is_told(folder: Path):
+async def test_a_new_worker_that_does_not_start_is_warned_of(folder: Path):
     harness = Harness(folder, workers={"min": 2, "max": 3})
     await harness.steps(1)
     harness.cluster.joining.put_nowait(WorkerLostError("a worker did not start: no torch"))

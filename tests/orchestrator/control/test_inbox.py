@@ -66,7 +66,7 @@ def run(scene: Any) -> None:
     asyncio.run(bounded())
 
 
-def test_a_death_does_not_wait_behind_what_others_said(tmp_path: Path):
+def test_a_death_does_not_wait_behind_messages_of_other_workers(tmp_path: Path):
     async def scene() -> None:
         room = Room(tmp_path, SlowClock())
         room.watch.start(range(100))
@@ -85,7 +85,7 @@ def test_a_death_does_not_wait_behind_what_others_said(tmp_path: Path):
     run(scene())
 
 
-def test_what_one_worker_says_comes_in_order(tmp_path: Path):
+def test_the_messages_of_one_worker_are_delivered_in_order(tmp_path: Path):
     async def scene() -> None:
         room = Room(tmp_path, SlowClock())
         room.watch.start(range(50))
@@ -101,7 +101,7 @@ def test_what_one_worker_says_comes_in_order(tmp_path: Path):
     run(scene())
 
 
-def test_who_says_nothing_for_too_long_is_given_up_once(tmp_path: Path):
+def test_a_silent_worker_is_reported_lost_once(tmp_path: Path):
     async def scene() -> None:
         room = Room(tmp_path, VirtualClock())
         room.watch.start(range(2))
@@ -144,7 +144,7 @@ class Calls:
         thread.join()
 
 
-def test_polls_go_on_until_a_worker_is_lost():
+def test_polls_continue_until_a_worker_is_lost():
     async def scene() -> None:
         calls = Calls()
         polls = ActorPoller(calls)
@@ -168,7 +168,7 @@ def test_polls_go_on_until_a_worker_is_lost():
     run(scene())
 
 
-def test_what_many_say_is_gathered_but_for_a_death():
+def test_messages_of_many_workers_are_batched_except_deaths():
     async def scene() -> None:
         calls, came, batches = Calls(), [], []
         lines = FutureBatcher(lambda: batches.append(len(came)))
@@ -208,12 +208,12 @@ def test_nothing_that_is_gathered_is_forgotten():
     run(scene())
 
 
-def test_what_is_gathered_is_little_where_few_speak():
+def test_the_batch_delay_is_short_for_few_workers():
     assert batch_delay_s(8) == 0.0
     assert batch_delay_s(500) < batch_delay_s(1000) == batch_delay_s(4000) <= 0.01
 
 
-def test_a_command_is_answered_by_those_who_live():
+def test_a_command_is_answered_by_live_workers():
     async def scene() -> None:
         polled, told = Calls(), Calls()
         polls = ActorPoller(polled)
@@ -236,5 +236,5 @@ def test_a_command_is_answered_by_those_who_live():
     run(scene())
 
 
-def test_nobody_to_answer_is_no_wait():
+def test_a_command_to_no_worker_does_not_wait():
     run(PendingReplies().wait_all())

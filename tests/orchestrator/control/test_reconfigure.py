@@ -41,7 +41,7 @@ def texts(harness: Harness) -> str:
 
 
 @async_test
-async def test_the_survivors_of_a_death_go_on_at_the_last_step_without_any_time_passing(
+async def test_survivors_of_a_death_continue_at_the_last_step_without_any_time_passing(
     folder: Path,
 ):
     harness = three(folder)
@@ -76,7 +76,7 @@ async def test_the_survivors_of_a_death_go_on_at_the_last_step_without_any_time_
 
 
 @async_test
-async def test_only_those_who_must_hear_something_hear_it_and_all_at_once(folder: Path):
+async def test_commands_go_to_the_workers_concerned_at_once(folder: Path):
     harness = three(folder)
     await harness.steps(2)
     harness.cluster.commands.clear()
@@ -158,7 +158,7 @@ def test_a_worker_that_dies_while_the_first_generation_forms(tmp_path: Path, whe
 
 
 @async_test
-async def test_a_second_death_on_the_way_begins_the_way_again(folder: Path):
+async def test_a_second_death_during_a_recovery_begins_it_again(folder: Path):
     harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
     await harness.steps(5)
     harness.cluster.processes[3].stuck = True
@@ -265,7 +265,7 @@ async def test_a_failed_collective_is_repaired_as_soon_as_a_death_explains_it(fo
 
 
 @async_test
-async def test_a_failed_collective_that_nobody_explains_is_repaired_after_a_grace(folder: Path):
+async def test_a_failed_collective_without_a_cause_is_repaired_after_a_grace_period(folder: Path):
     harness = three(folder)
     await harness.steps(3)
     harness.cluster.crash(0, "collective", "timed out")
@@ -278,7 +278,7 @@ async def test_a_failed_collective_that_nobody_explains_is_repaired_after_a_grac
 
 
 @async_test
-async def test_a_survivor_that_does_not_unwind_is_killed_and_left_behind(folder: Path):
+async def test_a_survivor_that_does_not_unwind_is_killed_and_replaced(folder: Path):
     harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
     await harness.steps(3)
     harness.cluster.processes[1].stuck = True
@@ -292,7 +292,7 @@ async def test_a_survivor_that_does_not_unwind_is_killed_and_left_behind(folder:
 
 
 @async_test
-async def test_a_worker_that_does_not_take_its_place_counts_as_lost(folder: Path):
+async def test_a_worker_that_does_not_reply_to_its_assignment_counts_as_lost(folder: Path):
     cluster = FakeCluster(3)
     cluster.processes[1].unresponsive = True
     harness = Harness(folder, cluster, workers=TWO_OF_THREE)
@@ -318,7 +318,7 @@ async def test_user_code_gets_one_more_try_at_the_same_step_and_then_fails(folde
 
 
 @async_test
-async def test_user_code_that_fails_elsewhere_the_second_time_goes_on(folder: Path):
+async def test_user_code_that_fails_at_another_step_is_retried(folder: Path):
     harness = three(folder)
     await harness.steps(4)
     harness.cluster.crash(1, "user")
@@ -364,7 +364,7 @@ async def test_old_faults_leave_the_window(folder: Path):
 
 
 @async_test
-async def test_when_the_job_would_fail_the_cluster_may_say_why_first(folder: Path):
+async def test_a_fatal_loss_waits_for_the_clusters_report(folder: Path):
     harness = three(folder, recovery={"max_faults": 0})
     await harness.steps(1)
     harness.cluster.kill(1, reported=False)
@@ -377,7 +377,7 @@ async def test_when_the_job_would_fail_the_cluster_may_say_why_first(folder: Pat
 
 
 @async_test
-async def test_a_job_that_cannot_go_on_waits_for_a_replacement(folder: Path):
+async def test_a_job_with_too_few_workers_waits_for_a_replacement(folder: Path):
     harness = Harness(folder)  # at least two of two
     await harness.steps(3)
     harness.cluster.kill(1)
@@ -430,7 +430,7 @@ async def test_replacements_wait_longer_and_longer_and_avoid_a_node_that_keeps_f
 
 
 @async_test
-async def test_when_all_copies_are_gone_the_newest_checkpoint_is_used_and_it_says_so(
+async def test_when_all_copies_are_lost_the_newest_checkpoint_is_used_with_a_warning(
     folder: Path,
 ):
     cluster = FakeCluster(3, node_of=lambda index: "ab"[index // 2])
@@ -450,7 +450,7 @@ async def test_when_all_copies_are_gone_the_newest_checkpoint_is_used_and_it_say
 
 
 @async_test
-async def test_without_any_copy_the_job_begins_again_and_says_so(folder: Path):
+async def test_without_any_copy_the_job_starts_over_with_a_warning(folder: Path):
     cluster = FakeCluster(3, mirrors=False)
     for process in cluster.processes.values():
         process.engine = False
@@ -465,7 +465,7 @@ async def test_without_any_copy_the_job_begins_again_and_says_so(folder: Path):
 
 
 @async_test
-async def test_a_damaged_checkpoint_is_left_out_and_an_older_one_is_used(folder: Path):
+async def test_a_damaged_checkpoint_is_excluded_and_an_older_one_is_used(folder: Path):
     harness = Harness(folder, FakeCluster(2, auto=False), FakeCheckpointStore(10, 20))
     await settle()
     harness.cluster.auto = True
@@ -479,7 +479,7 @@ async def test_a_damaged_checkpoint_is_left_out_and_an_older_one_is_used(folder:
 
 
 @async_test
-async def test_slots_that_cannot_be_read_are_left_out(folder: Path):
+async def test_slots_that_cannot_be_read_are_excluded(folder: Path):
     harness = Harness(folder, FakeCluster(3), FakeCheckpointStore(1), workers=TWO_OF_THREE)
     await harness.steps(3)
     harness.cluster.auto = False
@@ -597,7 +597,7 @@ async def test_a_stop_in_the_middle_of_a_repair(folder: Path):
 
 
 @async_test
-async def test_nobody_begins_before_those_who_were_given_up_are_dead(folder: Path):
+async def test_no_generation_begins_before_expelled_workers_are_dead(folder: Path):
     """The fake cluster refuses two generations at once."""
     harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
     await harness.steps(3)
@@ -611,7 +611,7 @@ async def test_nobody_begins_before_those_who_were_given_up_are_dead(folder: Pat
 
 
 @async_test
-async def test_a_worker_that_is_still_being_told_its_place_is_fenced_behind_that(folder: Path):
+async def test_a_worker_is_fenced_only_after_its_assignment(folder: Path):
     harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
     await harness.steps(3)
     harness.cluster.delays["assign"] = 60

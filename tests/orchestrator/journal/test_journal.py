@@ -78,7 +78,7 @@ def known(journal: JournalWriter) -> RunHistory:
 
 
 @async_test
-async def test_a_run_is_read_as_it_went(folder: Path):
+async def test_a_journal_is_read_back(folder: Path):
     chronicle = begun(folder, count(200.0, DEFAULT_STEP_INTERVAL_S).__next__)
     harness = Harness(folder, journal=chronicle, workers={"min": 1, "max": 2})
     await harness.steps(3)
@@ -99,7 +99,7 @@ async def test_a_run_is_read_as_it_went(folder: Path):
 
 
 @given(st.data())
-def test_any_torn_journal_of_earlier_releases_shows_an_earlier_moment(data: st.DataObject):
+def test_a_torn_journal_of_earlier_releases_is_read_up_to_the_tear(data: st.DataObject):
     spec = to_document(plan(Path("/tmp/rz-journal")).spec)
     entries = [
         {"kind": "begun", "run": "1", "spec": spec, "working_dir": "/w", "by_value": False},
@@ -227,7 +227,7 @@ def test_the_list_of_events_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "events.jsonl.1").stat().st_size < 1500
 
 
-def test_another_process_s_folder_is_not_written(tmp_path: Path):
+def test_a_folder_that_another_process_owns_is_not_written(tmp_path: Path):
     def fence() -> None:
         raise LeaseLostError("lost")
 
@@ -301,7 +301,7 @@ def test_another_training_is_not_the_lost_one(tmp_path: Path, changes: dict[str,
     assert "rayzero stop job" in str(refused)
 
 
-def test_the_same_training_elsewhere_faster_or_safer_goes_on(tmp_path: Path):
+def test_a_run_is_adopted_with_other_resources(tmp_path: Path):
     past = known(begun(tmp_path, engine=ENGINE))
     engine = ENGINE | {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
     changes = {
@@ -364,7 +364,7 @@ async def test_an_adopted_run_keeps_its_numbers_and_its_budget(folder: Path):
 
 
 @async_test
-async def test_what_a_page_lists_goes_on(folder: Path):
+async def test_entries_of_the_page_continue_in_an_adopted_run(folder: Path):
     chronicle = begun(folder)
     harness = Harness(folder, journal=chronicle, workers={"min": 1, "max": 2})
     await harness.steps(3)
@@ -394,7 +394,7 @@ def untimed(entry: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key != "at_s"}
 
 
-def test_a_journals_list_has_a_bound_and_passes_over_what_it_does_not_know(tmp_path: Path):
+def test_listed_entries_are_bounded_and_unknown_ones_ignored(tmp_path: Path):
     chronicle = begun(tmp_path)
     for generation in range(1, MAX_ENTRIES + 10):
         chronicle.append(
@@ -409,7 +409,7 @@ def test_a_journals_list_has_a_bound_and_passes_over_what_it_does_not_know(tmp_p
 
 
 @async_test
-async def test_what_was_counted_goes_on(folder: Path):
+async def test_counters_continue_in_an_adopted_run(folder: Path):
     """From one process to the next and the one after: sums, and the wall time since the first."""
     began_s = time.time() - 500
     now_s = count(began_s, 100).__next__

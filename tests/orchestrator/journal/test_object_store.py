@@ -58,7 +58,7 @@ def known(archive: str) -> RunHistory:
     return past
 
 
-def test_every_transition_is_there_at_the_end(planned: JobPlan):
+def test_every_transition_is_in_the_journal_at_the_end(planned: JobPlan):
     """Written as a job's process does: by the background thread."""
     writer = BackgroundWriter(lambda text: pytest.fail(text))
     recorder = JobRecorder(planned, EventBuffer(), writer)

@@ -109,13 +109,13 @@ def test_user_code_is_repaired_once_and_fails_the_second_time_at_the_same_step()
     assert decided(other, earlier=(USER,)) == other
 
 
-def test_missing_data_is_told_in_its_own_words_without_frames():
+def test_missing_data_is_reported_with_its_own_message_without_frames():
     failure = error(decided(Fault(FaultCause.DATA, worker(0), 0, 0, "no such file"), steps=0))
     assert isinstance(failure, JobFailedError)
     assert str(failure) == "no such file"
 
 
-def test_a_damaged_state_is_left_out_where_there_was_one():
+def test_a_damaged_state_is_recovered_from_if_one_was_loaded():
     assert decided(STATE) == STATE
     assert str(error(decided(STATE, restored=False))) == "step-8 is damaged"
 
@@ -160,7 +160,7 @@ def test_a_spent_budget_lists_the_faults_and_the_settings():
     assert "2 hardware faults within 50 s (recovery.max_faults, recovery.fault_window_s)" in text
 
 
-def test_an_error_waits_for_what_the_cluster_knows():
+def test_an_error_waits_for_the_clusters_report():
     unknown = replace(LOST, detail="")
     assert decided(unknown, budget=FaultBudget(0, 50)) is None
     assert decided(unknown) == unknown  # a repair waits for nobody

@@ -51,7 +51,7 @@ def test_the_rank_that_did_not_enter_is_to_blame_and_described() -> None:
     )
 
 
-def test_a_slow_rank_that_moves_on_is_left_alone() -> None:
+def test_a_slow_rank_that_makes_progress_is_not_blamed() -> None:
     slow = rank(1, "forward", collective=11, waiting=False, silent_s=10)
     assert find_hang([rank(0, silent_s=60), slow], LIMIT_S) is None
 
@@ -80,7 +80,7 @@ def test_a_rank_alone() -> None:
     assert stall.reason.endswith("in phase data of step 7, after collective 3")
 
 
-def test_when_all_wait_in_one_collective_nobody_is_to_blame() -> None:
+def test_when_all_wait_in_one_collective_no_rank_is_to_blame() -> None:
     stall = find_hang([rank(0), rank(1), rank(2, silent_s=35)], LIMIT_S)
     assert stall is not None
     assert stall.rank is None
@@ -89,7 +89,7 @@ def test_when_all_wait_in_one_collective_nobody_is_to_blame() -> None:
     assert "network" in stall.reason
 
 
-def test_when_all_wait_and_an_answer_begins_to_be_late_it_is_too_early_to_say() -> None:
+def test_when_all_wait_and_a_reply_begins_to_be_late_nothing_is_decided_yet() -> None:
     assert find_hang([rank(0), rank(1, overdue_s=0.5, age_s=3)], LIMIT_S) is None
 
 
@@ -103,13 +103,13 @@ def test_a_process_that_does_not_answer_beats_others() -> None:
     assert "28.0 s late" in stall.reason
 
 
-def test_a_process_that_does_not_answer_is_found_though_the_others_say_nothing() -> None:
+def test_a_process_that_does_not_respond_is_blamed_before_silent_ranks() -> None:
     others = rank(0, "data", silent_s=1, waiting=False)
     assert find_hang([others, rank(1, silent_s=0, age_s=29, overdue_s=27)], LIMIT_S) is None
     assert culprit(others, rank(1, silent_s=0, age_s=31, overdue_s=29)) == 1
 
 
-def test_an_answer_that_is_a_little_late_blames_nobody() -> None:
+def test_a_reply_that_is_a_little_late_is_not_blamed() -> None:
     hung = rank(1, "forward", collective=11, waiting=False)
     late = rank(2, overdue_s=2, age_s=4)
     assert culprit(rank(0), hung, late) == 1
@@ -158,7 +158,7 @@ WATCHED = st.builds(
 
 
 @given(st.lists(WATCHED, min_size=1, max_size=5))
-def test_only_a_rank_beyond_its_limit_or_one_that_is_mute_is_blamed(
+def test_only_a_rank_beyond_its_limit_or_without_replies_is_blamed(
     ranks: list[RankProgress],
 ) -> None:
     ranks = [

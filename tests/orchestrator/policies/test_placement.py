@@ -34,7 +34,7 @@ def test_how_many_workers_nodes_could_hold(
     assert total_fit(nodes, asked) == workers
 
 
-def test_the_error_says_what_there_is_and_what_to_change():
+def test_the_error_names_the_resources_and_the_settings():
     text = str(
         cluster_too_small_error([Capacity(2, 0)], Capacity(1.5, 0), need(least=3), waited_s=30)
     )

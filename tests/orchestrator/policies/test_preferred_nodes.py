@@ -14,7 +14,7 @@ def room(**cpus: float) -> dict[str, Capacity]:
     return {node: Capacity(each, 0.0) for node, each in cpus.items()}
 
 
-def test_nodes_are_filled_one_by_one_the_roomiest_first():
+def test_nodes_are_filled_one_by_one_the_one_with_most_free_resources_first():
     assert preferred_nodes(4, NEED, room(a=3, b=6, c=2), ()) == ["b", "b", "b", "a"]
 
 
@@ -22,7 +22,7 @@ def test_nodes_in_use_come_first():
     assert preferred_nodes(3, NEED, room(a=2, b=6, c=2), {"c"}) == ["c", "b", "b"]
 
 
-def test_what_fits_nowhere_has_no_wish():
+def test_workers_that_fit_nowhere_have_no_preferred_node():
     assert preferred_nodes(3, NEED, room(a=2, b=1), ()) == ["a", None, None]
 
 
@@ -31,7 +31,7 @@ def test_what_fits_nowhere_has_no_wish():
     st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 9), max_size=6),
     st.sets(st.sampled_from("abcdef")),
 )
-def test_no_node_is_wished_for_beyond_its_room(
+def test_no_node_is_preferred_beyond_its_free_resources(
     count: int, cpus: dict[str, float], in_use: set[str]
 ):
     free = room(**cpus)

@@ -157,7 +157,7 @@ def test_a_pin_that_was_stored_is_freed_at_once():
     assert list(pins.releasable()) == []
 
 
-def test_a_pin_that_is_whole_on_every_level_is_held_until_a_newer_one_is():
+def test_a_replicated_pin_is_kept_until_a_newer_one_is_replicated():
     pins = PinnedSteps()
     first, second = pinned(pins, 1, 5), pinned(pins, 1, 8)
     pins.complete(first, hold=True)
@@ -168,7 +168,7 @@ def test_a_pin_that_is_whole_on_every_level_is_held_until_a_newer_one_is():
     assert list(pins.releasable()) == [(1, 8)]
 
 
-def test_what_is_in_work_is_never_freed():
+def test_a_pin_in_progress_is_never_released():
     pins = PinnedSteps()
     first, second = pinned(pins, 1, 5), pinned(pins, 1, 8)
     pins.complete(second, hold=False)
