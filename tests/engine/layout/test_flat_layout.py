@@ -1,4 +1,4 @@
-"""The flat layout: every element in one place, on one rank, in one run; and nothing else moves."""
+"""The flat layout: every element is in one place, on one rank, in one group range."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layouts(draw: st.DrawFn) -> UnitLayout:
 
 
 def covered(parts: list[slice], length: int) -> bool:
-    """Whether the parts lie behind one another, without overlap, from 0 to `length`."""
+    """Whether the parts cover 0 to `length` without overlap."""
     at = 0
     for part in sorted(parts, key=lambda one: (one.start, one.stop)):
         if part.start != at:
@@ -45,7 +45,7 @@ def test_shards_are_equal_disjoint_and_cover_the_buffer(layout: UnitLayout) -> N
 
 
 @given(layouts())
-def test_extents_and_gaps_cover_the_buffer(layout: UnitLayout) -> None:
+def test_parameters_and_padding_cover_the_buffer(layout: UnitLayout) -> None:
     extents = [layout.param_range(index) for index in range(len(layout.params))]
     filled = [extent for extent in extents if extent.start < extent.stop]
     assert covered([*filled, *layout.padding], layout.numel)
@@ -80,15 +80,13 @@ def test_the_shards_have_every_element_once(layout: UnitLayout) -> None:
 
 
 @given(layouts(), st.data())
-def test_runs_cover_any_range_and_hold_their_groups_elements(
-    layout: UnitLayout, data: st.DataObject
-) -> None:
+def test_group_ranges_cover_any_range(layout: UnitLayout, data: st.DataObject) -> None:
     edges = st.integers(0, layout.numel)
     start, stop = sorted((data.draw(edges), data.draw(edges)))
-    runs = list(layout.group_ranges(slice(start, stop)))
-    assert covered([part for _, part in runs], stop - start)
-    assert len({group for group, _ in runs}) == len(runs)
-    for group, part in runs:
+    group_parts = list(layout.group_ranges(slice(start, stop)))
+    assert covered([part for _, part in group_parts], stop - start)
+    assert len({group for group, _ in group_parts}) == len(group_parts)
+    for group, part in group_parts:
         inside = range(start + part.start, start + part.stop)
         for index, spec in enumerate(layout.params):
             extent = layout.param_range(index)
@@ -111,7 +109,7 @@ def test_a_layout_is_a_pure_function_of_its_input(
 
 
 @given(PARAMS, WORLDS)
-def test_groups_lie_together_in_the_order_of_registration(
+def test_groups_are_contiguous_in_registration_order(
     params: list[tuple[tuple[int, ...], int]], world: int
 ) -> None:
     layout = make(params, world)

@@ -16,10 +16,12 @@ from tests.engine.matrix.cells import OPTIMIZERS, SAMPLES, STEPS, Small, make
 from tests.support.ranks import run_ranks
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-Told = tuple[list[float], dict[str, Tensor], float, bool]
+TrainResult = tuple[list[float], dict[str, Tensor], float, bool]
 
 
-def train(rank: int, world: int, stage: int, dtype: str, micro_steps: int, own: bool) -> Told:
+def train(
+    rank: int, world: int, stage: int, dtype: str, micro_steps: int, own: bool
+) -> TrainResult:
     """Losses, weights, the loss scale, and whether forward computed in 16 bits."""
     ranks = max(world, 1)
     section = {"torch_autocast": {"enabled": not own, "dtype": dtype}}

@@ -1,4 +1,4 @@
-"""fp16 in an engine: overflows, the scale's way through steps and states, what an error says."""
+"""fp16 in an engine: overflows, the scale over steps and checkpoints, and errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make(stage: int, blocks: list[Block] | None = None, **more: Any) -> rayzero.
         )[0]
 
 
-def one_step(engine: rayzero.Engine, batch: Tensor, overflow: bool = False) -> None:
+def train_step(engine: rayzero.Engine, batch: Tensor, overflow: bool = False) -> None:
     part = batch.chunk(engine.world_size)[engine.rank]
     for micro in part.chunk(engine.settings.batches.micro_steps):
         loss = engine(micro[:, :-1], targets=micro[:, 1:])["loss"]
@@ -52,16 +52,16 @@ def one_step(engine: rayzero.Engine, batch: Tensor, overflow: bool = False) -> N
         engine.step()
 
 
-def through(
+def train_with_overflows(
     rank: int, world: int, stage: int, first: int, overflows: str, blocks: list[Block] | None
 ) -> tuple[list[tuple[Any, ...]], dict[str, Tensor], Block]:
     """Steps of which some overflow, on the last rank only."""
-    engine, told = make(stage, blocks), []
+    engine, results_by_step = make(stage, blocks), []
     batches = list(zoo.batches(first + len(overflows), 12))[first:]
     for batch, one in zip(batches, overflows, strict=True):
-        one_step(engine, batch, one == "x" and rank == max(world, 1) - 1)
-        told.append((engine.loss_scale, engine.skipped_steps, engine.metrics.lr))
-    return told, engine.state_dict(), Block.of(engine)
+        train_step(engine, batch, one == "x" and rank == max(world, 1) - 1)
+        results_by_step.append((engine.loss_scale, engine.skipped_steps, engine.metrics.lr))
+    return results_by_step, engine.state_dict(), Block.of(engine)
 
 
 STEPS = "..x.xx....x."
@@ -70,10 +70,10 @@ STEPS = "..x.xx....x."
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [0, 2, 3])
 def test_one_ranks_overflow_skips_the_step_everywhere_and_lowers_the_scale(world, stage):
-    results = run_ranks(world, through, stage, 0, STEPS, None)
-    assert all(told == results[0][0] for told, _, _ in results)
+    results = run_ranks(world, train_with_overflows, stage, 0, STEPS, None)
+    assert all(results_by_step == results[0][0] for results_by_step, _, _ in results)
     scaler, good = DynamicScaler(RULES), STEPS.replace("x", "")
-    clean = run_ranks(world, lone_schedule, len(good))[0]
+    clean = run_ranks(world, lrs_without_overflow, len(good))[0]
     for number, (scale, skipped, lr) in enumerate(results[0][0]):
         scaler.update(overflow=STEPS[number] == "x")
         assert scale == scaler.value
@@ -110,20 +110,20 @@ def test_one_ranks_overflow_skips_the_step_everywhere_and_lowers_the_scale(world
     assert max(worst.values()) < 5e-3, worst
 
 
-def lone_schedule(rank: int, world: int, steps: int) -> list[float]:
+def lrs_without_overflow(rank: int, world: int, steps: int) -> list[float]:
     """The lrs of steps without overflow."""
     engine, lrs = make(0), []
     for batch in zoo.batches(steps, 12):
-        one_step(engine, batch)
+        train_step(engine, batch)
         lrs.append(engine.metrics.lr)
     return lrs
 
 
 @pytest.mark.parametrize("moves", [[(2, 2), (3, 3), (0, 0), (1, 2)]])
-def test_the_scale_goes_along_to_other_stages_and_worlds(moves):
+def test_the_scale_is_kept_at_other_stages_and_world_sizes(moves):
     blocks, scaler, at = None, DynamicScaler(RULES), 0
     for stage, world in moves:
-        results = run_ranks(world, through, stage, at, "x..", blocks)
+        results = run_ranks(world, train_with_overflows, stage, at, "x..", blocks)
         for step, (scale, skipped, _) in zip("x..", results[0][0], strict=True):
             scaler.update(overflow=step == "x")
             at += 1
@@ -132,26 +132,26 @@ def test_the_scale_goes_along_to_other_stages_and_worlds(moves):
         assert all(json.loads(one.small)["loss_scale"] == scaler.state_dict() for one in blocks)
 
 
-def test_it_goes_on_bit_by_bit():
-    straight = run_ranks(2, through, 2, 0, "x.x..x", None)
-    first = run_ranks(2, through, 2, 0, "x.x", None)
-    second = run_ranks(2, through, 2, 3, "..x", [block for _, _, block in first])
+def test_a_resumed_run_is_bitwise_equal():
+    straight = run_ranks(2, train_with_overflows, 2, 0, "x.x..x", None)
+    first = run_ranks(2, train_with_overflows, 2, 0, "x.x", None)
+    second = run_ranks(2, train_with_overflows, 2, 3, "..x", [block for _, _, block in first])
     assert first[0][0] + second[0][0] == straight[0][0]
     for name, right in straight[0][1].items():
         assert torch.equal(second[0][1][name], right), name
 
 
-def test_a_state_of_another_precision_is_taken_over():
+def test_a_state_of_another_precision_loads():
     engine = make(0, fp16={"enabled": False}, bf16={"enabled": True})
-    one_step(engine, next(zoo.batches(1, 12)))
+    train_step(engine, next(zoo.batches(1, 12)))
     again = make(0, [Block.of(engine)])
     assert (again.loss_scale, again.global_steps) == (2.0**8, 1)
-    one_step(again, next(zoo.batches(1, 12)))
+    train_step(again, next(zoo.batches(1, 12)))
     back = make(0, [Block.of(again)], fp16={"enabled": False})
     assert back.loss_scale == 1.0
 
 
-def exhaust(rank: int, world: int, stage: int) -> str:
+def overflow_at_minimum(rank: int, world: int, stage: int) -> str:
     engine = make(stage, fp16=FP16 | {"initial_scale_power": 1, "hysteresis": 1})
     before = engine.state_dict()
 
@@ -159,21 +159,21 @@ def exhaust(rank: int, world: int, stage: int) -> str:
         return torch.full_like(grad, float("nan")) if rank == 0 else grad
 
     batch = next(zoo.batches(1, 12))
-    one_step(engine, batch, overflow=rank == world - 1)  # 2 -> 1, the lowest
+    train_step(engine, batch, overflow=rank == world - 1)  # 2 -> 1, the lowest
     assert engine.loss_scale == 1.0
     if stage < 3:
         engine.module.blocks[1].down.weight.register_hook(spoil)
-    with pytest.raises(EngineError) as told:
-        one_step(engine, batch, overflow=stage == 3 and rank == 0)
+    with pytest.raises(EngineError) as caught:
+        train_step(engine, batch, overflow=stage == 3 and rank == 0)
     assert engine.global_steps == 1
     after = engine.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
-    return str(told.value)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_at_the_lowest_scale_the_error_names_the_first_parameter(stage):
-    first, *others = run_ranks(2, exhaust, stage)
+    first, *others = run_ranks(2, overflow_at_minimum, stage)
     assert all(one == first for one in others)
     assert "an overflow at the lowest loss scale, 1" in first
     assert "bf16" in first
@@ -181,7 +181,7 @@ def test_at_the_lowest_scale_the_error_names_the_first_parameter(stage):
     assert "blocks.1.down.weight" in first if stage < 3 else "in the unit" in first
 
 
-def test_a_norm_that_overflows_alone_is_told():
+def test_an_overflow_of_the_norm_alone_is_reported():
     engine = make(0, fp16=FP16 | {"initial_scale_power": 0, "hysteresis": 1})
     engine._runtime.units[0].grads.owned().fill_(1e38)
     engine.backward(engine(torch.zeros(3, 5).long(), targets=torch.zeros(3, 5).long())["loss"])
@@ -223,7 +223,7 @@ def test_a_fixed_scale_stays_and_saves_small_gradients():
     assert torch.allclose(moved[1024.0], torch.full((4,), 0.02), rtol=0.05)
 
 
-def test_inputs_are_cast_only_when_asked():
+def test_inputs_are_cast_only_with_auto_cast():
     engine = fixed(8.0)
     assert engine(torch.ones(1, 4)).dtype is torch.float16
     other = fixed(8.0, fp16={"enabled": True, "loss_scale": 8})
@@ -242,7 +242,7 @@ def test_inputs_are_cast_only_when_asked():
         ({"fp16_master_weights_and_grads": True}, "fp16_master_weights_and_grads: refused"),
     ],
 )
-def test_what_cannot_be_is_refused(fp16, match):
+def test_unsupported_settings_are_refused(fp16, match):
     with pytest.raises(ConfigError, match=match):
         make(0, fp16={"enabled": True} | fp16)
 
@@ -252,7 +252,7 @@ def test_two_precisions_are_refused():
         make(0, bf16={"enabled": True})
 
 
-def learn(rank: int, world: int, stage: int) -> tuple[list[float], int]:
+def train_demo(rank: int, world: int, stage: int) -> tuple[list[float], int]:
     torch.manual_seed(0)
     engine, *_ = rayzero.initialize(
         model=GPT(GPTConfig(vocab=64, context=16, layers=2, width=32, heads=2)),
@@ -275,7 +275,7 @@ def learn(rank: int, world: int, stage: int) -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_demos_model_learns_in_fp16(stage):
-    for losses, skipped in run_ranks(2, learn, stage):
+def test_the_example_model_learns_in_fp16(stage):
+    for losses, skipped in run_ranks(2, train_demo, stage):
         assert losses[-1] < 0.6 * losses[0]
         assert skipped < 8

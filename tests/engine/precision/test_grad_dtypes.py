@@ -1,4 +1,4 @@
-"""In which dtype gradients are summed, and where they are divided: seen on numbers that show it."""
+"""The dtype in which gradients are summed, and where they are averaged."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.engine.matrix.cells import CLIP, Cell, oracle_of, train
 from tests.support.ranks import run_ranks
 
 
-class One(nn.Module):
-    """One weight, whose gradient is what is put in. A second one makes it a unit like others."""
+class SingleWeight(nn.Module):
+    """A weight whose gradient is the input; a second one makes the unit longer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,18 +32,18 @@ class One(nn.Module):
 
 
 def gradient(stage: int, terms: list[list[float]], more: Any) -> float:
-    """The mean gradient of a step, as the optimizer of the rank that has the weight sees it."""
+    """The mean gradient of a step that is applied on the rank that updates the weight."""
     world = len(terms)
     return max(run_ranks(world if world > 1 else 0, _gradient, stage, terms, more))
 
 
 def _gradient(rank: int, world: int, stage: int, terms: list[list[float]], more: Any) -> float:
-    """What this rank's optimizer sees of it.
+    """The gradient that this rank's optimizer applies.
 
     `terms` are the gradients by rank and micro-step.
     """
     engine, *_ = rayzero.initialize(
-        model=One(),
+        model=SingleWeight(),
         optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0),
         config={
             "gradient_clipping": 0,
@@ -67,12 +67,12 @@ BF16 = {"bf16": {"enabled": True}}
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("model", [{}, BF16], ids=["fp32", "bf16"])
-def test_micro_steps_are_summed_in_fp32_unless_said_otherwise(model, stage):
+def test_micro_steps_are_summed_in_fp32_by_default(model, stage):
     """256 + 1 is 257 in fp32, and 256 in bf16, which has 8 bits."""
     terms = [[256.0, 1.0, 1.0, 1.0]]
     assert gradient(stage, terms, model) == 259 / 4
-    said = model | {"data_types": {"grad_accum_dtype": "fp32"}}
-    assert gradient(stage, terms, said) == 259 / 4
+    explicit = model | {"data_types": {"grad_accum_dtype": "fp32"}}
+    assert gradient(stage, terms, explicit) == 259 / 4
     assert gradient(stage, terms, model | BF16_SUM) == 256 / 4
 
 
@@ -85,7 +85,7 @@ def test_ranks_are_summed_in_the_same_dtype(model, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_travels_is_rounded_once_and_summed_in_the_main_grads_dtype(stage):
+def test_compressed_gradients_are_rounded_once_and_summed_in_the_main_grads_dtype(stage):
     """bf16 steps by 2 beyond 256 and rounds half to even: 257 becomes 256, and 259 260.
 
     At stage 0 the sums travel back as well, and are rounded once more.
@@ -137,7 +137,7 @@ DIVISIONS = [
 
 
 @pytest.mark.parametrize(("precision", "limit"), [("fp64", 1e-12), ("fp32", 1e-5), ("bf16", 3e-3)])
-def test_where_the_average_is_taken_does_not_matter_but_for_rounding(precision, limit):
+def test_the_place_of_the_average_changes_rounding_only(precision, limit):
     cells = [
         Cell(stage, precision, 4, CLIP, more=tuple(more.items()))
         for stage, more in product((0, 1, 2, 3), DIVISIONS)
@@ -153,8 +153,8 @@ def test_where_the_average_is_taken_does_not_matter_but_for_rounding(precision, 
 
 
 @pytest.mark.parametrize("more", DIVISIONS)
-def test_it_matters_in_fp16(more):
-    """What is divided before may vanish: 6e-8 is the least there is."""
+def test_the_place_of_the_average_matters_in_fp16(more):
+    """A gradient that is divided before the sum may become 0: the least number is 6e-8."""
     fp16 = {"fp16": {"enabled": True, "loss_scale": 1.0}}
     terms = [[6e-8], [6e-8]]
     plain = gradient(1, terms, fp16)
@@ -193,6 +193,6 @@ def test_before_and_after_make_the_average(micro_steps, ranks, first, prescale, 
 
 
 @pytest.mark.parametrize("factor", [0, -1.0])
-def test_nothing_can_be_divided_by_that(factor):
+def test_a_predivide_factor_must_be_positive(factor):
     with pytest.raises(ConfigError, match="gradient_predivide_factor"):
         _gradient(0, 0, 0, [[1.0]], {"gradient_predivide_factor": factor})

@@ -31,8 +31,8 @@ class Batch:
         object.__setattr__(self, "size", self.x.numel())
 
 
-class Slots:
-    """Nothing that is looked into."""
+class Opaque:
+    """A class that is no container."""
 
     def __init__(self) -> None:
         self.x = torch.ones(1)
@@ -44,27 +44,30 @@ def test_floats_are_cast_and_nothing_else() -> None:
     assert cast(torch.ones(2).double()).dtype is LOW
     for tensor in (torch.ones(2).long(), torch.ones(2).bool(), torch.ones(2).to(torch.complex64)):
         assert cast(tensor) is tensor
-    slots = Slots()
-    for thing in (None, 3, 1.5, "text", slots, Batch):
-        assert cast(thing) is thing
-    assert slots.x.dtype is torch.float32
+    opaque = Opaque()
+    for value in (None, 3, 1.5, "text", opaque, Batch):
+        assert cast(value) is value
+    assert opaque.x.dtype is torch.float32
 
 
 def test_containers_keep_their_kind() -> None:
     x = torch.ones(2)
     cast = MixedPrecision(dtype=LOW).cast_inputs
-    kept: Any
-    for kept in ([x, 1], (x, 1), {"x": x}, OrderedDict(x=x), defaultdict(list, x=x)):
-        found = cast(kept)
-        assert type(found) is type(kept)
-        assert len(found) == len(kept)
-        assert next(iter(found.values() if isinstance(found, dict) else found)).dtype is LOW
-        assert x.dtype is torch.float32  # and what was given is left as it was
-    assert kept["x"] is x
-    assert cast(kept)["another"] == []
+    container: Any
+    for container in ([x, 1], (x, 1), {"x": x}, OrderedDict(x=x), defaultdict(list, x=x)):
+        cast_value = cast(container)
+        assert type(cast_value) is type(container)
+        assert len(cast_value) == len(container)
+        assert (
+            next(iter(cast_value.values() if isinstance(cast_value, dict) else cast_value)).dtype
+            is LOW
+        )
+        assert x.dtype is torch.float32  # the input is not modified
+    assert container["x"] is x
+    assert cast(container)["another"] == []
     assert cast(torch.Size([2, 3])) == torch.Size([2, 3])
-    found = cast(MappingProxyType({"x": x, "y": 1}))  # it has no copy that could be changed
-    assert (found["x"].dtype, found["y"]) == (LOW, 1)
+    cast_value = cast(MappingProxyType({"x": x, "y": 1}))  # it has no copy that could be changed
+    assert (cast_value["x"].dtype, cast_value["y"]) == (LOW, 1)
 
 
 class Encoding(UserDict):
@@ -86,9 +89,13 @@ def test_mappings_that_are_not_plain_dictionaries() -> None:
     ids, pixels = torch.ones(2).long(), torch.ones(2)
     cast = MixedPrecision(dtype=LOW).cast_inputs
     given = Encoding({"ids": ids, "pixels": pixels}, 3)
-    found = cast(given)
-    assert isinstance(found, Encoding)
-    assert (found["pixels"].dtype, found["ids"] is ids, found.n_sequences) == (LOW, True, 3)
+    cast_value = cast(given)
+    assert isinstance(cast_value, Encoding)
+    assert (cast_value["pixels"].dtype, cast_value["ids"] is ids, cast_value.n_sequences) == (
+        LOW,
+        True,
+        3,
+    )
     assert given["pixels"] is pixels
     sealed = Sealed()
     sealed["x"] = pixels
@@ -96,7 +103,7 @@ def test_mappings_that_are_not_plain_dictionaries() -> None:
     assert (cast(sealed)["x"].dtype, sealed["x"] is pixels) == (LOW, True)
 
 
-def test_what_holds_nothing_to_cast_is_itself() -> None:
+def test_containers_without_floats_are_returned_as_they_are() -> None:
     cast, ids, low = (
         MixedPrecision(dtype=LOW).cast_inputs,
         torch.ones(2).long(),
@@ -116,7 +123,7 @@ def test_what_holds_nothing_to_cast_is_itself() -> None:
     assert cast([shared, torch.ones(1)])[0] is shared
 
 
-def test_fp16_is_told_not_to_cast() -> None:
+def test_input_casting_can_be_disabled() -> None:
     given = {"x": torch.ones(2)}
     assert MixedPrecision(dtype=torch.float16, input_casting=False).cast_inputs(given) is given
     assert MixedPrecision(dtype=torch.float16).cast_inputs(given)["x"].dtype is torch.float16
@@ -138,7 +145,7 @@ def test_gradients_flow_through_a_cast() -> None:
     assert x.grad is not None
 
 
-def test_native_leaves_all_as_it_is() -> None:
+def test_native_precision_changes_nothing() -> None:
     policy, value = Precision(), {"x": torch.ones(1)}
     assert policy.cast_inputs(value) is value
     weights = torch.ones(3, dtype=torch.float64)
@@ -149,7 +156,7 @@ def test_native_leaves_all_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_bf16_keeps_main_weights_of_its_own_in_fp32(dtype: torch.dtype) -> None:
+def test_bf16_has_main_weights_in_fp32(dtype: torch.dtype) -> None:
     policy, original = MixedPrecision(dtype=LOW), torch.tensor([1 / 3, 2.0]).to(dtype)
     assert policy.model_dtype(dtype) is LOW
     model = original.to(LOW, copy=True)
@@ -162,6 +169,6 @@ def test_bf16_keeps_main_weights_of_its_own_in_fp32(dtype: torch.dtype) -> None:
     assert torch.equal(model, main.to(LOW))
 
 
-def test_bf16_leaves_whole_numbers_alone() -> None:
+def test_bf16_keeps_integers() -> None:
     assert MixedPrecision(dtype=LOW).model_dtype(torch.int64) is torch.int64
     assert MixedPrecision(dtype=LOW).model_dtype(torch.bool) is torch.bool

@@ -1,4 +1,4 @@
-"""What becomes of the parts of a model that no layout makes beautiful."""
+"""Parameters and buffers in unusual memory, and modules that are registered several times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Strided(nn.Module):
 
 
 def train_strided(rank: int, world: int, stage: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    torch.manual_seed(rank)  # other values on every rank: rank 0's must win
+    torch.manual_seed(rank)  # other values on every rank: rank 0's are used
     model = Strided()
     torch.manual_seed(5)
     engine, *_ = rayzero.initialize(
@@ -61,14 +61,14 @@ def test_tensors_in_any_memory(stage: int) -> None:
         optimizer.step()
     for buffers, _ in results:
         assert all(torch.equal(*pair) for pair in zip(buffers, model.buffers(), strict=True))
-    state, right = results[0][1], model.state_dict()
-    assert state.keys() == right.keys()
-    for name, value in right.items():
+    state, expected = results[0][1], model.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
         assert torch.allclose(state[name], value, rtol=1e-5), name
         assert state[name].dtype is value.dtype
 
 
-class Around(nn.Module):
+class Wrapper(nn.Module):
     def __init__(self, shared: nn.Module) -> None:
         super().__init__()
         self.own = nn.Linear(4, 4)
@@ -84,7 +84,7 @@ class SharedInside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         shared = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(Around(shared) for _ in range(4))
+        self.blocks = nn.ModuleList(Wrapper(shared) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -97,7 +97,7 @@ class RepeatedBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Around(nn.Linear(4, 4))] * 3 + [Around(nn.Linear(4, 4))])
+        self.blocks = nn.ModuleList([Wrapper(nn.Linear(4, 4))] * 3 + [Wrapper(nn.Linear(4, 4))])
 
     forward = SharedInside.forward
 
@@ -116,7 +116,7 @@ def train_shared(rank: int, world: int, make: type[nn.Module]) -> Any:
 
 
 @pytest.mark.parametrize("make", [SharedInside, RepeatedBlock])
-def test_modules_that_stand_in_several_places(make: type[nn.Module]) -> None:
+def test_modules_registered_in_several_places(make: type[nn.Module]) -> None:
     state = run_ranks(2, train_shared, make)[0]
     torch.manual_seed(0)
     model = make().double()
@@ -125,5 +125,5 @@ def test_modules_that_stand_in_several_places(make: type[nn.Module]) -> None:
         optimizer.zero_grad()
         model(torch.ones(2, 4, dtype=torch.float64)).backward()
         optimizer.step()
-    right = model.state_dict()
-    assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-9
+    expected = model.state_dict()
+    assert max(zoo.relative(state[name], expected[name]) for name in expected) < 1e-9

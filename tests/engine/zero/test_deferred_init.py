@@ -32,7 +32,7 @@ class Rotary(nn.Module):
         self.weight = nn.Parameter(torch.randn(3, 4) * self.rates[-1])
 
 
-class Fancy(nn.Module):
+class ViewsAndCopies(nn.Module):
     """Initialisations that touch views, copies and other tensors."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Fancy(nn.Module):
             nn.init.normal_(module.weight, 1.0, 0.1)
 
 
-class Generated(nn.Module):
+class OwnGenerator(nn.Module):
     """Its own generator."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Generated(nn.Module):
         self.second = nn.Parameter(torch.rand(4, generator=generator))
 
 
-@pytest.mark.parametrize("make", [zoo.Odd, Rotary, Fancy, Generated])
+@pytest.mark.parametrize("make", [zoo.Odd, Rotary, ViewsAndCopies, OwnGenerator])
 def test_values_are_those_of_an_ordinary_construction(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(11)
     ordinary = make()
@@ -75,14 +75,14 @@ def test_values_are_those_of_an_ordinary_construction(make: Callable[[], nn.Modu
     torch.manual_seed(11)
     with zero_init():
         model = make()
-    assert torch.equal(torch.rand(1), after)  # the generator stands where it would
+    assert torch.equal(torch.rand(1), after)  # the generator is in the same state
     values = Materializer(model, torch.device("cpu"))
     tensors = dict(model.state_dict(keep_vars=True))
-    # In any order: each is replayed by itself.
-    for name, right in reversed(ordinary.state_dict().items()):
+    # In any order: each is replayed on its own.
+    for name, expected in reversed(ordinary.state_dict().items()):
         if isinstance(tensors[name], nn.Parameter):
             assert tensors[name].is_meta
-        assert torch.equal(values.initial_value(tensors[name]), right), name
+        assert torch.equal(values.initial_value(tensors[name]), expected), name
     values.clear()
     assert not deferred_init._recorders
 
@@ -98,9 +98,9 @@ def test_nested_contexts_record_once() -> None:
     values.clear()
 
 
-def build(rank: int, world: int, how: str, stage: int) -> tuple[dict[str, Tensor], list[float]]:
+def build(rank: int, world: int, source: str, stage: int) -> tuple[dict[str, Tensor], list[float]]:
     torch.manual_seed(0)
-    if how == "context":
+    if source == "context":
         with rayzero.zero_init():
             model: nn.Module | Callable[[], nn.Module] = zoo.Odd()
     else:
@@ -116,18 +116,18 @@ def build(rank: int, world: int, how: str, stage: int) -> tuple[dict[str, Tensor
     )
     losses = []
     for batch in zoo.batches(5, 6):
-        mine = batch.chunk(max(world, 1))[rank]
-        loss = engine(mine[:, :-1], targets=mine[:, 1:])["loss"]
+        part = batch.chunk(max(world, 1))[rank]
+        loss = engine(part[:, :-1], targets=part[:, 1:])["loss"]
         engine.backward(loss)
         engine.step()
         losses.append(engine.metrics.loss)
     return engine.state_dict(), losses
 
 
-@pytest.mark.parametrize("how", ["context", "factory"])
+@pytest.mark.parametrize("source", ["context", "factory"])
 @pytest.mark.parametrize(("world", "stage"), [(0, 0), (2, 1), (2, 3)])
-def test_trains_like_the_ordinary_model(world: int, stage: int, how: str) -> None:
-    state, losses = run_ranks(world, build, how, stage)[0]
+def test_trains_like_the_ordinary_model(world: int, stage: int, source: str) -> None:
+    state, losses = run_ranks(world, build, source, stage)[0]
     model = zoo.make()
     optimizer = zoo.sgd([{"params": [p for p in model.parameters() if p.requires_grad]}])
     for batch, seen in zip(zoo.batches(5, 6), losses, strict=True):
@@ -136,8 +136,8 @@ def test_trains_like_the_ordinary_model(world: int, stage: int, how: str) -> Non
         loss.backward()
         optimizer.step()
         assert seen == pytest.approx(loss.item(), rel=1e-5)
-    right = model.state_dict()
-    assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-5
+    expected = model.state_dict()
+    assert max(zoo.relative(state[name], expected[name]) for name in expected) < 1e-5
 
 
 def meta_with_reset(rank: int, world: int) -> dict[str, Tensor]:
@@ -151,14 +151,14 @@ def meta_with_reset(rank: int, world: int) -> dict[str, Tensor]:
     return engine.state_dict()
 
 
-def test_a_meta_model_is_made_by_reset_parameters() -> None:
+def test_a_meta_model_is_initialized_by_reset_parameters() -> None:
     state = run_ranks(2, meta_with_reset)[0]
     assert state["0.weight"].abs().max() > 0
     assert all(value.isfinite().all() for value in state.values())
     assert state["1.num_batches_tracked"] == 1
 
 
-def test_a_meta_model_that_cannot_be_made_says_so() -> None:
+def test_a_meta_model_without_reset_parameters_is_refused() -> None:
     with torch.device("meta"):
         model = zoo.PairBlock()
     with pytest.raises(ConfigError, match=r"PairBlock has no reset_parameters.*\n.*zero_init"):
@@ -181,7 +181,7 @@ class Deep(nn.Module):
 
 
 def peak_allocated(rank: int, world: int) -> int:
-    """The most bytes that torch's allocator had out at once, from construction to two steps.
+    """The most bytes that torch's allocator had allocated, from construction to two steps.
 
     Without shared memory, which does not come from that allocator.
     """
@@ -205,12 +205,12 @@ def peak_allocated(rank: int, world: int) -> int:
     return peak
 
 
-def test_the_model_is_never_whole() -> None:
-    whole = BLOCKS * BLOCK_BYTES
-    shards = 2 * whole // 3  # weights and gradients, on three ranks
-    # Five slots, two gradients as autograd makes them, activations, and received parts: the more
-    # of them, the later the slowest rank is.
+def test_the_full_model_never_exists() -> None:
+    full_bytes = BLOCKS * BLOCK_BYTES
+    shards = 2 * full_bytes // 3  # weights and gradients, on three ranks
+    # Five buffers, two gradients of autograd, activations, and received parts: the more of them,
+    # the later the slowest rank is.
     live = 14 * BLOCK_BYTES
-    assert shards + live < whole
+    assert shards + live < full_bytes
     for peak in run_ranks(3, peak_allocated):
         assert shards < peak <= shards + live

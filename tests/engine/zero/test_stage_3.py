@@ -1,4 +1,4 @@
-"""Sharded weights under everything a model may do to them."""
+"""Stage 3 equals plain torch for models that use their blocks in unusual ways."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class Calls(nn.Module):
-    """A block that calls another one, which stands elsewhere in the model."""
+class Caller(nn.Module):
+    """A block that calls another one, which is registered elsewhere in the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class CheckpointedTogether(Base):
 class Nested(Base):
     def __init__(self) -> None:
         super().__init__(4)
-        self.callers = nn.ModuleList(Calls() for _ in range(3))
+        self.callers = nn.ModuleList(Caller() for _ in range(3))
 
     def run(self, x: Tensor) -> Tensor:
         for caller, block in zip(self.callers, self.blocks, strict=False):
@@ -90,7 +90,7 @@ class Shared(Base):
 
     def __init__(self) -> None:
         super().__init__(2)
-        self.callers = nn.ModuleList(Calls() for _ in range(3))
+        self.callers = nn.ModuleList(Caller() for _ in range(3))
 
     def run(self, x: Tensor) -> Tensor:
         for caller in self.callers:
@@ -98,7 +98,7 @@ class Shared(Base):
         return self.blocks[1](x)
 
 
-class Backwards(Base):
+class OutOfOrder(Base):
     """Runs its blocks in another order than it registers them, some twice, with branches."""
 
     def run(self, x: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ MODELS: list[Callable[[], nn.Module]] = [
     CheckpointedTogether,
     Nested,
     Shared,
-    Backwards,
+    OutOfOrder,
     PartlyUnused,
     LoraModel,
     CheckpointedWhole,
@@ -195,15 +195,15 @@ def start(model: nn.Module, **more: Any) -> rayzero.Engine:
     )[0]
 
 
-def train(rank: int, world: int, cls: type[nn.Module], slots: int) -> dict[str, Tensor]:
-    engine = start(make(cls), gather_buffers=slots)
+def train(rank: int, world: int, cls: type[nn.Module], count: int) -> dict[str, Tensor]:
+    engine = start(make(cls), gather_buffers=count)
     for batch in batches(4):
-        mine = batch.chunk(world)[rank]
-        with torch.no_grad():  # an evaluation between steps disturbs nothing
-            engine.eval()(mine)
-        loss = engine.train()(mine)
+        part = batch.chunk(world)[rank]
+        with torch.no_grad():  # an evaluation between steps changes nothing
+            engine.eval()(part)
+        loss = engine.train()(part)
         with torch.inference_mode():  # nor does one between forward and backward
-            engine(mine)
+            engine(part)
         engine.backward(loss)
         engine.step()
     return engine.state_dict()
@@ -219,15 +219,15 @@ def oracle(cls: Callable[[], nn.Module]) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("cls", MODELS, ids=lambda cls: cls.__name__)
-def test_equals_plain_torch(cls: type[nn.Module], slots: int) -> None:
-    state = run_ranks(2, train, cls, slots)[0]
-    right = oracle(cls)
-    assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-9
+def test_equals_plain_torch(cls: type[nn.Module], count: int) -> None:
+    state = run_ranks(2, train, cls, count)[0]
+    expected = oracle(cls)
+    assert max(zoo.relative(state[name], expected[name]) for name in expected) < 1e-9
 
 
-def look(rank: int, world: int) -> None:
+def check_addresses(rank: int, world: int) -> None:
     engine = start(make(Base))
     model = engine.module
     names = dict(model.named_parameters())
@@ -243,18 +243,18 @@ def look(rank: int, world: int) -> None:
         engine.backward(engine(batch.chunk(world)[rank]))
         engine.step()
         assert all(param.isnan().all() for param in names.values())
-    # One address for the first step, and one for those of the plan made from it.
+    # One address in the first step, and one after the assignment that follows it.
     assert all(len(seen) <= 2 for seen in addresses.values())
     latest = {sorted(addresses[f"blocks.{index}.up.weight"])[-1] for index in range(5)}
-    assert len(latest) <= 3  # two slots, and one that the first plan alone may have had
+    assert len(latest) <= 3  # two buffers, and one that only the first assignment may have had
 
 
-def test_weights_rest_as_nan_and_come_back_to_one_address() -> None:
-    run_ranks(2, look)
+def test_sharded_weights_read_as_nan_and_are_gathered_at_one_address() -> None:
+    run_ranks(2, check_addresses)
 
 
 class Leaks(Base):
-    """Its loss uses what a block kept to itself, so nothing tells when backward enters it."""
+    """Its loss uses a tensor that a block kept, so no hook sees backward enter the block."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.run(self.first(x))
@@ -267,7 +267,7 @@ class Keeps(Block):
         return x
 
 
-def leak(rank: int, world: int) -> None:
+def train_leaking(rank: int, world: int) -> None:
     model = make(Leaks)
     model.blocks[0] = Keeps().double()
     engine = start(model)
@@ -276,10 +276,10 @@ def leak(rank: int, world: int) -> None:
 
 
 def test_a_gradient_that_bypasses_its_block_is_an_error() -> None:
-    run_ranks(2, leak)
+    run_ranks(2, train_leaking)
 
 
-def penalty(rank: int, world: int) -> None:
+def take_second_derivative(rank: int, world: int) -> None:
     engine = start(make(Base))
     x = batches(1)[0].chunk(world)[rank].requires_grad_()
     loss = engine(x)
@@ -288,7 +288,7 @@ def penalty(rank: int, world: int) -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
-    run_ranks(2, penalty)
+    run_ranks(2, take_second_derivative)
 
 
 class Raises(Base):
@@ -297,14 +297,14 @@ class Raises(Base):
     def run(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
         if self.fail:
-            raise ValueError("the user's own mistake")
+            raise ValueError("the script's mistake")
         return super().run(x)
 
 
-def recover(rank: int, world: int) -> dict[str, Tensor]:
+def train_after_error(rank: int, world: int) -> dict[str, Tensor]:
     model = make(Raises)
     engine = start(model)
-    with pytest.raises(ValueError, match="own mistake"):
+    with pytest.raises(ValueError, match="script's mistake"):
         engine(batches(1)[0].chunk(world)[rank])
     model.fail = False
     for batch in batches(4):
@@ -314,14 +314,14 @@ def recover(rank: int, world: int) -> dict[str, Tensor]:
 
 
 def test_an_error_in_forward_leaves_the_engine_usable() -> None:
-    state = run_ranks(2, recover)[0]
+    state = run_ranks(2, train_after_error)[0]
     Raises.fail = False
-    right = oracle(Raises)
+    expected = oracle(Raises)
     Raises.fail = True
-    assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-9
+    assert max(zoo.relative(state[name], expected[name]) for name in expected) < 1e-9
 
 
-def choose(rank: int, world: int) -> list[str]:
+def unit_names(rank: int, world: int) -> list[str]:
     engine = start(make(Base), unshard_modules=["Linear"])
     for batch in batches(2):
         engine.backward(engine(batch.chunk(world)[rank]))
@@ -332,12 +332,12 @@ def choose(rank: int, world: int) -> list[str]:
 
 
 def test_unshard_modules_choose_the_blocks() -> None:
-    names = run_ranks(2, choose)[0]
+    names = run_ranks(2, unit_names)[0]
     assert len(names) == 11
     assert "blocks.0.up" in names
 
 
-def overlap(rank: int, world: int) -> list[str]:
+def next_block_states(rank: int, world: int) -> list[str]:
     """The state of each block as the one before it computes, in the second step."""
     model = make(Base)
     engine = start(model)
@@ -358,26 +358,26 @@ def overlap(rank: int, world: int) -> list[str]:
 
 
 def test_the_next_block_is_gathered_while_this_one_computes() -> None:
-    assert run_ranks(2, overlap)[0] == [BlockState.GATHERING.value] * 4
+    assert run_ranks(2, next_block_states)[0] == [BlockState.GATHERING.value] * 4
 
 
-def evaluate(rank: int, world: int) -> list[int]:
-    """The exchanges still remembered after each of many forwards with no step between."""
+def unread_exchanges(rank: int, world: int) -> list[int]:
+    """The exchanges not yet known to be read, after each of many forwards without a step."""
     engine = start(make(Base))
     exchange = engine._runtime.collectives._backend
-    remembered = []
+    unread = []
     with torch.no_grad():
         for batch in batches(60):
             engine(batch.chunk(world)[rank])
-            remembered.append(len(exchange._not_yet_read))
+            unread.append(len(exchange._not_yet_read))
     engine.backward(engine(batches(1)[0].chunk(world)[rank]))
     engine.step()
-    return [*remembered, len(exchange._not_yet_read)]
+    return [*unread, len(exchange._not_yet_read)]
 
 
-def test_a_long_evaluation_remembers_a_bounded_number_of_exchanges() -> None:
-    for remembered in run_ranks(2, evaluate):
-        *during, after = remembered
-        assert during[-1] >= MAX_UNREAD  # it did gather again and again
+def test_a_long_evaluation_keeps_a_bounded_number_of_exchanges() -> None:
+    for unread in run_ranks(2, unread_exchanges):
+        *during, after = unread
+        assert during[-1] >= MAX_UNREAD  # it gathered repeatedly
         assert max(during) <= MAX_UNREAD + 2
         assert after == 0
