@@ -1,4 +1,4 @@
-"""Which checkpoints there are, what is wrong with them, and which ones stay."""
+"""Listing checkpoints, what is wrong with them, and removing old ones."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_can_be_seen_without_reading_is_skipped(job, name):
+def test_damage_that_sizes_and_the_manifest_show_is_skipped(job, name):
     damage, kind = DAMAGES[name]
     folder = job / "step-100"
     file = read_manifest(str(folder)).files[1]
@@ -157,10 +157,10 @@ def test_verify_names_every_file_at_once(job):
 
 
 def test_verify_counts_what_it_reads_and_refuses_what_is_newer(job):
-    told: list[int] = []
-    verify_checkpoint(str(job / "step-100"), told.append)
+    reported: list[int] = []
+    verify_checkpoint(str(job / "step-100"), reported.append)
     manifest = read_manifest(str(job / "step-100"))
-    assert sum(told) == sum(one.block_index.nbytes for one in manifest.files)
+    assert sum(reported) == sum(one.block_index.nbytes for one in manifest.files)
     newer(job / "step-100")
     with pytest.raises(CheckpointVersionError):
         verify_checkpoint(str(job / "step-100"))
@@ -195,7 +195,7 @@ def test_prune_keeps_what_the_rule_keeps(job):
     assert pruned.nbytes > 3 * 400_000
 
 
-def test_prune_counts_whole_ones_only(job):
+def test_prune_counts_complete_ones_only(job):
     """The newest two are damaged, so the two whole ones stay."""
     for step in (200, 300):
         save(job, step)
@@ -214,7 +214,7 @@ def age(folder: Path, by_s: float = 1000) -> None:
         os.utime(path, (then, then))
 
 
-def test_leftovers_are_swept_but_not_a_save_under_way(job):
+def test_leftovers_are_swept_but_not_a_running_save(job):
     write_files(str(job / "step-50"), 50)  # beside the newest, and younger: it is being written
     assert prune_checkpoints(str(job), keep=9).swept == ()
     age(job / "step-50")
@@ -245,7 +245,7 @@ def test_a_half_removed_checkpoint_does_not_exist(job, monkeypatch):
     assert len(removed) == 3
 
 
-def test_prune_wants_a_jobs_folder(job):
+def test_prune_requires_a_jobs_folder(job):
     with pytest.raises(ConfigError, match="is one checkpoint"):
         prune_checkpoints(str(job / "step-10"), keep=1)
     assert prune_checkpoints(str(job / "nowhere"), keep=1).kept == ()

@@ -12,7 +12,7 @@ def test_another_dtype_fits():
     check_state_fits_model(MODEL, {name: LogicalTensor("BF16", (2, 3)) for name in MODEL})
 
 
-def test_every_difference_is_told_with_its_count():
+def test_every_difference_is_listed_with_its_count():
     held = {
         "weights/a": LogicalTensor("F32", (3, 2)),
         "weights/x": LogicalTensor("F32", (1,)),

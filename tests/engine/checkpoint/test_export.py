@@ -23,8 +23,8 @@ from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.layout.reshard import MissingRangesError
 from rayzero.engine.precision.dtypes import dtype_name
-from tests.engine.checkpoint.laid import LaidState, same
 from tests.engine.checkpoint.saving import read_manifest
+from tests.engine.checkpoint.tensor_blocks import TensorBlocks, same
 from tests.engine.zoo import Odd, batches, make, two_groups
 
 
@@ -41,9 +41,9 @@ def trained(model: Odd) -> torch.optim.Optimizer:
     return optimizer
 
 
-def laid(
+def blocks_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, low: str = ""
-) -> LaidState:
+) -> TensorBlocks:
     """A plain model and optimizer as rayzero's state; `low` is the dtype of the model's weights
     where the ones given here are main weights."""
     names = {param: name for name, param in model.named_parameters()}
@@ -71,14 +71,14 @@ def laid(
             name: low or dtype_name(one.dtype) for name, one in model.named_parameters()
         },
     }
-    return LaidState(tensors, json.loads(json.dumps(small)))
+    return TensorBlocks(tensors, json.loads(json.dumps(small)))
 
 
 def test_safetensors_are_read_by_the_library_into_the_model(tmp_path: Path) -> None:
     model = make()
     trained(model)
     target = tmp_path / "out"
-    written = export_state(laid(model), str(target), "safetensors")
+    written = export_state(blocks_of(model), str(target), "safetensors")
     assert written == [str(target / "model.safetensors")]
     (plain := tmp_path / "plain").touch()
     assert Path(written[0]).stat().st_mode == plain.stat().st_mode
@@ -92,7 +92,7 @@ def test_safetensors_are_read_by_the_library_into_the_model(tmp_path: Path) -> N
 
 def test_large_models_are_sharded_with_an_index(tmp_path: Path) -> None:
     model = make()
-    write_safetensors(ExportedModel(laid(model)), tmp_path, shard_bytes=1000)
+    write_safetensors(ExportedModel(blocks_of(model)), tmp_path, shard_bytes=1000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
@@ -123,7 +123,7 @@ class Counting(ExportedModel):
 
 
 def test_one_shard_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: Any) -> None:
-    state = Counting(laid(make()))
+    state = Counting(blocks_of(make()))
 
     def save(tensors: dict[str, Tensor], *_: Any) -> None:
         state.alive -= sum(one.nbytes for one in tensors.values())
@@ -136,7 +136,7 @@ def test_one_shard_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: Any) -> N
 def test_a_torch_state_dict_loads_strictly(tmp_path: Path) -> None:
     model = make()
     trained(model)
-    (path,) = export_state(laid(model), str(tmp_path / "out"), "torch")
+    (path,) = export_state(blocks_of(model), str(tmp_path / "out"), "torch")
     state = torch.load(path, weights_only=True)
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
     fresh = make(seed=1)
@@ -147,7 +147,7 @@ def test_a_torch_state_dict_loads_strictly(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 def test_weights_have_the_models_dtype_and_buffers_their_own(kind: str, tmp_path: Path) -> None:
     model = make()
-    (path,) = export_state(laid(model, low="BF16"), str(tmp_path / "out"), kind)
+    (path,) = export_state(blocks_of(model, low="BF16"), str(tmp_path / "out"), kind)
     seen = load_file(path) if kind == "safetensors" else torch.load(path)
     right = {name: one.detach().to(torch.bfloat16) for name, one in model.named_parameters()}
     if kind == "torch":
@@ -158,7 +158,7 @@ def test_weights_have_the_models_dtype_and_buffers_their_own(kind: str, tmp_path
 def test_dcp_loads_into_a_plain_model_and_optimizer_which_train_on(tmp_path: Path) -> None:
     model = make()
     optimizer = trained(model)
-    export_state(laid(model, optimizer), str(tmp_path / "out"), "dcp")
+    export_state(blocks_of(model, optimizer), str(tmp_path / "out"), "dcp")
 
     fresh = make(seed=1)
     other = torch.optim.AdamW(two_groups(fresh), lr=0.5)
@@ -184,7 +184,7 @@ def test_dcp_loads_into_a_plain_model_and_optimizer_which_train_on(tmp_path: Pat
 
 def test_dcp_without_an_optimizer_has_the_model_only(tmp_path: Path) -> None:
     model = make()
-    export_state(laid(model), str(tmp_path / "out"), "dcp")
+    export_state(blocks_of(model), str(tmp_path / "out"), "dcp")
     fresh = make(seed=1)
     content = {"model": fresh.state_dict()}
     dcp.load(content, checkpoint_id=tmp_path / "out", no_dist=True)
@@ -194,7 +194,7 @@ def test_dcp_without_an_optimizer_has_the_model_only(tmp_path: Path) -> None:
 
 
 def test_a_target_that_is_not_empty_is_refused(tmp_path: Path) -> None:
-    source = laid(nn.Linear(2, 2))
+    source = blocks_of(nn.Linear(2, 2))
     (tmp_path / "empty").mkdir()
     assert export_state(source, str(tmp_path / "empty"), "torch")
     with pytest.raises(ConfigError, match="already exists"):
@@ -207,7 +207,7 @@ def test_a_target_that_is_not_empty_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
-def test_a_full_disk_is_told_and_leaves_nothing(kind: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_leaves_nothing(kind: str, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
@@ -215,21 +215,21 @@ def test_a_full_disk_is_told_and_leaves_nothing(kind: str, tmp_path: Path) -> No
         pytest.skip("may not mount a small file system")
     try:
         with pytest.raises(DataError, match="cannot write"):
-            export_state(laid(nn.Linear(300, 300)), str(disk / "out"), kind)
+            export_state(blocks_of(nn.Linear(300, 300)), str(disk / "out"), kind)
         assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_failed_export_leaves_nothing_and_a_killed_one_is_swept(tmp_path: Path) -> None:
-    source = laid(nn.Linear(2, 2))
+    source = blocks_of(nn.Linear(2, 2))
     source.read = _full  # type: ignore[method-assign]
     with pytest.raises(DataError, match="No space left"):
         export_state(source, str(tmp_path / "out"), "safetensors")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "leftover").write_text("")
-    (written,) = export_state(laid(nn.Linear(2, 2)), str(tmp_path / "out"), "safetensors")
+    (written,) = export_state(blocks_of(nn.Linear(2, 2)), str(tmp_path / "out"), "safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert Path(written).is_file()
 
@@ -255,11 +255,11 @@ def test_a_checkpoint_of_an_engine_is_exported(kind: str, tmp_path: Path) -> Non
     commit_checkpoint(str(folder), make_manifest("job", 2, 1, [written]))
 
     right = engine.state_dict()
-    told: list[int] = []
-    export_checkpoint(str(folder), str(target), kind, progress=told.append)
+    reported: list[int] = []
+    export_checkpoint(str(folder), str(target), kind, progress=reported.append)
     tensors = read_manifest(str(folder)).tensors
     read = [name for name in tensors if kind == "dcp" or name.startswith(("weights/", "buffers/"))]
-    assert sum(told) == sum(tensors[name].numel * tensors[name].item_bytes for name in read)
+    assert sum(reported) == sum(tensors[name].numel * tensors[name].item_bytes for name in read)
     seen: dict[str, Tensor] = {name: torch.empty_like(one) for name, one in right.items()}
     if kind == "safetensors":
         seen = load_file(target / "model.safetensors")
@@ -279,13 +279,13 @@ def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 def test_unknown_words_are_refused(tmp_path: Path) -> None:
-    source = laid(nn.Linear(2, 2))
+    source = blocks_of(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="did you mean 'safetensors'"):
         export_state(source, str(tmp_path / "out"), "safetensor")
 
 
 def test_an_incomplete_state_is_refused(tmp_path: Path) -> None:
-    source = laid(nn.Linear(9, 9))
+    source = blocks_of(nn.Linear(9, 9))
     source.block_indexes = source.block_indexes[:-1]
     with pytest.raises(MissingRangesError, match=r"weights/weight\["):
         export_state(source, str(tmp_path / "out"), "torch")

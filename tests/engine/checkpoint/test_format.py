@@ -1,4 +1,4 @@
-"""A rank's file, with the safetensors library as the judge; and the manifest."""
+"""A rank's file, read by the safetensors library; and the manifest."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def as_library_reads(path: str) -> dict[str, torch.Tensor]:
 
 
 @given(table=tables(), seed=st.integers(0, 255))
-def test_the_library_reads_every_range_where_it_lies(tmp_path_factory, table, seed):
+def test_the_library_reads_every_range(tmp_path_factory, table, seed):
     data = bytes((seed + 7 * at) % 256 for at in range(table.nbytes))
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     path.write_bytes(file_header(table, {"step": 3}) + data)
@@ -75,7 +75,7 @@ def test_the_library_reads_every_range_where_it_lies(tmp_path_factory, table, se
     assert covered + sum(one.nbytes for one in found.values()) == table.nbytes
 
 
-def test_a_written_file_says_what_it_is(tmp_path):
+def test_a_written_file_has_metadata(tmp_path):
     (first, _) = write_files(str(tmp_path), step=7)
     path = tmp_path / first.name
     with safe_open(str(path), framework="pt") as file:
@@ -153,7 +153,7 @@ def whole_ranges(file: RankFile) -> RankFile:
 
 
 @given(written(), st.integers(0, 10**9), st.sampled_from([None, 0, 3]))
-def test_a_manifest_survives_its_way(file, step, stage):
+def test_a_manifest_is_read_as_it_was_written(file, step, stage):
     made = make_manifest("gpt", step, 4, [whole_ranges(file)], stage=stage)
     found = Manifest.from_bytes(made.to_bytes(), "m")
     assert found == made
@@ -161,7 +161,7 @@ def test_a_manifest_survives_its_way(file, step, stage):
     assert json.loads(made.to_bytes())["checkpoint"]["step"] == step
 
 
-def test_every_changed_byte_of_a_manifest_is_seen(tmp_path):
+def test_every_changed_byte_of_a_manifest_is_detected(tmp_path):
     raw = save(tmp_path, 3).to_bytes()
     for at in range(len(raw)):
         changed = bytearray(raw)
@@ -204,8 +204,8 @@ def test_a_newer_format_is_named_with_both_versions(tmp_path):
         {"small": []},
     ],
 )
-def test_a_manifest_that_leads_elsewhere_is_refused(tmp_path, change):
-    """Its checksum is right, so somebody made it."""
+def test_a_manifest_with_wrong_references_is_refused(tmp_path, change):
+    """Its checksum is right: it was forged, not damaged."""
     raw = save(tmp_path, 3).to_bytes()
     assert Manifest.from_bytes(signed(raw), "m")
     files = json.loads(raw)["checkpoint"]["files"]

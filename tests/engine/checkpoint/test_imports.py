@@ -1,4 +1,4 @@
-"""DeepSpeed's own files, and safetensors, become the state that they hold, bit by bit."""
+"""DeepSpeed's own files, and safetensors, are read bit by bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rayzero.engine.checkpoint.imports.weights_only import InertObject, load_wei
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.state.load import rename_to_model
 from tests.engine.checkpoint import make_deepspeed
-from tests.engine.checkpoint.laid import same, whole_of
+from tests.engine.checkpoint.tensor_blocks import same, whole_of
 from tests.engine.zoo import make
 
 NAMES = list(make_deepspeed.CASES)
@@ -86,7 +86,7 @@ def test_deepspeed_as_it_is_installed_writes_the_same_format(name: str, tmp_path
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_deepspeed_steps_groups_schedule_and_ties_come_along(name: str, unpacked: Path) -> None:
+def test_deepspeed_steps_groups_schedule_and_ties_are_read(name: str, unpacked: Path) -> None:
     small = opened(unpacked / name).metadata(0)
     world = make_deepspeed.CASES[name].world
     assert small["step"] == make_deepspeed.STEPS
@@ -136,7 +136,7 @@ def test_an_engine_trains_on_from_deepspeeds_state(name: str, unpacked: Path) ->
         torch.testing.assert_close(seen[key], value, rtol=1e-6, atol=1e-7)
 
 
-def test_deepspeeds_dynamic_loss_scale_goes_on(unpacked: Path) -> None:
+def test_deepspeeds_dynamic_loss_scale_is_read(unpacked: Path) -> None:
     """It begins at 2 to the 4th, and nothing overflowed: every step was good."""
     steps = make_deepspeed.STEPS
     small = opened(unpacked / "stage2-fp16").metadata(0)
@@ -144,7 +144,7 @@ def test_deepspeeds_dynamic_loss_scale_goes_on(unpacked: Path) -> None:
     assert opened(unpacked / "stage2-bf16-3-ranks").metadata(0)["loss_scale"] is None
 
 
-def test_the_folder_of_a_step_is_as_good_as_its_parent(unpacked: Path) -> None:
+def test_the_folder_of_a_step_is_read_like_its_parent(unpacked: Path) -> None:
     same(
         whole_of(opened(unpacked / "stage3-fp32" / "global_step3")),
         whole_of(opened(unpacked / "stage3-fp32")),
@@ -296,7 +296,7 @@ def test_deepspeeds_own_objects_become_inert(unpacked: Path) -> None:
     assert type(state["zero_stage"]) is int
 
 
-def test_a_path_with_nothing_is_an_error_and_foreign_folders_are_none(tmp_path: Path) -> None:
+def test_a_missing_path_is_an_error_and_other_folders_are_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         open_foreign(str(tmp_path / "absent"))
     assert open_foreign(str(tmp_path)) is None
@@ -344,7 +344,7 @@ def test_a_damaged_safetensors_file_is_named(tmp_path: Path) -> None:
         open_foreign(str(tmp_path))
 
 
-def test_the_model_says_what_is_tied_and_what_is_a_buffer(tmp_path: Path) -> None:
+def test_ties_and_buffers_follow_from_the_model(tmp_path: Path) -> None:
     model = make()
     save_model(model, str(tmp_path / "model.safetensors"))
     source = opened(tmp_path)
@@ -354,7 +354,7 @@ def test_the_model_says_what_is_tied_and_what_is_a_buffer(tmp_path: Path) -> Non
     same(whole_of(source), right)
 
 
-def test_an_engine_begins_with_the_weights_and_a_fresh_optimizer(tmp_path: Path) -> None:
+def test_an_engine_starts_with_the_weights_and_a_new_optimizer(tmp_path: Path) -> None:
     right = make(seed=3)
     save_model(right, str(tmp_path / "model.safetensors"))
     source = opened(tmp_path)

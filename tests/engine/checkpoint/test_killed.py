@@ -1,4 +1,4 @@
-"""Whatever call of the system is a save's last: the old or the new checkpoint is whole."""
+"""A save that is killed at any system call leaves the old or the new checkpoint complete."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def calls(job: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def check_whole(folder: str, step: int) -> None:
-    """By our reader, and by the safetensors library, which knows nothing of us."""
+    """With our reader, and with the safetensors library."""
     assert [one for one in verify_checkpoint(folder) if one.makes_unusable] == []
     source = CheckpointSource(folder)
     for number, block in enumerate(blocks(step)):
@@ -85,7 +85,7 @@ def test_killed_at_any_call_of_the_system(folder, monkeypatch, where, again):
         check_whole(newest.folder, newest.step)
         assert all(one.status in ("whole", "unfinished") for one in list_checkpoints(str(job)))
         committed.append(newest.manifest != first)
-        # the next save, and the sweep after it, are none the worse for what was left
+        # the next save, and the sweep after it work whatever was left
         save(job, 3)
         assert newest_complete(str(job)).step == 3
         shutil.rmtree(job)

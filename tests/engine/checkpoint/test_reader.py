@@ -1,4 +1,4 @@
-"""Reading back: the right bytes, no more of them than need be, and never a damaged one."""
+"""Reading returns the right bytes, reads no more than needed, and never returns damaged ones."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_any_spans_in_any_order(long_one, spans):
 
 
 @given(st.lists(st.integers(1, 2 * BLOCK_BYTES), max_size=8), st.integers(0, BLOCK_BYTES))
-def test_reads_that_go_on_read_each_block_once(long_one, sizes, at):
+def test_consecutive_reads_read_each_block_once(long_one, sizes, at):
     folder, data = long_one
     source = CheckpointSource(folder)
     begin = at
@@ -127,7 +127,7 @@ def test_a_state_of_two_ranks_is_read_by_three(tmp_path):
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_a_flipped_byte_is_never_handed_out(tmp_path, long_one, number):
+def test_a_flipped_byte_is_never_returned(tmp_path, long_one, number):
     folder, data = long_one
     entry = read_manifest(folder).files[0]
     at = entry.data_offset + min(number * BLOCK_BYTES + 77, LONG - 1)
@@ -162,7 +162,7 @@ def test_cut_and_missing_files_are_named(tmp_path):
         source.read(1, 0, memoryview(bytearray(1)))
 
 
-def test_where_there_is_no_checkpoint(tmp_path):
+def test_a_folder_without_a_checkpoint(tmp_path):
     with pytest.raises(DataError, match="there is no checkpoint at") as caught:
         CheckpointSource(str(tmp_path / "step-9"))
     assert str(tmp_path / "step-9") in str(caught.value)

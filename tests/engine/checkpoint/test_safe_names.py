@@ -25,7 +25,7 @@ NAMES = st.lists(PARTS | st.text(max_size=3), max_size=6).map("/".join) | st.tex
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_leads_elsewhere_is_refused(name: str, tmp_path: Path):
+def test_names_that_leave_the_folder_are_refused(name: str, tmp_path: Path):
     assert not is_safe_name(name)
     with pytest.raises(ConfigError, match="is not a folder's name"):
         check_tag(name)
@@ -35,13 +35,13 @@ def test_what_leads_elsewhere_is_refused(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["global_step100", "a/b", "v1.2", "é", "..a", "a..", "with space"])
-def test_what_is_a_folder_below_is_taken(name: str):
+def test_names_inside_the_folder_are_accepted(name: str):
     assert is_safe_name(name)
     assert check_tag(name) == name
 
 
 @given(NAMES)
-def test_whatever_is_taken_lies_below(name: str):
+def test_accepted_names_stay_below_the_folder(name: str):
     if is_safe_name(name):
         top = "/top/folder"
         assert os.path.normpath(os.path.join(top, name)).startswith(top + "/")
@@ -49,8 +49,8 @@ def test_whatever_is_taken_lies_below(name: str):
 
 
 @pytest.mark.parametrize("latest", ["../other", "/", ".", "a/../../other"])
-def test_a_file_called_latest_leads_nowhere_else(latest: str, tmp_path: Path):
-    """Ours, and DeepSpeed's: it comes with the checkpoint, from whoever made it."""
+def test_a_file_called_latest_cannot_leave_the_folder(latest: str, tmp_path: Path):
+    """Ours, and DeepSpeed's: it comes with the checkpoint, from an unknown author."""
     job, other = tmp_path / "job", tmp_path / "other"
     (job / "a").mkdir(parents=True)
     other.mkdir()
@@ -62,7 +62,7 @@ def test_a_file_called_latest_leads_nowhere_else(latest: str, tmp_path: Path):
         find_step_folder(job)
 
 
-def test_a_link_in_a_files_place_is_not_written_through(tmp_path: Path):
+def test_a_symbolic_link_is_not_written_through(tmp_path: Path):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     folder = tmp_path / "job"

@@ -1,4 +1,4 @@
-"""Stores: what they say of trouble, and that they do what they promise."""
+"""Stores: durable and atomic writes, and their errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_local_folder(tmp_path):
     assert store.list_folder() == []
 
 
-def test_a_read_that_comes_in_pieces_is_put_together(tmp_path, monkeypatch):
+def test_a_short_read_is_continued(tmp_path, monkeypatch):
     real = os.preadv
     monkeypatch.setattr(
         store_local.os, "preadv", lambda fd, parts, at: real(fd, [parts[0][:3]], at)
@@ -60,7 +60,7 @@ def test_a_read_that_comes_in_pieces_is_put_together(tmp_path, monkeypatch):
     opened.close()
 
 
-def test_a_write_that_comes_in_pieces_is_put_together(tmp_path, monkeypatch):
+def test_a_short_write_is_continued(tmp_path, monkeypatch):
     real = os.write
     monkeypatch.setattr(store_local.os, "write", lambda fd, data: real(fd, data[:5000]))
     save(tmp_path, 1)
@@ -94,7 +94,7 @@ def test_an_exception_leaves_nothing(tmp_path):
     ],
 )
 @pytest.mark.parametrize("call", ["write", "fsync", "rename"])
-def test_trouble_has_a_kind_a_place_and_a_way_out(tmp_path, monkeypatch, number, kind, call):
+def test_an_error_has_a_kind_a_path_and_a_fix(tmp_path, monkeypatch, number, kind, call):
     def fail(*_):
         raise OSError(number, os.strerror(number))
 

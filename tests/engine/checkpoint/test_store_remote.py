@@ -125,7 +125,7 @@ class Tampering:
         return stream
 
 
-def test_a_store_that_changes_bytes_is_found_out(job):
+def test_a_store_that_changes_bytes_is_an_error(job):
     store = RemoteStore(job)
     store._fs = Tampering(store._fs)
     with pytest.raises(StoreError, match="when_required"):
@@ -135,7 +135,7 @@ def test_a_store_that_changes_bytes_is_found_out(job):
     assert [one.name for one in store.list_folder()] == ["manifest.json"]
 
 
-def test_a_bucket_that_is_gone(bucket):
+def test_a_bucket_that_does_not_exist(bucket):
     folder = join_url(bucket.replace("s3://bucket", "s3://other"), "job", "step-1")
     with pytest.raises(StoreError) as caught:
         write_files(folder, 1)
@@ -143,7 +143,7 @@ def test_a_bucket_that_is_gone(bucket):
     assert "s3://other/job/step-1/rank-00000" in caught.value.url
 
 
-def test_a_server_that_is_not_there(monkeypatch):
+def test_a_server_that_does_not_answer(monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
@@ -160,7 +160,7 @@ def test_paths_and_urls_hold_the_same(job, tmp_path):
     assert [one.blocks for one in local.files] == [one.blocks for one in remote.files]
 
 
-def test_the_doctor_finds_it_well(bucket: str):
-    told = check_storage(join_url(bucket, "doctor"))
-    assert told["nbytes"] > 0
+def test_the_doctor_writes_and_removes_a_file(bucket: str):
+    facts = check_storage(join_url(bucket, "doctor"))
+    assert facts["nbytes"] > 0
     assert open_store(join_url(bucket, "doctor")).list_folder() == []

@@ -1,4 +1,4 @@
-"""The count of live bytes, by hand."""
+"""The count of live bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from rayzero.engine.planning.activations import LiveBytes
 
 
-def test_what_was_let_go_no_longer_counts_and_views_never_do():
+def test_freed_storages_and_views_do_not_count():
     with LiveBytes([]) as live:
         a = torch.zeros(256)  # 1024 bytes
         b = a.view(16, 16)[1:]
@@ -30,7 +30,7 @@ def test_known_tensors_and_in_place_operations_are_free():
     assert live.peak_bytes == 0
 
 
-def test_what_autograd_saves_counts_until_backward_has_used_it():
+def test_saved_tensors_count_until_backward_has_used_them():
     layer = nn.Linear(256, 256, bias=False)
     x = torch.ones(4, 256)
     with LiveBytes([layer.weight, x]) as live:

@@ -1,4 +1,4 @@
-"""What is planned, against what engines hold and what processes use."""
+"""Estimates, compared with the memory of engines and of processes."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_compression_and_offload_are_what_an_engine_allocates(name: str, tmp_pat
     check_plan(world, document)
 
 
-def test_settings_that_a_config_cannot_be_had_with_are_left_out() -> None:
+def test_settings_that_a_config_does_not_support_are_left_out() -> None:
     document = config(0, optimizer=ONE_BIT, gradient_clipping=0)
     assert [one.setting.name for one in evaluate_settings(MemoryPlanner(small), document, 2)] == [
         "stage 0"
@@ -234,13 +234,13 @@ class Peeks(nn.Module):
         return y if y.item() > 0 else -y
 
 
-def test_a_model_that_looks_at_values_is_named():
+def test_a_model_that_reads_values_is_an_error():
     planner = MemoryPlanner(Peeks, lambda samples: torch.ones(samples, 4))
     with pytest.raises(ConfigError, match="cannot be traced without data"):
         planner.estimate(parse_config(config(0)), 1)
 
 
-def test_what_is_offloaded_is_counted_where_it_lies():
+def test_offloaded_bytes_are_counted_in_their_memory():
     def needs(**zero: Any) -> tuple[dict[str, int], dict[str, int]]:
         document = config(3, bf16={"enabled": True}, zero_optimization={"stage": 3} | zero)
         found = MemoryPlanner(small).estimate(parse_config(document), 2)

@@ -1,4 +1,4 @@
-"""Tensors laid into blocks of bytes at awkward places, and put together again."""
+"""Tensors in blocks of bytes at unaligned offsets, and read back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, StateSo
 from rayzero.engine.precision.dtypes import dtype_name
 
 
-class LaidState:
+class TensorBlocks:
     """A `StateSource` that holds tensors, each cut into `world` uneven parts, one a block."""
 
     def __init__(self, tensors: dict[str, Tensor], small: dict[str, Any], world: int = 3) -> None:
