@@ -1,4 +1,4 @@
-"""`import deepspeed` means this: unchanged scripts, submodules, and what is not there."""
+"""`import deepspeed` resolves to rayzero: unchanged scripts, submodules, unsupported names."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SGD = {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}}
 
 
 def run(*command: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
-    """`python COMMAND` without the variables of an outer torchrun."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    """Run `python COMMAND` without the variables of an outer torchrun."""
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
-        env=kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        env=env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,
@@ -53,24 +53,24 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loop", "ranks"), [("config", 2), ("args", 1), ("nothing", 2)])
-def test_tutorial_loops_run_as_written(loop: str, ranks: int, config: Path) -> None:
-    launched = () if ranks == 1 else ("-m", "torch.distributed.run", "--standalone")
+@pytest.mark.parametrize(("loop", "ranks"), [("config", 2), ("args", 1), ("defaults", 2)])
+def test_tutorial_loops_run_unchanged(loop: str, ranks: int, config: Path) -> None:
+    launcher = () if ranks == 1 else ("-m", "torch.distributed.run", "--standalone")
     count = () if ranks == 1 else ("--nproc-per-node", str(ranks))
     script = ("-m", "rayzero.deepspeed", str(SCRIPT), "--loop", loop)
-    done = run(*launched, *count, *script, "--deepspeed_config", str(config))
-    told = json.loads(done.stdout.strip().splitlines()[-1])
-    assert ("step 3: loss" in done.stderr) is (loop != "nothing")  # it was asked for in the config
-    if loop == "nothing":
-        right = plain.train(lambda params: torch.optim.AdamW(params, lr=1e-3), clip=1.0)
+    done = run(*launcher, *count, *script, "--deepspeed_config", str(config))
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert ("step 3: loss" in done.stderr) is (loop != "defaults")  # enabled by the config
+    if loop == "defaults":
+        expected = plain.train(lambda params: torch.optim.AdamW(params, lr=1e-3), clip=1.0)
         assert "AdamW with a learning rate of 1e-3" in done.stderr
     else:
-        right = plain.train(lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9))
-    assert told["losses"] == pytest.approx(right, rel=1e-4)
+        expected = plain.train(lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9))
+    assert result["losses"] == pytest.approx(expected, rel=1e-4)
     assert done.stderr.count("means rayzero's engine") == 1
 
 
-USUAL = """
+COMMON_IMPORTS = """
 import deepspeed, torch
 import deepspeed.comm as dist
 from deepspeed import DeepSpeedEngine, comm, get_accelerator, log_dist, zero
@@ -91,29 +91,29 @@ assert get_accelerator().communication_backend_name() == "gloo"
 model = torch.nn.Linear(3, 1)
 optimizer = FusedAdam(model.parameters(), lr=0.1)
 schedule = WarmupLR(optimizer, warmup_num_steps=3)
-given = {"model": model, "optimizer": optimizer, "lr_scheduler": schedule, "config": {}}
-engine, *_ = deepspeed.initialize(**given)
+arguments = {"model": model, "optimizer": optimizer, "lr_scheduler": schedule, "config": {}}
+engine, *_ = deepspeed.initialize(**arguments)
 assert isinstance(engine, DeepSpeedEngine) and engine.lr_scheduler is schedule
 engine.backward(engine(torch.ones(2, 3)).mean()); engine.step()
 assert dist.get_rank() == 0 and torch.distributed.is_initialized()
 loader = iter(RepeatingLoader([1, 2]))
 assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
-log_dist("said", ranks=[0]); log_dist("not said", ranks=[1])
+log_dist("logged by rank 0", ranks=[0]); log_dist("logged by rank 1", ranks=[1])
 rayzero.deepspeed.install()
-print("fine")
+print("ok")
 """
 
 
 @pytest.mark.slow
-def test_the_usual_imports() -> None:
-    code = f"import rayzero.deepspeed; rayzero.deepspeed.install()\n{USUAL}"
+def test_common_imports() -> None:
+    code = f"import rayzero.deepspeed; rayzero.deepspeed.install()\n{COMMON_IMPORTS}"
     done = run("-c", code)
-    assert done.stdout == "fine\n"
-    assert "[Rank 0] said" in done.stderr
-    assert "not said" not in done.stderr
+    assert done.stdout == "ok\n"
+    assert "[Rank 0] logged by rank 0" in done.stderr
+    assert "logged by rank 1" not in done.stderr
 
 
-ABSENT = {
+UNSUPPORTED = {
     "import deepspeed.moe.layer": "deepspeed.moe is not part of rayzero; use experts",
     "from deepspeed import PipelineModule": "use stage 3",
     "from deepspeed.ops.transformer import X": "rayzero has no deepspeed.ops.transformer",
@@ -127,22 +127,22 @@ ABSENT = {
 
 
 @pytest.mark.slow
-def test_unsupported_names_are_errors_with_an_alternative() -> None:
+def test_unsupported_names_raise_helpful_errors() -> None:
     code = (
-        "import json\ntold = {}\n"
-        f"for code in {list(ABSENT)!r}:\n"
+        "import json\nerrors = {}\n"
+        f"for code in {list(UNSUPPORTED)!r}:\n"
         "    try:\n        exec(code)\n"
         "    except (ImportError, AttributeError) as error:\n"
-        "        told[code] = str(error)\n"
-        "print(json.dumps(told))"
+        "        errors[code] = str(error)\n"
+        "print(json.dumps(errors))"
     )
-    told = json.loads(python(code))
-    for line, part in ABSENT.items():
-        assert part in told[line], line
+    errors = json.loads(python(code))
+    for line, part in UNSUPPORTED.items():
+        assert part in errors[line], line
 
 
 @pytest.mark.slow
-def test_a_deepspeed_that_was_imported_before() -> None:
+def test_install_fails_if_deepspeed_is_already_imported() -> None:
     code = (
         "import sys, types, rayzero.deepspeed as d\n"
         "sys.modules['deepspeed'] = types.ModuleType('deepspeed')\n"
@@ -152,9 +152,9 @@ def test_a_deepspeed_that_was_imported_before() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_itself() -> None:
+def test_command_usage() -> None:
     assert "usage: " in run("-m", "rayzero.deepspeed", "--help").stdout
-    for arguments in ((), ("nowhere.py",)):
+    for arguments in ((), ("missing.py",)):
         done = run("-m", "rayzero.deepspeed", *arguments, ok=False)
         assert done.returncode == 2
         assert "usage: " in done.stderr

@@ -14,8 +14,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.orchestrator.cluster.ray_api import draining_node_ids
 from tests.deploy.chart import pod_of, rendered
-from tests.integration.linked import ENV, HERE, THERE, start
-from tests.integration.namespaces import prepare
+from tests.integration.namespaces import set_up_namespaces
+from tests.integration.two_hosts import ENV, LOCAL_IP, REMOTE_IP, start_cluster
 
 _LIMIT_S = 60
 
@@ -30,17 +30,17 @@ class Busy:
 
 def main() -> None:
     os.environ.update(ENV)
-    start(prepare())
+    start_cluster(set_up_namespaces())
     (worker,) = pod_of(rendered("default"), "worker")["spec"]["containers"]
     ended = worker["lifecycle"]["preStop"]["exec"]["command"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    own = os.environ | {"PATH": path, "RAY_ADDRESS": f"{HERE}:6379"}
-    (there,) = [one["NodeID"] for one in ray.nodes() if one["NodeManagerAddress"] == THERE]
+    own = os.environ | {"PATH": path, "RAY_ADDRESS": f"{LOCAL_IP}:6379"}
+    (there,) = [one["NodeID"] for one in ray.nodes() if one["NodeManagerAddress"] == REMOTE_IP]
     strategy = NodeAffinitySchedulingStrategy(there, soft=False)
     busy = Busy.options(scheduling_strategy=strategy).remote()  # an idle node would end at once
     ray.get(busy.ready.remote(), timeout=_LIMIT_S)
     begun = time.monotonic()
-    with subprocess.Popen(["ip", "netns", "exec", "there", *ended], env=own) as hook:
+    with subprocess.Popen(["ip", "netns", "exec", "remote", *ended], env=own) as hook:
         while not draining_node_ids() and time.monotonic() < begun + _LIMIT_S:
             time.sleep(0.1)
         told_s = time.monotonic() - begun

@@ -1,4 +1,4 @@
-"""The examples that are scripts: BERT by DeepSpeed's names and by ours, DDP beside rayzero."""
+"""Script examples: BERT with the DeepSpeed and the rayzero API, DDP compared with rayzero."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ needs_transformers = pytest.mark.skipif(
 
 
 def run(*command: str) -> str:
-    """What `python COMMAND` printed, without the variables of an outer torchrun."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    """Output of `python COMMAND`, run without the variables of an outer torchrun."""
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
-        env=kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
+        env=env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=300,
@@ -42,14 +42,14 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def test_snippets_are_what_they_are_called() -> None:
+def test_snippets_are_classified() -> None:
     source = (
-        '"""A doc string here."""\nx = call(1)  # a comment of ours\ndef f():\n    return x + 1\n'
+        '"""A doc string here."""\nx = call(1)  # a comment about it\ndef f():\n    return x + 1\n'
     )
     assert sorted(snippets(source)) == [
         ("code", "return x + 1"),
         ("code", "x = call(1)"),
-        ("comment", "a comment of ours"),
+        ("comment", "a comment about it"),
         ("docstring", "A doc string here."),
     ]
     assert list(snippets("x = (")) == []
@@ -57,7 +57,7 @@ def test_snippets_are_what_they_are_called() -> None:
     assert len(encode("word " * 100)) == LENGTH
 
 
-def test_data_is_balanced_and_repeatable() -> None:
+def test_data_is_balanced_and_reproducible() -> None:
     train, test = load(40)
     ids, mask, labels = train.tensors
     assert ids.shape == (120, LENGTH)
@@ -69,32 +69,32 @@ def test_data_is_balanced_and_repeatable() -> None:
 
 @needs_transformers
 @pytest.mark.slow
-def test_a_deepspeed_script_learns() -> None:
+def test_deepspeed_script_learns() -> None:
     script = "examples/bert/train_deepspeed.py"
-    told = run(*TORCHRUN, "-m", "rayzero.deepspeed", script, *CONFIG, *SHORT)
-    accuracy = float(told.strip().splitlines()[-1].removeprefix("accuracy "))
-    assert accuracy > 0.7  # guessing gives 0.33
+    output = run(*TORCHRUN, "-m", "rayzero.deepspeed", script, *CONFIG, *SHORT)
+    accuracy = float(output.strip().splitlines()[-1].removeprefix("accuracy "))
+    assert accuracy > 0.7  # chance level is 0.33
 
 
 @needs_transformers
 @pytest.mark.slow
-def test_the_same_with_our_names_learns() -> None:
-    told = run("-m", "examples.bert.train_rayzero", *SHORT)
-    accuracy = float(told.strip().splitlines()[-1].removeprefix("accuracy "))
+def test_rayzero_script_learns() -> None:
+    output = run("-m", "examples.bert.train_rayzero", *SHORT)
+    accuracy = float(output.strip().splitlines()[-1].removeprefix("accuracy "))
     assert accuracy > 0.7
 
 
-def curves(rank: int, world: int, steps: int) -> dict[str, list[float]]:
+def loss_curves(rank: int, world: int, steps: int) -> dict[str, list[float]]:
     return {name: loop(steps, rank, world) for name, loop in LOOPS.items()}
 
 
 def test_ddp_and_rayzero_have_the_same_losses() -> None:
-    told = run_ranks(2, curves, 20)[0]
-    assert told["rayzero"] == pytest.approx(told["ddp"], rel=1e-5)
-    assert told["ddp"][-1] < told["ddp"][0] - 1
+    losses = run_ranks(2, loss_curves, 20)[0]
+    assert losses["rayzero"] == pytest.approx(losses["ddp"], rel=1e-5)
+    assert losses["ddp"][-1] < losses["ddp"][0] - 1
 
 
 @pytest.mark.slow
-def test_it_runs_under_torchrun() -> None:
-    told = run(*TORCHRUN, "-m", "examples.ddp.train", "--with", "rayzero", "--steps", "5")
-    assert json.loads(told) == pytest.approx(run_ranks(2, curves, 5)[0]["ddp"], rel=1e-5)
+def test_ddp_example_runs_under_torchrun() -> None:
+    output = run(*TORCHRUN, "-m", "examples.ddp.train", "--with", "rayzero", "--steps", "5")
+    assert json.loads(output) == pytest.approx(run_ranks(2, loss_curves, 5)[0]["ddp"], rel=1e-5)

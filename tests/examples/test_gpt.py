@@ -1,4 +1,4 @@
-"""The GPT example's parts, the model, the data it prepares, and the training function."""
+"""The GPT example: model, data preparation and training function."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def test_logits_loss_and_size() -> None:
     assert untied.num_parameters() == model.num_parameters() + 256 * 32
 
 
-def test_it_cannot_see_the_future() -> None:
+def test_attention_is_causal() -> None:
     torch.manual_seed(0)
     model = GPT(TINY)
     tokens = torch.randint(256, (1, 16))
@@ -67,7 +67,7 @@ def test_a_large_model_builds_on_meta() -> None:
     assert model.head.weight is model.token.weight
 
 
-def test_layers_made_real_one_by_one_get_the_same_kind_of_weights() -> None:
+def test_layers_materialized_individually_are_initialized() -> None:
     with torch.device("meta"):
         block = GPT(GPTConfig(layers=2, width=128, heads=4)).blocks[0]
     for layer in block.modules():
@@ -89,35 +89,35 @@ def test_positions_matter() -> None:
     assert not torch.allclose(first, second)
 
 
-def test_every_dtype_is_kept() -> None:
+def test_dtype_is_preserved() -> None:
     tokens = torch.randint(256, (1, 9))
     for dtype in (torch.float64, torch.bfloat16):
         assert GPT(TINY).to(dtype)(tokens).dtype == dtype
 
 
 @dataclass(frozen=True)
-class Reentered(torchrun.Context):
-    """A context whose engine outlives a call of `train`, as it does in a worker."""
+class ReusableContext(torchrun.Context):
+    """A context whose engine outlives a call to `train`, as in a worker."""
 
-    alive: list = field(default_factory=list)
+    engines: list = field(default_factory=list)
 
     def initialize(self, **kwargs):
-        if not self.alive:
-            self.alive.append(super().initialize(**kwargs))
-        return self.alive[0]
+        if not self.engines:
+            self.engines.append(super().initialize(**kwargs))
+        return self.engines[0]
 
 
-def test_training_goes_on_when_it_is_called_again(tmp_path: Path, library: Path, capsys) -> None:
+def test_training_resumes_when_called_again(tmp_path: Path, library: Path, capsys) -> None:
     prepare(tmp_path / "data", library)
-    for shards in (tmp_path / "data").glob("*/*.parquet"):  # more text than the tiny library has
+    for shards in (tmp_path / "data").glob("*/*.parquet"):  # the test library is too small
         table = pq.read_table(shards)
         pq.write_table(pa.concat_tables([table] * 20), shards)
     args = {"layers": 1, "width": 32, "heads": 2, "context": 16, "data": str(tmp_path / "data")}
-    ctx = Reentered(args, steps=2, output_dir=tmp_path)
+    ctx = ReusableContext(args, steps=2, output_dir=tmp_path)
     before = train(ctx)
-    more = dataclasses.replace(ctx, steps=12)
-    after = train(more)
-    engine = ctx.alive[0][0]
+    longer = dataclasses.replace(ctx, steps=12)
+    after = train(longer)
+    engine = ctx.engines[0][0]
     assert engine.progress.step == 12
     bits = after["validation_bits_per_byte"]
     assert bits["first"] == before["validation_bits_per_byte"]["first"] == pytest.approx(8, abs=0.5)
@@ -130,7 +130,7 @@ def test_training_goes_on_when_it_is_called_again(tmp_path: Path, library: Path,
     torch.testing.assert_close(model.norm.weight, engine.state_dict()["norm.weight"])
 
 
-def test_the_job_and_its_config_agree() -> None:
+def test_job_file_and_engine_config_agree() -> None:
     folder = Path(torchrun.__file__).parent
     job = yaml.safe_load((folder / "job.yaml").read_text())
     config = parse_config(folder / job["engine"])
@@ -146,7 +146,7 @@ def test_heads_must_divide_the_width() -> None:
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """A small standard library: 60 modules, and files that must be left out."""
+    """A small source tree: 60 modules, and files that must be excluded."""
     root = tmp_path / "lib"
     for folder in ("", "json", "test", "json/tests", "site-packages/other", "__pycache__"):
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -154,13 +154,13 @@ def library(tmp_path: Path) -> Path:
         (root / f"module_{i:02}.py").write_bytes(b"x = %d\n" % i * (i + 1))
     (root / "json/latin.py").write_bytes(b"# \xe9 is not UTF-8\n")
     (root / "json/notes.txt").write_text("not Python")
-    for left_out in (
+    for excluded in (
         "test/a.py",
         "json/tests/b.py",
         "site-packages/other/c.py",
         "__pycache__/d.py",
     ):
-        (root / left_out).write_text("left out")
+        (root / excluded).write_text("excluded")
     return root
 
 
@@ -178,7 +178,7 @@ def test_preparation_splits_by_file_and_keeps_every_byte(
     monkeypatch.setattr(preparation, "SHARD_TOKENS", 500)
     monkeypatch.setattr(preparation, "ROW_GROUP_TOKENS", 100)
     out = tmp_path / "data"
-    made = prepare(out, library)
+    meta = prepare(out, library)
     expected = {
         path.relative_to(library).as_posix(): path.read_bytes()
         for path in [*library.glob("*.py"), library / "json/latin.py"]
@@ -187,8 +187,8 @@ def test_preparation_splits_by_file_and_keeps_every_byte(
         files = [text for name, text in expected.items() if split_of(name) == split]
         assert files, "the tree is too small for this hash"
         assert sorted(content(out, split)) == sorted(files)
-        assert made["files"][split] == len(files)
-        assert made["tokens"][split] == ParquetTokens(out / split, 8).num_tokens
+        assert meta["files"][split] == len(files)
+        assert meta["tokens"][split] == ParquetTokens(out / split, 8).num_tokens
     assert len(list((out / "train").glob("*.parquet"))) > 1
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -202,18 +202,18 @@ def test_preparation_is_skipped_when_up_to_date(
     tmp_path: Path, library: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "data"
-    made = prepare(out, library)
+    meta = prepare(out, library)
     shard = out / "train/00000.parquet"
     stamp = shard.stat().st_ino
     capsys.readouterr()
-    assert prepare(out, library) == made
+    assert prepare(out, library) == meta
     assert "up to date" in capsys.readouterr().out
     assert shard.stat().st_ino == stamp
 
     stale = json.loads((out / "meta.json").read_text())
     stale["settings"]["python"] = "2.7.18"
     (out / "meta.json").write_text(json.dumps(stale))
-    assert prepare(out, library) == made
+    assert prepare(out, library) == meta
     assert shard.stat().st_ino != stamp
 
 

@@ -1,4 +1,4 @@
-"""The first script of README.md, as it stands there."""
+"""The first script of README.md runs unchanged."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FILES = re.compile(r"^`([\w.]+)`[^\n]*:\n\n```\w+\n(.*?)^```$", re.DOTALL | re.M
 
 
 @pytest.mark.slow
-def test_the_first_script_prints_what_is_said(tmp_path: Path) -> None:
+def test_first_script_reproduces_documented_losses(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     files = dict(FILES.findall(text))
     assert files.keys() == {"first.py", "ds_config.json", "job.yaml"}
     for name, content in files.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
-    said = re.search(r"the same five losses, ([\d.]+) to ([\d.]+):", text)
-    assert said is not None
+    documented = re.search(r"the same five losses, ([\d.]+) to ([\d.]+):", text)
+    assert documented is not None
     done = subprocess.run(
         [sys.executable, "first.py"],
         cwd=tmp_path,
@@ -35,5 +35,5 @@ def test_the_first_script_prints_what_is_said(tmp_path: Path) -> None:
     losses = re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)
     assert len(losses) == 5
     assert [float(losses[0]), float(losses[-1])] == pytest.approx(
-        [float(one) for one in said.groups()], rel=0.05
+        [float(loss) for loss in documented.groups()], rel=0.05
     )

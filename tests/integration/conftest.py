@@ -1,4 +1,4 @@
-"""A real Ray head, with its dashboard, that the integration tests of jobs share."""
+"""A real Ray head with a dashboard, shared by the integration tests of jobs."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ import pytest
 from benchmarks.ports import free_ports
 from tests.integration.nodes import Nodes
 
-CPUS = 4  # more than two cores have: the workers of the tests compute nothing
+CPUS = 4  # more than the machine may have: test workers hardly compute
 
 
 @dataclass(frozen=True)
 class Head:
-    """A running head: where drivers join it, and where jobs are submitted to it."""
+    """A running Ray head: its GCS address and dashboard URL."""
 
     address: str
     dashboard: str
     pid: int
 
     def processes(self, *titles: str) -> list[psutil.Process]:
-        """Its living processes whose titles begin with one of these."""
-        found = []
-        for one in psutil.Process(self.pid).children(recursive=True):
+        """Live child processes whose titles start with one of `titles`."""
+        processes = []
+        for process in psutil.Process(self.pid).children(recursive=True):
             with suppress(psutil.Error):
-                if " ".join(one.cmdline()).startswith(titles):  # that of a zombie is empty
-                    found.append(one)
-        return found
+                if " ".join(process.cmdline()).startswith(titles):  # a zombie's is empty
+                    processes.append(process)
+        return processes
 
 
 @pytest.fixture(scope="session")
 def head() -> Iterator[Head]:
-    # A short path: Ray puts sockets there, whose paths may have 107 characters.
+    # A short path: it holds Ray's sockets, whose paths are limited to 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="rz-", dir="/tmp"))
     port, dashboard, client, agent = free_ports(4)
     command = [
@@ -74,7 +74,7 @@ def head() -> Iterator[Head]:
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    """A cluster of its own, quick to notice that a node is gone."""
+    """A separate cluster with short health-check timeouts, to detect lost nodes quickly."""
     for name, value in {
         "initial_delay_ms": "1000",
         "period_ms": "1000",
@@ -82,19 +82,19 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
         "failure_threshold": "3",
     }.items():
         monkeypatch.setenv(f"RAY_health_check_{name}", value)
-    made = Nodes()
-    yield made
-    made.close()
+    cluster = Nodes()
+    yield cluster
+    cluster.close()
 
 
 def wait_for_dashboard(url: str, process: subprocess.Popen[bytes], folder: Path) -> None:
-    until = time.monotonic() + 300
+    deadline = time.monotonic() + 300
     while True:
         try:
             urllib.request.urlopen(url, timeout=5).close()
             return
         except OSError as error:
-            if process.poll() is not None or time.monotonic() > until:
+            if process.poll() is not None or time.monotonic() > deadline:
                 log = (folder / "start.log").read_text(errors="replace")
                 raise RuntimeError(f"the head did not start:\n{log}") from error
             time.sleep(0.2)

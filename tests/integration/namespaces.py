@@ -1,5 +1,7 @@
-"""Runs a module as the first process of namespaces of its own: all it starts ends with it, and what
-it does to the network and to mounts, nobody else sees."""
+"""Runs a module in new PID, mount and network namespaces.
+
+All of its processes are killed with it, and its network and mount changes are isolated.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 _UNSHARE = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--net", "--mount-proc")
-# A first process that takes note of the ends of orphans: Ray's workers end with their raylet, and
-# take one that nobody took note of for alive.
-_FIRST = ("sh", "-c", '"$@"; exit $?', "sh")
-_LIMIT_S = 500
+# PID 1 must reap orphans: Ray's workers exit with their raylet, and consider a zombie alive.
+_INIT = ("sh", "-c", '"$@"; exit $?', "sh")
+_TIMEOUT_S = 500
 
 
 @functools.cache
-def why_not() -> str:
-    """Why this machine has no such namespaces; empty when it has."""
+def unsupported_reason() -> str:
+    """Why this machine cannot create namespaces; empty if it can."""
     try:
         done = subprocess.run([*_UNSHARE, "ip", "link"], capture_output=True, text=True, timeout=20)
     except OSError as error:
@@ -31,34 +32,39 @@ def why_not() -> str:
     return "" if done.returncode == 0 else done.stderr.strip()
 
 
-def alone(module: str, scenario: str) -> dict[str, Any]:
-    """The JSON object that the scenario printed. Skips the test where that cannot be."""
-    if why_not():
-        pytest.skip(f"needs namespaces of its own: {why_not()}")
+def run_in_namespaces(module: str, scenario: str) -> dict[str, Any]:
+    """Run a scenario and return the JSON object that it printed.
+
+    Skips the test if the machine does not support namespaces.
+    """
+    if unsupported_reason():
+        pytest.skip(f"cannot create namespaces: {unsupported_reason()}")
     done = subprocess.run(
-        [*_UNSHARE, *_FIRST, sys.executable, "-m", module, scenario],
+        [*_UNSHARE, *_INIT, sys.executable, "-m", module, scenario],
         cwd=ROOT,
         env={**os.environ, "RAY_AUTH_MODE": "disabled"},
         capture_output=True,
         text=True,
-        timeout=_LIMIT_S,
+        timeout=_TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"')]
-    found: dict[str, Any] = json.loads(line)
-    return found
+    result: dict[str, Any] = json.loads(line)
+    return result
 
 
-def prepare() -> Path:
-    """In the module: a loopback interface, shared memory, and a folder with a short name (Ray puts
-    sockets there) that all go with the namespaces."""
-    command("ip", "link", "set", "lo", "up")
-    command("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
-    command("mount", "-t", "tmpfs", "tmpfs", "/run")
+def set_up_namespaces() -> Path:
+    """Set up loopback and shared memory inside the namespaces, and return a new folder.
+
+    The folder has a short path, because Ray puts sockets into it.
+    """
+    run_command("ip", "link", "set", "lo", "up")
+    run_command("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+    run_command("mount", "-t", "tmpfs", "tmpfs", "/run")
     folder = Path("/run/rz")
     folder.mkdir()
     return folder
 
 
-def command(*words: str) -> None:
+def run_command(*words: str) -> None:
     subprocess.run(words, check=True, timeout=20, stdout=subprocess.DEVNULL)

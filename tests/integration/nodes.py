@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, that come and go."""
+"""A Ray cluster of several nodes on this machine, which can be added and removed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import ray
 from ray._private.worker import global_worker
 from ray.cluster_utils import Cluster
 
-PREEMPTION = 2  # a reason to drain a node that the node cannot refuse
-CPUS = 2  # of each node
+PREEMPTION = 2  # DrainNodeReason: one that the node cannot reject
+CPUS = 2  # per node
 
 
 class Nodes:
-    """A cluster of a head without CPUs and nodes of two; the process is its driver."""
+    """A cluster with a head without CPUs and worker nodes. This process is the driver."""
 
     def __init__(self) -> None:
-        small = {"object_store_memory": 80 * 2**20}
-        self._small = small
-        head = {"num_cpus": 0, "include_dashboard": False, **small}
+        self._node_args = {"object_store_memory": 80 * 2**20}
+        head = {"num_cpus": 0, "include_dashboard": False, **self._node_args}
         self._cluster = Cluster(True, head_node_args=head)
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
 
@@ -27,17 +26,19 @@ class Nodes:
         return str(self._cluster.address)
 
     def add(self) -> str:
-        return str(self._cluster.add_node(num_cpus=CPUS, **self._small).node_id)
+        return str(self._cluster.add_node(num_cpus=CPUS, **self._node_args).node_id)
 
-    def lose(self, node_id: str) -> None:
-        """Kills its raylet and, a moment later, so die its workers."""
-        (node,) = [one for one in self._cluster.worker_nodes if one.node_id == node_id]
+    def kill(self, node_id: str) -> None:
+        """Kill the node's raylet. Its workers exit shortly afterwards."""
+        (node,) = [node for node in self._cluster.worker_nodes if node.node_id == node_id]
         self._cluster.remove_node(node, allow_graceful=False)
 
     def drain(self, node_id: str) -> None:
-        until_ms = int((time.time() + 600) * 1000)
-        accepted, why = global_worker.gcs_client.drain_node(node_id, PREEMPTION, "test", until_ms)
-        assert accepted, why
+        deadline_ms = int((time.time() + 600) * 1000)
+        accepted, reason = global_worker.gcs_client.drain_node(
+            node_id, PREEMPTION, "test", deadline_ms
+        )
+        assert accepted, reason
 
     def close(self) -> None:
         ray.shutdown()

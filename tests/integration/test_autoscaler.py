@@ -1,16 +1,16 @@
-"""Seats that wait are a demand that Ray's autoscaler meets, and nodes that are left go."""
+"""Ray's autoscaler adds nodes for pending reservations and removes idle nodes."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.integration.namespaces import alone
+from tests.integration.namespaces import run_in_namespaces
 
 pytestmark = pytest.mark.slow
 
 
-def test_nodes_come_for_the_seats_that_wait_and_go_when_they_are_left():
-    seen = alone("tests.integration.autoscaled", "grow_and_shrink")
-    assert 2 <= seen["at_first"] <= 6
-    assert seen["nodes"] == 3
-    assert seen["left"] == 1
+def test_autoscaler_adds_nodes_for_pending_reservations_and_removes_idle_nodes():
+    result = run_in_namespaces("tests.integration.autoscaling", "scale_up_and_down")
+    assert 2 <= result["initial_workers"] <= 6
+    assert result["nodes"] == 3
+    assert result["remaining_nodes"] == 1

@@ -1,4 +1,4 @@
-"""Faults beyond the workers, in real jobs: they happen, and this is what they cost."""
+"""Faults outside of the workers, injected into real jobs: they fire, at a known cost."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired
 from tests.integration.jobs.steady import ENGINE
 from tests.integration.nodes import Nodes
-from tests.integration.test_jobs_on_nodes import size, step, wait
+from tests.integration.test_jobs_on_nodes import latest_step, wait_for, world_size
 from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
 
-EVERY, LAST = 40, 200
+CHECKPOINT_INTERVAL, LAST_STEP = 40, 200
 FAULTS = [
     "full_disk(step=40)",
     "slow_store(seconds=2, step=80)",
@@ -46,10 +46,10 @@ FAULTS = [
 
 
 @contextmanager
-def submitted(
-    folder: Path, notes: EventLog, steps: int = 1_000_000, **settings: Any
+def submitted_job(
+    folder: Path, event_log: EventLog, steps: int = 1_000_000, **settings: Any
 ) -> Iterator[JobHandle]:
-    """A job of at most two workers; stopped at the end."""
+    """Submit a job with at most two workers and stop it at the end."""
     handle = Job(
         "steady",
         "tests.integration.jobs.steady:train",
@@ -57,7 +57,7 @@ def submitted(
         workers=Workers(min=1, max=2),
         steps=steps,
         **{"checkpoint": {"path": str(folder)}, **settings},
-    ).submit(observer=notes)
+    ).submit(observer=event_log)
     try:
         yield handle
     finally:
@@ -65,84 +65,92 @@ def submitted(
         assert handle.wait(120)
 
 
-def run(folder: Path, steps: int, notes: EventLog) -> JobResult:
-    checkpoint = {"path": str(folder), "every_steps": EVERY}
-    with submitted(folder, notes, steps, checkpoint=checkpoint, faults=FAULTS) as handle:
+def run_job(folder: Path, steps: int, event_log: EventLog) -> JobResult:
+    checkpoint = {"path": str(folder), "every_steps": CHECKPOINT_INTERVAL}
+    with submitted_job(folder, event_log, steps, checkpoint=checkpoint, faults=FAULTS) as handle:
         assert handle.wait(400)
         return handle.result()
 
 
-def test_the_store_fails_and_nothing_is_lost(nodes: Nodes, tmp_path: Path):
+def test_job_survives_store_faults(nodes: Nodes, tmp_path: Path):
     nodes.add()
-    notes = EventLog()
-    assert run(tmp_path, LAST, notes).steps == LAST
+    event_log = EventLog()
+    assert run_job(tmp_path, LAST_STEP, event_log).steps == LAST_STEP
     output_dir = tmp_path / "steady"
-    assert [one.fault for one in FaultRecord(output_dir).read()] == FAULTS
-    assert {one.fault for one in notes.of(FaultFired)} == set(FAULTS)
-    assert [record.step for record in notes.of(StepRecord)] == [*range(1, LAST + 1)]
-    assert not notes.of(FaultDetected), "the workers went on"
+    assert [event.fault for event in FaultRecord(output_dir).read()] == FAULTS
+    assert {event.fault for event in event_log.of(FaultFired)} == set(FAULTS)
+    assert [record.step for record in event_log.of(StepRecord)] == [*range(1, LAST_STEP + 1)]
+    assert not event_log.of(FaultDetected), "the workers kept running"
 
-    # The disk was full once: told, tried again, whole.
-    (failed,) = notes.of(CheckpointFailed)
-    assert (failed.step, failed.tries) == (EVERY, 1)
+    # The disk was full once: the failure was reported and the checkpoint was retried.
+    (failed,) = event_log.of(CheckpointFailed)
+    assert (failed.step, failed.tries) == (CHECKPOINT_INTERVAL, 1)
     assert "No space left on device" in failed.text
-    stored = {one.step: one for one in notes.of(Checkpointed)}
-    assert [*stored] == [*range(EVERY, LAST + 1, EVERY)]
-    # The slow store held no step up: some were done while it wrote.
-    slow = stored[2 * EVERY]
+    stored = {event.step: event for event in event_log.of(Checkpointed)}
+    assert [*stored] == [*range(CHECKPOINT_INTERVAL, LAST_STEP + 1, CHECKPOINT_INTERVAL)]
+    # The slow store did not block training: steps completed during the write.
+    slow = stored[2 * CHECKPOINT_INTERVAL]
     assert slow.seconds > 2
-    before = notes.events[: notes.events.index(slow)]
-    assert sum(isinstance(one, StepRecord) for one in before) > slow.step
-    # The torn file is named, and its checkpoint is not begun from; nothing breaks a second time.
-    (problem,) = verify_checkpoint(stored[LAST].folder)
+    before = event_log.events[: event_log.events.index(slow)]
+    assert sum(isinstance(event, StepRecord) for event in before) > slow.step
+    # The torn file is reported, its checkpoint is skipped, and no fault fires again.
+    (problem,) = verify_checkpoint(stored[LAST_STEP].folder)
     assert "rank-00001" in str(problem)
-    later = EventLog()
-    assert run(tmp_path, LAST + 20, later).steps == LAST + 20
-    assert [one.step for one in later.of(Resumed)] == [LAST - EVERY]
-    assert any("is skipped" in one.text for one in later.of(JobWarning))
-    assert [record.step for record in later.of(StepRecord)] == [*range(LAST - EVERY + 1, LAST + 21)]
+    resumed = EventLog()
+    assert run_job(tmp_path, LAST_STEP + 20, resumed).steps == LAST_STEP + 20
+    assert [event.step for event in resumed.of(Resumed)] == [LAST_STEP - CHECKPOINT_INTERVAL]
+    assert any("is skipped" in event.text for event in resumed.of(JobWarning))
+    assert [record.step for record in resumed.of(StepRecord)] == [
+        *range(LAST_STEP - CHECKPOINT_INTERVAL + 1, LAST_STEP + 21)
+    ]
     assert len(FaultRecord(output_dir).read()) == len(FAULTS)
 
 
-def test_a_lost_vault_is_opened_again_and_filled(nodes: Nodes, tmp_path: Path):
+def test_lost_vault_is_restarted_and_refilled(nodes: Nodes, tmp_path: Path):
     nodes.add()
-    notes = EventLog()
+    event_log = EventLog()
     fault = "kill_vault(node=0, step=20)"
-    with submitted(tmp_path, notes, faults=[fault]) as handle:
-        wait(handle, lambda: bool(notes.of(Resized)))
-        reached = step(notes)
-        wait(handle, lambda: step(notes) > reached + 5)
-    assert [one.fault for one in FaultRecord(tmp_path / "steady").read()] == [fault]
-    assert any("the vault on node" in one.text for one in notes.of(JobWarning))
-    assert [one.reason for one in notes.of(Resized)] == ["a vault was restarted and is empty"]
-    assert not notes.of(FaultDetected), "the workers went on"
-    assert [record.step for record in notes.of(StepRecord)] == [*range(1, step(notes) + 1)]
+    with submitted_job(tmp_path, event_log, faults=[fault]) as handle:
+        wait_for(handle, lambda: bool(event_log.of(Resized)))
+        steps_so_far = latest_step(event_log)
+        wait_for(handle, lambda: latest_step(event_log) > steps_so_far + 5)
+    assert [event.fault for event in FaultRecord(tmp_path / "steady").read()] == [fault]
+    assert any("the vault on node" in event.text for event in event_log.of(JobWarning))
+    assert [event.reason for event in event_log.of(Resized)] == [
+        "a vault was restarted and is empty"
+    ]
+    assert not event_log.of(FaultDetected), "the workers kept running"
+    assert [record.step for record in event_log.of(StepRecord)] == [
+        *range(1, latest_step(event_log) + 1)
+    ]
 
 
-def test_a_running_job_is_struck_by_command_and_goes_on(nodes: Nodes, tmp_path: Path):
+def test_job_survives_faults_injected_by_command(nodes: Nodes, tmp_path: Path):
     nodes.add()
-    notes = EventLog()
-    with submitted(tmp_path, notes) as handle:
-        wait(handle, lambda: step(notes) > 5)
+    event_log = EventLog()
+    with submitted_job(tmp_path, event_log) as handle:
+        wait_for(handle, lambda: latest_step(event_log) > 5)
         command = [sys.executable, "-m", "rayzero", "chaos", "steady", "kill(rank=1)", "--address"]
         done = subprocess.run(
             [*command, nodes.address], capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, done.stderr
-        told = re.fullmatch(
+        match = re.fullmatch(
             r"steady: (kill\(rank=1, step=\d+\)) at the next opportunity\n", done.stdout
         )
-        assert told, done.stdout
-        wait(handle, lambda: bool(notes.of(Repaired)))
-        assert [one.fault for one in FaultRecord(tmp_path / "steady").read()] == [told[1]]
-        wait(handle, lambda: size(notes) == 2)
-        # The replacement hears of what was wished for before it came.
-        assert "from that step on" in handle.inject(f"kill(rank=0, step={step(notes) + 40})")
-        wait(handle, lambda: len(notes.of(Repaired)) == 2)
+        assert match, done.stdout
+        wait_for(handle, lambda: bool(event_log.of(Repaired)))
+        assert [event.fault for event in FaultRecord(tmp_path / "steady").read()] == [match[1]]
+        wait_for(handle, lambda: world_size(event_log) == 2)
+        # Faults requested before the replacement worker joined also apply to it.
+        assert "from that step on" in handle.inject(
+            f"kill(rank=0, step={latest_step(event_log) + 40})"
+        )
+        wait_for(handle, lambda: len(event_log.of(Repaired)) == 2)
         with pytest.raises(ConfigError, match="the job has at most 2 workers"):
             handle.inject("kill(rank=2)")
-        reached = step(notes)
-        wait(handle, lambda: step(notes) > reached + 5)
-    assert [one.steps_redone for one in notes.of(Repaired)] == [0, 0]
-    steps = [record.step for record in notes.of(StepRecord)]
-    assert steps == sorted({*steps}), "no step was done again"
+        steps_so_far = latest_step(event_log)
+        wait_for(handle, lambda: latest_step(event_log) > steps_so_far + 5)
+    assert [event.steps_redone for event in event_log.of(Repaired)] == [0, 0]
+    steps = [record.step for record in event_log.of(StepRecord)]
+    assert steps == sorted({*steps}), "no step was repeated"

@@ -1,4 +1,4 @@
-"""The `rayzero` command as its user meets it: output, exit codes, signals, nothing left behind."""
+"""The `rayzero` command line: output, exit codes, signals, no leaked processes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ import yaml
 from tests.integration.conftest import Head
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "RAYZERO_TEST_MARK"
+RUN_ENV = "RAYZERO_TEST_COMMAND"
 JOBS = "tests.integration.jobs.plain"
 RAYZERO = (sys.executable, "-m", "rayzero")
 
 
 class Shell:
-    """Starts rayzero in processes that carry a mark, as do all that they start."""
+    """Starts rayzero with an environment variable that identifies all descendant processes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.mark = uuid.uuid4().hex
-        self.env = {**os.environ, MARK: self.mark, "RAY_AUTH_MODE": "disabled"}
+        self.run_id = uuid.uuid4().hex
+        self.env = {**os.environ, RUN_ENV: self.run_id, "RAY_AUTH_MODE": "disabled"}
         self.env.pop("RAY_ADDRESS", None)
 
     def job_file(self, function: str, **changes: Any) -> Path:
@@ -57,7 +57,7 @@ class Shell:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a group of its own, as a terminal gives it
+            start_new_session=True,  # a separate process group, as in a terminal
         )
 
     def run(self, *args: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -65,32 +65,32 @@ class Shell:
         out, err = process.communicate(timeout=300)
         return subprocess.CompletedProcess(args, process.returncode, out, err)
 
-    def left(self) -> list[psutil.Process]:
-        """The marked processes that still live."""
-        found = []
+    def find_processes(self) -> list[psutil.Process]:
+        """Running processes that were started by this shell."""
+        processes = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == self.mark:
-                    found.append(process)
+                if process.environ().get(RUN_ENV) == self.run_id:
+                    processes.append(process)
             except psutil.Error:
                 continue
-        return found
+        return processes
 
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    made = Shell(tmp_path)
-    yield made
-    until = time.monotonic() + 60
-    while made.left() and time.monotonic() < until:
-        time.sleep(0.5)  # it looks at every process there is
-    left = [(process.pid, process.cmdline()) for process in made.left()]
-    for process in made.left():
+    shell = Shell(tmp_path)
+    yield shell
+    deadline = time.monotonic() + 60
+    while shell.find_processes() and time.monotonic() < deadline:
+        time.sleep(0.5)  # long, since each check inspects every process
+    leaked = [(process.pid, process.cmdline()) for process in shell.find_processes()]
+    for process in shell.find_processes():
         process.kill()
-    assert left == [], "processes were left behind"
+    assert leaked == []
 
 
-def test_help_is_there_without_ray_or_torch(shell: Shell):
+def test_help_does_not_import_ray_or_torch(shell: Shell):
     code = (
         "import sys, contextlib\n"
         "from rayzero.__main__ import main\n"
@@ -104,7 +104,7 @@ def test_help_is_there_without_ray_or_torch(shell: Shell):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         (None, "cannot be read: No such file"),
         ("name: [", "is not YAML"),
@@ -113,8 +113,8 @@ def test_help_is_there_without_ray_or_torch(shell: Shell):
         ("name: job\nentrypoint: m:f\nengine: none.json\n", "engine config"),
     ],
 )
-def test_a_mistake_in_the_job_file_is_one_message_and_exit_code_2(
-    shell: Shell, text: str | None, words: str
+def test_invalid_job_file_prints_one_message_and_exits_with_2(
+    shell: Shell, text: str | None, message: str
 ):
     path = shell.folder / "job.yaml"
     if text is not None:
@@ -122,13 +122,13 @@ def test_a_mistake_in_the_job_file_is_one_message_and_exit_code_2(
     done = shell.run("run", path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
-    assert words in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
 
 
 @pytest.mark.slow
-def test_a_job_on_a_cluster_of_its_own(shell: Shell):
+def test_job_starts_local_cluster(shell: Shell):
     done = shell.run("run", shell.job_file("train"), "--json", "--set", "steps=7")
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
@@ -140,15 +140,15 @@ def test_a_job_on_a_cluster_of_its_own(shell: Shell):
 
 
 @pytest.mark.slow
-def test_a_job_that_asks_for_more_than_the_machine_has_fails_at_once(shell: Shell):
+def test_job_that_exceeds_the_machine_fails_immediately(shell: Shell):
     done = shell.run("run", shell.job_file("train", workers={"min": 4096}))
     assert done.returncode == 1
     assert "of at least 4096 workers" in done.stderr
     assert done.stderr.count("error:") == 1
 
 
-def started(shell: Shell, function: str, workers: int) -> subprocess.Popen[str]:
-    """A job in a cluster of its own, as soon as its first step is told."""
+def start_job(shell: Shell, function: str, workers: int) -> subprocess.Popen[str]:
+    """Start a job on a local cluster and wait for its first step event."""
     process = shell.start("run", shell.job_file(function, workers={"min": workers}), "--json")
     assert process.stdout is not None
     for line in process.stdout:
@@ -163,10 +163,12 @@ def started(shell: Shell, function: str, workers: int) -> subprocess.Popen[str]:
     [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)],
     ids=["SIGINT", "SIGTERM"],
 )
-def test_ctrl_c_ends_cleanly(shell: Shell, number: signal.Signals, code: int, workers: int):
-    process = started(shell, "endless", workers)
+def test_interrupted_job_stops_cleanly(
+    shell: Shell, number: signal.Signals, code: int, workers: int
+):
+    process = start_job(shell, "train_forever", workers)
     if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # a terminal sends it to the whole group
+        os.killpg(process.pid, number)  # a terminal signals the whole group
     else:
         process.send_signal(number)
     out, err = process.communicate(timeout=120)
@@ -176,8 +178,8 @@ def test_ctrl_c_ends_cleanly(shell: Shell, number: signal.Signals, code: int, wo
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_the_cluster_starts(shell: Shell):
-    process = shell.start("run", shell.job_file("endless"), "--json")
+def test_interrupt_during_cluster_start(shell: Shell):
+    process = shell.start("run", shell.job_file("train_forever"), "--json")
     assert process.stdout is not None
     assert json.loads(process.stdout.readline())["event"] == "job"
     time.sleep(1)
@@ -187,24 +189,24 @@ def test_ctrl_c_while_the_cluster_starts(shell: Shell):
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_kills(shell: Shell):
-    process = started(shell, "deaf", 1)
+def test_second_sigint_kills_job(shell: Shell):
+    process = start_job(shell, "ignore_interrupts", 1)
     os.kill(process.pid, signal.SIGINT)
     time.sleep(0.5)
-    assert process.poll() is None, "the training function does not unwind"
-    until = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < until:
-        os.kill(process.pid, signal.SIGINT)  # two at once may be taken for one
+    assert process.poll() is None, "the training function has no interrupt point"
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        os.kill(process.pid, signal.SIGINT)  # repeated: signals in quick succession coalesce
         with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=1)
     assert process.returncode == 130
 
 
 @pytest.mark.slow
-def test_a_failed_job_on_a_joined_cluster_is_exit_code_1_with_the_users_frames(
-    shell: Shell, head: Head
-):
-    done = shell.run("run", shell.job_file("raises", args={"at": 3}), "--address", head.address)
+def test_failed_job_exits_with_1_and_prints_user_frames(shell: Shell, head: Head):
+    done = shell.run(
+        "run", shell.job_file("raise_error", args={"fail_step": 3}), "--address", head.address
+    )
     assert done.returncode == 1
     assert "failed in step 3 on rank 1" in done.stderr
     assert 'raise ValueError("the data has a hole")' in done.stderr
@@ -212,7 +214,7 @@ def test_a_failed_job_on_a_joined_cluster_is_exit_code_1_with_the_users_frames(
 
 
 @pytest.mark.slow
-def test_a_wrong_entry_point_is_exit_code_2(shell: Shell, head: Head):
+def test_invalid_entry_point_exits_with_2(shell: Shell, head: Head):
     done = shell.run(
         "run",
         shell.job_file("train", entrypoint="no.where:f", workers={"min": 1}),
@@ -225,7 +227,7 @@ def test_a_wrong_entry_point_is_exit_code_2(shell: Shell, head: Head):
 
 
 @pytest.mark.slow
-def test_an_address_where_no_cluster_is_is_exit_code_2(shell: Shell):
+def test_unreachable_cluster_exits_with_2(shell: Shell):
     done = shell.run("run", shell.job_file("train"), "--address", "127.0.0.1:1")
     assert done.returncode == 2
     assert "there is no Ray cluster at '127.0.0.1:1'" in done.stderr
@@ -233,37 +235,37 @@ def test_an_address_where_no_cluster_is_is_exit_code_2(shell: Shell):
 
 
 @pytest.mark.slow
-def test_a_users_own_engine_module_and_plain_lines(shell: Shell, head: Head):
-    """The user's folder has modules with the names of our packages, and the job's code."""
+def test_user_modules_shadow_no_rayzero_modules_and_text_output(shell: Shell, head: Head):
+    """The user's folder contains modules named like rayzero's packages."""
     for name in ("engine", "workers", "orchestrator"):
-        (shell.folder / f"{name}.py").write_text("MINE = True\n")
-    (shell.folder / "mine.py").write_text(
+        (shell.folder / f"{name}.py").write_text("USER = True\n")
+    (shell.folder / "user_code.py").write_text(
         "import engine, workers\n"
         "def train(ctx):\n"
-        "    print('mine', engine.MINE, workers.MINE)\n"
+        "    print('user', engine.USER, workers.USER)\n"
         "    ctx.report(step=1, loss=0.5)\n"
     )
-    path = shell.job_file("train", entrypoint="mine:train", workers={"min": 1})
+    path = shell.job_file("train", entrypoint="user_code:train", workers={"min": 1})
     done = shell.run("run", path.name, "--address", head.address, cwd=shell.folder)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert "[rank 0] mine True True" in lines
+    assert "[rank 0] user True True" in lines
     assert any(line.startswith("step 1/10 | loss 0.5000") for line in lines)
     assert lines[-1] == f"summary: {shell.folder}/job/summary.json"
 
 
 @pytest.mark.slow
 def test_ray_job_submit(shell: Shell, head: Head):
-    """The job file and the user's module travel with `--working-dir`; Ray sets RAY_ADDRESS."""
+    """`--working-dir` uploads the job file and the user's module; Ray sets RAY_ADDRESS."""
     folder = shell.folder / "project"
     folder.mkdir()
-    (folder / "mine.py").write_text(
+    (folder / "user_code.py").write_text(
         "from pathlib import Path\n"
         "def train(ctx):\n"
         "    print('hello from', ctx.rank, Path('job.yaml').exists())\n"
         "    ctx.report(step=1, loss=0.5)\n"
     )
-    shell.job_file("train", entrypoint="mine:train").rename(folder / "job.yaml")
+    shell.job_file("train", entrypoint="user_code:train").rename(folder / "job.yaml")
     submit = ("job", "submit", "--address", head.dashboard, "--working-dir", str(folder), "--")
     done = subprocess.run(
         [Path(sys.executable).with_name("ray"), *submit, *RAYZERO, "run", "job.yaml"],

@@ -1,4 +1,4 @@
-"""The end-to-end benchmark runs, and what it finds is what must hold."""
+"""The end-to-end benchmark runs and its results meet the requirements."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.timeout(900)
-def test_a_jobs_whole_life(tmp_path: Path):
-    path = tmp_path / "found.json"
+def test_whole_job_lifecycle(tmp_path: Path):
+    path = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks.end_to_end", "--more", "5", "--json", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(path.read_text())
-    found, seconds = told["found"], told["seconds"]
+    report = json.loads(path.read_text())
+    found, seconds = report["found"], report["seconds"]
     assert min(seconds.values()) >= 0
     assert (found["left in the cluster"], found["left on the machine"]) == ([], [])
     assert found["largest difference of a step's loss"] < 1e-3
@@ -31,8 +31,10 @@ def test_a_jobs_whole_life(tmp_path: Path):
     assert 0 < found["steps done again after the head's death"] < 40, "since the last checkpoint"
     assert found["what Ray says of a stopped job"] == "STOPPED"
     assert found["what Ray says of a finished job"] == "SUCCEEDED"
-    assert found["generation after the driver's death"] == 1, "the job never knew"
+    assert found["generation after the driver's death"] == 1, "the job is not affected"
     if program() is None:
-        pytest.skip("no Prometheus, neither on PATH nor by RAYZERO_PROMETHEUS: all else was seen")
+        pytest.skip(
+            "Prometheus is neither on PATH nor in RAYZERO_PROMETHEUS; all other checks passed"
+        )
     assert found["alerts before the fault"] == []
     assert found["alerts after the fault"] == ["RayzeroFaultBudgetNearlySpent"]

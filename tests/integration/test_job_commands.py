@@ -1,4 +1,4 @@
-"""Jobs by command, inside and outside a cluster that wants a token; and a lost head."""
+"""Job commands inside and outside of a cluster with token authentication; a lost head."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from tests.integration.jobs.steady import ENGINE
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
-LIMIT_S = 200
+TIMEOUT_S = 200
 
 
-class Place:
-    """A head with token authentication that can be killed, and commands beside it and outside."""
+class TokenCluster:
+    """A restartable head with token authentication, and commands that connect to it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,23 +31,23 @@ class Place:
         self.head = TokenHead(folder, cpus=3)
         self.head.start()
 
-    def anew(self) -> None:
-        """Kills the head with all of its processes, as a lost machine, and starts another."""
+    def replace_head(self) -> None:
+        """Kill all processes of the head, like a lost machine, and start a new head."""
         self.head.kill()
         self.head.start()
 
-    def command(self, *words: object, **changes: str) -> subprocess.CompletedProcess[str]:
+    def run_outside(self, *words: object, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "rayzero", *map(str, words)],
             cwd=ROOT,
-            env=self.head.env | changes,
+            env=self.head.env | env,
             capture_output=True,
             text=True,
             timeout=300,
         )
 
-    def here(self, *words: object) -> subprocess.CompletedProcess[str]:
-        return self.command(*words, "--address", self.head.address)
+    def run_inside(self, *words: object) -> subprocess.CompletedProcess[str]:
+        return self.run_outside(*words, "--address", self.head.address)
 
     def job_file(self, name: str, **changes: Any) -> Path:
         document = {
@@ -68,110 +67,114 @@ class Place:
         return path
 
     def status(self, name: str) -> dict[str, Any]:
-        done = self.here("status", name, "--json", "--path", self.runs)
+        done = self.run_inside("status", name, "--json", "--path", self.runs)
         assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        status: dict[str, Any] = json.loads(done.stdout)
+        return status
 
 
-def until(there: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + LIMIT_S
-    while not there():
-        assert time.monotonic() < until_s
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.3)
 
 
-def written(folder: Path) -> int:
-    """The step that the journal has. It costs nothing to ask, where a command costs seconds."""
-    past = read_journal(str(folder))
-    return 0 if past is None else past.step
+def journal_step(folder: Path) -> int:
+    """The latest step in the journal. Cheap to poll, whereas a command takes seconds."""
+    journal = read_journal(str(folder))
+    return 0 if journal is None else journal.step
 
 
-def stored(folder: Path) -> int:
-    """The newest checkpoint's step; older ones go."""
-    found = folder.glob("step-*/manifest.json")
-    return max((int(one.parent.name.removeprefix("step-")) for one in found), default=0)
-
-
-def ended(folder: Path) -> str:
-    """How the run ended, by its journal; empty while it has not."""
-    past = read_journal(str(folder))
-    return "" if past is None else past.end_state
+def checkpoint_step(folder: Path) -> int:
+    """Step of the latest checkpoint; older ones are pruned."""
+    manifests = folder.glob("step-*/manifest.json")
+    return max((int(path.parent.name.removeprefix("step-")) for path in manifests), default=0)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    made = Place(tmp_path_factory.mktemp("place"))
-    yield made
-    made.head.kill()
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenCluster]:
+    cluster = TokenCluster(tmp_path_factory.mktemp("cluster"))
+    yield cluster
+    cluster.head.kill()
 
 
-def test_a_job_by_command_from_outside_with_a_token(place: Place):
-    """Submitted through the dashboard; asked from there and from the cluster; stopped."""
-    path = place.job_file("outside")
-    wrong = place.command("ls", "--address", place.head.dashboard, RAY_AUTH_TOKEN="0" * 64)
-    assert wrong.returncode == 2, wrong.stdout
-    assert wrong.stderr.startswith("error: the cluster at http://127.0.0.1:")
-    assert "Traceback" not in wrong.stderr
-    wrong = place.command("ls", "--address", place.head.address, RAY_AUTH_TOKEN="0" * 64)
-    assert wrong.returncode == 2, wrong.stdout
-    assert f"the Ray cluster at '{place.head.address}' rejected the auth token" in wrong.stderr
-    sent = place.command("submit", path, "--address", place.head.dashboard)
-    assert sent.returncode == 0, sent.stdout + sent.stderr
-    assert "outside: submitted; `rayzero logs -f outside` follows it" in sent.stdout
-    until(lambda: written(place.runs / "outside") > 25)
-    told = place.command("status", "outside", "--address", place.head.dashboard)
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert "outside: running at step " in told.stdout
-    assert place.here("scale", "outside", "1:2").stdout == "outside: 1 to 2 workers; now 1\n"
-    listed = json.loads(place.here("ls", "--json", "--path", place.runs).stdout)
-    assert [(one["name"], one["state"]) for one in listed] == [("outside", "running")]
-    log = place.here("logs", "outside").stdout
+def test_job_commands_from_outside_and_inside_the_cluster(cluster: TokenCluster):
+    """Submit through the dashboard, query from outside and inside, stop."""
+    path = cluster.job_file("outside")
+    rejected = cluster.run_outside(
+        "ls", "--address", cluster.head.dashboard, RAY_AUTH_TOKEN="0" * 64
+    )
+    assert rejected.returncode == 2, rejected.stdout
+    assert rejected.stderr.startswith("error: the cluster at http://127.0.0.1:")
+    assert "Traceback" not in rejected.stderr
+    rejected = cluster.run_outside("ls", "--address", cluster.head.address, RAY_AUTH_TOKEN="0" * 64)
+    assert rejected.returncode == 2, rejected.stdout
+    assert f"the Ray cluster at '{cluster.head.address}' rejected the auth token" in rejected.stderr
+    submitted = cluster.run_outside("submit", path, "--address", cluster.head.dashboard)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    assert "outside: submitted; `rayzero logs -f outside` follows it" in submitted.stdout
+    wait_until(lambda: journal_step(cluster.runs / "outside") > 25)
+    status = cluster.run_outside("status", "outside", "--address", cluster.head.dashboard)
+    assert status.returncode == 0, status.stdout + status.stderr
+    assert "outside: running at step " in status.stdout
+    assert (
+        cluster.run_inside("scale", "outside", "1:2").stdout == "outside: 1 to 2 workers; now 1\n"
+    )
+    listed = json.loads(cluster.run_inside("ls", "--json", "--path", cluster.runs).stdout)
+    assert [(job["name"], job["state"]) for job in listed] == [("outside", "running")]
+    log = cluster.run_inside("logs", "outside").stdout
     assert "state: running\n" in log
-    stopped = place.here("stop", "outside", "--path", place.runs)
+    stopped = cluster.run_inside("stop", "outside", "--path", cluster.runs)
     assert (stopped.returncode, stopped.stdout) == (0, "outside: stopped\n"), stopped.stderr
-    after = place.status("outside")
+    after = cluster.status("outside")
     assert (after["state"], after["workers_max"]) == ("stopped", 2)
     assert after["checkpoint_step"] == after["step"]
-    assert "state: stopping\n" in place.here("logs", "outside", "--path", place.runs).stdout
-    # The cluster knows it, too, for who does not know the folder.
-    told = place.here("status", "outside").stdout
-    assert told.startswith(f"outside: stopped at step {after['step']} of 1000000\n"), told
-    listed = place.here("ls", "--all")
-    assert told.splitlines()[0] in listed.stdout.splitlines(), listed.stdout + listed.stderr
-    assert "state: stopping\n" in place.here("logs", "outside").stdout
-    files = b"".join(one.read_bytes() for one in place.runs.rglob("*") if one.is_file())
+    assert (
+        "state: stopping\n" in cluster.run_inside("logs", "outside", "--path", cluster.runs).stdout
+    )
+    # The cluster keeps the status too, for callers that do not know the output folder.
+    status = cluster.run_inside("status", "outside").stdout
+    assert status.startswith(f"outside: stopped at step {after['step']} of 1000000\n"), status
+    listed = cluster.run_inside("ls", "--all")
+    assert status.splitlines()[0] in listed.stdout.splitlines(), listed.stdout + listed.stderr
+    assert "state: stopping\n" in cluster.run_inside("logs", "outside").stdout
+    files = b"".join(path.read_bytes() for path in cluster.runs.rglob("*") if path.is_file())
     assert b"very-secret" not in files
-    assert place.head.token.encode() not in files
+    assert cluster.head.token.encode() not in files
 
 
-def test_a_lost_head_is_not_a_lost_run(place: Place):
-    """Of two jobs on the head that is killed, one is adopted by a submit, one is given up."""
-    path = place.job_file("adopted")
-    given_up = place.runs / "given-up"
-    assert place.here("submit", path).returncode == 0
-    assert place.here("submit", place.job_file("given-up")).returncode == 0
-    until(lambda: stored(place.runs / "adopted") >= 40 and written(given_up) > 0)
-    assert place.status("adopted")["checkpoint_step"] >= 40
-    elsewhere = place.command("run", path, RAY_AUTH_MODE="disabled")  # a cluster of its own
-    assert elsewhere.returncode == 2, elsewhere.stdout
-    assert f"{place.runs / 'adopted'} is in use: the process " in elsewhere.stderr
-    until(lambda: written(place.runs / "adopted") >= 40)  # the journal is written behind
-    place.anew()
-    lost = place.status("adopted")
+def test_runs_survive_lost_head(cluster: TokenCluster):
+    """The head of two jobs is killed. One is adopted by a submit, the other is stopped."""
+    path = cluster.job_file("adopted")
+    abandoned = cluster.runs / "abandoned"
+    assert cluster.run_inside("submit", path).returncode == 0
+    assert cluster.run_inside("submit", cluster.job_file("abandoned")).returncode == 0
+    wait_until(
+        lambda: checkpoint_step(cluster.runs / "adopted") >= 40 and journal_step(abandoned) > 0
+    )
+    assert cluster.status("adopted")["checkpoint_step"] >= 40
+    local = cluster.run_outside("run", path, RAY_AUTH_MODE="disabled")  # on a local cluster
+    assert local.returncode == 2, local.stdout
+    assert f"{cluster.runs / 'adopted'} is in use: the process " in local.stderr
+    wait_until(lambda: journal_step(cluster.runs / "adopted") >= 40)  # written asynchronously
+    cluster.replace_head()
+    lost = cluster.status("adopted")
     assert (lost["state"], lost["generation"]) == (None, 1)
     assert lost["step"] >= 40
-    other = place.here("run", path, "--set", "seed=3")
-    assert other.returncode == 2
-    assert "    seed: 0 -> 3\n" in other.stderr
-    assert place.here("resume", "adopted", "--path", place.runs).returncode == 2, "a secret is out"
-    assert place.here("submit", path).returncode == 0
-    stopped = place.here("stop", "given-up", "--path", place.runs)
-    assert stopped.stdout.startswith("given-up: the lost run is marked as stopped; its last step ")
-    assert place.status("given-up")["state"] == "stopped"
-    until(lambda: written(place.runs / "adopted") > lost["step"])
-    now = place.status("adopted")
-    assert now["generation"] > 1
-    assert now["began_at_s"] == pytest.approx(lost["began_at_s"], abs=2)
-    log = place.here("logs", "adopted").stdout
+    changed = cluster.run_inside("run", path, "--set", "seed=3")
+    assert changed.returncode == 2
+    assert "    seed: 0 -> 3\n" in changed.stderr
+    assert cluster.run_inside("resume", "adopted", "--path", cluster.runs).returncode == 2, (
+        "the journal has no secrets"
+    )
+    assert cluster.run_inside("submit", path).returncode == 0
+    stopped = cluster.run_inside("stop", "abandoned", "--path", cluster.runs)
+    assert stopped.stdout.startswith("abandoned: the lost run is marked as stopped; its last step ")
+    assert cluster.status("abandoned")["state"] == "stopped"
+    wait_until(lambda: journal_step(cluster.runs / "adopted") > lost["step"])
+    adopted = cluster.status("adopted")
+    assert adopted["generation"] > 1
+    assert adopted["began_at_s"] == pytest.approx(lost["began_at_s"], abs=2)
+    log = cluster.run_inside("logs", "adopted").stdout
     assert f"adopted a lost run at step {lost['step']}, offline for " in log

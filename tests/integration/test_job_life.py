@@ -1,4 +1,4 @@
-"""Jobs that outlive who submitted them, and what happens when their own process is lost."""
+"""Detached jobs: they outlive their driver and survive a lost controller process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 200
+TIMEOUT_S = 200
 
 
 @pytest.fixture(scope="module")
@@ -50,29 +50,29 @@ def connected(head: Head) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(connected: None, head: Head) -> Iterator[None]:
-    """After every test: no actor, no placement group, no reserved CPU, no process of a job."""
+def no_leaks(connected: None, head: Head) -> Iterator[None]:
+    """Check after every test that no actor, placement group, CPU or process is leaked."""
     yield
-    until_s = time.monotonic() + 60
-    while (left := remains(head)) and time.monotonic() < until_s:
+    deadline = time.monotonic() + 60
+    while (leaks := find_leaks(head)) and time.monotonic() < deadline:
         time.sleep(0.3)
-    for one in list_named_actors(all_namespaces=True) if left else []:
-        ray.kill(ray.get_actor(**one))  # the tests after it need the CPUs
-    assert left == []
+    for actor in list_named_actors(all_namespaces=True) if leaks else []:
+        ray.kill(ray.get_actor(**actor))  # later tests need the CPUs
+    assert leaks == []
 
 
-def remains(head: Head) -> list[str]:
-    groups = [one for one in placement_group_table().values() if one["state"] != "REMOVED"]
+def find_leaks(head: Head) -> list[str]:
+    groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
     actors = list_named_actors(all_namespaces=True)
     cpus = ray.available_resources().get("CPU")
-    ours = head.processes("ray::JobActor", "ray::WorkerActor", "ray::VaultActor")
-    found = [f"group {one['name']}" for one in groups]
-    found += [str(one) for one in actors if one["namespace"] == "rayzero"]
-    found += [str(one) for one in ours]
-    return [*found, f"{cpus} CPUs"] if found or cpus != CPUS else []
+    processes = head.processes("ray::JobActor", "ray::WorkerActor", "ray::VaultActor")
+    leaks = [f"group {group['name']}" for group in groups]
+    leaks += [str(actor) for actor in actors if actor["namespace"] == "rayzero"]
+    leaks += [str(process) for process in processes]
+    return [*leaks, f"{cpus} CPUs"] if leaks or cpus != CPUS else []
 
 
-def steady(folder: Path, name: str = "steady", **changes: Any) -> Job:
+def make_job(folder: Path, name: str = "steady", **changes: Any) -> Job:
     settings: dict[str, Any] = {
         "engine": ENGINE,
         "workers": Workers(min=2),
@@ -82,114 +82,116 @@ def steady(folder: Path, name: str = "steady", **changes: Any) -> Job:
     return Job(name, "tests.integration.jobs.steady:train", **(settings | changes))
 
 
-def until(handle: JobHandle, there: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + LIMIT_S
-    while not there():
+def wait_until(handle: JobHandle, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
         if handle.wait(0.05):
             handle.result()
-        assert time.monotonic() < until_s
+        assert time.monotonic() < deadline
 
 
-def ended(handle: JobHandle) -> None:
+def stop(handle: JobHandle) -> None:
     handle.stop()
     assert handle.wait(60)
     with pytest.raises(JobStoppedError):
         handle.result()
 
 
-def step(notes: EventLog) -> int:
-    return max((record.step for record in notes.of(StepRecord)), default=0)
+def latest_step(event_log: EventLog) -> int:
+    return max((record.step for record in event_log.of(StepRecord)), default=0)
 
 
 DRIVER = """
 import sys, time
-from tests.integration.test_job_life import steady
+from tests.integration.test_job_life import make_job
 from pathlib import Path
-handle = steady(Path(sys.argv[1])).submit(address=sys.argv[2])
-for notice in handle.events():
-    if type(notice).__name__ == "StepRecord" and notice.step > 5:
+handle = make_job(Path(sys.argv[1])).submit(address=sys.argv[2])
+for event in handle.events():
+    if type(event).__name__ == "StepRecord" and event.step > 5:
         print("running", flush=True)
         time.sleep(600)
 """
 
 
-def test_a_job_outlives_its_driver_and_is_attached_to(head: Head, tmp_path: Path):
+def test_job_outlives_its_driver_and_can_be_attached_to(head: Head, tmp_path: Path):
     command = [sys.executable, "-c", DRIVER, str(tmp_path), head.address]
     driver = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     assert driver.stdout.readline() == "running\n"
     driver.kill()
     driver.wait()
-    notes = EventLog()
-    handle = Job.attach("steady", observer=notes)
-    until(handle, lambda: len(notes.of(StepRecord)) > 10)
+    event_log = EventLog()
+    handle = Job.attach("steady", observer=event_log)
+    wait_until(handle, lambda: len(event_log.of(StepRecord)) > 10)
     status = handle.status()
     assert (status.state, status.world_size, status.is_running) == (State.RUNNING, 2, True)
-    # The same spec follows the run that there is; other limits change it; all else is refused.
-    again = steady(tmp_path).submit()
-    assert again.status().began_at_s == pytest.approx(status.began_at_s, abs=1)
-    more = steady(tmp_path, workers=Workers(min=1, max=2)).submit()
-    assert (more.status().workers_min, more.status().workers_max) == (1, 2)
-    with pytest.raises(ConfigError) as refused:
-        steady(tmp_path, seed=7, steps=5).submit()
-    assert "    seed: 0 -> 7\n" in str(refused.value)
-    assert "    steps: 1000000 -> 5" in str(refused.value)
+    # The same spec attaches to the run, other worker limits are applied, other changes rejected.
+    same = make_job(tmp_path).submit()
+    assert same.status().began_at_s == pytest.approx(status.began_at_s, abs=1)
+    scaled = make_job(tmp_path, workers=Workers(min=1, max=2)).submit()
+    assert (scaled.status().workers_min, scaled.status().workers_max) == (1, 2)
+    with pytest.raises(ConfigError) as rejected:
+        make_job(tmp_path, seed=7, steps=5).submit()
+    assert "    seed: 0 -> 7\n" in str(rejected.value)
+    assert "    steps: 1000000 -> 5" in str(rejected.value)
     follower = Job.attach("steady")
-    live = follower.logs(follow=True, rank=1)
-    assert next(live) == "[rank 1] begun"
-    ended(handle)
-    assert list(live)[-1:] == ["[rank 1] left"]
+    lines = follower.logs(follow=True, rank=1)
+    assert next(lines) == "[rank 1] started"
+    stop(handle)
+    assert list(lines)[-1:] == ["[rank 1] finished"]
     assert follower.wait(30)
-    # Those who were not there know the end, too, and what was printed.
+    # Handles attached after the end still get the result and the output.
     with pytest.raises(JobStoppedError, match="was stopped after step"):
         follower.result()
-    later = Job.attach("steady")
+    late = Job.attach("steady")
     with pytest.raises(JobStoppedError, match="was stopped after step"):
-        later.result()
-    assert (later.wait(0), later.status().state) == (True, State.STOPPED)
-    assert list(later.events()) == []
-    later.stop()
-    printed = list(later.logs())
-    assert printed.count("[rank 0] begun") == printed.count("[rank 1] left") == 1
-    past = read_journal(str(tmp_path / "steady"))
-    assert past is not None
-    assert (past.end_state, past.scaled_limits) == ("stopped", (1, 2))
-    with pytest.raises(ConfigError, match="no running job is called 'nobody'"):
-        Job.attach("nobody")
+        late.result()
+    assert (late.wait(0), late.status().state) == (True, State.STOPPED)
+    assert list(late.events()) == []
+    late.stop()
+    output = list(late.logs())
+    assert output.count("[rank 0] started") == output.count("[rank 1] finished") == 1
+    journal = read_journal(str(tmp_path / "steady"))
+    assert journal is not None
+    assert (journal.end_state, journal.scaled_limits) == ("stopped", (1, 2))
+    with pytest.raises(ConfigError, match="no running job is called 'missing'"):
+        Job.attach("missing")
 
 
-def test_a_killed_controller_is_restarted_and_adopts_its_run(head: Head, tmp_path: Path):
-    notes = EventLog()
-    handle = steady(tmp_path).submit(observer=notes)
-    until(handle, lambda: len(notes.of(Checkpointed)) >= 2)
+def test_killed_controller_is_restarted_and_adopts_its_run(head: Head, tmp_path: Path):
+    event_log = EventLog()
+    handle = make_job(tmp_path).submit(observer=event_log)
+    wait_until(handle, lambda: len(event_log.of(Checkpointed)) >= 2)
     generation = handle.status().generation
     handle.scale("1:2")
-    handle.inject(f"kill(rank=1, step={step(notes) + 5})")
-    until(handle, lambda: sum(handle.status().faults.values()) == 1)
-    until(handle, lambda: is_written(str(tmp_path / "steady"), generation))
+    handle.inject(f"kill(rank=1, step={latest_step(event_log) + 5})")
+    wait_until(handle, lambda: sum(handle.status().faults.values()) == 1)
+    wait_until(handle, lambda: is_journaled(str(tmp_path / "steady"), generation))
     (controller,) = head.processes("ray::JobActor")
-    before = step(notes)
-    pids = [worker.pid for up in notes.of(WorkersReady) for worker in up.workers]
+    step_before = latest_step(event_log)
+    pids = [worker.pid for event in event_log.of(WorkersReady) for worker in event.workers]
     controller.send_signal(signal.SIGKILL)
-    until(handle, lambda: bool(notes.of(RunAdopted)) and step(notes) > before)
-    (adopted,) = notes.of(RunAdopted)
+    wait_until(
+        handle, lambda: bool(event_log.of(RunAdopted)) and latest_step(event_log) > step_before
+    )
+    (adopted,) = event_log.of(RunAdopted)
     assert adopted.generation > generation
-    assert 0 < adopted.step <= before + 500, "the notes of its last steps may be lost"
-    assert notes.of(Resumed)[-1].step % 20 == 0
+    assert 0 < adopted.step <= step_before + 500, "the journal may lack the last steps"
+    assert event_log.of(Resumed)[-1].step % 20 == 0
     status = handle.status()
     assert status.generation > adopted.generation
-    assert sum(status.faults.values()) == 1, "the budget goes on"
+    assert sum(status.faults.values()) == 1, "the fault budget is preserved"
     assert (status.workers_min, status.workers_max) == (1, 2)
-    until(handle, lambda: not any(is_worker(pid) for pid in pids))
-    ended(handle)
+    wait_until(handle, lambda: not any(is_worker(pid) for pid in pids))
+    stop(handle)
 
 
-def is_written(folder: str, generation: int) -> bool:
-    """The journal is written behind; it has the fault, the new limits and a later generation."""
-    past = read_journal(folder)
-    if past is None or past.generation <= generation:
+def is_journaled(folder: str, generation: int) -> bool:
+    """Whether the journal, written asynchronously, has the fault, limits and generation."""
+    journal = read_journal(folder)
+    if journal is None or journal.generation <= generation:
         return False
-    return len(past.faults) == 1 and past.scaled_limits == (1, 2)
+    return len(journal.faults) == 1 and journal.scaled_limits == (1, 2)
 
 
 def is_worker(pid: int) -> bool:
@@ -201,24 +203,24 @@ def is_worker(pid: int) -> bool:
         return False
 
 
-def test_two_jobs_on_one_cluster_with_logs_journals_and_status(tmp_path: Path):
-    notes = {name: EventLog() for name in ("first", "second")}
+def test_two_jobs_share_a_cluster(tmp_path: Path):
+    event_logs = {name: EventLog() for name in ("first", "second")}
     handles = {
-        name: steady(
+        name: make_job(
             tmp_path, name, workers=Workers(min=1), checkpoint={"path": str(tmp_path)}
-        ).submit(observer=seen)
-        for name, seen in notes.items()
+        ).submit(observer=event_log)
+        for name, event_log in event_logs.items()
     }
     for name, handle in handles.items():
-        until(handle, lambda name=name: step(notes[name]) > 5)  # type: ignore[misc]
-    ended(handles["first"])
-    reached = step(notes["second"])
-    until(handles["second"], lambda: step(notes["second"]) > reached + 20)
-    told = handles["second"].events()
-    assert next(one for one in told if isinstance(one, StepRecord)).step == 1
-    ended(handles["second"])
+        wait_until(handle, lambda name=name: latest_step(event_logs[name]) > 5)  # type: ignore[misc]
+    stop(handles["first"])
+    steps_so_far = latest_step(event_logs["second"])
+    wait_until(handles["second"], lambda: latest_step(event_logs["second"]) > steps_so_far + 20)
+    events = handles["second"].events()
+    assert next(event for event in events if isinstance(event, StepRecord)).step == 1
+    stop(handles["second"])
     assert handles["second"].status().state is State.STOPPED
-    assert not [one for one in notes["second"].of(JobWarning) if "vault" in one.text]
+    assert not [event for event in event_logs["second"].of(JobWarning) if "vault" in event.text]
     log = (tmp_path / "second" / "logs" / "job.log").read_text()
     assert "state: running\n" in log
     lines = (tmp_path / "second" / "events.jsonl").read_text().splitlines()
@@ -226,20 +228,22 @@ def test_two_jobs_on_one_cluster_with_logs_journals_and_status(tmp_path: Path):
     assert (kinds[0], kinds[-1]) == ("begun", "ended")
 
 
-def test_the_stop_hook_of_a_head_stops_its_jobs_first(head: Head, tmp_path: Path):
-    """What the head pod's preStop does: afterwards every job has a checkpoint of its last step."""
-    notes = EventLog()
+def test_prestop_hook_of_head_stops_jobs(head: Head, tmp_path: Path):
+    """After the head pod's preStop hook, every job has a checkpoint of its last step."""
+    event_log = EventLog()
     checkpoint = {"path": str(tmp_path), "every_steps": 100_000}
-    handle = steady(tmp_path, workers=Workers(min=1), checkpoint=checkpoint).submit(observer=notes)
-    until(handle, lambda: step(notes) > 5)
-    command = [sys.executable, "-m", "rayzero.orchestrator.job.prestop", str(LIMIT_S)]
-    own = os.environ | {"RAY_ADDRESS": head.address}
+    handle = make_job(tmp_path, workers=Workers(min=1), checkpoint=checkpoint).submit(
+        observer=event_log
+    )
+    wait_until(handle, lambda: latest_step(event_log) > 5)
+    command = [sys.executable, "-m", "rayzero.orchestrator.job.prestop", str(TIMEOUT_S)]
+    env = os.environ | {"RAY_ADDRESS": head.address}
     done = subprocess.run(
-        command, env=own, capture_output=True, text=True, timeout=3 * LIMIT_S, check=False
+        command, env=env, capture_output=True, text=True, timeout=3 * TIMEOUT_S, check=False
     )
     assert (done.returncode, done.stdout) == (0, "steady: stopped\n"), done.stderr
-    assert handle.wait(LIMIT_S)
+    assert handle.wait(TIMEOUT_S)
     with pytest.raises(JobStoppedError):
         handle.result()
-    assert notes.of(Checkpointed)[-1].step == step(notes)
+    assert event_log.of(Checkpointed)[-1].step == latest_step(event_log)
     handle.end()

@@ -31,37 +31,39 @@ JOBS = "tests.integration.jobs.plain"
 
 @pytest.fixture(scope="module")
 def connected(head: Head) -> Iterator[None]:
-    """This process as a driver of the head: jobs started from here stay in this connection."""
+    """Connect this process as a driver; jobs of the module share the connection."""
     ray.init(address=head.address, log_to_driver=False)
     yield
     ray.shutdown()
 
 
 @pytest.fixture
-def notebook(connected: None) -> Iterator[EventLog]:
-    """Watches a test's jobs, and sees to it that nothing of them is left behind."""
-    notes = EventLog()
-    yield notes
-    pids = [worker.pid for up in notes.of(WorkersReady) for worker in up.workers]
-    until = time.monotonic() + 60
-    while (left(pids) or ray.available_resources().get("CPU") != CPUS) and time.monotonic() < until:
+def event_log(connected: None) -> Iterator[EventLog]:
+    """Observer of a test's jobs. Checks at teardown that they leaked no process or CPU."""
+    event_log = EventLog()
+    yield event_log
+    pids = [worker.pid for event in event_log.of(WorkersReady) for worker in event.workers]
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if not find_running(pids) and ray.available_resources().get("CPU") == CPUS:
+            break
         time.sleep(0.1)
-    assert left(pids) == []
+    assert find_running(pids) == []
     assert ray.available_resources()["CPU"] == CPUS
 
 
-def left(pids: list[int]) -> list[str]:
-    """What still lives; a process that only waits for its parent to take note does not."""
-    found = []
+def find_running(pids: list[int]) -> list[str]:
+    """Descriptions of the processes that still run; zombies do not count."""
+    running = []
     for pid in pids:
         with suppress(psutil.Error):
             process = psutil.Process(pid)
             if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(f"{pid} {process.status()} {process.cmdline()}")
-    return found
+                running.append(f"{pid} {process.status()} {process.cmdline()}")
+    return running
 
 
-def job(function: Any, folder: Path, **changes: Any) -> Job:
+def make_job(function: Any, folder: Path, **changes: Any) -> Job:
     settings: dict[str, Any] = {
         "workers": Workers(min=2),
         "steps": 20,
@@ -71,10 +73,10 @@ def job(function: Any, folder: Path, **changes: Any) -> Job:
     return Job("job", entrypoint, **(settings | changes))
 
 
-def test_a_function_of_the_script_itself(
-    notebook: EventLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_function_from_the_calling_script(
+    event_log: EventLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """As many workers as fit, and what they print reaches the caller of `run`."""
+    """Starts as many workers as fit and prints their output to the caller of `run`."""
 
     def train(ctx: Any) -> dict[str, Any]:
         print(f"hello from {ctx.rank} of {ctx.world_size}")
@@ -82,7 +84,7 @@ def test_a_function_of_the_script_itself(
             ctx.report(step=step, loss=1 / step, tokens=10)
         return {"folder": os.getcwd(), "threads": os.environ["OMP_NUM_THREADS"]}
 
-    result = job(train, tmp_path, workers=Workers(min=1, max=8, cpus=2)).run()
+    result = make_job(train, tmp_path, workers=Workers(min=1, max=8, cpus=2)).run()
     assert result.metrics["folder"] == os.getcwd()
     assert result.metrics["threads"] == "2"
     assert result.metrics["loss"] == {"first": 1.0, "last": 0.05}
@@ -93,28 +95,28 @@ def test_a_function_of_the_script_itself(
     assert lines[-1] == f"summary: {tmp_path}/job/summary.json"
 
 
-def test_a_function_named_by_string_and_all_events_of_a_job(notebook: EventLog, tmp_path: Path):
-    handle = job("train", tmp_path).submit(observer=notebook)
+def test_entry_point_by_name_and_all_events(event_log: EventLog, tmp_path: Path):
+    handle = make_job("train", tmp_path).submit(observer=event_log)
     assert not handle.wait(0.01)
     assert handle.wait(200)
     result = handle.result()
     assert json.loads(result.summary_path.read_text()) == result.metrics
     assert result.metrics["answer"] == {"first": 1.5, "last": 2.5}
     assert result.metrics["peak_bytes"]["process"] > 50e6
-    assert [notice.state for notice in notebook.of(StateEntered)] == [
+    assert [event.state for event in event_log.of(StateEntered)] == [
         State.STARTING,
         State.RUNNING,
         State.SUCCEEDED,
     ]
-    records = notebook.of(StepRecord)
+    records = event_log.of(StepRecord)
     assert [record.step for record in records] == list(range(1, 21))
     assert {(record.world_size, record.tokens) for record in records} == {(2, 200)}
-    lines = {(line.rank, line.stream, line.text) for line in notebook.of(LogLine)}
+    lines = {(line.rank, line.stream, line.text) for line in event_log.of(LogLine)}
     assert {(0, "stdout", "hello from 0 of 2"), (1, "stdout", "hello from 1 of 2")} <= lines
     assert (1, "stderr", "to stderr") in lines
 
 
-def test_the_engine_finds_the_job_and_reports_its_steps(notebook: EventLog, tmp_path: Path):
+def test_engine_reports_steps_to_the_job(event_log: EventLog, tmp_path: Path):
     engine = {
         "train_batch_size": 6,
         "train_micro_batch_size_per_gpu": 1,
@@ -128,8 +130,8 @@ def test_the_engine_finds_the_job_and_reports_its_steps(notebook: EventLog, tmp_
         workers=Workers(min=2),
         steps=5,
         checkpoint={"path": str(tmp_path)},
-    ).run(observer=notebook)
-    records = notebook.of(StepRecord)
+    ).run(observer=event_log)
+    records = event_log.of(StepRecord)
     assert [record.step for record in records] == [1, 2, 3, 4, 5]
     assert {record.tokens for record in records} == {6}  # 3 micro-steps on each of 2 ranks
     assert all(record.gauges["lr"] == 0.01 for record in records)
@@ -139,58 +141,60 @@ def test_the_engine_finds_the_job_and_reports_its_steps(notebook: EventLog, tmp_
     assert {"model_weights", "main_grads", "process"} <= set(summary["peak_bytes"])
 
 
-def test_a_job_can_be_stopped(notebook: EventLog, tmp_path: Path):
-    handle = job("endless", tmp_path).submit(observer=notebook)
-    until = time.monotonic() + 200
-    while not notebook.of(StepRecord) and time.monotonic() < until:
+def test_job_can_be_stopped(event_log: EventLog, tmp_path: Path):
+    handle = make_job("train_forever", tmp_path).submit(observer=event_log)
+    deadline = time.monotonic() + 200
+    while not event_log.of(StepRecord) and time.monotonic() < deadline:
         time.sleep(0.05)
     handle.stop()
     assert handle.wait(60)
     with pytest.raises(JobStoppedError):
         handle.result()
-    assert any(line.text == "unwound" for line in notebook.of(LogLine)), "and not killed"
+    assert any(line.text == "unwound" for line in event_log.of(LogLine)), "stopped, not killed"
 
 
-def test_a_killed_worker_is_named_within_seconds(notebook: EventLog, tmp_path: Path):
+def test_killed_worker_is_reported_within_seconds(event_log: EventLog, tmp_path: Path):
     with pytest.raises(JobFailedError) as caught:
-        job("killed", tmp_path, args={"at": 5}, recovery={"max_faults": 0}).run(observer=notebook)
-    (up,) = notebook.of(WorkersReady)
+        make_job("kill_rank", tmp_path, args={"fail_step": 5}, recovery={"max_faults": 0}).run(
+            observer=event_log
+        )
+    (ready,) = event_log.of(WorkersReady)
     text = str(caught.value).splitlines()[0]
-    victim = next(w for w in up.workers if f"(pid {w.pid})" in text)
+    victim = next(w for w in ready.workers if f"(pid {w.pid})" in text)
     assert text.startswith(f"rank 1 on node {victim.node} (pid {victim.pid}) was lost in step")
     assert "exit" in text
     waited_s = time.time() - float((tmp_path / "job" / "killed").read_text())
-    assert waited_s < 30, "less than collectives and heartbeats wait"
+    assert waited_s < 30, "less than the collective and heartbeat timeouts"
 
 
 @pytest.mark.parametrize(
-    ("function", "kind", "words"),
+    ("function", "error", "message"),
     [
-        ("wrong_config", ConfigError, "the batch sizes disagree"),
-        ("no_data", JobFailedError, "'/no/such' does not exist"),
+        ("raise_config_error", ConfigError, "the batch sizes disagree"),
+        ("raise_data_error", JobFailedError, "'/no/such' does not exist"),
     ],
 )
-def test_mistakes_that_only_a_worker_can_detect(
-    notebook: EventLog, tmp_path: Path, function: str, kind: type[Exception], words: str
+def test_user_errors_detected_by_a_worker(
+    event_log: EventLog, tmp_path: Path, function: str, error: type[Exception], message: str
 ):
-    with pytest.raises(kind) as caught:
-        job(function, tmp_path, workers=Workers(min=1), args={"data": "/no/such"}).run(
-            observer=notebook
+    with pytest.raises(error) as caught:
+        make_job(function, tmp_path, workers=Workers(min=1), args={"data": "/no/such"}).run(
+            observer=event_log
         )
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert "Traceback" not in str(caught.value)
 
 
-def test_a_module_that_fails_inside_is_shown_with_its_frames(notebook: EventLog, tmp_path: Path):
+def test_import_error_shows_user_frames(event_log: EventLog, tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         Job("job", "tests.workers.broken:train", checkpoint={"path": str(tmp_path)}).run(
-            observer=notebook
+            observer=event_log
         )
     assert "cannot be imported: ZeroDivisionError" in str(caught.value)
     assert "VALUE = helper()" in str(caught.value)
 
 
-def test_too_few_resources_after_the_stated_wait(notebook: EventLog, tmp_path: Path):
+def test_start_timeout_without_enough_resources(event_log: EventLog, tmp_path: Path):
     workers = Workers(min=CPUS + 1, start_timeout_s=1.5)
     with pytest.raises(JobFailedError, match=r"room for 4 of at least 5 workers .* after 1\.5 s"):
-        job("train", tmp_path, workers=workers).run(observer=notebook)
+        make_job("train", tmp_path, workers=workers).run(observer=event_log)

@@ -1,4 +1,4 @@
-"""Whole jobs on clusters of several nodes: a node is lost, one comes, one drains."""
+"""Whole jobs on clusters of several nodes: lost, added and drained nodes."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
 from rayzero.workers.chaos.spec import FaultFired
 from tests.integration.jobs.steady import ENGINE
-from tests.integration.namespaces import alone
+from tests.integration.namespaces import run_in_namespaces
 from tests.integration.nodes import Nodes
 from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
-LIMIT_S = 200
+TIMEOUT_S = 200
 
 
 @contextmanager
-def running(folder: Path, notes: EventLog, **workers: Any) -> Iterator[JobHandle]:
-    """A job past its first steps; stopped at the end."""
+def running_job(folder: Path, event_log: EventLog, **workers: Any) -> Iterator[JobHandle]:
+    """Yield a job after its first 20 steps and stop it at the end."""
     handle = Job(
         "steady",
         "tests.integration.jobs.steady:train",
@@ -46,102 +46,107 @@ def running(folder: Path, notes: EventLog, **workers: Any) -> Iterator[JobHandle
         workers=Workers(**workers),
         steps=1_000_000,
         checkpoint={"path": str(folder)},
-    ).submit(observer=notes)
+    ).submit(observer=event_log)
     try:
-        wait(handle, lambda: step(notes) > 20)
+        wait_for(handle, lambda: latest_step(event_log) > 20)
         yield handle
-        reached = step(notes)
-        wait(handle, lambda: step(notes) > reached + 20)
+        steps_so_far = latest_step(event_log)
+        wait_for(handle, lambda: latest_step(event_log) > steps_so_far + 20)
     finally:
         handle.stop()
         assert handle.wait(120)
-    assert_every_step_once(notes)
+    assert_no_step_is_missing(event_log)
 
 
-def assert_every_step_once(notes: EventLog) -> None:
-    """In order, but for those that a repair went back over."""
-    steps = [record.step for record in notes.of(StepRecord)]
-    back = [now for before, now in pairwise([0, *steps]) if now != before + 1]
-    assert back == [one.step + 1 for one in notes.of(Repaired) if one.steps_redone]
+def assert_no_step_is_missing(event_log: EventLog) -> None:
+    """Steps are consecutive, except where a repair rolled back."""
+    steps = [record.step for record in event_log.of(StepRecord)]
+    restarts = [step for previous, step in pairwise([0, *steps]) if step != previous + 1]
+    assert restarts == [event.step + 1 for event in event_log.of(Repaired) if event.steps_redone]
 
 
-def wait(handle: JobHandle, there: Callable[[], bool]) -> None:
-    until = time.monotonic() + LIMIT_S
-    while not there():
+def wait_for(handle: JobHandle, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
         if handle.wait(0.05):
             handle.result()
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
 
 
-def step(notes: EventLog) -> int:
-    return max((record.step for record in notes.of(StepRecord)), default=0)
+def latest_step(event_log: EventLog) -> int:
+    return max((record.step for record in event_log.of(StepRecord)), default=0)
 
 
-def size(notes: EventLog) -> int:
-    return notes.of(StepRecord)[-1].world_size
+def world_size(event_log: EventLog) -> int:
+    return event_log.of(StepRecord)[-1].world_size
 
 
-def test_job_survives_a_lost_node(nodes: Nodes, tmp_path: Path):
+def test_job_survives_lost_node(nodes: Nodes, tmp_path: Path):
     first, second = nodes.add(), nodes.add()
-    notes = EventLog()
-    with running(tmp_path, notes, min=2, max=4) as handle:
-        up = [worker for one in notes.of(WorkersReady) for worker in one.workers]
-        assert {worker.node_id for worker in up} == {first, second}
-        wait(handle, lambda: size(notes) == 4 and step(notes) > 60)
+    event_log = EventLog()
+    with running_job(tmp_path, event_log, min=2, max=4) as handle:
+        initial = [worker for event in event_log.of(WorkersReady) for worker in event.workers]
+        assert {worker.node_id for worker in initial} == {first, second}
+        wait_for(handle, lambda: world_size(event_log) == 4 and latest_step(event_log) > 60)
         with pytest.raises(ConfigError, match="shares its network with the job's contr"):
             handle.inject("partition(node=1, seconds=5)")
         answer = handle.inject("drop_node(node=1)")
         assert re.fullmatch(r"steady: drop_node\(.*, step=\d+\) at the next opportunity", answer)
-        wait(handle, lambda: bool(notes.of(Repaired)))
-        assert size(notes) == 2
+        wait_for(handle, lambda: bool(event_log.of(Repaired)))
+        assert world_size(event_log) == 2
         third = nodes.add()
-        wait(handle, lambda: len(notes.of(StepRecord)) > 0 and size(notes) == 4)
-        late = [worker for one in notes.of(WorkersReady)[1:] for worker in one.workers]
-        assert third in {worker.node_id for worker in late}
-    (fired,) = notes.of(FaultFired)
+        wait_for(handle, lambda: len(event_log.of(StepRecord)) > 0 and world_size(event_log) == 4)
+        added = [worker for event in event_log.of(WorkersReady)[1:] for worker in event.workers]
+        assert third in {worker.node_id for worker in added}
+    (fired,) = event_log.of(FaultFired)
     assert fired.fault.startswith("drop_node(node=1, ")
-    repaired = notes.of(Repaired)[0]
+    repaired = event_log.of(Repaired)[0]
     assert (repaired.world_size_before, repaired.world_size) == (4, 2)
     assert repaired.step > 0, "the state came from the other node's memory"
 
 
-def test_job_grows_with_a_node_and_shrinks_when_told(nodes: Nodes, tmp_path: Path):
+def test_job_grows_onto_new_node_and_shrinks_on_request(nodes: Nodes, tmp_path: Path):
     nodes.add()
-    notes = EventLog()
-    with running(tmp_path, notes, min=1, max=4) as handle:
-        assert size(notes) == 2
+    event_log = EventLog()
+    with running_job(tmp_path, event_log, min=1, max=4) as handle:
+        assert world_size(event_log) == 2
         nodes.add()
-        wait(handle, lambda: size(notes) == 4)
+        wait_for(handle, lambda: world_size(event_log) == 4)
         assert handle.scale("1:3") == "steady: 1 to 3 workers; now 4"
-        wait(handle, lambda: size(notes) == 3)
+        wait_for(handle, lambda: world_size(event_log) == 3)
         command = [sys.executable, "-m", "rayzero", "scale", "steady", "2", "--address"]
         done = subprocess.run(
             [*command, nodes.address], capture_output=True, text=True, timeout=200
         )
         assert (done.returncode, done.stdout) == (0, "steady: 2 to 2 workers; now 3\n")
-        wait(handle, lambda: size(notes) == 2)
-    assert [(r.world_size_before, r.world_size) for r in notes.of(Resized)][-2:] == [(4, 3), (3, 2)]
-    assert not notes.of(FaultDetected)
+        wait_for(handle, lambda: world_size(event_log) == 2)
+    assert [(r.world_size_before, r.world_size) for r in event_log.of(Resized)][-2:] == [
+        (4, 3),
+        (3, 2),
+    ]
+    assert not event_log.of(FaultDetected)
 
 
-def test_a_drained_node_costs_no_fault(nodes: Nodes, tmp_path: Path):
+def test_drained_node_is_not_a_fault(nodes: Nodes, tmp_path: Path):
     first, second = nodes.add(), nodes.add()
-    notes = EventLog()
-    with running(tmp_path, notes, min=2, max=2) as handle:
-        (up,) = notes.of(WorkersReady)
-        (old,) = {worker.node_id for worker in up.workers}
-        nodes.drain(old)
-        wait(handle, lambda: any("draining" in one.text for one in notes.of(JobWarning)))
-        wait(handle, lambda: len(notes.of(Resized)) > 0)
-    late = [worker for one in notes.of(WorkersReady)[1:] for worker in one.workers]
-    assert {worker.node_id for worker in late} == {first, second} - {old}
-    assert not notes.of(FaultDetected)
-    assert not notes.of(Repaired)
+    event_log = EventLog()
+    with running_job(tmp_path, event_log, min=2, max=2) as handle:
+        (ready,) = event_log.of(WorkersReady)
+        (drained,) = {worker.node_id for worker in ready.workers}
+        nodes.drain(drained)
+        wait_for(
+            handle, lambda: any("draining" in event.text for event in event_log.of(JobWarning))
+        )
+        wait_for(handle, lambda: len(event_log.of(Resized)) > 0)
+    added = [worker for event in event_log.of(WorkersReady)[1:] for worker in event.workers]
+    assert {worker.node_id for worker in added} == {first, second} - {drained}
+    assert not event_log.of(FaultDetected)
+    assert not event_log.of(Repaired)
 
 
-def test_a_job_goes_on_without_a_host_that_cut_itself_off():
-    seen = alone("tests.integration.linked", "partition")
-    assert seen["fired"] == ["partition"]
-    assert seen["sizes"] == [4, 2]
-    assert seen["back_s"] < 150
-    assert seen["step"] > 0, "the state came from memory"
+def test_job_survives_partitioned_host():
+    result = run_in_namespaces("tests.integration.two_hosts", "partition")
+    assert result["fired"] == ["partition"]
+    assert result["world_sizes"] == [4, 2]
+    assert result["repair_s"] < 150
+    assert result["step"] > 0, "the state came from memory"

@@ -1,4 +1,4 @@
-"""A real job's numbers, scraped over HTTP while it runs and loses a worker."""
+"""Metrics of a real job, scraped over HTTP while it runs and loses a worker."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.integration.jobs import steady
 from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
-STEPS = 1_000_000  # it goes on for as long as it is looked at
-# Of a job on CPUs without tokens: nobody knows a peak, and it wants no checkpoint and no resize.
+STEPS = 1_000_000  # effectively endless
+# Not reported for a CPU job: peak FLOP/s are unknown, and it has no periodic checkpoints.
 ABSENT = {
     "rayzero_model_flops_utilization_ratio",
     "rayzero_device_peak_memory_bytes",
@@ -36,7 +36,7 @@ ABSENT = {
 }
 
 
-def test_a_running_job_is_scraped(head: Head, tmp_path: Path):
+def test_running_job_exposes_all_metrics(head: Head, tmp_path: Path):
     ray.init(address=head.address, log_to_driver=False)
     try:
         scrape_a_job(tmp_path)
@@ -45,7 +45,7 @@ def test_a_running_job_is_scraped(head: Head, tmp_path: Path):
 
 
 def scrape_a_job(folder: Path) -> None:
-    notebook = EventLog()
+    event_log = EventLog()
     job = Job(
         name="scraped",
         entrypoint=steady.train,
@@ -56,10 +56,10 @@ def scrape_a_job(folder: Path) -> None:
         metrics={"port": 0, "jsonl": True, "tensorboard": True},
         faults=["kill(rank=1, step=10)"],
     )
-    handle = job.submit(observer=notebook)
+    handle = job.submit(observer=event_log)
     try:
-        wait(lambda: whole_again(notebook), handle)
-        (serving,) = notebook.of(MetricsServed)
+        wait_until(lambda: has_recovered(event_log), handle)
+        (serving,) = event_log.of(MetricsServed)
         check_series(read(serving.url + "/metrics").decode())
         check_snapshot(json.loads(read(serving.url + "/snapshot.json")))
         handle.stop()
@@ -77,39 +77,41 @@ def scrape_a_job(folder: Path) -> None:
     assert events.stat().st_size > 1000
 
 
-def whole_again(notebook: EventLog) -> bool:
-    """After the fault, and with a worker in the dead one's place."""
-    records = notebook.of(StepRecord)
+def has_recovered(event_log: EventLog) -> bool:
+    """Whether the lost worker was replaced and the job reached step 40."""
+    records = event_log.of(StepRecord)
     return bool(
-        notebook.of(MetricsServed)
-        and notebook.of(Resized)
+        event_log.of(MetricsServed)
+        and event_log.of(Resized)
         and records[-1].step >= 40
         and records[-1].world_size == 2
     )
 
 
 def check_series(text: str) -> None:
-    found = {}
+    samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             assert sample.labels["job"] == "scraped"
             key = tuple(sorted(item for item in sample.labels.items() if item[0] != "job"))
-            found[sample.name, key] = sample.value
+            samples[sample.name, key] = sample.value
         series = family.name + "_total" * (family.type == "counter")
         assert CATALOG[series].kind == family.type
-    names = {name for name, _ in found}
+    names = {name for name, _ in samples}
     for name, series in CATALOG.items():
-        told = f"{name}_count" if series.kind == "histogram" else name
-        assert (told in names) != (name in ABSENT), name
-    assert found["rayzero_step", ()] >= 40
-    assert found["rayzero_faults_total", (("cause", "lost"),)] == 1
-    assert found["rayzero_samples_total", ()] == 12 * found["rayzero_steps_total", ()]
-    assert found["rayzero_recovery_seconds_count", ()] == 1
-    assert 0 < found["rayzero_goodput_ratio", ()] < 1
-    began = found["rayzero_start_timestamp_seconds", ()]
-    booked = sum(value for (name, _), value in found.items() if "time_seconds_total" in name)
-    wall = booked + found["rayzero_time_unattributed_seconds", ()]
-    assert abs(time.time() - began - wall) < 30  # the scrape was a moment ago
+        sample_name = f"{name}_count" if series.kind == "histogram" else name
+        assert (sample_name in names) != (name in ABSENT), name
+    assert samples["rayzero_step", ()] >= 40
+    assert samples["rayzero_faults_total", (("cause", "lost"),)] == 1
+    assert samples["rayzero_samples_total", ()] == 12 * samples["rayzero_steps_total", ()]
+    assert samples["rayzero_recovery_seconds_count", ()] == 1
+    assert 0 < samples["rayzero_goodput_ratio", ()] < 1
+    start_s = samples["rayzero_start_timestamp_seconds", ()]
+    attributed_s = sum(
+        value for (name, _), value in samples.items() if "time_seconds_total" in name
+    )
+    wall_s = attributed_s + samples["rayzero_time_unattributed_seconds", ()]
+    assert abs(time.time() - start_s - wall_s) < 30  # the scrape is recent
 
 
 def check_snapshot(value: dict[str, Any]) -> None:
@@ -121,14 +123,14 @@ def check_snapshot(value: dict[str, Any]) -> None:
 
 
 def read(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return bytes(answer.read())
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return bytes(response.read())
 
 
-def wait(so: Callable[[], bool], handle: Any, limit_s: float = 300.0) -> None:
-    until = time.monotonic() + limit_s
-    while not so():
+def wait_until(condition: Callable[[], bool], handle: Any, timeout_s: float = 300.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
         if handle.wait(0.1):
             handle.result()
             raise AssertionError("the job ended too early")
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""Workers and vaults on clusters of several nodes: nodes that come, drain, and are lost."""
+"""Workers and vaults on clusters of several nodes: added, drained and lost nodes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.workers.messages import WorkerCalls
 from rayzero.workers.vault.vault import Vault
-from tests.integration.namespaces import alone
+from tests.integration.namespaces import run_in_namespaces
 from tests.integration.nodes import Nodes
-from tests.integration.tiny import TinyWorker, lost, setup
+from tests.integration.tiny import TinyWorker, make_spec, wait_until_lost
 
 pytestmark = pytest.mark.slow
-WAIT_S = 150.0
+TIMEOUT_S = 150.0
 
 
 @asynccontextmanager
 async def groups(folder: Path) -> AsyncIterator[tuple[WorkerGroup, VaultGroup]]:
-    vaults = VaultGroup(setup(folder))
-    workers = WorkerGroup(setup(folder), Clock(), True, vaults, TinyWorker)
+    vaults = VaultGroup(make_spec(folder))
+    workers = WorkerGroup(make_spec(folder), Clock(), True, vaults, TinyWorker)
     try:
         yield workers, vaults
     finally:
@@ -38,106 +38,105 @@ async def groups(folder: Path) -> AsyncIterator[tuple[WorkerGroup, VaultGroup]]:
         await vaults.release()
 
 
-def need(least: int, most: int) -> ResourceRequest:
-    return ResourceRequest(least, most, 1.0, 0.0, WAIT_S)
+def request(min_workers: int, max_workers: int) -> ResourceRequest:
+    return ResourceRequest(min_workers, max_workers, 1.0, 0.0, TIMEOUT_S)
 
 
-def test_neighbours_share_a_node_and_growth_uses_the_other_nodes(nodes: Nodes, tmp_path: Path):
+def test_initial_workers_share_a_node_and_growth_uses_other_nodes(nodes: Nodes, tmp_path: Path):
     first, second = nodes.add(), nodes.add()
 
     async def run() -> None:
         async with groups(tmp_path) as (workers, vaults):
-            two = await workers.start_workers(need(2, 2))
-            (shared,) = {worker.node_id for worker in two}
+            initial = await workers.start_workers(request(2, 2))
+            (initial_node,) = {worker.node_id for worker in initial}
             workers.resize(2, 6)
-            late = [await asyncio.wait_for(workers.next_worker(), WAIT_S) for _ in range(2)]
-            assert {worker.node_id for worker in late} == {first, second} - {shared}
+            added = [await asyncio.wait_for(workers.next_worker(), TIMEOUT_S) for _ in range(2)]
+            assert {worker.node_id for worker in added} == {first, second} - {initial_node}
             third = nodes.add()
-            last = [await asyncio.wait_for(workers.next_worker(), WAIT_S) for _ in range(2)]
-            assert {worker.node_id for worker in last} == {third}
+            added = [await asyncio.wait_for(workers.next_worker(), TIMEOUT_S) for _ in range(2)]
+            assert {worker.node_id for worker in added} == {third}
             assert len(set((await vaults.open([first, second, third])).values())) == 3
 
     asyncio.run(run())
 
 
-def test_a_lost_node_loses_its_workers_and_vault_and_its_reservations_move(
-    nodes: Nodes, tmp_path: Path
-):
+def test_lost_node_loses_workers_and_vault_and_reservations_move(nodes: Nodes, tmp_path: Path):
     first, second = nodes.add(), nodes.add()
 
     async def run() -> None:
         async with groups(tmp_path) as (workers, vaults):
-            four = await workers.start_workers(need(2, 4))
-            assert Counter(worker.node_id for worker in four) == {first: 2, second: 2}
+            initial = await workers.start_workers(request(2, 4))
+            assert Counter(worker.node_id for worker in initial) == {first: 2, second: 2}
             await vaults.open([first, second])
-            gone = [worker for worker in four if worker.node_id == second]
-            deaths = lost(workers, *(worker.index for worker in gone))
+            on_second = [worker for worker in initial if worker.node_id == second]
+            losses = wait_until_lost(workers, *(worker.index for worker in on_second))
             polls = [
-                asyncio.ensure_future(deaths),
+                asyncio.ensure_future(losses),
                 asyncio.ensure_future(vaults.call(second, Vault.poll, 30)),
             ]
             await asyncio.sleep(0.5)
-            nodes.lose(second)
-            answers = await asyncio.wait_for(asyncio.gather(*polls, return_exceptions=True), WAIT_S)
-            assert [type(answer) for answer in answers] == [dict, VaultLostError]
-            for worker in gone:  # before Ray has noticed the loss
+            nodes.kill(second)
+            results = await asyncio.wait_for(
+                asyncio.gather(*polls, return_exceptions=True), TIMEOUT_S
+            )
+            assert [type(result) for result in results] == [dict, VaultLostError]
+            for worker in on_second:  # before Ray detects that the node is lost
                 workers.replace(worker.index, 0.0, [])
             third = nodes.add()
-            new = [await come(workers) for _ in gone]
-            assert {worker.node_id for worker in new} == {third}
+            replacements = [await next_live_worker(workers) for _ in on_second]
+            assert {worker.node_id for worker in replacements} == {third}
             with pytest.raises(VaultLostError):
                 await vaults.open([second])
             await vaults.open([first, third])
 
-    async def come(workers: WorkerGroup) -> Any:
-        """The next worker; on the way, some may have been started on the lost node."""
+    async def next_live_worker(workers: WorkerGroup) -> Any:
+        """The next worker. Skips workers whose start on the lost node failed."""
         while True:
             try:
-                return await asyncio.wait_for(workers.next_worker(), WAIT_S)
+                return await asyncio.wait_for(workers.next_worker(), TIMEOUT_S)
             except WorkerLostError as error:
                 assert "node" in str(error)  # noqa: PT017
 
     asyncio.run(run())
 
 
-def test_a_reservation_moves_off_a_node_to_avoid(nodes: Nodes, tmp_path: Path):
+def test_reservation_moves_off_avoided_node(nodes: Nodes, tmp_path: Path):
     first, second = nodes.add(), nodes.add()
 
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
-            (first_worker,) = await workers.start_workers(need(1, 1))
+            (worker,) = await workers.start_workers(request(1, 1))
             await workers.kill(0)
-            workers.replace(0, 0.0, [first_worker.node_id])
-            new = await asyncio.wait_for(workers.next_worker(), WAIT_S)
-            assert {first_worker.node_id, new.node_id} == {first, second}
+            workers.replace(0, 0.0, [worker.node_id])
+            new = await asyncio.wait_for(workers.next_worker(), TIMEOUT_S)
+            assert {worker.node_id, new.node_id} == {first, second}
             workers.replace(new.index, 0.0, [])
-            again = await asyncio.wait_for(workers.next_worker(), WAIT_S)
-            assert again.node_id == new.node_id
+            newest = await asyncio.wait_for(workers.next_worker(), TIMEOUT_S)
+            assert newest.node_id == new.node_id
 
     asyncio.run(run())
 
 
-def test_a_draining_node_is_reported_and_its_reservations_requested_elsewhere(
-    nodes: Nodes, tmp_path: Path
-):
+def test_draining_node_is_reported_and_its_reservations_move(nodes: Nodes, tmp_path: Path):
     first, second = nodes.add(), nodes.add()
 
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
-            first_worker, second_worker = await workers.start_workers(need(2, 2))
+            first_worker, second_worker = await workers.start_workers(request(2, 2))
             assert first_worker.node_id == second_worker.node_id
+            draining = first_worker.node_id
             assert await workers.draining_nodes() == frozenset()
-            nodes.drain(first_worker.node_id)
-            until = time.monotonic() + WAIT_S
-            while await workers.draining_nodes() != {first_worker.node_id}:
-                assert time.monotonic() < until
+            nodes.drain(draining)
+            deadline = time.monotonic() + TIMEOUT_S
+            while await workers.draining_nodes() != {draining}:
+                assert time.monotonic() < deadline
                 await asyncio.sleep(0.1)
             assert await workers.call(0, WorkerCalls.open_store) == first_worker.pid, (
-                "a drained node's workers go on"
+                "workers of a draining node keep running"
             )
-            new = [await asyncio.wait_for(workers.next_worker(), WAIT_S) for _ in range(2)]
-            assert {worker.node_id for worker in new} == {first, second} - {first_worker.node_id}
-            await workers.release_worker(first_worker.index)  # its reservation is removed with it
+            new = [await asyncio.wait_for(workers.next_worker(), TIMEOUT_S) for _ in range(2)]
+            assert {worker.node_id for worker in new} == {first, second} - {draining}
+            await workers.release_worker(first_worker.index)  # frees no reservation: it was moved
             workers.replace(second_worker.index, 0.0, [])
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(workers.next_worker(), 2)
@@ -145,9 +144,9 @@ def test_a_draining_node_is_reported_and_its_reservations_requested_elsewhere(
     asyncio.run(run())
 
 
-def test_a_cut_cable_is_detected_and_the_reservations_move():
-    seen = alone("tests.integration.linked", "cut_link")
-    assert seen["as_expected"]
-    assert seen["noticed_s"] < 60, "less than by Ray's own settings"
-    assert seen["new_are_here"]
-    assert seen["left"] == 0, "the workers behind the cable ended when it was put back"
+def test_network_cut_is_detected_and_reservations_move():
+    result = run_in_namespaces("tests.integration.two_hosts", "cut_link")
+    assert result["results_match"]
+    assert result["detection_s"] < 60, "less than with Ray's default settings"
+    assert result["replacements_are_local"]
+    assert result["remaining"] == 0, "the workers behind the cut exited when the link came back"

@@ -1,5 +1,7 @@
-"""A real Prometheus scrapes a real job that loses a worker: every panel has something to show,
-every alert can be judged, and the one that should fire does."""
+"""A real Prometheus scrapes a real job that loses a worker.
+
+Every dashboard panel has data, every alert rule evaluates, and the expected alert fires.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,16 @@ from tests.orchestrator.support import EventLog
 from tools.dashboard.grafana import list_expressions
 
 pytestmark = pytest.mark.slow
-# Of a job on CPUs: nobody knows a peak.
+# Not reported for a CPU job, whose peak FLOP/s are unknown.
 ABSENT = {
     "rayzero_model_flops_utilization_ratio",
     "rayzero_device_peak_memory_bytes",
 }
-WAIT_S = 200.0
+TIMEOUT_S = 200.0
 
 
 def test_every_panel_and_alert_has_data(head: Head, tmp_path: Path) -> None:
-    program("prometheus")  # before a job is started in vain
+    program("prometheus")  # skips the test before it starts a job
     ray.init(address=head.address, log_to_driver=False)
     try:
         scrape_a_job(tmp_path, head.address)
@@ -48,9 +50,9 @@ def test_every_panel_and_alert_has_data(head: Head, tmp_path: Path) -> None:
 
 
 def scrape_a_job(folder: Path, address: str) -> None:
-    notebook = EventLog()
+    event_log = EventLog()
     job = Job(
-        name="watched",
+        name="monitored",
         entrypoint=steady.train,
         engine=steady.ENGINE,
         workers=Workers(min=1, max=2),
@@ -60,62 +62,63 @@ def scrape_a_job(folder: Path, address: str) -> None:
         metrics={"port": 0},
         faults=["kill(rank=1, step=150)"],
     )
-    handle = job.submit(observer=notebook)
+    handle = job.submit(observer=event_log)
     try:
-        wait_for(lambda: notebook.of(MetricsServed), WAIT_S)
-        (serving,) = notebook.of(MetricsServed)
+        wait_for(lambda: event_log.of(MetricsServed), TIMEOUT_S)
+        (serving,) = event_log.of(MetricsServed)
         assert read(serving.url) == render_page()
-        assert endpoint_source(serving.url)()["job"] == "watched"
-        command = [sys.executable, "-m", "rayzero", "top", "watched", "--once", "--json"]
-        shown = subprocess.run(
+        assert endpoint_source(serving.url)()["job"] == "monitored"
+        command = [sys.executable, "-m", "rayzero", "top", "monitored", "--once", "--json"]
+        top = subprocess.run(
             [*command, "--address", address],
             capture_output=True,
             text=True,
             timeout=300,
             check=True,
         )
-        assert json.loads(shown.stdout)["job"] == "watched"
+        assert json.loads(top.stdout)["job"] == "monitored"
         with scraping(serving.url.removeprefix("http://"), folder) as server:
-            began = time.time()
-            wait_for(lambda: notebook.of(Repaired) and notebook.of(Checkpointed), WAIT_S)
-            repaired = notebook.of(StepRecord)[-1].step
-            check(server, began)
-            wait_for(lambda: notebook.of(StepRecord)[-1].step > repaired, WAIT_S)
+            start_s = time.time()
+            wait_for(lambda: event_log.of(Repaired) and event_log.of(Checkpointed), TIMEOUT_S)
+            repair_step = event_log.of(StepRecord)[-1].step
+            check_server(server, start_s)
+            wait_for(lambda: event_log.of(StepRecord)[-1].step > repair_step, TIMEOUT_S)
             handle.stop()
             assert handle.wait(120)
-            last = 'max_over_time(rayzero_state{state="stopped"}[1m])'  # it waits for this reader
-            wait_for(lambda: values(server.ask("query", query=last)) == ["1"], 30)
+            # the job waits for this scrape before it exits
+            query = 'max_over_time(rayzero_state{state="stopped"}[1m])'
+            wait_for(lambda: values(server.ask("query", query=query)) == ["1"], 30)
     finally:
         handle.end()
 
 
-def values(answer: Any) -> list[str]:
-    return [one["value"][1] for one in answer["result"]]
+def values(response: Any) -> list[str]:
+    return [sample["value"][1] for sample in response["result"]]
 
 
 def read(url: str) -> str:
-    with urlopen(url, timeout=10) as answer:
-        return str(answer.read().decode())
+    with urlopen(url, timeout=10) as response:
+        return str(response.read().decode())
 
 
-def check(server: Server, began: float) -> None:
+def check_server(server: Server, start_s: float) -> None:
     panels = dict(list_expressions())
-    known = {name for name, expr in panels.items() if not any(one in expr for one in ABSENT)}
+    expected = {name for name, expr in panels.items() if not any(m in expr for m in ABSENT)}
 
-    def shown() -> set[str]:
-        exprs = {name: filled(expr, "watched", "10s") for name, expr in panels.items()}
-        return {name for name, expr in exprs.items() if server.curve(expr, began, time.time())}
+    def panels_with_data() -> set[str]:
+        exprs = {name: filled(expr, "monitored", "10s") for name, expr in panels.items()}
+        return {name for name, expr in exprs.items() if server.curve(expr, start_s, time.time())}
 
-    with suppress(AssertionError):  # the one below says what is missing
-        wait_for(lambda: shown() >= known, WAIT_S)
-    assert shown() == known
+    with suppress(AssertionError):  # the assertion below shows what is missing
+        wait_for(lambda: panels_with_data() >= expected, TIMEOUT_S)
+    assert panels_with_data() == expected
     for rule in all_rules(server):
         assert (rule["health"], rule.get("lastError", "")) == ("ok", ""), rule["name"]
     with suppress(AssertionError):
-        wait_for(lambda: not unseen(server, began, time.time()), WAIT_S)
-    assert unseen(server, began, time.time()) == []
-    wait_for(lambda: any(one["state"] == "firing" for one in alerts(server)), WAIT_S)
-    firing = {(one["labels"]["alertname"], one["state"]) for one in alerts(server)}
+        wait_for(lambda: not unmatched_selectors(server, start_s, time.time()), TIMEOUT_S)
+    assert unmatched_selectors(server, start_s, time.time()) == []
+    wait_for(lambda: any(alert["state"] == "firing" for alert in alerts(server)), TIMEOUT_S)
+    firing = {(alert["labels"]["alertname"], alert["state"]) for alert in alerts(server)}
     assert firing == {("RayzeroFaultBudgetNearlySpent", "firing")}
 
 
@@ -124,7 +127,7 @@ def alerts(server: Server) -> list[dict[str, Any]]:
 
 
 def all_rules(server: Server) -> list[dict[str, Any]]:
-    wait_for(lambda: all(rule["health"] != "unknown" for rule in rules(server)), WAIT_S)
+    wait_for(lambda: all(rule["health"] != "unknown" for rule in rules(server)), TIMEOUT_S)
     return rules(server)
 
 
@@ -132,9 +135,9 @@ def rules(server: Server) -> list[dict[str, Any]]:
     return [rule for group in server.ask("rules")["groups"] for rule in group["rules"]]
 
 
-def unseen(server: Server, start: float, stop: float) -> list[str]:
-    """Selectors of the alerts that match no series of the job."""
+def unmatched_selectors(server: Server, start: float, stop: float) -> list[str]:
+    """Selectors in the alert rules that match no series of the job."""
     groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
     text = " ".join(rule["expr"] for group in groups for rule in group["rules"])
     selectors = set(re.findall(r"rayzero_\w+(?:\{[^}]*\})?", text))
-    return [one for one in sorted(selectors) if not server.curve(one, start, stop)]
+    return [s for s in sorted(selectors) if not server.curve(s, start, stop)]

@@ -1,4 +1,4 @@
-"""The soak runs, tells what is lost, and goes on where it was broken off."""
+"""The soak benchmark: plans, resumption, reports, and a short run."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def outcome(number: int, *lost: str) -> Outcome:
-    of = plan(1, number, EPISODE_FAULTS, ON_ONE_NODE, nodes=1)
-    return Outcome(of, 2.0, [of.faults[0]], [Way("kill", 0.25, 1)], list(lost))
+    episode = plan(1, number, EPISODE_FAULTS, ON_ONE_NODE, nodes=1)
+    return Outcome(episode, 2.0, [episode.faults[0]], [Way("kill", 0.25, 1)], list(lost))
 
 
-def test_an_episode_follows_from_its_seed_and_number() -> None:
+def test_episode_is_determined_by_seed_and_number() -> None:
     assert plan(1, 2, 5, ON_ONE_NODE, nodes=1) == plan(1, 2, 5, ON_ONE_NODE, nodes=1)
     others = [plan(1, 3, 5, ON_ONE_NODE, nodes=1), plan(2, 2, 5, ON_ONE_NODE, nodes=1)]
     assert plan(1, 2, 5, ON_ONE_NODE, nodes=1) not in others
 
 
-def test_no_fault_is_meant_for_a_node_that_is_not_there() -> None:
+def test_faults_target_existing_nodes() -> None:
     for number in range(20):
         faults = plan(1, number, 5, ["kill_vault", "drop_node"], nodes=2).faults
         assert len(faults) == 5
         assert {parse_fault(text).node for text in faults} <= {0, 1}
 
 
-def test_the_episodes_of_a_soak_have_all_of_its_faults() -> None:
+def test_episodes_contain_all_requested_faults() -> None:
     options = parsed(["--faults", "12", "--seed", "1"])
-    assert [len(of.faults) for of in remaining(options, 0)] == [5, 5, 2]
-    assert [of.number for of in remaining(options, 2)] == [2]
+    assert [len(episode.faults) for episode in remaining(options, 0)] == [5, 5, 2]
+    assert [episode.number for episode in remaining(options, 2)] == [2]
 
 
-def test_a_record_is_gone_on_with_but_not_another_soaks(tmp_path: Path) -> None:
-    about = {"seed": 1, "nodes": 1, "kinds": ["kill"], "episode_faults": EPISODE_FAULTS}
-    record = Record(tmp_path / "soak.json", about)
-    assert record.resume() == "", "there is none yet"
-    for one in (outcome(0), outcome(1, "the job failed")):
-        record.add(one)
-    again = Record(record.path, about)
-    assert again.resume() == ""
-    assert again.outcomes == record.outcomes
-    assert "nothing lost" in line(again.outcomes[0])
-    assert "the job failed" in line(again.outcomes[1])
-    assert "is of seed 1, not 2" in Record(record.path, about | {"seed": 2}).resume()
+def test_resume_requires_matching_settings(tmp_path: Path) -> None:
+    settings = {"seed": 1, "nodes": 1, "kinds": ["kill"], "episode_faults": EPISODE_FAULTS}
+    record = Record(tmp_path / "soak.json", settings)
+    assert record.resume() == "", "no record exists yet"
+    for result in (outcome(0), outcome(1, "the job failed")):
+        record.add(result)
+    resumed = Record(record.path, settings)
+    assert resumed.resume() == ""
+    assert resumed.outcomes == record.outcomes
+    assert "nothing lost" in line(resumed.outcomes[0])
+    assert "the job failed" in line(resumed.outcomes[1])
+    assert "is of seed 1, not 2" in Record(record.path, settings | {"seed": 2}).resume()
 
 
-def test_a_fault_that_did_not_happen_often_enough_is_named(tmp_path: Path) -> None:
+def test_fault_that_fired_too_few_times_is_reported(tmp_path: Path) -> None:
     twice = "slow(rank=0, step=2, seconds=0.1, steps=2)"
     record = FaultRecord(tmp_path)
     record.add(FaultFired(0, 2, twice))
@@ -66,7 +66,7 @@ def test_a_fault_that_did_not_happen_often_enough_is_named(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_by_a_few_faults(tmp_path: Path) -> None:
+def test_short_soak_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     kinds = ["--kinds", "kill,kill_vault,tear_file"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The step-time benchmark runs, and refuses to compare systems that did different work."""
+"""The step-time benchmark: ratios, loss comparison, and a short run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.step_time import Measured, disagreeing, rows
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_ratios_are_to_the_ddp_step_of_the_same_round() -> None:
+def test_ratios_are_relative_to_ddp_in_the_same_round() -> None:
     seconds = {"ddp": [1.0, 2.0, 4.0], "fsdp2": [2.0, 3.0, 4.0]}
     measured = Measured(seconds, {"ddp": 1.0, "fsdp2": 1.0}, peak_bytes=0)
     ddp, fsdp2 = rows(measured, alone={"fsdp2": 7})
@@ -25,18 +25,18 @@ def test_ratios_are_to_the_ddp_step_of_the_same_round() -> None:
 
 
 @pytest.mark.parametrize(("loss", "agrees"), [(5.004, True), (5.006, False), (math.nan, False)])
-def test_a_system_that_did_other_work_is_named(loss: float, agrees: bool) -> None:
+def test_system_with_diverging_loss_is_reported(loss: float, agrees: bool) -> None:
     assert disagreeing({"ddp": 5.0, "rayzero-1": loss}) == ([] if agrees else ["rayzero-1"])
 
 
 @pytest.mark.slow
-def test_it_runs_and_every_stage_agrees_with_ddp(tmp_path: Path) -> None:
+def test_all_stages_agree_with_ddp(tmp_path: Path) -> None:
     path = tmp_path / "step_time.json"
     systems = "ddp,fsdp2,rayzero-0,rayzero-1,rayzero-2,rayzero-3"
     command = [sys.executable, "-m", "benchmarks.step_time", "--systems", systems]
-    small = ("--layers", "2", "--width", "128")
+    options = ("--layers", "2", "--width", "128")
     done = subprocess.run(
-        [*command, *small, "--rounds", "2", "--warmup", "1", "--json", str(path)],
+        [*command, *options, "--rounds", "2", "--warmup", "1", "--json", str(path)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""A worker's process without torch and training: what the Ray side of a job is tested with."""
+"""A minimal worker without torch or training, to test cluster management."""
 
 from __future__ import annotations
 
@@ -23,17 +23,21 @@ from rayzero.workers.vault.client import VaultClient
 
 
 class TinyWorker:
-    """Knows where it is. `args["trouble"]`: a file that, while it is there, keeps it from
-    starting. `args["gate"]`: one that it waits for; it leaves another beside it to say so."""
+    """A worker that only describes itself.
 
-    def __init__(self, setup: WorkerSpec, index: int) -> None:
+    Args of the job:
+        crash_file: the worker crashes at start while this file exists.
+        gate: the worker waits at start until this file exists, after creating `{gate}-{index}`.
+    """
+
+    def __init__(self, spec: WorkerSpec, index: int) -> None:
         self._index = index
-        self._trouble = setup.args.get("trouble", "")
-        self._gate = setup.args.get("gate", "")
+        self._crash_file = spec.args.get("crash_file", "")
+        self._gate = spec.args.get("gate", "")
         self._vault: VaultClient | None = None
 
     def describe(self) -> WorkerInfo:
-        if self._trouble and Path(self._trouble).exists():
+        if self._crash_file and Path(self._crash_file).exists():
             os._exit(3)
         if self._gate:
             Path(f"{self._gate}-{self._index}").touch()
@@ -51,15 +55,15 @@ class TinyWorker:
         return []
 
     def open_store(self) -> int:
-        """Stands for any command: the process's id comes back."""
+        """Stub for an arbitrary command. Returns the process id."""
         return os.getpid()
 
-    def assign(self, formation: GenerationSpec, own: RankAssignment) -> None:
-        """Connects to a vault, as a generation does."""
-        self._vault = VaultClient(own.vault, self._index)
+    def assign(self, generation: GenerationSpec, assignment: RankAssignment) -> None:
+        """Connect to the vault, as a real worker does."""
+        self._vault = VaultClient(assignment.vault, self._index)
 
 
-def setup(folder: Path, **changes: Any) -> WorkerSpec:
+def make_spec(folder: Path, **changes: Any) -> WorkerSpec:
     values: dict[str, Any] = {
         "name": "tiny",
         "entrypoint": "m:f",
@@ -78,10 +82,10 @@ def setup(folder: Path, **changes: Any) -> WorkerSpec:
     return WorkerSpec(**(values | changes))
 
 
-async def lost(workers: WorkerGroup, *indices: int) -> dict[int, str]:
-    """Listens to these until all of them are gone; why, by worker."""
-    found: dict[int, str] = {}
+async def wait_until_lost(workers: WorkerGroup, *indices: int) -> dict[int, str]:
+    """Wait until all of these workers are lost. Returns the reasons by worker index."""
+    lost: dict[int, str] = {}
     workers.subscribe(indices)
-    while not found.keys() >= set(indices):
-        found |= (await workers.receive()).lost
-    return found
+    while not lost.keys() >= set(indices):
+        lost |= (await workers.receive()).lost
+    return lost

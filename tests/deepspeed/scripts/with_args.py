@@ -1,4 +1,4 @@
-"""A tutorial's script as it is written for DeepSpeed: nothing here knows rayzero."""
+"""A tutorial script written for DeepSpeed, without any reference to rayzero."""
 
 import argparse
 import json

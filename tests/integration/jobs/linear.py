@@ -1,4 +1,4 @@
-"""A training function with the engine: a linear model on a dataset of its own."""
+"""A training function that uses the engine: a linear model on a synthetic dataset."""
 
 from __future__ import annotations
 

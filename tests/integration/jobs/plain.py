@@ -1,4 +1,4 @@
-"""Training functions without an engine: torch.distributed and ctx.report only."""
+"""Training functions without the engine: torch.distributed and `ctx.report` only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rayzero.workers.session import Context
 
 
 def train(ctx: Context) -> dict[str, Any]:
-    """Averages a number over the ranks, step by step, and reports a falling loss."""
+    """All-reduce a value in every step and report a decreasing loss."""
     print(f"hello from {ctx.rank} of {ctx.world_size}")
     print("to stderr", file=sys.stderr)
     value = torch.zeros(1)
@@ -28,7 +28,7 @@ def train(ctx: Context) -> dict[str, Any]:
     return {"answer": {"first": 1.5, "last": torch.tensor(2.5)}, "env": os.environ["RANK"]}
 
 
-def endless(ctx: Context) -> None:
+def train_forever(ctx: Context) -> None:
     step = 0
     try:
         while True:
@@ -40,37 +40,37 @@ def endless(ctx: Context) -> None:
         print("unwound")
 
 
-def raises(ctx: Context) -> None:
+def raise_error(ctx: Context) -> None:
     for step in range(1, ctx.steps + 1):
         dist.barrier()
-        if ctx.rank == 1 and step == ctx.args["at"]:
+        if ctx.rank == 1 and step == ctx.args["fail_step"]:
             raise ValueError("the data has a hole")
         ctx.report(step=step)
 
 
-def killed(ctx: Context) -> None:
+def kill_rank(ctx: Context) -> None:
     for step in range(1, ctx.steps + 1):
         dist.barrier()
-        if ctx.rank == 1 and step == ctx.args["at"]:
+        if ctx.rank == 1 and step == ctx.args["fail_step"]:
             (ctx.output_dir / "killed").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
         ctx.report(step=step)
 
 
-def wrong_config(ctx: Context) -> None:
+def raise_config_error(ctx: Context) -> None:
     from rayzero.engine.errors import ConfigError
 
     raise ConfigError("the batch sizes disagree", fix="train_batch_size")
 
 
-def no_data(ctx: Context) -> None:
+def raise_data_error(ctx: Context) -> None:
     from rayzero.engine.errors import DataError
 
     raise DataError(f"{ctx.args['data']!r} does not exist", fix="args.data in the job file")
 
 
-def deaf(ctx: Context) -> None:
-    """Goes on for good after its first step, without an interrupt point."""
+def ignore_interrupts(ctx: Context) -> None:
+    """Loop forever after the first step, without an interrupt point."""
     ctx.report(step=1)
     while True:
         time.sleep(0.1)

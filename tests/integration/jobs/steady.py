@@ -1,4 +1,4 @@
-"""A training function with the engine that takes its time, for many steps."""
+"""A training function that uses the engine and runs many slow steps."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def train(ctx: Context) -> None:
     engine, _, loader, _ = ctx.initialize(
         model=model, model_parameters=model.parameters(), training_data=Points()
     )
-    print("begun", flush=True)
+    print("started", flush=True)
     try:
         _train(ctx, engine, loader)
     finally:
-        print("left", flush=True)
+        print("finished", flush=True)
 
 
 def _train(ctx: Context, engine: Any, loader: Any) -> None:
@@ -38,4 +38,4 @@ def _train(ctx: Context, engine: Any, loader: Any) -> None:
         engine.backward(mse_loss(engine(x), y))
         engine.step()
         ctx.report(batch_mean=x.mean())
-        time.sleep(0.04)  # to go as fast as it can would keep from the rest of a test what it needs
+        time.sleep(0.04)  # leaves CPU time for the rest of the test

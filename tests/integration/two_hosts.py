@@ -1,0 +1,163 @@
+"""Scenarios, run in separate namespaces: two hosts connected by a virtual network link.
+
+This process (the driver) and the head run on one host, 10.0.0.1. The remote host, 10.0.0.2, is a
+network namespace with a raylet in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.aio import Clock
+from rayzero.orchestrator.cluster.vault_group import VaultGroup
+from rayzero.orchestrator.cluster.worker_group import WorkerGroup
+from rayzero.orchestrator.errors import VaultLostError
+from rayzero.orchestrator.job.handle import JobHandle
+from rayzero.orchestrator.job_events import Repaired
+from rayzero.orchestrator.policies.placement import ResourceRequest
+from rayzero.workers.chaos.inject import FaultRecord
+from rayzero.workers.vault.vault import Vault
+from tests.integration.namespaces import run_command, set_up_namespaces
+from tests.integration.test_jobs_on_nodes import latest_step, running_job, wait_for, world_size
+from tests.integration.tiny import TinyWorker, make_spec, wait_until_lost
+from tests.orchestrator.support import EventLog
+
+LOCAL_IP, REMOTE_IP = "10.0.0.1", "10.0.0.2"
+ENV = {
+    **os.environ,
+    **{f"RAY_health_check_{name}_ms": "1000" for name in ("initial_delay", "period", "timeout")},
+    "RAY_health_check_failure_threshold": "3",
+}
+# With a separate /dev/shm. The command follows: the folder first, then the words.
+_ON_REMOTE = (
+    *("ip", "netns", "exec", "remote", "unshare", "--mount", "sh", "-c"),
+    'ip link set lo up; mount -t tmpfs tmpfs /dev/shm; mkdir -p "$0"; exec "$@"',
+)
+
+
+def start_cluster(folder: Path) -> None:
+    run_command("ip", "netns", "add", "remote")
+    run_command("ip", "link", "add", "cable", "type", "veth", "peer", "cable", "netns", "remote")
+    run_command("ip", "addr", "add", f"{LOCAL_IP}/24", "dev", "cable")
+    run_command("ip", "link", "set", "cable", "up")
+    run_command("ip", "-n", "remote", "addr", "add", f"{REMOTE_IP}/24", "dev", "cable")
+    run_command("ip", "-n", "remote", "link", "set", "cable", "up")
+    _start_node(folder / "local", LOCAL_IP, "--head", "--port=6379", "--include-dashboard=false")
+    ray.init(address=f"{LOCAL_IP}:6379", log_to_driver=False, _node_ip_address=LOCAL_IP)
+    _start_node(folder / "remote", REMOTE_IP, f"--address={LOCAL_IP}:6379", prefix=_ON_REMOTE)
+    while len([node for node in ray.nodes() if node["Alive"]]) < 2:
+        time.sleep(0.1)
+
+
+def _start_node(folder: Path, ip: str, *options: str, prefix: tuple[str, ...] = ()) -> None:
+    command = [
+        *((*prefix, str(folder)) if prefix else ()),
+        str(Path(sys.executable).with_name("ray")),
+        *("start", f"--node-ip-address={ip}", "--num-cpus=2", "--disable-usage-stats"),
+        *(f"--temp-dir={folder}", f"--object-store-memory={80 * 2**20}", *options),
+    ]
+    subprocess.run(command, env=ENV, check=True, stdout=subprocess.DEVNULL, timeout=150)
+
+
+async def cut_link(folder: Path) -> dict[str, Any]:
+    """Two workers per host; the link goes down and comes up after both were replaced."""
+    vaults = VaultGroup(make_spec(folder))
+    workers = WorkerGroup(make_spec(folder), Clock(), True, vaults, TinyWorker)
+    try:
+        initial = await workers.start_workers(ResourceRequest(4, 4, 1.0, 0.0, 150.0))
+        local_node = ray.get_runtime_context().get_node_id()
+        remote = [worker for worker in initial if worker.node_id != local_node]
+        await vaults.open(sorted({worker.node_id for worker in initial}))
+        for worker in list(initial):
+            if worker.node_id == local_node:
+                await workers.release_worker(worker.index)  # make room for the replacements
+        polls: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(wait_until_lost(workers, *(worker.index for worker in remote))),
+            asyncio.ensure_future(vaults.call(remote[0].node_id, Vault.poll, 60)),
+        ]
+        await asyncio.sleep(0.5)
+        run_command("ip", "link", "set", "cable", "down")
+        cut_at_s = time.monotonic()
+        results = await asyncio.wait_for(asyncio.gather(*polls, return_exceptions=True), 100)
+        detection_s = time.monotonic() - cut_at_s
+        expected = [dict, VaultLostError]
+        for worker in remote:
+            workers.replace(worker.index, 0.0, [])
+        replacements = [await asyncio.wait_for(workers.next_worker(), 100) for _ in remote]
+        run_command("ip", "link", "set", "cable", "up")
+        healed_at_s = time.monotonic()
+        deadline = healed_at_s + 100
+        while any(_is_running(worker.pid) for worker in remote) and time.monotonic() < deadline:
+            await asyncio.sleep(0.2)
+        return {
+            "results_match": [type(result) for result in results] == expected,
+            "detection_s": detection_s,
+            "replacements_are_local": {r.node_id for r in replacements} == {local_node},
+            "exit_s": time.monotonic() - healed_at_s,
+            "remaining": sum(_is_running(worker.pid) for worker in remote),
+        }
+    finally:
+        await workers.release()
+        await vaults.release()
+
+
+async def partition(folder: Path) -> dict[str, Any]:
+    """A whole job, two workers per host; the remote host is partitioned for a while."""
+    event_log = EventLog()
+    with running_job(folder, event_log, min=2, max=4) as handle:
+        await asyncio.to_thread(
+            wait_for, handle, lambda: world_size(event_log) == 4 and latest_step(event_log) > 60
+        )
+        fault_at_s, step_before = time.monotonic(), latest_step(event_log)
+        partition_remote_host(handle)
+        await asyncio.to_thread(wait_for, handle, lambda: bool(event_log.of(Repaired)))
+        repair_s = time.monotonic() - fault_at_s
+    (repaired,) = event_log.of(Repaired)
+    return {
+        "fired": [event.fault.partition("(")[0] for event in FaultRecord(folder / "steady").read()],
+        "world_sizes": [repaired.world_size_before, repaired.world_size],
+        "repair_s": repair_s,
+        "step_before": step_before,
+        "step": repaired.step,
+        "steps_redone": repaired.steps_redone,
+    }
+
+
+def partition_remote_host(handle: JobHandle) -> None:
+    """Inject the fault into the node that does not host the controller, which rejects it.
+
+    Nodes are numbered by their lowest rank, so either may be node 0.
+    """
+    try:
+        handle.inject("partition(node=1, seconds=20)")
+    except ConfigError:
+        handle.inject("partition(node=0, seconds=20)")
+
+
+def _is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+SCENARIOS = {"cut_link": cut_link, "partition": partition}
+
+
+def main(scenario: str) -> None:
+    os.environ.update(ENV)
+    folder = set_up_namespaces()
+    start_cluster(folder)
+    print(json.dumps(asyncio.run(SCENARIOS[scenario](folder))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
