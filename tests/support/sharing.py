@@ -23,7 +23,7 @@ _START_ORDER = (
     "tests/integration/test_chaos.py",
     "tests/integration/test_nodes.py",
     "tests/examples/test_bert_and_ddp.py",
-    "tests/engine/test_hosts.py",
+    "tests/engine/test_launchers.py",
     "tests/integration/test_secrets.py",
 )
 

@@ -1,1 +1,1 @@
-"""Programs that tests start as a user would."""
+"""Scripts that tests launch as subprocesses."""

@@ -1,6 +1,6 @@
-"""Trains a tiny model for a few steps, with whatever process group it finds, and tells the losses.
+"""Train a tiny model for a few steps on the current process group, if any.
 
-Run as a module it is what a user starts under torchrun; the last line of rank 0 is JSON.
+As a module it is a script for torchrun: rank 0 prints the losses as JSON on its last line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import rayzero
 STEPS, SAMPLES, WIDTH = 4, 6, 5
 
 
-def make() -> nn.Module:
+def make_model() -> nn.Module:
     torch.manual_seed(0)
     layers = [module for _ in range(3) for module in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 1)).double()
@@ -30,9 +30,9 @@ def batches() -> list[Tensor]:
 
 
 def train(stage: int) -> list[float]:
-    """The loss of every global batch."""
+    """Train with rayzero; return the loss of every global batch."""
     engine, *_ = rayzero.initialize(
-        model=make(),
+        model=make_model(),
         config={
             "gradient_clipping": 0,
             "train_batch_size": SAMPLES,
@@ -42,16 +42,16 @@ def train(stage: int) -> list[float]:
     )
     losses = []
     for batch in batches():
-        mine = batch.chunk(engine.world_size)[engine.rank]
-        engine.backward((engine(mine) - 1).square().mean())
+        local_batch = batch.chunk(engine.world_size)[engine.rank]
+        engine.backward((engine(local_batch) - 1).square().mean())
         engine.step()
         losses.append(engine.metrics.loss)
     return losses
 
 
-def plain() -> list[float]:
-    """What is right: torch alone on the whole batches."""
-    model = make()
+def train_reference() -> list[float]:
+    """Train with plain PyTorch on the global batches; return their losses."""
+    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
     for batch in batches():
@@ -64,10 +64,10 @@ def plain() -> list[float]:
 
 
 def main() -> None:
-    told: dict[str, Any] = {f"stage {stage}": train(stage) for stage in range(4)}
-    told["world_size"] = dist.get_world_size() if dist.is_initialized() else 0
+    report: dict[str, Any] = {f"stage {stage}": train(stage) for stage in range(4)}
+    report["world_size"] = dist.get_world_size() if dist.is_initialized() else 0
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(json.dumps(told), flush=True)
+        print(json.dumps(report), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 
