@@ -7,9 +7,7 @@ weights:
     EMPTY
 
 Inside `no_sync()`, and where the script declared that a micro-step is not the last one, backward
-leads to ACCUMULATING directly, because no `step()` is due. EMPTY may follow every phase: loading a
-checkpoint discards gradients. A failed backward or update returns to the phase in which the script
-may call backward again.
+leads to ACCUMULATING directly, because no `step()` is due.
 """
 
 from __future__ import annotations
@@ -44,6 +42,17 @@ class StepPhase(Enum):
     UPDATING = "step() is updating the weights"
 
 
+_NEXT = {
+    StepPhase.EMPTY: {StepPhase.BACKWARD, StepPhase.EMPTY},
+    StepPhase.BACKWARD: {StepPhase.STEP_PENDING, StepPhase.ACCUMULATING, StepPhase.EMPTY},
+    StepPhase.STEP_PENDING: {StepPhase.ACCUMULATING, StepPhase.UPDATING, StepPhase.EMPTY},
+    StepPhase.ACCUMULATING: {StepPhase.BACKWARD, StepPhase.EMPTY},
+    StepPhase.UPDATING: {StepPhase.EMPTY, StepPhase.ACCUMULATING},
+}
+"""EMPTY follows every phase: loading a checkpoint discards gradients. A failed backward or update
+returns to the phase in which the script may call backward again."""
+
+
 class Boundary(Enum):
     """Who decides whether a micro-step is the last of its step."""
 
@@ -56,10 +65,20 @@ class StepTracker:
     """Follows one engine through its steps. Used by the training thread."""
 
     def __init__(self) -> None:
-        self.phase = StepPhase.EMPTY
+        self._phase = StepPhase.EMPTY
         self.boundary = Boundary.COUNTED
         self.no_sync = False  # inside `Engine.no_sync()`
         self.applied = False  # whether the last `step()` changed the weights
+
+    @property
+    def phase(self) -> StepPhase:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: StepPhase) -> None:
+        if phase not in _NEXT[self._phase]:  # an error in the engine: the script's are refused
+            raise RuntimeError(f"the step cannot go from {self._phase.name} to {phase.name}")
+        self._phase = phase
 
     @property
     def has_gradients(self) -> bool:

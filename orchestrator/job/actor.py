@@ -205,7 +205,10 @@ class JobActor:
             return ended
         if self._run is not None and not self._run.recorder.is_journal_written:
             self._events.on_event(
-                JobWarning("the end of the job is not in its journal: it may be adopted")
+                JobWarning(
+                    "the job's end could not be written to its journal: the next job of this name "
+                    "will take it for a lost run and continue it; `rayzero stop` gives it up"
+                )
             )
         try:
             async with asyncio.timeout(RECORD_TIMEOUT_S):

@@ -38,6 +38,12 @@ def test_no_step_is_due_inside_no_sync_and_before_a_declared_boundary() -> None:
     assert after_backward(tracker) is StepPhase.STEP_PENDING
 
 
+@pytest.mark.parametrize("phase", [StepPhase.STEP_PENDING, StepPhase.UPDATING])
+def test_a_transition_outside_the_table_is_refused(phase: StepPhase) -> None:
+    with pytest.raises(RuntimeError, match="cannot go from EMPTY"):
+        StepTracker().phase = phase
+
+
 def test_after_a_failure_backward_may_be_called_again() -> None:
     tracker = StepTracker()
     with pytest.raises(ValueError, match="batch"), tracker.backward():
