@@ -164,7 +164,9 @@ class Lease:
         if exists and not newer:
             return None
         if not newer and not has_journal(self._job_folder):
-            raise StoreError("gone", redact_url(self._job_folder), "the job's folder does not exist")
+            raise StoreError(
+                "gone", redact_url(self._job_folder), "the job's folder does not exist"
+            )
         holder = _describe_holder(newer[0]) if newer else "another process"
         return LeaseLostError(
             f"{holder} has taken over {redact_url(self._job_folder)}, because this process did not "
