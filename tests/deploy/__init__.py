@@ -1,5 +1,5 @@
-"""Chart, manifests and image: what runs on Kubernetes, tested without a cluster.
+"""Chart, manifests and image, tested without a Kubernetes cluster.
 
-The chart is rendered by Helm itself, and every object held against the schemas of Kubernetes and of
-the custom resources, which RAYZERO_CRDS names a folder of.
+Helm itself renders the chart, and every object is validated against the schemas of Kubernetes and
+of the custom resource definitions in the folder RAYZERO_CRDS.
 """

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tests.deploy.chart import Object, of_kind, render
+from tests.deploy.chart import Object, objects_of_kind, render
 from tests.deploy.prometheus import ALERTS
 
 _HEAD = "# Made of the chart by `python -m tests.deploy.alerts`; change files/rules.yaml instead.\n"
@@ -19,7 +19,7 @@ _ORDER = ("alert", "expr", "for", "labels", "annotations")
 def alerts(**values: Any) -> Object:
     """The document of rules that the chart makes, with these values of `metrics.prometheusRule`."""
     objects = render({"metrics": {"prometheusRule": {"enabled": True, **values}}})
-    spec: Object = of_kind(objects, "PrometheusRule")[0]["spec"]
+    spec: Object = objects_of_kind(objects, "PrometheusRule")[0]["spec"]
     return spec
 
 

@@ -1,4 +1,4 @@
-"""The chart, rendered by Helm itself, and a look into what comes out."""
+"""The chart rendered by Helm itself, and helpers to query the rendered objects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def scenario_values(name: str) -> Object:
 def render_text(
     values: Mapping[str, Any], release: str = RELEASE, namespace: str = NAMESPACE
 ) -> dict[str, str]:
-    """The text of every template by its path in the chart, notes included."""
+    """The rendered text of every template, NOTES.txt included, by path in the chart."""
     with helm_python.Chart.load(str(CHART)) as chart:
         chart.validate_schema(dict(values))
         texts = chart.render(dict(values), name=release, namespace=namespace)
@@ -38,35 +38,35 @@ def render_text(
 def render(
     values: Mapping[str, Any], release: str = RELEASE, namespace: str = NAMESPACE
 ) -> list[Object]:
-    """Every object the chart makes of some values."""
+    """All objects that the chart renders for some values."""
     texts = render_text(values, release, namespace)
     files = [text for path, text in sorted(texts.items()) if path.endswith(".yaml")]
-    return [one for text in files for one in yaml.load_all(text, yaml.CSafeLoader) if one]
+    return [item for text in files for item in yaml.load_all(text, yaml.CSafeLoader) if item]
 
 
 @cache
-def rendered(scenario: str) -> tuple[Object, ...]:
-    """As `render`, for a scenario. Not to be changed."""
+def render_scenario(scenario: str) -> tuple[Object, ...]:
+    """`render` for a scenario. The result is cached: do not modify it."""
     return tuple(render(scenario_values(scenario)))
 
 
-def of_kind(objects: tuple[Object, ...] | list[Object], kind: str) -> list[Object]:
-    return [one for one in objects if one["kind"] == kind]
+def objects_of_kind(objects: tuple[Object, ...] | list[Object], kind: str) -> list[Object]:
+    return [item for item in objects if item["kind"] == kind]
 
 
 def cluster_spec(objects: tuple[Object, ...] | list[Object]) -> Object:
-    """The one RayCluster's spec, wherever it stands."""
-    jobs = of_kind(objects, "RayJob")
+    """The spec of the RayCluster, which may be embedded in a RayJob."""
+    jobs = objects_of_kind(objects, "RayJob")
     (spec,) = [job["spec"]["rayClusterSpec"] for job in jobs] or [
-        cluster["spec"] for cluster in of_kind(objects, "RayCluster")
+        cluster["spec"] for cluster in objects_of_kind(objects, "RayCluster")
     ]
     return spec
 
 
 def pods(objects: tuple[Object, ...] | list[Object]) -> Iterator[Object]:
     """Every pod and pod template, as {metadata, spec}."""
-    yield from of_kind(objects, "Pod")
-    for job in of_kind(objects, "RayJob"):
+    yield from objects_of_kind(objects, "Pod")
+    for job in objects_of_kind(objects, "RayJob"):
         if "submitterPodTemplate" in job["spec"]:
             yield job["spec"]["submitterPodTemplate"]
     spec = cluster_spec(objects)
@@ -74,7 +74,7 @@ def pods(objects: tuple[Object, ...] | list[Object]) -> Iterator[Object]:
     yield from (group["template"] for group in spec["workerGroupSpecs"])
 
 
-def pod_of(objects: tuple[Object, ...] | list[Object], component: str) -> Object:
-    """The first pod with that app.kubernetes.io/component."""
+def find_pod(objects: tuple[Object, ...] | list[Object], component: str) -> Object:
+    """The first pod with this app.kubernetes.io/component label."""
     label = "app.kubernetes.io/component"
     return next(pod for pod in pods(objects) if pod["metadata"]["labels"][label] == component)

@@ -1,4 +1,4 @@
-"""A Dockerfile, read: its stages, instructions and what it copies. Only what ours uses."""
+"""Parser of the subset of Dockerfile and .dockerignore syntax that this project uses."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Step:
-    """One instruction.
+class Instruction:
+    """A Dockerfile instruction.
 
     Args:
-        stage: the name of the stage it is in; empty before the first.
-        word: such as RUN.
-        rest: what follows, with continued lines joined.
+        stage: name of its build stage; empty before the first.
+        keyword: such as RUN.
+        arguments: text after the keyword, with continued lines joined.
     """
 
     stage: str
-    word: str
-    rest: str
+    keyword: str
+    arguments: str
 
 
-def steps(path: Path) -> list[Step]:
+def parse_dockerfile(path: Path) -> list[Instruction]:
     text = re.sub(r"(?m)^\s*#.*\n", "", path.read_text(encoding="utf-8"))
-    found, stage = [], ""
+    instructions, stage = [], ""
     for line in re.sub(r"\\\n\s*", "", text).splitlines():
         if line.strip():
-            word, _, rest = line.strip().partition(" ")
-            if word == "FROM":
-                stage = rest.partition(" AS ")[2]
-            found.append(Step(stage, word, rest.strip()))
-    return found
+            keyword, _, arguments = line.strip().partition(" ")
+            if keyword == "FROM":
+                stage = arguments.partition(" AS ")[2]
+            instructions.append(Instruction(stage, keyword, arguments.strip()))
+    return instructions
 
 
-def arguments(found: list[Step]) -> dict[str, str]:
-    """The build arguments that have a default."""
-    lines = [step.rest for step in found if step.word == "ARG" and "=" in step.rest]
-    return dict(line.split("=", 1) for line in lines)
+def build_args(instructions: list[Instruction]) -> dict[str, str]:
+    """Default values of the build arguments that have one."""
+    defaults = [line.arguments for line in instructions if line.keyword == "ARG"]
+    return dict(default.split("=", 1) for default in defaults if "=" in default)
 
 
-def copied(found: list[Step]) -> list[str]:
-    """What is taken from the context."""
-    words = [step.rest.split() for step in found if step.word == "COPY"]
-    return [one for parts in words if not parts[0].startswith("--") for one in parts[:-1]]
+def copied_paths(instructions: list[Instruction]) -> list[str]:
+    """Paths that are copied from the build context, not from another stage."""
+    copies = [line.arguments.split() for line in instructions if line.keyword == "COPY"]
+    return [path for words in copies if not words[0].startswith("--") for path in words[:-1]]
 
 
-def context(root: Path) -> Iterator[Path]:
-    """The files that .dockerignore lets into the context; the last line that matches decides."""
+def context_files(root: Path) -> Iterator[Path]:
+    """Files of the build context; the last matching line of .dockerignore decides."""
     lines = (root / ".dockerignore").read_text(encoding="utf-8").splitlines()
     rules = [line for line in lines if line and not line.startswith("#")]
     for top in sorted(root.iterdir()):
-        if _kept(top.name, rules):
+        if _is_included(top.name, rules):
             for path in [top] if top.is_file() else sorted(top.rglob("*")):
-                if path.is_file() and _kept(path.relative_to(root).as_posix(), rules):
+                if path.is_file() and _is_included(path.relative_to(root).as_posix(), rules):
                     yield path
 
 
-def _kept(name: str, rules: list[str]) -> bool:
-    kept = True
+def _is_included(name: str, rules: list[str]) -> bool:
+    included = True
     parts = name.split("/")
     for rule in rules:
         pattern = rule.removeprefix("!")
@@ -69,5 +69,5 @@ def _kept(name: str, rules: list[str]) -> bool:
         else:
             matched = fnmatch(parts[0], pattern)
         if matched:
-            kept = rule.startswith("!")
-    return kept
+            included = rule.startswith("!")
+    return included

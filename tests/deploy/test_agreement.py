@@ -17,12 +17,12 @@ from tests.deploy.chart import (
     WITH_SCENARIOS,
     Object,
     cluster_spec,
-    of_kind,
-    pod_of,
+    find_pod,
+    objects_of_kind,
     pods,
     render,
+    render_scenario,
     render_text,
-    rendered,
     scenario_values,
 )
 
@@ -33,10 +33,10 @@ SECRET = "p4ssw0rd"
 
 def containers(scenario: str) -> Iterator[Object]:
     """Every container of every pod; the autoscaler's, which KubeRay makes, as far as we say."""
-    for pod in pods(rendered(scenario)):
+    for pod in pods(render_scenario(scenario)):
         yield from pod["spec"]["containers"]
         yield from pod["spec"].get("initContainers", ())
-    options = cluster_spec(rendered(scenario)).get("autoscalerOptions")
+    options = cluster_spec(render_scenario(scenario)).get("autoscalerOptions")
     if options:
         yield options
 
@@ -46,7 +46,7 @@ def matches(selector: Object, pod: Object) -> bool:
 
 
 def selected(scenario: str, selector: Object) -> list[Object]:
-    return [pod for pod in pods(rendered(scenario)) if matches(selector, pod)]
+    return [pod for pod in pods(render_scenario(scenario)) if matches(selector, pod)]
 
 
 def ports(pod: Object) -> set[str]:
@@ -71,26 +71,26 @@ def test_containers_may_do_little(scenario: str) -> None:
 
 @WITH_SCENARIOS
 def test_pods_may_do_little(scenario: str) -> None:
-    for pod in pods(rendered(scenario)):
+    for pod in pods(render_scenario(scenario)):
         spec = pod["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert spec["securityContext"].get("runAsUser") != 0
         assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
         assert not [volume for volume in spec["volumes"] if "hostPath" in volume]
-        autoscales = cluster_spec(rendered(scenario))["enableInTreeAutoscaling"]
+        autoscales = cluster_spec(render_scenario(scenario))["enableInTreeAutoscaling"]
         is_head = pod["metadata"]["labels"]["app.kubernetes.io/component"] == "head"
         assert spec["automountServiceAccountToken"] is (is_head and autoscales)
 
 
 def test_a_uid_of_the_clusters_choice_is_possible() -> None:
-    for pod in pods(rendered("locked-down")):
+    for pod in pods(render_scenario("locked-down")):
         assert pod["spec"]["securityContext"].keys() == {"runAsNonRoot", "seccompProfile"}
 
 
 @WITH_SCENARIOS
 def test_what_ray_writes_has_a_volume(scenario: str) -> None:
-    for pod in pods(rendered(scenario)):
+    for pod in pods(render_scenario(scenario)):
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
         assert len(volumes) == len(pod["spec"]["volumes"])
         for one in pod["spec"]["containers"]:
@@ -103,7 +103,7 @@ def test_what_ray_writes_has_a_volume(scenario: str) -> None:
             assert environment["HOME"] in mounts
             assert len(environment) == len(one["env"])
     for role in ("head", "worker"):
-        pod = pod_of(rendered(scenario), role)
+        pod = find_pod(render_scenario(scenario), role)
         (shm,) = [v for v in pod["spec"]["volumes"] if v["name"] == "shared-mem"]
         assert shm["emptyDir"]["medium"] == "Memory"
         assert "/dev/shm" in {m["mountPath"] for m in pod["spec"]["containers"][0]["volumeMounts"]}
@@ -111,13 +111,13 @@ def test_what_ray_writes_has_a_volume(scenario: str) -> None:
 
 @WITH_SCENARIOS
 def test_names_lead_to_objects(scenario: str) -> None:
-    objects = rendered(scenario)
+    objects = render_scenario(scenario)
     keys = [(one["kind"], one["metadata"]["name"]) for one in objects]
     assert len(set(keys)) == len(keys)
     assert {one["metadata"]["namespace"] for one in objects} == {"team"}
-    accounts = {one["metadata"]["name"] for one in of_kind(objects, "ServiceAccount")}
-    claims = {one["metadata"]["name"] for one in of_kind(objects, "PersistentVolumeClaim")}
-    maps = {one["metadata"]["name"] for one in of_kind(objects, "ConfigMap")}
+    accounts = {one["metadata"]["name"] for one in objects_of_kind(objects, "ServiceAccount")}
+    claims = {one["metadata"]["name"] for one in objects_of_kind(objects, "PersistentVolumeClaim")}
+    maps = {one["metadata"]["name"] for one in objects_of_kind(objects, "ConfigMap")}
     for pod in pods(objects):
         assert pod["spec"]["serviceAccountName"] in accounts
         for volume in pod["spec"]["volumes"]:
@@ -125,20 +125,22 @@ def test_names_lead_to_objects(scenario: str) -> None:
                 assert volume["persistentVolumeClaim"]["claimName"] in claims
             if "configMap" in volume:
                 assert volume["configMap"]["name"] in maps
-    for binding in of_kind(objects, "RoleBinding"):
-        roles = {one["metadata"]["name"] for one in of_kind(objects, "Role")}
+    for binding in objects_of_kind(objects, "RoleBinding"):
+        roles = {one["metadata"]["name"] for one in objects_of_kind(objects, "Role")}
         assert binding["roleRef"]["name"] in roles
-        head = pod_of(objects, "head")["spec"]["serviceAccountName"]
+        head = find_pod(objects, "head")["spec"]["serviceAccountName"]
         assert [subject["name"] for subject in binding["subjects"]] == [head]
 
 
 @WITH_SCENARIOS
 def test_network_policies_meet_pods_and_ports(scenario: str) -> None:
-    policies = of_kind(rendered(scenario), "NetworkPolicy")
-    everybody = list(pods(rendered(scenario)))
+    policies = objects_of_kind(render_scenario(scenario), "NetworkPolicy")
+    everybody = list(pods(render_scenario(scenario)))
     whole, head = sorted(policies, key=lambda one: one["metadata"]["name"])
     assert selected(scenario, whole["spec"]["podSelector"]) == everybody
-    assert selected(scenario, head["spec"]["podSelector"]) == [pod_of(rendered(scenario), "head")]
+    assert selected(scenario, head["spec"]["podSelector"]) == [
+        find_pod(render_scenario(scenario), "head")
+    ]
     for policy in policies:
         targets = selected(scenario, policy["spec"]["podSelector"])
         for rule in policy["spec"]["ingress"]:
@@ -153,7 +155,7 @@ def test_network_policies_meet_pods_and_ports(scenario: str) -> None:
 
 def endpoints(scenario: str) -> dict[str, int]:
     """The head's ports for jobs' metrics, by name."""
-    (head,) = pod_of(rendered(scenario), "head")["spec"]["containers"]
+    (head,) = find_pod(render_scenario(scenario), "head")["spec"]["containers"]
     found = {one["name"]: one["containerPort"] for one in head["ports"]}
     return {name: port for name, port in found.items() if name.startswith("rayzero-")}
 
@@ -164,7 +166,7 @@ def test_a_cluster_has_a_port_for_each_of_its_jobs() -> None:
     assert list(endpoints("cluster").values()) == list(range(9400, 9408))
     assert all(len(name) <= 15 for name in endpoints("cluster")), "or Kubernetes refuses it"
     values = {"mode": "cluster", "metrics": {"podMonitor": {"enabled": True}, "ports": 2}}
-    (monitor,) = of_kind(render(values), "PodMonitor")
+    (monitor,) = objects_of_kind(render(values), "PodMonitor")
     asked = [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]]
     assert asked == ["rayzero-metrics", "rayzero-1", "metrics"]
     notes = render_text(values)["templates/NOTES.txt"]
@@ -175,15 +177,15 @@ def test_a_cluster_has_a_port_for_each_of_its_jobs() -> None:
 
 
 def test_other_releases_are_strangers() -> None:
-    (whole, *_) = of_kind(render({}, release="other"), "NetworkPolicy")
+    (whole, *_) = objects_of_kind(render({}, release="other"), "NetworkPolicy")
     assert selected("default", whole["spec"]["podSelector"]) == []
 
 
 @pytest.mark.parametrize("scenario", ["gpu", "locked-down"])
 def test_the_pod_monitor_meets_pods_and_ports(scenario: str) -> None:
-    (monitor,) = of_kind(rendered(scenario), "PodMonitor")
+    (monitor,) = objects_of_kind(render_scenario(scenario), "PodMonitor")
     found = selected(scenario, monitor["spec"]["selector"])
-    assert pod_of(rendered(scenario), "head") in found
+    assert find_pod(render_scenario(scenario), "head") in found
     for endpoint in monitor["spec"]["podMetricsEndpoints"]:
         assert any(endpoint["port"] in ports(pod) for pod in found)
         assert endpoint["honorLabels"], "or the label `job` is lost, which all rules ask for"
@@ -194,7 +196,7 @@ def test_the_pod_monitor_meets_pods_and_ports(scenario: str) -> None:
 def test_disruption_budgets_leave_enough(scenario: str) -> None:
     budgets = {
         one["metadata"]["name"].rpartition("-")[2]: one["spec"]
-        for one in of_kind(rendered(scenario), "PodDisruptionBudget")
+        for one in objects_of_kind(render_scenario(scenario), "PodDisruptionBudget")
     }
     assert budgets.keys() == (set() if scenario == "cpu-dev" else {"head", "worker"})
     for component, budget in budgets.items():
@@ -202,7 +204,7 @@ def test_disruption_budgets_leave_enough(scenario: str) -> None:
         assert {one["app.kubernetes.io/component"] for one in labels} == {component}
         assert isinstance(budget["minAvailable"], int)
     if budgets:
-        groups = cluster_spec(rendered(scenario))["workerGroupSpecs"]
+        groups = cluster_spec(render_scenario(scenario))["workerGroupSpecs"]
         assert budgets["worker"]["minAvailable"] <= sum(one["minReplicas"] for one in groups)
 
 
@@ -210,12 +212,14 @@ def test_disruption_budgets_leave_enough(scenario: str) -> None:
 def test_the_job_file_is_one(scenario: str, tmp_path: Path) -> None:
     """Rayzero's own loader reads what the config map holds, and finds the metrics port open."""
     (data,) = [
-        one["data"] for one in of_kind(rendered(scenario), "ConfigMap") if "job.yaml" in one["data"]
+        one["data"]
+        for one in objects_of_kind(render_scenario(scenario), "ConfigMap")
+        if "job.yaml" in one["data"]
     ]
     for name, text in data.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     spec = load_job(tmp_path / "job.yaml")
-    head = pod_of(rendered(scenario), "head")["spec"]["containers"][0]
+    head = find_pod(render_scenario(scenario), "head")["spec"]["containers"][0]
     (opened,) = [p["containerPort"] for p in head["ports"] if p["name"] == "rayzero-metrics"]
     assert spec.metrics.port == opened
     if not spec.checkpoint.is_url:
@@ -238,25 +242,25 @@ def test_numbers_of_the_job_file_stay_numbers(tmp_path: Path) -> None:
 
 @WITH_JOBS
 def test_a_stop_has_time_for_the_last_checkpoint(scenario: str) -> None:
-    objects = rendered(scenario)
-    (data,) = [o["data"] for o in of_kind(objects, "ConfigMap") if "job.yaml" in o["data"]]
+    objects = render_scenario(scenario)
+    (data,) = [o["data"] for o in objects_of_kind(objects, "ConfigMap") if "job.yaml" in o["data"]]
     grace_period_s = json.loads(data["job.yaml"])["checkpoint"]["grace_period_s"]
     for role in ("head", "worker"):
-        spec = pod_of(objects, role)["spec"]
+        spec = find_pod(objects, role)["spec"]
         assert spec["terminationGracePeriodSeconds"] > grace_period_s
-    told = {role: pod_of(objects, role)["spec"]["containers"][0] for role in ("head", "worker")}
+    told = {role: find_pod(objects, role)["spec"]["containers"][0] for role in ("head", "worker")}
     before = {role: one["lifecycle"]["preStop"]["exec"]["command"] for role, one in told.items()}
     assert before["worker"] == ["python", "-m", "rayzero.workers.prestop", str(grace_period_s)]
     *module, limit_s = before["head"]
     assert module == ["python", "-m", "rayzero.orchestrator.job.prestop"]
-    grace_s = pod_of(objects, "head")["spec"]["terminationGracePeriodSeconds"]
+    grace_s = find_pod(objects, "head")["spec"]["terminationGracePeriodSeconds"]
     assert grace_period_s < int(limit_s) < grace_s
 
 
 @WITH_SCENARIOS
 def test_a_lost_node_is_found_in_seconds(scenario: str) -> None:
     for role in ("head", "worker"):
-        (container,) = pod_of(rendered(scenario), role)["spec"]["containers"]
+        (container,) = find_pod(render_scenario(scenario), role)["spec"]["containers"]
         env = {one["name"]: one["value"] for one in container["env"] if "value" in one}
         each = int(env["RAY_health_check_period_ms"]) + int(env["RAY_health_check_timeout_ms"])
         lost_ms = int(env["RAY_health_check_initial_delay_ms"]) + each * int(
@@ -281,8 +285,8 @@ def strings(value: Any) -> Iterator[str]:
 @WITH_SCENARIOS
 def test_secrets_are_named_and_never_contained(scenario: str) -> None:
     """No Secret is made, and what looks like a credential is a reference."""
-    objects = rendered(scenario)
-    assert of_kind(objects, "Secret") == []
+    objects = render_scenario(scenario)
+    assert objects_of_kind(objects, "Secret") == []
     for one in containers(scenario):
         for entry in one.get("env", ()):
             if any(word in entry["name"].upper() for word in ("SECRET", "PASSWORD", "TOKEN")):
@@ -292,23 +296,25 @@ def test_secrets_are_named_and_never_contained(scenario: str) -> None:
 def test_references_to_secrets_are_made() -> None:
     by_name = {"s3": "training-bucket", "locked-down": "ray-token"}
     for scenario, name in by_name.items():
-        assert name in set(strings(list(rendered(scenario))))
-    redis = cluster_spec(rendered("locked-down"))["gcsFaultToleranceOptions"]["redisPassword"]
+        assert name in set(strings(list(render_scenario(scenario))))
+    redis = cluster_spec(render_scenario("locked-down"))["gcsFaultToleranceOptions"][
+        "redisPassword"
+    ]
     assert redis == {"valueFrom": {"secretKeyRef": {"name": "redis", "key": "password"}}}
     for role in ("head", "worker"):
-        (container,) = pod_of(rendered("s3"), role)["spec"]["containers"]
+        (container,) = find_pod(render_scenario("s3"), role)["spec"]["containers"]
         assert {"secretRef": {"name": "training-bucket"}} in container["envFrom"]
 
 
 def test_a_queued_job_starts_as_kueue_wants_it() -> None:
-    (job,) = of_kind(rendered("kueue"), "RayJob")
+    (job,) = objects_of_kind(render_scenario("kueue"), "RayJob")
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
     assert job["spec"]["shutdownAfterJobFinishes"] is True
-    assert cluster_spec(rendered("kueue"))["enableInTreeAutoscaling"] is False
+    assert cluster_spec(render_scenario("kueue"))["enableInTreeAutoscaling"] is False
 
 
 def test_groups_differ_from_the_workers_only_in_what_they_say() -> None:
-    steady, spot = cluster_spec(rendered("spot"))["workerGroupSpecs"]
+    steady, spot = cluster_spec(render_scenario("spot"))["workerGroupSpecs"]
     assert (steady["minReplicas"], steady["maxReplicas"]) == (2, 2)
     assert (spot["minReplicas"], spot["maxReplicas"], spot["idleTimeoutSeconds"]) == (0, 14, 60)
     assert "nodeSelector" not in steady["template"]["spec"]
@@ -333,16 +339,18 @@ def test_parameters_of_the_head_win() -> None:
 
 @WITH_SCENARIOS
 def test_the_autoscaler_has_its_volumes(scenario: str) -> None:
-    mounts = cluster_spec(rendered(scenario)).get("autoscalerOptions", {}).get("volumeMounts", [])
-    volumes = pod_of(rendered(scenario), "head")["spec"]["volumes"]
+    mounts = (
+        cluster_spec(render_scenario(scenario)).get("autoscalerOptions", {}).get("volumeMounts", [])
+    )
+    volumes = find_pod(render_scenario(scenario), "head")["spec"]["volumes"]
     assert {mount["name"] for mount in mounts} <= {volume["name"] for volume in volumes}
 
 
 def test_another_suffix_is_another_job() -> None:
-    (job,) = of_kind(render({"job": {"suffix": "2"}}), "RayJob")
+    (job,) = objects_of_kind(render({"job": {"suffix": "2"}}), "RayJob")
     assert job["metadata"]["name"] == "demo-rayzero-2"
     long = render({"job": {"suffix": "2"}, "fullnameOverride": "a" * 40})
-    assert of_kind(long, "RayJob")[0]["metadata"]["name"] == "a" * 38 + "-2"
+    assert objects_of_kind(long, "RayJob")[0]["metadata"]["name"] == "a" * 38 + "-2"
 
 
 @WITH_SCENARIOS

@@ -134,7 +134,7 @@ def expected(case: Case, rules: dict[str, Any]) -> list[dict[str, Any]]:
     rule = rules[case.alert]
     labels = {"job": "gpt", **case.labels}
     annotations = {
-        key: rendered(text, labels, case.value) for key, text in rule["annotations"].items()
+        key: render_scenario(text, labels, case.value) for key, text in rule["annotations"].items()
     }
     return [{"exp_labels": labels | rule["labels"], "exp_annotations": annotations}]
 
@@ -144,6 +144,6 @@ def with_job(series: str) -> str:
     return f'{name}{{job="gpt",{labels}' if brace else f'{name}{{job="gpt"}}'
 
 
-def rendered(text: str, labels: dict[str, str], value: str) -> str:
+def render_scenario(text: str, labels: dict[str, str], value: str) -> str:
     text = re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: labels[found[1]], text)
     return re.sub(r"\{\{ \$value[^}]*\}\}", value, text)

@@ -1,4 +1,4 @@
-"""The chart's job, run as its containers run it: any user, no capabilities, a read-only root.
+"""The chart's job as an arbitrary user without capabilities on a read-only root file system.
 
 Everything but Kubernetes is real: the config map's job file, the head's environment, Ray, training.
 """
@@ -14,53 +14,56 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.chart import of_kind, pod_of, rendered
+from tests.deploy.chart import find_pod, objects_of_kind, render_scenario
 from tests.house.source import ROOT
 
 UID = 12345
-SMALL = {
+SMALL_JOB = {
     "args": {"layers": 1, "width": 32, "heads": 2, "context": 32},
     "steps": 2,
     "checkpoint.path": "/checkpoints/runs",
 }
 
 
-def contained(folder: Path, environment: dict[str, str], *command: str, limit_s: int) -> str:
-    """The output of a command in a container of this machine's own programs."""
+def run_in_container(
+    folder: Path, environment: dict[str, str], *command: str, timeout_s: int
+) -> str:
+    """Run a command in a container that has this machine's programs, and return its output."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "setpriv", "ip"))):
         pytest.skip("needs root, unshare, setpriv and ip")
     root = folder / "root"
     root.mkdir()
     namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--ipc", "--net"]
     if subprocess.run([*namespaces, "mount", "-t", "tmpfs", "tmpfs", str(root)]).returncode:
-        pytest.skip("needs the right to mount")
+        pytest.skip("needs permission to mount")
     paths = {"/usr", "/bin", "/lib", "/lib64", "/etc", sys.base_prefix, sys.prefix, str(ROOT)}
-    box = ["bash", str(ROOT / "tests/deploy/container.sh"), str(root), str(UID)]
-    inside = [*sorted(path for path in paths if Path(path).exists()), str(folder / "job"), "--"]
-    values = [f"{name}={value}" for name, value in environment.items()]
+    container = ["bash", str(ROOT / "tests/deploy/container.sh"), str(root), str(UID)]
+    mounts = [*sorted(path for path in paths if Path(path).exists()), str(folder / "job"), "--"]
+    variables = [f"{name}={value}" for name, value in environment.items()]
     done = subprocess.run(
-        [*namespaces, *box, *inside, *values, *command],
+        [*namespaces, *container, *mounts, *variables, *command],
         capture_output=True,
         text=True,
-        timeout=limit_s,
+        timeout=timeout_s,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
-def test_the_charts_job_runs_as_its_containers_do(tmp_path: Path) -> None:
+def test_job_runs_unprivileged_on_read_only_root(tmp_path: Path) -> None:
+    objects = render_scenario("cpu-dev")
     (data,) = [
-        one["data"]
-        for one in of_kind(rendered("cpu-dev"), "ConfigMap")
-        if "job.yaml" in one["data"]
+        config_map["data"]
+        for config_map in objects_of_kind(objects, "ConfigMap")
+        if "job.yaml" in config_map["data"]
     ]
     (tmp_path / "job").mkdir(mode=0o755)
     tmp_path.chmod(0o755)
     for name, text in data.items():
         (tmp_path / "job" / name).write_text(text, encoding="utf-8")
-    (head,) = pod_of(rendered("cpu-dev"), "head")["spec"]["containers"]
-    environment = {one["name"]: one["value"] for one in head["env"]} | {
+    (head,) = find_pod(objects, "head")["spec"]["containers"]
+    environment = {variable["name"]: variable["value"] for variable in head["env"]} | {
         "PATH": f"{sys.prefix}/bin:/usr/bin:/bin",
         "PYTHONPATH": str(ROOT),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -68,26 +71,26 @@ def test_the_charts_job_runs_as_its_containers_do(tmp_path: Path) -> None:
         "HOME": "/",
         "RAY_AUTH_MODE": "disabled",
     }
-    overrides = [f"--set={key}={json.dumps(value)}" for key, value in SMALL.items()]
+    overrides = [f"--set={key}={json.dumps(value)}" for key, value in SMALL_JOB.items()]
     command = (
         f"python -m rayzero run {tmp_path}/job/job.yaml --json {' '.join(map(repr, overrides))}"
     )
-    said = contained(
+    output = run_in_container(
         tmp_path,
         environment,
         *("sh", "-c"),
         "id -u; ! touch /file 2>&1; grep CapEff /proc/self/status; "
         "! touch $HOME/file 2>&1; python -m rayzero doctor --checkpoint /checkpoints/runs --json; "
         f"{command}; ls /checkpoints/runs/*",
-        limit_s=540,
+        timeout_s=540,
     )
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert lines[0] == str(UID)
     assert "Read-only" in lines[1]
     assert lines[2].split() == ["CapEff:", "0" * 16]
-    assert "Read-only" in lines[3], "no home is needed"
-    (told,) = [json.loads(line) for line in lines if '"findings"' in line]
-    assert told["level"] != "fail", told
+    assert "Read-only" in lines[3], "no home directory is needed"
+    (report,) = [json.loads(line) for line in lines if '"findings"' in line]
+    assert report["level"] != "fail", report
     (summary,) = [json.loads(line) for line in lines if '"event": "summary"' in line]
-    assert summary["steps"] == SMALL["steps"]
-    assert {"summary.json", f"step-{SMALL['steps']}"} <= set(lines)
+    assert summary["steps"] == SMALL_JOB["steps"]
+    assert {"summary.json", f"step-{SMALL_JOB['steps']}"} <= set(lines)

@@ -13,9 +13,9 @@ from tests.deploy.chart import (
     CHART,
     WITH_SCENARIOS,
     Object,
-    of_kind,
+    objects_of_kind,
     render,
-    rendered,
+    render_scenario,
     scenario_values,
 )
 from tests.deploy.operator import refusals
@@ -121,7 +121,7 @@ WITH_VALUES = pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
 
 @WITH_SCENARIOS
 def test_the_operator_takes_the_objects_of_scenarios(scenario: str) -> None:
-    assert [text for one in rendered(scenario) for text in refusals(one)] == []
+    assert [text for one in render_scenario(scenario) for text in refusals(one)] == []
 
 
 @WITH_VALUES
@@ -130,7 +130,7 @@ def test_the_operator_takes_the_objects_of_single_values(values: dict[str, Any])
 
 
 def test_what_the_operator_refuses_is_seen() -> None:
-    (job,) = deepcopy(of_kind(rendered("default"), "RayJob"))
+    (job,) = deepcopy(objects_of_kind(render_scenario("default"), "RayJob"))
     assert refusals(job) == []
     job["metadata"]["name"] = "1-job"
     job["spec"] |= {"suspend": True, "shutdownAfterJobFinishes": False}
@@ -157,7 +157,7 @@ def own_and_custom(objects: Iterable[Object]) -> tuple[list[Object], list[Object
 @WITH_VERSIONS
 @WITH_SCENARIOS
 def test_built_in_objects_of_scenarios_are_valid(scenario: str, version: str) -> None:
-    own, _ = own_and_custom(rendered(scenario))
+    own, _ = own_and_custom(render_scenario(scenario))
     assert own
     assert broken(own, version) == []
 
@@ -165,7 +165,7 @@ def test_built_in_objects_of_scenarios_are_valid(scenario: str, version: str) ->
 @WITH_SCENARIOS
 def test_custom_resources_of_scenarios_are_valid(scenario: str) -> None:
     needs_crds()
-    _, custom = own_and_custom(rendered(scenario))
+    _, custom = own_and_custom(render_scenario(scenario))
     assert custom
     assert broken(custom, "") == []
 
@@ -196,12 +196,12 @@ def test_helm_finds_nothing_to_say(scenario: str, version: str) -> None:
 def test_a_wrong_object_is_seen() -> None:
     """A misspelt field in each kind, a broken CEL rule, a wrong value: or these tests are void."""
     needs_crds()
-    for one in [*rendered("gpu"), *rendered("cluster")]:
+    for one in [*render_scenario("gpu"), *render_scenario("cluster")]:
         wrong = deepcopy(one)
         place = wrong.get("spec") if one["kind"] not in ("Role",) else wrong
         (place if place is not None else wrong)["mispelt"] = 1
         assert check(wrong, "1.32"), one["kind"]
-    (job,) = deepcopy(of_kind(rendered("default"), "RayJob"))
+    (job,) = deepcopy(objects_of_kind(render_scenario("default"), "RayJob"))
     job["spec"]["deletionStrategy"] = {"onSuccess": {"policy": "DeleteSelf"}}
     assert "BOTH onSuccess and onFailure" in check(job, "1.32")[0]
     job["spec"]["deletionStrategy"] = {"onSuccess": {"policy": "DeleteAll"}}

@@ -1,4 +1,4 @@
-"""What is shipped: wheel and sdist hold the whole of rayzero once, and both work when installed."""
+"""Wheel and sdist contain every module of rayzero once, and both work when installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.house.source import PACKAGES, ROOT, packages
 pytestmark = pytest.mark.slow
 
 SHIPPED = ("pyproject.toml", "README.md", "LICENSE", "rayzero", *PACKAGES)
-HELP = ("Usage", "run")
+HELP_WORDS = ("Usage", "run")
 
 
 def run(*command: str, cwd: Path, **environment: str) -> str:
@@ -35,7 +35,7 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a wheel and an sdist, built from a copy: a build litters its source."""
+    """A folder with a wheel and an sdist, built from a copy: a build writes into its source."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in SHIPPED:
         if (ROOT / name).is_dir():
@@ -55,34 +55,34 @@ def archive(request: pytest.FixtureRequest, built: Path) -> Path:
 
 
 def members(archive: Path) -> list[str]:
-    """The files of an archive; the sdist's without its top folder."""
+    """Paths of the files in an archive, without the top folder of an sdist."""
     if archive.suffix == ".whl":
         return zipfile.ZipFile(archive).namelist()
     with tarfile.open(archive) as tar:
-        return [one.name.split("/", 1)[1] for one in tar.getmembers() if one.isfile()]
+        return [member.name.split("/", 1)[1] for member in tar.getmembers() if member.isfile()]
 
 
-def test_every_module_is_in_it_once(archive: Path) -> None:
-    found = members(archive)
-    wanted = {name.replace(".", "/") for name in (module.name for module in packages())}
-    modules = [one.removesuffix(".py").removesuffix("/__init__") for one in found]
-    assert {name: modules.count(name) for name in wanted} == dict.fromkeys(wanted, 1)
-    assert found.count("rayzero/py.typed") == 1
-    assert [one for one in found if one.split("/")[0] in (*PACKAGES, "tests")] == []
+def test_archive_contains_every_module_once(archive: Path) -> None:
+    files = members(archive)
+    expected = {module.name.replace(".", "/") for module in packages()}
+    modules = [file.removesuffix(".py").removesuffix("/__init__") for file in files]
+    assert {name: modules.count(name) for name in expected} == dict.fromkeys(expected, 1)
+    assert files.count("rayzero/py.typed") == 1
+    assert [file for file in files if file.split("/")[0] in (*PACKAGES, "tests")] == []
 
 
-def test_it_installs_and_works(archive: Path, tmp_path: Path) -> None:
-    """From a folder of its own, its dependencies coming from this environment."""
+def test_archive_installs_and_works(archive: Path, tmp_path: Path) -> None:
+    """Installed into a separate folder, with the dependencies of this environment."""
     target = tmp_path / "site"
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
     run(*pip, "--target", str(target), str(archive), cwd=tmp_path)
     path = {"PYTHONPATH": str(target)}  # before site-packages, where the checkout is installed
     script = "import rayzero.engine.errors as e; print(e.__file__, rayzero.RayzeroError.__module__)"
-    home, module = run(
+    file, module = run(
         sys.executable, "-c", "import rayzero;" + script, cwd=tmp_path, **path
     ).split()
-    assert Path(home).is_relative_to(target)
+    assert Path(file).is_relative_to(target)
     assert module == "rayzero.engine.errors"
     for command in ((sys.executable, "-m", "rayzero"), (str(target / "bin/rayzero"),)):
-        shown = run(*command, "--help", cwd=tmp_path, **path)
-        assert all(word in shown for word in HELP)
+        output = run(*command, "--help", cwd=tmp_path, **path)
+        assert all(word in output for word in HELP_WORDS)

@@ -31,7 +31,7 @@ ENDED = (Stopped, Crashed, Finished)
 
 
 class LocalWorkers:
-    """Workers by index. The test makes the controller's calls; `close` ends everything."""
+    """Workers by index. The test makes the controller's calls; `close` kills all workers."""
 
     def __init__(self, setup: WorkerSpec, count: int) -> None:
         self.vault = Vault("job", NODE, no_other_nodes)
@@ -42,7 +42,7 @@ class LocalWorkers:
             self.start_worker()
 
     def start_worker(self) -> int:
-        """A new worker; its index."""
+        """Start a worker and return its index."""
         index = len(self.seen)
         self.workers[index] = _Worker(self.setup, index)
         self.seen[index] = []
@@ -56,7 +56,7 @@ class LocalWorkers:
         restore: Restore | None = None,
         recipients: Sequence[int] | None = None,
     ) -> None:
-        """Starts a generation, on `recipients` only if given."""
+        """Start a generation, only on `recipients` if given."""
         port = self.workers[members[0]].call("open_store")
         for rank, index in enumerate(members):
             if recipients is not None and index not in recipients:
@@ -70,7 +70,7 @@ class LocalWorkers:
     def wait(
         self, index: int, matches: Callable[[WorkerMessage], bool], timeout_s: float = 240.0
     ) -> WorkerMessage:
-        """Polls a worker until a message matches."""
+        """Poll a worker until a message matches."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             for message in self.workers[index].call("poll", 0.5):
@@ -87,11 +87,12 @@ class LocalWorkers:
         return self.wait(index, ended)
 
     def wait_step(self, index: int, generation: int, step: int) -> None:
-        """Waits until a worker has finished that step, maybe after the death of another."""
+        """Wait until a worker has finished a step, possibly after another worker died."""
 
         def finished(message: WorkerMessage) -> bool:
-            mine = isinstance(message, StepReport) and message.generation == generation
-            return mine and message.step >= step
+            if not isinstance(message, StepReport) or message.generation != generation:
+                return False
+            return message.step >= step
 
         self.wait(index, finished, 200.0)
 
@@ -124,50 +125,50 @@ class _Worker:
     """A process with a WorkerProcess, which executes calls one by one."""
 
     def __init__(self, setup: WorkerSpec, index: int) -> None:
-        ours, theirs = PROCESSES.Pipe()
-        self._process = PROCESSES.Process(target=_serve, args=(theirs, setup, index), daemon=True)
+        parent, child = PROCESSES.Pipe()
+        self._process = PROCESSES.Process(target=_serve, args=(child, setup, index), daemon=True)
         self._process.start()
-        theirs.close()
-        self._end: Connection = ours
+        child.close()
+        self._connection: Connection = parent
         self.pid = self._process.pid or 0
 
     def call(self, name: str, *args: Any) -> Any:
-        self._end.send((name, args))
-        if not self._end.poll(240):
+        self._connection.send((name, args))
+        if not self._connection.poll(240):
             raise TimeoutError(f"{name} took too long")
-        succeeded, answer = self._end.recv()
+        succeeded, result = self._connection.recv()
         if not succeeded:
-            raise answer
-        return answer
+            raise result
+        return result
 
     def end(self) -> None:
         self._process.kill()
         self._process.join(10)
-        self._end.close()
+        self._connection.close()
 
 
 def no_other_nodes(*args: Any) -> Any:
-    """The `fetch` of a vault that is alone."""
+    """The `fetch` of a vault without peers."""
     raise AssertionError(args)
 
 
-def _serve(end: Connection, setup: WorkerSpec, index: int) -> None:
+def _serve(connection: Connection, setup: WorkerSpec, index: int) -> None:
     from rayzero.workers.worker import WorkerProcess
 
-    threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     host = WorkerProcess(setup, index)
     while True:
         try:
-            name, args = end.recv()
+            name, args = connection.recv()
         except EOFError:
             sys.exit(0)
         try:
-            end.send((True, getattr(host, name)(*args)))
+            connection.send((True, getattr(host, name)(*args)))
         except Exception as error:  # noqa: BLE001
-            end.send((False, error))
+            connection.send((False, error))
 
 
-def _die_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""A training function and its oracle, for tests of repair."""
+"""A training function and its plain-torch oracle, for recovery tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLES, LENGTH = 12, 50
 
 
 class Data:
-    """Regression samples; each is a pure function of its number."""
+    """Regression samples; each is a pure function of its index."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         self._dtype = dtype
@@ -50,11 +50,11 @@ def train(ctx: Any) -> dict[str, Any]:
     return {}
 
 
-_gather = SharedMemoryBackend._all_gather_steps
+_all_gather_steps = SharedMemoryBackend._all_gather_steps
 
 
-def _late_gather(self: SharedMemoryBackend, *arguments: Any) -> Iterator[None]:
-    steps = _gather(self, *arguments)
+def _slow_all_gather_steps(self: SharedMemoryBackend, *arguments: Any) -> Iterator[None]:
+    steps = _all_gather_steps(self, *arguments)
     next(steps)
     time.sleep(0.1)
     yield
@@ -62,15 +62,15 @@ def _late_gather(self: SharedMemoryBackend, *arguments: Any) -> Iterator[None]:
 
 
 def train_late(ctx: Any) -> dict[str, Any]:
-    """Rank 0 is slow between saying that its weights are there and listening for who has read
-    them: its peers are through with the step before."""
+    """`train`, but rank 0 sleeps between publishing its weights and waiting for their readers, so
+    that its peers finish the step first."""
     if ctx.rank == 0:
-        SharedMemoryBackend._all_gather_steps = _late_gather  # type: ignore[method-assign]
+        SharedMemoryBackend._all_gather_steps = _slow_all_gather_steps  # type: ignore[method-assign]
     return train(ctx)
 
 
 def oracle(steps: int, dtype: torch.dtype = torch.float64, seed: int = 3) -> dict[str, Tensor]:
-    """Plain torch over the same samples: the sample order is the only thing of ours."""
+    """Weights after plain torch training; only the sample order is rayzero's."""
     from rayzero.engine.data.sampling import SampleOrder
 
     model, data, order = make_model(dtype), Data(dtype), SampleOrder(LENGTH, seed)

@@ -1,5 +1,6 @@
-"""A training function that goes through every kind of state, a row for each two generations; see
-`tests.engine.state.kinds`.
+"""A training function that covers every kind of state of `tests.engine.state.kinds`.
+
+Each kind takes two generations: the first is killed, the second finishes.
 """
 
 from __future__ import annotations
@@ -14,30 +15,30 @@ from rayzero.engine.engine import Engine
 from tests.engine.state.blocks import Block
 from tests.engine.state.kinds import KINDS, go_on, make
 
-STEPS, AT = 7, 5  # rank 1 dies within the step after `AT`, if its row is young
+STEPS, AT = 7, 5  # in the first generation of a kind, rank 1 dies within the step after `AT`
 
 
 def train(ctx: Any) -> dict[str, Any]:
-    """Leaves each rank's state in a file."""
-    row, later = divmod(ctx.generation - 1, 2)
+    """Train, and write each rank's state to a file."""
+    row, is_second = divmod(ctx.generation - 1, 2)
     name = list(KINDS)[row]
     kind = KINDS[name]
     engine, loader = make(kind, kind.config(kind.stage, str(ctx.output_dir)))
-    if ctx.rank == 1 and not later:
+    if ctx.rank == 1 and not is_second:
         go_on(engine, loader, AT)
-        _doom(engine, "update" if row % 2 else "backward")
+        _kill_in_phase(engine, "update" if row % 2 else "backward")
     go_on(engine, loader, STEPS)
     Path(ctx.output_dir, f"{row}-{ctx.rank}").write_bytes(pickle.dumps(Block.of(engine)))
     return {}
 
 
-def _doom(engine: Engine, phase: str) -> None:
-    """This process dies when it is next in that phase."""
+def _kill_in_phase(engine: Engine, phase: str) -> None:
+    """Kill this process when it next enters the phase."""
 
-    def die(*_: Any) -> None:
+    def kill(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if phase == "update":
-        engine.optimizer.register_step_pre_hook(die)
+        engine.optimizer.register_step_pre_hook(kill)
     else:
-        engine.module.register_full_backward_hook(die)
+        engine.module.register_full_backward_hook(kill)

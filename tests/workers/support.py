@@ -1,4 +1,4 @@
-"""Specs and assignments for the tests of the workers."""
+"""Specs and assignments for worker tests."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def poll_until(
     poll: Callable[[float], list[WorkerMessage]], last: type[WorkerMessage], rounds: int = 60
 ) -> list[WorkerMessage]:
     """All messages up to the first of type `last`."""
-    seen: list[WorkerMessage] = []
+    messages: list[WorkerMessage] = []
     for _ in range(rounds):
-        seen += poll(0.5)
-        if any(isinstance(message, last) for message in seen):
-            return seen
-    raise AssertionError(f"no {last.__name__} in {seen}")
+        messages += poll(0.5)
+        if any(isinstance(message, last) for message in messages):
+            return messages
+    raise AssertionError(f"no {last.__name__} in {messages}")

@@ -1,4 +1,4 @@
-"""Faults that come while a worker runs: into its generation, and into those to come."""
+"""Faults injected while a worker runs: into the current generation and the next."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def local(tmp_path: Path) -> Iterator[LocalWorkers]:
     workers.close()
 
 
-def test_a_fault_reaches_a_running_generation_and_the_next(local: LocalWorkers, tmp_path: Path):
+def test_injected_faults_reach_current_and_next_generation(local: LocalWorkers, tmp_path: Path):
     worker = local.workers[0]
     local.form(1, [0])
     local.wait(0, lambda message: isinstance(message, StepReport) and message.step >= 3)
     first = 'raise_error(rank=0, step=4, phase="reduce")'
     worker.call("inject", [parse_fault(first)])
-    worker.call("inject", [])  # a list that was overtaken by the newer one
+    worker.call("inject", [])  # an older list that arrives late
     crashed = local.wait_end(0, 1)
     assert isinstance(crashed, Crashed)
     assert "injected in phase reduce" in crashed.error
@@ -52,8 +52,8 @@ def test_a_fault_reaches_a_running_generation_and_the_next(local: LocalWorkers, 
     second = f"raise_error(rank=0, step={crashed.step + 5})"
     worker.call("inject", [parse_fault(first), parse_fault(second)])  # between two generations
     local.form(2, [0], local.slots(1, 1))
-    again = local.wait_end(0, 2)
-    assert isinstance(again, Crashed)
-    assert again.step == crashed.step + 5
+    second_crash = local.wait_end(0, 2)
+    assert isinstance(second_crash, Crashed)
+    assert second_crash.step == crashed.step + 5
     assert [message.fault for message in FaultRecord(tmp_path).read()] == [first, second]
     assert not any(isinstance(message, Finished) for message in local.seen[0])

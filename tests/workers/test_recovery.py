@@ -1,4 +1,4 @@
-"""Repair in place, at the level of the workers: real processes and a vault, no Ray.
+"""In-place repair by workers: real processes and a vault, without Ray.
 
 The oracle is a plain torch loop over the same samples.
 """
@@ -33,7 +33,7 @@ from tests.workers.local_workers import NODE, LocalWorkers
 from tests.workers.support import setup
 
 STEPS = 12
-FREED_S = 15  # less than the timeouts of collectives and the vault
+MAX_FENCE_S = 15  # less than the timeouts of collectives and the vault
 pytestmark = pytest.mark.slow
 
 
@@ -73,10 +73,10 @@ def check_results(local: LocalWorkers, steps: int = STEPS) -> None:
     assert check_ledger(f"{folder}/ledger", order, recovery_jobs.SAMPLES) == []
 
 
-def lost(local: LocalWorkers, timeout_s: float = 200) -> int:
+def wait_for_lost_worker(local: LocalWorkers, timeout_s: float = 200) -> int:
     """The worker that the vault reports as lost."""
-    until = time.monotonic() + timeout_s
-    while time.monotonic() < until:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
         for loss in local.vault.poll(0.5):
             return loss.worker
     raise AssertionError("the vault reported no loss")
@@ -84,12 +84,12 @@ def lost(local: LocalWorkers, timeout_s: float = 200) -> int:
 
 @pytest.mark.parametrize("phase", ["forward", "reduce", "update", "publish", "mirror", "data"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_killed_worker_loses_no_finished_step(start_workers, stage, phase):
+def test_killed_worker_loses_no_finished_step(start_workers, stage, phase):
     fault = f'kill(rank=1, step=5, phase="{phase}")'
     local = start_workers(3, stage, faults=(fault,))
     pids = {index: worker.pid for index, worker in local.workers.items()}
     local.form(1, [0, 1, 2])
-    assert lost(local) == 1
+    assert wait_for_lost_worker(local) == 1
     assert [fired.step for fired in FaultRecord(local.setup.output_dir).read()] == [5]
     ends = {}
     for index in (0, 2):
@@ -117,7 +117,7 @@ def test_a_killed_worker_loses_no_finished_step(start_workers, stage, phase):
 
 @pytest.mark.parametrize("phase", ["reduce", "update"])
 def test_offloaded_state_is_restored_from_the_vault(start_workers, tmp_path, phase):
-    """The file of a dead worker is gone with its process."""
+    """The NVMe file of a worker is removed when its process dies."""
     config = recovery_jobs.engine_config(3)
     config["zero_optimization"] |= {
         "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")},
@@ -127,7 +127,7 @@ def test_offloaded_state_is_restored_from_the_vault(start_workers, tmp_path, pha
     fault = f'kill(rank=1, step=5, phase="{phase}")'
     local = start_workers(3, 3, faults=(fault,), engine_config=config)
     local.form(1, [0, 1, 2])
-    assert lost(local) == 1
+    assert wait_for_lost_worker(local) == 1
     for index in (0, 2):
         local.wait_step(index, 1, 4)
     for index in (0, 2):
@@ -142,20 +142,20 @@ def test_offloaded_state_is_restored_from_the_vault(start_workers, tmp_path, pha
     assert not list((tmp_path / "nvme").iterdir())
 
 
-def test_survivors_of_a_stopped_worker_are_fenced_without_waiting_for_it(start_workers):
+def test_fence_does_not_wait_for_a_stopped_worker(start_workers):
     local = start_workers(3, 3, faults=('stop(rank=2, step=4, phase="backward")',))
     local.form(1, [0, 1, 2])
     local.wait(0, lambda message: isinstance(message, StepReport) and message.step == 3)
-    until = time.monotonic() + 200
+    deadline_s = time.monotonic() + 200
     while not FaultRecord(local.setup.output_dir).read():
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline_s
         time.sleep(0.05)
-    time.sleep(0.5)  # until the others wait for it
+    time.sleep(0.5)  # until the other ranks wait for the stopped one
     started = time.monotonic()
     for index in (0, 1):
         local.workers[index].call("fence", 1)
         assert isinstance(local.wait_end(index, 1), Stopped), local.texts(index)
-    assert time.monotonic() - started < FREED_S
+    assert time.monotonic() - started < MAX_FENCE_S
     local.form(2, [1, 0], local.slots(1, 3))
     for index in (0, 1):
         assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
@@ -163,7 +163,7 @@ def test_survivors_of_a_stopped_worker_are_fenced_without_waiting_for_it(start_w
 
 
 @pytest.mark.parametrize("recipients", [(0, 1), (1,)])
-def test_a_fence_ends_a_wait_for_a_rank_that_never_joins(start_workers, recipients):
+def test_fence_ends_wait_for_missing_rank(start_workers, recipients):
     local = start_workers(3)
     local.form(1, [0, 1, 2], recipients=recipients)
     time.sleep(0.5)
@@ -172,14 +172,14 @@ def test_a_fence_ends_a_wait_for_a_rank_that_never_joins(start_workers, recipien
         local.workers[index].call("fence", 1)
         # The end of the first may close the store that the second uses.
         assert isinstance(local.wait_end(index, 1), Stopped | Crashed), local.texts(index)
-    assert time.monotonic() - started < FREED_S
+    assert time.monotonic() - started < MAX_FENCE_S
     local.form(2, [0, 1])
     for index in (0, 1):
         assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
     check_results(local)
 
 
-def test_growth_and_shrink_at_a_step_boundary_lose_nothing(start_workers):
+def test_growth_and_shrink_lose_no_step(start_workers):
     local = start_workers(3, 3, faults=("slow(rank=0, step=2, seconds=0.2, steps=12)",))
     local.form(1, [0, 1])
     newcomer = 2
@@ -188,7 +188,7 @@ def test_growth_and_shrink_at_a_step_boundary_lose_nothing(start_workers):
     ends = [local.wait_end(index, 1) for index in (0, 1)]
     assert all(isinstance(message, Stopped) for message in ends), ends
     steps = {message.memory.step for message in ends}
-    assert len(steps) == 1, "all left after the same step"
+    assert len(steps) == 1, "all ranks must stop after the same step"
     restore = local.slots(1, 2)
     assert {restore.step} == steps
     local.form(2, [0, 1, newcomer], restore)
@@ -200,7 +200,7 @@ def test_growth_and_shrink_at_a_step_boundary_lose_nothing(start_workers):
     check_results(local)
 
 
-def test_a_drained_rank_does_not_disconnect_slower_ones(start_workers):
+def test_drained_rank_does_not_disconnect_slower_ranks(start_workers):
     local = start_workers(3, 2, "train_late")
     local.form(1, [0, 1, 2])
     for index in (0, 1, 2):
@@ -213,7 +213,7 @@ def test_a_drained_rank_does_not_disconnect_slower_ones(start_workers):
     check_results(local)
 
 
-def test_a_finished_worker_can_join_another_generation(start_workers):
+def test_finished_worker_can_join_another_generation(start_workers):
     local = start_workers(2, 2)
     local.form(1, [0, 1])
     for index in (0, 1):
@@ -225,12 +225,12 @@ def test_a_finished_worker_can_join_another_generation(start_workers):
     check_results(local)
 
 
-def test_without_replicas_a_survivor_with_the_complete_state_is_salvaged(start_workers):
+def test_complete_state_is_salvaged_from_survivor_without_replicas(start_workers):
     local = start_workers(
         3, 0, faults=('kill(rank=0, step=6, phase="backward")',), mirror=MirrorPolicy()
     )
     local.form(1, [0, 1, 2])
-    assert lost(local) == 0
+    assert wait_for_lost_worker(local) == 0
     for index in (1, 2):
         local.wait_step(index, 1, 5)
     for index in (1, 2):
@@ -261,7 +261,7 @@ def test_user_errors_and_damaged_state_are_distinguished(start_workers):
     assert crash.kind == "state", crash
 
 
-def test_checkpoint_steps_are_pinned_on_all_ranks_alike(start_workers):
+def test_all_ranks_pin_the_same_checkpoint_step(start_workers):
     plan = MirrorPolicy(replicas=1, every_steps=1, checkpoint_every_steps=5)
     local = start_workers(2, 2, mirror=plan)
     local.form(1, [0, 1])
@@ -270,12 +270,12 @@ def test_checkpoint_steps_are_pinned_on_all_ranks_alike(start_workers):
         pins = [message for message in local.seen[index] if isinstance(message, Pinned)]
         # Step 10 is due while step 5 is still pinned, and is pinned once that is unpinned.
         assert [(message.step, message.checkpoint) for message in pins] == [(5, True)]
-    kept = [slot for slot in local.vault.inventory() if slot.pinned]
-    assert {(slot.rank, slot.step) for slot in kept} == {(0, 5), (1, 5)}
+    pinned = [slot for slot in local.vault.inventory() if slot.pinned]
+    assert {(slot.rank, slot.step) for slot in pinned} == {(0, 5), (1, 5)}
     check_results(local)
 
 
-def test_the_record_of_faults_is_json_lines(start_workers):
+def test_fault_record_is_json_lines(start_workers):
     local = start_workers(1, 1, faults=("slow(rank=0, step=2, seconds=0.01)",))
     local.form(1, [0])
     assert isinstance(local.wait_end(0, 1), Finished)

@@ -1,4 +1,4 @@
-"""Every kind of state through a death: real processes, a vault, and a copy of it on another node.
+"""Recovery of every kind of state: real processes, and a replica of the vault on another node.
 
 One of two ranks is killed within a step, and its node's vault is lost; a spare replaces it,
 and both start from the replicas. The result must equal that of a run without faults bit by bit.
@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 from tests.workers.local_workers import NODE, LocalWorkers, no_other_nodes
 from tests.workers.state_kind_jobs import AT, STEPS
 from tests.workers.support import setup
-from tests.workers.test_recovery import lost
+from tests.workers.test_recovery import wait_for_lost_worker
 
 WORLD = 2
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def run_without_faults(rank: int, world: int, name: str, folder: str) -> tuple[B
 
 
 class Workers:
-    """Workers that all parameters share, as long as they pass, and the folder of their states."""
+    """Workers that all test parameters share until one fails, and the folder of their states."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,7 +51,7 @@ class Workers:
         self.alive: list[int] = []
 
     def ready(self) -> LocalWorkers:
-        """Two living workers and a new vault."""
+        """Two live workers and a new vault."""
         if self.local is None:
             plan = MirrorPolicy(replicas=1, every_steps=1)
             spec = setup(
@@ -83,10 +83,10 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
 
 
 def replicate(local: LocalWorkers, restore: Restore) -> Restore:
-    """Copies these versions to another node's vault; the first vault is lost."""
+    """Copy these slots to another node's vault, and close the first vault."""
     origin = local.vault
     local.vault = Vault(
-        "job", "other", lambda ref, at, count: origin.read(*_key(ref), at, count).data
+        "job", "other", lambda ref, offset, count: origin.read(*_key(ref), offset, count).data
     )
     assert local.vault.replicate(restore.slots) > 0
     origin.close()
@@ -98,7 +98,7 @@ def _key(ref):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_state_survives_a_death_bit_by_bit(workers: Workers, name: str) -> None:
+def test_every_kind_of_state_is_restored_bit_by_bit(workers: Workers, name: str) -> None:
     generation = 2 * list(KINDS).index(name) + 1
     local = workers.ready()
     try:
@@ -118,7 +118,7 @@ def _repaired(local: LocalWorkers, workers: Workers, generation: int) -> list[Bl
     survivor, victim = workers.alive
     local.form(generation, [survivor, victim])
     spare = local.start_worker()
-    assert lost(local, 60) == victim
+    assert wait_for_lost_worker(local, 60) == victim
     local.wait_step(survivor, generation, AT)
     local.workers[survivor].call("fence", generation)
     ended = local.wait_end(survivor, generation)

@@ -1,4 +1,4 @@
-"""Probes in real processes, in environments that are broken on purpose."""
+"""Doctor probes in real processes, in deliberately broken environments."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ PROBES = "rayzero.orchestrator.doctor.probes"
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose modules come before all others in new processes."""
-    own = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), own]))
+    """A folder that is first on the import path of new processes."""
+    inherited = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), inherited]))
     return tmp_path
 
 
@@ -37,7 +37,7 @@ def write(folder: Path, name: str, text: str) -> str:
     return name
 
 
-def test_later_values_win_and_other_output_is_ignored(modules: Path) -> None:
+def test_last_value_wins_and_other_output_is_ignored(modules: Path) -> None:
     text = """
 import json, sys
 print("output of a library")
@@ -49,7 +49,7 @@ print(json.dumps({"a": 2}))
 
 
 @pytest.mark.parametrize(
-    ("ending", "text_of_error"),
+    ("ending", "error_text"),
     [
         ("raise RuntimeError('no such file')", "RuntimeError: no such file"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal 11"),
@@ -58,17 +58,17 @@ print(json.dumps({"a": 2}))
         ("import time; time.sleep(600)", "no answer within 5 s"),
     ],
 )
-def test_facts_before_a_failure_are_kept(modules: Path, ending: str, text_of_error: str) -> None:
+def test_facts_before_failure_are_kept(modules: Path, ending: str, error_text: str) -> None:
     name = write(modules, "fails", f"print('{{\"a\": 1}}', flush=True)\n{ending}\n")
     start_s = time.monotonic()
     probe = run_probe(name, (), 5 if "600" in ending else 120)
     assert probe.facts == {"a": 1}
-    assert text_of_error in probe.error
+    assert error_text in probe.error
     assert time.monotonic() - start_s < 120
 
 
-def test_children_of_a_probe_are_not_waited_for(modules: Path) -> None:
-    """A child that keeps stdout and stderr open, and an incomplete last line."""
+def test_probe_does_not_wait_for_child_processes(modules: Path) -> None:
+    """The child keeps stdout and stderr open, and the last line is incomplete."""
     text = """
 import pathlib, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -81,18 +81,18 @@ print('{"half":', end="")
         pending = threads.submit(run_probe, name, (str(pid),), 240)
         try:
             assert pending.result(120) == ProbeResult({"a": 1}, "")
-        finally:  # ends the wait, if there is one
+        finally:  # unblocks `run_probe` if it waits for the child
             os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
-def test_a_torch_that_cannot_be_imported(modules: Path) -> None:
+def test_torch_import_error_is_reported(modules: Path) -> None:
     write(modules, "torch", "raise ImportError('libcudart.so.13: cannot open shared object file')")
     probe = run_probe("rayzero.engine.torch_probe", ("0", str(modules)), 60)
     assert probe.facts == {}
     assert "libcudart.so.13" in probe.error
 
 
-def test_a_missing_cluster() -> None:
+def test_unreachable_cluster_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     probe = run_probe(PROBES, ("cluster", f"127.0.0.1:{port}"), 60)
@@ -100,14 +100,14 @@ def test_a_missing_cluster() -> None:
     assert "refused" in probe.error.lower()
 
 
-def test_a_folder_for_checkpoints(tmp_path: Path) -> None:
+def test_storage_probe_leaves_no_files(tmp_path: Path) -> None:
     facts = check_storage(str(tmp_path / "not" / "yet"))
     assert facts["nbytes"] == 4 * 2**20
     assert facts["free_bytes"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+def test_storage_path_that_is_a_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     with pytest.raises(RayzeroError, match="Not a directory"):
         check_storage(str(tmp_path / "runs" / "gpt"))
@@ -116,7 +116,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     assert probe.facts["fix"]
 
 
-def test_credentials_in_a_url_are_not_shown() -> None:
+def test_credentials_in_url_are_redacted() -> None:
     url = "s3://AKIA:p4ss@bucket/runs?region=x"
     assert redact_url(f"{url}: no") == "s3://***@bucket/runs?region=x: no"
     probe = run_probe(PROBES, ("storage",), 60, url.replace("s3:", "ftp:"))
@@ -124,7 +124,7 @@ def test_credentials_in_a_url_are_not_shown() -> None:
     assert "p4ss" not in json.dumps([probe.facts, probe.error])
 
 
-def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = inspect_machine({})
     assert machine.python == platform.python_version()
     assert machine.ray
@@ -138,8 +138,8 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_with_a_cluster(tmp_path: Path) -> None:
-    """A real cluster, a real all-reduce, a real disk."""
+def test_doctor_command_with_cluster(tmp_path: Path) -> None:
+    """A real cluster, all-reduce and disk."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": 0})
@@ -151,8 +151,8 @@ def test_the_command_with_a_cluster(tmp_path: Path) -> None:
     levels = {finding["name"]: finding["level"] for finding in report["findings"]}
     assert result.returncode == 0, result.stdout + result.stderr
     assert [levels[name] for name in ("torch", "gloo", "cluster", "checkpoints")] == ["ok"] * 4
-    (seen,) = [finding["seen"] for finding in report["findings"] if finding["name"] == "cluster"]
-    assert seen.startswith("1 nodes, 3 CPUs")
+    (cluster_finding,) = [f for f in report["findings"] if f["name"] == "cluster"]
+    assert cluster_finding["seen"].startswith("1 nodes, 3 CPUs")
 
 
 def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

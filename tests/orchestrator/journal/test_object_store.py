@@ -1,4 +1,4 @@
-"""A journal and a lease through S3: a server in a process of its own, which has to be there."""
+"""Journal and lease in S3, served by a local server process."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def bucket() -> Iterator[str]:
 
 
 @pytest.fixture
-def planned(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> JobPlan:
+def job_plan(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> JobPlan:
     monkeypatch.chdir(tmp_path)
     path = join_url(bucket, request.node.name)
     spec = JobSpec(name="job", entrypoint="m:f", checkpoint={"path": path})  # type: ignore[arg-type]
     return make_plan(spec, "m:f")
 
 
-def known(archive: str) -> RunHistory:
-    past = read_journal(archive)
-    assert past is not None
-    return past
+def read_history(archive: str) -> RunHistory:
+    history = read_journal(archive)
+    assert history is not None
+    return history
 
 
-def test_every_transition_is_in_the_journal_at_the_end(planned: JobPlan):
-    """Written as a job's process does: by the background thread."""
+def test_journal_contains_every_transition(job_plan: JobPlan):
+    """Written by the background thread, as in a job's process."""
     writer = BackgroundWriter(lambda text: pytest.fail(text))
-    recorder = JobRecorder(planned, EventBuffer(), writer)
+    recorder = JobRecorder(job_plan, EventBuffer(), writer)
     states = ["starting", "running", "recovering", "running", "succeeded"]
     events = EventBus()
     recorder.begin(events, adopted=False)
@@ -71,29 +71,25 @@ def test_every_transition_is_in_the_journal_at_the_end(planned: JobPlan):
     events.emit(Checkpointed(40, "f", 1, 0.1, 0.0))
     recorder.end(JobResult("job", {}, Path()))
     assert writer.close(60)
-    store = open_store(join_url(planned.job_folder, SEGMENTS_FOLDER))
+    store = open_store(join_url(job_plan.job_folder, SEGMENTS_FOLDER))
     (file,) = store.list_folder()
-    told = [json.loads(one) for one in store.read(file.name).decode().splitlines()]
-    assert [one["state"] for one in told if one["kind"] == "moved"] == states
-    past = known(planned.job_folder)
-    assert (past.end_state, past.generation, past.step, past.total_repairs) == (
-        "succeeded",
-        4,
-        40,
-        1,
-    )
-    assert past.checkpoint_step == 40
+    records = [json.loads(line) for line in store.read(file.name).decode().splitlines()]
+    assert [record["state"] for record in records if record["kind"] == "moved"] == states
+    history = read_history(job_plan.job_folder)
+    assert (history.end_state, history.generation) == ("succeeded", 4)
+    assert (history.step, history.total_repairs) == (40, 1)
+    assert history.checkpoint_step == 40
 
 
-def test_events_of_several_processes_are_objects_of_their_own(planned: JobPlan):
-    archive = planned.job_folder
+def test_each_process_writes_separate_segments(job_plan: JobPlan):
+    archive = job_plan.job_folder
     updates: list[JournalUpdate] = []
     journal = JournalWriter(updates.append)
     journal.append(
         "begun",
         run="1",
         adopted=False,
-        spec=to_document(planned.spec),
+        spec=to_document(job_plan.spec),
         working_dir="/w",
         by_value=False,
     )
@@ -103,26 +99,26 @@ def test_events_of_several_processes_are_objects_of_their_own(planned: JobPlan):
     JournalFiles(archive).write(updates)
     updates.clear()
     journal.append("step", step=75)
-    JournalFiles(archive).write(updates)  # the process that adopted it
-    assert known(archive).step == 75
+    JournalFiles(archive).write(updates)  # by the process that adopted the job
+    assert read_history(archive).step == 75
     journal.append("moved", **moved)
     JournalFiles(archive).write(updates)
-    names = sorted(one.name for one in open_store(join_url(archive, "journal")).list_folder())
+    names = sorted(file.name for file in open_store(join_url(archive, "journal")).list_folder())
     assert [name[:6] for name in names] == [f"{n:06d}" for n in range(1, len(names) + 1)]
     assert len(names) >= 3
 
 
-def test_one_cluster_at_a_time(planned: JobPlan):
-    archive = planned.job_folder
+def test_lease_is_exclusive(job_plan: JobPlan):
+    archive = job_plan.job_folder
     lease = acquire_lease(archive, "job", 60.0, print)
-    with pytest.raises(ConfigError, match="is in use") as refused:
+    with pytest.raises(ConfigError, match="is in use") as error:
         acquire_lease(archive, "job", 60.0, print)
-    assert f"the process {os.getpid()} on {socket.gethostname()}" in str(refused.value)
+    assert f"the process {os.getpid()} on {socket.gethostname()}" in str(error.value)
     lease.check()
     lease.release()
     assert open_store(join_url(archive, "lease")).list_folder() == []
-    elsewhere = replace(this_process(), host="other", boot="another boot")
-    ClaimStore(archive).write(Claim("0" * 16, "job", elsewhere, 1.0, holds=True, epoch=7))
-    again = acquire_lease(archive, "job", 60.0, print)  # waits for that lease to be over
-    again.check()
-    again.release()
+    other_process = replace(this_process(), host="other", boot="another boot")
+    ClaimStore(archive).write(Claim("0" * 16, "job", other_process, 1.0, holds=True, epoch=7))
+    lease = acquire_lease(archive, "job", 60.0, print)  # waits until that claim has expired
+    lease.check()
+    lease.release()

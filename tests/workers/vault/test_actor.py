@@ -33,7 +33,7 @@ def call(vault: Any, method: str, *arguments: Any) -> Any:
     return ray.get(getattr(vault, method).remote(*arguments), timeout=200)
 
 
-def test_a_replica_serves_when_the_first_vault_is_lost(vaults: dict[str, Any]):
+def test_replica_serves_reads_after_vault_loss(vaults: dict[str, Any]):
     first = VaultClient(call(vaults["a"], "address"), 0)
     second = VaultClient(call(vaults["b"], "address"), 1)
     buffer = first.reserve(1, 0, 1, table(nbytes=NBYTES))
@@ -63,7 +63,7 @@ def test_a_replica_serves_when_the_first_vault_is_lost(vaults: dict[str, Any]):
         client.close()
 
 
-def test_a_waiting_poll_reports_a_death(vaults: dict[str, Any]):
+def test_blocked_poll_reports_lost_connection(vaults: dict[str, Any]):
     with WorkerProcess("connect", call(vaults["a"], "address"), worker=5) as worker:
         call(vaults["a"], "usage")  # the connection is open
         poll = vaults["a"].poll.remote(200.0)
@@ -71,7 +71,7 @@ def test_a_waiting_poll_reports_a_death(vaults: dict[str, Any]):
         assert ray.get(poll, timeout=100) == [ConnectionLost(5, worker.pid)]
 
 
-def test_reading_from_a_lost_vault_is_an_error(vaults: dict[str, Any]):
+def test_reading_from_lost_vault_raises(vaults: dict[str, Any]):
     client = VaultClient(call(vaults["b"], "address"), 1)
     ray.kill(vaults["a"])
     with pytest.raises(VaultGoneError, match="node a is gone"):
