@@ -28,6 +28,13 @@ class BlockState(Enum):
     GATHERED = "gathered"
 
 
+_NEXT_STATE = {
+    BlockState.SHARDED: BlockState.GATHERING,
+    BlockState.GATHERING: BlockState.GATHERED,
+    BlockState.GATHERED: BlockState.SHARDED,
+}
+
+
 @dataclass(eq=False)
 class Block:
     """A module and the units that its forward needs gathered.
@@ -42,9 +49,19 @@ class Block:
     module: nn.Module
     units: list[ShardedWeights]
     buffer_index: int | None = None
-    state: BlockState = BlockState.SHARDED
     pending: list[Work] = field(default_factory=list)
     forward_calls: int = 0
+    _state: BlockState = BlockState.SHARDED
+
+    @property
+    def state(self) -> BlockState:
+        return self._state
+
+    @state.setter
+    def state(self, state: BlockState) -> None:
+        if state is not _NEXT_STATE[self._state]:
+            raise RuntimeError(f"{self.name!r} cannot go from {self._state.name} to {state.name}")
+        self._state = state
 
 
 class GatherBuffers:

@@ -30,7 +30,7 @@ LIMITS = {
 }
 SMALL_FILE_LINES = 60
 LEAST_MEDIAN_FILE_LINES = 140
-MOST_LINES = 43_000
+MOST_LINES = 37_500
 
 # Module names that mean nothing to a reader who has not met them.
 _RETIRED = """
