@@ -1,7 +1,7 @@
-"""Situations of a job, and the alerts that they are to raise or not, as rows of data.
+"""Test cases for the alerts: series of a job, and whether an alert fires.
 
-Time begins at 0 and a sample is taken each minute; series are in promtool's notation, in which
-`1x60` is a 1 that stays for 60 minutes, `0+2x60` grows by 2 a minute, and `_` is a missing sample.
+Time starts at 0 and a sample is taken each minute. Series are in promtool's notation: `1x60` is a
+constant 1 for 60 minutes, `0+2x60` grows by 2 a minute, and `_` is a missing sample.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ NOT_STARTED: Samples = {'rayzero_state{state="starting"}': "1x600"}
 
 @dataclass(frozen=True)
 class Case:
-    """What Prometheus saw, and when it is asked.
+    """Samples and the expected state of an alert.
 
     Args:
-        changed: of the chart's values of this alert.
+        eval_time: when the alert is evaluated.
         series: samples by series, without the label `job`.
-        value: what the alert's description says of its value; None: it does not fire.
-        labels: of the alert, beside `job` and its severity.
+        value: the value in the alert's description; None if the alert does not fire.
+        labels: labels of the alert besides `job` and the severity.
+        changed: the chart's values of this alert.
     """
 
     alert: str
-    what: str
-    at: str
+    description: str
+    eval_time: str
     series: Samples
     value: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -36,12 +37,12 @@ class Case:
 
 
 def _speed(mean_s: float) -> Samples:
-    """A job whose steps took so long, and whose last one ended at minute 20."""
+    """100 steps of this mean duration."""
     steps = {"rayzero_step_seconds_sum": f"{mean_s * 100}x600"}
     return {**RUNNING, **steps, "rayzero_step_seconds_count": "100x600"}
 
 
-def _time(productive: int, lost: int) -> Samples:
+def _goodput(productive: int, lost: int) -> Samples:
     return {
         **RUNNING,
         "rayzero_start_timestamp_seconds": "0x600",
@@ -50,21 +51,21 @@ def _time(productive: int, lost: int) -> Samples:
     }
 
 
-def _stored(name: str, behind_s: int, labels: str = "") -> Samples:
-    """The last step was finished a minute ago, and what is stored is so much older."""
+def _unprotected(copy: str, age_s: int, labels: str = "") -> Samples:
+    """A step finishes every minute, and the newest checkpoint or replica is `age_s` older."""
     return {
         "rayzero_last_step_timestamp_seconds": "0+60x600",
-        f"rayzero_{name}_unprotected_since_timestamp_seconds{labels}": f"{-behind_s}+60x600",
+        f"rayzero_{copy}_unprotected_since_timestamp_seconds{labels}": f"{-age_s}+60x600",
     }
 
 
 def _replicas(node_s: int, other_s: int) -> Samples:
-    """So much older are the newest replicas on the ranks' own nodes, and on others."""
-    there = [f'{{place="{place}"}}' for place in ("node", "other")]
-    return _stored("replica", node_s, there[0]) | _stored("replica", other_s, there[1])
+    """Ages of the newest replicas on the ranks' own nodes and on other nodes."""
+    node, other = (f'{{place="{place}"}}' for place in ("node", "other"))
+    return _unprotected("replica", node_s, node) | _unprotected("replica", other_s, other)
 
 
-NEVER: Samples = {
+NO_CHECKPOINT: Samples = {
     "rayzero_last_step_timestamp_seconds": "0+60x600",
     "rayzero_checkpoint_unprotected_since_timestamp_seconds": "60x600",
 }
@@ -73,8 +74,8 @@ NEVER: Samples = {
 
 def _ranks(*seconds: float) -> Samples:
     return {
-        f'rayzero_rank_compute_seconds{{rank="{rank}"}}': f"{one}x600"
-        for rank, one in enumerate(seconds)
+        f'rayzero_rank_compute_seconds{{rank="{rank}"}}': f"{value}x600"
+        for rank, value in enumerate(seconds)
     }
 
 
@@ -86,13 +87,13 @@ SUCCEEDED = {
     'rayzero_state{state="running"}': "1x10 0x2",
     'rayzero_state{state="succeeded"}': "0x10 1x2",
 }
-AGAIN = {'rayzero_state{state="running",instance="2"}': "_x14 1x20"}
+RESTARTED = {'rayzero_state{state="running",instance="2"}': "_x14 1x20"}
 
 CASES = (
     Case("RayzeroJobFailed", "it failed", "11m", FAILED, ""),
-    Case("RayzeroJobFailed", "it failed, and its endpoint is gone", "20m", FAILED, ""),
+    Case("RayzeroJobFailed", "it failed, and its endpoint is down", "20m", FAILED, ""),
     Case("RayzeroJobFailed", "it succeeded", "11m", SUCCEEDED),
-    Case("RayzeroJobFailed", "it failed and runs again", "20m", {**FAILED, **AGAIN}),
+    Case("RayzeroJobFailed", "it failed and runs again", "20m", {**FAILED, **RESTARTED}),
     Case("RayzeroJobFailed", "it failed an hour ago", "80m", FAILED),
     Case(
         "RayzeroNoFirstStep",
@@ -159,9 +160,11 @@ CASES = (
             'rayzero_state{state="succeeded"}': "1x600",
         },
     ),
-    Case("RayzeroGoodputLow", "half is lost", "60m", _time(30, 30), "50%"),
-    Case("RayzeroGoodputLow", "a tenth is lost", "60m", _time(54, 6)),
-    Case("RayzeroGoodputLow", "half is lost, but it has only begun", "20m", _time(30, 30)),
+    Case("RayzeroGoodputLow", "half is lost", "60m", _goodput(30, 30), "50%"),
+    Case("RayzeroGoodputLow", "a tenth is lost", "60m", _goodput(54, 6)),
+    Case(
+        "RayzeroGoodputLow", "half is lost, but the job has just started", "20m", _goodput(30, 30)
+    ),
     Case(
         "RayzeroReplicaTooOld",
         "10 minutes behind on the ranks' own nodes",
@@ -195,25 +198,31 @@ CASES = (
         "RayzeroCheckpointTooOld",
         "3 hours behind",
         "30m",
-        {**RUNNING, **_stored("checkpoint", 10800)},
+        {**RUNNING, **_unprotected("checkpoint", 10800)},
         "3h 0m 0s",
     ),
     Case(
         "RayzeroCheckpointTooOld",
         "an hour behind",
         "30m",
-        {**RUNNING, **_stored("checkpoint", 3600)},
+        {**RUNNING, **_unprotected("checkpoint", 3600)},
     ),
     Case(
         "RayzeroCheckpointTooOld",
         "3 hours behind, but ended",
         "30m",
-        {'rayzero_state{state="stopped"}': "1x600", **_stored("checkpoint", 10800)},
+        {'rayzero_state{state="stopped"}': "1x600", **_unprotected("checkpoint", 10800)},
     ),
     Case(
-        "RayzeroCheckpointTooOld", "never one, in 3 hours", "181m", {**RUNNING, **NEVER}, "3h 0m 0s"
+        "RayzeroCheckpointTooOld",
+        "no checkpoint in 3 hours",
+        "181m",
+        {**RUNNING, **NO_CHECKPOINT},
+        "3h 0m 0s",
     ),
-    Case("RayzeroCheckpointTooOld", "never one, in an hour", "61m", {**RUNNING, **NEVER}),
+    Case(
+        "RayzeroCheckpointTooOld", "no checkpoint in an hour", "61m", {**RUNNING, **NO_CHECKPOINT}
+    ),
     Case(
         "RayzeroCheckpointsFailing",
         "one failure a minute",
@@ -223,7 +232,7 @@ CASES = (
     ),
     Case(
         "RayzeroCheckpointsFailing",
-        "one failure, then well",
+        "one failure, then success",
         "20m",
         {"rayzero_checkpoint_failures_total": "0x10 1x60"},
     ),
@@ -242,20 +251,20 @@ CASES = (
     ),
     Case(
         "RayzeroFaultBudgetNearlySpent",
-        "no fault is allowed, and none came",
+        "no fault is allowed, and none occurred",
         "5m",
         {"rayzero_faults_in_window": "0x60", "rayzero_fault_budget": "0x60"},
     ),
     Case(
         "RayzeroLossNotFinite",
-        "each step of late",
+        "every recent step",
         "20m",
         {"rayzero_nonfinite_losses_total": "0x10 0+1x60"},
         "9",
     ),
     Case(
         "RayzeroLossNotFinite",
-        "one, half an hour ago",
+        "one step half an hour ago",
         "40m",
         {"rayzero_nonfinite_losses_total": "0x10 1x60"},
     ),
@@ -292,7 +301,7 @@ CASES = (
     Case("RayzeroStraggler", "the only rank", "20m", _ranks(1)),
     Case(
         "RayzeroMetricsGone",
-        "it was at work when it was last heard of",
+        "it was running at the last scrape",
         "18m",
         {'rayzero_state{state="running"}': "1x8"},
         "",
@@ -301,15 +310,15 @@ CASES = (
     Case("RayzeroMetricsGone", "it had failed", "18m", FAILED),
     Case(
         "RayzeroMetricsGone",
-        "it runs elsewhere now",
+        "it runs on another instance",
         "20m",
-        {'rayzero_state{state="running"}': "1x12", **AGAIN},
+        {'rayzero_state{state="running"}': "1x12", **RESTARTED},
     ),
-    Case("RayzeroMetricsGone", "it is heard of", "18m", RUNNING),
+    Case("RayzeroMetricsGone", "it is being scraped", "18m", RUNNING),
 )
 
-# Each alert that has a threshold, with another one, next to which it fires or stays silent.
-CHANGED = (
+# Alerts with other values than the defaults, under which they fire or stay silent.
+CASES_WITH_VALUES = (
     Case(
         "RayzeroNoFirstStep",
         "it has been starting for 20 minutes",
@@ -325,21 +334,21 @@ CHANGED = (
         {**_speed(1), "rayzero_last_step_timestamp_seconds": "1200x600"},
         changed={"threshold": 900},
     ),
-    Case("RayzeroGoodputLow", "half is lost", "60m", _time(30, 30), changed={"threshold": 0.4}),
+    Case("RayzeroGoodputLow", "half is lost", "60m", _goodput(30, 30), changed={"threshold": 0.4}),
     Case(
         "RayzeroReplicaTooOld",
         "4 minutes behind",
         "30m",
-        {**RUNNING, **_stored("replica", 240, '{place="other"}')},
+        {**RUNNING, **_unprotected("replica", 240, '{place="other"}')},
         "4m 0s",
         {"place": "other"},
         {"threshold": 120, "for": "1m", "severity": "page", "labels": {"team": "language"}},
     ),
     Case(
         "RayzeroCheckpointTooOld",
-        "never one, in 3 hours",
+        "no checkpoint in 3 hours",
         "181m",
-        {**RUNNING, **NEVER},
+        {**RUNNING, **NO_CHECKPOINT},
         changed={"threshold": 86400},
     ),
     Case(
@@ -380,5 +389,5 @@ CHANGED = (
         {"rank": "2"},
         {"threshold": 1.1},
     ),
-    Case("RayzeroJobFailed", "it is not wanted", "11m", FAILED, changed={"enabled": False}),
+    Case("RayzeroJobFailed", "the alert is disabled", "11m", FAILED, changed={"enabled": False}),
 )

@@ -1,6 +1,6 @@
-"""The alerts for a Prometheus without an operator: what the chart makes of them by default.
+"""Generates the alert rules file for a Prometheus without the operator from the chart's defaults.
 
-`python -m tests.deploy.alerts` writes them anew.
+`python -m tests.deploy.alerts` updates the file.
 """
 
 from __future__ import annotations
@@ -12,36 +12,40 @@ import yaml
 from tests.deploy.chart import Object, objects_of_kind, render
 from tests.deploy.prometheus import ALERTS
 
-_HEAD = "# Made of the chart by `python -m tests.deploy.alerts`; change files/rules.yaml instead.\n"
-_ORDER = ("alert", "expr", "for", "labels", "annotations")
+_HEADER = (
+    "# Made of the chart by `python -m tests.deploy.alerts`; change files/rules.yaml instead.\n"
+)
+_KEY_ORDER = ("alert", "expr", "for", "labels", "annotations")
 
 
-def alerts(**values: Any) -> Object:
-    """The document of rules that the chart makes, with these values of `metrics.prometheusRule`."""
+def render_alerts(**values: Any) -> Object:
+    """The chart's rule groups, with these values of `metrics.prometheusRule`."""
     objects = render({"metrics": {"prometheusRule": {"enabled": True, **values}}})
     spec: Object = objects_of_kind(objects, "PrometheusRule")[0]["spec"]
     return spec
 
 
-def text() -> str:
-    """The file."""
-    document = alerts()
+def alerts_text() -> str:
+    """The content of the file."""
+    document = render_alerts()
     for group in document["groups"]:
-        group["rules"] = [{key: one[key] for key in _ORDER if key in one} for one in group["rules"]]
-    return _HEAD + yaml.dump(document, Dumper=_Blocks, sort_keys=False, width=10_000)
+        group["rules"] = [
+            {key: rule[key] for key in _KEY_ORDER if key in rule} for rule in group["rules"]
+        ]
+    return _HEADER + yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=10_000)
 
 
-class _Blocks(yaml.SafeDumper):
-    """Texts of several lines as such."""
+class _Dumper(yaml.SafeDumper):
+    """Writes multi-line strings as literal blocks."""
 
 
-def _written(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+def _represent_string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     style = "|" if "\n" in value else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
-_Blocks.add_representer(str, _written)
+_Dumper.add_representer(str, _represent_string)
 
 
 if __name__ == "__main__":
-    ALERTS.write_text(text(), encoding="utf-8")
+    ALERTS.write_text(alerts_text(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Prometheus' own programs, where a machine has them."""
+"""Runs `prometheus` and `promtool` where they are installed."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from tests.house.source import ROOT
 ALERTS = ROOT / "helm/rayzero/files/alerts.yaml"
 
 
-def program(name: str) -> str:
-    """Where `prometheus` or `promtool` is; skips the test where it is not."""
+def find_program(name: str) -> str:
+    """Path of `prometheus` or `promtool`; skips the test if it is not installed."""
     variable = f"RAYZERO_{name.upper()}"
-    found = os.environ.get(variable) or shutil.which(name)
-    if not found:
+    path = os.environ.get(variable) or shutil.which(name)
+    if not path:
         pytest.skip(f"{name} is neither on PATH nor named by {variable}")
-    return found
+    return path
 
 
 def promtool(*arguments: str, cwd: Path) -> str:
-    """What it says; fails the test if it is not content."""
-    command = [program("promtool"), *arguments]
+    """Run promtool and return its output; fails the test if promtool fails."""
+    command = [find_program("promtool"), *arguments]
     done = subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    return said
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    return output
 
 
-def rules(expressions: dict[str, str]) -> str:
-    """Expressions as the text of a file of recording rules, so that promtool parses each."""
+def recording_rules(expressions: dict[str, str]) -> str:
+    """A rules file with a recording rule for each expression, so that promtool parses them."""
     rows = [
         {"record": f"check:{number}", "expr": expr, "labels": {"of": name}}
         for number, (name, expr) in enumerate(expressions.items())
@@ -52,11 +52,11 @@ def rules(expressions: dict[str, str]) -> str:
     return yaml.safe_dump({"groups": [{"name": "check", "rules": rows}]}, sort_keys=False)
 
 
-def filled(expr: str, job: str = "gpt", span: str = "1m") -> str:
-    """A dashboard's expression with its variables replaced."""
+def substitute_variables(expr: str, job: str = "gpt", interval: str = "1m") -> str:
+    """A dashboard expression with values for its variables."""
     for variable, value in {
-        "$__rate_interval": span,
-        "$__interval": span,
+        "$__rate_interval": interval,
+        "$__interval": interval,
         "$job": job,
         "$rank": ".*",
     }.items():
@@ -64,29 +64,27 @@ def filled(expr: str, job: str = "gpt", span: str = "1m") -> str:
     return expr
 
 
-class Server:
-    """A running Prometheus."""
+class PrometheusServer:
+    """Client of a running Prometheus."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
-    def ask(self, path: str, **parameters: str | float) -> Any:
-        """What its API answers."""
+    def get(self, path: str, **parameters: str | float) -> Any:
+        """The data of an API response."""
         query = urlencode(parameters)
-        with urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=300) as answer:
-            return json.loads(answer.read())["data"]
+        with urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=300) as response:
+            return json.loads(response.read())["data"]
 
-    def curve(self, expr: str, start: float, stop: float) -> list[Any]:
-        """The series that an expression gives anywhere in that time."""
-        found: list[Any] = self.ask("query_range", query=expr, start=start, end=stop, step=1)[
-            "result"
-        ]
-        return found
+    def query_range(self, expr: str, start: float, stop: float) -> list[Any]:
+        """The series that an expression has within a time range."""
+        data = self.get("query_range", query=expr, start=start, end=stop, step=1)
+        return list(data["result"])
 
 
 @contextmanager
-def scraping(target: str, folder: Path) -> Iterator[Server]:
-    """A Prometheus that scrapes host:port each second, with the alerts; killed at the end."""
+def run_prometheus(target: str, folder: Path) -> Iterator[PrometheusServer]:
+    """Run a Prometheus that scrapes host:port each second and evaluates the alerts."""
     (port,) = free_ports(1)
     listen = f"127.0.0.1:{port}"
     config = {
@@ -103,7 +101,7 @@ def scraping(target: str, folder: Path) -> Iterator[Server]:
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     promtool("check", "config", "prometheus.yml", cwd=folder)
     command = [
-        program("prometheus"),
+        find_program("prometheus"),
         "--config.file=prometheus.yml",
         "--storage.tsdb.path=data",
         f"--web.listen-address={listen}",
@@ -112,7 +110,7 @@ def scraping(target: str, folder: Path) -> Iterator[Server]:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     try:
         wait_for(lambda: is_ready(f"http://{listen}"))
-        yield Server(f"http://{listen}")
+        yield PrometheusServer(f"http://{listen}")
     finally:
         process.kill()
         process.wait(20)
@@ -126,8 +124,8 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def wait_for(so: Callable[[], object], limit_s: float = 60.0) -> None:
-    until = time.monotonic() + limit_s
-    while not so():
-        assert time.monotonic() < until, "it never came"
+def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not true within {timeout_s} s"
         time.sleep(0.2)

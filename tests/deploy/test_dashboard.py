@@ -1,4 +1,4 @@
-"""The dashboard is what its rows say, and asks for what a job tells."""
+"""The dashboard file is up to date, and its expressions match the metrics catalog."""
 
 from __future__ import annotations
 
@@ -15,72 +15,73 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard as Model
 
 from rayzero.orchestrator.metrics.catalog import CATALOG
-from tests.deploy.prometheus import filled, promtool, rules
+from tests.deploy.prometheus import promtool, recording_rules, substitute_variables
 from tests.house.source import ROOT
 from tools.dashboard.grafana import DASHBOARD_ROWS, dashboard_text, list_expressions, make_dashboard
 
 PANELS = [panel for panel in make_dashboard()["panels"] if panel["type"] != "row"]
-COLOURS = {"green", "orange", "red"}
+COLORS = {"green", "orange", "red"}
 
 
-def test_the_file_in_the_chart_is_what_the_rows_give() -> None:
-    """`python -m tools.dashboard.grafana` writes it anew."""
+def test_dashboard_file_is_up_to_date() -> None:
+    """`python -m tools.dashboard.grafana` updates it."""
     text = (ROOT / "helm/rayzero/files/dashboard.json").read_text(encoding="utf-8")
     assert text == dashboard_text()
 
 
-def test_grafana_knows_every_field() -> None:
-    """The models of Grafana's own schema, which drop what they do not know."""
+def test_fields_are_in_grafana_schema() -> None:
+    """Grafana's own models drop unknown fields."""
     plugins.register_default_plugins()
-    read = Model.from_json(make_dashboard())
-    back = json.loads(JSONEncoder().encode(read))
-    # The first is the Prometheus source's own, the second the interface's; None says nothing.
-    assert set(dropped(make_dashboard(), back)) <= {"titleFormat", "definition", "allValue"}
-    misspelt = make_dashboard()
-    misspelt["panels"][1]["options"]["reduceOption"] = {}
-    with_it = json.loads(JSONEncoder().encode(Model.from_json(misspelt)))
-    assert "reduceOption" in set(dropped(misspelt, with_it))
+    parsed = Model.from_json(make_dashboard())
+    encoded = json.loads(JSONEncoder().encode(parsed))
+    # Fields that Grafana or its Prometheus data source accepts but the models lack.
+    allowed = {"titleFormat", "definition", "allValue"}
+    assert set(dropped_fields(make_dashboard(), encoded)) <= allowed
+    misspelled = make_dashboard()
+    misspelled["panels"][1]["options"]["reduceOption"] = {}
+    encoded = json.loads(JSONEncoder().encode(Model.from_json(misspelled)))
+    assert "reduceOption" in set(dropped_fields(misspelled, encoded))
 
 
-def dropped(one: Any, other: Any) -> Iterator[str]:
-    """The fields that are in one, and not in the other."""
-    if isinstance(one, dict):
-        for key, value in one.items():
-            if key in other:
-                yield from dropped(value, other[key])
+def dropped_fields(original: Any, encoded: Any) -> Iterator[str]:
+    """Fields of `original` that are missing or different in `encoded`."""
+    if isinstance(original, dict):
+        for key, value in original.items():
+            if key in encoded:
+                yield from dropped_fields(value, encoded[key])
             else:
                 yield key
-    elif isinstance(one, list):
-        for value, again in zip(one, other, strict=True):
-            yield from dropped(value, again)
-    elif one != other:
-        yield f"{one!r} is {other!r}"
+    elif isinstance(original, list):
+        for before, after in zip(original, encoded, strict=True):
+            yield from dropped_fields(before, after)
+    elif original != encoded:
+        yield f"{original!r} is {encoded!r}"
 
 
-def test_every_series_asked_for_is_told_by_a_job() -> None:
-    assert unknown(expr for _, expr in list_expressions()) == []
+def test_panels_use_only_cataloged_series() -> None:
+    assert uncataloged_series(expr for _, expr in list_expressions()) == []
 
 
-def test_every_series_that_a_job_tells_is_shown() -> None:
-    asked = " ".join(expr for _, expr in list_expressions())
-    assert [name for name in CATALOG if not re.search(rf"\b{name}(_sum|\b)", asked)] == []
+def test_every_cataloged_series_has_a_panel() -> None:
+    expressions = " ".join(expr for _, expr in list_expressions())
+    assert [name for name in CATALOG if not re.search(rf"\b{name}(_sum|\b)", expressions)] == []
 
 
-def test_labels_asked_for_are_those_of_the_series() -> None:
-    for where, expr in list_expressions():
+def test_expressions_use_only_cataloged_labels() -> None:
+    for panel, expr in list_expressions():
         for name, labels in re.findall(r"(rayzero_\w+)\{([^}]*)\}", expr):
-            told = {"job", *CATALOG[base(name)].labels}
-            assert set(re.findall(r"(\w+)=", labels)) <= told, where
+            cataloged = {"job", *CATALOG[base_series(name)].labels}
+            assert set(re.findall(r"(\w+)=", labels)) <= cataloged, panel
 
 
-def test_rows_are_those_that_were_promised() -> None:
+def test_dashboard_rows_and_variables() -> None:
     titles = [section.title for section in DASHBOARD_ROWS]
     assert titles == ["Overview", "Speed", "Memory", "Faults", "Checkpoints"]
-    names = [one["name"] for one in make_dashboard()["templating"]["list"]]
+    names = [variable["name"] for variable in make_dashboard()["templating"]["list"]]
     assert names == ["datasource", "job", "rank"]
 
 
-def test_panels_are_described_have_units_and_do_not_overlap() -> None:
+def test_panels_have_descriptions_and_units_and_do_not_overlap() -> None:
     assert len({panel["id"] for panel in make_dashboard()["panels"]}) == len(
         make_dashboard()["panels"]
     )
@@ -89,49 +90,51 @@ def test_panels_are_described_have_units_and_do_not_overlap() -> None:
         assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
         steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
         assert steps[0]["value"] is None, panel["title"]
-        assert {step["color"] for step in steps} <= COLOURS, panel["title"]
-    for one, other in combinations(make_dashboard()["panels"], 2):
-        assert not overlap(one["gridPos"], other["gridPos"]), (one["title"], other["title"])
+        assert {step["color"] for step in steps} <= COLORS, panel["title"]
+    for first, second in combinations(make_dashboard()["panels"], 2):
+        titles = first["title"], second["title"]
+        assert not overlap(first["gridPos"], second["gridPos"]), titles
 
 
-def test_the_overlap_of_panels_can_be_seen() -> None:
-    here = {"x": 0, "y": 0, "w": 8, "h": 8}
-    assert overlap(here, here | {"x": 7, "y": 7})
-    assert not overlap(here, here | {"x": 8})
+def test_overlap() -> None:
+    panel = {"x": 0, "y": 0, "w": 8, "h": 8}
+    assert overlap(panel, panel | {"x": 7, "y": 7})
+    assert not overlap(panel, panel | {"x": 8})
 
 
-def test_promtool_reads_every_expression(tmp_path: Path) -> None:
-    asked = {name: filled(expr) for name, expr in list_expressions()}
-    (tmp_path / "rules.yaml").write_text(rules(asked), encoding="utf-8")
-    said = promtool("check", "rules", "rules.yaml", cwd=tmp_path)
-    assert f"{len(asked)} rules found" in said
+def test_promtool_parses_every_expression(tmp_path: Path) -> None:
+    expressions = {name: substitute_variables(expr) for name, expr in list_expressions()}
+    (tmp_path / "rules.yaml").write_text(recording_rules(expressions), encoding="utf-8")
+    output = promtool("check", "rules", "rules.yaml", cwd=tmp_path)
+    assert f"{len(expressions)} rules found" in output
 
 
-def test_promtool_refuses_what_is_no_expression(tmp_path: Path) -> None:
-    (tmp_path / "rules.yaml").write_text(rules({"bad": "rate(rayzero_step"}), encoding="utf-8")
+def test_promtool_rejects_invalid_expression(tmp_path: Path) -> None:
+    text = recording_rules({"bad": "rate(rayzero_step"})
+    (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(AssertionError, match="parse"):
         promtool("check", "rules", "rules.yaml", cwd=tmp_path)
 
 
-def test_the_json_is_plain() -> None:
+def test_dashboard_text_is_json() -> None:
     assert json.loads(dashboard_text()) == make_dashboard()
 
 
-def unknown(exprs: Iterator[str]) -> list[str]:
+def uncataloged_series(exprs: Iterator[str]) -> list[str]:
     names = {name for expr in exprs for name in re.findall(r"\brayzero_\w+", expr)}
-    return sorted(name for name in names if base(name) not in CATALOG)
+    return sorted(name for name in names if base_series(name) not in CATALOG)
 
 
-def base(name: str) -> str:
-    """The series that a histogram's parts belong to."""
-    whole = re.sub(r"_(bucket|sum|count)$", "", name)
-    return whole if whole in CATALOG and CATALOG[whole].kind == "histogram" else name
+def base_series(name: str) -> str:
+    """The catalog name of a series: that of the histogram for its buckets, sum and count."""
+    base = re.sub(r"_(bucket|sum|count)$", "", name)
+    return base if base in CATALOG and CATALOG[base].kind == "histogram" else name
 
 
-def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
+def overlap(first: dict[str, int], second: dict[str, int]) -> bool:
     return (
-        one["x"] < other["x"] + other["w"]
-        and other["x"] < one["x"] + one["w"]
-        and one["y"] < other["y"] + other["h"]
-        and other["y"] < one["y"] + one["h"]
+        first["x"] < second["x"] + second["w"]
+        and second["x"] < first["x"] + first["w"]
+        and first["y"] < second["y"] + second["h"]
+        and second["y"] < first["y"] + first["h"]
     )

@@ -25,7 +25,14 @@ from rayzero.orchestrator.page import render_page
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
 from rayzero.orchestrator.top.follow import endpoint_source
-from tests.deploy.prometheus import ALERTS, Server, filled, program, scraping, wait_for
+from tests.deploy.prometheus import (
+    ALERTS,
+    PrometheusServer,
+    find_program,
+    run_prometheus,
+    substitute_variables,
+    wait_for,
+)
 from tests.integration.conftest import Head
 from tests.integration.jobs import steady
 from tests.orchestrator.support import EventLog
@@ -41,7 +48,7 @@ TIMEOUT_S = 200.0
 
 
 def test_every_panel_and_alert_has_data(head: Head, tmp_path: Path) -> None:
-    program("prometheus")  # skips the test before it starts a job
+    find_program("prometheus")  # skips the test before it starts a job
     ray.init(address=head.address, log_to_driver=False)
     try:
         scrape_a_job(tmp_path, head.address)
@@ -77,7 +84,7 @@ def scrape_a_job(folder: Path, address: str) -> None:
             check=True,
         )
         assert json.loads(top.stdout)["job"] == "monitored"
-        with scraping(serving.url.removeprefix("http://"), folder) as server:
+        with run_prometheus(serving.url.removeprefix("http://"), folder) as server:
             start_s = time.time()
             wait_for(lambda: event_log.of(Repaired) and event_log.of(Checkpointed), TIMEOUT_S)
             repair_step = event_log.of(StepRecord)[-1].step
@@ -87,7 +94,7 @@ def scrape_a_job(folder: Path, address: str) -> None:
             assert handle.wait(120)
             # the job waits for this scrape before it exits
             query = 'max_over_time(rayzero_state{state="stopped"}[1m])'
-            wait_for(lambda: values(server.ask("query", query=query)) == ["1"], 30)
+            wait_for(lambda: values(server.get("query", query=query)) == ["1"], 30)
     finally:
         handle.end()
 
@@ -101,13 +108,17 @@ def read(url: str) -> str:
         return str(response.read().decode())
 
 
-def check_server(server: Server, start_s: float) -> None:
+def check_server(server: PrometheusServer, start_s: float) -> None:
     panels = dict(list_expressions())
     expected = {name for name, expr in panels.items() if not any(m in expr for m in ABSENT)}
 
     def panels_with_data() -> set[str]:
-        exprs = {name: filled(expr, "monitored", "10s") for name, expr in panels.items()}
-        return {name for name, expr in exprs.items() if server.curve(expr, start_s, time.time())}
+        exprs = {
+            name: substitute_variables(expr, "monitored", "10s") for name, expr in panels.items()
+        }
+        return {
+            name for name, expr in exprs.items() if server.query_range(expr, start_s, time.time())
+        }
 
     with suppress(AssertionError):  # the assertion below shows what is missing
         wait_for(lambda: panels_with_data() >= expected, TIMEOUT_S)
@@ -122,22 +133,22 @@ def check_server(server: Server, start_s: float) -> None:
     assert firing == {("RayzeroFaultBudgetNearlySpent", "firing")}
 
 
-def alerts(server: Server) -> list[dict[str, Any]]:
-    return list(server.ask("alerts")["alerts"])
+def alerts(server: PrometheusServer) -> list[dict[str, Any]]:
+    return list(server.get("alerts")["alerts"])
 
 
-def all_rules(server: Server) -> list[dict[str, Any]]:
+def all_rules(server: PrometheusServer) -> list[dict[str, Any]]:
     wait_for(lambda: all(rule["health"] != "unknown" for rule in rules(server)), TIMEOUT_S)
     return rules(server)
 
 
-def rules(server: Server) -> list[dict[str, Any]]:
-    return [rule for group in server.ask("rules")["groups"] for rule in group["rules"]]
+def rules(server: PrometheusServer) -> list[dict[str, Any]]:
+    return [rule for group in server.get("rules")["groups"] for rule in group["rules"]]
 
 
-def unmatched_selectors(server: Server, start: float, stop: float) -> list[str]:
+def unmatched_selectors(server: PrometheusServer, start: float, stop: float) -> list[str]:
     """Selectors in the alert rules that match no series of the job."""
     groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
     text = " ".join(rule["expr"] for group in groups for rule in group["rules"])
     selectors = set(re.findall(r"rayzero_\w+(?:\{[^}]*\})?", text))
-    return [s for s in sorted(selectors) if not server.curve(s, start, stop)]
+    return [s for s in sorted(selectors) if not server.query_range(s, start, stop)]
