@@ -1,4 +1,4 @@
-"""Ray clusters on this machine: of one node, or of several of which each may be lost."""
+"""Local Ray clusters of one node, or of several nodes that can be lost."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from typing import Any
 import ray
 
 OBJECT_STORE_BYTES = 80 * 2**20
-FAST = {
+FAST_HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""So that a lost node is known in seconds, where Ray's own settings take a minute."""
+"""Detect a lost node in seconds; Ray's defaults take a minute."""
 
 
 @contextmanager
-def connected(nodes: int, cpus: int) -> Iterator[Callable[[], None]]:
-    """A cluster of so many nodes with so many CPUs each; this process is its driver.
+def connect_to_cluster(nodes: int, cpus: int) -> Iterator[Callable[[], None]]:
+    """Start a cluster with this process as its driver.
 
-    Several nodes lie beside a head without CPUs.
+    Args:
+        nodes: worker nodes; if there are several, the head has no CPUs.
+        cpus: per node.
 
     Yields:
-        what adds a node for each that was lost. For the main thread only: Ray wants it so.
+        a function that replaces lost nodes. Call it on the main thread only, as Ray requires.
     """
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # nobody else can reach it
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # the cluster is local
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if nodes == 1:
@@ -39,23 +41,23 @@ def connected(nodes: int, cpus: int) -> Iterator[Callable[[], None]]:
         finally:
             ray.shutdown()
         return
-    # Here, because it is for tests, and needs what a plain run does not.
+    # Deferred: a testing utility with additional dependencies.
     from ray.cluster_utils import Cluster
 
-    os.environ.update(FAST)
-    small: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES}
-    cluster = Cluster(True, head_node_args={"num_cpus": 0, **small})
+    os.environ.update(FAST_HEALTH_CHECKS)
+    node_args: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES}
+    cluster = Cluster(True, head_node_args={"num_cpus": 0, **node_args})
 
-    def refill() -> None:
-        seen: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-        living = sum(one["Alive"] and "CPU" in one["Resources"] for one in seen)
-        for _ in range(nodes - living):
-            cluster.add_node(num_cpus=cpus, **small)
+    def replace_lost_nodes() -> None:
+        infos: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        alive = sum(node["Alive"] and "CPU" in node["Resources"] for node in infos)
+        for _ in range(nodes - alive):
+            cluster.add_node(num_cpus=cpus, **node_args)
 
     try:
         ray.init(address=cluster.address, **quiet)
-        refill()
-        yield refill
+        replace_lost_nodes()
+        yield replace_lost_nodes
     finally:
         ray.shutdown()
         cluster.shutdown()  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""Bytes and seconds of a step with every compression of gradients and weights, in turn.
+"""Communication volume and step time with each compression of gradients and weights.
 
-Each round times one step of every engine, so that a noisy machine is noisy for all of them.
+Each round times one step of every engine, so that machine noise affects all of them equally.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MODEL = GPTConfig(vocab=4096, context=128, layers=4, width=256, heads=4)
 TOKENS = 128
 
 
-def _gradients(name: str, **more: Any) -> dict[str, Any]:
-    return {"rayzero": {"compression": {"gradients": name} | more}}
+def _gradients(name: str, **options: Any) -> dict[str, Any]:
+    return {"rayzero": {"compression": {"gradients": name} | options}}
 
 
 SYSTEMS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -46,24 +46,24 @@ SYSTEMS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def make(name: str) -> rayzero.Engine:
-    """An engine of the same model as every other."""
+def make_engine(name: str) -> rayzero.Engine:
+    """Create an engine for a new replica of the model."""
     torch.manual_seed(0)
-    stage, change = SYSTEMS[name]
-    ours = {key: value for key, value in change.items() if key == "rayzero"}
+    stage, changes = SYSTEMS[name]
+    rayzero_config = {key: value for key, value in changes.items() if key == "rayzero"}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": stage}
-        | {key: value for key, value in change.items() if key not in ours},
-    } | ours
+        | {key: value for key, value in changes.items() if key not in rayzero_config},
+    } | rayzero_config
     engine, *_ = rayzero.initialize(model=GPT(MODEL), config=config)
     return engine
 
 
 def step(engine: rayzero.Engine, tokens: torch.Tensor) -> float:
-    """Seconds of one step; that of the slowest rank."""
+    """Duration of one step on the slowest rank."""
     dist.barrier()
     start = perf_counter()
     engine.backward(engine(tokens[:, :-1], targets=tokens[:, 1:]))
@@ -73,17 +73,17 @@ def step(engine: rayzero.Engine, tokens: torch.Tensor) -> float:
     return float(seconds)
 
 
-def moved(engine: rayzero.Engine) -> dict[str, int]:
-    """Bytes so far, by collective."""
+def bytes_sent(engine: rayzero.Engine) -> dict[str, int]:
+    """Total bytes by collective."""
     return {name: traffic["bytes"] for name, traffic in engine.metrics.collectives.items()}
 
 
 def run(rank: int, ranks: int, rounds: int, store: str, shared: bool) -> None:
-    """One rank's part; rank 0 prints the table."""
+    """Main function of a rank; rank 0 prints the table."""
     torch.set_num_threads(1)
     os.environ["RAYZERO_SHARED_MEMORY"] = str(int(shared))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    engines = {name: make(name) for name in SYSTEMS}
+    engines = {name: make_engine(name) for name in SYSTEMS}
     generator = torch.Generator().manual_seed(rank)
     seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     before: dict[str, dict[str, int]] = {}
@@ -91,12 +91,12 @@ def run(rank: int, ranks: int, rounds: int, store: str, shared: bool) -> None:
         tokens = torch.randint(0, MODEL.vocab, (1, TOKENS + 1), generator=generator)
         for name, engine in engines.items():
             if number == 2:
-                before[name] = moved(engine)
+                before[name] = bytes_sent(engine)
             seconds[name].append(step(engine, tokens))
     if rank == 0:
         table = Table("", "MB a step", "median s", "min s")
         for name, engine in engines.items():
-            total = sum(moved(engine).values()) - sum(before[name].values())
+            total = sum(bytes_sent(engine).values()) - sum(before[name].values())
             times = seconds[name][2:]
             megabytes = total / rounds / 1e6
             table.add_row(name, f"{megabytes:.2f}", f"{median(times):.4f}", f"{min(times):.4f}")

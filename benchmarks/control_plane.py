@@ -32,7 +32,7 @@ from rich.table import Table
 
 from benchmarks.control_group import PaperGroup
 from benchmarks.control_world import Scale, run
-from benchmarks.machine import facts, told
+from benchmarks.machine import describe_machine, format_machine
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import Clock
@@ -209,7 +209,7 @@ def one_size(scale: Scale, seconds: float, seed: int) -> Row:
 
 
 def show(rows: list[Row], console: Console) -> None:
-    console.print(told(facts()))
+    console.print(format_machine(describe_machine()))
     names = ("workers", "core", "decoding", "core, quiet", "faults", "repaired", "repairs")
     table = Table(*names, "p50 ms", "p99 ms", "most", box=None, pad_edge=False)
     for one in rows:

@@ -1,11 +1,11 @@
-"""A job's whole life on one machine: submitted from outside a cluster that wants a token, scraped,
-its driver killed, a worker killed, the whole head killed, adopted, stopped, finished.
+"""The whole life cycle of a job on one machine.
 
     python -m benchmarks.end_to_end
 
-The same training without any of that is run behind it: the losses must be the same, and nothing may
-be left. Prometheus is found by RAYZERO_PROMETHEUS or on PATH; without one that part is left out,
-and it is said.
+A job is submitted to a cluster with token authentication and scraped by Prometheus. Its driver, a
+worker and the whole head are killed; it is adopted, stopped, and finished. Its losses must equal
+those of an undisturbed run, and nothing may be leaked. Prometheus is taken from RAYZERO_PROMETHEUS
+or PATH; without it, the scraping is skipped and reported as such.
 """
 
 from __future__ import annotations
@@ -26,169 +26,180 @@ from urllib.request import urlopen
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import facts, told
-from benchmarks.remains import files_left, remains, shared_memory
+from benchmarks.leaks import find_cluster_leaks, find_temporary_files, list_shared_memory
+from benchmarks.machine import describe_machine, format_machine
+from benchmarks.monitored_job import (
+    CHECKPOINT_INTERVAL,
+    TIMEOUT_S,
+    ExpectationError,
+    MonitoredJob,
+    expect,
+)
 from benchmarks.scraper import Scraper, scraping
 from benchmarks.token_head import TokenHead, wait_for
-from benchmarks.watched_job import EVERY_STEPS, LIMIT_S, NotSoError, WatchedJob, expect
 from examples.gpt.prepare import prepare
 
 LOSS_TOLERANCE = 1e-3
 
 
-class Story:
-    """One life; every part of it adds to `seconds` and `found`.
+class Lifecycle:
+    """One job life cycle. Each phase adds to `seconds` and `results`.
 
     Args:
-        folder: for everything that is written.
-        more: steps between one event and the next, at least.
+        folder: for all files that are written.
+        interval: minimum number of steps between two events.
     """
 
-    def __init__(self, folder: Path, more: int) -> None:
+    def __init__(self, folder: Path, interval: int) -> None:
         self.seconds: dict[str, float] = {}
-        self.found: dict[str, Any] = {}
-        self._more = more
+        self.results: dict[str, Any] = {}
+        self._interval = interval
         self._data = folder / "data"
         self._head = TokenHead(folder, cpus=3)
-        self._job = WatchedJob(self._head, "end-to-end", self._data)
+        self._job = MonitoredJob(self._head, "end-to-end", self._data)
 
-    def tell(self) -> None:
-        """
+    def run(self) -> None:
+        """Run all phases.
+
         Raises:
-            NotSoError, TimeoutError: a part of it went wrong.
+            ExpectationError: a requirement was violated.
+            TimeoutError: a phase did not complete.
         """
-        before = shared_memory()
-        prepare(self._data, Path(email.__file__).parent)  # a little text is enough
+        before = list_shared_memory()
+        prepare(self._data, Path(email.__file__).parent)  # a small data set is sufficient
         try:
             self.seconds["head: started, with dashboard and token"] = self._head.start()
             with scraping(self._job.port, self._head.folder / "prometheus") as scraper:
                 with self._timed("submit to first step"):
                     self._job.submit("first")
-                    self._job.step_after(0)
-                self._watch(scraper)
+                    self._job.wait_for_step_after(0)
+                self._check_monitoring(scraper)
                 self._kill_driver()
                 self._kill_worker(scraper)
             self._kill_head()
             self._stop()
             self._finish()
-            self._compare()
-            self.found["left in the cluster"] = remains(self._head)
+            self._compare_losses()
+            self.results["cluster leaks"] = find_cluster_leaks(self._head)
         finally:
             self._head.kill()
-        left = {*shared_memory() - before, *files_left(self._head.temporary)}
-        self.found["left on the machine"] = sorted(left)
+        leaks = {*list_shared_memory() - before, *find_temporary_files(self._head.temporary)}
+        self.results["machine leaks"] = sorted(leaks)
 
-    def _watch(self, scraper: Scraper | None) -> None:
+    def _check_monitoring(self, scraper: Scraper | None) -> None:
         with (
             self._timed("page"),
             urlopen(f"http://127.0.0.1:{self._job.port}/", timeout=20) as page,
         ):
-            self.found["page bytes"] = len(page.read())
-        self._job.reach(self._more)
+            self.results["page bytes"] = len(page.read())
+        self._job.wait_for_step(self._interval)
         if scraper is None:
-            self.found["Prometheus"] = "none on this machine: nothing was scraped"
+            self.results["Prometheus"] = "not installed: nothing was scraped"
             return
-        wait_for(lambda: scraper.value("rayzero_steps_total"), LIMIT_S, "a scrape")
-        wait_for(lambda: not scraper.unhealthy(), LIMIT_S, "every rule is judged")
-        self.found["alerts before the fault"] = sorted(scraper.firing())
+        wait_for(lambda: scraper.value("rayzero_steps_total"), TIMEOUT_S, "a scrape")
+        wait_for(lambda: not scraper.unhealthy(), TIMEOUT_S, "evaluation of all rules")
+        self.results["alerts before the fault"] = sorted(scraper.firing())
 
     def _kill_driver(self) -> None:
-        """The driver is gone at once; the job never knows. Another client follows it."""
-        before = self._job.step
-        (driver,) = self._job.processes("-m rayzero run")
+        """Kill the driver. The job must not be affected, and another client can query it."""
+        step_before = self._job.step
+        (driver,) = self._job.find_processes("-m rayzero run")
         driver.send_signal(signal.SIGKILL)
-        with self._timed("driver killed: Ray knows"):
-            wait_for(lambda: self._job.ray_status("first") == "FAILED", LIMIT_S, "a dead driver")
+        with self._timed("driver killed: detected by Ray"):
+            wait_for(lambda: self._job.ray_status("first") == "FAILED", TIMEOUT_S, "a lost driver")
         with self._timed("status from another client"):
-            told = self._job.status()
-        expect(told["state"] == "running", told)
-        self._job.reach(before + self._more)
-        self.found["generation after the driver's death"] = self._job.snapshot()["generation"]
+            status = self._job.status()
+        expect(status["state"] == "running", status)
+        self._job.wait_for_step(step_before + self._interval)
+        self.results["generation after driver loss"] = self._job.snapshot()["generation"]
 
     def _kill_worker(self, scraper: Scraper | None) -> None:
-        victim = self._job.processes("ray::WorkerActor")[-1]
-        killed_s = time.time()
+        victim = self._job.find_processes("ray::WorkerActor")[-1]
+        killed_at_s = time.time()
         victim.send_signal(signal.SIGKILL)
-        wait_for(lambda: self._job.repairs, LIMIT_S, "a repair")
-        way = self._job.repairs[-1]
-        noticed_s = self._job.snapshot()["faults"][-1]["at_s"] - killed_s
-        self.seconds["worker killed: until its loss is told"] = noticed_s
-        self.seconds["worker killed: until the next step is done"] = way["at_s"] - killed_s
-        self.found["steps done again after the worker's death"] = way["steps_redone"]
+        wait_for(lambda: self._job.repairs, TIMEOUT_S, "a repair")
+        repair = self._job.repairs[-1]
+        detection_s = self._job.snapshot()["faults"][-1]["at_s"] - killed_at_s
+        self.seconds["worker killed: until detected"] = detection_s
+        self.seconds["worker killed: until the next finished step"] = repair["at_s"] - killed_at_s
+        self.results["steps repeated after worker loss"] = repair["steps_redone"]
         if scraper is not None:
             query = 'sum(rayzero_faults_total{cause="lost"})'
-            wait_for(lambda: scraper.value(query), LIMIT_S, "the fault's series")
-            wait_for(scraper.firing, LIMIT_S, "the alert of a spent budget")
-            self.found["alerts after the fault"] = sorted(scraper.firing())
+            wait_for(lambda: scraper.value(query), TIMEOUT_S, "the fault in the metrics")
+            wait_for(scraper.firing, TIMEOUT_S, "the alert on the spent fault budget")
+            self.results["alerts after the fault"] = sorted(scraper.firing())
 
     def _kill_head(self) -> None:
-        """GCS, raylet, controller, workers, vaults: all at once. The checkpoints are there."""
-        wait_for(lambda: self._job.checkpoint >= EVERY_STEPS, LIMIT_S, "a checkpoint")
-        self._job.reach(self._job.checkpoint + 5)
-        began_s = time.monotonic()
+        """Kill GCS, raylet, controller, workers and vaults at once. Only checkpoints survive."""
+        wait_for(
+            lambda: self._job.checkpoint_step >= CHECKPOINT_INTERVAL, TIMEOUT_S, "a checkpoint"
+        )
+        self._job.wait_for_step(self._job.checkpoint_step + 5)
+        start_s = time.monotonic()
         self._head.kill()
-        start_s = self._head.start()
-        stood = self._job.status()
-        expect(stood["state"] is None, stood)
-        submitted_s = time.time()
+        head_start_s = self._head.start()
+        status = self._job.status()
+        expect(status["state"] is None, status)
+        submitted_at_s = time.time()
         with self._timed("head killed: from submit to the first new step"):
             self._job.submit("second")
-            self._job.step_after(submitted_s)
-        whole_s = time.monotonic() - began_s - start_s
-        self.seconds["head killed: until that step, less the new head's start"] = whole_s
+            self._job.wait_for_step_after(submitted_at_s)
+        total_s = time.monotonic() - start_s - head_start_s
+        self.seconds["head killed: until that step, minus the new head's start"] = total_s
         log = self._job.folder / "logs" / "job.log"
-        wait_for(lambda: "adopted a lost run" in log.read_text(), LIMIT_S, "an adoption")
-        self.found["steps done again after the head's death"] = self._job.done_again()
+        wait_for(lambda: "adopted a lost run" in log.read_text(), TIMEOUT_S, "an adoption")
+        self.results["steps repeated after head loss"] = self._job.count_repeated_steps()
 
     def _stop(self) -> None:
-        self._job.reach(self._job.step + self._more)
+        self._job.wait_for_step(self._job.step + self._interval)
         with self._timed("ray job stop: until stopped, with a last checkpoint"):
             done = self._head.ray_job("stop", "second")
-            wait_for(lambda: self._job.journal_ended == "stopped", LIMIT_S, "a stop")
+            wait_for(lambda: self._job.journal_end_state == "stopped", TIMEOUT_S, "a stop")
         expect(done.returncode == 0, done.stdout + done.stderr)
-        after = self._job.status()
-        self.found["stopped at step"] = after["step"]
-        self.found["its last checkpoint"] = after["checkpoint_step"]
-        self.found["what Ray says of a stopped job"] = self._job.ray_status("second")
-        expect("state: stopping" in self._head.ray_job("logs", "second").stdout, "its log")
+        status = self._job.status()
+        self.results["stopped at step"] = status["step"]
+        self.results["last checkpoint"] = status["checkpoint_step"]
+        self.results["Ray status of stopped job"] = self._job.ray_status("second")
+        expect("state: stopping" in self._head.ray_job("logs", "second").stdout, "the job's log")
 
     def _finish(self) -> None:
-        """The same name again, to an end: it goes on at the last checkpoint."""
-        self.found["steps"] = self.found["stopped at step"] + self._more
-        over = ("SUCCEEDED", "FAILED", "STOPPED")
+        """Submit under the same name again, which resumes from the last checkpoint."""
+        self.results["steps"] = self.results["stopped at step"] + self._interval
+        final_states = ("SUCCEEDED", "FAILED", "STOPPED")
         with self._timed("submitted again, to its end"):
-            self._job.submit("third", self.found["steps"])
-            wait_for(lambda: self._job.ray_status("third") in over, LIMIT_S, "the end")
-        self.found["what Ray says of a finished job"] = self._job.ray_status("third")
+            self._job.submit("third", self.results["steps"])
+            wait_for(lambda: self._job.ray_status("third") in final_states, TIMEOUT_S, "the end")
+        self.results["Ray status of finished job"] = self._job.ray_status("third")
 
-    def _compare(self) -> None:
-        plain, steps = WatchedJob(self._head, "undisturbed", self._data), self.found["steps"]
-        done = self._head.rayzero("run", str(plain.file(steps)))
+    def _compare_losses(self) -> None:
+        reference = MonitoredJob(self._head, "undisturbed", self._data)
+        steps = self.results["steps"]
+        done = self._head.rayzero("run", str(reference.write_job_file(steps)))
         expect(done.returncode == 0, done.stdout + done.stderr)
-        ours, theirs = self._job.losses(), plain.losses()
-        expect(sorted(ours) == sorted(theirs) == [*range(1, steps + 1)], "all steps")
-        self.found["final loss"] = ours[steps]
-        self.found["final loss, undisturbed"] = theirs[steps]
-        apart = max(abs(ours[step] - theirs[step]) for step in theirs)
-        self.found["largest difference of a step's loss"] = apart
-        expect(apart < LOSS_TOLERANCE, self.found)
+        losses, expected = self._job.losses(), reference.losses()
+        expect(sorted(losses) == sorted(expected) == [*range(1, steps + 1)], "all steps")
+        self.results["final loss"] = losses[steps]
+        self.results["final loss, undisturbed"] = expected[steps]
+        difference = max(abs(losses[step] - expected[step]) for step in expected)
+        self.results["max loss difference"] = difference
+        expect(difference < LOSS_TOLERANCE, self.results)
 
     @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        began_s = time.monotonic()
+    def _timed(self, phase: str) -> Iterator[None]:
+        start_s = time.monotonic()
         yield
-        self.seconds[what] = time.monotonic() - began_s
+        self.seconds[phase] = time.monotonic() - start_s
 
 
-def show(console: Console, story: Story) -> None:
+def show(console: Console, lifecycle: Lifecycle) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("what")
+    table.add_column("phase")
     table.add_column("seconds", justify="right")
-    for what, seconds in story.seconds.items():
-        table.add_row(what, f"{seconds:.2f}")
+    for phase, seconds in lifecycle.seconds.items():
+        table.add_row(phase, f"{seconds:.2f}")
     console.print(table)
-    for what, found in story.found.items():
-        console.print(f"{what}: {found}", highlight=False)
+    for name, result in lifecycle.results.items():
+        console.print(f"{name}: {result}", highlight=False)
 
 
 def main(arguments: list[str]) -> int:
@@ -197,28 +208,28 @@ def main(arguments: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--more", type=int, default=20, help="steps between two events, at least")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
+    parser.add_argument("--more", type=int, default=20, help="minimum steps between two events")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result to this file")
     options = parser.parse_args(arguments)
-    console, about = Console(), facts()
+    console, machine = Console(), describe_machine()
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as folder:
-        story = Story(Path(folder), options.more)
+        lifecycle = Lifecycle(Path(folder), options.more)
         try:
-            story.tell()
-        except (NotSoError, TimeoutError) as error:
-            show(console, story)
+            lifecycle.run()
+        except (ExpectationError, TimeoutError) as error:
+            show(console, lifecycle)
             console.print(f"[red]{error}[/red]")
             for log in ("head.log", "runs/end-to-end/logs/job.log"):
                 if (path := Path(folder, log)).exists():
                     console.print(f"{log}:\n{path.read_text()[-3000:]}", highlight=False)
             return 1
-    console.print(told(about))
-    show(console, story)
+    console.print(format_machine(machine))
+    show(console, lifecycle)
     if options.json:
-        result = about | {"seconds": story.seconds, "found": story.found}
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    left = story.found["left in the cluster"] or story.found["left on the machine"]
-    return int(bool(left))
+        report = machine | {"seconds": lifecycle.seconds, "results": lifecycle.results}
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    leaks = lifecycle.results["cluster leaks"] or lifecycle.results["machine leaks"]
+    return int(bool(leaks))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.kernels import exposed_in
+from benchmarks.kernels import profile_exposed
 from benchmarks.systems import ALL, Step
 from examples.gpt.model import GPT, GPTConfig
 
@@ -112,7 +112,7 @@ def _measure(rank: int, name: str, plan: Plan) -> Found:
     seconds = _on_gpu(run, plan.steps)
     loss, peak = float(run.loss), torch.cuda.max_memory_allocated()
     reserved = torch.cuda.memory_reserved()
-    exposed = exposed_in(run, PROFILED)
+    exposed = profile_exposed(run, PROFILED)
     return Found(seconds, loss, peak, reserved, exposed.communication_s, exposed.copies_s)
 
 

@@ -1,6 +1,6 @@
-"""What a GPU's timeline says of communication: how long it ran beside no computation.
+"""Exposed communication on a GPU timeline: the time that does not overlap with computation.
 
-Such seconds are exposed. The host's clock cannot tell them: it enqueues kernels and goes on.
+It cannot be measured on the host, which only enqueues kernels.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Exposed:
-    """Seconds of a step in which nothing was computed, and why."""
+    """Seconds per step without computation, by cause."""
 
     communication_s: float
     copies_s: float  # between host memory and the GPU
 
 
-def exposed_in(step: Callable[[], object], steps: int) -> Exposed:
-    """Runs `steps` steps under torch's profiler; the mean of each."""
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+def profile_exposed(step: Callable[[], object], steps: int) -> Exposed:
+    """Run `steps` steps under torch's profiler and return the mean per step."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
     kernels = [
         (event.name, (event.time_range.start / 1e6, event.time_range.end / 1e6))
-        for event in seen.events() or ()
-        # annotations are named stretches of a timeline, in which nothing need run
+        for event in profiler.events() or ()
+        # annotations are labeled ranges, not kernels
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
     ]
-    return of_timeline(kernels, steps)
+    return exposed_from_timeline(kernels, steps)
 
 
-def of_timeline(kernels: Iterable[tuple[str, Span]], steps: int) -> Exposed:
-    """The same, of kernels' names and when they ran, in seconds."""
+def exposed_from_timeline(kernels: Iterable[tuple[str, Span]], steps: int) -> Exposed:
+    """Exposed time from kernel names and their spans in seconds."""
     kinds: dict[str, list[Span]] = {"communication": [], "copy": [], "computation": []}
     for name, span in kernels:
         kinds[_kind(name)].append(span)
@@ -52,30 +52,30 @@ def of_timeline(kernels: Iterable[tuple[str, Span]], steps: int) -> Exposed:
 def _kind(name: str) -> str:
     if "nccl" in name.lower():
         return "communication"
-    # a copy within the GPU is part of a computation
+    # device-to-device copies are part of the computation
     return "copy" if "HtoD" in name or "DtoH" in name else "computation"
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
-    """The same moments as spans that do not overlap, in order."""
-    found: list[Span] = []
+    """Union of the spans as sorted disjoint spans."""
+    merged: list[Span] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def _outside(spans: Sequence[Span], others: Sequence[Span]) -> float:
-    """Seconds of `spans` that are in none of `others`; both as `_union` gives them."""
-    left, at = 0.0, 0
+    """Total time of `spans` outside of `others`. Both must come from `_union`."""
+    total, index = 0.0, 0
     for start, end in spans:
-        left += end - start
-        while at < len(others) and others[at][1] <= start:
-            at += 1
-        for other_start, other_end in others[at:]:
+        total += end - start
+        while index < len(others) and others[index][1] <= start:
+            index += 1
+        for other_start, other_end in others[index:]:
             if other_start >= end:
                 break
-            left -= min(end, other_end) - max(start, other_start)
-    return left
+            total -= min(end, other_end) - max(start, other_start)
+    return total

@@ -1,4 +1,4 @@
-"""The facts about a machine that a number means nothing without."""
+"""Description of the machine that a measurement was made on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from importlib.metadata import version
 from typing import Any
 
 
-def facts() -> dict[str, Any]:
-    """Of this machine now. `load`: the mean number of processes that wanted a core, last minute."""
+def describe_machine() -> dict[str, Any]:
+    """Hardware, versions and `load`, the load average of the last minute."""
     return {
         "date": date.today().isoformat(),
         "cores": len(os.sched_getaffinity(0)),
@@ -22,9 +22,9 @@ def facts() -> dict[str, Any]:
     }
 
 
-def told(found: dict[str, Any]) -> str:
-    """The facts as one line."""
+def format_machine(machine: dict[str, Any]) -> str:
+    """One line of text."""
     return (
-        f"{found['date']}: {found['cores']} cores (load {found['load']}), {found['machine']}, "
-        f"torch {found['torch']}, Ray {found['ray']}, Python {found['python']}"
+        f"{machine['date']}: {machine['cores']} cores (load {machine['load']}), "
+        f"{machine['machine']}, torch {machine['torch']}, Ray {machine['ray']}, Python {machine['python']}"
     )

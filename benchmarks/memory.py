@@ -1,4 +1,4 @@
-"""The most memory a process had while a block ran, what it shares with others counted in parts."""
+"""Peak memory of a process during a block, with shared pages counted proportionally."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-EVERY_S = 0.005
+SAMPLE_INTERVAL_S = 0.005
 
 
 class PeakMemory:
-    """Samples the proportional set size: a page that two processes map is half of each one's.
+    """Samples the proportional set size (PSS) in a thread, because the kernel keeps no peak of it.
 
-    The resident size would count what ranks share once for each of them. The kernel keeps no peak
-    of it, hence a thread that looks again and again; it ends with the block.
+    The resident set size would count memory shared by ranks once for each of them.
 
     Attributes:
-        nbytes: the peak; complete when the block has ended.
+        nbytes: the peak; final after the block.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)
 
     def __enter__(self) -> PeakMemory:
         self._thread.start()
@@ -34,18 +33,18 @@ class PeakMemory:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._over.set()
+        self._stop.set()
         self._thread.join(timeout=10)
 
-    def _watch(self) -> None:
-        while not self._over.wait(EVERY_S):
+    def _sample(self) -> None:
+        while not self._stop.wait(SAMPLE_INTERVAL_S):
             self.nbytes = max(self.nbytes, proportional_bytes())
 
 
 def proportional_bytes() -> int:
-    """This process's proportional set size now; 0 where the kernel does not tell."""
+    """Current proportional set size of this process; 0 if the kernel does not report it."""
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(one.split()[1]) * 1024 for one in lines if one.startswith("Pss:")), 0)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)

@@ -1,6 +1,6 @@
-"""The same model and the same fault under Ray Train's TorchTrainer, as its documentation has it.
+"""The same model and fault under Ray Train's TorchTrainer, set up as documented.
 
-DistributedDataParallel, a checkpoint of rank 0 every few steps through `ray.train.report`, and a
+DistributedDataParallel, a checkpoint by rank 0 every few steps with `ray.train.report`, and a
 FailureConfig that restarts the worker group.
 """
 
@@ -28,19 +28,19 @@ from ray import train
 from ray.train.torch import TorchTrainer, prepare_model
 from torch.utils.data import DataLoader
 
-from benchmarks.strikes import MODEL, Strike, born, strike
+from benchmarks.faults import MODEL, FaultCost, inject_fault, process_start_time
 from examples.gpt.model import GPT, GPTConfig
 from rayzero import ParquetTokens
 
-CHECKPOINT_EVERY = 5
-QUIET_STEPS = 10
-WAIT_S = 240.0
-GLOBAL_BATCH = 4  # examples/gpt/engine.json; divided as far as it goes
+CHECKPOINT_INTERVAL = 5
+UNDISTURBED_STEPS = 10
+TIMEOUT_S = 240.0
+GLOBAL_BATCH = 4  # examples/gpt/engine.json; split over the ranks, rounded down
 
 
 @dataclass(frozen=True)
 class Plan:
-    """As `struck_job.Plan`. `folder`: for checkpoints, and for what the workers say."""
+    """Like `rayzero_job.Plan`. `folder` is for checkpoints and the workers' step records."""
 
     workers: int
     fault: str
@@ -50,22 +50,22 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A rank ended a step. `turn` tells the rounds of the worker group apart."""
+class StepEnd:
+    """A rank finished a step. `attempt` identifies the run of the worker group."""
 
-    turn: str
+    attempt: str
     rank: int
     step: int
     at_s: float
     pid: int
 
 
-Turns: TypeAlias = dict[str, dict[int, list[Ended]]]
-"""Round of the worker group -> step -> its ends on all ranks."""
+Attempts: TypeAlias = dict[str, dict[int, list[StepEnd]]]
+"""Run of the worker group -> step -> its ends on all ranks."""
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """One worker, from the newest checkpoint until the file `stop` is there."""
+    """Train from the latest checkpoint until the file `stop` exists."""
     folder = Path(config["folder"])
     os.chdir(config["cwd"])
     torch.set_num_threads(1)
@@ -74,29 +74,29 @@ def train_loop(config: dict[str, Any]) -> None:
     rank, world = context.get_world_rank(), context.get_world_size()
     model = prepare_model(GPT(GPTConfig(**MODEL)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
-    done = _resume(model, optimizer)
+    step = _resume(model, optimizer)
     data: Any = ParquetTokens("data/stdlib/train", MODEL["context"])
     batches = iter(DataLoader(data, batch_size=max(1, GLOBAL_BATCH // world), shuffle=True))
     stop = torch.zeros(1)
-    turn = _shared(str(os.getpid()))
+    attempt = _broadcast(str(os.getpid()))
     while not stop.item():
-        done += 1
+        step += 1
         batch = next(batches)
         optimizer.zero_grad()
         model(batch[:, :-1], batch[:, 1:]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        line = json.dumps([turn, rank, done, time.time(), os.getpid()]) + "\n"
-        with (folder / f"{turn}-{rank}.steps").open("a") as file:
+        line = json.dumps([attempt, rank, step, time.time(), os.getpid()]) + "\n"
+        with (folder / f"{attempt}-{rank}.steps").open("a") as file:
             file.write(line)
-        if done % CHECKPOINT_EVERY == 0:
-            _report(model, optimizer, done, rank)
+        if step % CHECKPOINT_INTERVAL == 0:
+            _report(model, optimizer, step, rank)
         stop.fill_(float((folder / "stop").exists()))
         dist.all_reduce(stop)
 
 
-def _shared(value: str) -> str:
-    """Rank 0's value, on all ranks."""
+def _broadcast(value: str) -> str:
+    """Return the value of rank 0 on all ranks."""
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
@@ -123,17 +123,17 @@ def _report(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int,
         train.report({"step": step}, checkpoint=train.Checkpoint.from_directory(folder))
 
 
-def strikes(plan: Plan, tell: Callable[[str], None]) -> list[Strike]:
-    """Runs the trainer on a cluster of our own, strikes it, and ends it.
+def run(plan: Plan, log: Callable[[str], None]) -> list[FaultCost]:
+    """Run the trainer on a local cluster, inject all faults, and stop it.
 
     Raises:
-        TimeoutError: something did not come within WAIT_S.
+        TimeoutError: an expected step did not occur within TIMEOUT_S.
     """
     ray.init(
         address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
     )
-    striker = _Striker(plan, tell)
-    thread = threading.Thread(target=striker.run, name="striker", daemon=True)
+    injector = _FaultInjector(plan, log)
+    thread = threading.Thread(target=injector.run, name="fault-injector", daemon=True)
     try:
         trainer = TorchTrainer(
             train_loop,
@@ -154,97 +154,102 @@ def strikes(plan: Plan, tell: Callable[[str], None]) -> list[Strike]:
     finally:
         (Path(plan.folder) / "stop").touch()
         ray.shutdown()
-    if striker.error is not None:
-        raise striker.error
-    return striker.done
+    if injector.error is not None:
+        raise injector.error
+    return injector.costs
 
 
-class _Striker:
-    """Strikes from a thread beside `fit`, and ends the training when it has done so."""
+class _FaultInjector:
+    """Injects faults from a thread while `fit` runs, then ends the training."""
 
-    def __init__(self, plan: Plan, tell: Callable[[str], None]) -> None:
-        self.done: list[Strike] = []
+    def __init__(self, plan: Plan, log: Callable[[str], None]) -> None:
+        self.costs: list[FaultCost] = []
         self.error: Exception | None = None
         self._plan = plan
-        self._tell = tell
-        self._draw = random.Random(plan.seed)
+        self._log = log
+        self._rng = random.Random(plan.seed)
 
     def run(self) -> None:
         try:
             for number in range(1, self._plan.kills + 1):
-                self._wait(lambda turns: len(newest(turns)[1]) > QUIET_STEPS)
-                self.done.append(self._strike())
-                self._tell(f"kill {number} of {self._plan.kills}: {self.done[-1].total_s:.1f} s")
+                self._wait(lambda attempts: len(latest_attempt(attempts)[1]) > UNDISTURBED_STEPS)
+                cost = self._inject()
+                self.costs.append(cost)
+                self._log(f"kill {number} of {self._plan.kills}: {cost.total_s:.1f} s")
         except TimeoutError as error:
             self.error = error
         finally:
             (Path(self._plan.folder) / "stop").touch()
 
-    def _strike(self) -> Strike:
-        before = self._steps()
-        turn, steps = newest(before)
-        usual_s = _usual_s(steps)
-        pids = {one.rank: one.pid for one in steps[max(steps)]}
-        births = {pid: born(pid) for pid in pids.values()}
-        rank = self._draw.choice(sorted(pids))
-        struck_s = strike(pids[rank], self._plan.fault, usual_s, self._draw)
+    def _inject(self) -> FaultCost:
+        before = self._read_steps()
+        attempt, steps = latest_attempt(before)
+        median_step_s = _median_step_s(steps)
+        pids = {end.rank: end.pid for end in steps[max(steps)]}
+        start_times = {pid: process_start_time(pid) for pid in pids.values()}
+        rank = self._rng.choice(sorted(pids))
+        fault_at_s = inject_fault(pids[rank], self._plan.fault, median_step_s, self._rng)
 
-        def beyond(found: Turns) -> bool:
-            """A new round has a step that the old one did not come to."""
-            return max(newest(found)[1]) > max(found[turn]) and set(found) > set(before)
+        def has_progressed(attempts: Attempts) -> bool:
+            """Whether a new attempt has passed the last step of the old one."""
+            latest_step = max(latest_attempt(attempts)[1])
+            return latest_step > max(attempts[attempt]) and set(attempts) > set(before)
 
-        after = self._wait(beyond)
-        finished = max(after[turn])
+        after = self._wait(has_progressed)
+        finished = max(after[attempt])
         new = [after[name] for name in after if name not in before]
-        next_s = min(_end_s(one[finished + 1]) for one in new if finished + 1 in one)
-        return Strike(
+        next_at_s = min(_end_s(steps[finished + 1]) for steps in new if finished + 1 in steps)
+        others = [pid for other, pid in pids.items() if other != rank]
+        return FaultCost(
             rank=rank,
             step=finished,
-            wall_s=next_s - struck_s,
-            step_s=usual_s,
-            usual_s=usual_s,
-            steps_redone=finished + 1 - min(min(one) for one in new),
-            restarted=sum(born(pid) != births[pid] for one, pid in pids.items() if one != rank),
+            wall_s=next_at_s - fault_at_s,
+            step_s=median_step_s,
+            median_step_s=median_step_s,
+            steps_redone=finished + 1 - min(min(steps) for steps in new),
+            restarted=sum(process_start_time(pid) != start_times[pid] for pid in others),
         )
 
-    def _wait(self, so: Callable[[Turns], bool]) -> Turns:
-        """What the workers say, once `so` holds for it.
+    def _wait(self, condition: Callable[[Attempts], bool]) -> Attempts:
+        """Wait until the recorded steps satisfy `condition`, and return them.
 
         Raises:
-            TimeoutError: WAIT_S are over.
+            TimeoutError: TIMEOUT_S have passed.
         """
-        until_s = time.monotonic() + WAIT_S
-        while time.monotonic() < until_s:
-            found = self._steps()
-            if found and so(found):
-                return found
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            attempts = self._read_steps()
+            if attempts and condition(attempts):
+                return attempts
             time.sleep(0.2)
-        raise TimeoutError(f"Ray Train did not go on within {WAIT_S:g} s")
+        raise TimeoutError(f"Ray Train made no progress within {TIMEOUT_S:g} s")
 
-    def _steps(self) -> Turns:
-        """The steps that all ranks ended, of each round that has some, the oldest round first."""
-        found: defaultdict[str, dict[int, list[Ended]]] = defaultdict(dict)
+    def _read_steps(self) -> Attempts:
+        """Steps that all ranks finished, by attempt, oldest attempt first."""
+        recorded: defaultdict[str, dict[int, list[StepEnd]]] = defaultdict(dict)
         for path in Path(self._plan.folder).glob("*.steps"):
-            for line in path.read_text().split("\n")[:-1]:  # the last may be half written
-                one = Ended(*json.loads(line))
-                found[one.turn].setdefault(one.step, []).append(one)
-        whole = {
-            turn: {step: ends for step, ends in steps.items() if len(ends) == self._plan.workers}
-            for turn, steps in found.items()
+            for line in path.read_text().split("\n")[:-1]:  # the last line may be incomplete
+                end = StepEnd(*json.loads(line))
+                recorded[end.attempt].setdefault(end.step, []).append(end)
+        complete = {
+            attempt: {step: ends for step, ends in steps.items() if len(ends) == self._plan.workers}
+            for attempt, steps in recorded.items()
         }
-        begun = sorted((_end_s(steps[min(steps)]), turn) for turn, steps in whole.items() if steps)
-        return {turn: whole[turn] for _, turn in begun}
+        started = sorted(
+            (_end_s(steps[min(steps)]), attempt) for attempt, steps in complete.items() if steps
+        )
+        return {attempt: complete[attempt] for _, attempt in started}
 
 
-def newest(turns: Turns) -> tuple[str, dict[int, list[Ended]]]:
-    return next(reversed(turns.items()))
+def latest_attempt(attempts: Attempts) -> tuple[str, dict[int, list[StepEnd]]]:
+    return next(reversed(attempts.items()))
 
 
-def _end_s(ends: list[Ended]) -> float:
-    return max(one.at_s for one in ends)
+def _end_s(ends: list[StepEnd]) -> float:
+    return max(end.at_s for end in ends)
 
 
-def _usual_s(steps: dict[int, list[Ended]]) -> float:
-    """The median time of a step, which leaves those with a checkpoint out."""
+def _median_step_s(steps: dict[int, list[StepEnd]]) -> float:
+    """Median step time; excludes the effect of checkpoints."""
     ends = [_end_s(steps[step]) for step in sorted(steps)]
     return median(b - a for a, b in pairwise(ends))

@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes one job each second, with the chart's alerts."""
+"""A Prometheus server that scrapes one job every second, with the alert rules of the chart."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ from benchmarks.ports import free_ports
 from benchmarks.token_head import ROOT, wait_for
 
 ALERTS = ROOT / "helm/rayzero/files/alerts.yaml"
-READY_S = 60.0
+START_TIMEOUT_S = 60.0
 
 
-def program() -> str | None:
-    """Where `prometheus` is: RAYZERO_PROMETHEUS, or on PATH."""
+def find_prometheus() -> str | None:
+    """Path of the Prometheus executable: RAYZERO_PROMETHEUS, or from PATH."""
     return os.environ.get("RAYZERO_PROMETHEUS") or shutil.which("prometheus")
 
 
 class Scraper:
+    """Client of the Prometheus HTTP API."""
+
     def __init__(self, url: str) -> None:
         self._url = url
 
     def value(self, query: str) -> float | None:
-        """Of the first series of an expression now; None where there is none."""
-        found = self._asked("query", query=query)["result"]
-        return float(found[0]["value"][1]) if found else None
+        """Current value of the first series of an expression; None if it has no series."""
+        series = self._get("query", query=query)["result"]
+        return float(series[0]["value"][1]) if series else None
 
     def unhealthy(self) -> list[str]:
-        """Rules that cannot be judged, those not yet judged among them."""
-        groups = self._asked("rules")["groups"]
+        """Names of rules that failed or were not evaluated yet."""
+        groups = self._get("rules")["groups"]
         rules = [rule for group in groups for rule in group["rules"]]
         return [rule["name"] for rule in rules if rule["health"] != "ok"]
 
     def firing(self) -> set[str]:
-        alerts = self._asked("alerts")["alerts"]
-        return {one["labels"]["alertname"] for one in alerts if one["state"] == "firing"}
+        alerts = self._get("alerts")["alerts"]
+        return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
 
     def is_ready(self) -> bool:
         try:
@@ -53,17 +55,17 @@ class Scraper:
         except OSError:
             return False
 
-    def _asked(self, path: str, **parameters: str) -> Any:
+    def _get(self, path: str, **parameters: str) -> Any:
         url = f"{self._url}/api/v1/{path}?{urlencode(parameters)}"
-        with urlopen(url, timeout=20) as answer:
-            return json.loads(answer.read())["data"]
+        with urlopen(url, timeout=20) as response:
+            return json.loads(response.read())["data"]
 
 
 @contextmanager
 def scraping(port: int, folder: Path) -> Iterator[Scraper | None]:
-    """One that scrapes 127.0.0.1:port, killed at the end; None where there is no Prometheus."""
-    found = program()
-    if found is None:
+    """Run a server that scrapes 127.0.0.1:port. Yields None if Prometheus is not installed."""
+    executable = find_prometheus()
+    if executable is None:
         yield None
         return
     (listen,) = free_ports(1)
@@ -78,14 +80,14 @@ def scraping(port: int, folder: Path) -> Iterator[Scraper | None]:
     folder.mkdir()
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     address = f"127.0.0.1:{listen}"
-    command = [found, "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
+    command = [executable, "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(
             [*command, f"--web.listen-address={address}"], cwd=folder, stdout=log, stderr=log
         )
     try:
         scraper = Scraper(f"http://{address}")
-        wait_for(scraper.is_ready, READY_S, "Prometheus")
+        wait_for(scraper.is_ready, START_TIMEOUT_S, "Prometheus")
         yield scraper
     finally:
         process.kill()

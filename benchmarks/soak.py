@@ -27,9 +27,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clusters import connected
+from benchmarks.clusters import connect_to_cluster
 from benchmarks.episode import CALM, WORLD_SIZE, Outcome, Plan, Way, kind_of, plan, run
-from benchmarks.machine import facts, told
+from benchmarks.machine import describe_machine, format_machine
 from rayzero.workers.chaos.spec import FAULT_KINDS
 
 EPISODE_FAULTS = 5
@@ -144,7 +144,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     options = parsed(arguments)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    about = facts() | {
+    about = describe_machine() | {
         "seed": options.seed,
         "nodes": options.nodes,
         "kinds": options.kinds,
@@ -155,11 +155,11 @@ def main(arguments: list[str]) -> int:
         console.print(f"cannot resume: {why}", style="red")
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers inherit it
-    with connected(options.nodes, CPUS[options.nodes]) as refill:
+    with connect_to_cluster(options.nodes, CPUS[options.nodes]) as replace_lost_nodes:
         for of in remaining(options, len(record.outcomes)):
             folder = Path(tempfile.mkdtemp(prefix=f"soak-{of.number}-"))
-            refill()
-            outcome = run(of, folder, refill)
+            replace_lost_nodes()
+            outcome = run(of, folder, replace_lost_nodes)
             record.add(outcome)
             console.print(line(outcome), style="red" if outcome.lost else None)
             if outcome.lost or options.keep:
@@ -168,7 +168,7 @@ def main(arguments: list[str]) -> int:
                 shutil.rmtree(folder)
     lost = sum(bool(one.lost) for one in record.outcomes)
     fired = sum(len(one.fired) for one in record.outcomes)
-    console.print(told(about))
+    console.print(format_machine(about))
     show(console, record.outcomes)
     verdict = f"something was lost in {lost} of them" if lost else "nothing lost"
     console.print(f"{fired} faults in {len(record.outcomes)} episodes: {verdict}")

@@ -1,4 +1,4 @@
-"""A Ray head with dashboard and token, started as one starts it, that can be killed whole."""
+"""A Ray head with dashboard and token authentication, started by `ray start`."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ import psutil
 from benchmarks.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
-START_S = 240.0
-COMMAND_S = 600.0
+START_TIMEOUT_S = 240.0
+COMMAND_TIMEOUT_S = 600.0
 OBJECT_STORE_BYTES = 80 * 2**20
 
 
-def wait_for(there: Callable[[], Any], limit_s: float, what: str) -> float:
-    """Seconds until `there` is true.
+def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> float:
+    """Wait until `condition` is true. Returns the seconds waited.
 
     Raises:
-        TimeoutError: it never was.
+        TimeoutError: the condition did not become true.
     """
-    began_s = time.monotonic()
-    while not there():
-        waited_s = time.monotonic() - began_s
-        if waited_s > limit_s:
-            raise TimeoutError(f"{what}: not within {limit_s:g} s")
-        time.sleep(0.05 if waited_s < 5 else 0.2)  # to ask costs whoever is asked
-    return time.monotonic() - began_s
+    start_s = time.monotonic()
+    while not condition():
+        waited_s = time.monotonic() - start_s
+        if waited_s > timeout_s:
+            raise TimeoutError(f"{what}: not within {timeout_s:g} s")
+        time.sleep(0.05 if waited_s < 5 else 0.2)  # polling loads the polled process
+    return time.monotonic() - start_s
 
 
 class TokenHead:
-    """Owns the head's processes and its folder in /tmp, from `start` to `kill`.
+    """Owns the processes of the head and its folder in /tmp, from `start` to `kill`.
 
     Args:
-        folder: for its output, and for the temporary files of all that runs on it.
-        cpus: that Ray believes to have.
+        folder: for logs, and for the temporary files of all processes on the head.
+        cpus: number of CPUs that Ray schedules.
 
     Attributes:
-        token: without which nothing answers.
-        env: of all that runs on it, and of commands.
-        temporary: TMPDIR of all that.
-        output: the working directory of commands.
-        session: Ray's own folder; another one after each start.
+        token: auth token of the cluster.
+        env: environment of the head and of commands.
+        temporary: TMPDIR of these processes.
+        output: working directory of commands.
+        session: Ray's temporary folder, new after each start.
     """
 
     def __init__(self, folder: Path, cpus: int) -> None:
@@ -81,9 +81,9 @@ class TokenHead:
         self.session = Path()
 
     def start(self) -> float:
-        """Seconds until the dashboard answers with the token."""
-        began_s = time.monotonic()
-        # A short path: Ray puts sockets there, whose paths may have 107 characters.
+        """Start the head. Returns the seconds until it accepts jobs."""
+        start_s = time.monotonic()
+        # A short path: it holds Ray's sockets, whose paths are limited to 107 characters.
         self.session = Path(tempfile.mkdtemp(prefix="rz-", dir="/tmp"))
         port, dashboard, client, agent = free_ports(4)
         self.address, self.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
@@ -97,15 +97,17 @@ class TokenHead:
         ]
         with (self.folder / "head.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=self.env)
-        wait_for(self._takes_jobs, START_S, "the head's dashboard and its job agent")
-        return time.monotonic() - began_s
+        wait_for(self._accepts_jobs, START_TIMEOUT_S, "the head's dashboard and its job agent")
+        return time.monotonic() - start_s
 
-    def _takes_jobs(self) -> bool:
-        """Whether the dashboard answers, and the agent that carries jobs out is there, too."""
-        return self.asked("/api/jobs/") is not None and bool(_alive(self.asked("/api/v0/nodes")))
+    def _accepts_jobs(self) -> bool:
+        """Whether the dashboard responds and the agent that runs jobs is registered."""
+        return self.get_json("/api/jobs/") is not None and bool(
+            _live_nodes(self.get_json("/api/v0/nodes"))
+        )
 
-    def family(self) -> list[psutil.Process]:
-        """All processes that the head began, and those began."""
+    def processes(self) -> list[psutil.Process]:
+        """The head process and all of its descendants."""
         if self._process is None:
             return []
         with suppress(psutil.Error):
@@ -114,35 +116,35 @@ class TokenHead:
         return []
 
     def kill(self) -> None:
-        """SIGKILL to the head and everything on it, as when the machine is lost."""
+        """SIGKILL the head and all of its descendants, like a lost machine."""
         if self._process is None:
             return
-        family = self.family()
-        for one in family:
+        processes = self.processes()
+        for process in processes:
             with suppress(psutil.Error):
-                one.send_signal(signal.SIGKILL)
+                process.send_signal(signal.SIGKILL)
         self._process.wait(20)
-        psutil.wait_procs(family, timeout=20)
+        psutil.wait_procs(processes, timeout=20)
         self._process = None
         shutil.rmtree(self.session, ignore_errors=True)
 
-    def asked(self, path: str) -> Any:
-        """JSON from the dashboard; None where it does not answer."""
+    def get_json(self, path: str) -> Any:
+        """GET a JSON document from the dashboard. Returns None if it does not respond."""
         headers = {"Authorization": f"Bearer {self.token}"}
         request = urllib.request.Request(self.dashboard + path, headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
-                return json.loads(answer.read())
+            with urllib.request.urlopen(request, timeout=10) as response:
+                return json.loads(response.read())
         except (OSError, ValueError):
             return None
 
     def ray_job(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """`ray job WORDS`, from outside the cluster, with the token."""
+        """Run `ray job WORDS` from outside the cluster, with the token."""
         verb, *rest = words
         return self.command(self._ray, "job", verb, "--address", self.dashboard, *rest)
 
     def rayzero(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """`rayzero WORDS` in the cluster."""
+        """Run `rayzero WORDS` inside the cluster."""
         return self.command(sys.executable, "-m", "rayzero", *words, "--address", self.address)
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -152,11 +154,11 @@ class TokenHead:
             cwd=self.output,
             capture_output=True,
             text=True,
-            timeout=COMMAND_S,
+            timeout=COMMAND_TIMEOUT_S,
         )
 
 
-def _alive(answer: Any) -> list[str]:
-    """The names of nodes that live, by the dashboard's answer."""
-    rows = answer["data"]["result"]["result"] if answer else []
-    return [one["node_name"] for one in rows if one["state"] == "ALIVE"]
+def _live_nodes(response: Any) -> list[str]:
+    """Names of the live nodes in a dashboard response."""
+    rows = response["data"]["result"]["result"] if response else []
+    return [row["node_name"] for row in rows if row["state"] == "ALIVE"]

@@ -51,7 +51,7 @@ def read_metrics_server(url: str) -> Iterator[tuple[str, bytes]]:
 def read_ray_state(head: TokenHead) -> Iterator[tuple[str, bytes]]:
     """Responses of the Ray dashboard and the contents of the GCS key-value store."""
     for path in ["/api/jobs/", *(f"/api/v0/{kind}?detail=1&limit=1000" for kind in STATE_KINDS)]:
-        yield path, json.dumps(head.asked(path)).encode()
+        yield path, json.dumps(head.get_json(path)).encode()
     command = [sys.executable, "-c", DUMP_KV, head.address]
     done = subprocess.run(command, env=head.env, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr

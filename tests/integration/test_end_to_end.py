@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scraper import program
+from benchmarks.scraper import find_prometheus
 from tests.house.source import ROOT
 
 pytestmark = pytest.mark.slow
@@ -22,19 +22,19 @@ def test_whole_job_lifecycle(tmp_path: Path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
-    found, seconds = report["found"], report["seconds"]
+    results, seconds = report["results"], report["seconds"]
     assert min(seconds.values()) >= 0
-    assert (found["left in the cluster"], found["left on the machine"]) == ([], [])
-    assert found["largest difference of a step's loss"] < 1e-3
-    assert found["its last checkpoint"] == found["stopped at step"]
-    assert found["steps done again after the worker's death"] <= 1
-    assert 0 < found["steps done again after the head's death"] < 40, "since the last checkpoint"
-    assert found["what Ray says of a stopped job"] == "STOPPED"
-    assert found["what Ray says of a finished job"] == "SUCCEEDED"
-    assert found["generation after the driver's death"] == 1, "the job is not affected"
-    if program() is None:
+    assert (results["cluster leaks"], results["machine leaks"]) == ([], [])
+    assert results["max loss difference"] < 1e-3
+    assert results["last checkpoint"] == results["stopped at step"]
+    assert results["steps repeated after worker loss"] <= 1
+    assert 0 < results["steps repeated after head loss"] < 40, "since the last checkpoint"
+    assert results["Ray status of stopped job"] == "STOPPED"
+    assert results["Ray status of finished job"] == "SUCCEEDED"
+    assert results["generation after driver loss"] == 1, "the job is not affected"
+    if find_prometheus() is None:
         pytest.skip(
             "Prometheus is neither on PATH nor in RAYZERO_PROMETHEUS; all other checks passed"
         )
-    assert found["alerts before the fault"] == []
-    assert found["alerts after the fault"] == ["RayzeroFaultBudgetNearlySpent"]
+    assert results["alerts before the fault"] == []
+    assert results["alerts after the fault"] == ["RayzeroFaultBudgetNearlySpent"]

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu import SMALL, Row, disagreeing, flops_of, impossible, row, with_ratios
 from benchmarks.gpu_rank import Found
-from benchmarks.kernels import of_timeline
+from benchmarks.kernels import exposed_from_timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,10 +29,10 @@ def test_only_non_overlapped_time_counts_as_exposed() -> None:
         ("Memcpy DtoD (Device -> Device)", (7.0, 8.0)),
         ("ncclDevKernel_AllGather", (7.5, 8.5)),  # half a second
     ]
-    exposed = of_timeline(kernels, steps=2)
+    exposed = exposed_from_timeline(kernels, steps=2)
     assert exposed.communication_s == pytest.approx((2.0 + 0.5) / 2)
     assert exposed.copies_s == pytest.approx(1.5 / 2)
-    assert of_timeline([], steps=1).communication_s == 0.0
+    assert exposed_from_timeline([], steps=1).communication_s == 0.0
 
 
 def test_step_time_is_that_of_the_slowest_rank() -> None:
