@@ -26,5 +26,6 @@ def format_machine(machine: dict[str, Any]) -> str:
     """One line of text."""
     return (
         f"{machine['date']}: {machine['cores']} cores (load {machine['load']}), "
-        f"{machine['machine']}, torch {machine['torch']}, Ray {machine['ray']}, Python {machine['python']}"
+        f"{machine['machine']}, torch {machine['torch']}, "
+        f"Ray {machine['ray']}, Python {machine['python']}"
     )
