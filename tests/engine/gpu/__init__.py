@@ -1,1 +1,1 @@
-"""What one GPU can prove: the NCCL path, streams, links, memory. Skipped without a CUDA device."""
+"""Tests on one GPU: NCCL, streams, transfers, memory. Skipped without a CUDA device."""

@@ -1,9 +1,10 @@
-"""Training on a GPU equals plain torch on it, whatever runs beside what."""
+"""Training on a GPU equals plain PyTorch, with any overlap of streams."""
 
 from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,20 @@ from tests.engine.gpu.training import (
     SAMPLES,
     STEPS,
     TOLERANCE,
-    Outcome,
-    alone_on_nccl,
+    TrainResult,
     config,
-    differs,
     make_engine,
-    plain,
+    max_error,
     run_steps,
-    several_fit,
+    single_rank_nccl,
+    supports_two_ranks,
     train,
+    train_reference,
 )
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
-SLEEP_CYCLES = 2_000_000  # about a millisecond: longer than any kernel or copy here
+SLEEP_CYCLES = 2_000_000  # about a millisecond: longer than any kernel or copy in these tests
 CPU = {"offload_optimizer": {"device": "cpu"}}
 PARAM = {"offload_param": {"device": "cpu"}}
 
@@ -46,17 +47,20 @@ PARAM = {"offload_param": {"device": "cpu"}}
 def test_equals_plain_torch(
     nccl: bool, stage: int, precision: str, micro_steps: int, tmp_path: Path
 ) -> None:
-    with alone_on_nccl(tmp_path / "store") if nccl else nullcontext():
-        seen = train(config(stage, precision, micro_steps), precision)
-    assert differs(seen, plain(precision, micro_steps), precision) <= TOLERANCE[precision]
+    with single_rank_nccl(tmp_path / "store") if nccl else nullcontext():
+        actual = train(config(stage, precision, micro_steps), precision)
+    assert (
+        max_error(actual, train_reference(precision, micro_steps), precision)
+        <= TOLERANCE[precision]
+    )
 
 
-def offloads(stage: int, folder: Path) -> dict[str, dict[str, Any]]:
-    place = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 3}
-    half = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
-    nvme = {"offload_optimizer": place, "sub_group_size": 64}
-    found = {"cpu": CPU, "half": half, "nvme": nvme}
-    return found | ({"param": PARAM, "both": CPU | PARAM} if stage == 3 else {})
+def offload_cases(stage: int, folder: Path) -> dict[str, dict[str, Any]]:
+    nvme_offload = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 3}
+    partial = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    nvme = {"offload_optimizer": nvme_offload, "sub_group_size": 64}
+    cases = {"cpu": CPU, "half": partial, "nvme": nvme}
+    return cases | ({"param": PARAM, "both": CPU | PARAM} if stage == 3 else {})
 
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
@@ -66,15 +70,15 @@ def offloads(stage: int, folder: Path) -> dict[str, dict[str, Any]]:
 def test_offload_equals_plain_torch(
     nccl: bool, stage: int, precision: str, micro_steps: int, tmp_path: Path
 ) -> None:
-    right = plain(precision, micro_steps)
-    for name, offload in offloads(stage, tmp_path).items():
-        with alone_on_nccl(tmp_path / f"store {name}") if nccl else nullcontext():
-            seen = train(config(stage, precision, micro_steps, **offload), precision)
-        assert differs(seen, right, precision) <= TOLERANCE[precision], name
+    expected = train_reference(precision, micro_steps)
+    for name, offload in offload_cases(stage, tmp_path).items():
+        with single_rank_nccl(tmp_path / f"store {name}") if nccl else nullcontext():
+            actual = train(config(stage, precision, micro_steps, **offload), precision)
+        assert max_error(actual, expected, precision) <= TOLERANCE[precision], name
 
 
-class Late(torch.autograd.Function):
-    """The GPU stands still for a while, in forward and in backward."""
+class Delay(torch.autograd.Function):
+    """Identity that stalls the compute stream, in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -87,8 +91,8 @@ class Late(torch.autograd.Function):
         return grad.clone()
 
 
-class LateBlock(nn.Module):
-    """What it computes is there long after its kernels were enqueued."""
+class DelayedBlock(nn.Module):
+    """Its output is ready long after its kernels were enqueued."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,19 +100,19 @@ class LateBlock(nn.Module):
         self.down = nn.Linear(64, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + Late.apply(self.down(Late.apply(torch.tanh(self.up(x)))))
+        return x + Delay.apply(self.down(Delay.apply(torch.tanh(self.up(x)))))
 
 
-def late_training(stage: int, *, late: bool, **zero: Any) -> Outcome:
-    """Bits of a training in which the compute stream is behind all others, or is not."""
+def train_delayed(stage: int, *, delayed: bool, **zero: Any) -> TrainResult:
+    """Train with the compute stream behind all others if `delayed`."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(LateBlock() for _ in range(4)))
+    model = nn.Sequential(*(DelayedBlock() for _ in range(4)))
     document = config(stage, "bf16", 2, **zero)
     engine = rayzero.initialize(
         model=model, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), config=document
     )[0]
     sleep = torch.cuda._sleep
-    torch.cuda._sleep = sleep if late else lambda cycles: None  # type: ignore[assignment]
+    torch.cuda._sleep = sleep if delayed else lambda cycles: None  # type: ignore[assignment]
     losses = []
     try:
         generator = torch.Generator().manual_seed(1)
@@ -124,45 +128,46 @@ def late_training(stage: int, *, late: bool, **zero: Any) -> Outcome:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_no_stream_runs_ahead_of_another(stage: int, tmp_path: Path) -> None:
-    """Same bits with overlap and without, with the compute stream late and in time."""
-    ways: list[dict[str, Any]] = [{"overlap_comm": True}, CPU, CPU | {"overlap_comm": False}]
-    ways += [PARAM, CPU | PARAM] if stage == 3 else []
-    with alone_on_nccl(tmp_path / "store"):
-        right = late_training(stage, late=False, overlap_comm=False)
-        for late in (True, False):
-            for way in ways:
-                losses, state = late_training(stage, late=late, **way)
-                assert losses == right[0], (late, way)
-                assert all(torch.equal(state[name], right[1][name]) for name in state), (late, way)
+def test_streams_are_synchronized(stage: int, tmp_path: Path) -> None:
+    """Results are bit-identical with and without overlap, with and without delays."""
+    cases: list[dict[str, Any]] = [{"overlap_comm": True}, CPU, CPU | {"overlap_comm": False}]
+    cases += [PARAM, CPU | PARAM] if stage == 3 else []
+    with single_rank_nccl(tmp_path / "store"):
+        expected_losses, expected = train_delayed(stage, delayed=False, overlap_comm=False)
+        for delayed, case in product((True, False), cases):
+            losses, state = train_delayed(stage, delayed=delayed, **case)
+            assert losses == expected_losses, (delayed, case)
+            equal = [torch.equal(state[name], expected[name]) for name in state]
+            assert all(equal), (delayed, case)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_overflow_halves_the_scale_and_changes_nothing_else(stage: int, tmp_path: Path) -> None:
-    rules = DynamicScaler(Fp16Config(initial_scale_power=8, loss_scale_window=2, hysteresis=1))
+def test_overflow_only_halves_loss_scale(stage: int, tmp_path: Path) -> None:
+    scaler = DynamicScaler(Fp16Config(initial_scale_power=8, loss_scale_window=2, hysteresis=1))
     document = config(stage, "fp16")
     document["fp16"]["loss_scale_window"] = 2
-    with alone_on_nccl(tmp_path / "store"):
+    with single_rank_nccl(tmp_path / "store"):
         engine = make_engine(document)
         for batch, overflow in zip(zoo.batches(6, SAMPLES), "..x..x", strict=True):
             before = engine.state_dict()
-            given = batch.to(DEVICE)
-            loss = engine(given[:, :-1], targets=given[:, 1:])["loss"]
+            tokens = batch.to(DEVICE)
+            loss = engine(tokens[:, :-1], targets=tokens[:, 1:])["loss"]
             engine.backward(loss * float("inf") if overflow == "x" else loss)
             engine.step()
-            rules.update(overflow=overflow == "x")
-            assert engine.loss_scale == rules.value
-            same = all(torch.equal(one, before[name]) for name, one in engine.state_dict().items())
-            assert same is (overflow == "x")
+            scaler.update(overflow=overflow == "x")
+            assert engine.loss_scale == scaler.value
+            after = engine.state_dict()
+            unchanged = all(torch.equal(after[name], before[name]) for name in after)
+            assert unchanged is (overflow == "x")
         assert engine.skipped_steps == 2
 
 
 @pytest.mark.parametrize("offload", [{}, CPU], ids=["device", "cpu"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_memory_is_that_of_the_third_step_for_good(
+def test_memory_is_constant_after_third_step(
     stage: int, offload: dict[str, Any], tmp_path: Path
 ) -> None:
-    with alone_on_nccl(tmp_path / "store"):
+    with single_rank_nccl(tmp_path / "store"):
         engine = make_engine(config(stage, "bf16", 2, **offload), "bf16")
         run_steps(engine, range(3))
         torch.cuda.synchronize()
@@ -176,8 +181,8 @@ def test_memory_is_that_of_the_third_step_for_good(
 
 
 @pytest.mark.parametrize("offload", [{}, CPU | PARAM], ids=["device", "all on the cpu"])
-def test_a_checkpoint_brings_back_the_same_bits(offload: dict[str, Any], tmp_path: Path) -> None:
-    with alone_on_nccl(tmp_path / "store"):
+def test_resume_from_checkpoint_is_bit_identical(offload: dict[str, Any], tmp_path: Path) -> None:
+    with single_rank_nccl(tmp_path / "store"):
         engine = make_engine(config(3, "bf16", **offload))
         run_steps(engine, range(2))
         engine.save_checkpoint(tmp_path / "saved")
@@ -185,12 +190,12 @@ def test_a_checkpoint_brings_back_the_same_bits(offload: dict[str, Any], tmp_pat
         other = make_engine(config(3, "bf16", **offload), seed=9)
         other.load_checkpoint(tmp_path / "saved")
         run_steps(other, range(2, 4))
-        right, seen = engine.state_dict(), other.state_dict()
-        assert all(torch.equal(seen[name], right[name]) for name in right)
+        expected, actual = engine.state_dict(), other.state_dict()
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def on_nccl(rank: int, world: int, stage: int, precision: str, store: str) -> Outcome:
-    dist.destroy_process_group()  # the gloo group that ranks are called with
+def train_on_nccl(rank: int, world: int, stage: int, precision: str, store: str) -> TrainResult:
+    dist.destroy_process_group()  # replaces run_ranks' gloo group
     os.environ.update(NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_NVLS_ENABLE="0")
     os.environ["LOCAL_RANK"] = str(rank)
     torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -202,17 +207,17 @@ def on_nccl(rank: int, world: int, stage: int, precision: str, store: str) -> Ou
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_equal_plain_torch(stage: int, precision: str, tmp_path: Path) -> None:
-    if not several_fit():
+    if not supports_two_ranks():
         pytest.skip("one GPU, and NCCL is older than 2.30, which allows several ranks on it")
     store = str(tmp_path / "store")
-    (losses, state), _ = run_ranks(2, on_nccl, stage, precision, store, timeout_s=120.0)
-    assert differs((losses, state), plain(precision, 2), precision) <= TOLERANCE[precision]
+    actual, _ = run_ranks(2, train_on_nccl, stage, precision, store, timeout_s=120.0)
+    assert max_error(actual, train_reference(precision, 2), precision) <= TOLERANCE[precision]
 
 
-def test_utilisation_and_bytes_are_told() -> None:
+def test_throughput_and_memory_metrics() -> None:
     engine = make_engine(config(0, "bf16"))
     run_steps(engine, range(STEPS))
     metrics = engine.metrics
     assert metrics.tokens_per_s is not None
-    assert (metrics.mfu is None) == (metrics.flops_per_s is None)  # a GPU with or without a peak
+    assert (metrics.mfu is None) == (metrics.flops_per_s is None)  # both need the GPU's peak FLOPS
     assert metrics.bytes["main_weights"] == metrics.bytes["main_grads"] > 0

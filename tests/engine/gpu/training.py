@@ -1,8 +1,7 @@
-"""A training on a GPU, and plain torch's on the same device to hold it against.
+"""Training on a GPU, and the plain PyTorch reference on the same device.
 
-One rank's stages would all be the same row, and its collectives nothing. `alone_on_nccl` keeps the
-rows and sends everything through NCCL all the same, so one GPU sees the collectives, the streams
-and the slots that several do.
+With world size 1 the engine normally shards nothing and skips collectives. `single_rank_nccl`
+disables both shortcuts, so one GPU runs the collectives, streams and gather slots of several.
 """
 
 from __future__ import annotations
@@ -26,23 +25,27 @@ from tests.engine import zoo
 STEPS, SAMPLES, CLIP = 6, 12, 0.5
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
-SCALE_POWER = 8  # of fp16, and it never changes: the oracle has no scaler
-Outcome = tuple[list[float], dict[str, Tensor]]
+SCALE_POWER = 8  # the fp16 loss scale is constant: the reference has no scaler
+TrainResult = tuple[list[float], dict[str, Tensor]]
 
 
 @contextmanager
-def alone_on_nccl(store: Path) -> Iterator[None]:
-    """One rank whose collectives are NCCL's, at stages that shard. `store`: a file to be made."""
+def single_rank_nccl(store: Path) -> Iterator[None]:
+    """Use NCCL collectives and sharded stages with one rank.
+
+    Args:
+        store: path of the FileStore to create.
+    """
     file = dist.FileStore(str(store), 1)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=file, rank=0, world_size=1)
-    connect, on = builder.connect_collectives, Stage.for_world_size
+    connect, for_world_size = builder.connect_collectives, Stage.for_world_size
     backend = NcclBackend(dist.group.WORLD)
     builder.connect_collectives = lambda: (Collectives(backend), torch.device("cuda", 0))
     Stage.for_world_size = lambda self, world_size, *, moves=False: self  # type: ignore[method-assign]
     try:
         yield
     finally:
-        builder.connect_collectives, Stage.for_world_size = connect, on  # type: ignore[method-assign]
+        builder.connect_collectives, Stage.for_world_size = connect, for_world_size  # type: ignore[method-assign]
         dist.destroy_process_group()
 
 
@@ -69,7 +72,7 @@ def make_engine(settings: dict, precision: str = "fp32", seed: int = 0) -> rayze
 
 
 def run_steps(engine: rayzero.Engine, steps: Sequence[int]) -> list[float]:
-    """The loss of each step."""
+    """Train; return the loss of each step."""
     data = list(zoo.batches(max(steps) + 1, SAMPLES))
     losses = []
     for step in steps:
@@ -82,16 +85,16 @@ def run_steps(engine: rayzero.Engine, steps: Sequence[int]) -> list[float]:
     return losses
 
 
-def train(settings: dict, precision: str = "fp32") -> Outcome:
+def train(settings: dict, precision: str = "fp32") -> TrainResult:
     engine = make_engine(settings, precision)
     losses = run_steps(engine, range(STEPS))
-    outcome = losses, engine.state_dict()
+    result = losses, engine.state_dict()
     engine.close()
-    return outcome
+    return result
 
 
-def plain(precision: str, parts: int) -> Outcome:
-    """Nothing but torch, on the same device."""
+def train_reference(precision: str, parts: int) -> TrainResult:
+    """Train with plain PyTorch on the same device."""
     data = [batch.to(DEVICE) for batch in zoo.batches(STEPS, SAMPLES)]
     model = zoo.make(torch.float64 if precision == "fp64" else torch.float32).to(DEVICE)
     if precision in ("fp64", "fp32"):
@@ -101,13 +104,14 @@ def plain(precision: str, parts: int) -> Outcome:
     return zoo.plain_mixed(model, zoo.sgd, data, CLIP, parts, dtype, scale)
 
 
-def differs(seen: Outcome, right: Outcome, precision: str) -> float:
-    """The largest relative difference, of losses and weights."""
+def max_error(actual: TrainResult, expected: TrainResult, precision: str) -> float:
+    """Largest relative error of losses and weights."""
     distance = zoo.relative_l2 if precision in ("bf16", "fp16") else zoo.relative
-    losses = [abs(a - b) / abs(b) for a, b in zip(seen[0], right[0], strict=True)]
-    return max([*losses, *(distance(seen[1][name], right[1][name].cpu()) for name in right[1])])
+    losses = [abs(a - b) / abs(b) for a, b in zip(actual[0], expected[0], strict=True)]
+    weights = [distance(actual[1][name], value.cpu()) for name, value in expected[1].items()]
+    return max(losses + weights)
 
 
-def several_fit() -> bool:
-    """Whether two ranks can be on NCCL: on a GPU each, or on one where NCCL allows it."""
+def supports_two_ranks() -> bool:
+    """Whether two ranks can use NCCL: on separate GPUs, or on one if NCCL allows sharing it."""
     return torch.cuda.device_count() > 1 or torch.cuda.nccl.version()[:2] >= (2, 30)
