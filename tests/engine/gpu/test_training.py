@@ -49,10 +49,8 @@ def test_equals_plain_torch(
 ) -> None:
     with single_rank_nccl(tmp_path / "store") if nccl else nullcontext():
         actual = train(config(stage, precision, micro_steps), precision)
-    assert (
-        max_error(actual, train_reference(precision, micro_steps), precision)
-        <= TOLERANCE[precision]
-    )
+    expected = train_reference(precision, micro_steps)
+    assert max_error(actual, expected, precision) <= TOLERANCE[precision]
 
 
 def offload_cases(stage: int, folder: Path) -> dict[str, dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Every combination of what an engine config chooses, against plain torch, many in one process."""
+"""Combinations of engine settings against plain PyTorch."""

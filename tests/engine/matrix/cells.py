@@ -1,7 +1,8 @@
-"""A cell of the matrix, how it is trained, and the plain torch loop that says what is right.
+"""Cells of the test matrix: configuration, training, and the plain PyTorch reference.
 
-To add an axis (a codec, a place to offload to), give `Cell` a field whose default is off, and put
-it into `config`. The oracle only knows what changes numbers: dtype, optimizer, clipping, parts.
+To add an axis (a codec, an offload device), add a field to `Cell` whose default is off and use it
+in `config`. The reference only models what changes numbers: dtype, optimizer, clipping, and the
+number of parts that a batch is accumulated over.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tests.engine import zoo
 from tests.engine.offload.training import memory_apart
 
 STEPS, SAMPLES = 4, 24
-CLIP = 0.3  # about half of the first steps' norms
-SCALE_POWER = 10  # gradients are far from both ends of fp16
+CLIP = 0.3  # about half of the gradient norm of the first steps
+SCALE_POWER = 10  # scaled gradients neither overflow nor underflow fp16
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -50,12 +51,12 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     "param": CPU | PARAM,
     "nvme and param": NVME | PARAM,
 }
-Result = tuple[list[float], dict[str, Tensor], float]
+TrainResult = tuple[list[float], dict[str, Tensor], float]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination. The world is given to the process, not to the cell."""
+    """One combination of settings. The world size is an argument of `run_ranks`."""
 
     stage: int
     precision: str
@@ -64,9 +65,9 @@ class Cell:
     optimizer: str = "sgd"
     overlap: bool = True
     bucket: int = 150
-    offload: str = ""  # of OFFLOADS
-    apart: bool = False  # host memory is copied from and to, as with a GPU
-    more: tuple[tuple[str, Any], ...] = ()  # other keys of the config
+    offload: str = ""  # a key of OFFLOADS
+    separate_memory: bool = False  # copy between device and host memory, as on a GPU
+    extra: tuple[tuple[str, Any], ...] = ()  # other top-level config keys
     shape: Shape = SHAPE
 
     def config(self) -> dict[str, Any]:
@@ -86,7 +87,7 @@ class Cell:
                 "reduce_bucket_size": self.bucket,
                 **OFFLOADS[self.offload],
             },
-            **dict(self.more),
+            **dict(self.extra),
         }
 
 
@@ -101,8 +102,8 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Small(nn.Module):
-    """Few blocks, and an embedding tied to the head: small, so that a cell costs little."""
+class SmallModel(nn.Module):
+    """A few blocks and an embedding tied to the head; small, so that a cell is cheap to train."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -119,19 +120,19 @@ class Small(nn.Module):
         return {"loss": F.cross_entropy(self.head(x).flatten(0, -2), targets.flatten())}
 
 
-def make(precision: str, seed: int = 0, shape: Shape = SHAPE) -> Small:
+def make_model(precision: str, seed: int = 0, shape: Shape = SHAPE) -> SmallModel:
     torch.manual_seed(seed)
-    return Small(shape).to(torch.float64 if precision == "fp64" else torch.float32)
+    return SmallModel(shape).to(torch.float64 if precision == "fp64" else torch.float32)
 
 
-def train(rank: int, world: int, cells: list[Cell]) -> list[Result]:
-    """All cells, one after another; each one's losses, weights (rank 0's), and last norm."""
-    return [_train(rank, max(world, 1), cell) for cell in cells]
+def train(rank: int, world: int, cells: list[Cell]) -> list[TrainResult]:
+    """Train every cell; return losses, rank 0's state dict and the last gradient norm of each."""
+    return [_train_cell(rank, max(world, 1), cell) for cell in cells]
 
 
-def _train(rank: int, ranks: int, cell: Cell) -> Result:
-    model = make(cell.precision, rank, cell.shape)
-    with memory_apart() if cell.apart else nullcontext():
+def _train_cell(rank: int, world: int, cell: Cell) -> TrainResult:
+    model = make_model(cell.precision, rank, cell.shape)
+    with memory_apart() if cell.separate_memory else nullcontext():
         engine, *_ = rayzero.initialize(
             model=model,
             model_parameters=zoo.two_groups(model),
@@ -140,7 +141,7 @@ def _train(rank: int, ranks: int, cell: Cell) -> Result:
         )
     losses = []
     for batch in zoo.batches(STEPS, SAMPLES):
-        for part in batch.chunk(ranks)[rank].chunk(cell.micro_steps):
+        for part in batch.chunk(world)[rank].chunk(cell.micro_steps):
             engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
             engine.step()
         losses.append(engine.metrics.loss)
@@ -151,32 +152,37 @@ def _train(rank: int, ranks: int, cell: Cell) -> Result:
 
 
 @cache
-def oracle(precision: str, optimizer: str, clip: float, parts: int, shape: Shape) -> Result:
-    """Plain torch in one process, the batch in as many parts as the ranks' micro-steps are."""
-    data, model = list(zoo.batches(STEPS, SAMPLES)), make(precision, 0, shape)
+def _train_reference(
+    precision: str, optimizer: str, clip: float, parts: int, shape: Shape
+) -> TrainResult:
+    """Train with plain PyTorch in one process, accumulating each batch over `parts` parts."""
+    data, model = list(zoo.batches(STEPS, SAMPLES)), make_model(precision, 0, shape)
     norms: list[float] = []
 
-    def noting(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        made = OPTIMIZERS[optimizer](groups)
-        step = made.step
+    def make_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        instance = OPTIMIZERS[optimizer](groups)
+        step = instance.step
 
-        def note(*args: Any) -> Any:
-            grads = [p.grad for group in made.param_groups for p in group["params"]]
+        def record_norm_and_step(*args: Any) -> Any:
+            grads = [p.grad for group in instance.param_groups for p in group["params"]]
             norms.append(torch.nn.utils.get_total_norm(grads).item())
             return step(*args)
 
-        made.step = note  # type: ignore[method-assign]
-        return made
+        instance.step = record_norm_and_step  # type: ignore[method-assign]
+        return instance
 
     if precision in ("fp64", "fp32"):
-        losses, state = zoo.plain(model, noting, data, clip)
+        losses, state = zoo.plain(model, make_optimizer, data, clip)
     else:
         scale = 2.0**SCALE_POWER if precision == "fp16" else 1.0
-        losses, state = zoo.plain_mixed(model, noting, data, clip, parts, DTYPES[precision], scale)
+        losses, state = zoo.plain_mixed(
+            model, make_optimizer, data, clip, parts, DTYPES[precision], scale
+        )
     return losses, state, norms[-1]
 
 
-def oracle_of(cell: Cell, ranks: int) -> Result:
+def reference(cell: Cell, world: int) -> TrainResult:
+    """What `train` of this cell must return, from plain PyTorch."""
     mixed = cell.precision in ("bf16", "fp16")
-    parts = ranks * cell.micro_steps if mixed else 1
-    return oracle(cell.precision, cell.optimizer, cell.clip, parts, cell.shape)
+    parts = world * cell.micro_steps if mixed else 1
+    return _train_reference(cell.precision, cell.optimizer, cell.clip, parts, cell.shape)

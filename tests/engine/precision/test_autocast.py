@@ -12,7 +12,7 @@ from torch import Tensor
 import rayzero
 from rayzero.engine.errors import ConfigError
 from tests.engine import zoo
-from tests.engine.matrix.cells import OPTIMIZERS, SAMPLES, STEPS, Small, make
+from tests.engine.matrix.cells import OPTIMIZERS, SAMPLES, STEPS, SmallModel, make_model
 from tests.support.ranks import run_ranks
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,7 +25,7 @@ def train(
     """Losses, weights, the loss scale, and whether forward computed in 16 bits."""
     ranks = max(world, 1)
     section = {"torch_autocast": {"enabled": not own, "dtype": dtype}}
-    model, low = make("fp32", seed=rank), []
+    model, low = make_model("fp32", seed=rank), []
     engine, *_ = rayzero.initialize(
         model=model,
         model_parameters=zoo.two_groups(model),
@@ -53,7 +53,7 @@ def train(
 
 
 def oracle(dtype: str, parts: int) -> tuple[list[float], dict[str, Tensor]]:
-    model: Small = make("fp32")
+    model: SmallModel = make_model("fp32")
     optimizer, losses = OPTIMIZERS["sgd"](zoo.two_groups(model)), []
     scale = 2.0**16 if dtype == "fp16" else 1.0
     for batch in zoo.batches(STEPS, SAMPLES):
@@ -96,7 +96,7 @@ def test_fp16_autocast_scales_its_loss(stage):
 
 def test_autocast_is_for_16_bits_and_for_one_precision():
     def build(**more: Any) -> None:
-        rayzero.initialize(model=make("fp32"), optimizer=OPTIMIZERS["sgd"], config=more)
+        rayzero.initialize(model=make_model("fp32"), optimizer=OPTIMIZERS["sgd"], config=more)
 
     with pytest.raises(ConfigError, match=r"torch_autocast\.dtype"):
         build(torch_autocast={"enabled": True, "dtype": "fp32"})

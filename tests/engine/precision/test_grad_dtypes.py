@@ -15,7 +15,7 @@ import rayzero
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.precision.policy import post_reduce_scale
 from tests.engine import zoo
-from tests.engine.matrix.cells import CLIP, Cell, oracle_of, train
+from tests.engine.matrix.cells import CLIP, Cell, reference, train
 from tests.support.ranks import run_ranks
 
 
@@ -139,14 +139,14 @@ DIVISIONS = [
 @pytest.mark.parametrize(("precision", "limit"), [("fp64", 1e-12), ("fp32", 1e-5), ("bf16", 3e-3)])
 def test_the_place_of_the_average_changes_rounding_only(precision, limit):
     cells = [
-        Cell(stage, precision, 4, CLIP, more=tuple(more.items()))
+        Cell(stage, precision, 4, CLIP, extra=tuple(more.items()))
         for stage, more in product((0, 1, 2, 3), DIVISIONS)
         if precision == "fp64" or stage == DIVISIONS.index(more)
     ]
     results = run_ranks(2, train, cells, timeout_s=300)
     for number, cell in enumerate(cells):
         losses, state, _ = results[0][number]
-        right_losses, right, _ = oracle_of(cell, 2)
+        right_losses, right, _ = reference(cell, 2)
         assert losses == pytest.approx(right_losses, rel=max(limit, 1e-9))
         distance = zoo.relative_l2 if precision == "bf16" else zoo.relative
         assert max(distance(state[name], right[name]) for name in right) <= limit, cell
