@@ -1,11 +1,11 @@
-"""Random faults of every kind, again and again: does anything get lost?
+"""Soak test: repeated jobs with random faults of every kind must lose nothing.
 
     python -m benchmarks.soak --faults 100 --seed 1
     python -m benchmarks.soak --faults 100 --seed 1 --resume
 
-Jobs of three workers are run one after another, each with a few faults. Each must succeed, every
-fault must have happened, the final weights must be plain torch's (float64, 1e-9 relative), and the
-ledger must show every sample exactly once. Exit code 1 if anything of that is not so.
+Jobs with three workers run one after another, each with a few faults. Each job must succeed, every
+fault must fire, the final weights must equal those of plain torch (float64, 1e-9 relative), and the
+ledger must show every sample exactly once. Otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -28,147 +28,158 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.clusters import connect_to_cluster
-from benchmarks.episode import CALM, WORLD_SIZE, Outcome, Plan, Way, kind_of, plan, run
+from benchmarks.episode import (
+    NON_DISRUPTIVE,
+    WORLD_SIZE,
+    Outcome,
+    Plan,
+    Recovery,
+    kind_of,
+    plan,
+    run,
+)
 from benchmarks.machine import describe_machine, format_machine
 from rayzero.workers.chaos.spec import FAULT_KINDS
 
 EPISODE_FAULTS = 5
-ON_ONE_NODE = tuple(name for name, kind in FAULT_KINDS.items() if kind.target != "cluster")
-ON_SEVERAL = (*ON_ONE_NODE, "drop_node")
-"""The nodes share one network here, so none can be cut off: `partition` has a test of its own."""
+SINGLE_NODE_KINDS = tuple(name for name, kind in FAULT_KINDS.items() if kind.target != "cluster")
+MULTI_NODE_KINDS = (*SINGLE_NODE_KINDS, "drop_node")
+"""Without `partition`: the nodes share one network. It has a separate test."""
 CPUS = {1: WORLD_SIZE + 1, 2: WORLD_SIZE - 1}
-"""Of a node, by the number of nodes. The workers never fit on one of two."""
+"""CPUs per node, by number of nodes. With two nodes, one cannot hold all workers."""
 
 
 class Record:
-    """The finished episodes of a soak, in a file that is there whole or not at all."""
+    """The finished episodes of a soak, in a file that is replaced atomically."""
 
-    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.outcomes: list[Outcome] = []
         self.path = path
-        self._about = about
+        self._settings = settings
 
     def resume(self) -> str:
-        """Takes over what is in the file; why that cannot be, or empty."""
+        """Load the file. Returns the reason if its settings do not match, else an empty string."""
         if not self.path.exists():
             return ""
-        found = json.loads(self.path.read_text())
+        saved = json.loads(self.path.read_text())
         for key in ("seed", "nodes", "kinds", "episode_faults"):
-            if found[key] != self._about[key]:
-                return f"{self.path} is of {key} {found[key]}, not {self._about[key]}"
-        self.outcomes = [_outcome(one) for one in found["episodes"]]
+            if saved[key] != self._settings[key]:
+                return f"{self.path} is of {key} {saved[key]}, not {self._settings[key]}"
+        self.outcomes = [_parse_outcome(entry) for entry in saved["episodes"]]
         return ""
 
     def add(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
-        half = self.path.with_suffix(".tmp")
-        half.parent.mkdir(parents=True, exist_ok=True)
-        episodes = [asdict(one) for one in self.outcomes]
-        half.write_text(json.dumps(self._about | {"episodes": episodes}, indent=1) + "\n")
-        os.replace(half, self.path)
+        temporary = self.path.with_suffix(".tmp")
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        episodes = [asdict(outcome) for outcome in self.outcomes]
+        temporary.write_text(json.dumps(self._settings | {"episodes": episodes}, indent=1) + "\n")
+        os.replace(temporary, self.path)
 
 
-def _outcome(found: dict[str, Any]) -> Outcome:
-    of = found["plan"] | {"faults": tuple(found["plan"]["faults"])}
-    ways = [Way(**one) for one in found["ways"]]
-    return Outcome(**(found | {"plan": Plan(**of), "ways": ways}))
+def _parse_outcome(entry: dict[str, Any]) -> Outcome:
+    episode = entry["plan"] | {"faults": tuple(entry["plan"]["faults"])}
+    recoveries = [Recovery(**recovery) for recovery in entry["recoveries"]]
+    return Outcome(**(entry | {"plan": Plan(**episode), "recoveries": recoveries}))
 
 
-def remaining(options: argparse.Namespace, done: int) -> Iterator[Plan]:
-    """The episodes that are still to be run."""
+def remaining_episodes(options: argparse.Namespace, done: int) -> Iterator[Plan]:
+    """Plans of the episodes after the first `done`."""
     for number in range(done, math.ceil(options.faults / EPISODE_FAULTS)):
         count = min(EPISODE_FAULTS, options.faults - number * EPISODE_FAULTS)
         yield plan(options.seed, number, count, options.kinds, options.nodes)
 
 
-def line(outcome: Outcome) -> str:
-    of, ways = outcome.plan, outcome.ways
-    worst = max((one.seconds for one in ways), default=0.0)
-    redone = sum(one.steps_redone for one in ways)
+def format_outcome(outcome: Outcome) -> str:
+    episode, recoveries = outcome.plan, outcome.recoveries
+    longest_s = max((recovery.seconds for recovery in recoveries), default=0.0)
+    redone = sum(recovery.steps_redone for recovery in recoveries)
     verdict = "; ".join(outcome.lost) or "nothing lost"
     return (
-        f"episode {of.number}: stage {of.stage}, {of.steps} steps, {outcome.seconds:.0f} s, "
-        f"{len(outcome.fired)} fired, {len(ways)} ways back (max {worst:.2f} s), "
-        f"{redone} steps redone: {verdict}"
+        f"episode {episode.number}: stage {episode.stage}, {episode.steps} steps, "
+        f"{outcome.seconds:.0f} s, {len(outcome.fired)} fired, {len(recoveries)} recoveries "
+        f"(max {longest_s:.2f} s), {redone} steps redone: {verdict}"
     )
 
 
 def show(console: Console, outcomes: list[Outcome]) -> None:
-    """By kind: how often it happened, and what the ways back took."""
+    """Print the number of faults and the recovery times by kind."""
     table = Table("fault", "fired", "repairs", "median s", "max s", "steps redone")
     for column in table.columns[1:]:
         column.justify = "right"
-    happened = Counter(kind_of(text) for one in outcomes for text in one.fired)
-    ways = [way for one in outcomes for way in one.ways]
-    others = sorted({way.kind for way in ways} - set(FAULT_KINDS))
-    for kind in [*(name for name in FAULT_KINDS if happened[name]), *others]:
-        seconds = [way.seconds for way in ways if way.kind == kind]
+    fired = Counter(kind_of(text) for outcome in outcomes for text in outcome.fired)
+    recoveries = [recovery for outcome in outcomes for recovery in outcome.recoveries]
+    others = sorted({recovery.kind for recovery in recoveries} - set(FAULT_KINDS))
+    for kind in [*(name for name in FAULT_KINDS if fired[name]), *others]:
+        seconds = [r.seconds for r in recoveries if r.kind == kind]
         table.add_row(
             kind,
-            str(happened[kind]),
-            "-" if kind in CALM else str(len(seconds)),
+            str(fired[kind]),
+            "-" if kind in NON_DISRUPTIVE else str(len(seconds)),
             f"{median(seconds):.3f}" if seconds else "-",
             f"{max(seconds):.3f}" if seconds else "-",
-            str(sum(way.steps_redone for way in ways if way.kind == kind)),
+            str(sum(r.steps_redone for r in recoveries if r.kind == kind)),
         )
     console.print(table)
 
 
-def parsed(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.soak",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--faults", type=int, default=100, help="in all")
-    parser.add_argument("--seed", type=int, default=0, help="of the schedules, all of them")
-    parser.add_argument("--nodes", type=int, default=1, choices=[*CPUS], help="of the cluster")
-    parser.add_argument("--kinds", help=f"by default all: {', '.join(ON_SEVERAL)} (two nodes)")
+    parser.add_argument("--faults", type=int, default=100, help="total number of faults")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of all schedules")
     parser.add_argument(
-        "--state", type=Path, metavar="PATH", help="the record; by default runs/soak-<seed>.json"
+        "--nodes", type=int, default=1, choices=[*CPUS], help="nodes of the cluster"
     )
-    parser.add_argument("--keep", action="store_true", help="leave every episode's files")
-    parser.add_argument("--resume", action="store_true", help="go on where the record ends")
+    parser.add_argument("--kinds", help=f"default: all, {', '.join(MULTI_NODE_KINDS)} (two nodes)")
+    parser.add_argument(
+        "--state", type=Path, metavar="PATH", help="record file; default: runs/soak-<seed>.json"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the files of every episode")
+    parser.add_argument("--resume", action="store_true", help="continue an existing record")
     options = parser.parse_args(arguments)
-    allowed = ON_ONE_NODE if options.nodes == 1 else ON_SEVERAL
+    allowed = SINGLE_NODE_KINDS if options.nodes == 1 else MULTI_NODE_KINDS
     options.kinds = options.kinds.split(",") if options.kinds else [*allowed]
     unknown = [name for name in options.kinds if name not in allowed]
     if unknown:
         parser.error(f"unknown kinds {unknown}; allowed: {', '.join(allowed)}")
     if options.faults < 1:
-        parser.error("at least one fault is needed")
+        parser.error("at least one fault is required")
     options.state = options.state or Path(f"runs/soak-{options.seed}.json")
     return options
 
 
 def main(arguments: list[str]) -> int:
-    options = parsed(arguments)
+    options = parse_arguments(arguments)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    about = describe_machine() | {
+    settings = describe_machine() | {
         "seed": options.seed,
         "nodes": options.nodes,
         "kinds": options.kinds,
         "episode_faults": EPISODE_FAULTS,
     }
-    record = Record(options.state, about)
-    if options.resume and (why := record.resume()):
-        console.print(f"cannot resume: {why}", style="red")
+    record = Record(options.state, settings)
+    if options.resume and (reason := record.resume()):
+        console.print(f"cannot resume: {reason}", style="red")
         return 2
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers inherit it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the workers
     with connect_to_cluster(options.nodes, CPUS[options.nodes]) as replace_lost_nodes:
-        for of in remaining(options, len(record.outcomes)):
-            folder = Path(tempfile.mkdtemp(prefix=f"soak-{of.number}-"))
+        for episode in remaining_episodes(options, len(record.outcomes)):
+            folder = Path(tempfile.mkdtemp(prefix=f"soak-{episode.number}-"))
             replace_lost_nodes()
-            outcome = run(of, folder, replace_lost_nodes)
+            outcome = run(episode, folder, replace_lost_nodes)
             record.add(outcome)
-            console.print(line(outcome), style="red" if outcome.lost else None)
+            console.print(format_outcome(outcome), style="red" if outcome.lost else None)
             if outcome.lost or options.keep:
-                console.print(f"  its faults: {', '.join(of.faults)}; its files: {folder}")
+                console.print(f"  faults: {', '.join(episode.faults)}; files: {folder}")
             else:
                 shutil.rmtree(folder)
-    lost = sum(bool(one.lost) for one in record.outcomes)
-    fired = sum(len(one.fired) for one in record.outcomes)
-    console.print(format_machine(about))
+    lost = sum(bool(outcome.lost) for outcome in record.outcomes)
+    fired = sum(len(outcome.fired) for outcome in record.outcomes)
+    console.print(format_machine(settings))
     show(console, record.outcomes)
     verdict = f"something was lost in {lost} of them" if lost else "nothing lost"
     console.print(f"{fired} faults in {len(record.outcomes)} episodes: {verdict}")

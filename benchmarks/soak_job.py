@@ -1,4 +1,4 @@
-"""What a soak trains, in float64, and the same by plain torch."""
+"""The training function of the soak test, in float64, and its plain torch reference."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import parse_fault
 from rayzero.workers.session import Context
 
-SAMPLES, LENGTH = 12, 50  # of a step, of the data: an epoch ends within a step
-HURRY_S, PAUSE_S, LONG_S = 0.02, 0.2, 2.0
+SAMPLES, LENGTH = 12, 50  # per step, per epoch: epochs end within a step
+SHORT_PAUSE_S, PAUSE_S, LONG_PAUSE_S = 0.02, 0.2, 2.0
 TAIL = 20
-"""The last steps, in which the faults that are still to come are waited for longer."""
+"""Final steps, which wait longer for pending faults."""
 LEARNING_RATE = 1e-2
 
 
 class Points:
-    """Regression samples; each is a pure function of its number."""
+    """Regression samples; each is a pure function of its index."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -48,9 +48,9 @@ def engine_config(stage: int) -> dict[str, Any]:
 
 
 def train(ctx: Context) -> None:
-    """Trains for `ctx.steps` steps and leaves the weights in `weights.pt`.
+    """Train for `ctx.steps` steps and save the weights to `weights.pt`.
 
-    Where workers are missing it dawdles: a fault may be meant for a rank that is still to come.
+    Slows down while workers are missing: a pending fault may target a rank that has yet to join.
     """
     model = make_model(ctx.seed)
     engine, _, loader, _ = ctx.initialize(model=model, training_data=Points())
@@ -63,28 +63,28 @@ def train(ctx: Context) -> None:
         torch.save(weights, ctx.output_dir / "weights.pt")
 
 
-def _pause_s(ctx: Context, steps_left: int) -> float:
+def _pause_s(ctx: Context, remaining_steps: int) -> float:
     if ctx.world_size == ctx.args["world_size"]:
-        return HURRY_S
-    if steps_left > TAIL or not unfired(ctx.args["faults"], str(ctx.output_dir)):
+        return SHORT_PAUSE_S
+    if remaining_steps > TAIL or not unfired_faults(ctx.args["faults"], str(ctx.output_dir)):
         return PAUSE_S
-    return LONG_S
+    return LONG_PAUSE_S
 
 
-def unfired(faults: list[str], output_dir: str) -> list[str]:
-    """The faults that did not happen as often as they should have."""
-    happened = [one.fault for one in FaultRecord(output_dir).read()]
-    return [text for text in faults if happened.count(text) < parse_fault(text).total_firings]
+def unfired_faults(faults: list[str], output_dir: str) -> list[str]:
+    """Faults that fired fewer times than specified."""
+    fired = [event.fault for event in FaultRecord(output_dir).read()]
+    return [text for text in faults if fired.count(text) < parse_fault(text).total_firings]
 
 
-def oracle(steps: int, seed: int) -> dict[str, Tensor]:
-    """The weights by plain torch: only the order of the samples is ours."""
+def train_reference(steps: int, seed: int) -> dict[str, Tensor]:
+    """Weights trained by plain torch, in rayzero's sample order."""
     model, data, order = make_model(seed), Points(), SampleOrder(LENGTH, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     for step in range(steps):
-        batch = [data[int(one)] for one in order.indices(step * SAMPLES, SAMPLES)]
+        batch = [data[int(index)] for index in order.indices(step * SAMPLES, SAMPLES)]
         x, y = (torch.stack(part) for part in zip(*batch, strict=True))
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
-    return {name: one.detach() for name, one in model.state_dict().items()}
+    return {name: value.detach() for name, value in model.state_dict().items()}

@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.episode import Outcome, Way, plan
-from benchmarks.soak import EPISODE_FAULTS, ON_ONE_NODE, Record, line, parsed, remaining
-from benchmarks.soak_job import unfired
+from benchmarks.episode import Outcome, Recovery, plan
+from benchmarks.soak import (
+    EPISODE_FAULTS,
+    SINGLE_NODE_KINDS,
+    Record,
+    format_outcome,
+    parse_arguments,
+    remaining_episodes,
+)
+from benchmarks.soak_job import unfired_faults
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired, parse_fault
 
@@ -19,14 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def outcome(number: int, *lost: str) -> Outcome:
-    episode = plan(1, number, EPISODE_FAULTS, ON_ONE_NODE, nodes=1)
-    return Outcome(episode, 2.0, [episode.faults[0]], [Way("kill", 0.25, 1)], list(lost))
+    episode = plan(1, number, EPISODE_FAULTS, SINGLE_NODE_KINDS, nodes=1)
+    return Outcome(episode, 2.0, [episode.faults[0]], [Recovery("kill", 0.25, 1)], list(lost))
 
 
 def test_episode_is_determined_by_seed_and_number() -> None:
-    assert plan(1, 2, 5, ON_ONE_NODE, nodes=1) == plan(1, 2, 5, ON_ONE_NODE, nodes=1)
-    others = [plan(1, 3, 5, ON_ONE_NODE, nodes=1), plan(2, 2, 5, ON_ONE_NODE, nodes=1)]
-    assert plan(1, 2, 5, ON_ONE_NODE, nodes=1) not in others
+    assert plan(1, 2, 5, SINGLE_NODE_KINDS, nodes=1) == plan(1, 2, 5, SINGLE_NODE_KINDS, nodes=1)
+    others = [plan(1, 3, 5, SINGLE_NODE_KINDS, nodes=1), plan(2, 2, 5, SINGLE_NODE_KINDS, nodes=1)]
+    assert plan(1, 2, 5, SINGLE_NODE_KINDS, nodes=1) not in others
 
 
 def test_faults_target_existing_nodes() -> None:
@@ -37,9 +44,9 @@ def test_faults_target_existing_nodes() -> None:
 
 
 def test_episodes_contain_all_requested_faults() -> None:
-    options = parsed(["--faults", "12", "--seed", "1"])
-    assert [len(episode.faults) for episode in remaining(options, 0)] == [5, 5, 2]
-    assert [episode.number for episode in remaining(options, 2)] == [2]
+    options = parse_arguments(["--faults", "12", "--seed", "1"])
+    assert [len(episode.faults) for episode in remaining_episodes(options, 0)] == [5, 5, 2]
+    assert [episode.number for episode in remaining_episodes(options, 2)] == [2]
 
 
 def test_resume_requires_matching_settings(tmp_path: Path) -> None:
@@ -51,8 +58,8 @@ def test_resume_requires_matching_settings(tmp_path: Path) -> None:
     resumed = Record(record.path, settings)
     assert resumed.resume() == ""
     assert resumed.outcomes == record.outcomes
-    assert "nothing lost" in line(resumed.outcomes[0])
-    assert "the job failed" in line(resumed.outcomes[1])
+    assert "nothing lost" in format_outcome(resumed.outcomes[0])
+    assert "the job failed" in format_outcome(resumed.outcomes[1])
     assert "is of seed 1, not 2" in Record(record.path, settings | {"seed": 2}).resume()
 
 
@@ -60,9 +67,9 @@ def test_fault_that_fired_too_few_times_is_reported(tmp_path: Path) -> None:
     twice = "slow(rank=0, step=2, seconds=0.1, steps=2)"
     record = FaultRecord(tmp_path)
     record.add(FaultFired(0, 2, twice))
-    assert unfired([twice], str(tmp_path)) == [twice]
+    assert unfired_faults([twice], str(tmp_path)) == [twice]
     record.add(FaultFired(0, 3, twice))
-    assert unfired([twice], str(tmp_path)) == []
+    assert unfired_faults([twice], str(tmp_path)) == []
 
 
 @pytest.mark.slow
