@@ -1,4 +1,4 @@
-"""Of all tests of the engine: what one draws does not depend on which ran before it."""
+"""Fixtures of all engine tests."""
 
 from __future__ import annotations
 
@@ -7,5 +7,6 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def the_same_draws() -> None:
+def seed_rng() -> None:
+    """Make random numbers independent of the order of tests."""
     torch.manual_seed(0)

@@ -26,7 +26,7 @@ def train(rank: int, world: int, configs: list[dict[str, Any]]) -> Result:
     results: Result = []
     for change in configs:
         torch.manual_seed(0)
-        model = zoo.make(torch.float32)
+        model = zoo.make_model(torch.float32)
         elastic = change.pop("elastic", False)
         sizes = {"train_batch_size": SAMPLES, "gradient_accumulation_steps": 2}
         config = sizes | {"gradient_clipping": 0} | change
@@ -80,7 +80,7 @@ def test_bucket_sizes_change_traffic_and_no_result(stage: int, world: int) -> No
         for losses, model, *_ in results[1:]:
             # Sums of elements are the same; only the norm adds up in another order.
             assert losses == pytest.approx(one_by_one[0], rel=1e-6)
-            assert all(zoo.relative(model[n], one_by_one[1][n]) < 1e-5 for n in model)
+            assert all(zoo.relative_error(model[n], one_by_one[1][n]) < 1e-5 for n in model)
         calls = [
             sum(
                 one["calls"]
@@ -146,7 +146,7 @@ def test_a_group_is_as_large_as_it_can_be_in_an_elastic_world(
 
 def refused(rank: int, world: int, config: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as told:
-        rayzero.initialize(model=zoo.make(torch.float32), optimizer=zoo.adamw, config=config)
+        rayzero.initialize(model=zoo.make_model(torch.float32), optimizer=zoo.adamw, config=config)
     return str(told.value)
 
 

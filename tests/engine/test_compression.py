@@ -40,7 +40,7 @@ def compressed(stage: int, name: str, **more: Any) -> dict[str, Any]:
 def train(rank: int, world: int, stage: int, config: dict[str, Any]) -> tuple[Any, ...]:
     """(losses, this rank's model weights, the whole model, traffic)"""
     torch.manual_seed(0)
-    model = zoo.make(torch.float32)
+    model = zoo.make_model(torch.float32)
     engine, *_ = rayzero.initialize(
         model=model, model_parameters=zoo.two_groups(model), config=config
     )

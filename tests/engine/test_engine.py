@@ -147,7 +147,7 @@ def overflowing(
     rank: int, world: int, stage: int, bf16: bool
 ) -> tuple[list[Tensor], list[Tensor], Any]:
     more = {"bf16": {"enabled": bf16}}
-    engine, *_ = rayzero.initialize(model=zoo.make(), config=config(stage, **more))
+    engine, *_ = rayzero.initialize(model=zoo.make_model(), config=config(stage, **more))
     before = engine.state_dict()
     for step in range(2):
         for batch in zoo.batches(1, 2):
@@ -179,7 +179,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(stage: int, 
 
 
 def unsynced(rank: int, world: int, stage: int) -> tuple[dict[str, Tensor], dict[str, Any], int]:
-    model = zoo.make(torch.float64)
+    model = zoo.make_model(torch.float64)
     engine, *_ = rayzero.initialize(
         model=model, model_parameters=zoo.two_groups(model), optimizer=zoo.sgd, config=config(stage)
     )
@@ -197,9 +197,9 @@ def unsynced(rank: int, world: int, stage: int) -> tuple[dict[str, Tensor], dict
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_no_sync_accumulates_at_every_stage(stage: int) -> None:
-    _, right = zoo.plain(zoo.make(torch.float64), zoo.sgd, list(zoo.batches(4, 12)))
+    _, right = zoo.train_reference(zoo.make_model(torch.float64), zoo.sgd, list(zoo.batches(4, 12)))
     state, traffic, buckets = run_ranks(2, unsynced, stage)[0]
-    assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-9
+    assert max(zoo.relative_error(state[name], right[name]) for name in right) < 1e-9
     if stage <= 1:  # one sum a step: nothing was reduced within no_sync
         sums = traffic["all_reduce" if stage == 0 else "reduce_scatter"]
         votes = traffic["vote"]["calls"]
@@ -218,7 +218,7 @@ class Tokens(Dataset):
 
 
 def by_loader(rank: int, world: int, stage: int, micro_batch: int) -> dict[str, Any]:
-    model = zoo.make(torch.float64)
+    model = zoo.make_model(torch.float64)
     engine, _, loader, _ = rayzero.initialize(
         model=model,
         model_parameters=zoo.two_groups(model),
@@ -246,9 +246,9 @@ def test_the_global_batch_is_the_same_for_any_number_of_ranks(
     global_batches = [
         torch.stack([data[i] for i in order.indices(7 * step, 7).tolist()]) for step in range(10)
     ]
-    _, right = zoo.plain(zoo.make(torch.float64), zoo.adamw, global_batches)
+    _, right = zoo.train_reference(zoo.make_model(torch.float64), zoo.adamw, global_batches)
     state = run_ranks(world, by_loader, stage, micro_batch)[0]
-    assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-9
+    assert max(zoo.relative_error(state[name], right[name]) for name in right) < 1e-9
 
 
 class Branches(nn.Module):

@@ -23,7 +23,7 @@ OFFLOADED = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"
 
 def make(stage: int, seed: int, **more: Any) -> rayzero.Engine:
     document = {"train_batch_size": SAMPLES, "zero_optimization": {"stage": stage}, **more}
-    return rayzero.initialize(model=zoo.make(seed=seed), config=document)[0]
+    return rayzero.initialize(model=zoo.make_model(seed=seed), config=document)[0]
 
 
 def trained(folder: str) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def trained(folder: str) -> dict[str, Tensor]:
 
 def evaluates(rank: int, world: int, stage: int, folder: str, more: dict[str, Any]) -> None:
     right = trained(folder)
-    plain = zoo.make(seed=5)
+    plain = zoo.make_model(seed=5)
     dtype = torch.bfloat16 if "bf16" in more else torch.float32
     (batch,) = zoo.batches(1, 2, seed=rank)
     engine = make(stage, 5, **more).eval()

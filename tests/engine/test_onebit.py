@@ -35,7 +35,7 @@ def train(
     rank: int, world: int, change: dict[str, Any], steps: range, blocks: list[Block] | None
 ) -> tuple[Any, ...]:
     torch.manual_seed(0)
-    model = zoo.make(torch.float64 if change.pop("double", False) else torch.float32)
+    model = zoo.make_model(torch.float64 if change.pop("double", False) else torch.float32)
     with use_session(StateSession(blocks)):
         engine, *_ = rayzero.initialize(model=model, config=change)
     losses, data = [], list(zoo.batches(steps.stop, SAMPLES))
@@ -51,7 +51,7 @@ def train(
 def plain(steps: int) -> dict[str, Tensor]:
     """Adam without bias correction, by the paper's formula, in float64."""
     torch.manual_seed(0)
-    model = zoo.make(torch.float64)
+    model = zoo.make_model(torch.float64)
     params = [one for one in model.parameters() if one.requires_grad]
     first = [torch.zeros_like(one) for one in params]
     second = [torch.zeros_like(one) for one in params]
@@ -108,7 +108,7 @@ def test_resumes_at_a_smaller_world_size() -> None:
 
 def refused(rank: int, world: int, change: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as message:
-        rayzero.initialize(model=zoo.make(torch.float32), config=change)
+        rayzero.initialize(model=zoo.make_model(torch.float32), config=change)
     return str(message.value)
 
 

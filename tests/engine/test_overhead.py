@@ -1,4 +1,4 @@
-"""What a step may cost beside the model: seen in what is called and allocated, not in seconds."""
+"""Overhead of a step beside the model: calls of torch.distributed, allocations, time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.ranks import run_ranks
 LAYERS = 200
 
 
-def tiny_steps(rank: int, world: int, stage: int) -> set[str]:
-    """Functions of torch.distributed called in the second and third of three steps."""
+def distributed_calls(rank: int, world: int, stage: int) -> set[str]:
+    """Names of torch.distributed functions called in the second and third of three steps."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(LAYERS)))
     engine, *_ = rayzero.initialize(
         model=model,
@@ -33,38 +33,38 @@ def tiny_steps(rank: int, world: int, stage: int) -> set[str]:
     )
     called: set[str] = set()
 
-    def watch(frame: FrameType, event: str, argument: Any) -> None:
+    def record_call(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and "/torch/distributed/" in frame.f_code.co_filename:
             called.add(frame.f_code.co_name)
         elif event == "c_call" and "c10d" in (getattr(argument, "__module__", None) or ""):
             called.add(argument.__name__)
 
     for step in range(3):
-        sys.setprofile(watch if step else None)
+        sys.setprofile(record_call if step else None)
         engine.backward(engine(torch.ones(2, 2)).sum())
         engine.step()
     sys.setprofile(None)
     return called
 
 
-@pytest.mark.parametrize("world", [0, 1], ids=["no group", "a group of one"])
+@pytest.mark.parametrize("world", [0, 1], ids=["no group", "group of one"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_alone_a_step_does_not_touch_torch_distributed(stage: int, world: int) -> None:
-    assert run_ranks(world, tiny_steps, stage) == [set()]
+def test_single_rank_makes_no_distributed_calls(stage: int, world: int) -> None:
+    assert run_ranks(world, distributed_calls, stage) == [set()]
 
 
-def test_that_would_be_seen() -> None:
-    assert {"all_reduce", "isend", "irecv"} <= run_ranks(2, tiny_steps, 0)[0]
+def test_distributed_calls_are_detected() -> None:
+    assert {"all_reduce", "isend", "irecv"} <= run_ranks(2, distributed_calls, 0)[0]
 
 
 BLOCKS, WIDTH = 6, 64
-PARAM_BYTES = WIDTH * WIDTH * 4  # a block has four of these: a unit is four times as long
+PARAM_BYTES = WIDTH * WIDTH * 4  # a block, which is a unit, has four such parameters
 
 
-class Deep(nn.Module):
+class DeepModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Four() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(FourLayerBlock() for _ in range(BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -72,7 +72,7 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-class Four(nn.Module):
+class FourLayerBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
@@ -82,9 +82,9 @@ class Four(nn.Module):
 
 
 def allocations(rank: int, world: int, stage: int, micro_steps: int) -> list[int]:
-    """Bytes of every allocation of torch's in one step, after three to warm up."""
+    """Size in bytes of every allocation by torch in one step, after three warm-up steps."""
     engine, *_ = rayzero.initialize(
-        model=Deep(),
+        model=DeepModel(),
         config={
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": micro_steps,
@@ -102,65 +102,64 @@ def allocations(rank: int, world: int, stage: int, micro_steps: int) -> list[int
 
     for _ in range(3):
         step()
-    backend, made = engine._runtime.collectives._backend, []
-    zeros = backend.zeros  # shared memory is not torch's to count
-    backend.zeros = lambda *size: made.append(size) or zeros(*size)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    backend, shared_sizes = engine._runtime.collectives._backend, []
+    zeros = backend.zeros  # may use shared memory, which the profiler does not count
+    backend.zeros = lambda *size: shared_sizes.append(size) or zeros(*size)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    assert not made
-    events = profiled.profiler.kineto_results.events()
-    return [one.nbytes() for one in events if one.name() == "[memory]" and one.nbytes() > 0]
+    assert not shared_sizes
+    events = profiler.profiler.kineto_results.events()
+    memory_events = [event for event in events if event.name() == "[memory]"]
+    return [event.nbytes() for event in memory_events if event.nbytes() > 0]
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_step_allocates_the_gradients_that_autograd_makes_and_nothing_of_a_units_size(
-    world: int, stage: int, micro_steps: int
-) -> None:
+def test_step_allocates_only_autograd_gradients(world: int, stage: int, micro_steps: int) -> None:
     for sizes in run_ranks(world, allocations, stage, micro_steps):
-        assert max(sizes) == PARAM_BYTES  # less than half a unit: no part, shard, slot or copy
+        assert max(sizes) == PARAM_BYTES  # a quarter of a unit: so no shard, slot or copy
         assert sizes.count(PARAM_BYTES) == 4 * BLOCKS * micro_steps
         small = sum(size for size in sizes if size < PARAM_BYTES)
         assert small < 10 * PARAM_BYTES * micro_steps
 
 
-def plain_and_ours() -> tuple[float, float]:
-    """Median seconds of a step of many tiny layers: plain torch's, and ours at stage 3, in turn."""
+def measure_step_times() -> tuple[float, float]:
+    """Median step time of many tiny layers: (plain PyTorch, rayzero at stage 3), interleaved."""
 
-    def net() -> nn.Module:
+    def make_model() -> nn.Module:
         return nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS)))
 
-    x, model = torch.randn(4, 8), net()
+    x, model = torch.randn(4, 8), make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {"stage": 3},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
-    engine, *_ = rayzero.initialize(model=net(), config=config)
+    engine, *_ = rayzero.initialize(model=make_model(), config=config)
 
-    def plain() -> None:
+    def torch_step() -> None:
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def ours() -> None:
+    def rayzero_step() -> None:
         engine.backward(engine(x).square().mean())
         engine.step()
 
-    seconds: dict[Any, list[float]] = {plain: [], ours: []}
-    for turn in range(33):
-        for step, found in seconds.items():
-            begun_s = perf_counter()
+    seconds: dict[Any, list[float]] = {torch_step: [], rayzero_step: []}
+    for iteration in range(33):
+        for step, durations in seconds.items():
+            start_s = perf_counter()
             step()
-            if turn >= 3:
-                found.append(perf_counter() - begun_s)
-    return median(seconds[plain]), median(seconds[ours])
+            if iteration >= 3:
+                durations.append(perf_counter() - start_s)
+    return median(seconds[torch_step]), median(seconds[rayzero_step])
 
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_a_step_of_tiny_layers_costs_at_most_twice_plain_torchs():
-    plain_s, ours_s = plain_and_ours()
-    assert ours_s <= 2 * plain_s
+def test_step_of_tiny_layers_takes_at_most_twice_pytorch():
+    torch_s, rayzero_s = measure_step_times()
+    assert rayzero_s <= 2 * torch_s

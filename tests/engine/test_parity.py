@@ -23,7 +23,7 @@ def train(
 ) -> Result:
     ranks = max(world, 1)
     # Each rank starts from other weights: rank 0's must win.
-    model = zoo.make(torch.float64 if precision == "fp64" else torch.float32, seed=rank)
+    model = zoo.make_model(torch.float64 if precision == "fp64" else torch.float32, seed=rank)
     engine, *_ = rayzero.initialize(
         model=model,
         model_parameters=zoo.two_groups(model),
@@ -54,12 +54,12 @@ def oracle(precision: str, optimizer: str, parts: int = 1) -> Result:
     key = precision, optimizer, parts
     if key not in _oracles:
         data = list(zoo.batches(STEPS, SAMPLES))
-        model = zoo.make(torch.float64 if precision == "fp64" else torch.float32)
+        model = zoo.make_model(torch.float64 if precision == "fp64" else torch.float32)
         make = OPTIMIZERS[optimizer]
         if precision == "bf16":
-            _oracles[key] = zoo.plain_mixed(model, make, data, CLIP, parts)
+            _oracles[key] = zoo.train_mixed_reference(model, make, data, CLIP, parts)
         else:
-            _oracles[key] = zoo.plain(model, make, data, CLIP)
+            _oracles[key] = zoo.train_reference(model, make, data, CLIP)
     return _oracles[key]
 
 
@@ -94,7 +94,7 @@ def test_equals_plain_torch(
         assert losses == pytest.approx(right_losses, rel=tolerance)
         if state:
             assert state.keys() == right.keys()
-            distance = zoo.relative_l2 if precision == "bf16" else zoo.relative
+            distance = zoo.relative_l2_error if precision == "bf16" else zoo.relative_error
             worst = {name: distance(state[name], right[name]) for name in right}
             assert max(worst.values()) <= tolerance, worst
             assert state["head.weight"] is state["embed.weight"]
@@ -105,12 +105,12 @@ def test_equals_plain_torch(
 def test_the_oracle_is_sharp() -> None:
     """What the tolerance is worth: a learning rate off by 1e-7 is seen in float64."""
     data = list(zoo.batches(STEPS, SAMPLES))
-    model = zoo.make(torch.float64)
+    model = zoo.make_model(torch.float64)
 
     def slightly_faster(groups: list[dict]) -> torch.optim.Optimizer:
         groups[1]["lr"] *= 1 + 1e-7
         return zoo.adamw(groups)
 
-    _, wrong = zoo.plain(model, slightly_faster, data, CLIP)
+    _, wrong = zoo.train_reference(model, slightly_faster, data, CLIP)
     _, right = oracle("fp64", "adamw")
-    assert max(zoo.relative(wrong[name], right[name]) for name in right) > 1e-9
+    assert max(zoo.relative_error(wrong[name], right[name]) for name in right) > 1e-9

@@ -1,4 +1,4 @@
-"""Models made awkward on purpose, and the plain torch loop that says what is right."""
+"""Models with irregular structure, and reference training loops in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ VOCAB, WIDTH = 13, 10
 
 @dataclass
 class Hidden:
-    """A dataclass between blocks: hooks must find the tensor in it."""
+    """A dataclass passed between blocks: hooks must find the tensors in it."""
 
     x: Tensor
     extra: dict[str, Tensor]
 
 
-class OddBlock(nn.Module):
-    """Shapes that divide by nothing, a scalar parameter, a frozen layer, a buffer."""
+class IrregularBlock(nn.Module):
+    """Shapes without common divisors, a scalar parameter, a frozen layer, a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,11 +37,11 @@ class OddBlock(nn.Module):
     def forward(self, hidden: Hidden) -> Hidden:
         x = self.norm(hidden.x + self.shift)
         x = hidden.x + self.gain * self.down(torch.tanh(self.up(x))) + 0.1 * self.frozen(x)
-        return Hidden(x, {"seen": x.detach()})
+        return Hidden(x, {"detached": x.detach()})
 
 
 class PairBlock(nn.Module):
-    """Takes a dataclass, gives a tuple; its parameter is as long as a prime."""
+    """Takes a dataclass and returns a tuple; its parameter has a prime dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,13 +51,15 @@ class PairBlock(nn.Module):
         return torch.tanh(hidden.x @ self.mix) @ self.mix.t() + hidden.x, hidden.x
 
 
-class Odd(nn.Module):
-    """Tied embedding and head, a block called twice, a module of the root called twice."""
+class IrregularModel(nn.Module):
+    """Tied embedding and head; a block and a root module that are called twice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList([OddBlock(), OddBlock(), PairBlock(), OddBlock()])
+        self.blocks = nn.ModuleList(
+            [IrregularBlock(), IrregularBlock(), PairBlock(), IrregularBlock()]
+        )
         self.twice = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
@@ -75,13 +77,13 @@ class Odd(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, -2), targets.flatten())}
 
 
-def make(dtype: torch.dtype = torch.float32, seed: int = 0) -> Odd:
+def make_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> IrregularModel:
     torch.manual_seed(seed)
-    return Odd().to(dtype)
+    return IrregularModel().to(dtype)
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, vectors do not and learn slower."""
+    """Weight decay for matrices; none and a lower learning rate for vectors."""
     params = [param for param in model.parameters() if param.requires_grad]
     return [
         {"params": [param for param in params if param.ndim >= 2], "weight_decay": 0.1},
@@ -90,7 +92,7 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def batches(steps: int, samples: int, seed: int = 7) -> Iterator[Tensor]:
-    """Global batches: (samples, 6) tokens; input is [:, :-1] and target [:, 1:]."""
+    """Global batches of (samples, 6) tokens; inputs are [:, :-1] and targets [:, 1:]."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         yield torch.randint(0, VOCAB, (samples, 6), generator=generator)
@@ -107,10 +109,10 @@ def sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=1e-1, momentum=0.9)
 
 
-def plain(
+def train_reference(
     model: nn.Module, make_optimizer: Optimizer, data: list[Tensor], clip: float = 0.0
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """One process, the whole global batch at once, nothing but torch: the oracle."""
+    """Train in one process with plain PyTorch, a whole global batch at once."""
     optimizer = make_optimizer(two_groups(model))
     losses = []
     for batch in data:
@@ -124,7 +126,7 @@ def plain(
     return losses, model.state_dict()
 
 
-def plain_mixed(
+def train_mixed_reference(
     model: nn.Module,
     make_optimizer: Optimizer,
     data: list[Tensor],
@@ -132,17 +134,17 @@ def plain_mixed(
     parts: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     scale: float = 1.0,
-    groups_of: Callable[[nn.Module], list[dict[str, Any]]] = two_groups,
+    make_groups: Callable[[nn.Module], list[dict[str, Any]]] = two_groups,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The same in 16 bits, with fp32 main weights and grads kept beside the model.
+    """Like `train_reference`, in 16 bits with fp32 main weights and gradients.
 
-    The batch is taken in `parts`: 16-bit gradients depend on how many samples they are summed
-    over at once, and AdamW turns the sign of a tiny gradient into a whole step. The loss is
-    multiplied by `scale` for backward.
+    A batch is accumulated over `parts`: 16-bit gradients depend on how many samples are summed
+    at once, and AdamW turns the sign of a tiny gradient into a whole step. The loss is multiplied
+    by `scale` for backward.
     """
     low = copy.deepcopy(model).to(dtype)
     pairs = list(zip(low.parameters(), model.parameters(), strict=True))
-    optimizer = make_optimizer(groups_of(model))
+    optimizer = make_optimizer(make_groups(model))
     losses = []
     for batch in data:
         optimizer.zero_grad()
@@ -166,15 +168,18 @@ def plain_mixed(
     return losses, low.state_dict()
 
 
-def relative(seen: Tensor, right: Tensor) -> float:
-    """The largest difference, relative to the largest value."""
-    scale = right.double().abs().max().item() or 1.0
-    return (seen.double() - right.double()).abs().max().item() / scale
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest expected value."""
+    scale = expected.double().abs().max().item() or 1.0
+    return (actual.double() - expected.double()).abs().max().item() / scale
 
 
-def relative_l2(seen: Tensor, right: Tensor) -> float:
-    """The difference's L2 norm, relative: what 16-bit weights can be held to.
+def relative_l2_error(actual: Tensor, expected: Tensor) -> float:
+    """L2 norm of the difference, relative to that of `expected`; for 16-bit weights.
 
-    Single elements cannot: where a gradient is zero but for rounding, its sign is noise.
+    Their single elements are not comparable: where a gradient is zero up to rounding, its sign is
+    noise.
     """
-    return ((seen.double() - right.double()).norm() / (right.double().norm() + 1e-300)).item()
+    return (
+        (actual.double() - expected.double()).norm() / (expected.double().norm() + 1e-300)
+    ).item()

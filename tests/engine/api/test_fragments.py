@@ -50,7 +50,7 @@ def close(a: Tensor | None, b: Tensor) -> None:
 
 
 def all_of_it(rank: int, world: int, stage: int, zero: dict[str, Any]) -> None:
-    model, plain = zoo.make(torch.float64), zoo.make(torch.float64)
+    model, plain = zoo.make_model(torch.float64), zoo.make_model(torch.float64)
     params = dict(model.named_parameters())
     engine = make_engine(stage, model, **zero)
     oracle = torch.optim.AdamW(plain.parameters(), lr=1e-2)
@@ -82,7 +82,7 @@ def test_what_is_read_is_plain_torchs(stage: int, world: int, more: dict[str, An
 
 
 def changed(rank: int, world: int, stage: int, zero: dict[str, Any]) -> None:
-    model, plain = zoo.make(torch.float64), zoo.make(torch.float64)
+    model, plain = zoo.make_model(torch.float64), zoo.make_model(torch.float64)
     engine = make_engine(stage, model, **zero)
     oracle = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     weight, right = model.blocks[0].up.weight, plain.blocks[0].up.weight
@@ -143,7 +143,7 @@ def test_local_parts_make_the_whole() -> None:
 
 
 def test_misuse() -> None:
-    engine = make_engine(0, zoo.make())
+    engine = make_engine(0, zoo.make_model())
     weight = engine.module.embed.weight
     with pytest.raises(EngineError, match="before it was reduced"):
         tensor_fragments.safe_set_full_grad(weight, weight.detach())
@@ -155,7 +155,7 @@ def test_misuse() -> None:
 
 
 def gathered(rank: int, world: int, stage: int, low: bool) -> None:
-    model = zoo.make()
+    model = zoo.make_model()
     engine = rayzero.initialize(
         model=model,
         config={
@@ -191,7 +191,7 @@ def gathered(rank: int, world: int, stage: int, low: bool) -> None:
     logits = engine(tokens)["logits"].float()
     state = engine.state_dict()
     if rank == 0:
-        plain = zoo.make().to(torch.bfloat16 if low else torch.float32)
+        plain = zoo.make_model().to(torch.bfloat16 if low else torch.float32)
         plain.load_state_dict(state)
         assert (state["blocks.1.frozen.weight"] == 2.0).all()
         torch.testing.assert_close(logits, plain(tokens)["logits"].float())
@@ -209,7 +209,7 @@ def test_gathered_parameters(stage: int, low: bool) -> None:
 def initial(rank: int, world: int, stage: int) -> dict[str, Tensor]:
     """A model built without memory, whose weights are set before there is an engine."""
     with Init(dtype=torch.float32, config_dict_or_path={}):
-        model = zoo.make()
+        model = zoo.make_model()
         with GatheredParameters(model.twice.bias, modifier_rank=0):
             if rank == 0:
                 nn.init.constant_(model.twice.bias, 3.0)
@@ -230,7 +230,7 @@ def initial(rank: int, world: int, stage: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_init_builds_the_same_model_without_its_memory(stage: int) -> None:
     state = run_ranks(2, initial, stage)[0]
-    right = zoo.make()
+    right = zoo.make_model()
     with torch.no_grad():
         right.twice.bias.fill_(3.0)
         right.twice.weight.fill_(4.0)

@@ -29,7 +29,7 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_type": "
 
 
 def make_engine(stage: int, model: nn.Module | None = None, **more: Any) -> rayzero.Engine:
-    model = zoo.make(torch.float64) if model is None else model
+    model = zoo.make_model(torch.float64) if model is None else model
     return rayzero.initialize(
         model=model,
         model_parameters=zoo.two_groups(model),
@@ -54,7 +54,7 @@ def train(engine: rayzero.Engine, steps: range) -> None:
 def some(
     rank: int, world: int, stage: int, steps: range, folder: str, more: dict[str, Any]
 ) -> dict[str, Tensor]:
-    engine = make_engine(stage, zoo.make(torch.float64, seed=steps.start), **more)
+    engine = make_engine(stage, zoo.make_model(torch.float64, seed=steps.start), **more)
     if steps.start:
         path, state = engine.load_checkpoint(folder)
         assert path == f"{folder}/global_step{steps.start}"
@@ -79,27 +79,27 @@ def test_a_chain_of_stages_and_worlds_equals_one_run(more: dict[str, Any], tmp_p
     straight = make_engine(0, **more)
     train(straight, range(2 * len(CHAIN)))
     right = straight.state_dict()
-    assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-9
+    assert max(zoo.relative_error(state[name], right[name]) for name in right) < 1e-9
     if not more:
-        plain = zoo.make(torch.float64)
-        _, right = zoo.plain(
+        plain = zoo.make_model(torch.float64)
+        _, right = zoo.train_reference(
             plain,
             lambda groups: torch.optim.AdamW(groups, lr=1e-2),
             list(zoo.batches(2 * len(CHAIN), SAMPLES)),
         )
-        assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-9
+        assert max(zoo.relative_error(state[name], right[name]) for name in right) < 1e-9
 
 
 def bf16(rank: int, world: int, stage: int, folder: str) -> None:
     more = {"bf16": {"enabled": True}}
-    engine = make_engine(stage, zoo.make(), **more)
+    engine = make_engine(stage, zoo.make_model(), **more)
     train(engine, range(2))
     engine.save_checkpoint(folder, tag="a")
     train(engine, range(2, 4))
     right = engine.state_dict()
     engine.load_checkpoint(folder, "a")  # the living engine itself goes back
     train(engine, range(2, 4))
-    other = make_engine(stage, zoo.make(seed=9), **more)
+    other = make_engine(stage, zoo.make_model(seed=9), **more)
     other.load_checkpoint(folder, "a")
     train(other, range(2, 4))
     for one in (engine, other):
@@ -118,14 +118,14 @@ def test_what_is_loaded_can_be_chosen(tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path)
     saved = engine.state_dict()
 
-    weights = make_engine(0, zoo.make(torch.float64, seed=5), scheduler=WARMUP)
+    weights = make_engine(0, zoo.make_model(torch.float64, seed=5), scheduler=WARMUP)
     weights.load_checkpoint(tmp_path, load_module_only=True)
     assert (weights.global_steps, weights.lr_scheduler.last_batch_iteration) == (0, -1)
     assert not weights.optimizer.state
     seen = weights.state_dict()
     assert all(torch.equal(seen[name], saved[name]) for name in saved)
 
-    fresh = make_engine(0, zoo.make(torch.float64, seed=5), scheduler=WARMUP)
+    fresh = make_engine(0, zoo.make_model(torch.float64, seed=5), scheduler=WARMUP)
     fresh.load_checkpoint(tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False)
     assert (fresh.global_steps, fresh.lr_scheduler.last_batch_iteration) == (3, -1)
     assert not fresh.optimizer.state
@@ -167,7 +167,7 @@ def test_frozen_parameters_may_be_left_out(tmp_path: Path) -> None:
         sum(one.stat().st_size for one in (tmp_path / tag).glob("rank-*")) for tag in "12"
     )
     assert small < large
-    other = make_engine(0, zoo.make(torch.float64, seed=5))
+    other = make_engine(0, zoo.make_model(torch.float64, seed=5))
     kept = other.module.blocks[0].frozen.weight.clone()
     other.load_checkpoint(tmp_path, tag=1)
     assert torch.equal(other.module.blocks[0].frozen.weight, kept)
@@ -203,7 +203,7 @@ def test_a_tag_is_a_folders_name(tag: str, tmp_path: Path) -> None:
 
 def test_another_model(tmp_path: Path) -> None:
     make_engine(0).save_checkpoint(tmp_path)
-    other = zoo.make(torch.float64)
+    other = zoo.make_model(torch.float64)
     other.more = nn.Linear(2, 2).double()
     engine = make_engine(0, other)
     with pytest.raises(CheckpointMismatchError, match="weights/more"):
@@ -239,10 +239,10 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 
 
 def whole_model(rank: int, world: int, folder: str, stage: int) -> None:
-    engine = make_engine(stage, zoo.make(), bf16={"enabled": True})
+    engine = make_engine(stage, zoo.make_model(), bf16={"enabled": True})
     assert engine.save_16bit_model(folder, f"{stage}.bin")
     assert engine.save_fp16_model(folder, f"{stage}.safetensors")
-    loaded = zoo.make(seed=3)
+    loaded = zoo.make_model(seed=3)
     other = make_engine(stage, loaded, bf16={"enabled": True})
     other.load_module_state_dict(torch.load(f"{folder}/{stage}.bin", weights_only=True))
     a, b = engine.state_dict(), other.state_dict()
@@ -252,7 +252,7 @@ def whole_model(rank: int, world: int, folder: str, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_whole_models(stage: int, tmp_path: Path) -> None:
     run_ranks(2, whole_model, str(tmp_path), stage)
-    right = {name: one.to(torch.bfloat16) for name, one in zoo.make().state_dict().items()}
+    right = {name: one.to(torch.bfloat16) for name, one in zoo.make_model().state_dict().items()}
     seen = torch.load(tmp_path / f"{stage}.bin", weights_only=True)
     other = load_file(tmp_path / f"{stage}.safetensors")
     assert seen.keys() == right.keys() == other.keys()

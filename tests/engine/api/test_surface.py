@@ -123,7 +123,7 @@ def test_no_other_device() -> None:
 
 def weights_by(boundary: str, stage: int) -> dict[str, Tensor]:
     """Six micro-batches, three a step."""
-    model = zoo.make(torch.float64)
+    model = zoo.make_model(torch.float64)
     config = {
         "gradient_clipping": 0,
         "train_micro_batch_size_per_gpu": 1,
@@ -158,7 +158,7 @@ def all_boundaries(rank: int, world: int, stage: int) -> list[dict[str, Tensor]]
 def test_boundaries_said_by_the_script(stage: int) -> None:
     data = list(zoo.batches(6, 2))
     steps = [torch.cat(data[start : start + 3]) for start in (0, 3)]
-    model = zoo.make(torch.float64)
+    model = zoo.make_model(torch.float64)
     optimizer = zoo.sgd([{"params": [p for p in model.parameters() if p.requires_grad]}])
     for batch in steps:
         optimizer.zero_grad()
@@ -166,7 +166,7 @@ def test_boundaries_said_by_the_script(stage: int) -> None:
         optimizer.step()
     right = model.state_dict()
     for state in run_ranks(2, all_boundaries, stage)[0]:
-        assert max(zoo.relative(state[name], right[name]) for name in right) < 1e-9
+        assert max(zoo.relative_error(state[name], right[name]) for name in right) < 1e-9
 
 
 def test_the_batch_size_can_be_changed_between_steps() -> None:

@@ -25,17 +25,17 @@ from rayzero.engine.layout.reshard import MissingRangesError
 from rayzero.engine.precision.dtypes import dtype_name
 from tests.engine.checkpoint.saving import read_manifest
 from tests.engine.checkpoint.tensor_blocks import TensorBlocks, same
-from tests.engine.zoo import Odd, batches, make, two_groups
+from tests.engine.zoo import IrregularModel, batches, make_model, two_groups
 
 
-def train(model: Odd, optimizer: torch.optim.Optimizer, data: list[Tensor]) -> None:
+def train(model: IrregularModel, optimizer: torch.optim.Optimizer, data: list[Tensor]) -> None:
     for batch in data:
         optimizer.zero_grad()
         model(batch[:, :-1], batch[:, 1:])["loss"].backward()
         optimizer.step()
 
 
-def trained(model: Odd) -> torch.optim.Optimizer:
+def trained(model: IrregularModel) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(two_groups(model), lr=1e-2)
     train(model, optimizer, list(batches(3, 4)))
     return optimizer
@@ -75,7 +75,7 @@ def blocks_of(
 
 
 def test_safetensors_are_read_by_the_library_into_the_model(tmp_path: Path) -> None:
-    model = make()
+    model = make_model()
     trained(model)
     target = tmp_path / "out"
     written = export_state(blocks_of(model), str(target), "safetensors")
@@ -85,13 +85,13 @@ def test_safetensors_are_read_by_the_library_into_the_model(tmp_path: Path) -> N
     with safe_open(written[0], framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert "head.weight" not in file.keys()  # noqa: SIM118  tied: one is stored
-    fresh = make(seed=1)
+    fresh = make_model(seed=1)
     load_model(fresh, written[0], strict=True)
     same(fresh.state_dict(), model.state_dict())
 
 
 def test_large_models_are_sharded_with_an_index(tmp_path: Path) -> None:
-    model = make()
+    model = make_model()
     write_safetensors(ExportedModel(blocks_of(model)), tmp_path, shard_bytes=1000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
@@ -123,7 +123,7 @@ class Counting(ExportedModel):
 
 
 def test_one_shard_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: Any) -> None:
-    state = Counting(blocks_of(make()))
+    state = Counting(blocks_of(make_model()))
 
     def save(tensors: dict[str, Tensor], *_: Any) -> None:
         state.alive -= sum(one.nbytes for one in tensors.values())
@@ -134,19 +134,19 @@ def test_one_shard_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: Any) -> N
 
 
 def test_a_torch_state_dict_loads_strictly(tmp_path: Path) -> None:
-    model = make()
+    model = make_model()
     trained(model)
     (path,) = export_state(blocks_of(model), str(tmp_path / "out"), "torch")
     state = torch.load(path, weights_only=True)
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
-    fresh = make(seed=1)
+    fresh = make_model(seed=1)
     fresh.load_state_dict(state, strict=True)
     same(fresh.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 def test_weights_have_the_models_dtype_and_buffers_their_own(kind: str, tmp_path: Path) -> None:
-    model = make()
+    model = make_model()
     (path,) = export_state(blocks_of(model, low="BF16"), str(tmp_path / "out"), kind)
     seen = load_file(path) if kind == "safetensors" else torch.load(path)
     right = {name: one.detach().to(torch.bfloat16) for name, one in model.named_parameters()}
@@ -156,11 +156,11 @@ def test_weights_have_the_models_dtype_and_buffers_their_own(kind: str, tmp_path
 
 
 def test_dcp_loads_into_a_plain_model_and_optimizer_which_train_on(tmp_path: Path) -> None:
-    model = make()
+    model = make_model()
     optimizer = trained(model)
     export_state(blocks_of(model, optimizer), str(tmp_path / "out"), "dcp")
 
-    fresh = make(seed=1)
+    fresh = make_model(seed=1)
     other = torch.optim.AdamW(two_groups(fresh), lr=0.5)
     content = dict(zip(("model", "optimizer"), get_state_dict(fresh, other), strict=True))
     dcp.load(content, checkpoint_id=tmp_path / "out", no_dist=True)
@@ -183,9 +183,9 @@ def test_dcp_loads_into_a_plain_model_and_optimizer_which_train_on(tmp_path: Pat
 
 
 def test_dcp_without_an_optimizer_has_the_model_only(tmp_path: Path) -> None:
-    model = make()
+    model = make_model()
     export_state(blocks_of(model), str(tmp_path / "out"), "dcp")
-    fresh = make(seed=1)
+    fresh = make_model(seed=1)
     content = {"model": fresh.state_dict()}
     dcp.load(content, checkpoint_id=tmp_path / "out", no_dist=True)
     same(content["model"], model.state_dict())
@@ -236,7 +236,7 @@ def test_a_failed_export_leaves_nothing_and_a_killed_one_is_swept(tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
 def test_a_checkpoint_of_an_engine_is_exported(kind: str, tmp_path: Path) -> None:
-    model = make()
+    model = make_model()
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 0,

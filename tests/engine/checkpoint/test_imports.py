@@ -26,7 +26,7 @@ from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.state.load import rename_to_model
 from tests.engine.checkpoint import make_deepspeed
 from tests.engine.checkpoint.tensor_blocks import same, whole_of
-from tests.engine.zoo import make
+from tests.engine.zoo import make_model
 
 NAMES = list(make_deepspeed.CASES)
 MATRICES = ["embed.weight", "up.weight", "down.weight"]
@@ -345,7 +345,7 @@ def test_a_damaged_safetensors_file_is_named(tmp_path: Path) -> None:
 
 
 def test_ties_and_buffers_follow_from_the_model(tmp_path: Path) -> None:
-    model = make()
+    model = make_model()
     save_model(model, str(tmp_path / "model.safetensors"))
     source = opened(tmp_path)
     rename_to_model(source, model)
@@ -355,10 +355,10 @@ def test_ties_and_buffers_follow_from_the_model(tmp_path: Path) -> None:
 
 
 def test_an_engine_starts_with_the_weights_and_a_new_optimizer(tmp_path: Path) -> None:
-    right = make(seed=3)
+    right = make_model(seed=3)
     save_model(right, str(tmp_path / "model.safetensors"))
     source = opened(tmp_path)
-    model = make(seed=4)
+    model = make_model(seed=4)
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW}
     engine, *_ = initialize(model=model, config=config)
     rename_to_model(source, model)

@@ -62,7 +62,7 @@ def config(stage: int, precision: str = "fp32", micro_steps: int = 1, **zero: An
 
 
 def make_engine(settings: dict, precision: str = "fp32", seed: int = 0) -> rayzero.Engine:
-    model = zoo.make(torch.float64 if precision == "fp64" else torch.float32, seed)
+    model = zoo.make_model(torch.float64 if precision == "fp64" else torch.float32, seed)
     return rayzero.initialize(
         model=model,
         model_parameters=zoo.two_groups(model),
@@ -96,17 +96,17 @@ def train(settings: dict, precision: str = "fp32") -> TrainResult:
 def train_reference(precision: str, parts: int) -> TrainResult:
     """Train with plain PyTorch on the same device."""
     data = [batch.to(DEVICE) for batch in zoo.batches(STEPS, SAMPLES)]
-    model = zoo.make(torch.float64 if precision == "fp64" else torch.float32).to(DEVICE)
+    model = zoo.make_model(torch.float64 if precision == "fp64" else torch.float32).to(DEVICE)
     if precision in ("fp64", "fp32"):
-        return zoo.plain(model, zoo.sgd, data, CLIP)
+        return zoo.train_reference(model, zoo.sgd, data, CLIP)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     scale = 2.0**SCALE_POWER if precision == "fp16" else 1.0
-    return zoo.plain_mixed(model, zoo.sgd, data, CLIP, parts, dtype, scale)
+    return zoo.train_mixed_reference(model, zoo.sgd, data, CLIP, parts, dtype, scale)
 
 
 def max_error(actual: TrainResult, expected: TrainResult, precision: str) -> float:
     """Largest relative error of losses and weights."""
-    distance = zoo.relative_l2 if precision in ("bf16", "fp16") else zoo.relative
+    distance = zoo.relative_l2_error if precision in ("bf16", "fp16") else zoo.relative_error
     losses = [abs(a - b) / abs(b) for a, b in zip(actual[0], expected[0], strict=True)]
     weights = [distance(actual[1][name], value.cpu()) for name, value in expected[1].items()]
     return max(losses + weights)

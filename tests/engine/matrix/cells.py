@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import rayzero
 from tests.engine import zoo
-from tests.engine.offload.training import memory_apart
+from tests.engine.offload.training import separate_host_memory
 
 STEPS, SAMPLES = 4, 24
 CLIP = 0.3  # about half of the gradient norm of the first steps
@@ -132,7 +132,7 @@ def train(rank: int, world: int, cells: list[Cell]) -> list[TrainResult]:
 
 def _train_cell(rank: int, world: int, cell: Cell) -> TrainResult:
     model = make_model(cell.precision, rank, cell.shape)
-    with memory_apart() if cell.separate_memory else nullcontext():
+    with separate_host_memory() if cell.separate_memory else nullcontext():
         engine, *_ = rayzero.initialize(
             model=model,
             model_parameters=zoo.two_groups(model),
@@ -172,10 +172,10 @@ def _train_reference(
         return instance
 
     if precision in ("fp64", "fp32"):
-        losses, state = zoo.plain(model, make_optimizer, data, clip)
+        losses, state = zoo.train_reference(model, make_optimizer, data, clip)
     else:
         scale = 2.0**SCALE_POWER if precision == "fp16" else 1.0
-        losses, state = zoo.plain_mixed(
+        losses, state = zoo.train_mixed_reference(
             model, make_optimizer, data, clip, parts, DTYPES[precision], scale
         )
     return losses, state, norms[-1]

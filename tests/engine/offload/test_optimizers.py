@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rayzero
 from tests.engine import zoo
-from tests.engine.offload.training import config, memory_apart, run_steps
+from tests.engine.offload.training import config, run_steps, separate_host_memory
 from tests.support.ranks import run_ranks
 
 KINDS = ["Adam", "AdamW", "SGD", "Adagrad", "Lion", "Lamb", "Muon"]
@@ -20,7 +20,7 @@ KINDS = ["Adam", "AdamW", "SGD", "Adagrad", "Lion", "Lamb", "Muon"]
 def trained(settings: dict[str, Any], kind: str) -> dict[str, Tensor]:
     params: dict[str, Any] = {"lr": 1e-2} | ({"momentum": 0.9} if kind in ("SGD", "Muon") else {})
     engine, *_ = rayzero.initialize(
-        model=zoo.make(torch.float64),
+        model=zoo.make_model(torch.float64),
         config=settings | {"optimizer": {"type": kind, "params": params}},
     )
     run_steps(engine, range(3))
@@ -37,9 +37,9 @@ def differences(rank: int, world: int, stage: int, folder: Path) -> dict[str, fl
         if kind not in ("Lamb", "Muon"):  # refused: they need whole parameters
             places.append({"device": "nvme", "nvme_path": str(folder)})
         for place in places:
-            with memory_apart():
+            with separate_host_memory():
                 seen = trained(config(stage, offload_optimizer=place, sub_group_size=64), kind)
-            worst = [zoo.relative(seen[name], right[name]) for name in right]
+            worst = [zoo.relative_error(seen[name], right[name]) for name in right]
             found[f"{kind} {place}"] = max(worst, default=0.0)
     return found
 

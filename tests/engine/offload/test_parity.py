@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine import zoo
-from tests.engine.offload.training import config, memory_apart, train
+from tests.engine.offload.training import config, separate_host_memory, train
 from tests.support.covering import covering
 from tests.support.ranks import run_ranks
 
@@ -38,10 +38,10 @@ def differences(
     losses, expected = train(config(stage, precision, micro_steps))
     result = {}
     for name, offload in offload_configs(stage, folder).items():
-        with memory_apart() if apart else nullcontext():
+        with separate_host_memory() if apart else nullcontext():
             seen, state = train(config(stage, precision, micro_steps, **offload))
         same = [abs(one - other) for one, other in zip(seen, losses, strict=True)]
-        weights = [zoo.relative(state[key], expected[key]) for key in expected]
+        weights = [zoo.relative_error(state[key], expected[key]) for key in expected]
         result[name] = max(same + weights)
     return result
 

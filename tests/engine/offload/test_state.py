@@ -13,7 +13,7 @@ from torch import Tensor
 import rayzero
 from rayzero.engine.session import use_session
 from tests.engine import zoo
-from tests.engine.offload.training import CLIP, SAMPLES, config, memory_apart, run_steps
+from tests.engine.offload.training import CLIP, SAMPLES, config, run_steps, separate_host_memory
 from tests.engine.state.blocks import Block, StateSession
 from tests.support.ranks import run_ranks
 
@@ -46,8 +46,8 @@ def train_steps(
     steps: range,
     blocks: list[Block] | None,
 ) -> tuple[Block, dict[str, Tensor], list[float], dict[str, int]]:
-    model = zoo.make(dtype, seed=rank + steps.start)
-    with use_session(StateSession(blocks)), memory_apart() if apart else nullcontext():
+    model = zoo.make_model(dtype, seed=rank + steps.start)
+    with use_session(StateSession(blocks)), separate_host_memory() if apart else nullcontext():
         engine, *_ = rayzero.initialize(
             model=model,
             model_parameters=zoo.two_groups(model),
@@ -74,9 +74,11 @@ def test_changing_offload_equals_plain_torch(tmp_path: Path) -> None:
         losses += results[0][2]
         state = results[0][1]
     data = list(zoo.batches(EACH * len(CHAIN), SAMPLES))
-    expected_losses, expected = zoo.plain(zoo.make(torch.float64), zoo.adamw, data, CLIP)
+    expected_losses, expected = zoo.train_reference(
+        zoo.make_model(torch.float64), zoo.adamw, data, CLIP
+    )
     assert losses == pytest.approx(expected_losses, rel=1e-9)
-    worst = {name: zoo.relative(state[name], expected[name]) for name in expected}
+    worst = {name: zoo.relative_error(state[name], expected[name]) for name in expected}
     assert max(worst.values()) <= 1e-9, worst
 
 
@@ -85,8 +87,8 @@ def bits(
 ) -> tuple[bytes, bytes]:
     """A state before and after it was loaded into an engine that offloads."""
     first = train_steps(rank, world, stage, torch.float32, {}, False, range(2), None)[0]
-    with use_session(StateSession([first])), memory_apart() if apart else nullcontext():
-        model = zoo.make(seed=9)
+    with use_session(StateSession([first])), separate_host_memory() if apart else nullcontext():
+        model = zoo.make_model(seed=9)
         engine, *_ = rayzero.initialize(
             model=model,
             model_parameters=zoo.two_groups(model),
@@ -121,7 +123,7 @@ def test_loaded_state_has_the_same_bits(device: str, apart: bool, tmp_path: Path
 
 
 def test_bytes_by_memory_kind(tmp_path: Path) -> None:
-    params = sum(one.numel() for one in zoo.make().parameters())
+    params = sum(one.numel() for one in zoo.make_model().parameters())
 
     def bytes_by_class(stage: int, offload: dict[str, Any], apart: bool = True) -> dict[str, int]:
         done = run_ranks(1, train_steps, stage, torch.float32, offload, apart, range(1), None)

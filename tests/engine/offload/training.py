@@ -19,7 +19,7 @@ Outcome = tuple[list[float], dict[str, Tensor]]
 
 
 @contextmanager
-def memory_apart() -> Iterator[None]:
+def separate_host_memory() -> Iterator[None]:
     """Copies between device and host memory on a CPU, as on a GPU."""
     original = plan.make_transfer
     plan.make_transfer = lambda device: HostTransfer(separate_memory=True)
@@ -42,7 +42,7 @@ def config(
 
 
 def make_engine(settings: dict[str, Any], seed: int = 0) -> rayzero.Engine:
-    model = zoo.make(seed=seed)
+    model = zoo.make_model(seed=seed)
     engine, *_ = rayzero.initialize(
         model=model,
         model_parameters=zoo.two_groups(model),

@@ -25,7 +25,7 @@ Result = tuple[list[float], dict[str, Tensor]]
 def train(
     rank: int, world: int, name: str, stage: int, steps: range, blocks: list[Block] | None = None
 ) -> tuple[list[float], dict[str, Tensor], Block]:
-    model = zoo.make(torch.float64, seed=rank + steps.start)
+    model = zoo.make_model(torch.float64, seed=rank + steps.start)
     with use_session(StateSession(blocks)):
         engine, *_ = rayzero.initialize(
             model=model,
@@ -54,13 +54,15 @@ def optimizers(rank: int, world: int, stage: int, names: list[str]) -> dict[str,
 @cache
 def expected_training(name: str, steps: int) -> Result:
     make: Any = PAIRS[name][1]
-    return zoo.plain(zoo.make(torch.float64), make, list(zoo.batches(steps, SAMPLES)), CLIP)
+    return zoo.train_reference(
+        zoo.make_model(torch.float64), make, list(zoo.batches(steps, SAMPLES)), CLIP
+    )
 
 
 def check(name: str, losses: list[float], state: dict[str, Tensor]) -> None:
     right_losses, right = expected_training(name, len(losses))
     assert losses == pytest.approx(right_losses, rel=1e-9), name
-    worst = {key: zoo.relative(state[key], right[key]) for key in right}
+    worst = {key: zoo.relative_error(state[key], right[key]) for key in right}
     assert max(worst.values()) <= 1e-9, (name, worst)
 
 
@@ -110,4 +112,4 @@ def test_optimizers_differ_by_more_than_the_tolerance() -> None:
     """Optimizers differ from one another by far more than the tolerance."""
     finals = [expected_training(name, STEPS)[1]["blocks.1.up.weight"] for name in PAIRS]
     for number, one in enumerate(finals):
-        assert all(zoo.relative(other, one) > 1e-4 for other in finals[:number])
+        assert all(zoo.relative_error(other, one) > 1e-4 for other in finals[:number])

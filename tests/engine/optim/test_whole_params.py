@@ -54,7 +54,7 @@ def test_all_to_all_v_delivers_to_the_right_rank(world: int) -> None:
 
 
 def traffic(rank: int, world: int, optimizer: dict[str, Any], stage: int) -> dict[str, int]:
-    model = zoo.make()
+    model = zoo.make_model()
     engine, *_ = rayzero.initialize(
         model=model,
         config={
@@ -90,7 +90,7 @@ def test_only_optimizers_of_whole_params_communicate(
 
 
 def offloaded(rank: int, world: int, kind: str, device: str) -> tuple[list[float], Any]:
-    model = zoo.make(torch.float64)
+    model = zoo.make_model(torch.float64)
     engine, *_ = rayzero.initialize(
         model=model,
         model_parameters=zoo.two_groups(model),
@@ -120,11 +120,11 @@ def test_offload_steps_unit_by_unit_to_the_same_weights(kind: str) -> None:
     result = run_ranks(2, offloaded, kind, "cpu")[0]
     assert result[0] == pytest.approx(expected[0], rel=1e-9)
     for name, value in expected[1].items():
-        assert zoo.relative(result[1][name], value) < 1e-9, name
+        assert zoo.relative_error(result[1][name], value) < 1e-9, name
 
 
 def model_and_batch(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
-    return zoo.make(dtype), next(zoo.batches(1, 4))
+    return zoo.make_model(dtype), next(zoo.batches(1, 4))
 
 
 class TestClasses:
@@ -139,7 +139,7 @@ class TestClasses:
     )
     @pytest.mark.parametrize("instance", [True, False])
     def test_equal_the_reference(self, make: Any, expected: Any, instance: bool) -> None:
-        model = zoo.make(torch.float64)
+        model = zoo.make_model(torch.float64)
         groups = zoo.two_groups(model)
         data = list(zoo.batches(4, 4))
         engine, *_ = rayzero.initialize(
@@ -151,9 +151,9 @@ class TestClasses:
         for batch in data:
             engine.backward(engine(batch[:, :-1], targets=batch[:, 1:])["loss"])
             engine.step()
-        _, state = zoo.plain(zoo.make(torch.float64), expected, data)
+        _, state = zoo.train_reference(zoo.make_model(torch.float64), expected, data)
         for name, value in engine.state_dict().items():
-            assert zoo.relative(value, state[name]) < 1e-9, name
+            assert zoo.relative_error(value, state[name]) < 1e-9, name
 
     @pytest.mark.parametrize("corrected", [True, False])
     @pytest.mark.parametrize("inside", [True, False])
@@ -161,11 +161,13 @@ class TestClasses:
         options = {"lr": 0.1, "weight_decay": 0.1, "bias_correction": corrected}
         options |= {"eps_inside_sqrt": inside, "eps": 0.01, "max_coeff": 3.0}
         data = list(zoo.batches(3, 4))
-        _, collectives = zoo.plain(zoo.make(torch.float64), lambda g: Lamb(g, **options), data)
+        _, collectives = zoo.train_reference(
+            zoo.make_model(torch.float64), lambda g: Lamb(g, **options), data
+        )
         plain: Any = lambda g: references.Lamb(g, **options)  # noqa: E731
-        _, expected = zoo.plain(zoo.make(torch.float64), plain, data)
+        _, expected = zoo.train_reference(zoo.make_model(torch.float64), plain, data)
         for name, value in collectives.items():
-            assert zoo.relative(value, expected[name]) < 1e-9, name
+            assert zoo.relative_error(value, expected[name]) < 1e-9, name
 
     def test_muon_on_shards_needs_use_muon(self) -> None:
         model, _ = model_and_batch()
@@ -187,7 +189,7 @@ class TestMuonGroups:
         return [{key: one.get(key) for key in keys} for one in engine.optimizer.param_groups]
 
     def test_matrices_except_embeddings_use_muon(self) -> None:
-        model = zoo.make()
+        model = zoo.make_model()
         assert self.groups(model, muon_lr=0.3, lr=0.2, momentum=0.9) == [
             {"use_muon": True, "lr": 0.3, "weight_decay": 0.1, "momentum": 0.9, "betas": None},
             {
@@ -207,13 +209,13 @@ class TestMuonGroups:
         ]
 
     def test_use_muon_of_a_parameter_takes_precedence(self) -> None:
-        model = zoo.make()
+        model = zoo.make_model()
         for param in model.parameters():
             param.use_muon = False  # type: ignore[attr-defined]
         assert [one["use_muon"] for one in self.groups(model)] == [False, False]
 
     def test_a_vector_cannot_use_muon(self) -> None:
-        model = zoo.make()
+        model = zoo.make_model()
         model.blocks[0].norm.weight.use_muon = True  # type: ignore[index,union-attr]
         with pytest.raises(ConfigError, match=r"norm\.weight of shape \(10,\) has use_muon"):
             self.groups(model)
@@ -222,7 +224,7 @@ class TestMuonGroups:
 def test_nvme_offload_is_refused(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="the state of Lamb cannot be offloaded to NVMe"):
         rayzero.initialize(
-            model=zoo.make(),
+            model=zoo.make_model(),
             config={
                 "optimizer": {"type": "Lamb"},
                 "zero_optimization": {
@@ -268,7 +270,7 @@ def test_filters_and_stacks_of_matrices() -> None:
     alone = run_ranks(0, filters)[0]
     sharded = run_ranks(2, filters)[0]
     for name, value in alone.items():
-        assert zoo.relative(sharded[name], value) < 1e-9, name
+        assert zoo.relative_error(sharded[name], value) < 1e-9, name
     model = Filters().double()
     moved = (alone["experts"] - model.experts.detach() * 0.99**2).norm()
     assert 0 < moved < 0.1 * 2 * 1.3 * (3 * 6) ** 0.5

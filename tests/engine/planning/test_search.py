@@ -17,7 +17,7 @@ from examples.gpt.model import GPT, GPTConfig
 from rayzero.engine.config import parse_config
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.planning.search import MemoryPlanner, evaluate_settings, first_fit
-from tests.engine.offload.training import memory_apart
+from tests.engine.offload.training import separate_host_memory
 from tests.support.ranks import run_ranks
 
 SMALL = GPTConfig(vocab=96, context=16, layers=3, width=64, heads=2)
@@ -42,7 +42,7 @@ def batch(samples: int, shape: GPTConfig = SMALL) -> tuple[Tensor, Tensor]:
 
 def engine_bytes(rank: int, world: int, document: dict[str, Any]) -> dict[str, int]:
     """What an engine has allocated after a few steps."""
-    with memory_apart():
+    with separate_host_memory():
         engine, *_ = rayzero.initialize(model=small(), config=document)
         for _ in range(3 * engine.settings.batches.micro_steps):
             engine.backward(engine(*batch(2)))

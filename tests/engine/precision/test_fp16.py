@@ -27,7 +27,7 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps
 def make(stage: int, blocks: list[Block] | None = None, **more: Any) -> rayzero.Engine:
     with use_session(StateSession(blocks)):
         return rayzero.initialize(
-            model=zoo.make(),
+            model=zoo.make_model(),
             config={
                 "gradient_clipping": 0,
                 "train_batch_size": 12,
@@ -102,11 +102,11 @@ def test_one_ranks_overflow_skips_the_step_everywhere_and_lowers_the_scale(world
     def one_group(model: nn.Module) -> list[dict[str, Any]]:
         return [{"params": [one for one in model.parameters() if one.requires_grad]}]
 
-    _, right = zoo.plain_mixed(
-        zoo.make(), scheduled, data, 0.0, max(world, 1) * 2, torch.float16, 2.0**8, one_group
+    _, right = zoo.train_mixed_reference(
+        zoo.make_model(), scheduled, data, 0.0, max(world, 1) * 2, torch.float16, 2.0**8, one_group
     )
     state = results[0][1]
-    worst = {name: zoo.relative_l2(state[name], right[name]) for name in right}
+    worst = {name: zoo.relative_l2_error(state[name], right[name]) for name in right}
     assert max(worst.values()) < 5e-3, worst
 
 

@@ -117,7 +117,7 @@ def test_fp16_sums_need_fp16():
 
 def grads_bytes(rank: int, world: int, more: Any) -> dict[str, int]:
     engine, *_ = rayzero.initialize(
-        model=zoo.make(), optimizer=zoo.sgd, config={"zero_optimization": {"stage": 2}} | more
+        model=zoo.make_model(), optimizer=zoo.sgd, config={"zero_optimization": {"stage": 2}} | more
     )
     return engine.metrics.bytes
 
@@ -148,7 +148,7 @@ def test_the_place_of_the_average_changes_rounding_only(precision, limit):
         losses, state, _ = results[0][number]
         right_losses, right, _ = reference(cell, 2)
         assert losses == pytest.approx(right_losses, rel=max(limit, 1e-9))
-        distance = zoo.relative_l2 if precision == "bf16" else zoo.relative
+        distance = zoo.relative_l2_error if precision == "bf16" else zoo.relative_error
         assert max(distance(state[name], right[name]) for name in right) <= limit, cell
 
 

@@ -33,7 +33,7 @@ def train_steps(
     blocks: list[Block] | None,
 ) -> tuple[Block, dict[str, Tensor], list[float]]:
     session = StateSession(blocks)
-    model = zoo.make(DTYPES[precision], seed=rank + steps.start)
+    model = zoo.make_model(DTYPES[precision], seed=rank + steps.start)
     with use_session(session):
         engine, *_ = rayzero.initialize(
             model=model,
@@ -74,15 +74,15 @@ def test_changing_stage_and_world_size_equals_plain_torch(precision, optimizer, 
         results = run_ranks(world, train_steps, stage, precision, optimizer, steps, blocks)
         blocks = [block for block, _, _ in results]
         losses += results[0][2]
-    oracle = zoo.plain(
-        zoo.make(DTYPES[precision]),
+    oracle = zoo.train_reference(
+        zoo.make_model(DTYPES[precision]),
         OPTIMIZERS[optimizer],
         list(zoo.batches(each * len(CHAIN), SAMPLES)),
         CLIP,
     )
     assert losses == pytest.approx(oracle[0], rel=limit)
     for name, right in oracle[1].items():
-        assert zoo.relative(results[0][1][name], right) < limit, name
+        assert zoo.relative_error(results[0][1][name], right) < limit, name
 
 
 def test_bf16_resumes_with_the_same_bits():

@@ -126,4 +126,4 @@ def test_modules_registered_in_several_places(make: type[nn.Module]) -> None:
         model(torch.ones(2, 4, dtype=torch.float64)).backward()
         optimizer.step()
     expected = model.state_dict()
-    assert max(zoo.relative(state[name], expected[name]) for name in expected) < 1e-9
+    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9

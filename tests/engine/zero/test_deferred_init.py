@@ -67,7 +67,7 @@ class OwnGenerator(nn.Module):
         self.second = nn.Parameter(torch.rand(4, generator=generator))
 
 
-@pytest.mark.parametrize("make", [zoo.Odd, Rotary, ViewsAndCopies, OwnGenerator])
+@pytest.mark.parametrize("make", [zoo.IrregularModel, Rotary, ViewsAndCopies, OwnGenerator])
 def test_values_are_those_of_an_ordinary_construction(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(11)
     ordinary = make()
@@ -102,9 +102,9 @@ def build(rank: int, world: int, source: str, stage: int) -> tuple[dict[str, Ten
     torch.manual_seed(0)
     if source == "context":
         with rayzero.zero_init():
-            model: nn.Module | Callable[[], nn.Module] = zoo.Odd()
+            model: nn.Module | Callable[[], nn.Module] = zoo.IrregularModel()
     else:
-        model = zoo.Odd
+        model = zoo.IrregularModel
     engine, *_ = rayzero.initialize(
         model=model,
         optimizer=zoo.sgd,
@@ -128,7 +128,7 @@ def build(rank: int, world: int, source: str, stage: int) -> tuple[dict[str, Ten
 @pytest.mark.parametrize(("world", "stage"), [(0, 0), (2, 1), (2, 3)])
 def test_trains_like_the_ordinary_model(world: int, stage: int, source: str) -> None:
     state, losses = run_ranks(world, build, source, stage)[0]
-    model = zoo.make()
+    model = zoo.make_model()
     optimizer = zoo.sgd([{"params": [p for p in model.parameters() if p.requires_grad]}])
     for batch, seen in zip(zoo.batches(5, 6), losses, strict=True):
         optimizer.zero_grad()
@@ -137,7 +137,7 @@ def test_trains_like_the_ordinary_model(world: int, stage: int, source: str) -> 
         optimizer.step()
         assert seen == pytest.approx(loss.item(), rel=1e-5)
     expected = model.state_dict()
-    assert max(zoo.relative(state[name], expected[name]) for name in expected) < 1e-5
+    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-5
 
 
 def meta_with_reset(rank: int, world: int) -> dict[str, Tensor]:

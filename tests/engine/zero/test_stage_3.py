@@ -224,7 +224,7 @@ def oracle(cls: Callable[[], nn.Module]) -> dict[str, Tensor]:
 def test_equals_plain_torch(cls: type[nn.Module], count: int) -> None:
     state = run_ranks(2, train, cls, count)[0]
     expected = oracle(cls)
-    assert max(zoo.relative(state[name], expected[name]) for name in expected) < 1e-9
+    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
 
 
 def check_addresses(rank: int, world: int) -> None:
@@ -318,7 +318,7 @@ def test_an_error_in_forward_leaves_the_engine_usable() -> None:
     Raises.fail = False
     expected = oracle(Raises)
     Raises.fail = True
-    assert max(zoo.relative(state[name], expected[name]) for name in expected) < 1e-9
+    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
 
 
 def unit_names(rank: int, world: int) -> list[str]:
