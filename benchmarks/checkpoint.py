@@ -1,8 +1,8 @@
-"""Seconds to save a sharded state and to load it at another world size: a disk's own speed,
-`torch.distributed.checkpoint` and rayzero in turn, in the same processes.
+"""Seconds to save a sharded state and to load it at another world size.
 
-Two ranks save, three load; each has its rows of every tensor. What is timed is the slowest rank.
-Loading finds the files in the page cache. Ours is verified against its checksums.
+Compares raw writes, `torch.distributed.checkpoint` and rayzero, interleaved in the same processes.
+Two ranks save, three load; every tensor is sharded by rows. The time is that of the slowest rank.
+Loads read from the page cache. rayzero verifies checksums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from rich.console import Console
-from rich.table import Table as Grid
+from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -38,17 +38,17 @@ from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorR
 
 SAVERS, LOADERS = 2, 3
 COLUMNS = 1024
-ROWS = 4098  # of each tensor: both worlds divide it, as DTensor's shards need it to be quick
-CHUNK_BYTES = 8 << 20  # of the raw write
+ROWS = 4098  # per tensor: divisible by both world sizes, so that DTensor shards evenly
+CHUNK_BYTES = 8 << 20  # per raw write
 ITEM_BYTES = 4
 
 Operation = Callable[[str], None]
-"""Saves to a folder, or loads from it."""
+"""Save to a folder, or load from it."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks run."""
+    """Configuration of a measurement."""
 
     rounds: int
     tensors: int
@@ -62,14 +62,14 @@ class Plan:
 class Row:
     """One line of the table."""
 
-    what: str
+    operation: str
     median_s: float
     min_s: float
     mb_per_s: float
 
 
 class State:
-    """A rank's rows of every tensor, behind one another in one block, as a slot has them."""
+    """A rank's shard of every tensor in one contiguous buffer, laid out like a vault slot."""
 
     def __init__(self, rank: int, world: int, plan: Plan) -> None:
         count = ROWS // world * COLUMNS
@@ -77,8 +77,8 @@ class State:
         names = [f"weights/{number}" for number in range(plan.tensors)]
         self.rank, self.world = rank, world
         self.memory = torch.zeros(plan.tensors * count)
-        self.raw = memoryview(self.memory.numpy()).cast("B")
-        self.table = BlockIndex(
+        self.buffer = memoryview(self.memory.numpy()).cast("B")
+        self.index = BlockIndex(
             dict.fromkeys(names, tensor),
             tuple(
                 TensorRange(name, rank * count, (rank + 1) * count, number * count * ITEM_BYTES)
@@ -93,15 +93,15 @@ class State:
         }
 
     def fill(self) -> None:
-        """Values that say where in the state they are."""
-        for number, one in enumerate(self.tensors.values()):
-            self._expected(number, out=one.to_local())
+        """Fill with values that depend on the position."""
+        for number, tensor in enumerate(self.tensors.values()):
+            self._expected(number, out=tensor.to_local())
 
     def check(self) -> None:
-        """Raises when a value is not where it was, then forgets them all."""
-        for number, one in enumerate(self.tensors.values()):
-            if not torch.equal(one.to_local(), self._expected(number)):
-                raise SystemExit(f"rank {self.rank}: tensor {number} is not what was saved")
+        """Raise if a value is wrong, then clear all values."""
+        for number, tensor in enumerate(self.tensors.values()):
+            if not torch.equal(tensor.to_local(), self._expected(number)):
+                raise SystemExit(f"rank {self.rank}: tensor {number} differs from the saved one")
         self.memory.zero_()
 
     def _expected(self, number: int, out: Tensor | None = None) -> Tensor:
@@ -115,8 +115,8 @@ def raw_save(state: State) -> Operation:
     def save(folder: str) -> None:
         Path(folder).mkdir(exist_ok=True)
         with open(f"{folder}/{state.rank}", "wb", buffering=0) as file:
-            for at in range(0, len(state.raw), CHUNK_BYTES):
-                file.write(state.raw[at : at + CHUNK_BYTES])
+            for offset in range(0, len(state.buffer), CHUNK_BYTES):
+                file.write(state.buffer[offset : offset + CHUNK_BYTES])
             os.fsync(file.fileno())
 
     return save
@@ -129,10 +129,10 @@ def dcp_save(state: State) -> Operation:
     return save
 
 
-def our_save(state: State) -> Operation:
+def rayzero_save(state: State) -> Operation:
     def save(folder: str) -> None:
         file = write_rank_file(
-            folder, state.rank, state.table, {"step": 1}, state.raw, generation=1, world_size=2
+            folder, state.rank, state.index, {"step": 1}, state.buffer, generation=1, world_size=2
         )
         files = [file] * state.world
         dist.all_gather_object(files, file)
@@ -149,26 +149,27 @@ def dcp_load(state: State) -> Operation:
     return load
 
 
-def our_load(state: State) -> Operation:
+def rayzero_load(state: State) -> Operation:
     def load(folder: str) -> None:
         source = CheckpointSource(folder)
-        held = [table.ranges for table in source.block_indexes]
-        for copy in plan_copies(state.table.ranges, held):
-            at = copy.wanted.offset + (copy.start - copy.wanted.start) * ITEM_BYTES
-            place = copy.held.offset + (copy.start - copy.held.start) * ITEM_BYTES
-            source.read(copy.source, place, state.raw[at : at + copy.numel * ITEM_BYTES])
+        held = [index.ranges for index in source.block_indexes]
+        for copy in plan_copies(state.index.ranges, held):
+            target = copy.wanted.offset + (copy.start - copy.wanted.start) * ITEM_BYTES
+            offset = copy.held.offset + (copy.start - copy.held.start) * ITEM_BYTES
+            data = state.buffer[target : target + copy.numel * ITEM_BYTES]
+            source.read(copy.source, offset, data)
         source.close()
 
     return load
 
 
-SAVES = {"write + fsync": raw_save, "DCP save": dcp_save, "rayzero save": our_save}
-LOADS = {"DCP load": dcp_load, "rayzero load": our_load}
-SAVED = {"DCP load": "DCP save", "rayzero load": "rayzero save"}
+SAVES = {"write + fsync": raw_save, "DCP save": dcp_save, "rayzero save": rayzero_save}
+LOADS = {"DCP load": dcp_load, "rayzero load": rayzero_load}
+SOURCES = {"DCP load": "DCP save", "rayzero load": "rayzero save"}
 
 
 def rank_main(rank: int, world: int, plan: Plan, folder: str) -> None:
-    """One rank of the savers or of the loaders; rank 0 leaves the seconds in `folder`."""
+    """Main function of a saving or loading rank. Rank 0 writes the seconds to `folder`."""
     store = f"file://{folder}/store-{world}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     torch.set_num_threads(1)
@@ -177,14 +178,14 @@ def rank_main(rank: int, world: int, plan: Plan, folder: str) -> None:
     if saving:
         state.fill()
     seconds: dict[str, list[float]] = {}
-    for turn in range(plan.rounds + 1):
+    for number in range(plan.rounds + 1):
         for name, make in (SAVES if saving else LOADS).items():
-            place = f"{folder}/{(name if saving else SAVED[name]).replace(' ', '-')}"
+            path = f"{folder}/{(name if saving else SOURCES[name]).replace(' ', '-')}"
             if saving and rank == 0:
-                shutil.rmtree(place, ignore_errors=True)
-            took = _timed(make(state), place)
-            if turn > 0:  # the first one warms up
-                seconds.setdefault(name, []).append(took)
+                shutil.rmtree(path, ignore_errors=True)
+            elapsed = _timed(make(state), path)
+            if number > 0:  # the first round is a warm-up
+                seconds.setdefault(name, []).append(elapsed)
             if not saving:
                 state.check()
     if rank == 0:
@@ -194,34 +195,36 @@ def rank_main(rank: int, world: int, plan: Plan, folder: str) -> None:
 
 
 def _timed(operation: Operation, folder: str) -> float:
-    os.sync()  # what others left to be written is not to be paid for here
+    os.sync()  # flush pending writes of earlier operations
     dist.barrier()
-    begin = time.perf_counter()
+    start = time.perf_counter()
     operation(folder)
-    took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return float(took)
+    elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+    return float(elapsed)
 
 
 def run(plan: Plan, parent: Path | None) -> list[Row]:
-    found = []
+    rows = []
     with tempfile.TemporaryDirectory(dir=parent) as folder:
         for world in (SAVERS, LOADERS):
             mp.spawn(rank_main, args=(world, plan, folder), nprocs=world)
             seconds = json.loads(Path(folder, f"seconds-{world}.json").read_text())
-            found += [
+            rows += [
                 Row(name, median(times), min(times), plan.nbytes / median(times) / 1e6)
                 for name, times in seconds.items()
             ]
-    return found
+    return rows
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10, help="timed runs of each")
+    parser.add_argument("--rounds", type=int, default=10, help="timed runs of each operation")
     parser.add_argument("--tensors", type=int, default=24, help="tensors of 16.8 MB in the state")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
+    parser.add_argument(
+        "--folder", type=Path, help="folder on the disk to measure; default: temporary"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result to this file")
     options = parser.parse_args(arguments)
     plan = Plan(options.rounds, options.tensors)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -238,10 +241,12 @@ def main(arguments: list[str]) -> int:
         f"{facts['date']}: {facts['cores']} cores, torch {facts['torch']}, "
         f"{plan.nbytes / 1e6:.0f} MB, {SAVERS} ranks save, {LOADERS} load, {plan.rounds} rounds"
     )
-    grid = Grid("", "median s", "min s", "MB/s")
+    table = Table("", "median s", "min s", "MB/s")
     for row in rows:
-        grid.add_row(row.what, f"{row.median_s:.3f}", f"{row.min_s:.3f}", f"{row.mb_per_s:.0f}")
-    console.print(grid)
+        table.add_row(
+            row.operation, f"{row.median_s:.3f}", f"{row.min_s:.3f}", f"{row.mb_per_s:.0f}"
+        )
+    console.print(table)
     if options.json:
         result = facts | {"rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,8 +1,8 @@
 """Step time and memory on one GPU: rayzero at every stage against DDP, FSDP2 and DeepSpeed.
 
-Each system is alone in its processes, so that its peak memory is its own. Several ranks on one GPU
-need NCCL 2.30 (`--ranks`). Without a GPU only `--small` runs, on CPU ranks over gloo: it shows that
-the benchmark works, and measures nothing.
+Each system runs in separate processes, so that its peak memory is measured alone. Several ranks on
+one GPU (`--ranks`) require NCCL 2.30. Without a GPU only `--small` runs, on CPU ranks over gloo, as
+a smoke test without meaningful times.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu_rank import Found, Plan, rank_main
-from benchmarks.systems import ALL, missing
+from benchmarks.gpu_rank import Plan, RankResult, rank_main
+from benchmarks.systems import ALL, missing_requirement
 from examples.gpt.model import GPT, GPTConfig
 from rayzero.engine.accounting import StepWork, peak_flops
 
 BASE = "ddp"
 MODEL = GPTConfig(vocab=50304, context=1024, layers=24, width=1024, heads=16)
 SMALL = Plan(GPTConfig(vocab=64, context=16, layers=2, width=32, heads=2), 2, 1, 2, 1, cuda=False)
-AGREE = 2e-2  # relative difference of the final loss that rounding to 16 bits may explain
+LOSS_RTOL = 2e-2  # of the final loss; covers rounding to 16 bits
 DEFAULT = [name for name in ALL if name != "ddp-plain"]
 Number = TypeVar("Number", int, float)
-SEVERAL_RANKS = 2, 30  # the NCCL that first allows them on one GPU
+MULTI_RANK_NCCL = 2, 30  # first NCCL version that allows several ranks per GPU
 
 
 @dataclass(frozen=True)
 class Row:
-    """One system's line in the table; the slowest, the fullest rank's numbers.
+    """One system's line in the table: the maximum over its ranks.
 
     Attributes:
-        mfu: model flops utilisation, as `rayzero.engine.accounting` counts it; None on a CPU.
-        error: why there are no numbers; empty if there are.
+        mfu: model flops utilization, computed by `rayzero.engine.accounting`; None on a CPU.
+        error: why there is no result; empty on success.
     """
 
     system: str
@@ -63,69 +63,75 @@ class Row:
     error: str = ""
 
 
-def run(name: str, plan: Plan) -> list[Found]:
-    """What every rank found of one system."""
+def run(name: str, plan: Plan) -> list[RankResult]:
+    """Measure one system. Returns the results of its ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        died = ""
+        exit_error = ""
         try:
             mp.spawn(rank_main, args=(name, plan, folder), nprocs=plan.ranks)
         except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
-            died = str(error).strip().splitlines()[-1]
+            exit_error = str(error).strip().splitlines()[-1]
         paths = sorted(Path(folder).glob("rank*.json"))
-        found = [Found(**json.loads(path.read_text())) for path in paths]
-    told = any(one.error for one in found)
-    return found if told or not died else [Found([], error=died)]
+        results = [RankResult(**json.loads(path.read_text())) for path in paths]
+    reported = any(result.error for result in results)
+    return results if reported or not exit_error else [RankResult([], error=exit_error)]
 
 
-def row(name: str, found: list[Found], plan: Plan, flops: int, peak: float | None) -> Row:
-    """A system's line, but for its ratio. `flops` of one rank's step, `peak` of the GPU a second,
-    which its ranks share."""
-    if errors := [one.error for one in found if one.error]:
+def make_row(
+    name: str, results: list[RankResult], plan: Plan, flops: int, peak: float | None
+) -> Row:
+    """Aggregate the ranks' results into a row without its ratio.
+
+    Args:
+        flops: of one step on one rank.
+        peak: FLOP/s of the GPUs that all ranks share; None if unknown.
+    """
+    if errors := [result.error for result in results if result.error]:
         return Row(name, error=errors[0])
-    seconds = [max(times) for times in zip(*(one.seconds for one in found), strict=True)]
-    middle = median(seconds)
+    seconds = [max(times) for times in zip(*(result.seconds for result in results), strict=True)]
+    median_s = median(seconds)
     return Row(
         name,
-        median_s=middle,
+        median_s=median_s,
         min_s=min(seconds),
-        tokens_per_s=plan.ranks * plan.batch * plan.model.context / middle,
-        mfu=None if peak is None else plan.ranks * flops / middle / peak,
-        communication_s=_most([one.communication_s for one in found]),
-        copies_s=_most([one.copies_s for one in found]),
-        peak_bytes=_most([one.peak_bytes for one in found]),
-        reserved_bytes=_most([one.reserved_bytes for one in found]),
-        loss=sum(one.loss for one in found) / len(found),
+        tokens_per_s=plan.ranks * plan.batch * plan.model.context / median_s,
+        mfu=None if peak is None else plan.ranks * flops / median_s / peak,
+        communication_s=_max_or_none([r.communication_s for r in results]),
+        copies_s=_max_or_none([r.copies_s for r in results]),
+        peak_bytes=_max_or_none([r.peak_bytes for r in results]),
+        reserved_bytes=_max_or_none([r.reserved_bytes for r in results]),
+        loss=sum(result.loss for result in results) / len(results),
     )
 
 
-def _most(values: Iterable[Number | None]) -> Number | None:
-    return max((one for one in values if one is not None), default=None)
+def _max_or_none(values: Iterable[Number | None]) -> Number | None:
+    return max((value for value in values if value is not None), default=None)
 
 
-def with_ratios(found: list[Row]) -> list[Row]:
-    """The same rows, with their median's ratio to that of DDP, where there is one."""
-    base = next((one.median_s for one in found if one.system == BASE), None)
+def with_ratios(rows: list[Row]) -> list[Row]:
+    """Add the ratio of each row's median to that of DDP, if both exist."""
+    base = next((row.median_s for row in rows if row.system == BASE), None)
     return [
-        one if base is None or one.median_s is None else replace(one, ratio=one.median_s / base)
-        for one in found
+        row if base is None or row.median_s is None else replace(row, ratio=row.median_s / base)
+        for row in rows
     ]
 
 
-def disagreeing(found: list[Row]) -> list[str]:
-    """The systems whose final loss is not DDP's: they did other work, their time means nothing."""
-    base = next((one.loss for one in found if one.system == BASE), None)
+def find_diverging(rows: list[Row]) -> list[str]:
+    """Systems whose final loss differs from DDP's, so that their times are not comparable."""
+    base = next((row.loss for row in rows if row.system == BASE), None)
     if base is None:
         return []
-    # not `>`: a loss that is nan agrees with nothing
+    # not `>`: a NaN loss must count as diverging
     return [
-        one.system
-        for one in found
-        if one.loss is not None and not abs(one.loss - base) <= AGREE * abs(base)
+        row.system
+        for row in rows
+        if row.loss is not None and not abs(row.loss - base) <= LOSS_RTOL * abs(base)
     ]
 
 
-def flops_of(plan: Plan) -> int:
-    """Of one rank's forward and backward."""
+def count_flops(plan: Plan) -> int:
+    """FLOPs of one rank's forward and backward pass."""
     with torch.device("meta"):
         model = GPT(plan.model)
         tokens = torch.zeros((plan.batch, plan.model.context), dtype=torch.int64)
@@ -137,18 +143,18 @@ def flops_of(plan: Plan) -> int:
     return work.micro_step_flops
 
 
-def impossible(ranks: int, gpus: int, nccl: tuple[int, ...]) -> str:
-    """Why so many ranks cannot run on so many GPUs; empty when they can."""
-    if ranks <= gpus or nccl >= SEVERAL_RANKS:
+def unsupported_reason(ranks: int, gpus: int, nccl: tuple[int, ...]) -> str:
+    """Why this many ranks cannot run on this many GPUs; empty if they can."""
+    if ranks <= gpus or nccl >= MULTI_RANK_NCCL:
         return ""
-    have, need = (".".join(str(one) for one in version) for version in (nccl, SEVERAL_RANKS))
+    installed, required = (".".join(map(str, version)) for version in (nccl, MULTI_RANK_NCCL))
     return (
-        f"{ranks} ranks on {gpus} GPU are not possible: NCCL {have} allows one rank a GPU, "
-        f"{need} and newer several (LD_PRELOAD its libnccl.so.2)"
+        f"{ranks} ranks on {gpus} GPU are not possible: NCCL {installed} allows one rank per GPU, "
+        f"{required} and newer several (LD_PRELOAD its libnccl.so.2)"
     )
 
 
-def about(plan: Plan) -> dict[str, Any]:
+def describe_run(plan: Plan) -> dict[str, Any]:
     with torch.device("meta"):
         parameters = GPT(plan.model).num_parameters()
     nccl = torch.cuda.nccl.version()[:3] if plan.cuda else ()
@@ -163,7 +169,7 @@ def about(plan: Plan) -> dict[str, Any]:
     }
 
 
-def show(facts: dict[str, Any], plan: Plan, found: list[Row]) -> None:
+def show(facts: dict[str, Any], plan: Plan, rows: list[Row]) -> None:
     console = Console(width=150)
     precision = "bf16 with fp32 main weights" if plan.mixed else "fp32"
     console.print(
@@ -177,22 +183,22 @@ def show(facts: dict[str, Any], plan: Plan, found: list[Row]) -> None:
         table.add_column(title)
     for column in table.columns[1:]:
         column.justify = "right"
-    for one in found:
-        if one.error:
+    for row in rows:
+        if row.error:
             continue
-        cells = [_ms(one.median_s), _ms(one.min_s), _as(one.ratio, ".3f")]
-        cells += [_as(one.tokens_per_s, ",.0f"), _as(one.mfu, ".1%")]
-        cells += [_ms(one.communication_s), _ms(one.copies_s)]
-        cells += [_gib(one.peak_bytes), _gib(one.reserved_bytes), _as(one.loss, ".4f")]
-        table.add_row(one.system, *cells)
+        cells = [_ms(row.median_s), _ms(row.min_s), _format(row.ratio, ".3f")]
+        cells += [_format(row.tokens_per_s, ",.0f"), _format(row.mfu, ".1%")]
+        cells += [_ms(row.communication_s), _ms(row.copies_s)]
+        cells += [_gib(row.peak_bytes), _gib(row.reserved_bytes), _format(row.loss, ".4f")]
+        table.add_row(row.system, *cells)
     console.print(table)
-    for one in found:
-        if one.error:
-            console.print(f"{one.system}: {one.error}")
+    for row in rows:
+        if row.error:
+            console.print(f"{row.system}: {row.error}")
 
 
-def _as(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _format(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
 
 
 def _ms(seconds: float | None) -> str:
@@ -203,18 +209,18 @@ def _gib(nbytes: int | None) -> str:
     return "-" if nbytes is None else f"{nbytes / 2**30:.2f}"
 
 
-def parsed(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--systems", help=f"comma-separated, of: {', '.join(ALL)}")
+    parser.add_argument("--systems", help=f"comma-separated list of: {', '.join(ALL)}")
     parser.add_argument("--ranks", type=int, default=1, help="processes, which share the GPUs")
     parser.add_argument("--layers", type=int, default=MODEL.layers)
     parser.add_argument("--width", type=int, default=MODEL.width)
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a micro-batch")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per micro-batch")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before those")
+    parser.add_argument("--warmup", type=int, default=5, help="untimed steps before those")
     parser.add_argument("--fp32", action="store_true", help="instead of bf16")
     parser.add_argument("--small", action="store_true", help="a tiny model on CPU ranks")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result to this file")
     options = parser.parse_args(arguments)
     options.systems = options.systems.split(",") if options.systems else DEFAULT
     unknown = [name for name in options.systems if name not in ALL]
@@ -223,7 +229,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def planned(options: argparse.Namespace) -> Plan:
+def make_plan(options: argparse.Namespace) -> Plan:
     if options.small:
         return replace(SMALL, ranks=options.ranks, mixed=not options.fp32)
     model = replace(MODEL, layers=options.layers, width=options.width, heads=options.width // 64)
@@ -232,39 +238,41 @@ def planned(options: argparse.Namespace) -> Plan:
 
 
 def main(arguments: list[str]) -> int:
-    options = parsed(arguments)
-    plan = planned(options)
+    options = parse_arguments(arguments)
+    plan = make_plan(options)
     peak = None
     if plan.cuda:
         if not (torch.cuda.is_available() and dist.is_nccl_available()):
-            print("there is no GPU here, or no NCCL; --small runs without", file=sys.stderr)
+            print("no GPU or no NCCL is available; --small runs without", file=sys.stderr)
             return 2
-        why = impossible(plan.ranks, torch.cuda.device_count(), torch.cuda.nccl.version()[:3])
-        if why:
-            print(why, file=sys.stderr)
+        reason = unsupported_reason(
+            plan.ranks, torch.cuda.device_count(), torch.cuda.nccl.version()[:3]
+        )
+        if reason:
+            print(reason, file=sys.stderr)
             return 2
-        if plan.ranks > torch.cuda.device_count():  # the ranks inherit them
+        if plan.ranks > torch.cuda.device_count():  # inherited by the ranks
             os.environ.update(NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_NVLS_ENABLE="0")
         gpus = min(plan.ranks, torch.cuda.device_count())
-        one = peak_flops(torch.device("cuda"), torch.bfloat16 if plan.mixed else torch.float32)
-        peak = None if one is None else gpus * one
-    flops = flops_of(plan)
-    found = []
+        gpu_peak = peak_flops(torch.device("cuda"), torch.bfloat16 if plan.mixed else torch.float32)
+        peak = None if gpu_peak is None else gpus * gpu_peak
+    flops = count_flops(plan)
+    rows = []
     for name in options.systems:
-        reason = missing(name)
-        found.append(
+        reason = missing_requirement(name)
+        rows.append(
             Row(name, error=f"skipped: {reason}")
             if reason
-            else row(name, run(name, plan), plan, flops, peak)
+            else make_row(name, run(name, plan), plan, flops, peak)
         )
-    found = with_ratios(found)
-    facts = about(plan)
-    show(facts, plan, found)
+    rows = with_ratios(rows)
+    facts = describe_run(plan)
+    show(facts, plan, rows)
     if options.json:
-        result = facts | {"flops": flops, "rows": [asdict(one) for one in found]}
+        result = facts | {"flops": flops, "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(result, indent=2) + "\n")
-    if wrong := disagreeing(found):
-        print(f"final loss not within {AGREE:g} of {BASE}'s, other work was timed: {wrong}")
+    if diverging := find_diverging(rows):
+        print(f"final loss not within {LOSS_RTOL:g} of {BASE}'s, not comparable: {diverging}")
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""What one rank of `gpu` does: builds one system, alone in its processes, and times its steps."""
+"""A rank of `gpu`: builds one system in a separate process and times its steps."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from benchmarks.kernels import profile_exposed
 from benchmarks.systems import ALL, Step
 from examples.gpt.model import GPT, GPTConfig
 
-BATCHES = 4  # so few that the loss falls, and a system that updates wrongly shows
-PROFILED = 3  # steps
+BATCHES = 4  # repeated, so that the loss decreases and wrong updates are detected
+PROFILED_STEPS = 3
 TIMEOUT = timedelta(minutes=2)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of every system.
+    """Configuration of a measurement.
 
     Attributes:
         mixed: bf16 with fp32 main weights; fp32 otherwise.
@@ -45,18 +45,17 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one rank found of one system.
+class RankResult:
+    """Measurements of one rank of one system.
 
     Attributes:
-        seconds: of each timed step: the GPU's time from one step's begin to the next one's; on a
-            CPU the process's.
+        seconds: duration of each timed step, by CUDA events on a GPU and wall time on a CPU.
         loss: of the last step, on this rank.
-        peak_bytes: the most memory that the steps allocated on the GPU at once; None on a CPU.
-        reserved_bytes: what the allocator then held; None on a CPU.
-        communication_s: of a step, exposed: nothing was computed meanwhile; None on a CPU.
-        copies_s: likewise, between host memory and the GPU.
-        error: why there is nothing; empty if there is.
+        peak_bytes: peak of allocated GPU memory; None on a CPU.
+        reserved_bytes: GPU memory reserved by the allocator; None on a CPU.
+        communication_s: communication per step without overlapping computation; None on a CPU.
+        copies_s: the same for copies between host and GPU.
+        error: why there is no result; empty on success.
     """
 
     seconds: list[float]
@@ -69,30 +68,30 @@ class Found:
 
 
 def rank_main(rank: int, name: str, plan: Plan, folder: str) -> None:
-    """One rank; leaves what it found in `folder`, also when the system fails."""
-    # what a launcher sets, for those that insist on one
+    """Main function of a rank. Writes its result to `folder`, also if the system fails."""
+    # set by a launcher; required by some systems
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(plan.ranks))
     if plan.cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    warnings.simplefilter("ignore", FutureWarning)  # how peers call torch is theirs to mend
+    warnings.simplefilter("ignore", FutureWarning)  # from peers' use of torch
     backend = "cpu:gloo,cuda:nccl" if plan.cuda else "gloo"
     store = dist.FileStore(f"{folder}/store", plan.ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=plan.ranks, timeout=TIMEOUT)
     try:
-        found = _measure(rank, name, plan)
-    except Exception as error:  # noqa: BLE001 one system's failure is a line of the table
+        result = _measure(rank, name, plan)
+    except Exception as error:  # noqa: BLE001  reported in the table
         traceback.print_exc()
-        found = Found([], error=f"{type(error).__name__}: {error}".strip().splitlines()[0])
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(asdict(found)))
-    if found.error:
-        sys.exit(1)  # the others, which wait for this rank, are ended
+        result = RankResult([], error=f"{type(error).__name__}: {error}".strip().splitlines()[0])
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(asdict(result)))
+    if result.error:
+        sys.exit(1)  # terminates the other ranks, which wait for this one
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _measure(rank: int, name: str, plan: Plan) -> Found:
+def _measure(rank: int, name: str, plan: Plan) -> RankResult:
     device = torch.device("cuda", torch.cuda.current_device()) if plan.cuda else None
     torch.manual_seed(0)
     with device or torch.device("cpu"):
@@ -100,24 +99,24 @@ def _measure(rank: int, name: str, plan: Plan) -> Found:
     step = ALL[name](model, mixed=plan.mixed)
     del model
     batches = [_batch(rank, number, plan, device) for number in range(BATCHES)]
-    run = _Steps(step, batches)
+    run_step = _StepRunner(step, batches)
     for _ in range(plan.warmup):
-        run()
+        run_step()
     gc.collect()
     if not plan.cuda:
-        seconds = _on_host(run, plan.steps)
-        return Found(seconds, float(run.loss))
+        seconds = _time_on_host(run_step, plan.steps)
+        return RankResult(seconds, float(run_step.loss))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    seconds = _on_gpu(run, plan.steps)
-    loss, peak = float(run.loss), torch.cuda.max_memory_allocated()
+    seconds = _time_on_gpu(run_step, plan.steps)
+    loss, peak = float(run_step.loss), torch.cuda.max_memory_allocated()
     reserved = torch.cuda.memory_reserved()
-    exposed = profile_exposed(run, PROFILED)
-    return Found(seconds, loss, peak, reserved, exposed.communication_s, exposed.copies_s)
+    exposed = profile_exposed(run_step, PROFILED_STEPS)
+    return RankResult(seconds, loss, peak, reserved, exposed.communication_s, exposed.copies_s)
 
 
-class _Steps:
-    """A system's steps, one after another. `loss` is the last one's."""
+class _StepRunner:
+    """Runs successive steps of a system. `loss` is that of the last step."""
 
     def __init__(self, step: Step, batches: list[tuple[Tensor, Tensor]]) -> None:
         self.loss = torch.tensor(float("nan"))
@@ -130,24 +129,24 @@ class _Steps:
         self._number += 1
 
 
-def _on_host(run: _Steps, steps: int) -> list[float]:
+def _time_on_host(run_step: _StepRunner, steps: int) -> list[float]:
     seconds = []
     for _ in range(steps):
-        begin = perf_counter()
-        run()
-        seconds.append(perf_counter() - begin)
+        start = perf_counter()
+        run_step()
+        seconds.append(perf_counter() - start)
     return seconds
 
 
-def _on_gpu(run: _Steps, steps: int) -> list[float]:
-    """By events between the steps: nothing waits for the GPU that would not in training."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        run()
-        mark.record()
+def _time_on_gpu(run_step: _StepRunner, steps: int) -> list[float]:
+    """Time with CUDA events between steps, which adds no synchronization."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        run_step()
+        event.record()
     torch.cuda.synchronize()
-    return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(marks)]
+    return [start.elapsed_time(end) / 1e3 for start, end in pairwise(events)]
 
 
 def _batch(

@@ -1,7 +1,7 @@
-"""What mirroring the state into the vault costs a step: on and off in turn, in the same processes.
+"""Cost of mirroring the state into the vault, in seconds per step.
 
-Two ranks on one node train the model of `step_time`; blocks of steps with a mirror at every step
-alternate with blocks without. Compared is a block with its neighbour.
+Two ranks on one node train the model of `step_time`. Blocks of steps with mirroring alternate with
+blocks without it, and adjacent blocks are compared.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -23,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import rayzero
-from benchmarks.step_time import BATCHES, MODEL, Step, about, batch
+from benchmarks.step_time import BATCHES, MODEL, Step, describe_run, make_batch
 from benchmarks.step_time import Plan as Shape
 from benchmarks.systems import ADAMW, CLIP_NORM
 from examples.gpt.model import GPT
@@ -36,7 +37,7 @@ from rayzero.workers.vault.vault import Vault
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks run."""
+    """Configuration of a measurement."""
 
     stages: list[int]
     blocks: int  # of each kind
@@ -45,24 +46,24 @@ class Plan:
     threads: int
 
 
-class Host:
-    """A session that mirrors, or not."""
+class MirrorSession:
+    """An engine session whose mirroring can be switched on and off."""
 
     engine_config = None
     seed = 0
     shares: Sequence[float] = ()
 
     def __init__(self, rank: int, ranks: int, generation: int, client: VaultClient) -> None:
-        assign = Assignment(generation, rank, ranks, rank, ranks, "", 0)
-        plan = MirrorPolicy(replicas=1, every_steps=1)
-        self.mirror = Mirror(plan, assign, None, client, lambda message: None)
+        assignment = Assignment(generation, rank, ranks, rank, ranks, "", 0)
+        policy = MirrorPolicy(replicas=1, every_steps=1)
+        self.mirror = Mirror(policy, assignment, None, client, lambda message: None)
         self.engine: rayzero.Engine | None = None
-        self.on = False
+        self.enabled = False
         self.copy_s: list[float] = []
         self._step = 0
 
     def resume_from(self) -> Any:
-        return _nothing()
+        return nullcontext()
 
     def on_engine_ready(self, engine: rayzero.Engine) -> None:
         self.engine = engine
@@ -79,44 +80,36 @@ class Host:
     def step_requests(self) -> StepRequests:
         return NO_REQUESTS
 
-    def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
+    def on_step_end(self, metrics: dict[str, float], requests: StepRequests) -> None:
         self._step += 1
-        if self.on and self.engine is not None:
-            begun_s = perf_counter()
-            self.mirror.step_done(self._step, agreed, self.engine.state)
-            self.copy_s.append(perf_counter() - begun_s)
-
-
-class _nothing:  # noqa: N801
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, *error: object) -> None:
-        return
+        if self.enabled and self.engine is not None:
+            start_s = perf_counter()
+            self.mirror.step_done(self._step, requests, self.engine.state)
+            self.copy_s.append(perf_counter() - start_s)
 
 
 def rank_main(rank: int, plan: Plan, address: str, folder: str) -> None:
-    """One rank: rank 0 leaves the seconds of each block in `folder`."""
+    """Main function of a rank. Rank 0 writes the seconds of each block to `folder`."""
     torch.set_num_threads(plan.threads)
     store = dist.FileStore(f"{folder}/store", plan.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.ranks)
     client = VaultClient(address, rank)
-    found = {}
+    seconds = {}
     for number, stage in enumerate(plan.stages):
-        host = Host(rank, plan.ranks, number + 1, client)
-        found[stage] = _blocks(plan, host, _step(host, stage), rank)
-        found[stage]["copy"] = host.copy_s[plan.steps :]
+        session = MirrorSession(rank, plan.ranks, number + 1, client)
+        seconds[stage] = _run_blocks(plan, session, _make_step(session, stage), rank)
+        seconds[stage]["copy"] = session.copy_s[plan.steps :]
         client.announce_complete(number + 2)
     if rank == 0:
-        Path(folder, "measured.json").write_text(json.dumps(found))
+        Path(folder, "measured.json").write_text(json.dumps(seconds))
     dist.barrier()
     client.close()
     dist.destroy_process_group()
 
 
-def _step(host: Host, stage: int) -> Step:
+def _make_step(session: MirrorSession, stage: int) -> Step:
     torch.manual_seed(0)
-    with use_session(host):
+    with use_session(session):
         engine, *_ = rayzero.initialize(
             model=GPT(MODEL),
             config={
@@ -136,34 +129,36 @@ def _step(host: Host, stage: int) -> Step:
     return step
 
 
-def _blocks(plan: Plan, host: Host, step: Step, rank: int) -> dict[str, list[float]]:
-    batches = [batch(rank, number) for number in range(BATCHES)]
+def _run_blocks(
+    plan: Plan, session: MirrorSession, step: Step, rank: int
+) -> dict[str, list[float]]:
+    batches = [make_batch(rank, index) for index in range(BATCHES)]
     seconds: dict[str, list[float]] = {"off": [], "on": []}
-    for turn in range(2 * plan.blocks + 2):  # the first of each kind warms up
-        host.on = turn % 2 == 1
+    for block in range(2 * plan.blocks + 2):  # the first of each kind is a warm-up
+        session.enabled = block % 2 == 1
         dist.barrier()
-        begin = perf_counter()
+        start = perf_counter()
         for number in range(plan.steps):
             step(*batches[number % BATCHES])
         dist.barrier()
-        if turn >= 2:
-            seconds["on" if host.on else "off"].append(perf_counter() - begin)
+        if block >= 2:
+            seconds["on" if session.enabled else "off"].append(perf_counter() - start)
     return seconds
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mirroring", description=__doc__)
-    parser.add_argument("--stages", default="1,2,3", help="comma-separated")
+    parser.add_argument("--stages", default="1,2,3", help="comma-separated ZeRO stages")
     parser.add_argument("--blocks", type=int, default=10, help="blocks of each kind")
     parser.add_argument("--steps", type=int, default=5, help="steps in a block")
     parser.add_argument("--ranks", type=int, default=2, help="processes")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each process")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
-    given = parser.parse_args(arguments)
-    stages = [int(one) for one in given.stages.split(",")]
-    plan = Plan(stages, given.blocks, given.steps, given.ranks, given.threads)
+    parser.add_argument("--threads", type=int, default=1, help="threads per process")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result to this file")
+    options = parser.parse_args(arguments)
+    stages = [int(stage) for stage in options.stages.split(",")]
+    plan = Plan(stages, options.blocks, options.steps, options.ranks, options.threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))
-    vault = Vault("mirroring", "node", _nowhere)
+    vault = Vault("mirroring", "node", _no_peer)
     try:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(rank_main, args=(plan, vault.address(), folder), nprocs=plan.ranks)
@@ -174,17 +169,17 @@ def main(arguments: list[str]) -> int:
         ratio = median(on / off for on, off in zip(times["on"], times["off"], strict=True))
         off_s, on_s = (median(times[kind]) / plan.steps for kind in ("off", "on"))
         print(
-            f"stage {stage}: {off_s:.4f} s a step without, {on_s:.4f} s with a mirror every step; "
+            f"stage {stage}: {off_s:.4f} s per step without, {on_s:.4f} s with mirroring; "
             f"paired ratio {ratio:.3f}; copy on rank 0 {median(times['copy']) * 1e3:.1f} ms"
         )
-    if given.json:
-        facts = about(Shape([], 0, 0, plan.ranks, plan.threads))
-        given.json.write_text(json.dumps(facts | asdict(plan) | {"seconds": measured}, indent=2))
+    if options.json:
+        facts = describe_run(Shape([], 0, 0, plan.ranks, plan.threads))
+        options.json.write_text(json.dumps(facts | asdict(plan) | {"seconds": measured}, indent=2))
     return 0
 
 
-def _nowhere(*arguments: Any) -> Any:
-    raise RuntimeError("there are no other nodes here")
+def _no_peer(*arguments: Any) -> Any:
+    raise RuntimeError("there are no other nodes")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Seconds per optimizer step: rayzero and its peers in turn, step by step, in the same processes.
+"""Seconds per optimizer step of rayzero and its peers, interleaved in the same processes.
 
-Machines are noisy and drift, so systems are not run one after another: each round times one step of
-every system between barriers, in an order that rotates, and what is compared is a round's step with
-the DDP step of the same round. A step's time is that of its slowest rank.
+Because machines are noisy and drift, each round times one step of every system between barriers, in
+rotating order, and a step is compared with the DDP step of the same round. A step's time is that of
+its slowest rank.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.memory import PeakMemory
-from benchmarks.systems import ALL, SYSTEMS, Step, missing
+from benchmarks.systems import ALL, SYSTEMS, Step, missing_requirement
 from examples.gpt.model import GPT, GPTConfig
 
 BASE = "ddp"
 MODEL = GPTConfig(vocab=8192, context=128, layers=8, width=512, heads=8, tie=True)
 TOKENS = 128  # one micro-batch: 1 x TOKENS
-BATCHES = 4  # so few that the loss falls, and a system that updates wrongly shows
-AGREE = 1e-3  # relative difference of the final loss that rounding may explain
+BATCHES = 4  # repeated, so that the loss decreases and wrong updates are detected
+LOSS_RTOL = 1e-3  # of the final loss; covers rounding
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks run."""
+    """Configuration of a measurement."""
 
     systems: list[str]
     rounds: int
     warmup: int
     ranks: int
     threads: int
-    memory: bool = False  # sample it, which disturbs the times
+    memory: bool = False  # sample the memory, which disturbs the times
     layers: int = MODEL.layers
     width: int = MODEL.width
 
@@ -59,12 +59,12 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What they found: by system, the seconds of every timed round and the last global loss."""
+class Measurement:
+    """Seconds of every timed round and the final global loss, by system."""
 
     seconds: dict[str, list[float]]
     loss: dict[str, float]
-    peak_bytes: int  # of the largest rank, all systems together; 0 when it was not sampled
+    peak_bytes: int  # maximum over ranks, all systems together; 0 if not sampled
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,18 @@ class Row:
     system: str
     median_s: float
     min_s: float
-    ratio: float | None  # of the medians, to DDP's
-    paired_ratio: float | None  # the median over rounds of the ratio to DDP's step of that round
+    ratio: float | None  # of medians, relative to DDP
+    paired_ratio: float | None  # median over rounds of the ratio to DDP in the same round
     loss: float
-    peak_bytes: int | None  # alone in its processes
+    peak_bytes: int | None  # in separate processes
 
 
 def rank_main(rank: int, plan: Plan, folder: str) -> None:
-    """One rank: builds every system, runs the rounds; rank 0 leaves the result in `folder`."""
-    # what a launcher sets, for those that insist on one
+    """Main function of a rank. Rank 0 writes the result to `folder`."""
+    # set by a launcher; required by some systems
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(plan.ranks))
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    warnings.simplefilter("ignore", FutureWarning)  # how peers call torch is theirs to mend
+    warnings.simplefilter("ignore", FutureWarning)  # from peers' use of torch
     torch.set_num_threads(plan.threads)
     store = dist.FileStore(f"{folder}/store", plan.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.ranks)
@@ -93,11 +93,11 @@ def rank_main(rank: int, plan: Plan, folder: str) -> None:
     if plan.memory:
         gc.collect()
         with PeakMemory() as peak:
-            measured = _rounds(rank, plan, steps, peak)
+            measurement = _run_rounds(rank, plan, steps, peak)
     else:
-        measured = _rounds(rank, plan, steps, None)
+        measurement = _run_rounds(rank, plan, steps, None)
     if rank == 0:
-        Path(folder, "measured.json").write_text(json.dumps(asdict(measured)))
+        Path(folder, "measured.json").write_text(json.dumps(asdict(measurement)))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -107,45 +107,47 @@ def _build(name: str, model: GPTConfig) -> Step:
     return ALL[name](GPT(model))
 
 
-def _rounds(rank: int, plan: Plan, steps: dict[str, Step], memory: PeakMemory | None) -> Measured:
-    batches = [batch(rank, number) for number in range(BATCHES)]
+def _run_rounds(
+    rank: int, plan: Plan, steps: dict[str, Step], memory: PeakMemory | None
+) -> Measurement:
+    batches = [make_batch(rank, index) for index in range(BATCHES)]
     seconds: dict[str, list[float]] = {name: [] for name in plan.systems}
     losses: dict[str, Tensor] = {}
-    gc.disable()  # a collection is no system's fault: between the timed steps
-    for turn in range(plan.warmup + plan.rounds):
-        start = turn % len(plan.systems)
+    gc.disable()  # collect between the timed steps only
+    for number in range(plan.warmup + plan.rounds):
+        start = number % len(plan.systems)
         for name in plan.systems[start:] + plan.systems[:start]:
             gc.collect()
             dist.barrier()
-            begin = perf_counter()
-            losses[name] = steps[name](*batches[turn % BATCHES])
-            took = torch.tensor(perf_counter() - begin, dtype=torch.float64)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            if turn >= plan.warmup:
-                seconds[name].append(took.item())
+            start_s = perf_counter()
+            losses[name] = steps[name](*batches[number % BATCHES])
+            elapsed = torch.tensor(perf_counter() - start_s, dtype=torch.float64)
+            dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+            if number >= plan.warmup:
+                seconds[name].append(elapsed.item())
     for loss in losses.values():
         dist.all_reduce(loss)
     peak = torch.tensor(memory.nbytes if memory is not None else 0)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     means = {name: loss.item() / plan.ranks for name, loss in losses.items()}
-    return Measured(seconds, means, int(peak.item()))
+    return Measurement(seconds, means, int(peak.item()))
 
 
-def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
+def make_batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + number)
     row = torch.randint(MODEL.vocab, (1, TOKENS + 1), generator=generator)
     return row[:, :-1], row[:, 1:]
 
 
-def run(plan: Plan) -> Measured:
+def run(plan: Plan) -> Measurement:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, args=(plan, folder), nprocs=plan.ranks)
-        return Measured(**json.loads(Path(folder, "measured.json").read_text()))
+        return Measurement(**json.loads(Path(folder, "measured.json").read_text()))
 
 
-def rows(measured: Measured, alone: dict[str, int]) -> list[Row]:
-    """`alone`: each system's peak in bytes, where it was measured."""
-    base = measured.seconds.get(BASE)
+def make_rows(measurement: Measurement, peak_bytes: dict[str, int]) -> list[Row]:
+    """Compute the table; `peak_bytes` has the separately measured peaks by system."""
+    base = measurement.seconds.get(BASE)
     return [
         Row(
             system=name,
@@ -155,22 +157,22 @@ def rows(measured: Measured, alone: dict[str, int]) -> list[Row]:
             paired_ratio=(
                 median(a / b for a, b in zip(times, base, strict=True)) if base else None
             ),
-            loss=measured.loss[name],
-            peak_bytes=alone.get(name),
+            loss=measurement.loss[name],
+            peak_bytes=peak_bytes.get(name),
         )
-        for name, times in measured.seconds.items()
+        for name, times in measurement.seconds.items()
     ]
 
 
-def disagreeing(loss: dict[str, float]) -> list[str]:
-    """The systems whose final loss is not DDP's: they did other work, their time means nothing."""
+def find_diverging(loss: dict[str, float]) -> list[str]:
+    """Systems whose final loss differs from DDP's, so that their times are not comparable."""
     base = loss[BASE]
-    # not `>`: a loss that is nan agrees with nothing
-    return [name for name, value in loss.items() if not abs(value - base) <= AGREE * abs(base)]
+    # not `>`: a NaN loss must count as diverging
+    return [name for name, value in loss.items() if not abs(value - base) <= LOSS_RTOL * abs(base)]
 
 
-def peaks_alone(plan: Plan) -> dict[str, int]:
-    """Peak memory of a rank in steps of each system, in processes of its own."""
+def measure_peaks(plan: Plan) -> dict[str, int]:
+    """Peak memory of a rank by system, measured in separate processes."""
     peaks = {}
     for name in plan.systems:
         single = replace(plan, systems=[name], rounds=3, warmup=2, memory=True)
@@ -178,7 +180,7 @@ def peaks_alone(plan: Plan) -> dict[str, int]:
     return peaks
 
 
-def about(plan: Plan) -> dict[str, Any]:
+def describe_run(plan: Plan) -> dict[str, Any]:
     with torch.device("meta"):
         parameters = GPT(plan.model).num_parameters()
     return {
@@ -194,7 +196,7 @@ def about(plan: Plan) -> dict[str, Any]:
     }
 
 
-def show(facts: dict[str, Any], found: list[Row]) -> None:
+def show(facts: dict[str, Any], rows: list[Row]) -> None:
     console = Console()
     console.print(
         f"{facts['date']}: {facts['cores']} cores, {facts['machine']}, torch {facts['torch']}, "
@@ -208,7 +210,7 @@ def show(facts: dict[str, Any], found: list[Row]) -> None:
     )
     for column in table.columns[1:]:
         column.justify = "right"
-    for row in found:
+    for row in rows:
         table.add_row(
             row.system,
             f"{row.median_s:.4f}",
@@ -221,21 +223,21 @@ def show(facts: dict[str, Any], found: list[Row]) -> None:
     console.print(table)
 
 
-def parsed(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_time", description=__doc__)
     parser.add_argument(
-        "--systems", default=",".join(SYSTEMS), help=f"comma-separated, of: {', '.join(ALL)}"
+        "--systems", default=",".join(SYSTEMS), help=f"comma-separated list of: {', '.join(ALL)}"
     )
     parser.add_argument("--rounds", type=int, default=30, help="timed steps of each system")
-    parser.add_argument("--warmup", type=int, default=3, help="steps of each before that")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed steps before those")
     parser.add_argument("--ranks", type=int, default=2, help="processes")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each process")
+    parser.add_argument("--threads", type=int, default=1, help="threads per process")
     parser.add_argument("--layers", type=int, default=MODEL.layers, help="of the model")
     parser.add_argument("--width", type=int, default=MODEL.width, help="of the model")
     parser.add_argument(
-        "--memory", action="store_true", help="also run each alone for its peak memory"
+        "--memory", action="store_true", help="also measure the peak memory of each system"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result to this file")
     options = parser.parse_args(arguments)
     options.systems = options.systems.split(",")
     unknown = [name for name in options.systems if name not in ALL]
@@ -245,15 +247,15 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    options = parsed(arguments)
+    options = parse_arguments(arguments)
     for name in options.systems:
-        if missing(name):
-            print(f"{name}: skipped, {missing(name)}")
-    present = [name for name in options.systems if not missing(name)]
-    if not present:
+        if missing_requirement(name):
+            print(f"{name}: skipped, {missing_requirement(name)}")
+    available = [name for name in options.systems if not missing_requirement(name)]
+    if not available:
         return 0
     plan = Plan(
-        systems=present,
+        systems=available,
         rounds=options.rounds,
         warmup=options.warmup,
         ranks=options.ranks,
@@ -261,21 +263,21 @@ def main(arguments: list[str]) -> int:
         layers=options.layers,
         width=options.width,
     )
-    os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))  # the ranks inherit it
-    measured = run(plan)
-    found = rows(measured, peaks_alone(plan) if options.memory else {})
-    facts = about(plan)
-    show(facts, found)
+    os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))  # inherited by the ranks
+    measurement = run(plan)
+    rows = make_rows(measurement, measure_peaks(plan) if options.memory else {})
+    facts = describe_run(plan)
+    show(facts, rows)
     if options.json:
-        result = facts | {"rows": [asdict(row) for row in found], "seconds": measured.seconds}
+        result = facts | {"rows": [asdict(row) for row in rows], "seconds": measurement.seconds}
         options.json.write_text(json.dumps(result, indent=2) + "\n")
-    if BASE not in measured.loss:
+    if BASE not in measurement.loss:
         return 0
-    wrong = disagreeing(measured.loss)
-    if wrong:
-        print(f"final loss not within {AGREE:g} of {BASE}'s, other work was timed: {wrong}")
+    diverging = find_diverging(measurement.loss)
+    if diverging:
+        print(f"final loss not within {LOSS_RTOL:g} of {BASE}'s, not comparable: {diverging}")
         return 1
-    print(f"all final losses agree with {BASE}'s to {AGREE:g}")
+    print(f"all final losses agree with {BASE}'s to {LOSS_RTOL:g}")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""The systems that `step_time` and `gpu` compare: each one trains the same model in its own way.
+"""The systems that `step_time` and `gpu` compare.
 
-A builder takes a model replica and returns a step: forward, backward, clip, update, zero. Nobody
-gets special settings: fused AdamW with the same hyperparameters, clip at 1.0, fp32; or, where it is
-`mixed`, bf16 with fp32 main weights, by autocast under DDP and by each other system's own setting.
+A builder takes a model replica and returns a step: forward, backward, clip, update, zero. All use
+the same settings: fused AdamW with equal hyperparameters, clip at 1.0, fp32; or, if `mixed`, bf16
+with fp32 main weights, by autocast under DDP and by the native setting of the other systems.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def ddp(model: GPT, mixed: bool = False, **options: Any) -> Step:
 
 
 def fsdp2(model: GPT, mixed: bool = False, offload: bool = False) -> Step:
-    kind = model.token.weight.device.type
+    device_type = model.token.weight.device.type
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(kind, (torch.distributed.get_world_size(),))
+        "mesh": init_device_mesh(device_type, (torch.distributed.get_world_size(),))
     }
     if mixed:
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     if offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=kind == "cuda")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type == "cuda")
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -52,10 +52,10 @@ def fsdp2(model: GPT, mixed: bool = False, offload: bool = False) -> Step:
 
 def _plain_step(forward: torch.nn.Module, model: GPT, *, autocast: bool) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    kind = model.token.weight.device.type
+    device_type = model.token.weight.device.type
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(kind, torch.bfloat16, enabled=autocast):
+        with torch.autocast(device_type, torch.bfloat16, enabled=autocast):
             loss: Tensor = forward(tokens, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
@@ -73,9 +73,9 @@ def zero(model: GPT, stage: int, mixed: bool = False, **offload: Any) -> Step:
 
 
 def deepspeed(model: GPT, stage: int, mixed: bool = False) -> Step:
-    import deepspeed as library  # not a dependency: only where it happens to be installed
+    import deepspeed as ds  # optional dependency
 
-    engine, *_ = library.initialize(
+    engine, *_ = ds.initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), fused=True, **ADAMW),
         config=_zero_config(stage, mixed)
@@ -87,11 +87,11 @@ def deepspeed(model: GPT, stage: int, mixed: bool = False) -> Step:
 def deepspeed_cpu_adam(
     model: GPT, stage: int, mixed: bool = False, offload: dict[str, Any] = CPU
 ) -> Step:
-    """Its own optimizer for offload, a C++ operator that it builds when it is first used."""
-    import deepspeed as library
+    """DeepSpeed with its CPU optimizer, a C++ extension that is built on first use."""
+    import deepspeed as ds
 
     config = _zero_config(stage, mixed, **offload) | {"optimizer": OPTIMIZER}
-    engine, *_ = library.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
     return _engine_step(engine)
 
 
@@ -122,18 +122,18 @@ SYSTEMS: dict[str, Callable[..., Step]] = {
     **{f"deepspeed-{stage}": partial(deepspeed, stage=stage) for stage in range(4)},
 }
 
-OFFLOADING: dict[str, Callable[..., Step]] = {
+OFFLOAD_SYSTEMS: dict[str, Callable[..., Step]] = {
     **{f"rayzero-{stage}-cpu": partial(zero, stage=stage, **CPU) for stage in (1, 2, 3)},
     **{f"deepspeed-{stage}-cpu": partial(deepspeed_cpu_adam, stage=stage) for stage in (1, 2, 3)},
     "rayzero-3-all-cpu": partial(zero, stage=3, **ALL_ON_CPU),
     "deepspeed-3-all-cpu": partial(deepspeed_cpu_adam, stage=3, offload=ALL_ON_CPU),
     "fsdp2-all-cpu": partial(fsdp2, offload=True),
 }
-ALL = SYSTEMS | OFFLOADING
+ALL = SYSTEMS | OFFLOAD_SYSTEMS
 
 
-def missing(name: str) -> str:
-    """Why a system cannot run here; empty when it can."""
+def missing_requirement(name: str) -> str:
+    """Why a system cannot run on this machine; empty if it can."""
     if name.startswith("deepspeed") and find_spec("deepspeed") is None:
         return "deepspeed is not installed"
     if name == "fsdp2-all-cpu" and not torch.cuda.is_available():

@@ -11,8 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import SMALL, Row, disagreeing, flops_of, impossible, row, with_ratios
-from benchmarks.gpu_rank import Found
+from benchmarks.gpu import (
+    SMALL,
+    Row,
+    count_flops,
+    find_diverging,
+    make_row,
+    unsupported_reason,
+    with_ratios,
+)
+from benchmarks.gpu_rank import RankResult
 from benchmarks.kernels import exposed_from_timeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,14 +45,16 @@ def test_only_non_overlapped_time_counts_as_exposed() -> None:
 
 def test_step_time_is_that_of_the_slowest_rank() -> None:
     plan = replace(SMALL, ranks=2)
-    first = Found([1.0, 2.0, 3.0], loss=2.0, peak_bytes=5, communication_s=0.1)
-    second = Found([4.0, 1.0, 1.0], loss=4.0, peak_bytes=7, communication_s=0.3)
-    combined = row("rayzero-1", [first, second], plan, flops=30, peak=40.0)
+    first = RankResult([1.0, 2.0, 3.0], loss=2.0, peak_bytes=5, communication_s=0.1)
+    second = RankResult([4.0, 1.0, 1.0], loss=4.0, peak_bytes=7, communication_s=0.3)
+    combined = make_row("rayzero-1", [first, second], plan, flops=30, peak=40.0)
     assert (combined.median_s, combined.min_s, combined.loss) == (3.0, 2.0, 3.0)
     assert (combined.peak_bytes, combined.communication_s, combined.copies_s) == (7, 0.3, None)
     assert combined.tokens_per_s == pytest.approx(2 * plan.batch * plan.model.context / 3.0)
     assert combined.mfu == pytest.approx(2 * 30 / 3.0 / 40.0)
-    assert row("x", [first, Found([], error="exited")], plan, 0, None) == Row("x", error="exited")
+    assert make_row("x", [first, RankResult([], error="exited")], plan, 0, None) == Row(
+        "x", error="exited"
+    )
     rows = with_ratios([replace(combined, system="ddp", median_s=2.0), combined, Row("x")])
     assert [row.ratio for row in rows] == [1.0, 1.5, None]
 
@@ -52,12 +62,12 @@ def test_step_time_is_that_of_the_slowest_rank() -> None:
 @pytest.mark.parametrize(("loss", "agrees"), [(5.09, True), (5.2, False), (math.nan, False)])
 def test_diverging_loss_is_reported(loss: float, agrees: bool) -> None:
     rows = [Row("ddp", loss=5.0), Row("rayzero-3", loss=loss), Row("fsdp2", error="skipped")]
-    assert disagreeing(rows) == ([] if agrees else ["rayzero-3"])
+    assert find_diverging(rows) == ([] if agrees else ["rayzero-3"])
 
 
 def test_multiple_ranks_per_gpu_require_recent_nccl() -> None:
-    assert impossible(1, 1, (2, 10, 0)) == impossible(2, 1, (2, 30, 4)) == ""
-    assert "NCCL 2.28.9 allows one rank a GPU, 2.30" in impossible(2, 1, (2, 28, 9))
+    assert unsupported_reason(1, 1, (2, 10, 0)) == unsupported_reason(2, 1, (2, 30, 4)) == ""
+    assert "NCCL 2.28.9 allows one rank per GPU, 2.30" in unsupported_reason(2, 1, (2, 28, 9))
 
 
 def test_flops_are_counted_on_meta_device() -> None:
@@ -65,7 +75,7 @@ def test_flops_are_counted_on_meta_device() -> None:
     matrices = 12 * shape.layers * shape.width**2 + shape.vocab * shape.width
     attention = 2 * shape.layers * shape.context * shape.width
     tokens = SMALL.batch * shape.context
-    assert flops_of(SMALL) == pytest.approx(6 * tokens * (matrices + attention), rel=0.05)
+    assert count_flops(SMALL) == pytest.approx(6 * tokens * (matrices + attention), rel=0.05)
 
 
 @pytest.mark.slow

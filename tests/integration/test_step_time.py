@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.step_time import Measured, disagreeing, rows
+from benchmarks.step_time import Measurement, find_diverging, make_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_ratios_are_relative_to_ddp_in_the_same_round() -> None:
     seconds = {"ddp": [1.0, 2.0, 4.0], "fsdp2": [2.0, 3.0, 4.0]}
-    measured = Measured(seconds, {"ddp": 1.0, "fsdp2": 1.0}, peak_bytes=0)
-    ddp, fsdp2 = rows(measured, alone={"fsdp2": 7})
+    measurement = Measurement(seconds, {"ddp": 1.0, "fsdp2": 1.0}, peak_bytes=0)
+    ddp, fsdp2 = make_rows(measurement, peak_bytes={"fsdp2": 7})
     assert (ddp.ratio, ddp.paired_ratio, ddp.peak_bytes) == (1.0, 1.0, None)
     assert (fsdp2.median_s, fsdp2.min_s, fsdp2.ratio) == (3.0, 2.0, 1.5)
     assert (fsdp2.paired_ratio, fsdp2.peak_bytes) == (1.5, 7)
@@ -26,7 +26,7 @@ def test_ratios_are_relative_to_ddp_in_the_same_round() -> None:
 
 @pytest.mark.parametrize(("loss", "agrees"), [(5.004, True), (5.006, False), (math.nan, False)])
 def test_system_with_diverging_loss_is_reported(loss: float, agrees: bool) -> None:
-    assert disagreeing({"ddp": 5.0, "rayzero-1": loss}) == ([] if agrees else ["rayzero-1"])
+    assert find_diverging({"ddp": 5.0, "rayzero-1": loss}) == ([] if agrees else ["rayzero-1"])
 
 
 @pytest.mark.slow
