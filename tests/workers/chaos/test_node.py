@@ -52,7 +52,12 @@ def test_a_network_shared_with_the_controller_is_not_partitioned(monkeypatch: py
 
 def test_drop_node_kills_all_processes_of_the_node():
     # A raylet, by its name, that is the parent of a vault and of a worker with a child.
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    worker = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'input()'])\n"
+        "print('started', flush=True)\n"
+        "child.wait()\n"
+    )
     vault = (
         "from rayzero.workers.chaos.spec import parse_fault\n"
         "from rayzero.workers.chaos.node import inject_node_fault, why_impossible\n"
@@ -64,7 +69,9 @@ def test_drop_node_kills_all_processes_of_the_node():
     raylet = (
         "import subprocess, sys\n"
         "open('/proc/self/comm', 'w').write('raylet')\n"
-        f"subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE)\n"
+        f"worker = subprocess.Popen([sys.executable, '-c', {worker!r}],\n"
+        "    stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        "worker.stdout.readline()\n"
         f"subprocess.run([sys.executable, '-c', {vault!r}])\n"
     )
     process = subprocess.Popen(
