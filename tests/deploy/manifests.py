@@ -1,6 +1,6 @@
-"""The manifests, made of the chart: a base, and what the overlays change in it.
+"""Generates the manifests from the chart: a base, and overlays as patches of it.
 
-`python -m tests.deploy.manifests` writes them anew.
+`python -m tests.deploy.manifests` updates them.
 """
 
 from __future__ import annotations
@@ -17,119 +17,127 @@ from tests.house.source import ROOT
 MANIFESTS = ROOT / "manifests"
 NAME = "rayzero"
 OVERLAYS = ("cpu-dev", "gpu", "spot")
-_HEAD = "# Made of the chart by `python -m tests.deploy.manifests`; change the chart instead.\n"
-_LEFT_OUT = ("PrometheusRule", f"{NAME}-dashboard", f"{NAME}-test")
-_OF_HELM = ("helm.sh/chart", "app.kubernetes.io/managed-by", "helm.sh/resource-policy")
+_HEADER = "# Made of the chart by `python -m tests.deploy.manifests`; change the chart instead.\n"
+_EXCLUDED = ("PrometheusRule", f"{NAME}-dashboard", f"{NAME}-test")
+_HELM_METADATA = ("helm.sh/chart", "app.kubernetes.io/managed-by", "helm.sh/resource-policy")
 
 Key = tuple[str, str]
 
 
-def objects(scenario: str) -> dict[Key, Object]:
-    """What the chart makes, without what belongs to Helm, and without alerts and dashboard: who has
-    the Prometheus operator and Grafana applies them from the chart's `files/`."""
-    found = {}
-    for one in render(scenario_values(scenario), release=NAME, namespace=NAME):
-        key = one["kind"], one["metadata"]["name"]
-        if not set(key) & set(_LEFT_OUT):
-            found[key] = one | {"metadata": _without_helm(one["metadata"])}
-    return found
+def chart_objects(scenario: str) -> dict[Key, Object]:
+    """The chart's objects without Helm's metadata, alerts and dashboard.
+
+    Users of the Prometheus operator and Grafana apply the latter two from the chart's `files/`.
+    """
+    objects = {}
+    for item in render(scenario_values(scenario), release=NAME, namespace=NAME):
+        key = item["kind"], item["metadata"]["name"]
+        if not set(key) & set(_EXCLUDED):
+            objects[key] = item | {"metadata": _without_helm_metadata(item["metadata"])}
+    return objects
 
 
-def _without_helm(metadata: Object) -> Object:
+def _without_helm_metadata(metadata: Object) -> Object:
     out = dict(metadata)
     for part in ("labels", "annotations"):
-        kept = {key: value for key, value in out.pop(part, {}).items() if key not in _OF_HELM}
-        if kept:
-            out[part] = kept
+        values = {key: text for key, text in out.pop(part, {}).items() if key not in _HELM_METADATA}
+        if values:
+            out[part] = values
     return out
 
 
-def files() -> dict[str, str]:
+def manifest_texts() -> dict[str, str]:
     """The text of every manifest by its path."""
-    base = objects("default")
-    out = _folder("base", base, {})
+    base = chart_objects("default")
+    out = _kustomize_folder("base", base, {})
     for name in OVERLAYS:
-        out |= _overlay(name, base, objects(name))
+        out |= _overlay(name, base, chart_objects(name))
     return out
 
 
-def _overlay(name: str, base: dict[Key, Object], wanted: dict[Key, Object]) -> dict[str, str]:
+def _overlay(name: str, base: dict[Key, Object], target: dict[Key, Object]) -> dict[str, str]:
+    """The files of an overlay that changes the objects of `base` to those of `target`."""
     folder = f"overlays/{name}"
     patches, texts = [], {}
-    for key, one in base.items():
-        kind, called = key
-        target = {"kind": kind, "name": called}
-        if key not in wanted:
-            gone = {"apiVersion": one["apiVersion"], "kind": kind, "metadata": {"name": called}}
-            patches.append({"target": target, "patch": yaml.safe_dump({"$patch": "delete"} | gone)})
-        elif changes := list(_changes("", one, wanted[key])):
-            file = f"{_file(key)}.patch.yaml"
-            patches.append({"target": target, "path": file})
-            texts[f"{folder}/{file}"] = _text(changes)
-    more = {key: one for key, one in wanted.items() if key not in base}
-    head = {"resources": ["../../base"], "patches": patches}
-    return texts | _folder(folder, more, head)
+    for key, item in base.items():
+        kind, item_name = key
+        selector = {"kind": kind, "name": item_name}
+        if key not in target:
+            delete = {
+                "$patch": "delete",
+                "apiVersion": item["apiVersion"],
+                "kind": kind,
+                "metadata": {"name": item_name},
+            }
+            patches.append({"target": selector, "patch": yaml.safe_dump(delete)})
+        elif operations := list(_json_patch("", item, target[key])):
+            file = f"{_file_stem(key)}.patch.yaml"
+            patches.append({"target": selector, "path": file})
+            texts[f"{folder}/{file}"] = _text(operations)
+    added = {key: item for key, item in target.items() if key not in base}
+    header = {"resources": ["../../base"], "patches": patches}
+    return texts | _kustomize_folder(folder, added, header)
 
 
-def _folder(folder: str, found: dict[Key, Object], head: Object) -> dict[str, str]:
-    own = {f"{_file(key)}.yaml": _text(one) for key, one in found.items()}
+def _kustomize_folder(folder: str, objects: dict[Key, Object], header: Object) -> dict[str, str]:
+    files = {f"{_file_stem(key)}.yaml": _text(item) for key, item in objects.items()}
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
-        "resources": [*head.get("resources", ()), *sorted(own)],
+        "resources": [*header.get("resources", ()), *sorted(files)],
     }
-    kustomization |= {"patches": head["patches"]} if head.get("patches") else {}
-    texts = {f"{folder}/{name}": text for name, text in own.items()}
+    kustomization |= {"patches": header["patches"]} if header.get("patches") else {}
+    texts = {f"{folder}/{name}": text for name, text in files.items()}
     return texts | {f"{folder}/kustomization.yaml": _text(kustomization)}
 
 
-def _changes(path: str, old: Any, new: Any) -> Iterator[Object]:
-    """The steps of a JSON patch from one value to the other."""
+def _json_patch(path: str, old: Any, new: Any) -> Iterator[Object]:
+    """JSON patch operations that change `old` to `new`."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
-            inner = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
+            pointer = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
             if key not in new:
-                yield {"op": "remove", "path": inner}
+                yield {"op": "remove", "path": pointer}
             elif key not in old:
-                yield {"op": "add", "path": inner, "value": new[key]}
+                yield {"op": "add", "path": pointer, "value": new[key]}
             else:
-                yield from _changes(inner, old[key], new[key])
+                yield from _json_patch(pointer, old[key], new[key])
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, (before, after) in enumerate(zip(old, new, strict=True)):
-            yield from _changes(f"{path}/{index}", before, after)
+            yield from _json_patch(f"{path}/{index}", before, after)
     elif old != new:
         yield {"op": "replace", "path": path, "value": new}
 
 
-def _file(key: Key) -> str:
+def _file_stem(key: Key) -> str:
     kind, name = key
-    rest = name.removeprefix(NAME)
-    return f"{kind.lower()}{rest}"
+    suffix = name.removeprefix(NAME)
+    return f"{kind.lower()}{suffix}"
 
 
 class _Dumper(yaml.SafeDumper):
-    """Long texts as blocks, as people write them."""
+    """Writes multi-line strings as literal blocks, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+def _represent_string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     style = "|" if "\n" in text else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _string)
+_Dumper.add_representer(str, _represent_string)
 
 
 def _text(value: Any) -> str:
-    return _HEAD + yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=100)
+    return _HEADER + yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=100)
 
 
 def main() -> None:
     for folder in ("base", "overlays"):
         shutil.rmtree(MANIFESTS / folder, ignore_errors=True)
-    for name, text in files().items():
+    for name, text in manifest_texts().items():
         path = MANIFESTS / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Schemas of Kubernetes' own kinds and of custom resources, strict: what is misspelt is refused."""
+"""Strict schemas of Kubernetes' own kinds and of custom resources: unknown fields are errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import yaml
 
 KUBERNETES = ("1.27", "1.32", "1.37")
 CRDS = Path(os.environ["RAYZERO_CRDS"]) if "RAYZERO_CRDS" in os.environ else None
-OWN_GROUPS = ("apps", "batch", "networking.k8s.io", "policy", "rbac.authorization.k8s.io")
+BUILT_IN_GROUPS = ("apps", "batch", "networking.k8s.io", "policy", "rbac.authorization.k8s.io")
 
 _METADATA = {
     "type": "object",
@@ -32,25 +32,25 @@ _METADATA = {
 }
 
 
-def needs_crds() -> None:
-    """Skips a test where nobody gave the definitions of custom resources."""
+def skip_without_crds() -> None:
+    """Skips the test if RAYZERO_CRDS has no custom resource definitions."""
     if CRDS is None or not list(CRDS.glob("*.yaml")):
         pytest.skip(f"RAYZERO_CRDS names no folder of custom resource definitions: {CRDS}")
 
 
 def is_built_in(obj: dict[str, Any]) -> bool:
-    """Whether Kubernetes itself knows the object's kind."""
+    """Whether the object's kind is Kubernetes' own, not a custom resource."""
     group = str(obj["apiVersion"]).rpartition("/")[0]
-    return group == "" or group in OWN_GROUPS
+    return group == "" or group in BUILT_IN_GROUPS
 
 
-def check(obj: dict[str, Any], version: str) -> list[str]:
-    """What is wrong with an object in that version of Kubernetes."""
-    return list(_check(json.dumps(obj), version if is_built_in(obj) else ""))
+def validate(obj: dict[str, Any], version: str) -> list[str]:
+    """Validation errors of an object in a version of Kubernetes."""
+    return list(_validate(json.dumps(obj), version if is_built_in(obj) else ""))
 
 
-@cache  # most objects are the same in most renders
-def _check(text: str, version: str) -> list[str]:
+@cache  # most objects are identical in most scenarios
+def _validate(text: str, version: str) -> list[str]:
     obj = json.loads(text)
     if version:
         try:
@@ -58,33 +58,33 @@ def _check(text: str, version: str) -> list[str]:
         except (jsonschema.ValidationError, kubernetes_validate.ValidationError) as error:
             return [str(error).splitlines()[0]]
         return []
-    schema = _custom(obj["apiVersion"], obj["kind"])
-    found = jsonschema.Draft202012Validator(_as_json_schema(obj["apiVersion"], obj["kind"]))
-    wrong = [f"{error.json_path}: {error.message}" for error in found.iter_errors(obj)]
-    return wrong or [*_broken_rules(schema, obj, "$")]
+    schema = _crd_schema(obj["apiVersion"], obj["kind"])
+    validator = jsonschema.Draft202012Validator(_json_schema(obj["apiVersion"], obj["kind"]))
+    errors = [f"{error.json_path}: {error.message}" for error in validator.iter_errors(obj)]
+    return errors or [*_violated_rules(schema, obj, "$")]
 
 
 @cache
-def _custom(api_version: str, kind: str) -> dict[str, Any]:
-    """The schema of a custom resource as its definition has it."""
+def _crd_schema(api_version: str, kind: str) -> dict[str, Any]:
+    """The schema in the definition of a custom resource."""
     group, _, version = api_version.partition("/")
     for path in CRDS.glob(f"{group}_*.yaml") if CRDS is not None else ():
         definition = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
         if definition["spec"]["names"]["kind"] == kind:
-            (found,) = [v for v in definition["spec"]["versions"] if v["name"] == version]
-            return found["schema"]["openAPIV3Schema"]
+            versions = {entry["name"]: entry for entry in definition["spec"]["versions"]}
+            return versions[version]["schema"]["openAPIV3Schema"]
     raise LookupError(f"no definition of {api_version} {kind} in {CRDS}")
 
 
 @cache
-def _as_json_schema(api_version: str, kind: str) -> dict[str, Any]:
-    schema = _strict(_custom(api_version, kind))
+def _json_schema(api_version: str, kind: str) -> dict[str, Any]:
+    schema = _strict(_crd_schema(api_version, kind))
     schema["properties"]["metadata"] = _METADATA
     return schema
 
 
 def _strict(schema: dict[str, Any]) -> dict[str, Any]:
-    """A structural schema as a JSON schema that knows no other keys than those it names."""
+    """A structural schema as a JSON schema that allows no additional properties."""
     out = {key: value for key, value in schema.items() if not key.startswith("x-kubernetes-")}
     out.pop("description", None)
     out.pop("format", None)
@@ -104,21 +104,21 @@ def _strict(schema: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _broken_rules(schema: dict[str, Any], value: Any, path: str) -> Iterator[str]:
-    """The CEL rules that a value breaks, at any depth. Rules about changes (`oldSelf`) do not apply
-    to a new object."""
+def _violated_rules(schema: dict[str, Any], value: Any, path: str) -> Iterator[str]:
+    """CEL rules that a value violates, at any depth. Transition rules (`oldSelf`) do not apply to a
+    new object."""
     for rule in schema.get("x-kubernetes-validations", ()):
-        if "oldSelf" not in rule["rule"] and not _holds(rule["rule"], value):
+        if "oldSelf" not in rule["rule"] and not _evaluate(rule["rule"], value):
             yield f"{path}: {rule.get('message', rule['rule'])}"
     if isinstance(value, dict):
-        inner = schema.get("properties", {})
-        rest = schema.get("additionalProperties")
-        for key, one in value.items():
-            found = inner.get(key, rest if isinstance(rest, dict) else {})
-            yield from _broken_rules(found, one, f"{path}.{key}")
+        properties = schema.get("properties", {})
+        additional = schema.get("additionalProperties")
+        default = additional if isinstance(additional, dict) else {}
+        for key, item in value.items():
+            yield from _violated_rules(properties.get(key, default), item, f"{path}.{key}")
     if isinstance(value, list):
-        for index, one in enumerate(value):
-            yield from _broken_rules(schema.get("items", {}), one, f"{path}[{index}]")
+        for index, item in enumerate(value):
+            yield from _violated_rules(schema.get("items", {}), item, f"{path}[{index}]")
 
 
 @cache
@@ -127,5 +127,5 @@ def _program(rule: str) -> celpy.Runner:
     return environment.program(environment.compile(rule))
 
 
-def _holds(rule: str, value: Any) -> bool:
+def _evaluate(rule: str, value: Any) -> bool:
     return bool(_program(rule).evaluate({"self": celpy.json_to_cel(value)}))

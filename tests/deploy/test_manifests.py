@@ -1,4 +1,4 @@
-"""Kustomize builds the manifests, and they are what the chart makes."""
+"""The manifests are up to date, and kustomize builds the same objects as the chart."""
 
 from __future__ import annotations
 
@@ -9,59 +9,59 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.chart import pods
-from tests.deploy.manifests import MANIFESTS, NAME, OVERLAYS, files, objects
-from tests.deploy.schemas import KUBERNETES, check, is_built_in
+from tests.deploy.chart import objects_of_kind, pods
+from tests.deploy.manifests import MANIFESTS, NAME, OVERLAYS, chart_objects, manifest_texts
+from tests.deploy.schemas import KUBERNETES, is_built_in, validate
 
 TARGETS = {"base": "default"} | {f"overlays/{name}": name for name in OVERLAYS}
 WITH_TARGETS = pytest.mark.parametrize("target", TARGETS)
 
 
 def build(folder: Path) -> list[dict]:
-    """What kustomize makes of a folder."""
+    """The objects that kustomize builds from a folder."""
     for command in (["kustomize", "build"], ["kubectl", "kustomize"]):
         if shutil.which(command[0]):
             done = subprocess.run([*command, folder], capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, done.stderr
-            return [one for one in yaml.load_all(done.stdout, yaml.CSafeLoader) if one]
+            return [item for item in yaml.load_all(done.stdout, yaml.CSafeLoader) if item]
     pytest.skip("needs kustomize or kubectl on the PATH")
 
 
-def test_they_are_made_of_the_chart() -> None:
-    there = {
+def test_manifests_are_up_to_date() -> None:
+    texts = {
         path.relative_to(MANIFESTS).as_posix(): path.read_text(encoding="utf-8")
         for path in MANIFESTS.rglob("*.yaml")
     }
-    assert there == files(), "python -m tests.deploy.manifests writes them anew"
+    assert texts == manifest_texts(), "run python -m tests.deploy.manifests to update them"
 
 
 @WITH_TARGETS
-def test_kustomize_makes_what_the_chart_makes(target: str) -> None:
-    built = {(one["kind"], one["metadata"]["name"]): one for one in build(MANIFESTS / target)}
-    assert built == objects(TARGETS[target])
+def test_kustomize_builds_chart_objects(target: str) -> None:
+    objects = {(item["kind"], item["metadata"]["name"]): item for item in build(MANIFESTS / target)}
+    assert objects == chart_objects(TARGETS[target])
 
 
 @WITH_TARGETS
-def test_they_are_valid(target: str) -> None:
-    found = objects(TARGETS[target]).values()
-    assert {one["metadata"]["namespace"] for one in found} == {NAME}
+def test_manifests_are_valid(target: str) -> None:
+    objects = chart_objects(TARGETS[target]).values()
+    assert {item["metadata"]["namespace"] for item in objects} == {NAME}
+    built_in = [item for item in objects if is_built_in(item)]
     for version in KUBERNETES:
-        assert [text for one in found if is_built_in(one) for text in check(one, version)] == []
+        assert [error for item in built_in for error in validate(item, version)] == []
 
 
-def test_the_users_own_overlay(tmp_path: Path) -> None:
-    """Another namespace moves everything, the role binding's subject too; an image is set in one
-    place, though it stands in four."""
+def test_user_overlay_sets_namespace_and_image(tmp_path: Path) -> None:
+    """The namespace also applies to the role binding's subject, and the image to all containers."""
     shutil.copytree(MANIFESTS, tmp_path / "manifests")
-    own = tmp_path / "mine"
-    own.mkdir()
+    overlay = tmp_path / "mine"
+    overlay.mkdir()
     images = [{"name": "rayzero", "newName": "registry.example.com/rayzero", "newTag": "7"}]
     resources = ["../manifests/overlays/gpu"]
     text = yaml.safe_dump({"namespace": "mine", "resources": resources, "images": images})
-    (own / "kustomization.yaml").write_text(text, encoding="utf-8")
-    built = build(own)
-    assert {one["metadata"]["namespace"] for one in built} == {"mine"}
-    (binding,) = [one for one in built if one["kind"] == "RoleBinding"]
+    (overlay / "kustomization.yaml").write_text(text, encoding="utf-8")
+    objects = build(overlay)
+    assert {item["metadata"]["namespace"] for item in objects} == {"mine"}
+    (binding,) = objects_of_kind(objects, "RoleBinding")
     assert [subject["namespace"] for subject in binding["subjects"]] == ["mine"]
-    found = {one["image"] for pod in pods(built) for one in pod["spec"]["containers"]}
-    assert found == {"registry.example.com/rayzero:7"}
+    containers = [container for pod in pods(objects) for container in pod["spec"]["containers"]]
+    assert {container["image"] for container in containers} == {"registry.example.com/rayzero:7"}

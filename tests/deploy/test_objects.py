@@ -1,4 +1,4 @@
-"""Every object the chart makes is one that Kubernetes takes, in every version and scenario."""
+"""Kubernetes, KubeRay and Helm accept every rendered object, in all versions and scenarios."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tests.deploy.chart import (
     render_scenario,
     scenario_values,
 )
-from tests.deploy.operator import refusals
-from tests.deploy.schemas import KUBERNETES, check, is_built_in, needs_crds
+from tests.deploy.operator import operator_errors
+from tests.deploy.schemas import KUBERNETES, is_built_in, skip_without_crds, validate
 
 WITH_VERSIONS = pytest.mark.parametrize("version", KUBERNETES)
 
-# Single values and pairs, on top of which each is rendered and checked.
-MATRIX: dict[str, dict[str, Any]] = {
-    "names": {"nameOverride": "train", "fullnameOverride": "a-name-of-its-own"},
+# Values on top of the defaults; each entry is rendered and validated.
+VALUES: dict[str, dict[str, Any]] = {
+    "names": {"nameOverride": "train", "fullnameOverride": "a-custom-name"},
     "submission by the operator": {"job": {"submissionMode": "HTTPMode"}},
     "submission beside the head": {"job": {"submissionMode": "SidecarMode", "suspend": True}},
     "deadlines": {"job": {"activeDeadlineSeconds": 86400, "preRunningDeadlineSeconds": 600}},
-    "the cluster stays": {"job": {"shutdownAfterJobFinishes": False}},
+    "cluster is kept": {"job": {"shutdownAfterJobFinishes": False}},
     "deletion policies": {
         "job": {
             "deletionStrategy": {
@@ -54,13 +54,13 @@ MATRIX: dict[str, dict[str, Any]] = {
     },
     "MultiKueue": {"job": {"managedBy": "kueue.x-k8s.io/multikueue"}},
     "runtime environment": {"job": {"runtimeEnv": {"env_vars": {"A": "1"}, "pip": ["einops"]}}},
-    "submission beside a head that is not scaled": {
+    "submission beside the head without autoscaler": {
         "autoscaler": {"enabled": False},
         "job": {"submissionMode": "SidecarMode"},
     },
     "another name": {"job": {"suffix": "2"}},
-    "nothing watched": {"metrics": {"enabled": False}},
-    "watched": {
+    "metrics disabled": {"metrics": {"enabled": False}},
+    "monitoring": {
         "metrics": {
             "podMonitor": {"enabled": True},
             "prometheusRule": {"enabled": True},
@@ -68,13 +68,16 @@ MATRIX: dict[str, dict[str, Any]] = {
         }
     },
     "autoscaler v1": {"autoscaler": {"version": "v1", "upscalingMode": "Aggressive"}},
-    "open": {"networkPolicy": {"enabled": False}, "auth": {"enabled": False}},
-    "accounts of others": {
+    "no network policy and no auth": {
+        "networkPolicy": {"enabled": False},
+        "auth": {"enabled": False},
+    },
+    "existing service accounts": {
         "serviceAccount": {"create": False, "name": "head", "workerName": "workers"},
         "rbac": {"create": False},
     },
-    "accounts with identities": {"serviceAccount": {"annotations": {"iam/role": "training"}}},
-    "one account": {"serviceAccount": {"name": "same", "workerName": "same"}},
+    "service account annotations": {"serviceAccount": {"annotations": {"iam/role": "training"}}},
+    "one service account": {"serviceAccount": {"name": "same", "workerName": "same"}},
     "credentials in a file": {
         "storage": {
             "pvc": {"enabled": False},
@@ -84,7 +87,7 @@ MATRIX: dict[str, dict[str, Any]] = {
             },
         }
     },
-    "an S3 of one's own": {
+    "self-hosted S3": {
         "storage": {
             "pvc": {"enabled": False},
             "objectStore": {
@@ -116,97 +119,100 @@ MATRIX: dict[str, dict[str, Any]] = {
     },
 }
 
-WITH_VALUES = pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
+WITH_VALUES = pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 
 
 @WITH_SCENARIOS
-def test_the_operator_takes_the_objects_of_scenarios(scenario: str) -> None:
-    assert [text for one in render_scenario(scenario) for text in refusals(one)] == []
+def test_operator_accepts_scenarios(scenario: str) -> None:
+    assert [text for item in render_scenario(scenario) for text in operator_errors(item)] == []
 
 
 @WITH_VALUES
-def test_the_operator_takes_the_objects_of_single_values(values: dict[str, Any]) -> None:
-    assert [text for one in render(values) for text in refusals(one)] == []
+def test_operator_accepts_values(values: dict[str, Any]) -> None:
+    assert [text for item in render(values) for text in operator_errors(item)] == []
 
 
-def test_what_the_operator_refuses_is_seen() -> None:
+def test_operator_errors_are_detected() -> None:
     (job,) = deepcopy(objects_of_kind(render_scenario("default"), "RayJob"))
-    assert refusals(job) == []
+    assert operator_errors(job) == []
     job["metadata"]["name"] = "1-job"
     job["spec"] |= {"suspend": True, "shutdownAfterJobFinishes": False}
     job["spec"]["rayClusterSpec"]["autoscalerOptions"]["version"] = "v1"
     job["spec"]["rayClusterSpec"]["rayVersion"] = "2.51.1"
-    assert refusals(job) == [
-        "the name '1-job'",
-        "a suspended job whose cluster stays",
-        "a time to live of a cluster that stays",
-        "an idle timeout of workers without the autoscaler v2",
-        "a token for a Ray that knows none",
+    assert operator_errors(job) == [
+        "invalid name '1-job'",
+        "suspended job without shutdownAfterJobFinishes",
+        "ttlSecondsAfterFinished without shutdownAfterJobFinishes",
+        "idleTimeoutSeconds of workers without autoscaler v2",
+        "token authentication needs Ray 2.52",
     ]
 
 
-def broken(objects: Iterable[Object], version: str) -> list[str]:
-    return [f"{one['kind']}: {text}" for one in objects for text in check(one, version)]
+def validation_errors(objects: Iterable[Object], version: str) -> list[str]:
+    return [f"{item['kind']}: {error}" for item in objects for error in validate(item, version)]
 
 
-def own_and_custom(objects: Iterable[Object]) -> tuple[list[Object], list[Object]]:
-    found = list(objects)
-    return [o for o in found if is_built_in(o)], [o for o in found if not is_built_in(o)]
+def built_in_objects(objects: Iterable[Object]) -> list[Object]:
+    return [item for item in objects if is_built_in(item)]
+
+
+def custom_resources(objects: Iterable[Object]) -> list[Object]:
+    return [item for item in objects if not is_built_in(item)]
 
 
 @WITH_VERSIONS
 @WITH_SCENARIOS
 def test_built_in_objects_of_scenarios_are_valid(scenario: str, version: str) -> None:
-    own, _ = own_and_custom(render_scenario(scenario))
-    assert own
-    assert broken(own, version) == []
+    objects = built_in_objects(render_scenario(scenario))
+    assert objects
+    assert validation_errors(objects, version) == []
 
 
 @WITH_SCENARIOS
 def test_custom_resources_of_scenarios_are_valid(scenario: str) -> None:
-    needs_crds()
-    _, custom = own_and_custom(render_scenario(scenario))
-    assert custom
-    assert broken(custom, "") == []
+    skip_without_crds()
+    objects = custom_resources(render_scenario(scenario))
+    assert objects
+    assert validation_errors(objects, "") == []
 
 
 @WITH_VALUES
-def test_built_in_objects_of_single_values_are_valid(values: dict[str, Any]) -> None:
-    own, _ = own_and_custom(render(values))
-    assert [text for version in KUBERNETES for text in broken(own, version)] == []
+def test_built_in_objects_of_values_are_valid(values: dict[str, Any]) -> None:
+    objects = built_in_objects(render(values))
+    errors = [error for version in KUBERNETES for error in validation_errors(objects, version)]
+    assert errors == []
 
 
 @WITH_VALUES
-def test_custom_resources_of_single_values_are_valid(values: dict[str, Any]) -> None:
-    needs_crds()
-    _, custom = own_and_custom(render(values))
-    assert broken(custom, "") == []
+def test_custom_resources_of_values_are_valid(values: dict[str, Any]) -> None:
+    skip_without_crds()
+    assert validation_errors(custom_resources(render(values)), "") == []
 
 
 @WITH_VERSIONS
 @WITH_SCENARIOS
-def test_helm_finds_nothing_to_say(scenario: str, version: str) -> None:
+def test_helm_lint_passes(scenario: str, version: str) -> None:
     report = helm_python.lint(
         str(CHART), scenario_values(scenario), strict=True, kube_version=f"v{version}.0"
     )
     assert report["errors"] == []
-    assert [one for one in report["messages"] if one["severity"] > 1] == []
+    assert [message for message in report["messages"] if message["severity"] > 1] == []
 
 
-def test_a_wrong_object_is_seen() -> None:
-    """A misspelt field in each kind, a broken CEL rule, a wrong value: or these tests are void."""
-    needs_crds()
-    for one in [*render_scenario("gpu"), *render_scenario("cluster")]:
-        wrong = deepcopy(one)
-        place = wrong.get("spec") if one["kind"] not in ("Role",) else wrong
-        (place if place is not None else wrong)["mispelt"] = 1
-        assert check(wrong, "1.32"), one["kind"]
+def test_invalid_objects_are_detected() -> None:
+    """An unknown field in each kind, a violated CEL rule, and an invalid value."""
+    skip_without_crds()
+    for item in [*render_scenario("gpu"), *render_scenario("cluster")]:
+        invalid = deepcopy(item)
+        spec = invalid.get("spec") if item["kind"] not in ("Role",) else invalid
+        (spec if spec is not None else invalid)["misspelled"] = 1
+        assert validate(invalid, "1.32"), item["kind"]
     (job,) = deepcopy(objects_of_kind(render_scenario("default"), "RayJob"))
     job["spec"]["deletionStrategy"] = {"onSuccess": {"policy": "DeleteSelf"}}
-    assert "BOTH onSuccess and onFailure" in check(job, "1.32")[0]
+    assert "BOTH onSuccess and onFailure" in validate(job, "1.32")[0]
     job["spec"]["deletionStrategy"] = {"onSuccess": {"policy": "DeleteAll"}}
-    assert "DeleteAll" in check(job, "1.32")[0]
+    assert "DeleteAll" in validate(job, "1.32")[0]
     del job["spec"]["deletionStrategy"]
     container = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     container["resource"] = {}
-    assert "resource" in check(job, "1.32")[0]
+    assert "resource" in validate(job, "1.32")[0]

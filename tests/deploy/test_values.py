@@ -1,4 +1,4 @@
-"""Wrong values are refused before anything is made, and the message names them."""
+"""Invalid values are rejected with a message that names them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from tests.deploy.chart import render, render_text
 
-# What the schema refuses: values, and the path that the message names.
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
+# Values that the schema rejects, and the path in the message.
+SCHEMA_VIOLATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"worker": {}}, "worker"),
     "unknown inside": ({"head": {"resource": {}}}, "resource"),
     "unknown in a group": ({"workerGroups": [{"name": "a", "minn": 1}]}, "/workerGroups/0"),
@@ -37,7 +37,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "job's steps as text": ({"job": {"spec": {"steps": "many"}}}, "/job/spec/steps"),
     "job's workers": ({"job": {"spec": {"workers": {"min": 0}}}}, "/job/spec/workers/min"),
     "job's GPUs": ({"job": {"spec": {"workers": {"gpus": 2}}}}, "/job/spec/workers/gpus"),
-    "job's notice": (
+    "job's grace period": (
         {"job": {"spec": {"checkpoint": {"grace_period_s": 0}}}},
         "/job/spec/checkpoint/grace_period_s",
     ),
@@ -48,8 +48,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "/workers/resources/limits/memory",
     ),
     "shm": ({"workers": {"shmSize": "8"}}, "/workers/shmSize"),
-    "fewest": ({"workers": {"min": -1}}, "/workers/min"),
-    "most": ({"workers": {"max": 0}}, "/workers/max"),
+    "minimum": ({"workers": {"min": -1}}, "/workers/min"),
+    "maximum": ({"workers": {"max": 0}}, "/workers/max"),
     "CPUs as a number": ({"head": {"numCpus": 2}}, "/head/numCpus"),
     "parameter as a number": (
         {"head": {"rayStartParams": {"num-gpus": 1}}},
@@ -65,7 +65,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"head": {"volumeMounts": [{"name": "a", "mountPath": "data"}]}},
         "/head/volumeMounts/0/mountPath",
     ),
-    "volume of ours": (
+    "reserved volume name": (
         {"head": {"volumes": [{"name": "tmp", "emptyDir": {}}]}},
         "/head/volumes/0/name",
     ),
@@ -73,7 +73,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "group's name": ({"workerGroups": [{"name": "GPU"}]}, "/workerGroups/0/name"),
     "autoscaler": ({"autoscaler": {"version": "v3"}}, "/autoscaler/version"),
     "health check": ({"healthCheck": {"periodMs": 0}}, "/healthCheck/periodMs"),
-    "Redis nowhere": ({"gcsFaultTolerance": {"enabled": True}}, "/gcsFaultTolerance/redisAddress"),
+    "no Redis address": (
+        {"gcsFaultTolerance": {"enabled": True}},
+        "/gcsFaultTolerance/redisAddress",
+    ),
     "NCCL": ({"nccl": {"DEBUG": "INFO"}}, "/nccl"),
     "NCCL as a number": ({"nccl": {"NCCL_IB_TIMEOUT": 22}}, "/nccl/NCCL_IB_TIMEOUT"),
     "claim's size": ({"storage": {"pvc": {"size": "much"}}}, "/storage/pvc/size"),
@@ -89,8 +92,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "/storage/objectStore/env/AWS_SECRET_ACCESS_KEY",
     ),
     "root": ({"security": {"runAsUser": 0}}, "/security/runAsUser"),
-    "nobody may operate": ({"networkPolicy": {"operatorFrom": []}}, "/networkPolicy/operatorFrom"),
-    "anybody may scrape": (
+    "no operator peers": ({"networkPolicy": {"operatorFrom": []}}, "/networkPolicy/operatorFrom"),
+    "unrestricted scraping": (
         {"networkPolicy": {"metricsFrom": [{}]}},
         "/networkPolicy/metricsFrom/0",
     ),
@@ -109,15 +112,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"metrics": {"prometheusRule": {"alerts": {"RayzeroStraggler": {"threshold": "2x"}}}}},
         "/metrics/prometheusRule/alerts/RayzeroStraggler/threshold",
     ),
-    "threshold of what has none": (
+    "threshold of an alert without one": (
         {"metrics": {"prometheusRule": {"alerts": {"RayzeroJobFailed": {"threshold": 1}}}}},
         "/metrics/prometheusRule/alerts/RayzeroJobFailed",
     ),
-    "how long": (
+    "alert's duration": (
         {"metrics": {"prometheusRule": {"alerts": {"RayzeroStraggler": {"for": "10"}}}}},
         "/metrics/prometheusRule/alerts/RayzeroStraggler/for",
     ),
-    "runbooks nowhere": (
+    "runbook URL": (
         {"metrics": {"prometheusRule": {"runbookUrl": "docs/operations.md"}}},
         "/metrics/prometheusRule/runbookUrl",
     ),
@@ -125,18 +128,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "label": ({"commonLabels": {"team": "a b"}}, "/commonLabels/team"),
 }
 
-# What does not go together: values, and what the message names.
-AT_ODDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "two places": (
+# Values that contradict each other, and what the message names.
+CONFLICTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "two storage locations": (
         {"storage": {"objectStore": {"url": "s3://bucket/runs"}}},
         ("storage.objectStore.url", "storage.pvc.enabled"),
     ),
-    "no place": ({"storage": {"pvc": {"enabled": False}}}, ("storage.pvc.enabled",)),
+    "no storage location": ({"storage": {"pvc": {"enabled": False}}}, ("storage.pvc.enabled",)),
     "queue and autoscaler": (
         {"kueue": {"queueName": "q"}},
         ("kueue.queueName", "autoscaler.enabled"),
     ),
-    "queue and a cluster that stays": (
+    "queue and a cluster that is kept": (
         {
             "kueue": {"queueName": "q"},
             "autoscaler": {"enabled": False},
@@ -144,11 +147,11 @@ AT_ODDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         ("kueue.queueName", "job.shutdownAfterJobFinishes"),
     ),
-    "suspended, and its cluster stays": (
+    "suspended, and its cluster is kept": (
         {"job": {"suspend": True, "shutdownAfterJobFinishes": False}},
         ("job.suspend", "job.shutdownAfterJobFinishes"),
     ),
-    "suspended, and deleted by rules": (
+    "suspended, with a deletion strategy": (
         {
             "job": {
                 "suspend": True,
@@ -171,11 +174,14 @@ AT_ODDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         ("job.deletionStrategy", "autoscaler.enabled"),
     ),
-    "a name that begins with a digit": ({"fullnameOverride": "1st"}, ("fullnameOverride", "1st")),
-    "a Ray without tokens": ({"rayVersion": "2.51.0"}, ("rayVersion", "auth.enabled")),
-    "fewest above most": ({"workers": {"min": 5, "max": 4}}, ("workerGroups[0]", "max (4)")),
-    "a group twice": ({"workerGroups": [{"name": "a"}, {"name": "a"}]}, ("workerGroups[1].name",)),
-    "no time for the last checkpoint": (
+    "name starts with a digit": ({"fullnameOverride": "1st"}, ("fullnameOverride", "1st")),
+    "Ray version without tokens": ({"rayVersion": "2.51.0"}, ("rayVersion", "auth.enabled")),
+    "minimum above maximum": ({"workers": {"min": 5, "max": 4}}, ("workerGroups[0]", "max (4)")),
+    "duplicate group": (
+        {"workerGroups": [{"name": "a"}, {"name": "a"}]},
+        ("workerGroups[1].name",),
+    ),
+    "too short for the last checkpoint": (
         {"workers": {"terminationGracePeriodSeconds": 10}},
         ("workers.terminationGracePeriodSeconds", "grace_period_s"),
     ),
@@ -186,23 +192,23 @@ AT_ODDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("values", "path"), WRONG.values(), ids=WRONG)
-def test_the_schema_refuses(values: dict[str, Any], path: str) -> None:
+@pytest.mark.parametrize(("values", "path"), SCHEMA_VIOLATIONS.values(), ids=SCHEMA_VIOLATIONS)
+def test_schema_rejects_invalid_values(values: dict[str, Any], path: str) -> None:
     with pytest.raises(helm_python.HelmValuesError) as caught:
         render_text(values)
     assert path in str(caught.value)
 
 
-@pytest.mark.parametrize(("values", "words"), AT_ODDS.values(), ids=AT_ODDS)
-def test_the_chart_refuses(values: dict[str, Any], words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("values", "words"), CONFLICTS.values(), ids=CONFLICTS)
+def test_chart_rejects_conflicting_values(values: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(helm_python.HelmError) as caught:
         render_text(values)
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-def test_the_tables_are_long_enough() -> None:
-    assert len(WRONG) >= 25
+def test_number_of_schema_violations() -> None:
+    assert len(SCHEMA_VIOLATIONS) >= 25
 
 
-def test_parent_charts_may_have_globals() -> None:
+def test_global_values_are_accepted() -> None:
     assert render({"global": {"anything": 1}})
