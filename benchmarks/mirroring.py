@@ -80,11 +80,11 @@ class MirrorSession:
     def step_requests(self) -> StepRequests:
         return NO_REQUESTS
 
-    def on_step_end(self, metrics: dict[str, float], requests: StepRequests) -> None:
+    def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         self._step += 1
         if self.enabled and self.engine is not None:
             start_s = perf_counter()
-            self.mirror.step_done(self._step, requests, self.engine.state)
+            self.mirror.step_done(self._step, agreed, self.engine.state)
             self.copy_s.append(perf_counter() - start_s)
 
 
