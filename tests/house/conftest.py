@@ -1,4 +1,4 @@
-"""Tests of the house read every file's syntax tree."""
+"""Fixtures of the source code rules."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 
 
 @pytest.fixture(autouse=True, scope="module")
-def nothing_is_collected() -> Iterator[None]:
-    """Python 3.11's `ast.parse` fails with "recursion depth mismatch" where another test's garbage
-    runs code of its own in the middle of it, such as a task that logs at its end. What a file of
-    these tests leaves is little."""
+def disable_garbage_collection() -> Iterator[None]:
+    """Python 3.11's `ast.parse` fails with "recursion depth mismatch" if a garbage collection in it
+    runs finalizers of other tests' objects."""
     gc.collect()
     gc.disable()
     try:

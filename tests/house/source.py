@@ -1,4 +1,4 @@
-"""The project's own source, parsed, for the tests of the code rules."""
+"""The project's source files and their syntax trees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Module:
-    """One source file: its dotted name, its text and its tree."""
+    """A source file: dotted name, text and syntax tree."""
 
     name: str
     text: str
@@ -37,15 +37,16 @@ def parse(name: str, text: str, *, is_package: bool = False) -> Module:
 
 @cache
 def packages() -> list[Module]:
-    """The modules of the import package `rayzero`, under the names that they are imported by."""
-    own = [ROOT / "rayzero", *(ROOT / "rayzero/deepspeed").rglob("")]  # the other folders are links
-    door = [("rayzero", path) for folder in own for path in sorted(folder.glob("*.py"))]
-    return [*_read(ROOT / "rayzero", door), *(m for p in PACKAGES for m in _folder(p, "rayzero."))]
+    """The modules of the import package `rayzero`, under their import names."""
+    # The other folders of rayzero/ are symbolic links to PACKAGES.
+    folders = [ROOT / "rayzero", *(ROOT / "rayzero/deepspeed").rglob("")]
+    paths = [("rayzero", path) for folder in folders for path in sorted(folder.glob("*.py"))]
+    return [*_read(ROOT / "rayzero", paths), *(m for p in PACKAGES for m in _folder(p, "rayzero."))]
 
 
 @cache
 def scripts() -> list[Module]:
-    """The examples and benchmarks, which users read as models of how to write their own."""
+    """The examples and benchmarks, which users copy from."""
     return [m for folder in ("examples", "benchmarks") for m in _folder(folder, "")]
 
 
@@ -59,18 +60,18 @@ def _folder(folder: str, prefix: str) -> list[Module]:
     return _read(ROOT / folder, [(prefix + folder, path) for path in paths])
 
 
-def _read(base: Path, named: list[tuple[str, Path]]) -> list[Module]:
-    found = []
-    for prefix, path in named:
+def _read(base: Path, prefixed_paths: list[tuple[str, Path]]) -> list[Module]:
+    modules = []
+    for prefix, path in prefixed_paths:
         parts = [prefix, *path.relative_to(base).with_suffix("").parts]
         name = ".".join(parts).removesuffix(".__init__")
         text = path.read_text(encoding="utf-8")
-        found.append(parse(name, text, is_package=path.name == "__init__.py"))
-    return found
+        modules.append(parse(name, text, is_package=path.name == "__init__.py"))
+    return modules
 
 
-def imported(module: Module) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import statement, wherever it stands."""
+def imported_names(module: Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, also inside functions."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -79,23 +80,26 @@ def imported(module: Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
-def used(module: Module) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything reached through an import: `dist.send` is found as
-    `torch.distributed.send`, however torch.distributed was imported."""
-    yield from imported(module)
-    homes = {}
+def used_names(module: Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every imported name and its attributes.
+
+    Names are absolute: `dist.send` is `torch.distributed.send` after `import torch.distributed as
+    dist`.
+    """
+    yield from imported_names(module)
+    origins = {}
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 top = alias.name.split(".")[0]
-                homes[alias.asname or top] = alias.name if alias.asname else top
+                origins[alias.asname or top] = alias.name if alias.asname else top
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                homes[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                origins[alias.asname or alias.name] = f"{node.module}.{alias.name}"
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute):
             chain, base = [node.attr], node.value
             while isinstance(base, ast.Attribute):
                 chain, base = [base.attr, *chain], base.value
-            if isinstance(base, ast.Name) and base.id in homes:
-                yield node.lineno, ".".join([homes[base.id], *chain])
+            if isinstance(base, ast.Name) and base.id in origins:
+                yield node.lineno, ".".join([origins[base.id], *chain])

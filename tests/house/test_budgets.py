@@ -1,4 +1,4 @@
-"""Budgets of size: what no longer fits in a head is split."""
+"""Size limits of files, functions, constructors and classes."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ import pytest
 
 from tests.house.source import Function, Module, packages, parse, scripts
 
-# Each figure is the first that is too many.
+# Exclusive limits.
 FILE_LINES = 300
 FUNCTION_LINES = 60
 CONSTRUCTOR_ARGUMENTS = 8
 SELF_ATTRIBUTES = 16
 
-# What may be over a budget, and why: {"<budget> <module>[.<name>]": "<reason>"}.
+# Permitted violations: {"<budget> <module>[.<name>]": "<reason>"}.
 EXCEPTIONS: dict[str, str] = {}
 
 
-def over(module: Module) -> Iterator[tuple[str, str]]:
-    """(key, figure) of everything in a module that breaks a budget."""
+def violations(module: Module) -> Iterator[tuple[str, str]]:
+    """(key, size) of every violation in a module."""
     if module.lines >= FILE_LINES:
         yield f"file {module.name}", f"{module.lines} lines"
     for node in ast.walk(module.tree):
         if isinstance(node, Function):
-            yield from _function(module.name, node)
+            yield from _function_violations(module.name, node)
         elif isinstance(node, ast.ClassDef):
-            yield from _class(f"{module.name}.{node.name}", node)
+            yield from _class_violations(f"{module.name}.{node.name}", node)
 
 
-def _function(home: str, node: Function) -> Iterator[tuple[str, str]]:
+def _function_violations(module: str, node: Function) -> Iterator[tuple[str, str]]:
     lines = (node.end_lineno or node.lineno) - node.lineno + 1
     if lines >= FUNCTION_LINES:
-        yield f"function {home}.{node.name}", f"{lines} lines"
-    bare = [arg.arg for arg in _arguments(node) if arg.annotation is None]
-    if bare or (node.returns is None and node.name != "__init__"):
-        yield f"annotation {home}.{node.name}", ", ".join(bare) or "return"
+        yield f"function {module}.{node.name}", f"{lines} lines"
+    unannotated = [arg.arg for arg in _arguments(node) if arg.annotation is None]
+    if unannotated or (node.returns is None and node.name != "__init__"):
+        yield f"annotation {module}.{node.name}", ", ".join(unannotated) or "return"
 
 
-def _class(home: str, node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+def _class_violations(name: str, node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for part in node.body:
         if isinstance(part, Function) and part.name == "__init__":
             count = len(_arguments(part))
             if count >= CONSTRUCTOR_ARGUMENTS:
-                yield f"constructor {home}", f"{count} arguments"
-    held = {
+                yield f"constructor {name}", f"{count} arguments"
+    attributes = {
         part.attr
         for part in ast.walk(node)
         if isinstance(part, ast.Attribute)
@@ -53,29 +53,31 @@ def _class(home: str, node: ast.ClassDef) -> Iterator[tuple[str, str]]:
         and isinstance(part.value, ast.Name)
         and part.value.id == "self"
     }
-    if len(held) >= SELF_ATTRIBUTES:
-        yield f"attributes {home}", f"{len(held)} attributes"
+    if len(attributes) >= SELF_ATTRIBUTES:
+        yield f"attributes {name}", f"{len(attributes)} attributes"
 
 
 def _arguments(node: Function) -> list[ast.arg]:
     spec = node.args
     named = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs]
-    stars = [arg for arg in (spec.vararg, spec.kwarg) if arg is not None]
-    return [arg for arg in [*named, *stars] if arg.arg not in ("self", "cls")]
+    variadic = [arg for arg in (spec.vararg, spec.kwarg) if arg is not None]
+    return [arg for arg in [*named, *variadic] if arg.arg not in ("self", "cls")]
 
 
-def test_everything_is_within_its_budget() -> None:
-    found = dict(pair for module in [*packages(), *scripts()] for pair in over(module))
-    assert {key: figure for key, figure in found.items() if key not in EXCEPTIONS} == {}
+def all_violations() -> dict[str, str]:
+    return dict(pair for module in [*packages(), *scripts()] for pair in violations(module))
 
 
-def test_every_exception_is_still_needed_and_has_a_reason() -> None:
-    found = dict(pair for module in [*packages(), *scripts()] for pair in over(module))
-    assert [key for key in EXCEPTIONS if key not in found] == []
+def test_no_limit_is_exceeded() -> None:
+    assert {key: size for key, size in all_violations().items() if key not in EXCEPTIONS} == {}
+
+
+def test_exceptions_are_needed_and_have_reasons() -> None:
+    assert [key for key in EXCEPTIONS if key not in all_violations()] == []
     assert all(EXCEPTIONS.values())
 
 
-def test_the_door_and_all_three_packages_are_looked_at() -> None:
+def test_all_packages_are_checked() -> None:
     names = {module.name for module in packages()}
     assert {"rayzero", "rayzero.__main__", "rayzero.engine", "rayzero.engine.errors"} <= names
     assert {"rayzero.workers", "rayzero.orchestrator"} <= names
@@ -101,8 +103,8 @@ def test_the_door_and_all_three_packages_are_looked_at() -> None:
         ),
     ],
 )
-def test_what_is_over_a_budget_is_seen(text: str, key: str) -> None:
-    assert [found for found, _ in over(parse("m", text))] == [key]
+def test_violation_is_detected(text: str, key: str) -> None:
+    assert [violated for violated, _ in violations(parse("m", text))] == [key]
 
 
 @pytest.mark.parametrize(
@@ -115,5 +117,5 @@ def test_what_is_over_a_budget_is_seen(text: str, key: str) -> None:
         "class C:\n @classmethod\n def f(cls, *, a: int) -> None: ...\n",
     ],
 )
-def test_what_is_within_passes(text: str) -> None:
-    assert list(over(parse("m", text))) == []
+def test_code_within_limits_passes(text: str) -> None:
+    assert list(violations(parse("m", text))) == []

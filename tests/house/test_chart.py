@@ -1,6 +1,6 @@
-"""What of the chart follows from the code: its version, the job file's schema, its README.
+"""Parts of the chart that derive from the code: versions, the job file's schema, the README.
 
-`python -m tests.house.test_chart` writes the last two anew.
+`python -m tests.house.test_chart` updates the schema and the README.
 """
 
 from __future__ import annotations
@@ -18,101 +18,101 @@ from tests.house.source import ROOT
 
 CHART = ROOT / "helm/rayzero"
 SCHEMA, README = CHART / "values.schema.json", CHART / "README.md"
-MARKS = ("<!-- table: values -->\n", "<!-- end of table -->")
-AGAIN = "python -m tests.house.test_chart writes it anew"
+MARKERS = ("<!-- table: values -->\n", "<!-- end of table -->")
+HINT = "run python -m tests.house.test_chart to update it"
 
 
-def pinned(package: str) -> str:
+def pinned_version(package: str) -> str:
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    found = re.search(rf"^{package}==(\S+)$", text, re.MULTILINE)
-    assert found is not None
-    return found[1]
+    pin = re.search(rf"^{package}==(\S+)$", text, re.MULTILINE)
+    assert pin is not None
+    return pin[1]
 
 
-def with_job(schema: dict[str, Any]) -> dict[str, Any]:
-    """The values' schema with the job file's in it."""
+def update_job_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """The values' schema with the current schema of the job file."""
     job = JobSpec.model_json_schema()
     sections = job.pop("$defs")
     return schema | {"$defs": schema["$defs"] | sections | {"JobSpec": job}}
 
 
-def with_values(page: str) -> str:
-    """The README with its table of values made anew."""
-    begin, rest = page.split(MARKS[0])
-    _, end = rest.split(MARKS[1])
+def update_values_table(page: str) -> str:
+    """The README with its table of values regenerated."""
+    before, rest = page.split(MARKERS[0])
+    _, after = rest.split(MARKERS[1])
     lines = ["| value | default | what it is |", "|---|---|---|", *values_rows()]
-    return begin + MARKS[0] + "\n".join(lines) + "\n" + MARKS[1] + end
+    return before + MARKERS[0] + "\n".join(lines) + "\n" + MARKERS[1] + after
 
 
 def values_rows() -> Iterator[str]:
-    """A row for each value that values.yaml describes in a comment that begins with `# --`."""
+    """A row for each value that values.yaml describes in a comment starting with `# --`."""
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
     lines = text.splitlines()
     values = yaml.safe_load(text)
-    for path, line in _places("", yaml.compose(text, yaml.SafeLoader)):
+    for path, line in _key_lines("", yaml.compose(text, yaml.SafeLoader)):
         value = reduce(lambda inner, key: inner[key], path.split("."), values)
-        above = [lines[line - 1].strip()]
-        if above[0].startswith("# @default --"):
-            above.insert(0, lines[line - 2].strip())
-        if above[0].startswith("# --"):
-            default = above[1].removeprefix("# @default --").strip() if len(above) > 1 else ""
-            shown = default or f"`{json.dumps(value)}`"
-            yield f"| `{path}` | {shown} | {above[0].removeprefix('# --').strip()} |"
+        comments = [lines[line - 1].strip()]
+        if comments[0].startswith("# @default --"):
+            comments.insert(0, lines[line - 2].strip())
+        if comments[0].startswith("# --"):
+            stated = comments[1].removeprefix("# @default --").strip() if len(comments) > 1 else ""
+            default = stated or f"`{json.dumps(value)}`"
+            yield f"| `{path}` | {default} | {comments[0].removeprefix('# --').strip()} |"
 
 
-def described() -> set[str]:
+def described_values() -> set[str]:
     return {row.split("`")[1] for row in values_rows()}
 
 
-def _places(prefix: str, node: yaml.MappingNode) -> Iterator[tuple[str, int]]:
-    """Dotted path and line of every key, inner ones too, but those on the same line; keys with dots
-    of their own left out."""
+def _key_lines(prefix: str, node: yaml.MappingNode) -> Iterator[tuple[str, int]]:
+    """Dotted path and line of every key, except keys in flow mappings and keys with dots."""
     for key, value in node.value:
         if "." not in key.value:
             path = f"{prefix}{key.value}"
             yield path, key.start_mark.line
             if isinstance(value, yaml.MappingNode) and not value.flow_style:
-                yield from _places(f"{path}.", value)
+                yield from _key_lines(f"{path}.", value)
 
 
-def undescribed(node: yaml.MappingNode) -> list[str]:
-    """Values that neither have a description nor lie in a value, or around values, that has one."""
-    told, paths = described(), [path for path, _ in _places("", node)]
+def undescribed_values(node: yaml.MappingNode) -> list[str]:
+    """Values without a description of their own, of a parent or of a child."""
+    described, paths = described_values(), [path for path, _ in _key_lines("", node)]
 
-    def known(path: str) -> bool:
-        above = path.split(".")
-        inside = any(".".join(above[:count]) in told for count in range(1, len(above) + 1))
-        return inside or any(other.startswith(f"{path}.") for other in told)
+    def is_described(path: str) -> bool:
+        parts = path.split(".")
+        prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        children = (other for other in described if other.startswith(f"{path}."))
+        return any(prefix in described for prefix in prefixes) or any(children)
 
-    return [path for path in paths if not known(path)]
+    return [path for path in paths if not is_described(path)]
 
 
-def test_it_has_our_versions() -> None:
+def test_chart_versions_match_project() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     assert f'version = "{chart["appVersion"]}"' in project
-    assert values["rayVersion"] == pinned("ray")
+    assert values["rayVersion"] == pinned_version("ray")
 
 
-def test_its_schema_knows_our_job_file() -> None:
+def test_schema_of_job_file_is_up_to_date() -> None:
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    assert schema == with_job(schema), AGAIN
+    assert schema == update_job_schema(schema), HINT
 
 
-def test_its_readme_lists_its_values() -> None:
+def test_values_table_is_up_to_date() -> None:
     page = README.read_text(encoding="utf-8")
-    assert page == with_values(page), AGAIN
+    assert page == update_values_table(page), HINT
 
 
 def test_every_value_is_described() -> None:
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
-    assert undescribed(yaml.compose(text, yaml.SafeLoader)) == []
-    more = yaml.compose(f"{text}\nundescribed: 1", yaml.SafeLoader)
-    assert undescribed(more) == ["undescribed"]
+    assert undescribed_values(yaml.compose(text, yaml.SafeLoader)) == []
+    extended = yaml.compose(f"{text}\nundescribed: 1", yaml.SafeLoader)
+    assert undescribed_values(extended) == ["undescribed"]
 
 
 if __name__ == "__main__":
-    new = with_job(json.loads(SCHEMA.read_text(encoding="utf-8")))
-    SCHEMA.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
-    README.write_text(with_values(README.read_text(encoding="utf-8")), encoding="utf-8")
+    schema = update_job_schema(json.loads(SCHEMA.read_text(encoding="utf-8")))
+    SCHEMA.write_text(json.dumps(schema, indent=2) + "\n", encoding="utf-8")
+    README.write_text(update_values_table(README.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The generated tables of the documentation are those of the code, and links lead somewhere.
+"""Generated tables of the documentation are up to date, and links between pages are valid.
 
-`python -m tests.house.test_docs` writes the tables anew.
+`python -m tests.house.test_docs` updates the tables.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ PAGES = [page for pattern in FOLDERS for page in sorted(ROOT.glob(pattern))]
 
 
 def stage_table() -> str:
-    heads = ("stage", "model weights", "main grads", "optimizer state, main weights")
-    lines = [_row(*heads, "gradients move by", "weights move by"), _row(*["---"] * 6)]
+    headings = ("stage", "model weights", "main grads", "optimizer state, main weights")
+    lines = [_row(*headings, "gradients move by", "weights move by"), _row(*["---"] * 6)]
     for stage in STAGES:
         places = (stage.model_weights, stage.main_grads, stage.optimizer_state)
         moves = (stage.gradient_collective, stage.weight_collective)
-        lines.append(_row(str(stage.number), *(one.value for one in (*places, *moves))))
+        lines.append(_row(str(stage.number), *(item.value for item in (*places, *moves))))
     return "\n".join(lines)
 
 
 def bytes_table() -> str:
-    """As it stands in the docstring of engine/accounting.py."""
+    """The table in the docstring of engine/accounting.py."""
     return "\n".join(
         line for line in (accounting.__doc__ or "").splitlines() if line.startswith("|")
     )
@@ -70,7 +70,7 @@ def state_table() -> str:
 
 
 def settings_table(section: type[BaseModel], prefix: str) -> str:
-    """A section of the job file, as its model describes it."""
+    """The settings of a section of the job file, from its model."""
     lines = [_row("setting", "default", "what it is"), "|---|---|---|"]
     for key, field in section.model_fields.items():
         default = "none" if field.default is None else field.default
@@ -79,10 +79,10 @@ def settings_table(section: type[BaseModel], prefix: str) -> str:
 
 
 def fault_table() -> str:
-    """Every word of the fault language with its arguments and their defaults."""
+    """Every fault with its arguments and their defaults."""
     lines = [_row("fault", "what happens", "where"), "|---|---|---|"]
-    for word, kind in FAULT_KINDS.items():
-        lines.append(_row(f"`{fault_usage(word)}`", kind.description, kind.target))
+    for name, kind in FAULT_KINDS.items():
+        lines.append(_row(f"`{fault_usage(name)}`", kind.description, kind.target))
     return "\n".join(lines)
 
 
@@ -103,9 +103,9 @@ def series_table() -> str:
     lines = [_row("series", "type", "labels", "unit", "what it is"), "|---|---|---|---|---|"]
     for group, members in SERIES.items():
         lines.append(_row(f"**{group}**", "", "", "", ""))
-        for one in members:
-            labels = ", ".join(f"`{label}`" for label in one.labels)
-            lines.append(_row(f"`{one.name}`", one.kind, labels, one.unit, one.help))
+        for series in members:
+            labels = ", ".join(f"`{label}`" for label in series.labels)
+            lines.append(_row(f"`{series.name}`", series.kind, labels, series.unit, series.help))
     return "\n".join(lines)
 
 
@@ -127,7 +127,7 @@ def old_name_table() -> str:
     return "\n".join(lines)
 
 
-def short_table() -> str:
+def shorthand_table() -> str:
     lines = [_row("section", "`true`", "`false`"), "|---|---|---|"]
     lines += [
         _row(f"`{path}`", *(f"`{json.dumps(meaning)}`" for meaning in meanings))
@@ -149,7 +149,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "faults": fault_table,
     },
     ROOT / "docs/config.md": {
-        "shorts": short_table,
+        "shorts": shorthand_table,
         "autos": auto_table,
         "old names": old_name_table,
         "keys": key_table,
@@ -165,41 +165,41 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
 WITH_TABLES = pytest.mark.parametrize("path", TABLES, ids=lambda path: path.name)
 
 
-def with_tables(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    """The page with every table between its marks made anew."""
+def update_tables(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """The page with every table between its markers regenerated."""
     for name, make in tables.items():
         begin, end = f"<!-- table: {name} -->\n", "<!-- end of table -->"
         parts = re.split(f"({begin}).*?({end})", page, flags=re.DOTALL)
-        assert len(parts) == 4, f"the page has not one table marked {name!r}"
+        assert len(parts) == 4, f"the page must have exactly one table marked {name!r}"
         page = parts[0] + begin + make() + "\n" + end + parts[3]
     return page
 
 
 @WITH_TABLES
-def test_the_tables_are_those_of_the_code(path: Path) -> None:
+def test_tables_are_up_to_date(path: Path) -> None:
     page = path.read_text(encoding="utf-8")
-    told = "python -m tests.house.test_docs writes them anew"
-    assert page == with_tables(page, TABLES[path]), told
+    hint = "run python -m tests.house.test_docs to update them"
+    assert page == update_tables(page, TABLES[path]), hint
 
 
 @WITH_TABLES
-def test_a_table_that_differs_is_seen(path: Path) -> None:
-    """The last cell of each table changed."""
+def test_outdated_table_is_detected(path: Path) -> None:
+    """With a change in the last cell of each table."""
     page = path.read_text(encoding="utf-8")
     for name in TABLES[path]:
-        place = page.index(" |\n<!-- end of table -->", page.index(f"<!-- table: {name} -->"))
-        changed = page[:place] + "other" + page[place:]
-        assert with_tables(changed, TABLES[path]) == page
+        position = page.index(" |\n<!-- end of table -->", page.index(f"<!-- table: {name} -->"))
+        changed = page[:position] + "other" + page[position:]
+        assert update_tables(changed, TABLES[path]) == page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_between_our_pages_lead_somewhere(page: Path) -> None:
+def test_linked_files_exist(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
-    inside = [target for target in targets if "://" not in target]
-    assert [target for target in inside if not (page.parent / target).exists()] == []
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (page.parent / target).exists()] == []
 
 
 if __name__ == "__main__":
     for path, tables in TABLES.items():
         text = path.read_text(encoding="utf-8")
-        path.write_text(with_tables(text, tables), encoding="utf-8")
+        path.write_text(update_tables(text, tables), encoding="utf-8")

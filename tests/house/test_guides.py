@@ -1,4 +1,4 @@
-"""What the pages tell the reader to type can be typed, and links into a page find their heading."""
+"""Commands in the documentation are valid, and links to headings resolve."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.house.source import ROOT
 from tests.house.test_docs import PAGES
 
 WITH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-OURS = re.compile(r"(?:^|\s)(?:\S*python3? -m )?rayzero (?=[a-z-])")
+COMMAND = re.compile(r"(?:^|\s)(?:\S*python3? -m )?rayzero (?=[a-z-])")
 FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 SHELLS = ("", "console", "bash", "sh")
 USAGE_ERROR: Any = typer.BadParameter.__base__
-TREE: Any = get_command(app)
+ROOT_COMMAND: Any = get_command(app)
 
 
-def mistake(line: str) -> str | None:
-    """What is wrong with a whole command line, such as `rayzero ls --json`."""
-    command, words = TREE, _words(line)
+def command_error(line: str) -> str | None:
+    """The usage error of a complete command line such as `rayzero ls --json`."""
+    command, words = ROOT_COMMAND, _arguments(line)
     names = ["rayzero"]
     while commands := getattr(command, "commands", None):
         name = words.pop(0) if words else ""
@@ -44,89 +44,93 @@ def mistake(line: str) -> str | None:
     return None
 
 
-def unknown(phrase: str) -> str | None:
-    """What is not known of a command that is spoken of, such as `rayzero ls`: names and options."""
-    words = phrase.split()[1:]
-    known = _names()
-    path = words[:2] if f"{words[0]} {words[1] if words[1:] else ''}" in known else words[:1]
-    if any(f"{one}" not in known for one in path[0].split("|")):
+def mention_error(mention: str) -> str | None:
+    """An unknown command or option in a mention of a command such as `rayzero ls`."""
+    words = mention.split()[1:]
+    options_by_command = _options_by_command()
+    full_name = f"{words[0]} {words[1] if words[1:] else ''}"
+    path = words[:2] if full_name in options_by_command else words[:1]
+    if any(name not in options_by_command for name in path[0].split("|")):
         return f"no command {path[0]}"
-    options = known[" ".join(path)] if "|" not in path[0] else None
-    flags = (word.strip("[],.") for word in words[len(path) :])
-    asked = [flag for flag in flags if flag.startswith("-") and len(flag) > 1]
-    wrong = [flag for flag in asked if options is not None and flag not in options]
-    return f"{' '.join(path)} has no {', '.join(wrong)}" if wrong else None
+    options = options_by_command[" ".join(path)] if "|" not in path[0] else None
+    arguments = (word.strip("[],.") for word in words[len(path) :])
+    flags = [word for word in arguments if word.startswith("-") and len(word) > 1]
+    unknown = [flag for flag in flags if options is not None and flag not in options]
+    return f"{' '.join(path)} has no {', '.join(unknown)}" if unknown else None
 
 
 @cache
-def _names() -> dict[str, list[str]]:
-    """The options of every command by its whole name."""
-    found: dict[str, list[str]] = {}
-    for name, command in TREE.commands.items():
-        below = {f"{name} {key}": one for key, one in getattr(command, "commands", {}).items()}
-        for full, one in {name: command, **below}.items():
-            found[full] = ["--help", *(flag for param in one.params for flag in param.opts)]
-    return found
+def _options_by_command() -> dict[str, list[str]]:
+    """The options of every command by its full name."""
+    options: dict[str, list[str]] = {}
+    for name, command in ROOT_COMMAND.commands.items():
+        commands = {name: command}
+        for key, subcommand in getattr(command, "commands", {}).items():
+            commands[f"{name} {key}"] = subcommand
+        for full_name, item in commands.items():
+            options[full_name] = ["--help", *(flag for param in item.params for flag in param.opts)]
+    return options
 
 
-def _words(line: str) -> list[str]:
-    """Its arguments, without comments and what comes behind a pipe or the like."""
+def _arguments(line: str) -> list[str]:
+    """Arguments of a command line up to a comment, pipe or redirection."""
     words = shlex.split(line, comments=True)[1:]
-    ends = [at for at, word in enumerate(words) if word in ("|", ">", ">>", "&", "&&", ";", "2>&1")]
+    separators = ("|", ">", ">>", "&", "&&", ";", "2>&1")
+    ends = [index for index, word in enumerate(words) if word in separators]
     return words[: min(ends, default=len(words))]
 
 
 def commands(page: str) -> Iterator[str]:
-    """The command lines of a page's code blocks, from `rayzero` on."""
+    """The rayzero command lines in a page's code blocks."""
     for kind, block in FENCED.findall(page):
         for line in block.replace("\\\n", " ").splitlines() if kind in SHELLS else ():
-            if (found := OURS.search(line)) and not line.lstrip().startswith("#"):
-                yield "rayzero " + line[found.end() :]
+            if (match := COMMAND.search(line)) and not line.lstrip().startswith("#"):
+                yield "rayzero " + line[match.end() :]
 
 
-def phrases(page: str) -> Iterator[str]:
-    """Commands that are spoken of in the text."""
+def mentions(page: str) -> Iterator[str]:
+    """Commands mentioned in the text, outside code blocks."""
     for code in re.findall(r"`(rayzero [a-z][^`]*)`", FENCED.sub("", page)):
         yield " ".join(code.split())
 
 
 def anchors(page: str) -> set[str]:
-    """The names that a page's headings have as GitHub makes them."""
-    heads = re.findall(r"^#+ (.*)$", page, re.M)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @WITH_PAGE
-def test_every_command_of_a_block_is_one(page: Path) -> None:
-    told = {line: mistake(line) for line in commands(page.read_text(encoding="utf-8"))}
-    assert {line: wrong for line, wrong in told.items() if wrong} == {}
+def test_commands_in_code_blocks_are_valid(page: Path) -> None:
+    errors = {line: command_error(line) for line in commands(page.read_text(encoding="utf-8"))}
+    assert {line: error for line, error in errors.items() if error} == {}
 
 
 @WITH_PAGE
-def test_every_command_that_is_spoken_of_is_one(page: Path) -> None:
-    told = {line: unknown(line) for line in phrases(page.read_text(encoding="utf-8"))}
-    assert {line: wrong for line, wrong in told.items() if wrong} == {}
+def test_mentioned_commands_are_valid(page: Path) -> None:
+    errors = {text: mention_error(text) for text in mentions(page.read_text(encoding="utf-8"))}
+    assert {text: error for text, error in errors.items() if error} == {}
 
 
 @WITH_PAGE
-def test_every_link_to_a_heading_finds_it(page: Path) -> None:
-    lost = []
+def test_linked_headings_exist(page: Path) -> None:
+    broken = []
     for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             other = page.parent / target if target else page
             if anchor not in anchors(other.read_text(encoding="utf-8")):
-                lost.append(f"{target}#{anchor}")
-    assert lost == []
+                broken.append(f"{target}#{anchor}")
+    assert broken == []
 
 
-def test_the_index_has_every_page() -> None:
+def test_index_lists_every_page() -> None:
     index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
     pages = {page.name for page in PAGES if page.parent == ROOT / "docs"} - {"README.md"}
     assert {page for page in pages if f"]({page})" not in index} == set()
 
 
 @pytest.mark.parametrize(
-    ("line", "wrong"),
+    ("line", "error"),
     [
         ("rayzero ls --jsno", "--jsno"),
         ("rayzero lss", "no command"),
@@ -137,19 +141,19 @@ def test_the_index_has_every_page() -> None:
         ("rayzero status --help", None),
     ],
 )
-def test_a_wrong_command_is_seen(line: str, wrong: str | None) -> None:
-    found = mistake(line)
-    assert found is None if wrong is None else wrong in str(found)
+def test_command_error(line: str, error: str | None) -> None:
+    message = command_error(line)
+    assert message is None if error is None else error in str(message)
 
 
-@pytest.mark.parametrize("phrase", ["rayzero lss", "rayzero ckpt ls --to X", "rayzero ls|rn"])
-def test_a_wrong_phrase_is_seen(phrase: str) -> None:
-    assert unknown(phrase)
+@pytest.mark.parametrize("mention", ["rayzero lss", "rayzero ckpt ls --to X", "rayzero ls|rn"])
+def test_mention_error(mention: str) -> None:
+    assert mention_error(mention)
 
 
-def test_commands_are_found_where_pages_have_them() -> None:
+def test_commands_mentions_and_anchors_of_a_page() -> None:
     block = "```\nray job submit -- rayzero run job.yaml\nmetrics: rayzero_x 1\n```\n"
     page = f"```py\nx\n```\n{block}See `rayzero ls`."
     assert list(commands(page)) == ["rayzero run job.yaml"]
-    assert list(phrases(page)) == ["rayzero ls"]
+    assert list(mentions(page)) == ["rayzero ls"]
     assert anchors("# A `b`, and c-d\n") == {"a-b-and-c-d"}

@@ -1,4 +1,4 @@
-"""Who may import what, and what an import may cost."""
+"""Rules for imports between packages, and the cost of importing rayzero."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.house.source import (
     PACKAGES,
     ROOT,
     Module,
-    imported,
+    imported_names,
     packages,
     parse,
     scripts,
     suite,
-    used,
+    used_names,
 )
 
-# The only modules that talk to Ray; everything else can be driven in a test without it.
+# The only modules that import Ray; all others can be tested without it.
 RAY_MODULES = {
     "rayzero.orchestrator.cluster.ray_api",
     "rayzero.orchestrator.job.api",
@@ -42,7 +42,7 @@ RAY_MODULES = {
     "rayzero.workers.prestop",
     "rayzero.workers.vault.actor",
 }
-# The only modules that call collectives; engine/comm/collectives.py counts what passes.
+# The only modules that call collectives; engine/comm/collectives.py counts their calls.
 COLLECTIVE_MODULES = {
     "rayzero.engine.comm.gloo",
     "rayzero.engine.comm.gloo_p2p",
@@ -53,56 +53,57 @@ COLLECTIVES = (
     *("all_gather", "all_reduce", "all_to_all", "batch_isend_irecv", "broadcast", "gather"),
     *("irecv", "isend", "recv", "reduce", "scatter", "send"),
 )
-IMPORT_LIMIT_S = 0.3
+MAX_IMPORT_S = 0.3
 
 
-def outside(module: Module, top: str) -> bool:
-    return any(name.split(".")[0] == top for _, name in imported(module))
+def imports_package(module: Module, package: str) -> bool:
+    return any(name.split(".")[0] == package for _, name in imported_names(module))
 
 
 def collective_calls(module: Module) -> list[str]:
     return [
         f"{module.name}:{line} {name}"
-        for line, name in used(module)
+        for line, name in used_names(module)
         if name.startswith("torch.distributed.") and name.split(".")[-1].startswith(COLLECTIVES)
     ]
 
 
 def relative_imports(module: Module) -> list[str]:
-    return [f"{module.name}:{line}" for line, name in imported(module) if name.startswith(".")]
+    names = imported_names(module)
+    return [f"{module.name}:{line}" for line, name in names if name.startswith(".")]
 
 
 def bare_imports(module: Module) -> list[str]:
-    """`import engine` finds the folder when run from the checkout, and a user's own elsewhere."""
-    found = imported(module)
-    return [f"{module.name}:{line}" for line, name in found if name.split(".")[0] in PACKAGES]
+    """Imports such as `import engine`, which only work in the checkout's folder."""
+    names = imported_names(module)
+    return [f"{module.name}:{line}" for line, name in names if name.split(".")[0] in PACKAGES]
 
 
 def asserts(module: Module) -> list[str]:
-    """`python -O` removes them: what can go wrong is raised."""
+    """`python -O` removes assertions: errors must be raised."""
     nodes = ast.walk(module.tree)
     return [f"{module.name}:{node.lineno}" for node in nodes if isinstance(node, ast.Assert)]
 
 
 def upward_imports(graph: grimp.ImportGraph) -> list[str]:
-    """Also those for type checkers only, which the layers contract leaves out."""
-    floor = {f"rayzero.{package}": number for number, package in enumerate(PACKAGES)}
+    """Imports of a higher layer, including type-only imports, which the layers contract ignores."""
+    levels = {f"rayzero.{package}": number for number, package in enumerate(PACKAGES)}
 
     def level(name: str) -> int | None:
-        return floor.get(".".join(name.split(".")[:2]))
+        return levels.get(".".join(name.split(".")[:2]))
 
     return [
         f"{module} imports {target}"
         for module in graph.modules
         for target in graph.find_modules_directly_imported_by(module)
-        if (here := level(module)) is not None
-        and (there := level(target)) is not None
-        and there > here
+        if (module_level := level(module)) is not None
+        and (target_level := level(target)) is not None
+        and target_level > module_level
     ]
 
 
-def cycle(graph: grimp.ImportGraph) -> list[str]:
-    """One ring of imports, those inside functions included (they only hide it); else empty."""
+def find_cycle(graph: grimp.ImportGraph) -> list[str]:
+    """A cycle of imports, including imports inside functions; empty if there is none."""
     edges = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     try:
         TopologicalSorter(edges).prepare()
@@ -117,14 +118,14 @@ def runtime_graph() -> grimp.ImportGraph:
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
-    """The contracts of pyproject.toml, on the checkout or a copy of it."""
+    """Run import-linter with the contracts of pyproject.toml on the checkout or a copy."""
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
     return subprocess.run(
         [*command, "--no-cache"], cwd=root, capture_output=True, text=True, timeout=300
     )
 
 
-def test_the_contracts_are_kept() -> None:
+def test_import_contracts() -> None:
     done = lint_imports(ROOT)
     assert done.returncode == 0, done.stdout
 
@@ -138,10 +139,10 @@ def test_the_contracts_are_kept() -> None:
         ("orchestrator/x.py", "from rayzero.engine import x", "no torch, even indirectly"),
     ],
 )
-def test_a_broken_contract_is_seen_behind_the_links(
+def test_import_linter_detects_broken_contract(
     path: str, line: str, contract: str, tmp_path: Path
 ) -> None:
-    """On a copy with one bad line; an `engine/x.py` that imports torch is always there."""
+    """In a copy with symbolic links, in which `engine/x.py` legitimately imports torch at first."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for folder in ("rayzero", *PACKAGES):
         shutil.copytree(
@@ -155,27 +156,27 @@ def test_a_broken_contract_is_seen_behind_the_links(
     assert any(contract in row and "BROKEN" in row for row in done.stdout.splitlines()), done.stdout
 
 
-def test_the_graph_sees_every_module(runtime_graph: grimp.ImportGraph) -> None:
+def test_graph_contains_every_module(runtime_graph: grimp.ImportGraph) -> None:
     assert {module.name for module in packages()} == runtime_graph.modules
 
 
 def test_no_import_cycle(runtime_graph: grimp.ImportGraph) -> None:
-    assert cycle(runtime_graph) == []
-    looped = runtime_graph
-    looped.add_import(importer="rayzero.engine.errors", imported="rayzero.engine.session")
-    looped.add_import(importer="rayzero.engine.session", imported="rayzero.engine.errors")
-    assert len(cycle(looped)) == 3
+    assert find_cycle(runtime_graph) == []
+    graph = runtime_graph
+    graph.add_import(importer="rayzero.engine.errors", imported="rayzero.engine.session")
+    graph.add_import(importer="rayzero.engine.session", imported="rayzero.engine.errors")
+    assert len(find_cycle(graph)) == 3
 
 
-def test_imports_run_one_way_for_type_checkers_too() -> None:
+def test_type_only_imports_respect_layers() -> None:
     graph = grimp.build_graph("rayzero", cache_dir=None)
     assert upward_imports(graph) == []
     graph.add_import(importer="rayzero.engine.errors", imported="rayzero.workers")
     assert upward_imports(graph) == ["rayzero.engine.errors imports rayzero.workers"]
 
 
-def test_ray_is_imported_only_where_it_is_named() -> None:
-    assert {module.name for module in packages() if outside(module, "ray")} == RAY_MODULES
+def test_only_ray_modules_import_ray() -> None:
+    assert {module.name for module in packages() if imports_package(module, "ray")} == RAY_MODULES
 
 
 @pytest.mark.parametrize(
@@ -192,12 +193,12 @@ def test_ray_is_imported_only_where_it_is_named() -> None:
         (collective_calls, "from torch.distributed import broadcast", "import torch.distributed"),
     ],
 )
-def test_a_breach_is_seen(check: Callable[[Module], list[str]], bad: str, good: str) -> None:
+def test_check_detects_violation(check: Callable[[Module], list[str]], bad: str, good: str) -> None:
     assert len(check(parse("m", bad))) == 1
     assert check(parse("m", good)) == []
 
 
-def test_collectives_are_called_only_where_they_are_counted() -> None:
+def test_only_collective_modules_call_collectives() -> None:
     callers = {module.name: calls for module in packages() if (calls := collective_calls(module))}
     assert callers.keys() == COLLECTIVE_MODULES, callers
 
@@ -205,18 +206,18 @@ def test_collectives_are_called_only_where_they_are_counted() -> None:
 @pytest.mark.parametrize("check", [relative_imports, bare_imports])
 def test_imports_are_absolute(check: Callable[[Module], list[str]]) -> None:
     modules = [*packages(), *scripts(), *suite()]
-    assert [breach for module in modules for breach in check(module)] == []
+    assert [violation for module in modules for violation in check(module)] == []
 
 
-def test_no_assert_in_the_packages() -> None:
-    assert [breach for module in packages() for breach in asserts(module)] == []
+def test_packages_have_no_assert_statements() -> None:
+    assert [violation for module in packages() for violation in asserts(module)] == []
 
 
 @pytest.mark.parametrize(
     ("package", "without"), [("orchestrator", "torch"), ("engine", "ray"), ("workers", None)]
 )
-def test_a_package_imports_alone(package: str, without: str | None) -> None:
-    """Every module of a package, in a fresh process in which another package does not exist."""
+def test_package_imports_without_dependency(package: str, without: str | None) -> None:
+    """Import every module of a package in a new process in which another package is missing."""
     names = [m.name for m in packages() if m.name.startswith(f"rayzero.{package}")]
     script = (
         "import importlib, sys\n"
@@ -230,7 +231,7 @@ def test_a_package_imports_alone(package: str, without: str | None) -> None:
 
 
 def cpu_s(*arguments: str) -> float:
-    """Least processor time of a Python process: other work on the machine only ever adds to it."""
+    """Minimum CPU time of several Python processes; other load on the machine only adds to it."""
     times = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -244,17 +245,17 @@ def cpu_s(*arguments: str) -> float:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("arguments", [["-c", "import rayzero"], ["-m", "rayzero", "--help"]])
-def test_the_door_opens_fast(arguments: list[str]) -> None:
-    assert cpu_s(*arguments) - cpu_s("-c", "pass") < IMPORT_LIMIT_S
+def test_import_and_help_are_fast(arguments: list[str]) -> None:
+    assert cpu_s(*arguments) - cpu_s("-c", "pass") < MAX_IMPORT_S
 
 
-def test_the_door_costs_neither_torch_nor_ray() -> None:
+def test_import_and_help_load_neither_torch_nor_ray() -> None:
     script = (
-        "import sys, rayzero, rayzero.__main__ as door\n"
+        "import sys, rayzero, rayzero.__main__ as cli\n"
         "heavy = {'torch', 'ray', 'numpy', 'pyarrow'}\n"
         "loaded = heavy & set(sys.modules)\n"
         "sys.argv = ['rayzero', '--help']\n"
-        "try:\n    door.main()\nexcept SystemExit as end:\n    loaded |= {end.code} - {0, None}\n"
+        "try:\n    cli.main()\nexcept SystemExit as end:\n    loaded |= {end.code} - {0, None}\n"
         "sys.exit(repr(loaded | (heavy & set(sys.modules))) if loaded else 0)\n"
     )
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The table of journeys in docs/architecture.md: how many files one opens for one change."""
+"""The table of journeys in docs/architecture.md: how many files a change touches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.house.source import ROOT, packages
 from tests.house.test_names import import_graph
 
-# The most files of each journey, by its first words.
+# The maximum number of files of each journey, by its first words.
 LIMITS = {
     "a worker dies": 25,
     "a gradient is reduced": 10,
@@ -21,7 +21,7 @@ LIMITS = {
     "a codec is added": 3,
 }
 PROTOCOLS = ("rayzero.engine.comm.backend",)
-"""A caller and an implementation meet in these, without importing each other."""
+"""Modules that connect callers and implementations which do not import each other."""
 
 
 def journeys() -> dict[str, tuple[int, list[str]]]:
@@ -33,10 +33,9 @@ def journeys() -> dict[str, tuple[int, list[str]]]:
 
 
 def connected(files: list[str], graph: dict[str, set[str]]) -> set[str]:
-    """The files of a journey that import another of it, are imported by one, or share a
-    protocol."""
+    """The files of a journey that import another one, are imported by one, or share a protocol."""
     names = {f"rayzero.{file.removesuffix('.py').replace('/', '.')}": file for file in files}
-    edges = {(one, other) for one in names for other in graph.get(one, set()) & names.keys()}
+    edges = {(name, target) for name in names for target in graph.get(name, set()) & names.keys()}
     for protocol in PROTOCOLS:
         users = sorted(name for name in names if protocol in graph.get(name, set()))
         edges |= set(pairwise(users))
@@ -49,7 +48,7 @@ def graph() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("start", LIMITS)
-def test_a_journey_is_as_long_as_the_table_says(start: str, graph: dict[str, set[str]]) -> None:
+def test_journey_matches_table(start: str, graph: dict[str, set[str]]) -> None:
     count, files = next(row for name, row in journeys().items() if name.startswith(start))
     assert len(files) == len(set(files)) == count <= LIMITS[start]
     assert [file for file in files if not (ROOT / file).is_file()] == []
@@ -61,7 +60,7 @@ def test_every_journey_has_a_limit() -> None:
     assert len(journeys()) == len(LIMITS)
 
 
-def test_a_file_that_is_not_connected_is_seen(graph: dict[str, set[str]]) -> None:
+def test_unconnected_file_is_detected(graph: dict[str, set[str]]) -> None:
     assert connected(["engine/errors.py", "orchestrator/machine.py"], graph) == {
         "engine/errors.py",
         "orchestrator/machine.py",

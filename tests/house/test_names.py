@@ -1,4 +1,4 @@
-"""Names, file sizes and language: the code reads as plain technical English, one subject a file."""
+"""Rules for names, file sizes, module structure and language of the packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from tests.house.source import Function, Module, packages, parse
 
-# Most of each that the packages may have.
+# The maximum number of violations of each rule.
 LIMITS = {
     "small files with one importer": 6,
     "folders that import each other": 0,
@@ -29,10 +29,10 @@ LIMITS = {
     "records over 16 fields": 2,
 }
 SMALL_FILE_LINES = 60
-LEAST_MEDIAN_FILE_LINES = 140
-MOST_LINES = 37_500
+MIN_MEDIAN_FILE_LINES = 140
+MAX_LINES = 37_500
 
-# Module names that mean nothing to a reader who has not met them.
+# Module names that are not descriptive.
 _RETIRED = """
     admission answers asking behind bell blame bounds carrying chronicle codes columns coming
     crew desk doors elsewhere ending feed found halves hearing judge keeper keeping lasting
@@ -54,7 +54,7 @@ Graph = dict[str, set[str]]
 
 
 def import_graph(modules: Sequence[Module]) -> Graph:
-    """What each module imports of the others, inside functions and for type checkers too."""
+    """The modules that each module imports, also inside functions and for type checkers."""
     names = {module.name for module in modules}
     graph: Graph = {}
     for module in modules:
@@ -91,9 +91,9 @@ def folders_that_import_each_other(modules: Sequence[Module]) -> list[str]:
         (folders[name], folders[other]) for name, targets in graph.items() for other in targets
     }
     return sorted(
-        f"{one} <-> {other}"
-        for one, other in pairs
-        if one < other and (other, one) in pairs and not other.startswith(f"{one}.")
+        f"{first} <-> {second}"
+        for first, second in pairs
+        if first < second and (second, first) in pairs and not second.startswith(f"{first}.")
     )
 
 
@@ -106,21 +106,21 @@ def import_cycles(modules: Sequence[Module]) -> list[str]:
 
 
 def class_names_used_twice(modules: Sequence[Module]) -> list[str]:
-    homes = defaultdict(list)
+    definitions = defaultdict(list)
     for module in modules:
         for node in module.tree.body:
             public = isinstance(node, ast.ClassDef) and not node.name.startswith("_")
             if public and ".deepspeed" not in module.name:
-                homes[node.name].append(module.name)
-    return [f"{name}: {', '.join(found)}" for name, found in homes.items() if len(found) > 1]
+                definitions[node.name].append(module.name)
+    return [f"{name}: {', '.join(names)}" for name, names in definitions.items() if len(names) > 1]
 
 
 def module_names_used_three_times(modules: Sequence[Module]) -> list[str]:
-    homes = defaultdict(list)
+    modules_by_name = defaultdict(list)
     for module in modules:
         if not module.is_package:
-            homes[module.name.rpartition(".")[2]].append(module.name)
-    return [f"{name}: {', '.join(found)}" for name, found in homes.items() if len(found) > 2]
+            modules_by_name[module.name.rpartition(".")[2]].append(module.name)
+    return [f"{name}: {', '.join(full)}" for name, full in modules_by_name.items() if len(full) > 2]
 
 
 def retired_module_names(modules: Sequence[Module]) -> list[str]:
@@ -128,37 +128,37 @@ def retired_module_names(modules: Sequence[Module]) -> list[str]:
 
 
 def phrases(modules: Sequence[Module]) -> list[str]:
-    """Idiom that is not technical English, in comments and strings."""
-    found = []
+    """Phrases that are not technical English, in comments and strings."""
+    violations = []
     for module in modules:
         for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
             if token.type in (tokenize.COMMENT, tokenize.STRING):
-                hits = PHRASES.findall(token.string)
-                found += [f"{module.name}:{token.start[0]} {hit}" for hit in hits]
-    return found
+                matches = PHRASES.findall(token.string)
+                violations += [f"{module.name}:{token.start[0]} {match}" for match in matches]
+    return violations
 
 
 def functions_with_over_8_arguments(modules: Sequence[Module]) -> list[str]:
-    found = []
+    violations = []
     for module in modules:
         for node in ast.walk(module.tree):
             if isinstance(node, Function):
                 spec = node.args
                 names = [arg.arg for arg in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
                 if len([name for name in names if name not in ("self", "cls")]) > 8:
-                    found.append(f"{module.name}.{node.name}")
-    return found
+                    violations.append(f"{module.name}.{node.name}")
+    return violations
 
 
 def classes_over_40_public_names(modules: Sequence[Module]) -> list[str]:
-    index = {
+    classes = {
         node.name: node
         for module in modules
         for node in module.tree.body
         if isinstance(node, ast.ClassDef)
     }
 
-    def public(node: ast.ClassDef, seen: frozenset[str]) -> set[str]:
+    def public_names(node: ast.ClassDef, visited: frozenset[str]) -> set[str]:
         names = {part.name for part in node.body if isinstance(part, Function)}
         for part in ast.walk(node):
             if isinstance(part, ast.Assign) and part in node.body:
@@ -167,11 +167,13 @@ def classes_over_40_public_names(modules: Sequence[Module]) -> list[str]:
             if stored and isinstance(part.value, ast.Name) and part.value.id == "self":
                 names.add(part.attr)
         for base in node.bases:
-            if isinstance(base, ast.Name) and base.id in index and base.id not in seen:
-                names |= public(index[base.id], seen | {base.id})
+            if isinstance(base, ast.Name) and base.id in classes and base.id not in visited:
+                names |= public_names(classes[base.id], visited | {base.id})
         return {name for name in names if not name.startswith("_")}
 
-    return [name for name, node in index.items() if len(public(node, frozenset({name}))) > 40]
+    return [
+        name for name, node in classes.items() if len(public_names(node, frozenset({name}))) > 40
+    ]
 
 
 def records_over_16_fields(modules: Sequence[Module]) -> list[str]:
@@ -200,15 +202,15 @@ RULES: dict[str, Callable[[Sequence[Module]], list[str]]] = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_is_kept(rule: str) -> None:
-    breaches = RULES[rule](packages())
-    assert len(breaches) <= LIMITS[rule], "\n".join(breaches)
+def test_rule(rule: str) -> None:
+    violations = RULES[rule](packages())
+    assert len(violations) <= LIMITS[rule], "\n".join(violations)
 
 
-def test_files_are_neither_too_fine_nor_too_many() -> None:
+def test_median_file_size_and_total_size() -> None:
     lines = [module.lines for module in packages() if not module.is_package]
-    assert statistics.median(lines) >= LEAST_MEDIAN_FILE_LINES
-    assert sum(lines) <= MOST_LINES
+    assert statistics.median(lines) >= MIN_MEDIAN_FILE_LINES
+    assert sum(lines) <= MAX_LINES
 
 
 @pytest.mark.parametrize(
@@ -238,7 +240,7 @@ def test_files_are_neither_too_fine_nor_too_many() -> None:
         ("records over 16 fields", {"p.a": "@dataclass\nclass C:\n" + " a: int\n" * 17}),
     ],
 )
-def test_a_breach_is_seen(rule: str, sources: dict[str, str]) -> None:
+def test_rule_detects_violation(rule: str, sources: dict[str, str]) -> None:
     modules = [parse(name, text) for name, text in sources.items()]
-    found = {name for name, check in RULES.items() if check(modules)}
-    assert rule in found
+    violated = {name for name, check in RULES.items() if check(modules)}
+    assert rule in violated
