@@ -1,11 +1,10 @@
-"""What the controller costs: simulated workers that heartbeat, take steps, and die.
+"""CPU usage and reaction time of the controller, with simulated workers that fail.
 
-The controller is the real one, in real time, in a process of its own; the workers and vaults are
-rows in another process (`control_world`), behind pipes. Job metrics are on, and scraped every
-10 s; the journal, the log and the feed are written as on a cluster. A death is repaired, and the
-full size reached again; one that comes before a repair has finished a step belongs to that repair.
-Measured are the share of a core, and the time from a death to the first order that answers it (pipe
-included).
+The real controller runs in its own process in real time; workers and vaults are simulated in
+another process (`control_cluster`), connected by pipes. Job metrics are scraped every 10 s, and the
+journal, the log and the event feed are written as usual. Every fault is repaired and the worker is
+replaced; a fault before a repair has completed a step is part of that repair. The results are the
+share of a CPU core, and the time from a fault to the first command after it (including the pipe).
 
     python -m benchmarks.control_plane --workers 250,1000,4000 --seconds 20
 """
@@ -30,8 +29,8 @@ from urllib.request import urlopen
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.control_group import PaperGroup
-from benchmarks.control_world import Scale, run
+from benchmarks.control_cluster import Scale, run
+from benchmarks.control_group import SimulatedGroup
 from benchmarks.machine import describe_machine, format_machine
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator import machine
@@ -50,20 +49,20 @@ from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.orchestrator.spec import JobSpec
 
 WARMUP_S = 3.0
-SCRAPE_S = 10.0
+SCRAPE_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One size.
+    """Results for one number of workers.
 
     Args:
-        core: the controller's CPU seconds a second, the pipe's decoding left out.
-        decoding_core: the pipe's decoding, which on a cluster is Ray's.
-        quiet_core: the same before the first fault.
-        faults, repaired: deaths, and how many of them belong to a repair that came to its end.
-        answer_ms: from a death to the first order, at the 50th and the 99th percentile, and most.
-        repair_s: medians, from a death's notice to the next finished step, less that step.
+        core: CPU seconds of the controller per second, excluding decoding of pipe messages.
+        decoding_core: CPU seconds of that decoding per second; on a cluster, Ray does this work.
+        quiet_core: like `core`, before the first fault.
+        faults, repaired: number of faults, and of those in completed repairs.
+        answer_ms: from a fault to the first command: 50th and 99th percentile, and maximum.
+        repair_s: median from a fault's detection to the next finished step, minus that step.
     """
 
     workers: int
@@ -78,7 +77,7 @@ class Row:
     repair_s: float
 
 
-class _Nothing:
+class _EmptyArchive:
     """An archive without checkpoints."""
 
     async def resolve_resume(self) -> CheckpointRef | None:
@@ -88,160 +87,163 @@ class _Nothing:
         return None
 
 
-class _Sights:
-    """What is counted of the job's notices; they are written down as the job's process does it."""
+class _EventCounter:
+    """Counts repairs; also owns the background writer for the job's records."""
 
     def __init__(self) -> None:
         self.writer = BackgroundWriter(print)
         self.running = asyncio.Event()
         self.repaired = 0
-        self.repaired_s: list[float] = []
+        self.repair_s: list[float] = []
 
-    def on_event(self, notice: JobEvent) -> None:
-        if isinstance(notice, StateEntered) and notice.state is State.RUNNING:
+    def on_event(self, event: JobEvent) -> None:
+        if isinstance(event, StateEntered) and event.state is State.RUNNING:
             self.running.set()
-        elif isinstance(notice, Repaired):
-            self.repaired += len(notice.lost)
-            self.repaired_s.append(notice.total_s)
+        elif isinstance(event, Repaired):
+            self.repaired += len(event.lost)
+            self.repair_s.append(event.total_s)
 
 
 def make_job(folder: str, workers: int) -> JobPlan:
     document = {
         "name": "control-plane",
-        "entrypoint": "nothing:runs",
+        "entrypoint": "simulated:train",
         "workers": {"min": max(1, workers // 2), "max": workers},
         "checkpoint": {"path": folder},
         "recovery": {"max_faults": 10**6},
         "metrics": {"port": 0, "host": "127.0.0.1"},
     }
-    return make_plan(validate_document(JobSpec, document, "job"), "nothing:runs")
+    return make_plan(validate_document(JobSpec, document, "job"), "simulated:train")
 
 
 async def measure(
     scale: Scale, seconds: float, pipes: tuple[Connection, Connection], folder: str
 ) -> Row:
-    """One size: some quiet seconds, then those with faults."""
-    group: Any = PaperGroup(*pipes)
-    nothing: Any = _Nothing()
+    """Measure one size: first without faults, then with faults."""
+    group: Any = SimulatedGroup(*pipes)
+    archive: Any = _EmptyArchive()
     plan, clock = make_job(folder, scale.workers), Clock()
-    sights = _Sights()
+    counter = _EventCounter()
     events = EventBus()
-    with closing(Telemetry(plan, clock, sights.writer)) as telemetry:
+    with closing(Telemetry(plan, clock, counter.writer)) as telemetry:
         telemetry.subscribe_to(events)
-        recorder = JobRecorder(plan, EventBuffer(), sights.writer, telemetry.dump_counters)
+        recorder = JobRecorder(plan, EventBuffer(), counter.writer, telemetry.dump_counters)
         recorder.begin(events, adopted=False)
-        events.subscribe(sights.on_event)
-        controller = Controller(plan, Dependencies(group, group, nothing, events, clock))
+        events.subscribe(counter.on_event)
+        controller = Controller(plan, Dependencies(group, group, archive, events, clock))
         job = asyncio.ensure_future(controller.run())
         scrapes = asyncio.ensure_future(_scrape(telemetry))
         try:
             async with asyncio.timeout(60):
-                await sights.running.wait()
+                await counter.running.wait()
             await asyncio.sleep(WARMUP_S)
             quiet, _ = await _cpu_share(WARMUP_S, group)
-            await group.strike(scale.fault_s)
+            await group.inject_faults(scale.fault_s)
             share, decoding = await _cpu_share(seconds, group)
-            await group.strike(0.0)
-            await _until(lambda: sights.repaired == group.deaths)
+            await group.inject_faults(0.0)
+            await _wait_until(lambda: counter.repaired == group.num_faults)
         finally:
             controller.post_event(machine.StopRequested())
             scrapes.cancel()
             await asyncio.gather(job, scrapes, return_exceptions=True)
-            group.end()
-            sights.writer.close(5.0)
+            group.shut_down()
+            counter.writer.close(5.0)
     if not isinstance(error := job.exception(), JobStoppedError):
-        raise RuntimeError(f"the job did not go on to the end: {error}")
-    answers_s = group.answers_s * 2 or [0.0, 0.0]  # quantiles want two
-    hundredths = quantiles(answers_s, n=100, method="inclusive")
-    p50, p99, most = hundredths[49], hundredths[98], max(answers_s)
+        raise RuntimeError(f"the job ended early: {error}")
+    reaction_s = group.reaction_s * 2 or [0.0, 0.0]  # quantiles need at least two values
+    percentiles = quantiles(reaction_s, n=100, method="inclusive")
+    p50, p99, maximum = percentiles[49], percentiles[98], max(reaction_s)
     return Row(
         workers=scale.workers,
         seconds=seconds,
         core=share,
         decoding_core=decoding,
         quiet_core=quiet,
-        faults=group.deaths,
-        repaired=sights.repaired,
-        repairs=len(sights.repaired_s),
-        answer_ms=(p50 * 1e3, p99 * 1e3, most * 1e3),
-        repair_s=median(sights.repaired_s or [0.0]),
+        faults=group.num_faults,
+        repaired=counter.repaired,
+        repairs=len(counter.repair_s),
+        answer_ms=(p50 * 1e3, p99 * 1e3, maximum * 1e3),
+        repair_s=median(counter.repair_s or [0.0]),
     )
 
 
-async def _until(so: Callable[[], bool]) -> None:
-    """Waits for it, a while."""
+async def _wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for the condition, at most 30 s."""
     with suppress(TimeoutError):
         async with asyncio.timeout(30):
-            while not so():
+            while not condition():
                 await asyncio.sleep(0.05)
 
 
 async def _scrape(telemetry: Telemetry) -> None:
-    """As Prometheus does, through HTTP, in the server's own thread."""
+    """Scrape over HTTP like Prometheus; the server has its own thread."""
     while telemetry.url is not None:
         await asyncio.to_thread(lambda: urlopen(f"{telemetry.url}/metrics").read())
-        await asyncio.sleep(SCRAPE_S)
+        await asyncio.sleep(SCRAPE_INTERVAL_S)
 
 
-async def _cpu_share(seconds: float, group: PaperGroup) -> tuple[float, float]:
-    """Of a core: the process but for the pipe's decoding, and that."""
-    wall_s, cpu_s, decoding_s = time.monotonic(), time.process_time(), group.decoder.spent_s
+async def _cpu_share(seconds: float, group: SimulatedGroup) -> tuple[float, float]:
+    """Share of a core of the process without decoding, and of the decoding."""
+    wall_s, cpu_s, decoding_s = time.monotonic(), time.process_time(), group.decoder.cpu_s
     await asyncio.sleep(seconds)
-    wall_s, decoding_s = time.monotonic() - wall_s, group.decoder.spent_s - decoding_s
+    wall_s, decoding_s = time.monotonic() - wall_s, group.decoder.cpu_s - decoding_s
     return (time.process_time() - cpu_s - decoding_s) / wall_s, decoding_s / wall_s
 
 
-def one_size(scale: Scale, seconds: float, seed: int) -> Row:
-    ours, theirs = multiprocessing.Pipe()
-    hears, says = multiprocessing.Pipe(duplex=False)
-    world = multiprocessing.get_context("spawn").Process(
-        target=run, args=(scale, theirs, says, seed), daemon=True
+def measure_in_processes(scale: Scale, seconds: float, seed: int) -> Row:
+    parent_pipe, child_pipe = multiprocessing.Pipe()
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    cluster = multiprocessing.get_context("spawn").Process(
+        target=run, args=(scale, child_pipe, sender, seed), daemon=True
     )
-    world.start()
-    theirs.close()
-    says.close()
+    cluster.start()
+    child_pipe.close()
+    sender.close()
     try:
         with TemporaryDirectory() as folder:
-            return asyncio.run(measure(scale, seconds, (ours, hears), folder))
+            return asyncio.run(measure(scale, seconds, (parent_pipe, receiver), folder))
     finally:
-        world.join(5.0)
-        world.kill()
+        cluster.join(5.0)
+        cluster.kill()
 
 
 def show(rows: list[Row], console: Console) -> None:
     console.print(format_machine(describe_machine()))
     names = ("workers", "core", "decoding", "core, quiet", "faults", "repaired", "repairs")
-    table = Table(*names, "p50 ms", "p99 ms", "most", box=None, pad_edge=False)
-    for one in rows:
-        times = (f"{value:.1f}" for value in one.answer_ms)
-        share = f"{one.core:.1%}", f"{one.decoding_core:.1%}", f"{one.quiet_core:.1%}"
-        counts = map(str, (one.faults, one.repaired, one.repairs))
-        table.add_row(str(one.workers), *share, *counts, *times)
+    table = Table(*names, "p50 ms", "p99 ms", "max ms", box=None, pad_edge=False)
+    for row in rows:
+        times = (f"{value:.1f}" for value in row.answer_ms)
+        share = f"{row.core:.1%}", f"{row.decoding_core:.1%}", f"{row.quiet_core:.1%}"
+        counts = map(str, (row.faults, row.repaired, row.repairs))
+        table.add_row(str(row.workers), *share, *counts, *times)
     console.print(table)
 
 
 def main() -> None:
-    """The command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.control_plane",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--workers", default="250,1000,4000", help="sizes, separated by commas")
-    parser.add_argument("--seconds", type=float, default=20.0, help="with faults, for each size")
+    parser.add_argument(
+        "--workers", default="250,1000,4000", help="comma-separated numbers of workers"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="duration with faults, per size"
+    )
     parser.add_argument("--fault-s", type=float, default=1.0, help="seconds between two faults")
     parser.add_argument("--step-s", type=float, default=1.0, help="seconds between two steps")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result to this file")
     options = parser.parse_args()
     tune_gc_and_switch_interval()
     rows = []
     for workers in map(int, options.workers.split(",")):
         scale = Scale(workers, step_s=options.step_s, fault_s=options.fault_s)
-        rows.append(one_size(scale, options.seconds, options.seed))
+        rows.append(measure_in_processes(scale, options.seconds, options.seed))
     show(rows, Console())
     if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in rows], indent=1))
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
 
 if __name__ == "__main__":

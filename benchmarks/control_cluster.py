@@ -1,0 +1,266 @@
+"""A cluster of simulated workers in a separate process, for `control_plane`.
+
+Without torch and Ray: a worker is a record that sends the messages of a real worker at the same
+times. Workers' messages are sent in batches through one pipe; commands, their replies and vault
+events through another.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rayzero.workers.messages import (
+    Heartbeat,
+    Joined,
+    Restored,
+    StepReport,
+    Stopped,
+    WorkerInfo,
+    WorkerMessage,
+)
+from rayzero.workers.vault.records import ConnectionLost, SlotInfo
+
+START_S = 0.3
+"""Start time of a replacement worker."""
+FAULT_RETRY_S = 0.02
+SLOT_BYTES = 2**28
+WORKERS_PER_BATCH = 32
+"""Workers whose messages are sent together."""
+GAUGES = (
+    *("loss", "lr", "grad_norm", "step_samples", "step_tokens", "skipped", "checkpoint_s"),
+    *("resident_bytes", "replica_step", "replica_bytes", "mfu"),
+    *(f"phases/{name}" for name in ("data", "forward", "backward", "reduce", "update", "mirror")),
+    *(f"bytes/{name}" for name in ("model", "main", "grads", "optimizer", "slots", "staging")),
+    *("collectives/reduce_scatter/calls", "collectives/reduce_scatter/bytes"),
+    *("collectives/all_gather/calls", "collectives/all_gather/bytes"),
+)
+"""Per-step metrics of an engine and its worker, except times."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Size and load of the cluster.
+
+    Args:
+        workers: total number of workers.
+        per_node: workers per node.
+        heartbeat_s, step_s, fault_s: intervals between a worker's heartbeats, between steps, and
+            between faults.
+    """
+
+    workers: int
+    per_node: int = 8
+    heartbeat_s: float = 1.0
+    step_s: float = 1.0
+    fault_s: float = 1.0
+
+
+@dataclass
+class _Worker:
+    """A simulated worker."""
+
+    info: WorkerInfo
+    alive: bool = True
+    generation: int = 0
+    """0 if it is not part of a generation."""
+    rank: int = 0
+
+
+@dataclass
+class ReportBatch:
+    """Workers' messages, followed by lost workers."""
+
+    messages: list[tuple[int, list[WorkerMessage]]] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+
+
+@dataclass
+class EventBatch:
+    """Events and replies that are sent to the controller immediately.
+
+    Args:
+        faults: lost workers as reported by the vault of their node, with the time of the fault.
+        started: new workers.
+        replies: replies to commands by request id.
+    """
+
+    faults: list[tuple[str, ConnectionLost, float]] = field(default_factory=list)
+    started: list[WorkerInfo] = field(default_factory=list)
+    replies: list[tuple[int, Any]] = field(default_factory=list)
+
+
+def run(scale: Scale, pipe: Connection, reports: Connection, seed: int) -> None:
+    """Main function of the process; returns when the pipes are closed."""
+    cluster = _Cluster(scale, random.Random(seed))
+    while True:
+        try:
+            if pipe.poll(cluster.wait_s()):
+                for name, args, request_id in pipe.recv():
+                    reply = cluster.execute(name, *args)
+                    if request_id is not None:
+                        cluster.pending.replies.append((request_id, reply))
+            cluster.run_timers()
+            if (batch := cluster.take_events()) is not None:
+                pipe.send(batch)
+            for report in cluster.take_reports():
+                reports.send(report)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return
+
+
+class _Cluster:
+    def __init__(self, scale: Scale, rng: random.Random) -> None:
+        self.pending = EventBatch()
+        self._reports = ReportBatch()
+        self._scale = scale
+        self._rng = rng
+        self._workers: list[_Worker] = []
+        self._members: list[_Worker] = []
+        self._world_size = 0  # of the latest generation
+        self._generation = 0
+        self._draining = self._injects_faults = False
+        self._step = 0
+        self._slots: dict[str, list[SlotInfo]] = {}
+        self._timer_ids = count()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+
+    def wait_s(self) -> float:
+        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else 1.0
+
+    def run_timers(self) -> None:
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            heapq.heappop(self._timers)[2]()
+
+    def take_events(self) -> EventBatch | None:
+        """Return and clear the pending events and replies; None if there are none."""
+        pending, self.pending = self.pending, EventBatch()
+        return pending if pending != EventBatch() else None
+
+    def take_reports(self) -> Iterator[ReportBatch]:
+        """Return and clear the pending messages, in small batches like real workers' replies."""
+        reports, self._reports = self._reports, ReportBatch()
+        for start in range(0, len(reports.messages), WORKERS_PER_BATCH):
+            yield ReportBatch(reports.messages[start : start + WORKERS_PER_BATCH])
+        if reports.lost:
+            yield ReportBatch(lost=reports.lost)
+
+    def execute(self, name: str, *args: Any) -> Any:
+        """Execute a command of the controller and return its reply."""
+        return getattr(self, f"_do_{name}")(*args)
+
+    def _do_start(self) -> tuple[WorkerInfo, ...]:
+        for index in range(self._scale.workers):
+            self._add(f"node-{index // self._scale.per_node}")
+        self._every(self._scale.step_s, self._take_step)
+        return tuple(worker.info for worker in self._workers)
+
+    def _do_inject_faults(self, interval_s: float) -> None:
+        self._injects_faults = interval_s > 0
+        if self._injects_faults:
+            self._every(interval_s, self._inject_fault)
+
+    def _do_replace(self, worker: int) -> None:
+        node = self._workers[worker].info.node_id
+        self._later(START_S, lambda: self.pending.started.append(self._add(node)))
+
+    def _do_kill(self, worker: int) -> None:
+        self._workers[worker].alive = False
+
+    def _do_assign(self, ranks: dict[int, int], generation: int, world_size: int) -> None:
+        if generation > self._generation:
+            self._generation, self._world_size = generation, world_size
+            self._members, self._draining = [], False
+        if generation < self._generation:
+            return
+        for index, rank in ranks.items():
+            worker = self._workers[index]
+            if worker.alive:
+                worker.generation, worker.rank = generation, rank
+                self._members.append(worker)
+        if len(self._members) == world_size:
+            for member in self._members:
+                joined = Joined(generation, member.rank)
+                self._send(member, joined, Restored(generation, member.rank, self._step))
+
+    def _do_leave(self, workers: Sequence[int], generation: int) -> None:
+        for worker in map(self._workers.__getitem__, workers):
+            if worker.generation == generation and worker.alive:
+                worker.generation = 0
+                self._send(worker, Stopped(generation, worker.rank, None))
+
+    def _do_drain(self, workers: Sequence[int], generation: int) -> None:
+        self._draining |= any(self._workers[i].generation == generation for i in workers)
+
+    def _do_inventory(self, node: str) -> list[SlotInfo]:
+        return self._slots.get(node, [])
+
+    def _add(self, node: str) -> WorkerInfo:
+        index = len(self._workers)
+        worker = _Worker(WorkerInfo(index, node, node, "10.0.0.1", 1000 + index))
+        self._workers.append(worker)
+        first_s = self._rng.uniform(0.0, self._scale.heartbeat_s)
+        self._later(first_s, lambda: self._send_heartbeat(worker))
+        return worker.info
+
+    def _send_heartbeat(self, worker: _Worker) -> None:
+        if worker.alive:
+            self._later(self._scale.heartbeat_s, lambda: self._send_heartbeat(worker))
+            self._send(worker, Heartbeat(worker.rank, self._step + 1, "forward", 0.0))
+
+    def _take_step(self) -> None:
+        if not self._is_complete():
+            return
+        self._step += 1
+        slots: defaultdict[str, list[SlotInfo]] = defaultdict(list)
+        generation, world_size = self._generation, self._world_size
+        times = {"step_s": self._scale.step_s, "exposed_comm_s": 0.01}
+        for worker in self._members:
+            slot = SlotInfo(
+                generation, worker.rank, world_size, self._step, SLOT_BYTES, pinned=False
+            )
+            slots[worker.info.node_id].append(slot)
+            gauges = dict.fromkeys(GAUGES, float(self._step)) | times
+            report = StepReport(generation, worker.rank, self._step, {}, gauges)
+            messages: list[WorkerMessage] = [report]
+            if self._draining:
+                worker.generation = 0
+                messages.append(Stopped(generation, worker.rank, None))
+            self._send(worker, *messages)
+        self._slots = dict(slots)
+
+    def _inject_fault(self) -> None:
+        if not self._injects_faults:
+            return
+        if not self._is_complete():  # retry when the next generation is complete
+            self._later(FAULT_RETRY_S, self._inject_fault)
+            return
+        worker = self._rng.choice(self._members)
+        worker.alive = False
+        self._reports.lost.append(worker.info.index)
+        lost = ConnectionLost(worker.info.index, worker.info.pid)
+        self.pending.faults.append((worker.info.node_id, lost, time.monotonic()))
+
+    def _is_complete(self) -> bool:
+        joined = all(m.alive and m.generation == self._generation for m in self._members)
+        return joined and len(self._members) == self._world_size > 0
+
+    def _send(self, worker: _Worker, *messages: WorkerMessage) -> None:
+        self._reports.messages.append((worker.info.index, list(messages)))
+
+    def _later(self, seconds: float, callback: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._timer_ids), callback))
+
+    def _every(self, seconds: float, callback: Callable[[], None]) -> None:
+        def repeat() -> None:
+            self._later(seconds, repeat)
+            callback()
+
+        self._later(seconds, repeat)
