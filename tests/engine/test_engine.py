@@ -1,7 +1,8 @@
-"""The engine's everyday surface, and what it says when it is used wrongly."""
+"""The engine's public API and the errors of its misuse."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -18,42 +19,42 @@ from tests.support.ranks import run_ranks
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 
-def config(stage: int = 2, **more: Any) -> dict[str, Any]:
+def config(stage: int = 2, **overrides: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0,
         "optimizer": ADAMW,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 100},
-        **more,
+        **overrides,
     }
 
 
-def lone(**more: Any) -> rayzero.Engine:
-    return rayzero.initialize(model=nn.Linear(3, 1), config=config(**more))[0]
+def make_engine(**overrides: Any) -> rayzero.Engine:
+    return rayzero.initialize(model=nn.Linear(3, 1), config=config(**overrides))[0]
 
 
-def loss_of(engine: rayzero.Engine, batch: Tensor) -> Tensor:
+def compute_loss(engine: rayzero.Engine, batch: Tensor) -> Tensor:
     return engine(batch[:, :-1], targets=batch[:, 1:])["loss"]
 
 
 class TestMisuse:
     def test_step_needs_backward(self) -> None:
         with pytest.raises(EngineError, match="without a backward"):
-            lone().step()
+            make_engine().step()
 
     def test_backward_needs_step(self) -> None:
-        engine = lone()
+        engine = make_engine()
         engine.backward(engine(torch.ones(2, 3)).sum())
         with pytest.raises(EngineError, match="twice without step"):
             engine.backward(engine(torch.ones(2, 3)).sum())
 
-    @pytest.mark.parametrize("make", [lambda out: out, lambda out: out.sum().detach()])
-    def test_backward_needs_a_scalar_with_a_graph(self, make: Any) -> None:
-        engine = lone()
+    @pytest.mark.parametrize("transform", [lambda out: out, lambda out: out.sum().detach()])
+    def test_backward_needs_scalar_with_graph(self, transform: Any) -> None:
+        engine = make_engine()
         with pytest.raises(EngineError, match="a scalar loss"):
-            engine.backward(make(engine(torch.ones(2, 3))))
+            engine.backward(transform(engine(torch.ones(2, 3))))
 
-    def test_nothing_to_train(self) -> None:
+    def test_model_without_trainable_parameters(self) -> None:
         with pytest.raises(ConfigError, match="nothing to train"):
             rayzero.initialize(model=nn.Linear(3, 1).requires_grad_(False), config=config())
 
@@ -74,18 +75,18 @@ class TestMisuse:
             rayzero.initialize(model=model, optimizer=optimizer, config=config())
 
     def test_wrong_optimizer_argument(self) -> None:
-        wrong = {"type": "AdamW", "params": {"learning_rate": 1}}
+        section = {"type": "AdamW", "params": {"learning_rate": 1}}
         with pytest.raises(ConfigError, match=r"optimizer\.params.*learning_rate"):
-            rayzero.initialize(model=nn.Linear(3, 1), config=config(optimizer=wrong))
+            rayzero.initialize(model=nn.Linear(3, 1), config=config(optimizer=section))
 
     @pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor"])
     def test_optimizer_that_needs_whole_parameters(self, name: str) -> None:
         model = nn.Linear(3, 1, bias=False)
         with pytest.raises(ConfigError, match=f"{name} does not update each element independently"):
             rayzero.initialize(model=model, optimizer=getattr(torch.optim, name), config=config())
-        made = getattr(torch.optim, name)(model.parameters())
+        optimizer = getattr(torch.optim, name)(model.parameters())
         with pytest.raises(ConfigError, match=name):
-            rayzero.initialize(model=model, optimizer=made, config=config())
+            rayzero.initialize(model=model, optimizer=optimizer, config=config())
 
     @pytest.mark.parametrize("model", [None, 3, lambda: 3])
     def test_not_a_model(self, model: Any) -> None:
@@ -93,8 +94,8 @@ class TestMisuse:
             rayzero.initialize(model=model, config=config())
 
 
-class TestSurface:
-    def test_parameters_in_no_group_are_frozen_and_said(self, caplog: Any) -> None:
+class TestPublicApi:
+    def test_parameters_outside_groups_are_frozen_with_a_warning(self, caplog: Any) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
         before = model[0].weight.clone()
         engine, *_ = rayzero.initialize(
@@ -105,7 +106,7 @@ class TestSurface:
         assert "0.weight, 0.bias" in caplog.text
         assert torch.equal(model[0].weight, before)
 
-    def test_a_client_optimizer_keeps_its_scheduler(self) -> None:
+    def test_client_optimizer_keeps_its_scheduler(self) -> None:
         model = nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -118,15 +119,15 @@ class TestSurface:
         assert returned is optimizer
         assert schedule is scheduler
         assert optimizer.param_groups[0]["lr"] == 0.125
-        assert engine.metrics.lr == 0.25  # what the last step used
+        assert engine.metrics.lr == 0.25  # of the last step
 
     def test_train_and_eval(self) -> None:
-        engine = lone()
+        engine = make_engine()
         assert not engine.eval().module.training
         assert engine.train().module.training
 
     def test_metrics(self) -> None:
-        engine = lone()
+        engine = make_engine()
         assert engine.metrics.loss is None
         engine.backward(engine(torch.ones(2, 3)).sum())
         engine.step()
@@ -136,49 +137,51 @@ class TestSurface:
         assert flat["bytes/optimizer_state"] > 0
         assert all(isinstance(value, int | float) for value in flat.values())
 
-    def test_closed_engine_lets_the_model_go(self) -> None:
-        engine = lone()
+    def test_close_releases_model(self) -> None:
+        engine = make_engine()
         engine.close()
         engine.module(torch.ones(2, 3)).sum().backward()
         assert engine.module.weight.grad is not None
 
 
-def overflowing(
+def train_with_overflow(
     rank: int, world: int, stage: int, bf16: bool
 ) -> tuple[list[Tensor], list[Tensor], Any]:
-    more = {"bf16": {"enabled": bf16}}
-    engine, *_ = rayzero.initialize(model=zoo.make_model(), config=config(stage, **more))
+    settings = config(stage, bf16={"enabled": bf16})
+    engine, *_ = rayzero.initialize(model=zoo.make_model(), config=settings)
     before = engine.state_dict()
     for step in range(2):
         for batch in zoo.batches(1, 2):
-            loss = loss_of(engine, batch)
-            # One rank's gradient alone is not finite, and only in the first step.
+            loss = compute_loss(engine, batch)
+            # Only rank 1's gradient overflows, and only in the first step.
             engine.backward(loss * float("inf") if rank == 1 and step == 0 else loss)
             engine.step()
         if step == 0:
-            after = engine.state_dict()
-    moved = engine.state_dict()
+            after_first = engine.state_dict()
+    after_second = engine.state_dict()
     names = list(before)
     return (
-        [after[name] - before[name] for name in names],
-        [moved[name] - before[name] for name in names],
+        [after_first[name] - before[name] for name in names],
+        [after_second[name] - before[name] for name in names],
         (engine.metrics.skipped_steps, engine.metrics.step, engine.metrics.loss),
     )
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(stage: int, bf16: bool) -> None:
-    results = run_ranks(2, overflowing, stage, bf16)
-    stayed, moved, _ = results[0]
-    assert all(not difference.any() for difference in stayed)
-    assert any(difference.any() for difference in moved)
+def test_overflow_skips_step_on_every_rank(stage: int, bf16: bool) -> None:
+    results = run_ranks(2, train_with_overflow, stage, bf16)
+    first_changes, total_changes, _ = results[0]
+    assert not any(change.any() for change in first_changes)
+    assert any(change.any() for change in total_changes)
     for _, _, (skipped, step, loss) in results:
         assert (skipped, step) == (1, 2)
-        assert loss == loss  # the second step's is a number again
+        assert not math.isnan(loss)  # of the second step
 
 
-def unsynced(rank: int, world: int, stage: int) -> tuple[dict[str, Tensor], dict[str, Any], int]:
+def train_with_no_sync(
+    rank: int, world: int, stage: int
+) -> tuple[dict[str, Tensor], dict[str, Any], int]:
     model = zoo.make_model(torch.float64)
     engine, *_ = rayzero.initialize(
         model=model, model_parameters=zoo.two_groups(model), optimizer=zoo.sgd, config=config(stage)
@@ -187,28 +190,30 @@ def unsynced(rank: int, world: int, stage: int) -> tuple[dict[str, Tensor], dict
         first, second, third = batch.chunk(world)[rank].chunk(3)
         with engine.no_sync():
             for part in (first, second):
-                engine.backward(loss_of(engine, part) / 3)
+                engine.backward(compute_loss(engine, part) / 3)
             with pytest.raises(EngineError):
                 engine.step()
-        engine.backward(loss_of(engine, third) / 3)
+        engine.backward(compute_loss(engine, third) / 3)
         engine.step()
     return engine.state_dict(), engine.metrics.collectives, len(engine._runtime.units)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_no_sync_accumulates_at_every_stage(stage: int) -> None:
-    _, right = zoo.train_reference(zoo.make_model(torch.float64), zoo.sgd, list(zoo.batches(4, 12)))
-    state, traffic, buckets = run_ranks(2, unsynced, stage)[0]
-    assert max(zoo.relative_error(state[name], right[name]) for name in right) < 1e-9
-    if stage <= 1:  # one sum a step: nothing was reduced within no_sync
-        sums = traffic["all_reduce" if stage == 0 else "reduce_scatter"]
+    _, expected = zoo.train_reference(
+        zoo.make_model(torch.float64), zoo.sgd, list(zoo.batches(4, 12))
+    )
+    state, traffic, buckets = run_ranks(2, train_with_no_sync, stage)[0]
+    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+    if stage <= 1:  # reduced once per step, not within no_sync
+        reductions = traffic["all_reduce" if stage == 0 else "reduce_scatter"]
         votes = traffic["vote"]["calls"]
         assert votes == 4
-        assert sums["calls"] == votes * buckets
+        assert reductions["calls"] == votes * buckets
 
 
-class Tokens(Dataset):
-    """Sample i is a function of i."""
+class TokenDataset(Dataset):
+    """Random tokens, seeded by the index."""
 
     def __len__(self) -> int:
         return 23
@@ -217,17 +222,17 @@ class Tokens(Dataset):
         return torch.randint(0, zoo.VOCAB, (6,), generator=torch.Generator().manual_seed(index))
 
 
-def by_loader(rank: int, world: int, stage: int, micro_batch: int) -> dict[str, Any]:
+def train_with_loader(rank: int, world: int, stage: int, micro_batch: int) -> dict[str, Any]:
     model = zoo.make_model(torch.float64)
     engine, _, loader, _ = rayzero.initialize(
         model=model,
         model_parameters=zoo.two_groups(model),
         optimizer=zoo.adamw,
-        training_data=Tokens(),
+        training_data=TokenDataset(),
         config=config(stage, train_batch_size=7, train_micro_batch_size_per_gpu=micro_batch),
     )
     for batch in loader.steps(10):
-        engine.backward(loss_of(engine, batch))
+        engine.backward(compute_loss(engine, batch))
         engine.step()
     assert engine.progress.sample_cursor == 70
     return engine.state_dict()
@@ -236,28 +241,28 @@ def by_loader(rank: int, world: int, stage: int, micro_batch: int) -> dict[str, 
 @pytest.mark.parametrize("micro_batch", [1, 2, 7])
 @pytest.mark.parametrize("world", [0, 2, 3])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_global_batch_is_the_same_for_any_number_of_ranks(
+def test_global_batch_is_independent_of_world_size(
     stage: int, world: int, micro_batch: int
 ) -> None:
-    """Seven samples a step: two and three ranks cannot share them evenly."""
+    """Two and three ranks cannot split seven samples evenly."""
     from rayzero.engine.data.sampling import SampleOrder
 
-    order, data = SampleOrder(23, 0), Tokens()
+    order, data = SampleOrder(23, 0), TokenDataset()
     global_batches = [
         torch.stack([data[i] for i in order.indices(7 * step, 7).tolist()]) for step in range(10)
     ]
-    _, right = zoo.train_reference(zoo.make_model(torch.float64), zoo.adamw, global_batches)
-    state = run_ranks(world, by_loader, stage, micro_batch)[0]
-    assert max(zoo.relative_error(state[name], right[name]) for name in right) < 1e-9
+    _, expected = zoo.train_reference(zoo.make_model(torch.float64), zoo.adamw, global_batches)
+    state = run_ranks(world, train_with_loader, stage, micro_batch)[0]
+    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
 
 
-class Branches(nn.Module):
-    """Ranks may use different parameters."""
+class SkippingModel(nn.Module):
+    """Skips a layer of choice, so that ranks may use different parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-        self.none = nn.Parameter(torch.empty(0))
+        self.empty = nn.Parameter(torch.empty(0))
 
     def forward(self, x: Tensor, skip: int) -> Tensor:
         for number, layer in enumerate(self.layers):
@@ -265,10 +270,10 @@ class Branches(nn.Module):
         return x.square().mean()
 
 
-def own_collectives(rank: int, world: int, stage: int) -> None:
-    """Ranks that use different parameters, and a user's collective before and after step."""
+def train_with_user_collectives(rank: int, world: int, stage: int) -> None:
+    """Ranks use different parameters; user collectives run between the engine's."""
     engine, *_ = rayzero.initialize(
-        model=Branches(),
+        model=SkippingModel(),
         config={
             "gradient_clipping": 0,
             "optimizer": ADAMW,
@@ -276,7 +281,7 @@ def own_collectives(rank: int, world: int, stage: int) -> None:
         },
     )
     for _ in range(3):
-        # Stage 3 gathers weights collectively: there every rank must call every block.
+        # Stage 3 gathers weights with collectives, so every rank must call every block.
         loss = engine(torch.randn(2, 64), skip=5 if rank and stage < 3 else -1)
         dist.all_reduce(loss.detach().clone())
         engine.backward(loss)
@@ -286,5 +291,5 @@ def own_collectives(rank: int, world: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_users_may_have_collectives_of_their_own(stage: int) -> None:
-    run_ranks(2, own_collectives, stage, timeout_s=300)
+def test_user_collectives_do_not_interfere(stage: int) -> None:
+    run_ranks(2, train_with_user_collectives, stage, timeout_s=300)

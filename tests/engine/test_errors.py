@@ -1,4 +1,4 @@
-"""Errors say what was seen, what is allowed and what to change, on both sides of a process."""
+"""Error classes: message parts, pickling, formatting."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ from rayzero.engine.errors import (
 ALL = [RayzeroError, ConfigError, EngineError, DataError, CollectiveError]
 
 
-def test_all_of_them_are_known_here() -> None:
-    found = [
-        one for one in vars(errors).values() if getattr(one, "__module__", "") == errors.__name__
-    ]
-    assert {one for one in found if isinstance(one, type)} == set(ALL)
-    assert all(issubclass(one, RayzeroError) for one in ALL)
+def test_all_errors_are_listed() -> None:
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    assert {cls for cls in classes if cls.__module__ == errors.__name__} == set(ALL)
+    assert all(issubclass(cls, RayzeroError) for cls in ALL)
 
 
 @pytest.mark.parametrize("cls", ALL)
 @pytest.mark.parametrize("parts", [("s",), ("s", "a"), ("s", "a", "f"), ("s", "", "f")])
-def test_a_pickled_error_is_the_same(cls: type[RayzeroError], parts: tuple[str, ...]) -> None:
+def test_pickle_round_trip(cls: type[RayzeroError], parts: tuple[str, ...]) -> None:
     error = cls(*parts)
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(other) is cls
@@ -40,7 +38,7 @@ def test_a_pickled_error_is_the_same(cls: type[RayzeroError], parts: tuple[str, 
         assert other.args == error.args
 
 
-def test_the_text_has_a_line_for_each_part_that_is_there() -> None:
+def test_message_has_a_line_per_part() -> None:
     assert str(ConfigError("lr is -1")) == "lr is -1"
     assert str(ConfigError("lr is -1", fix="optimizer.params.lr")) == (
         "lr is -1\n  to change it: optimizer.params.lr"
@@ -50,7 +48,7 @@ def test_the_text_has_a_line_for_each_part_that_is_there() -> None:
     )
 
 
-def test_nearest() -> None:
+def test_did_you_mean() -> None:
     words = ["stage", "overlap_comm"]
     assert did_you_mean("stge", words) == " (did you mean 'stage'?)"
     assert did_you_mean("overlap", words) == " (did you mean 'overlap_comm'?)"
@@ -58,7 +56,7 @@ def test_nearest() -> None:
     assert did_you_mean("stage", []) == ""
 
 
-def test_one_line_of_an_error_is_there_even_if_it_says_nothing() -> None:
+def test_first_line_is_never_empty() -> None:
     assert first_line(ConfigError("two\nlines", fix="x")) == "two"
     assert (
         first_line(OSError(28, "No space left on device")) == "[Errno 28] No space left on device"

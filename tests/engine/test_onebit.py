@@ -1,4 +1,4 @@
-"""1-bit Adam: plain Adam in its warm-up, momenta as signs after it."""
+"""1-bit Adam: Adam during warm-up, compressed momenta after it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ run_ranks = partial(run_ranks_in_time, timeout_s=300)
 SAMPLES, LR, BETAS, EPS = 12, 1e-2, (0.9, 0.9), 1e-8
 
 
-def config(freeze_step: int, **more: Any) -> dict[str, Any]:
+def config(freeze_step: int, **overrides: Any) -> dict[str, Any]:
     params = {"lr": LR, "betas": list(BETAS), "eps": EPS, "freeze_step": freeze_step}
     return {
         "train_batch_size": SAMPLES,
         "optimizer": {"type": "OneBitAdam", "params": params},
         "gradient_clipping": 0,
         "zero_optimization": {"stage": 0, "reduce_bucket_size": 150},
-    } | more
+    } | overrides
 
 
 def train(
-    rank: int, world: int, change: dict[str, Any], steps: range, blocks: list[Block] | None
+    rank: int, world: int, settings: dict[str, Any], steps: range, blocks: list[Block] | None
 ) -> tuple[Any, ...]:
     torch.manual_seed(0)
-    model = zoo.make_model(torch.float64 if change.pop("double", False) else torch.float32)
+    model = zoo.make_model(torch.float64 if settings.pop("double", False) else torch.float32)
     with use_session(StateSession(blocks)):
-        engine, *_ = rayzero.initialize(model=model, config=change)
+        engine, *_ = rayzero.initialize(model=model, config=settings)
     losses, data = [], list(zoo.batches(steps.stop, SAMPLES))
     for step in steps:
         part = data[step].chunk(max(world, 1))[rank]
@@ -48,18 +48,18 @@ def train(
     return losses, local, engine.metrics.collectives, Block.of(engine)
 
 
-def plain(steps: int) -> dict[str, Tensor]:
-    """Adam without bias correction, by the paper's formula, in float64."""
+def train_reference(steps: int) -> dict[str, Tensor]:
+    """Train in float64 with Adam without bias correction, as in the 1-bit Adam paper."""
     torch.manual_seed(0)
     model = zoo.make_model(torch.float64)
-    params = [one for one in model.parameters() if one.requires_grad]
-    first = [torch.zeros_like(one) for one in params]
-    second = [torch.zeros_like(one) for one in params]
+    params = [param for param in model.parameters() if param.requires_grad]
+    momenta = [torch.zeros_like(param) for param in params]
+    variances = [torch.zeros_like(param) for param in params]
     for batch in zoo.batches(steps, SAMPLES):
         model.zero_grad()
         model(batch[:, :-1], targets=batch[:, 1:])["loss"].backward()
         with torch.no_grad():
-            for param, m, v in zip(params, first, second, strict=True):
+            for param, m, v in zip(params, momenta, variances, strict=True):
                 grad = torch.zeros_like(param) if param.grad is None else param.grad
                 m.copy_(BETAS[0] * m + (1 - BETAS[0]) * grad)
                 v.copy_(BETAS[1] * v + (1 - BETAS[1]) * grad * grad)
@@ -68,8 +68,8 @@ def plain(steps: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world", [0, 2, 3])
-def test_warm_up_equals_adam(world: int) -> None:
-    expected = plain(4)
+def test_warmup_equals_adam(world: int) -> None:
+    expected = train_reference(4)
     for _, local, traffic, _ in run_ranks(world, train, config(9, double=True), range(4), None):
         for name, value in expected.items():
             torch.testing.assert_close(local[name], value, rtol=1e-6, atol=1e-7)
@@ -77,43 +77,43 @@ def test_warm_up_equals_adam(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_signs_are_sent_after_the_warm_up(world: int) -> None:
-    before = run_ranks(world, train, config(4), range(4), None)
+def test_signs_are_sent_after_warmup(world: int) -> None:
+    warmup = run_ranks(world, train, config(4), range(4), None)
     results = run_ranks(world, train, config(4), range(12), None)
     for losses, local, traffic, _ in results:
         assert losses == results[0][0]
         assert all(torch.equal(local[name], results[0][1][name]) for name in local)
         assert losses[-1] < losses[4] < losses[0]
-        assert traffic["all_reduce"] == before[0][2]["all_reduce"]  # of the warm-up only
+        assert traffic["all_reduce"] == warmup[0][2]["all_reduce"]  # only during warm-up
         full = traffic["all_reduce"]["bytes"] / 4 / 2  # a step's gradients
         assert traffic["all_to_all"]["bytes"] / 8 < full / 16
         assert traffic["all_gather"]["bytes"] == traffic["all_to_all"]["bytes"]
 
 
-def test_resumes_with_the_same_bits_across_the_freeze() -> None:
-    straight = run_ranks(2, train, config(3), range(7), None)
+def test_resume_across_freeze_is_bit_identical() -> None:
+    uninterrupted = run_ranks(2, train, config(3), range(7), None)
     first = run_ranks(2, train, config(3), range(5), None)
-    second = run_ranks(2, train, config(3), range(5, 7), [one[3] for one in first])
-    for one, other in zip(straight, second, strict=True):
-        assert one[3].data == other[3].data
+    second = run_ranks(2, train, config(3), range(5, 7), [result[3] for result in first])
+    for expected, actual in zip(uninterrupted, second, strict=True):
+        assert actual[3].data == expected[3].data
 
 
-def test_resumes_at_a_smaller_world_size() -> None:
+def test_resume_at_smaller_world_size() -> None:
     first = run_ranks(3, train, config(3), range(5), None)
-    blocks = [one[3] for one in first]
+    blocks = [result[3] for result in first]
     for world in (2, 0):
         results = run_ranks(world, train, config(3), range(5, 9), blocks)
         assert results[0][0][-1] < first[0][0][-1]
 
 
-def refused(rank: int, world: int, change: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as message:
-        rayzero.initialize(model=zoo.make_model(torch.float32), config=change)
-    return str(message.value)
+def config_error(rank: int, world: int, settings: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        rayzero.initialize(model=zoo.make_model(torch.float32), config=settings)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("overrides", "message"),
     [
         ({"zero_optimization": {"stage": 1}}, "allowed: stage 0"),
         ({"gradient_clipping": 1.0}, "gradient_clipping 0"),
@@ -124,11 +124,11 @@ def refused(rank: int, world: int, change: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_unsupported_combinations_are_refused(change: dict[str, Any], message: str) -> None:
-    assert message in run_ranks(0, refused, config(3) | change)[0]
+def test_unsupported_combinations(overrides: dict[str, Any], message: str) -> None:
+    assert message in run_ranks(0, config_error, config(3) | overrides)[0]
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_invalid_arguments() -> None:
     param = [torch.nn.Parameter(torch.ones(2))]
     with pytest.raises(ValueError, match="freeze_step is 0"):
         OneBitAdam(param, freeze_step=0)
@@ -140,7 +140,7 @@ def test_weights_without_a_gradient_do_not_change() -> None:
     for step in range(4):
         weight.grad = torch.tensor([1.0, -1.0, 0.0, 0.0])
         if step > 1:
-            weight.grad = torch.tensor([1.0, -1.0, 1.0, -1.0])  # reduced signs have no zero
+            weight.grad = torch.tensor([1.0, -1.0, 1.0, -1.0])  # reduced signs are never zero
         optimizer.step()
     assert weight[2:].tolist() == [1.0, 1.0]
     assert weight[0] < 1 < weight[1]

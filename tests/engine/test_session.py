@@ -1,4 +1,4 @@
-"""How a host lends its job to the engine."""
+"""Use of a host session by the engine: config, seed, callbacks, lifetime."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CONFIG = {
 }
 
 
-class Host(StateSession):
-    """Writes down what the engine tells it."""
+class RecordingSession(StateSession):
+    """Records the engine's callbacks."""
 
     def __init__(self, config: dict[str, Any] | None = None, seed: int = 0) -> None:
         super().__init__(engine_config=config, seed=seed)
@@ -43,76 +43,76 @@ class Host(StateSession):
         self.steps.append(metrics)
 
 
-def test_a_session_lasts_as_long_as_its_with() -> None:
-    outer: HostSession = Host()
-    inner: HostSession = Host()
+def test_use_session_restores_the_outer_session() -> None:
+    outer: HostSession = RecordingSession()
+    inner: HostSession = RecordingSession()
     assert current_session() is None
     with use_session(outer):
         with use_session(inner):
             assert current_session() is inner
         assert current_session() is outer
     assert current_session() is None
-    with pytest.raises(ValueError, match="mistake"), use_session(outer):
-        raise ValueError("the user's mistake")
+    with pytest.raises(ValueError, match="user error"), use_session(outer):
+        raise ValueError("user error")
     assert current_session() is None
 
 
-def test_a_session_is_its_threads_own() -> None:
-    seen: list[object] = []
-    with use_session(Host()):
-        other = threading.Thread(target=lambda: seen.append(current_session()))
-        other.start()
-        other.join(10)
-    assert seen == [None]
+def test_session_is_thread_local() -> None:
+    sessions: list[object] = []
+    with use_session(RecordingSession()):
+        thread = threading.Thread(target=lambda: sessions.append(current_session()))
+        thread.start()
+        thread.join(10)
+    assert sessions == [None]
 
 
-def test_the_jobs_config_is_taken_when_the_user_gives_none() -> None:
-    with use_session(Host(CONFIG)):
+def test_job_config_is_the_default() -> None:
+    with use_session(RecordingSession(CONFIG)):
         engine, *_ = rayzero.initialize(model=nn.Linear(3, 1))
         assert engine.settings.batches.global_batch == 4
         engine, *_ = rayzero.initialize(
             model=nn.Linear(3, 1), config=CONFIG | {"train_batch_size": 2}
         )
         assert engine.settings.batches.global_batch == 2
-    with use_session(Host(None)):
+    with use_session(RecordingSession(None)):
         engine, *_ = rayzero.initialize(
             model=nn.Linear(3, 1), optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0)
         )
         assert engine.settings.batches.global_batch == 1
 
 
-def test_the_host_hears_of_the_engine_its_phases_and_its_steps() -> None:
-    host = Host(CONFIG)
-    with use_session(host):
+def test_session_receives_engine_phases_and_steps() -> None:
+    session = RecordingSession(CONFIG)
+    with use_session(session):
         engine, *_ = rayzero.initialize(model=nn.Linear(3, 1))
-    assert host.engines == [engine]
-    for _ in range(2):  # two micro-steps: one step
+    assert session.engines == [engine]
+    for _ in range(2):  # two micro-steps make a step
         engine.backward(engine(torch.ones(2, 3)).sum())
         engine.step()
     engine.state_dict()
     micro_step = ["forward", "backward"]
-    assert host.phases == [*micro_step, *micro_step, "reduce", "update", "publish", "gather"]
-    (metrics,) = host.steps
+    assert session.phases == [*micro_step, *micro_step, "reduce", "update", "publish", "gather"]
+    (metrics,) = session.steps
     assert (metrics["step"], metrics["samples"]) == (1, 4)
     assert metrics == engine.metrics.to_flat_dict()
     assert all(isinstance(value, int | float) for value in metrics.values())
 
 
-def test_a_skipped_step_is_told_and_updates_nothing() -> None:
-    host = Host(CONFIG | {"train_batch_size": 2})
-    with use_session(host):
+def test_skipped_step_is_reported_without_update() -> None:
+    session = RecordingSession(CONFIG | {"train_batch_size": 2})
+    with use_session(session):
         engine, *_ = rayzero.initialize(model=nn.Linear(3, 1))
     engine.backward(engine(torch.ones(2, 3)).sum() * float("nan"))
     engine.step()
-    assert "update" not in host.phases
-    assert host.steps[0]["skipped_steps"] == 1
+    assert "update" not in session.phases
+    assert session.steps[0]["skipped_steps"] == 1
 
 
-def test_the_data_order_follows_from_the_jobs_seed() -> None:
+def test_job_seed_determines_data_order() -> None:
     data: Any = list(range(50))
 
     def order(seed: int) -> list[int]:
-        with use_session(Host(CONFIG, seed)):
+        with use_session(RecordingSession(CONFIG, seed)):
             _, _, loader, _ = rayzero.initialize(model=nn.Linear(3, 1), training_data=data)
         assert loader is not None
         return [sample for batch in loader.steps(3) for sample in batch.tolist()]
@@ -126,26 +126,26 @@ def test_the_data_order_follows_from_the_jobs_seed() -> None:
     assert [sample for batch in loader.steps(3) for sample in batch.tolist()] == order(0)
 
 
-def forgets(rank: int, world: int, stages: list[int]) -> dict[int, bool]:
-    """Whether anything is left of an engine that its host alone has known, and let go."""
-    left = {}
+def engine_leaks(rank: int, world: int, stages: list[int]) -> dict[int, bool]:
+    """By stage, whether a closed engine is still referenced."""
+    leaks = {}
     for stage in stages:
         model = nn.Linear(4, 2)
-        host = Host(CONFIG | {"zero_optimization": {"stage": stage}})
-        with use_session(host):
+        session = RecordingSession(CONFIG | {"zero_optimization": {"stage": stage}})
+        with use_session(session):
             engine, *_ = rayzero.initialize(model=model, model_parameters=model.parameters())
             for _ in range(2 // world):
                 engine.backward(engine(torch.ones(2, 4)).sum())
                 engine.step()
         engine.close()
-        seen = weakref.ref(engine)
-        del engine, host, model
+        reference = weakref.ref(engine)
+        del engine, session, model
         gc.collect()
-        left[stage] = seen() is not None
-    return left
+        leaks[stage] = reference() is not None
+    return leaks
 
 
-def test_nothing_keeps_an_engine_that_is_over() -> None:
-    """A worker makes one for every generation."""
+def test_closed_engine_is_garbage_collected() -> None:
+    """A worker creates an engine per generation."""
     stages = [2, 3]
-    assert run_ranks(2, forgets, stages, timeout_s=200.0) == [dict.fromkeys(stages, False)] * 2
+    assert run_ranks(2, engine_leaks, stages, timeout_s=200.0) == [dict.fromkeys(stages, False)] * 2

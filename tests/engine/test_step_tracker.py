@@ -1,4 +1,4 @@
-"""The phases of a step, and the native constructor that runs them without DeepSpeed's names."""
+"""Phases of a training step, and `Engine.build`, the constructor without DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import rayzero
 from rayzero.engine.training_step import Boundary, StepPhase, StepTracker
 
 
-def after_backward(tracker: StepTracker) -> StepPhase:
+def run_backward(tracker: StepTracker) -> StepPhase:
     with tracker.backward():
         assert tracker.phase is StepPhase.BACKWARD
     return tracker.phase
 
 
-def test_a_step_of_two_micro_steps() -> None:
+def test_step_of_two_micro_steps() -> None:
     tracker = StepTracker()
     assert not tracker.has_gradients
-    assert after_backward(tracker) is StepPhase.STEP_PENDING
+    assert run_backward(tracker) is StepPhase.STEP_PENDING
     tracker.phase = StepPhase.ACCUMULATING
-    assert after_backward(tracker) is StepPhase.STEP_PENDING
+    assert run_backward(tracker) is StepPhase.STEP_PENDING
     with tracker.update():
         assert tracker.has_gradients
     assert tracker.phase is StepPhase.EMPTY
 
 
-def test_no_step_is_due_inside_no_sync_and_before_a_declared_boundary() -> None:
+def test_no_step_within_no_sync_or_before_declared_boundary() -> None:
     tracker = StepTracker()
     tracker.no_sync = True
-    assert after_backward(tracker) is StepPhase.ACCUMULATING
+    assert run_backward(tracker) is StepPhase.ACCUMULATING
     tracker.no_sync, tracker.boundary = False, Boundary.NOT_LAST
-    assert after_backward(tracker) is StepPhase.ACCUMULATING
+    assert run_backward(tracker) is StepPhase.ACCUMULATING
     assert tracker.skips_step
     tracker.boundary = Boundary.LAST
-    assert after_backward(tracker) is StepPhase.STEP_PENDING
+    assert run_backward(tracker) is StepPhase.STEP_PENDING
 
 
 @pytest.mark.parametrize("phase", [StepPhase.STEP_PENDING, StepPhase.UPDATING])
@@ -44,17 +44,17 @@ def test_a_transition_outside_the_table_is_refused(phase: StepPhase) -> None:
         StepTracker().phase = phase
 
 
-def test_after_a_failure_backward_may_be_called_again() -> None:
+def test_backward_can_be_retried_after_failure() -> None:
     tracker = StepTracker()
     with pytest.raises(ValueError, match="batch"), tracker.backward():
         raise ValueError("batch")
-    assert after_backward(tracker) is StepPhase.STEP_PENDING
+    assert run_backward(tracker) is StepPhase.STEP_PENDING
     with pytest.raises(ValueError, match="vote"), tracker.update():
         raise ValueError("vote")
-    assert after_backward(tracker) is StepPhase.STEP_PENDING
+    assert run_backward(tracker) is StepPhase.STEP_PENDING
 
 
-def test_the_native_constructor_trains_as_torch_does() -> None:
+def test_built_engine_trains_like_pytorch() -> None:
     model, plain = nn.Linear(3, 1), nn.Linear(3, 1)
     plain.load_state_dict(model.state_dict())
     engine = rayzero.Engine.build(
@@ -85,7 +85,7 @@ def test_save_and_load(tmp_path: object) -> None:
     torch.testing.assert_close(second.state_dict(), first.state_dict())
 
 
-def test_initialize_returns_the_engine_under_deepspeeds_names() -> None:
+def test_initialize_returns_an_engine() -> None:
     engine, *_ = rayzero.initialize(model=nn.Linear(3, 1))
     assert isinstance(engine, rayzero.Engine)
     public = [name for name in vars(rayzero.Engine) if not name.startswith("_")]

@@ -1,4 +1,4 @@
-"""Where a step's time goes, as the engine tells it: the parts are the whole."""
+"""Phase times of a step: they add up to the step time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CONFIG = {
 }
 
 
-class Slow(nn.Module):
-    """Its forward takes 30 ms and more."""
+class SlowModel(nn.Module):
+    """Its forward takes at least 30 ms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Slow(nn.Module):
         return self.linear(x).sum()
 
 
-class SlowData:
-    """A sample takes 10 ms and more."""
+class SlowDataset:
+    """A sample takes at least 10 ms."""
 
     def __len__(self) -> int:
         return 40
@@ -41,7 +41,7 @@ class SlowData:
         return torch.ones(3)
 
 
-def test_every_moment_belongs_to_one_phase():
+def test_phase_timer_attributes_all_time():
     entered: list[str] = []
     phases = PhaseTimer(entered.append)
     phases.enter("forward")
@@ -53,11 +53,11 @@ def test_every_moment_belongs_to_one_phase():
     assert first["forward"] >= 0.02
     assert first["data"] == 0.01
     assert first["other"] >= 0.02
-    assert phases.end_step(data_wait_s=5.0)["other"] == 0  # no more waits than there was time
+    assert phases.end_step(data_wait_s=5.0)["other"] == 0  # data_wait_s exceeds the elapsed time
 
 
-def test_the_phases_of_a_step_add_up_to_it():
-    engine, *_ = rayzero.initialize(model=Slow(), config=CONFIG)
+def test_phases_add_up_to_step_time():
+    engine, *_ = rayzero.initialize(model=SlowModel(), config=CONFIG)
     for _ in range(3):
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 3)))
@@ -73,13 +73,13 @@ def test_the_phases_of_a_step_add_up_to_it():
     assert metrics.step_samples == 4
 
 
-def test_the_wait_for_a_slow_loader_is_data():
+def test_loader_wait_counts_as_data():
     engine, _, loader, _ = rayzero.initialize(
-        model=nn.Linear(3, 1), config=CONFIG, training_data=SlowData()
+        model=nn.Linear(3, 1), config=CONFIG, training_data=SlowDataset()
     )
     for batch in loader.steps(3):
         engine.backward(engine(batch).sum())
         engine.step()
     metrics = engine.metrics
-    assert 0.02 <= metrics.phases["data"] <= metrics.step_s  # of 40 ms; what was read ahead is free
+    assert 0.02 <= metrics.phases["data"] <= metrics.step_s  # up to 40 ms, less prefetch
     assert sum(metrics.phases.values()) == pytest.approx(metrics.step_s, abs=1e-3)
