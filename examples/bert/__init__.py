@@ -1,1 +1,1 @@
-"""BERT for sequence classification: what kind of text does a snippet of Python source come from?"""
+"""BERT for sequence classification: predicts the kind of a snippet of Python source."""

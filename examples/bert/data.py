@@ -1,7 +1,7 @@
-"""Snippets of the standard library's source: is it code, a comment or a docstring's first line?
+"""Snippets of the standard library's source: code, comments, or first lines of docstrings.
 
-Real text that every machine with Python has. What gives the answer away is taken off: `#`, quotes
-and indentation. Training and test snippets come from different files.
+The text is available on every machine with Python. `#`, quotes and indentation are removed, because
+they would reveal the label. Training and test snippets come from different files.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 KINDS = ("code", "comment", "docstring")
-VOCAB, LENGTH = 2048, 32  # token 0 is padding, token 1 begins a snippet
-TEST_EVERY = 5  # every so many-th file
+VOCAB, LENGTH = 2048, 32  # token 0 is padding, token 1 starts a snippet
+TEST_INTERVAL = 5  # every fifth file is used for testing
 FOLDERS = ("asyncio", "collections", "concurrent", "email", "html", "http", "importlib", "json")
 FOLDERS += ("logging", "multiprocessing", "unittest", "urllib", "xml", "")
 
@@ -30,39 +30,41 @@ _DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def load(per_kind: int) -> tuple[TensorDataset, TensorDataset]:
-    """(train, test): token ids (LENGTH,), mask (LENGTH,), label; the same on every machine with the
-    same Python.
+    """Load the train and test datasets, deterministic for a given Python version.
 
     Args:
-        per_kind: snippets of each kind to train on, at most; a fourth of that to test on.
+        per_kind: maximum number of training snippets per kind; a quarter of that for testing.
+
+    Returns:
+        (train, test), each with token ids (LENGTH,), mask (LENGTH,) and label.
     """
     sizes = {False: per_kind, True: per_kind // 4}
-    found: dict[tuple[bool, str], list[str]] = {
+    texts_by_kind: dict[tuple[bool, str], list[str]] = {
         (testing, kind): [] for testing in sizes for kind in KINDS
     }
     for number, path in enumerate(_files()):
-        testing = number % TEST_EVERY == 0
-        if all(len(found[testing, kind]) >= sizes[testing] for kind in KINDS):
-            continue  # reading source takes longer than a small training
+        testing = number % TEST_INTERVAL == 0
+        if all(len(texts_by_kind[testing, kind]) >= sizes[testing] for kind in KINDS):
+            continue  # parsing source takes longer than a short training
         for kind, text in snippets(path.read_text(encoding="utf-8", errors="replace")):
-            found[testing, kind].append(text)
-    most = {
-        testing: min(size, *(len(found[testing, kind]) for kind in KINDS))
+            texts_by_kind[testing, kind].append(text)
+    counts = {
+        testing: min(size, *(len(texts_by_kind[testing, kind]) for kind in KINDS))
         for testing, size in sizes.items()
     }
-    train, test = (_tensors(found, testing, most[testing]) for testing in (False, True))
+    train, test = (_tensors(texts_by_kind, testing, counts[testing]) for testing in (False, True))
     return train, test
 
 
 def snippets(source: str) -> Iterator[tuple[str, str]]:
-    """(kind, text) of every snippet of three words or more in a file's source."""
+    """Yield (kind, text) of every snippet with at least three words in a file's source."""
     try:
         tree = ast.parse(source)
         tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     except (SyntaxError, tokenize.TokenError):
         return
     pairs = [("docstring", part) for part in _docstrings(tree)]
-    comments = [one.string.lstrip("#: ") for one in tokens if one.type == tokenize.COMMENT]
+    comments = [t.string.lstrip("#: ") for t in tokens if t.type == tokenize.COMMENT]
     pairs += [("comment", text) for text in comments]
     pairs += [("code", text) for text in _code(tree)]
     for kind, text in pairs:
@@ -71,7 +73,7 @@ def snippets(source: str) -> Iterator[tuple[str, str]]:
 
 
 def encode(text: str) -> list[int]:
-    """Token ids, of words and signs, by a checksum: no vocabulary has to be kept."""
+    """Token ids of words and punctuation, computed by hashing, so that no vocabulary is needed."""
     words = _WORD.findall(text)[: LENGTH - 1]
     return [1, *(2 + zlib.crc32(word.encode()) % (VOCAB - 2) for word in words)]
 
@@ -84,11 +86,11 @@ def _files() -> list[Path]:
 def _docstrings(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, _DEFINITIONS) and (text := ast.get_docstring(node)):
-            yield text.splitlines()[0]  # the line that sums it up
+            yield text.splitlines()[0]  # the summary line
 
 
 def _code(tree: ast.Module) -> Iterator[str]:
-    """Simple statements, as one line each; no docstrings."""
+    """Simple statements as single lines, without docstrings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.Return | ast.Raise | ast.AugAssign | ast.Import):
             yield ast.unparse(node)
@@ -96,11 +98,13 @@ def _code(tree: ast.Module) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-def _tensors(found: dict[tuple[bool, str], list[str]], testing: bool, count: int) -> TensorDataset:
-    """Equally many of each kind, spread over the files, in a shuffled order."""
+def _tensors(
+    texts_by_kind: dict[tuple[bool, str], list[str]], testing: bool, count: int
+) -> TensorDataset:
+    """Dataset with `count` snippets of each kind, spread over the files, in shuffled order."""
     rows: list[tuple[list[int], int]] = []
     for label, kind in enumerate(KINDS):
-        texts = found[testing, kind]
+        texts = texts_by_kind[testing, kind]
         rows += [(encode(texts[i * len(texts) // count]), label) for i in range(count)]
     ids = torch.zeros(len(rows), LENGTH, dtype=torch.long)
     for row, (tokens, _) in enumerate(rows):

@@ -1,4 +1,4 @@
-"""A small BertForSequenceClassification of transformers, with random weights."""
+"""A small transformers BertForSequenceClassification with random weights."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from examples.bert.data import KINDS, LENGTH, VOCAB
 
 
-def make(seed: int = 0) -> nn.Module:
-    """The same weights for the same seed."""
+def make_model(seed: int = 0) -> nn.Module:
+    """Create a model with weights determined by the seed."""
     torch.manual_seed(seed)
     config = BertConfig(
         vocab_size=VOCAB,

@@ -1,9 +1,9 @@
-"""One training, two loops: torch's DistributedDataParallel, and rayzero at stage 0.
+"""The same training with torch's DistributedDataParallel and with rayzero at stage 0.
 
     torchrun --nproc-per-node 2 -m examples.ddp.train --with ddp
     torchrun --nproc-per-node 2 -m examples.ddp.train --with rayzero
 
-Both print the loss of every step, and these are the same.
+Both print the loss of every step; the losses are equal.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 import rayzero
 from examples.gpt.model import GPT, GPTConfig
 
-CONTEXT, BATCH = 64, 8  # tokens, which are bytes, and samples a step over all ranks
+CONTEXT, BATCH = 64, 8  # tokens (bytes) per sample, and samples per step over all ranks
 MODEL = GPTConfig(context=CONTEXT, layers=2, width=64, heads=4)
 SGD = {"lr": 0.1, "momentum": 0.9}
 
 
 def batches(steps: int, rank: int, world_size: int) -> Iterator[Tensor]:
-    """This rank's samples of each step: (BATCH / ranks, CONTEXT + 1) bytes of a real file."""
+    """Yield this rank's samples of each step: (BATCH / ranks, CONTEXT + 1) bytes of a real file."""
     path = Path(sysconfig.get_path("stdlib")) / "argparse.py"
     text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(0)
@@ -39,8 +39,8 @@ def batches(steps: int, rank: int, world_size: int) -> Iterator[Tensor]:
         yield samples.chunk(world_size)[rank]
 
 
-def with_ddp(steps: int, rank: int, world_size: int) -> list[float]:
-    """Plain torch."""
+def train_ddp(steps: int, rank: int, world_size: int) -> list[float]:
+    """Train with plain torch."""
     torch.manual_seed(0)
     model = DistributedDataParallel(GPT(MODEL))
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
@@ -56,8 +56,8 @@ def with_ddp(steps: int, rank: int, world_size: int) -> list[float]:
     return losses
 
 
-def with_rayzero(steps: int, rank: int, world_size: int) -> list[float]:
-    """The same. `engine.metrics.loss` is the mean over all ranks without another all-reduce."""
+def train_rayzero(steps: int, rank: int, world_size: int) -> list[float]:
+    """Train with rayzero. `engine.metrics.loss` is the mean over ranks, without an all-reduce."""
     torch.manual_seed(0)
     config = {
         "train_batch_size": BATCH,
@@ -76,19 +76,19 @@ def with_rayzero(steps: int, rank: int, world_size: int) -> list[float]:
 
 
 LOOPS: dict[str, Callable[[int, int, int], list[float]]] = {
-    "ddp": with_ddp,
-    "rayzero": with_rayzero,
+    "ddp": train_ddp,
+    "rayzero": train_rayzero,
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="DistributedDataParallel beside rayzero")
+    parser = argparse.ArgumentParser(description="compare DistributedDataParallel and rayzero")
     parser.add_argument("--with", dest="loop", choices=LOOPS, default="rayzero")
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun: see the top of this file")
-    dist.init_process_group("gloo")  # on the CPU, so that it runs everywhere
+        parser.error("start this script with torchrun, as documented in the file")
+    dist.init_process_group("gloo")  # CPU only
     rank = dist.get_rank()
     losses = LOOPS[options.loop](options.steps, rank, dist.get_world_size())
     if rank == 0:

@@ -1,4 +1,4 @@
-"""A compact GPT in plain torch: it knows nothing of rayzero, and rayzero nothing of it."""
+"""A compact GPT in plain torch, independent of rayzero."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of the model. `vocab` is 256 because its tokens are bytes."""
+    """The shape of the model. `vocab` is 256 because tokens are bytes."""
 
     vocab: int = 256
-    context: int = 256  # the tokens of a training sample
+    context: int = 256  # tokens per training sample
     layers: int = 4
     width: int = 256
     heads: int = 4
-    tie: bool = True  # one matrix for the embedding and the head
+    tie: bool = True  # share the weights of the embedding and the head
 
 
 class Linear(nn.Linear):
     """A linear layer with GPT-2's initial weights.
 
-    They live in `reset_parameters`, so that a model built on `meta` gets them too when its layers
-    are made real one by one.
+    Initialized in `reset_parameters`, so that layers of a model on the meta device can be
+    materialized individually.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, std: float = INIT_STD) -> None:
-        self.std = std  # first: the constructor below draws the weights
+        self.std = std  # must precede the base constructor, which calls `reset_parameters`
         super().__init__(inputs, outputs, bias)
 
     def reset_parameters(self) -> None:
@@ -50,10 +50,10 @@ class Embedding(nn.Embedding):
 def rotations(length: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary positions (Su et al. 2021): cosines and sines, (T, size / 2) each.
 
-    They have no weights to learn, so short runs learn faster than with learned positions.
+    Without learned weights, so short runs converge faster than with learned positions.
     """
-    speeds = 10_000.0 ** (-torch.arange(0, size, 2, device=like.device) / size)
-    angles = torch.outer(torch.arange(length, device=like.device), speeds)
+    frequencies = 10_000.0 ** (-torch.arange(0, size, 2, device=like.device) / size)
+    angles = torch.outer(torch.arange(length, device=like.device), frequencies)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
@@ -82,7 +82,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        # Two additions a block: scaled down so that the sum's variance does not grow with depth.
+        # Two residual additions per block; scaled so that variance does not grow with depth.
         residual_std = INIT_STD / (2 * config.layers) ** 0.5
         self.norm_1 = nn.LayerNorm(config.width)
         self.attention = Attention(config, residual_std)
@@ -126,5 +126,5 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def num_parameters(self) -> int:
-        """Trainable numbers; tied ones count once."""
+        """Number of trainable parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.parameters())

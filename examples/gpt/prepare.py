@@ -1,9 +1,9 @@
-"""The source of Python's standard library as Parquet token shards: text that every machine has.
+"""Prepares the source of Python's standard library as Parquet token shards.
 
     python -m examples.gpt.prepare --out data/stdlib
 
-makes `train/` and `validation/` there, split by file. A token is a byte; a zero byte follows every
-file. Nothing is done when the folder is up to date.
+writes `train/` and `validation/`, split by file. A token is a byte, and every file is followed by a
+zero byte. Does nothing if the folder is up to date.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ SPLITS = ("train", "validation")
 SEPARATOR = b"\0"
 VALIDATION_PERCENT = 5
 SHARD_TOKENS = 4 << 20
-ROW_GROUP_TOKENS = 256 << 10  # what is decoded at once to read one sample
-LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+ROW_GROUP_TOKENS = 256 << 10  # decoded at once to read a sample
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 def prepare(out: Path, source: Path | None = None) -> dict[str, Any]:
-    """Writes the shards of every `*.py` under `source` to `out`, unless they are there already.
+    """Write the shards of every `*.py` under `source` to `out`, unless they already exist.
 
-    Any number of processes may do this at once: each builds a folder of its own, one rename wins,
-    and the others drop theirs.
+    Safe to call concurrently from many processes: each writes a temporary folder, and only one
+    rename succeeds.
 
     Args:
-        out: the folder to make. One that holds anything else is refused.
-        source: the standard library of this Python by default.
+        out: the output folder, which must not contain other files.
+        source: defaults to the standard library of this Python.
 
     Returns:
-        what was written: `settings`, and `files` and `tokens` by split.
+        metadata: `settings`, and `files` and `tokens` by split.
 
     Raises:
         DataError: no source files, or `out` is in use for something else.
@@ -59,39 +59,39 @@ def prepare(out: Path, source: Path | None = None) -> dict[str, Any]:
         "shard_tokens": SHARD_TOKENS,
         "row_group_tokens": ROW_GROUP_TOKENS,
     }
-    made = _made(out)
-    if made and made["settings"] == settings:
+    metadata = _read_metadata(out)
+    if metadata and metadata["settings"] == settings:
         print(f"data: {out} is up to date", flush=True)
-        return made
-    if _foreign(out):
-        raise DataError(f"{out} holds something else", "a new or empty folder", "--out")
+        return metadata
+    if _has_other_files(out):
+        raise DataError(f"{out} contains other files", "a new or empty folder", "--out")
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    draft = out.parent / f".{out.name}-{uuid.uuid4().hex}"  # the same file system: renames work
+    draft = out.parent / f".{out.name}-{uuid.uuid4().hex}"  # same file system, for the rename
     try:
-        made = {"settings": settings, **_write(draft, source)}
-        (draft / "meta.json").write_text(json.dumps(made, indent=2))
+        metadata = {"settings": settings, **_write(draft, source)}
+        (draft / "meta.json").write_text(json.dumps(metadata, indent=2))
         _publish(draft, out, settings)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    tokens, files = made["tokens"], made["files"]
+    tokens, files = metadata["tokens"], metadata["files"]
     for split in SPLITS:
         print(f"data: {out}/{split}: {tokens[split]:,} bytes of {files[split]} files", flush=True)
-    return made
+    return metadata
 
 
 def source_files(source: Path) -> Iterator[Path]:
-    """The `*.py` files under `source`, sorted, without tests and what others installed there."""
+    """Yield the `*.py` files under `source`, sorted, without tests and installed packages."""
     for folder, subfolders, names in os.walk(source):
-        subfolders[:] = sorted(set(subfolders) - LEFT_OUT)
+        subfolders[:] = sorted(set(subfolders) - EXCLUDED_FOLDERS)
         for name in sorted(names):
             path = Path(folder, name)
             if path.suffix == ".py" and path.is_file():
                 yield path
 
 
-def split_of(name: str) -> str:
-    """`train` or `validation`, by a hash of the file's name alone: the same on every machine."""
+def assign_split(name: str) -> str:
+    """`train` or `validation`, by a hash of the file's name: identical on every machine."""
     digest = hashlib.sha256(name.encode()).digest()
     bucket = int.from_bytes(digest[:8], "big") % 100
     return "validation" if bucket < VALIDATION_PERCENT else "train"
@@ -101,8 +101,8 @@ def _write(folder: Path, source: Path) -> dict[str, Any]:
     text = {split: bytearray() for split in SPLITS}
     files = dict.fromkeys(SPLITS, 0)
     for path in source_files(source):
-        split = split_of(path.relative_to(source).as_posix())
-        text[split] += path.read_bytes() + SEPARATOR  # bytes as they are: any encoding is fine
+        split = assign_split(path.relative_to(source).as_posix())
+        text[split] += path.read_bytes() + SEPARATOR  # raw bytes, of any encoding
         files[split] += 1
     if not files["train"]:
         raise DataError(f"no *.py files under {source}", "a folder of Python source", "the source")
@@ -120,13 +120,13 @@ def _write(folder: Path, source: Path) -> dict[str, Any]:
 
 
 def _publish(draft: Path, out: Path, settings: dict[str, Any]) -> None:
-    """Renames `draft` to `out`. Losing the race to somebody with the same data is a success."""
+    """Rename `draft` to `out`, unless another process has published the same data."""
     while True:
-        made = _made(out)
-        if made and made["settings"] == settings:
+        metadata = _read_metadata(out)
+        if metadata and metadata["settings"] == settings:
             return
         try:
-            os.rename(draft, out)  # atomic; fails when `out` is there and not empty
+            os.rename(draft, out)  # atomic; fails if `out` exists and is not empty
             return
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -135,14 +135,14 @@ def _publish(draft: Path, out: Path, settings: dict[str, Any]) -> None:
         try:
             os.rename(out, stale)
         except FileNotFoundError:
-            continue  # somebody else has moved it away
-        for split in SPLITS:  # meta.json goes last: see _foreign
+            continue  # another process has moved it
+        for split in SPLITS:  # meta.json is removed last: see _has_other_files
             shutil.rmtree(stale / split, ignore_errors=True)
         shutil.rmtree(stale)
 
 
-def _foreign(out: Path) -> bool:
-    """Whether `out` holds what `prepare` did not write, by one look: others may replace it now."""
+def _has_other_files(out: Path) -> bool:
+    """Whether `out` has files not written by `prepare`. A single listing: it may be replaced."""
     try:
         names = os.listdir(out)
     except FileNotFoundError:
@@ -152,13 +152,13 @@ def _foreign(out: Path) -> bool:
     return bool(names) and "meta.json" not in names
 
 
-def _made(out: Path) -> dict[str, Any] | None:
-    """What `prepare` wrote about `out`, or None when `out` is not its work."""
+def _read_metadata(out: Path) -> dict[str, Any] | None:
+    """Metadata written by `prepare`; None if `out` was not written by it."""
     try:
-        made = json.loads((out / "meta.json").read_text())
+        metadata = json.loads((out / "meta.json").read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    return made if isinstance(made, dict) and "settings" in made else None
+    return metadata if isinstance(metadata, dict) and "settings" in metadata else None
 
 
 if __name__ == "__main__":

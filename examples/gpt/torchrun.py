@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m examples.gpt.torchrun
 
-or, alone in one process, `python -m examples.gpt.torchrun`.
+or `python -m examples.gpt.torchrun` for a single process.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch.distributed as dist
 import rayzero
 from examples.gpt.train import train
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class Context:
-    """What `train` needs to know, from torchrun's environment."""
+    """The context of `train`, from torchrun's environment variables."""
 
     args: dict[str, Any]
     steps: int
@@ -47,10 +47,10 @@ class Context:
         )
 
     def initialize(self, **kwargs: Any) -> tuple[Any, ...]:
-        return rayzero.initialize(config=HERE / "engine.json", **kwargs)
+        return rayzero.initialize(config=FOLDER / "engine.json", **kwargs)
 
     def report(self, **metrics: float) -> None:
-        """Nobody listens."""
+        """Ignored: there is no job to report to."""
 
 
 def main() -> None:

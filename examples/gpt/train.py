@@ -2,9 +2,9 @@
 
     rayzero run examples/gpt/job.yaml
 
-`train` runs on every worker. It is called again in the same process after a fault, or when workers
-came or went: `ctx.initialize` then hands out an engine that stands where the job stands, and the
-loader goes on at the next sample.
+`train` runs on every worker. It is called again in the same process after a fault or a resize:
+`ctx.initialize` then returns an engine with the job's current state, and the loader continues with
+the next sample.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ VALIDATION_BATCH_SIZE = 8
 
 
 def train(ctx: Context) -> dict[str, Any]:
-    """Trains for `ctx.steps` steps and writes the weights to `ctx.output_dir`.
+    """Train for `ctx.steps` steps and write the weights to `ctx.output_dir`.
 
     Returns:
-        on rank 0, what belongs in the job's summary.
+        entries for the job's summary, on rank 0.
     """
     args = {"data": "data/stdlib", "context": 128, **ctx.args}
     data = Path(args.pop("data"))
     config = GPTConfig(**args)
-    make_data(data, ctx.local_rank)
+    prepare_data(data, ctx.local_rank)
     train_set = ParquetTokens(data / "train", config.context)
     validation_set = ParquetTokens(data / "validation", config.context)
 
@@ -48,11 +48,11 @@ def train(ctx: Context) -> dict[str, Any]:
         model=model, model_parameters=model.parameters(), training_data=train_set
     )
 
-    notes = ctx.output_dir / "validation.json"  # the first validation outlives a second call
+    first_validation = ctx.output_dir / "validation.json"  # must survive repeated calls
     if engine.progress.step == 0:
         first = bits_per_byte(engine, validation_set, ctx)
         if ctx.is_main:
-            notes.write_text(json.dumps({"first": first}))
+            first_validation.write_text(json.dumps({"first": first}))
 
     for batch in loader.until(ctx.steps):
         inputs, targets = batch[:, :-1], batch[:, 1:]
@@ -62,20 +62,20 @@ def train(ctx: Context) -> dict[str, Any]:
         engine.step()
 
     last = bits_per_byte(engine, validation_set, ctx)
-    weights = engine.state_dict()  # every rank helps to gather it; rank 0 gets it
+    weights = engine.state_dict()  # collective; only rank 0 receives the weights
     if not ctx.is_main:
         return {}
     if config.tie:
-        del weights["head.weight"]  # it is token.weight, and safetensors stores nothing twice
+        del weights["head.weight"]  # tied to token.weight; safetensors rejects shared tensors
     save_file(weights, ctx.output_dir / "weights.safetensors")
     return {
-        "validation_bits_per_byte": {**json.loads(notes.read_text()), "last": last},
+        "validation_bits_per_byte": {**json.loads(first_validation.read_text()), "last": last},
         "weights": str(ctx.output_dir / "weights.safetensors"),
     }
 
 
-def make_data(folder: Path, local_rank: int) -> None:
-    """Prepares the data once a node, unless it is there."""
+def prepare_data(folder: Path, local_rank: int) -> None:
+    """Prepare the data once per node, unless it exists."""
     if local_rank == 0 and not (folder / "train").is_dir():
         prepare(folder)
     if dist.is_initialized():
@@ -84,16 +84,16 @@ def make_data(folder: Path, local_rank: int) -> None:
 
 @torch.no_grad()
 def bits_per_byte(engine: Engine, dataset: ParquetTokens, ctx: Context) -> float:
-    """The mean loss over samples spread evenly over `dataset`, the same ones at any world size.
+    """Mean loss over evenly spaced samples of `dataset`, the same ones at any world size.
 
-    The ranks share the batches. A rank with none left computes one again and does not count it:
-    every rank must call the engine equally often, because at stage 3 a forward pass is collective.
+    Batches are distributed over the ranks. A rank without a remaining batch repeats one and ignores
+    the result: at stage 3 the forward pass is collective, so all ranks must call it equally often.
     """
     engine.eval()
     samples = VALIDATION_BATCHES * VALIDATION_BATCH_SIZE
     total = torch.zeros((), device=ctx.device)
-    for turn in range(math.ceil(VALIDATION_BATCHES / ctx.world_size)):
-        number = turn * ctx.world_size + ctx.rank
+    for round_number in range(math.ceil(VALIDATION_BATCHES / ctx.world_size)):
+        number = round_number * ctx.world_size + ctx.rank
         first = number % VALIDATION_BATCHES * VALIDATION_BATCH_SIZE
         batch = torch.stack(
             [

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from examples.gpt import prepare as preparation
 from examples.gpt import torchrun
 from examples.gpt.model import GPT, GPTConfig
-from examples.gpt.prepare import prepare, split_of
+from examples.gpt.prepare import assign_split, prepare
 from examples.gpt.train import train
 from rayzero.engine.config import parse_config
 from rayzero.engine.data.dataset import ParquetTokens
@@ -184,7 +184,7 @@ def test_preparation_splits_by_file_and_keeps_every_byte(
         for path in [*library.glob("*.py"), library / "json/latin.py"]
     }
     for split in ("train", "validation"):
-        files = [text for name, text in expected.items() if split_of(name) == split]
+        files = [text for name, text in expected.items() if assign_split(name) == split]
         assert files, "the tree is too small for this hash"
         assert sorted(content(out, split)) == sorted(files)
         assert meta["files"][split] == len(files)
@@ -194,7 +194,7 @@ def test_preparation_splits_by_file_and_keeps_every_byte(
 
 
 def test_about_a_twentieth_is_validation() -> None:
-    splits = [split_of(f"package/module_{i}.py") for i in range(4000)]
+    splits = [assign_split(f"package/module_{i}.py") for i in range(4000)]
     assert 150 < splits.count("validation") < 250
 
 
@@ -230,7 +230,7 @@ def test_many_may_prepare_at_once(tmp_path: Path, library: Path) -> None:
 
 
 def test_preparation_deletes_nothing_of_others(tmp_path: Path, library: Path) -> None:
-    with pytest.raises(DataError, match="holds something else"):
+    with pytest.raises(DataError, match="contains other files"):
         prepare(library, library)
     assert (library / "module_00.py").exists()
     (tmp_path / "nothing").mkdir()

@@ -37,7 +37,7 @@ FAULTS_ROW = DashboardRow(
         ),
         Panel(
             "Fault budget",
-            "Hardware faults in the window, as a share of those that are allowed.",
+            "Hardware faults in the window, as a share of the budget.",
             "percentunit",
             (
                 Query(
@@ -52,7 +52,7 @@ FAULTS_ROW = DashboardRow(
         ),
         Panel(
             "Recovery time",
-            "From the first sign of a fault to the next finished step, without that step.",
+            "From the first report of a fault to the next finished step, excluding that step.",
             "s",
             (
                 mean_query("rayzero_recovery_seconds", "mean"),
@@ -69,14 +69,14 @@ FAULTS_ROW = DashboardRow(
         ),
         Panel(
             "Steps redone",
-            "Finished steps that were lost and trained again.",
+            "Finished steps that were lost and repeated.",
             "none",
             (increase_query("rayzero_steps_redone_total", "steps"),),
         ),
         Panel(
             "Cost of a lost worker or node",
-            "Steps and seconds of training that are in no replica on the worker's own node (a lost "
-            "worker costs those), and in none on other nodes (a lost node).",
+            "Steps and seconds of training since the latest replica on the worker's own node (lost "
+            "with a worker), and since the latest on other nodes (lost with a node).",
             "none",
             (
                 Query(
@@ -95,14 +95,13 @@ FAULTS_ROW = DashboardRow(
         ),
         Panel(
             "Age of replicas",
-            "Time since the newest step finished that vaults hold.",
+            "Time since the latest replicated step finished.",
             "s",
             (age_query("rayzero_replica_timestamp_seconds", "{{place}}"),),
         ),
         Panel(
             "Replicas",
-            "Bytes that vaults hold of their nodes' ranks, and that the newest step takes on "
-            "others.",
+            "Bytes of local replicas in vaults, and of the latest step's replicas on other nodes.",
             "bytes",
             (gauge_query("rayzero_replica_bytes", "{{place}}"),),
         ),
@@ -124,7 +123,7 @@ CHECKPOINTS_ROW = DashboardRow(
     "Checkpoints",
     (
         Panel(
-            "Newest checkpoint",
+            "Latest checkpoint",
             "Its age; without one, the time since the first step.",
             "s",
             (
@@ -139,7 +138,7 @@ CHECKPOINTS_ROW = DashboardRow(
         ),
         Panel(
             "Cost of losing the whole cluster",
-            "Steps since the newest checkpoint.",
+            "Steps since the latest checkpoint.",
             "none",
             (
                 Query(
@@ -161,7 +160,7 @@ CHECKPOINTS_ROW = DashboardRow(
         ),
         Panel(
             "Size",
-            "Size of the newest checkpoint.",
+            "Size of the latest checkpoint.",
             "bytes",
             (gauge_query("rayzero_checkpoint_bytes", "bytes"),),
             width=6,

@@ -93,12 +93,12 @@ def _variable(name: str, label: str, query: str, multi: bool) -> Json:
 
 
 def _annotations() -> Iterator[Json]:
-    for name, (expr, colour) in ANNOTATIONS.items():
+    for name, (expr, color) in ANNOTATIONS.items():
         yield {
             "name": name,
             "datasource": _DATASOURCE,
             "enable": True,
-            "iconColor": colour,
+            "iconColor": color,
             "expr": expr,
             "titleFormat": name,
         }
@@ -114,25 +114,25 @@ def _panels() -> Iterator[Json]:
             number += 1
             if left + panel.width > _GRID_COLUMNS:
                 left, top, tallest = 0, top + tallest, 0
-            place = {"x": left, "y": top, "w": panel.width, "h": panel.height}
-            yield _panel(number, panel, place)
+            grid_position = {"x": left, "y": top, "w": panel.width, "h": panel.height}
+            yield _panel(number, panel, grid_position)
             left, tallest = left + panel.width, max(tallest, panel.height)
         top += tallest
 
 
 def _row_panel(number: int, section: DashboardRow, top: int) -> Json:
-    place = {"x": 0, "y": top, "w": _GRID_COLUMNS, "h": 1}
+    grid_position = {"x": 0, "y": top, "w": _GRID_COLUMNS, "h": 1}
     return {
         "id": number,
         "type": "row",
         "title": section.title,
         "collapsed": False,
-        "gridPos": place,
+        "gridPos": grid_position,
         "panels": [],
     }
 
 
-def _panel(number: int, panel: Panel, place: Json) -> Json:
+def _panel(number: int, panel: Panel, grid_position: Json) -> Json:
     targets = [_target(chr(ord("A") + number), query) for number, query in enumerate(panel.queries)]
     return {
         "id": number,
@@ -140,7 +140,7 @@ def _panel(number: int, panel: Panel, place: Json) -> Json:
         "title": panel.title,
         "description": panel.description,
         "datasource": _DATASOURCE,
-        "gridPos": place,
+        "gridPos": grid_position,
         "targets": targets,
         "fieldConfig": {
             "defaults": _field_defaults(panel),
@@ -161,17 +161,17 @@ def _target(letter: str, query: Query) -> Json:
 
 
 def _field_defaults(panel: Panel) -> Json:
-    steps = [{"value": value, "color": colour} for value, colour in panel.thresholds]
+    steps = [{"value": value, "color": color} for value, color in panel.thresholds]
     defaults: Json = {"unit": panel.unit, "thresholds": {"mode": "absolute", "steps": steps}}
     if panel.maximum is not None:
         defaults |= {"min": 0, "max": panel.maximum}
     if panel.kind == "timeseries":
         stacking = {"mode": "normal" if panel.stacked else "none"}
-        shown = "dashed" if len(steps) > 1 else "off"
+        thresholds_style = "dashed" if len(steps) > 1 else "off"
         defaults["custom"] = {
             "fillOpacity": 40 if panel.stacked else 0,
             "stacking": stacking,
-            "thresholdsStyle": {"mode": shown},
+            "thresholdsStyle": {"mode": thresholds_style},
             "spanNulls": False,
             "showPoints": "auto",
         }
@@ -201,11 +201,11 @@ def _panel_options(panel: Panel) -> Json:
             "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
             "tooltip": {"mode": "multi", "sort": "desc"},
         }
-    reduced = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+    reduce_options = {"calcs": ["lastNotNull"], "fields": "", "values": False}
     if panel.kind == "gauge":
-        return {"reduceOptions": reduced, "showThresholdMarkers": True}
+        return {"reduceOptions": reduce_options, "showThresholdMarkers": True}
     return {
-        "reduceOptions": reduced,
+        "reduceOptions": reduce_options,
         "textMode": "name" if panel.show_names else "auto",
         "colorMode": "value",
         "graphMode": "none",

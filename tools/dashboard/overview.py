@@ -50,7 +50,7 @@ OVERVIEW_ROW = DashboardRow(
         ),
         Panel(
             "Time left",
-            "At the recent step time.",
+            "Estimated from the recent step time.",
             "s",
             (gauge_query("rayzero_remaining_seconds", "left"),),
             kind="stat",
@@ -59,7 +59,7 @@ OVERVIEW_ROW = DashboardRow(
         ),
         Panel(
             "Goodput",
-            "Share of the time since this run began that was spent in steps that count.",
+            "Share of this run's wall time spent in steps that were not lost.",
             "percentunit",
             (gauge_query("rayzero_goodput_ratio", "goodput"),),
             kind="stat",
@@ -69,7 +69,7 @@ OVERVIEW_ROW = DashboardRow(
         ),
         Panel(
             "Ranks",
-            "Ranks of the newest generation, and its number.",
+            "Ranks of the current generation, and its number.",
             "none",
             (
                 gauge_query("rayzero_world_size", "ranks"),

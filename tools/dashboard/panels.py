@@ -31,7 +31,7 @@ class Panel:
 
     Args:
         unit: one of Grafana's units, `none` for a plain number.
-        thresholds: (lower bound, colour); the first bound is None.
+        thresholds: (lower bound, color); the first bound is None.
         width, height: in Grafana's grid of 24 columns.
         stacked: stack the areas, for parts of a whole.
         show_names: show the series' names instead of values (a `stat` of a state).
@@ -77,8 +77,8 @@ def rate_query(name: str, legend: str, where: str = JOB_SELECTOR) -> Query:
 
 
 def increase_query(name: str, legend: str) -> Query:
-    """A counter's increase between two points of the graph. Only for series that start at 0: the
-    first increase of others is invisible."""
+    """A counter's increase between two points of the graph. Only for series that start at 0;
+    otherwise the first increase is not visible."""
     return Query(f"increase({name}{{{JOB_SELECTOR}}}[$__rate_interval])", legend)
 
 
