@@ -1,7 +1,7 @@
-"""A fake cluster for the controller's tests: workers that train, vaults that keep slots.
+"""A fake cluster for the controller's tests: workers that train, vaults that store slots.
 
-Everything happens when the test says so, in virtual time, and messages arrive as in a real cluster:
-late, after their sender died, from generations that have ended.
+The test drives all events, in virtual time. Messages arrive as in a real cluster: late, after their
+sender died, and from generations that have ended.
 """
 
 from __future__ import annotations
@@ -45,38 +45,38 @@ from rayzero.workers.messages import (
 )
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo, SlotRef
 
-Node = Callable[[int], str]
+WorkerOutput = list[WorkerMessage] | WorkerLostError
+NodeOfWorker = Callable[[int], str]
 
 
 @dataclass
 class FakeProcess:
-    """One worker's process."""
+    """The process of a worker."""
 
     info: WorkerInfo
-    unsent: deque[list[WorkerMessage] | WorkerLostError] = field(default_factory=deque)
-    """Messages before the controller subscribes."""
+    unsent: deque[WorkerOutput] = field(default_factory=deque)
+    """Output before the controller subscribes."""
     subscribed: bool = False
-    """Whether the controller has subscribed."""
     alive: bool = True
     assign: Assignment | None = None
-    """While it is in the user's function."""
+    """The current assignment while the user's function runs."""
     ready: bool = False
-    """Whether its generation was joined, and its state loaded."""
+    """Whether it has joined its generation and loaded its state."""
     step: int = 0
     drain: bool = False
     unresponsive: bool = False
-    """Whether it does not answer commands."""
+    """Whether it ignores commands."""
     stuck: bool = False
     """Whether it does not unwind."""
     engine: bool = True
     delayed: bool = False
-    """Whether its messages are held back for a while, in `backlog`."""
-    backlog: list[list[WorkerMessage] | WorkerLostError] = field(default_factory=list)
+    """Whether its output is held back in `backlog`."""
+    backlog: list[WorkerOutput] = field(default_factory=list)
 
 
 @dataclass
 class FakeVault:
-    """One node's vault."""
+    """The vault of a node."""
 
     address: str
     events: asyncio.Queue[list[ConnectionLost] | VaultLostError] = field(
@@ -87,11 +87,11 @@ class FakeVault:
 
 
 class FakeCluster:
-    """The cluster, as a WorkerGroup. `vaults` is its VaultGroup.
+    """A WorkerGroup; `vaults` is the VaultGroup.
 
     Args:
-        size: number of workers at the start.
-        auto: whether workers join and load by themselves; otherwise the test says so.
+        size: number of initial workers.
+        auto: whether workers join and load automatically; otherwise the test sends the messages.
         mirrors: whether finished steps are mirrored to the vaults.
         checkpoint_every: steps between pinned steps for checkpoints; 0: never.
     """
@@ -99,7 +99,7 @@ class FakeCluster:
     def __init__(
         self,
         size: int = 2,
-        node_of: Node = lambda _: "a",
+        node_of: NodeOfWorker = lambda _: "a",
         *,
         auto: bool = True,
         mirrors: bool = True,
@@ -124,15 +124,13 @@ class FakeCluster:
         self.committed = 0
         """The newest step that all ranks of a generation finished."""
         self.losses_allowed = False
-        """Whether copies of it were lost that nothing could have preserved."""
-        self.messages: asyncio.Queue[tuple[int, list[WorkerMessage] | WorkerLostError]] = (
-            asyncio.Queue()
-        )
-        """Of subscribed workers, in order."""
+        """Whether all copies of the committed step may have been lost."""
+        self.messages: asyncio.Queue[tuple[int, WorkerOutput]] = asyncio.Queue()
+        """Output of subscribed workers, in order."""
         self.tasks: set[asyncio.Task[None]] = set()
         """Commands in progress."""
         self.next_poll_s = 0.0
-        """When the next empty messages are due."""
+        """When the next empty poll replies are due."""
         self.initial_workers = [self.add_process() for _ in range(size)]
         self.delays: dict[str, int] = {}
         """Turns of the event loop that commands take, by name."""
@@ -140,7 +138,7 @@ class FakeCluster:
         self.clock: Clock = Clock()
         """Replaced by the harness's virtual clock."""
 
-    # What a test does.
+    # Methods for tests.
 
     def add_process(self, node: str | None = None) -> WorkerInfo:
         index = len(self.processes)
@@ -150,7 +148,7 @@ class FakeCluster:
         return info
 
     def join(self, node: str | None = None) -> int:
-        """A new worker becomes ready after the initial ones."""
+        """Add a worker that becomes ready after the initial ones, and return its index."""
         info = self.add_process(node)
         self.joining.put_nowait(info)
         return info.index
@@ -159,29 +157,29 @@ class FakeCluster:
         self._post(self.processes[worker], list(messages))
 
     def report_cause(self, worker: int, cause: str) -> None:
-        """The cluster reports why a worker died."""
+        """Report why a worker died, as the cluster does."""
         self._post(self.processes[worker], WorkerLostError(cause))
 
     def deliver_delayed(self, worker: int) -> None:
-        """The messages of a delayed worker arrive."""
+        """Deliver the output of a delayed worker."""
         process = self.processes[worker]
         process.delayed = False
         backlog, process.backlog = process.backlog, []
-        for said in backlog:
-            self._post(process, said)
+        for output in backlog:
+            self._post(process, output)
 
-    def _post(self, process: FakeProcess, said: list[WorkerMessage] | WorkerLostError) -> None:
+    def _post(self, process: FakeProcess, output: WorkerOutput) -> None:
         if process.delayed:
-            process.backlog.append(said)
+            process.backlog.append(output)
         elif not process.subscribed:
-            process.unsent.append(said)
+            process.unsent.append(output)
         else:
-            self.messages.put_nowait((process.info.index, said))
+            self.messages.put_nowait((process.info.index, output))
 
     def kill(
         self, worker: int, cause: str = "the process was killed", *, reported: bool = True
     ) -> None:
-        """A process dies. Its vault reports it at once, the cluster the cause a little later."""
+        """Kill a process. Its vault reports it first, and then the cluster with the cause."""
         process = self.processes[worker]
         if not process.alive:
             return
@@ -199,24 +197,24 @@ class FakeCluster:
         error: str = "ValueError: hole",
         step: int | None = None,
     ) -> None:
-        """An exception leaves a worker's function."""
+        """Raise an exception from a worker's function."""
         process = self.processes[worker]
         assign = process.assign
         assert assign is not None
-        at = process.step + 1 if step is None else step
+        crash_step = process.step + 1 if step is None else step
         process.assign = None
         self.send(
             worker,
-            Crashed(assign.generation, assign.rank, kind, at, error, "the user's frames"),
+            Crashed(assign.generation, assign.rank, kind, crash_step, error, "the user's frames"),
         )
 
     def lose_node(self, node: str) -> None:
         for process in self.processes.values():
             if process.info.node_id == node and process.alive:
                 process.alive, process.assign = False, None
-                slow, process.delayed = process.delayed, False
+                delayed, process.delayed = process.delayed, False
                 self._post(process, WorkerLostError("its node is gone"))
-                process.delayed = slow
+                process.delayed = delayed
         self.vaults.kill(node)
 
     def kill_vault(self, node: str) -> None:
@@ -224,55 +222,62 @@ class FakeCluster:
 
     @property
     def members(self) -> list[FakeProcess]:
-        """The processes in the newest generation's function, by rank."""
-        inside = [one for one in self.processes.values() if one.alive and one.assign]
-        newest = max((one.assign.generation for one in inside if one.assign), default=0)
-        mine = [one for one in inside if one.assign and one.assign.generation == newest]
-        return sorted(mine, key=lambda one: one.assign.rank if one.assign else 0)
+        """Processes that run the newest generation, by rank."""
+        running = [
+            (process.assign, process)
+            for process in self.processes.values()
+            if process.alive and process.assign
+        ]
+        newest = max((assign.generation for assign, _ in running), default=0)
+        members = [item for item in running if item[0].generation == newest]
+        return [process for _, process in sorted(members, key=lambda item: item[0].rank)]
 
     @property
     def can_step(self) -> bool:
         members = self.members
         if not members or members[0].assign is None:
             return False
-        return len(members) == members[0].assign.world_size and all(one.ready for one in members)
+        if not all(process.ready for process in members):
+            return False
+        return len(members) == members[0].assign.world_size
 
     def step(self, last: bool = False) -> bool:
-        """One optimizer step of all ranks, if all are ready. `last`: the functions return."""
+        """Run an optimizer step of all ranks if all are ready. `last`: the functions return."""
         if not self.can_step:
             return False
         members = self.members
-        drain = any(one.drain for one in members)
+        drain = any(process.drain for process in members)
         step = members[0].step + 1
         due = bool(self.checkpoint_every) and step % self.checkpoint_every == 0
-        pin = due and not self._pinned(members)
-        kept = []
-        for one in members:
-            assign = one.assign
+        pin = due and not self._has_pinned_slot(members)
+        mirrored = []
+        for process in members:
+            assign = process.assign
             assert assign is not None
-            one.step = step
-            said: list[WorkerMessage] = []
-            if one.engine and (self.mirrors or drain or pin):
-                kept.append(self._mirror(one, assign, step, pin))
-            said.append(StepReport(assign.generation, assign.rank, step, {}, {"step_s": 0.1}))
+            process.step = step
+            if process.engine and (self.mirrors or drain or pin):
+                mirrored.append(self._mirror(process, assign, step, pin))
+            messages: list[WorkerMessage] = [
+                StepReport(assign.generation, assign.rank, step, {}, {"step_s": 0.1})
+            ]
             if pin:
-                said.append(Pinned(assign.generation, assign.rank, step, True, 0.01))
+                messages.append(Pinned(assign.generation, assign.rank, step, True, 0.01))
             if last:
-                said.append(Finished(assign.generation, assign.rank, {}, {}, 1))
+                messages.append(Finished(assign.generation, assign.rank, {}, {}, 1))
             elif drain:
-                said.append(Stopped(assign.generation, assign.rank, self._memory(one)))
+                messages.append(Stopped(assign.generation, assign.rank, self._memory(process)))
             if last or drain:
-                one.assign, one.drain = None, False
-            self.send(one.info.index, *said)
+                process.assign, process.drain = None, False
+            self.send(process.info.index, *messages)
         self.committed = max(self.committed, step)
-        self.losses_allowed = not (kept and all(kept))
+        self.losses_allowed = not (mirrored and all(mirrored))
         return True
 
-    def _pinned(self, members: Sequence[FakeProcess]) -> bool:
-        """A worker has room for one pinned step."""
-        for one in members:
-            vault = self.vaults.by_node.get(one.info.node_id)
-            assign = one.assign
+    def _has_pinned_slot(self, members: Sequence[FakeProcess]) -> bool:
+        """Whether a member's only buffer for a pinned step is in use."""
+        for process in members:
+            vault = self.vaults.by_node.get(process.info.node_id)
+            assign = process.assign
             if vault is None or assign is None:
                 return True
             for (generation, rank, _), slot in vault.slots.items():
@@ -283,16 +288,16 @@ class FakeCluster:
     def _mirror(self, process: FakeProcess, assign: Assignment, step: int, pin: bool) -> bool:
         vault = self.vaults.by_node.get(process.info.node_id)
         if vault is None or vault.address != assign.vault:
-            return False  # a mirror without a vault fails softly
+            return False  # training continues without a mirror
         generation, rank = assign.generation, assign.rank
-        mine = [key for key in vault.slots if key[:2] == (generation, rank)]
-        free = sorted(key for key in mine if not vault.slots[key].pinned)
+        rank_keys = [key for key in vault.slots if key[:2] == (generation, rank)]
+        free = sorted(key for key in rank_keys if not vault.slots[key].pinned)
         for key in free[:-1]:  # two buffers alternate
             del vault.slots[key]
         vault.slots[generation, rank, step] = SlotInfo(
             generation, rank, assign.world_size, step, 64, pin
         )
-        if len(mine) > 1:  # the vote proved that all ranks have mirrored
+        if len(rank_keys) > 1:  # a step after the first mirror, so all ranks have mirrored
             for vault in self.vaults.by_node.values():
                 for key, slot in list(vault.slots.items()):
                     if key[0] < generation and not slot.pinned and not slot.replica:
@@ -311,40 +316,43 @@ class FakeCluster:
         self.send(process.info.index, Stopped(assign.generation, assign.rank, memory))
 
     def _join(self, generation: int) -> None:
-        """All ranks join once all have their assignments."""
+        """Let all ranks join once all have their assignments."""
         members = [
-            one for one in self.members if one.assign and one.assign.generation == generation
+            process
+            for process in self.members
+            if process.assign and process.assign.generation == generation
         ]
         if not members or members[0].assign is None:
             return
         if len(members) < members[0].assign.world_size:
             return
-        resumed = members[0].assign.restore
-        if self.losses_allowed or (resumed and resumed.checkpoint):
-            self.committed, self.losses_allowed = resumed.step if resumed else 0, True
-        for one in members:
-            assign = one.assign
+        restore = members[0].assign.restore
+        if self.losses_allowed or (restore and restore.checkpoint):
+            self.committed, self.losses_allowed = restore.step if restore else 0, True
+        for process in members:
+            assign = process.assign
             assert assign is not None
-            joined = Joined(generation, assign.rank)
-            if not one.engine:
-                one.ready, one.step = True, 0
-                self.send(one.info.index, joined)
+            worker, joined = process.info.index, Joined(generation, assign.rank)
+            if not process.engine:
+                process.ready, process.step = True, 0
+                self.send(worker, joined)
                 continue
-            missing = [ref for ref in self._slots(assign) if not self.vaults.holds(ref)]
+            missing = [ref for ref in self._slots(assign) if not self.vaults.has_slot(ref)]
             if missing:
-                self.send(one.info.index, joined)
-                self.crash(one.info.index, "state", f"{missing[0]} is gone", 0)
+                self.send(worker, joined)
+                self.crash(worker, "state", f"{missing[0]} is gone", 0)
                 continue
-            one.step = assign.restore.step if assign.restore else 0
-            assert self.losses_allowed or one.step == self.committed, "a committed step was lost"
-            one.ready = True
-            self.send(one.info.index, joined, Restored(generation, assign.rank, one.step))
+            process.step = assign.restore.step if assign.restore else 0
+            if not self.losses_allowed:
+                assert process.step == self.committed, "a committed step was lost"
+            process.ready = True
+            self.send(worker, joined, Restored(generation, assign.rank, process.step))
 
     @staticmethod
     def _slots(assign: Assignment) -> tuple[SlotRef, ...]:
         return assign.restore.slots if assign.restore else ()
 
-    # WorkerGroup.
+    # The interface of WorkerGroup.
 
     async def start_workers(self, need: ResourceRequest) -> tuple[WorkerInfo, ...]:
         await self.may_start.wait()
@@ -353,10 +361,10 @@ class FakeCluster:
         return tuple(self.initial_workers)
 
     async def next_worker(self) -> WorkerInfo:
-        came = await self.joining.get()
-        if isinstance(came, WorkerLostError):
-            raise came
-        return came
+        worker = await self.joining.get()
+        if isinstance(worker, WorkerLostError):
+            raise worker
+        return worker
 
     def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
         assert not self.processes[worker].alive
@@ -380,20 +388,20 @@ class FakeCluster:
     def broadcast(
         self, workers: Iterable[int], method: Callable[..., None], *args: Any
     ) -> PendingReplies:
-        answers: PendingReplies = getattr(self, method.__name__)(workers, *args)
-        return answers
+        replies: PendingReplies = getattr(self, method.__name__)(workers, *args)
+        return replies
 
     async def open_store(self, worker: int) -> int:
         await self._receive_command("store", worker)
         return 4000 + worker
 
     def assign(
-        self, formation: GenerationSpec, places: Mapping[int, RankAssignment]
+        self, generation: GenerationSpec, ranks: Mapping[int, RankAssignment]
     ) -> PendingReplies:
-        return self._command("assign", places, lambda w: self._assign(w, formation, places[w]))
+        return self._command("assign", ranks, lambda w: self._assign(w, generation, ranks[w]))
 
-    def _assign(self, worker: int, formation: GenerationSpec, own: RankAssignment) -> None:
-        process, assign = self.processes[worker], Assignment(**vars(own), **vars(formation))
+    def _assign(self, worker: int, generation: GenerationSpec, rank: RankAssignment) -> None:
+        process, assign = self.processes[worker], Assignment(**vars(rank), **vars(generation))
         assert process.assign is None, "two generations at once"
         for other in self.processes.values():
             if other.alive and other.assign is not None:
@@ -410,57 +418,68 @@ class FakeCluster:
                 self._post(process, process.unsent.popleft())
 
     async def receive(self) -> WorkerReports:
-        """Every live worker sends at least an empty message from time to time."""
+        """Responsive workers send at least an empty poll reply every WORKER_POLL_S."""
         try:
-            limit_s = self.next_poll_s - self.clock.now()
-            first = [await with_timeout(self.clock, limit_s, self.messages.get())]
+            timeout_s = self.next_poll_s - self.clock.now()
+            outputs = [await with_timeout(self.clock, timeout_s, self.messages.get())]
         except TimeoutError:
             self.next_poll_s = self.clock.now() + WORKER_POLL_S
-            there = [one for one in self.processes.values() if one.subscribed and one.alive]
-            return WorkerReports([(one.info.index, []) for one in there if not one.unresponsive])
+            return WorkerReports(
+                [
+                    (worker, [])
+                    for worker, process in self.processes.items()
+                    if process.subscribed and process.alive and not process.unresponsive
+                ]
+            )
         while not self.messages.empty():
-            first.append(self.messages.get_nowait())
-        said = [(worker, one) for worker, one in first if isinstance(one, list)]
-        lost = [(worker, str(one)) for worker, one in first if isinstance(one, WorkerLostError)]
-        return WorkerReports(said, lost)
+            outputs.append(self.messages.get_nowait())
+        messages = [(worker, output) for worker, output in outputs if isinstance(output, list)]
+        lost = [
+            (worker, str(output))
+            for worker, output in outputs
+            if isinstance(output, WorkerLostError)
+        ]
+        return WorkerReports(messages, lost)
 
-    def _is_in(self, worker: int, generation: int) -> bool:
+    def _runs(self, worker: int, generation: int) -> bool:
         assign = self.processes[worker].assign
         return assign is not None and assign.generation == generation
 
     def stop(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        def stops(worker: int) -> None:
-            if self.auto and self._is_in(worker, generation):
+        def stop(worker: int) -> None:
+            if self.auto and self._runs(worker, generation):
                 self._unwind(self.processes[worker])
 
-        return self._command("stop", workers, stops)
+        return self._command("stop", workers, stop)
 
     def drain(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        def drains(worker: int) -> None:
-            if self._is_in(worker, generation):
+        def drain(worker: int) -> None:
+            if self._runs(worker, generation):
                 self.processes[worker].drain = True
 
-        return self._command("drain", workers, drains)
+        return self._command("drain", workers, drain)
 
     def fence(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        def leaves(worker: int) -> None:
-            if self._is_in(worker, generation):
+        def fence(worker: int) -> None:
+            if self._runs(worker, generation):
                 self._unwind(self.processes[worker])
 
-        return self._command("fence", workers, leaves)
+        return self._command("fence", workers, fence)
 
     def _command(
-        self, name: str, workers: Iterable[int], act: Callable[[int], None]
+        self, name: str, workers: Iterable[int], execute: Callable[[int], None]
     ) -> PendingReplies:
-        answers = PendingReplies(workers)
-        way = asyncio.ensure_future(self._carry(name, answers, act))
-        self.tasks.add(way)
-        way.add_done_callback(self.tasks.discard)
-        return answers
+        replies = PendingReplies(workers)
+        task = asyncio.ensure_future(self._execute(name, replies, execute))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return replies
 
-    async def _carry(self, name: str, answers: PendingReplies, act: Callable[[int], None]) -> None:
+    async def _execute(
+        self, name: str, replies: PendingReplies, execute: Callable[[int], None]
+    ) -> None:
         await self.delay(name)
-        for worker in sorted(answers.pending):
+        for worker in sorted(replies.pending):
             process = self.processes[worker]
             if not process.alive:
                 self.messages.put_nowait((worker, WorkerLostError("")))
@@ -468,8 +487,8 @@ class FakeCluster:
                 continue
             else:
                 self.commands.append((name, worker))
-                act(worker)
-            answers.mark_done([worker])
+                execute(worker)
+            replies.mark_done([worker])
 
     def inject(self, workers: Iterable[int], faults: Sequence[FaultSpec]) -> PendingReplies:
         return self._command(
@@ -481,7 +500,7 @@ class FakeCluster:
     async def salvage(self, worker: int, vault: str) -> SlotInfo:
         await self._receive_command("salvage", worker)
         process = self.processes[worker]
-        _, assign = next(one for one in reversed(self.assigned) if one[0] == worker)
+        assign = next(assign for index, assign in reversed(self.assigned) if index == worker)
         slot = SlotInfo(
             assign.generation, assign.rank, assign.world_size, process.step, 64, pinned=False
         )
@@ -498,14 +517,14 @@ class FakeCluster:
 
     async def release(self) -> None:
         self.releases += 1
-        for way in self.tasks:
-            way.cancel()
+        for task in self.tasks:
+            task.cancel()
 
-    def beat(self, worker: int, **values: Any) -> None:
+    def send_heartbeat(self, worker: int, **values: Any) -> None:
         process = self.processes[worker]
         rank = process.assign.rank if process.assign else 0
-        beat = Heartbeat(rank, process.step + 1, "forward", 0.0)
-        self.send(worker, replace(beat, **values))
+        heartbeat = Heartbeat(rank, process.step + 1, "forward", 0.0)
+        self.send(worker, replace(heartbeat, **values))
 
     async def delay(self, command: str) -> None:
         for _ in range(1 + self.delays.get(command, 0)):
@@ -522,7 +541,7 @@ class FakeCluster:
 
 
 class FakeWorkerGroup:
-    """The cluster's WorkerGroup: `kill` is a test's method there, and the controller's here."""
+    """The cluster as the controller sees it: `kill` is the command, not the test's method."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         self._cluster = cluster
@@ -552,7 +571,7 @@ class FakeVaultGroup:
         self._cluster = cluster
 
     def kill(self, node: str) -> None:
-        """A vault dies, with everything it held."""
+        """Kill a vault with all of its slots."""
         vault = self.by_node.pop(node, None)
         if vault is not None:
             self._cluster.losses_allowed = True
@@ -564,7 +583,7 @@ class FakeVaultGroup:
         if vault is not None:
             vault.events.put_nowait(VaultLostError("closed"))
 
-    def holds(self, ref: SlotRef) -> bool:
+    def has_slot(self, ref: SlotRef) -> bool:
         vault = self.by_node.get(ref.node_id)
         return vault is not None and (ref.generation, ref.rank, ref.step) in vault.slots
 
@@ -583,34 +602,34 @@ class FakeVaultGroup:
 
     async def poll(self, node_id: str, timeout_s: float) -> list[ConnectionLost]:
         try:
-            news = await with_timeout(
-                self._cluster.clock, timeout_s, self._of(node_id).events.get()
+            events = await with_timeout(
+                self._cluster.clock, timeout_s, self._vault(node_id).events.get()
             )
         except TimeoutError:
             return []
-        if isinstance(news, VaultLostError):
-            raise news
-        return news
+        if isinstance(events, VaultLostError):
+            raise events
+        return events
 
     async def inventory(self, node_id: str) -> list[SlotInfo]:
         await self._cluster.delay("inventory")
-        return list(self._of(node_id).slots.values())
+        return list(self._vault(node_id).slots.values())
 
     async def unpin(self, node_id: str, generation: int, step: int) -> None:
         self.unpinned.append((node_id, generation, step))
-        vault = self._of(node_id)
+        vault = self._vault(node_id)
         for key, slot in vault.slots.items():
             if key[0] <= generation and key[2] <= step:
                 vault.slots[key] = slot._replace(pinned=False)
 
     async def replicate(self, node_id: str, slots: Sequence[SlotRef]) -> int:
         await asyncio.sleep(0)
-        vault = self._of(node_id)
+        vault = self._vault(node_id)
         self.replicated.append((node_id, tuple(slots)))
         for ref in slots:
-            if not self.holds(ref):
+            if not self.has_slot(ref):
                 raise RayzeroError(f"{ref} is gone")
-            original = self._of(ref.node_id).slots[ref.generation, ref.rank, ref.step]
+            original = self._vault(ref.node_id).slots[ref.generation, ref.rank, ref.step]
             vault.slots[ref.generation, ref.rank, ref.step] = original._replace(
                 replica=True, pinned=True
             )
@@ -622,7 +641,7 @@ class FakeVaultGroup:
         await self.may_write.wait()
         if self.write_errors:
             raise self.write_errors.pop(0)
-        vault = self._of(node_id)
+        vault = self._vault(node_id)
         files = []
         for ref in slots:
             if (ref.generation, ref.rank, ref.step) not in vault.slots:
@@ -640,7 +659,7 @@ class FakeVaultGroup:
 
     async def why_not_injectable(self, node_id: str, fault: FaultSpec) -> str:
         await asyncio.sleep(0)
-        self._of(node_id)
+        self._vault(node_id)
         return self.not_injectable.get(node_id, "")
 
     async def inject_node_fault(self, node_id: str, fault: FaultSpec) -> None:
@@ -648,21 +667,21 @@ class FakeVaultGroup:
         self.node_faults.append((node_id, str(fault)))
         if fault.kind == "kill_vault":
             self.kill(node_id)
-            raise VaultLostError("it was struck")
+            raise VaultLostError("killed by a fault")
         if fault.kind == "drop_node":
             self._cluster.lose_node(node_id)
 
     async def release(self) -> None:
         self.releases += 1
 
-    def _of(self, node_id: str) -> FakeVault:
+    def _vault(self, node_id: str) -> FakeVault:
         if node_id not in self.by_node:
             raise VaultLostError("the node has no vault")
         return self.by_node[node_id]
 
 
 class FakeCheckpointStore:
-    """A checkpoint store that keeps steps in a list."""
+    """A checkpoint store with a list of steps."""
 
     def __init__(self, *steps: int) -> None:
         self.steps = list(steps)
@@ -686,9 +705,7 @@ class FakeCheckpointStore:
         await asyncio.sleep(0)
         if self.errors:
             raise self.errors.pop(0)
-        assert [file.rank for file in sorted(files, key=lambda one: one.rank)] == list(
-            range(len(files))
-        )
+        assert sorted(file.rank for file in files) == list(range(len(files)))
         self.steps.append(step)
 
     async def prune(self) -> None:

@@ -1,4 +1,4 @@
-"""Shared by the orchestrator's tests: a virtual clock, an event log, a controller's harness."""
+"""A virtual clock, an event log and a test harness for the controller."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster, Fa
 N = TypeVar("N")
 
 NO_FILES = BackgroundWriter(print)
-"""Writes nothing, because these jobs ask for no step files."""
+"""Writes nothing, because these jobs have no step files."""
 
 
-class _Alarm:
-    """Ends the time limit of a block; used like a future."""
+class _TimeoutFuture:
+    """Expires a timeout when its result is set, like a sleeper's future."""
 
-    def __init__(self, limit: asyncio.Timeout) -> None:
-        self._limit = limit
+    def __init__(self, timeout: asyncio.Timeout) -> None:
+        self._timeout = timeout
 
     def done(self) -> bool:
         return False
 
     def set_result(self, _: None) -> None:
-        with suppress(RuntimeError):  # the block is over
-            self._limit.reschedule(asyncio.get_running_loop().time())
+        with suppress(RuntimeError):  # the timeout's block has ended
+            self._timeout.reschedule(asyncio.get_running_loop().time())
 
 
 class VirtualClock:
@@ -51,42 +51,43 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._sleepers: list[tuple[float, int, asyncio.Future[None] | _Alarm]] = []
+        self._sleepers: list[tuple[float, int, asyncio.Future[None] | _TimeoutFuture]] = []
         self._order = count()
 
     def now(self) -> float:
         return self._now
 
     async def sleep(self, seconds: float) -> None:
-        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), woken))
-        await woken
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), future))
+        await future
 
     def timeout(self, seconds: float) -> asyncio.Timeout:
-        limit = asyncio.timeout(None)
-        heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), _Alarm(limit)))
-        return limit
+        timeout = asyncio.timeout(None)
+        future = _TimeoutFuture(timeout)
+        heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), future))
+        return timeout
 
     async def advance(self, seconds: float) -> None:
-        """Lets that much time pass, sleeper by sleeper, and everything happen that follows."""
-        until = self._now + seconds
+        """Advance the time, waking sleepers in order and settling after each."""
+        end = self._now + seconds
         await settle()
-        while self._sleepers and self._sleepers[0][0] <= until:
-            self._now, _, woken = heapq.heappop(self._sleepers)
-            if not woken.done():
-                woken.set_result(None)
+        while self._sleepers and self._sleepers[0][0] <= end:
+            self._now, _, future = heapq.heappop(self._sleepers)
+            if not future.done():
+                future.set_result(None)
             await settle()
-        self._now = until
+        self._now = end
 
 
 async def settle() -> None:
-    """Lets everything run that can run without time passing."""
+    """Run all tasks that can progress without a change of time."""
     for _ in range(120):
         await asyncio.sleep(0)
 
 
 class EventLog:
-    """An observer that keeps all events."""
+    """An observer that records all events."""
 
     def __init__(self) -> None:
         self.events: list[JobEvent] = []
@@ -107,13 +108,13 @@ def plan(folder: Path, **changes: Any) -> JobPlan:
         "recovery": {"hang_timeout_s": 60.0},
     }
     for key, value in changes.items():
-        here = document.get(key)
-        document[key] = here | value if isinstance(here, dict) else value
+        default = document.get(key)
+        document[key] = default | value if isinstance(default, dict) else value
     return make_plan(validate_document(JobSpec, document, "job"), "m:f")
 
 
 class Harness:
-    """One controller in a fake cluster."""
+    """A controller in a fake cluster."""
 
     def __init__(
         self,
@@ -143,14 +144,14 @@ class Harness:
         self.run = asyncio.ensure_future(self.controller.run())
 
     async def steps(self, count: int) -> None:
-        """Trains that many steps."""
+        """Train that many steps."""
         for _ in range(count):
             await settle()
             assert self.cluster.step(), "a rank is missing"
         await settle()
 
     async def finish(self) -> JobResult:
-        """One more step, the last."""
+        """Run the last step and return the result."""
         await settle()
         assert self.cluster.step(last=True)
         await settle()
@@ -172,14 +173,15 @@ class Harness:
     def assignments(self) -> dict[int, Assignment]:
         """The assignments of the newest generation, by worker."""
         generation = max(assign.generation for _, assign in self.cluster.assigned)
-        return {w: one for w, one in self.cluster.assigned if one.generation == generation}
+        assigned = self.cluster.assigned
+        return {worker: assign for worker, assign in assigned if assign.generation == generation}
 
 
 AsyncTest = Callable[[Path], Awaitable[None]]
 
 
 def async_test(body: AsyncTest) -> Callable[[Path], None]:
-    """Runs an async test in a loop of its own."""
+    """Run an async test in a new event loop."""
 
     async def bounded(folder: Path) -> None:
         async with asyncio.timeout(20):

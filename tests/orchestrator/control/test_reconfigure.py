@@ -551,8 +551,8 @@ async def test_a_hung_rank_is_named_with_its_stack_killed_and_repaired(folder: P
     harness = three(folder, recovery={"hang_timeout_s": 10.0})
     await harness.steps(3)
     for worker in (0, 2):
-        harness.cluster.beat(worker, step=4, collective=7, waiting=True, silent_s=10.5)
-    harness.cluster.beat(1, step=4, collective=6, silent_s=11.0)
+        harness.cluster.send_heartbeat(worker, step=4, collective=7, waiting=True, silent_s=10.5)
+    harness.cluster.send_heartbeat(1, step=4, collective=6, silent_s=11.0)
     await harness.clock.advance(1)
     assert ("stack", 1) in harness.cluster.commands
     assert ("kill", 1) in harness.cluster.commands
@@ -567,12 +567,14 @@ async def test_a_hung_rank_is_named_with_its_stack_killed_and_repaired(folder: P
 async def test_a_stopped_process_is_inspected_by_its_vault_and_killed(folder: Path):
     harness = three(folder, recovery={"hang_timeout_s": 10.0})
     await harness.steps(3)
-    harness.cluster.beat(1)
+    harness.cluster.send_heartbeat(1)
     await settle()
     harness.cluster.processes[1].unresponsive = True
     for second in range(12):
         for worker in (0, 2):
-            harness.cluster.beat(worker, step=4, collective=7, waiting=True, silent_s=float(second))
+            harness.cluster.send_heartbeat(
+                worker, step=4, collective=7, waiting=True, silent_s=float(second)
+            )
         await harness.clock.advance(1)
     assert ("kill", 1) in harness.cluster.commands
     assert "process 101 is stopped" in texts(harness)

@@ -28,8 +28,8 @@ async def test_a_job_with_a_fault_adds_up(tmp_path: Path):
     await settle()
     await harness.clock.advance(2.0)
     await harness.steps(3)
-    harness.cluster.beat(0, phase="backward", silent_s=1.5)
-    harness.cluster.beat(1)  # a late heartbeat of a dead worker has no effect
+    harness.cluster.send_heartbeat(0, phase="backward", silent_s=1.5)
+    harness.cluster.send_heartbeat(1)  # a late heartbeat of a dead worker has no effect
     await settle()
     snapshot = harness.telemetry.snapshot()
     beats = {rank["rank"]: (rank["phase"], rank["silent_s"]) for rank in snapshot["ranks"]}
@@ -108,7 +108,7 @@ async def test_series_of_ranks_can_be_disabled(tmp_path: Path):
         folder.mkdir()
         harness = Harness(folder, FakeCluster(2), workers={"min": 2}, metrics={"per_rank": enabled})
         await harness.steps(2)
-        harness.cluster.beat(0)
+        harness.cluster.send_heartbeat(0)
         await settle()
         families = {family.name: family for family in harness.telemetry.collect()}
         samples = [sample for family in families.values() for sample in family.samples]
