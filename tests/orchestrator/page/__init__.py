@@ -1,1 +1,1 @@
-"""The page and `rayzero top`, against snapshots; the page in a real browser."""
+"""Tests of the web page in a real browser."""

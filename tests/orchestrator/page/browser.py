@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through the pipe that it takes its orders from."""
+"""A headless Chromium, controlled by the DevTools protocol over pipes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from typing import Any
 
 import pytest
 
-_ANSWER_S = 30.0
-_NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+_RESPONSE_TIMEOUT_S = 30.0
+_PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 
-def program() -> str:
-    """Where the browser is; skips the test where there is none."""
-    found = os.environ.get("RAYZERO_CHROMIUM") or next(
-        filter(None, map(shutil.which, _NAMES)), None
+def find_browser() -> str:
+    """Path of the browser; skips the test if none is installed."""
+    path = os.environ.get("RAYZERO_CHROMIUM") or next(
+        filter(None, map(shutil.which, _PROGRAMS)), None
     )
-    if not found:
-        pytest.skip(f"no {' or '.join(_NAMES)} on PATH, and RAYZERO_CHROMIUM names none")
-    return found
+    if not path:
+        pytest.skip(f"no {' or '.join(_PROGRAMS)} on PATH, and RAYZERO_CHROMIUM names none")
+    return path
 
 
 class Browser:
-    """One tab. `errors` are the exceptions and refusals of its page."""
+    """A tab. `errors` has the exceptions and logged errors of its page."""
 
-    def __init__(self, orders: int, answers: int) -> None:
-        self._orders = orders
-        self._answers = answers
-        self._rest = b""
-        self._number = 0
+    def __init__(self, request_fd: int, response_fd: int) -> None:
+        self._request_fd = request_fd
+        self._response_fd = response_fd
+        self._buffer = b""
+        self._request_id = 0
         self._session: str | None = None
         self.errors: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -47,27 +47,26 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        self._number += 1
-        order: dict[str, Any] = {"id": self._number, "method": method, "params": params}
+        self._request_id += 1
+        request: dict[str, Any] = {"id": self._request_id, "method": method, "params": params}
         if self._session:
-            order["sessionId"] = self._session
-        os.write(self._orders, json.dumps(order).encode() + b"\0")
+            request["sessionId"] = self._session
+        os.write(self._request_fd, json.dumps(request).encode() + b"\0")
         while True:
-            answer = self._read()
-            if answer.get("id") == self._number:
-                assert "error" not in answer, answer
-                return dict(answer["result"])
-            self._note(answer)
+            message = self._read()
+            if message.get("id") == self._request_id:
+                assert "error" not in message, message
+                return dict(message["result"])
+            self._handle_event(message)
 
-    def look(self, width: int, height: int, dark: bool) -> None:
-        """The size of the window, in its own pixels, and the colours that the user prefers."""
-        phone = width < 600
+    def set_viewport(self, width: int, height: int, dark: bool) -> None:
+        """Set the window size in pixels and the preferred color scheme."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
             height=height,
             deviceScaleFactor=1,
-            mobile=phone,
+            mobile=width < 600,
         )
         value = "dark" if dark else "light"
         preference = {"name": "prefers-color-scheme", "value": value}
@@ -82,35 +81,35 @@ class Browser:
         return result["result"].get("value")
 
     def wait_for(self, script: str, timeout_s: float = 15.0) -> None:
-        """Until it is true of the page."""
-        until = monotonic() + timeout_s
+        """Wait until a script's result is true."""
+        deadline_s = monotonic() + timeout_s
         while not self.evaluate(script):
-            assert monotonic() < until, f"never true: {script}"
+            assert monotonic() < deadline_s, f"never true: {script}"
             sleep(0.05)
 
-    def press(self, key: str) -> None:
+    def press_key(self, key: str) -> None:
         for kind in ("rawKeyDown", "keyUp"):
             self.call(
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=9
             )
 
-    def picture(self, path: Path) -> None:
-        """The whole page, also what is to be scrolled to."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
+    def screenshot(self, path: Path) -> None:
+        """Write an image of the whole page."""
+        image = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(image["data"]))
 
     def _read(self) -> dict[str, Any]:
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(self._answers, selectors.EVENT_READ)
-            while b"\0" not in self._rest:
-                assert waiting.select(_ANSWER_S), "the browser does not answer"
-                got = os.read(self._answers, 1 << 20)
-                assert got, "the browser is gone"
-                self._rest += got
-        line, self._rest = self._rest.split(b"\0", 1)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._response_fd, selectors.EVENT_READ)
+            while b"\0" not in self._buffer:
+                assert selector.select(_RESPONSE_TIMEOUT_S), "the browser does not respond"
+                data = os.read(self._response_fd, 1 << 20)
+                assert data, "the browser has exited"
+                self._buffer += data
+        line, self._buffer = self._buffer.split(b"\0", 1)
         return dict(json.loads(line))
 
-    def _note(self, event: dict[str, Any]) -> None:
+    def _handle_event(self, event: dict[str, Any]) -> None:
         if event.get("method") == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(event["params"]["exceptionDetails"]))
         elif event.get("method") == "Log.entryAdded":
@@ -118,27 +117,30 @@ class Browser:
 
 
 @contextmanager
-def browser(folder: Path) -> Iterator[Browser]:
-    """A browser whose profile is in that folder; killed at the end."""
-    orders_in, orders = os.pipe()
-    answers, answers_out = os.pipe()
-    # The shell gives the pipes the numbers that the browser looks for them at.
-    command = f'exec "$0" "$@" 3<&{orders_in} 4>&{answers_out}'
-    flags = ("--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu")
-    more = ("--no-first-run", "--disable-dev-shm-usage", "--hide-scrollbars", "--lang=en-US")
+def start_browser(folder: Path) -> Iterator[Browser]:
+    """Run a browser with its profile in a folder."""
+    request_read_fd, request_fd = os.pipe()
+    response_fd, response_write_fd = os.pipe()
+    # The browser reads requests from descriptor 3 and writes responses to 4.
+    command = f'exec "$0" "$@" 3<&{request_read_fd} 4>&{response_write_fd}'
+    flags = [
+        *("--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu"),
+        *("--no-first-run", "--disable-dev-shm-usage", "--hide-scrollbars", "--lang=en-US"),
+        f"--user-data-dir={folder}",
+    ]
     process = subprocess.Popen(
-        ["bash", "-c", command, program(), *flags, *more, f"--user-data-dir={folder}"],
-        pass_fds=(orders_in, answers_out),
+        ["bash", "-c", command, find_browser(), *flags],
+        pass_fds=(request_read_fd, response_write_fd),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    os.close(orders_in)
-    os.close(answers_out)
+    os.close(request_read_fd)
+    os.close(response_write_fd)
     try:
-        yield Browser(orders, answers)
+        yield Browser(request_fd, response_fd)
     finally:
         with suppress(OSError):
-            os.close(orders)
+            os.close(request_fd)
         process.kill()
         process.wait(10)
-        os.close(answers)
+        os.close(response_fd)

@@ -1,17 +1,17 @@
-"""A job's snapshot as a page sees it, with everything in it that can be."""
+"""Snapshots of a job as the page receives them."""
 
 from __future__ import annotations
 
 from math import exp, sin
 from typing import Any
 
-BEGAN_S = 1_700_000_000.0
+START_S = 1_700_000_000.0
 PHASES = ("forward", "backward", "reduce", "update", "data", "mirror")
-NASTY = "<img src=x onerror=window.broken=1>&amp;\"'"
+HTML = "<img src=x onerror=window.broken=1>&amp;\"'"
 
 
 def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict[str, Any]:
-    """`at_s`: seconds since the job began."""
+    """A snapshot with a value for every field, `at_s` seconds after the job's start."""
     seconds = {
         "productive": 3610.0,
         "recovery_load": 12.5,
@@ -23,12 +23,12 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
     return {
         "format": 2,
         "version": "0.1.0",
-        "at_s": BEGAN_S + at_s,
+        "at_s": START_S + at_s,
         "job": "gpt-stdlib",
         "stage": 2,
         "state": state,
-        "state_since_s": BEGAN_S + at_s - 300,
-        "began_s": BEGAN_S,
+        "state_since_s": START_S + at_s - 300,
+        "began_s": START_S,
         "generation": 3,
         "world_size": ranks,
         "workers": {"min": 2, "max": ranks},
@@ -40,7 +40,7 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
             "tokens_per_s": 81_920.0,
             "tokens": 3.2e8,
             "samples": 250_000.0,
-            "last_step_at_s": BEGAN_S + at_s - 0.2,
+            "last_step_at_s": START_S + at_s - 0.2,
         },
         "training": {
             "loss": 2.3456789,
@@ -62,22 +62,22 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
         },
         "ranks": [rank(number) for number in range(ranks)],
         "generations": [
-            {"at_s": BEGAN_S + 31, "generation": 1, "world_size": ranks},
-            {"at_s": BEGAN_S + 1410, "generation": 2, "world_size": ranks - 1},
-            {"at_s": BEGAN_S + 2100, "generation": 3, "world_size": ranks},
+            {"at_s": START_S + 31, "generation": 1, "world_size": ranks},
+            {"at_s": START_S + 1410, "generation": 2, "world_size": ranks - 1},
+            {"at_s": START_S + 2100, "generation": 3, "world_size": ranks},
         ],
         "faults": [
             {
-                "at_s": BEGAN_S + 1400,
+                "at_s": START_S + 1400,
                 "cause": "lost",
                 "rank": 1,
                 "step": 4321,
-                "text": f"rank 1 on node worker-7 (pid 23281) was lost in step 4321: {NASTY}",
+                "text": f"rank 1 on node worker-7 (pid 23281) was lost in step 4321: {HTML}",
             }
         ],
         "recoveries": [
             {
-                "at_s": BEGAN_S + 1411,
+                "at_s": START_S + 1411,
                 "kind": "repair",
                 "cause": "lost",
                 "step": 4320,
@@ -88,7 +88,7 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
                 "seconds": {"detect": 0.09, "load": 0.22},
             },
             {
-                "at_s": BEGAN_S + 2101,
+                "at_s": START_S + 2101,
                 "kind": "resize",
                 "cause": "a replacement is ready",
                 "step": 6540,
@@ -100,12 +100,12 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
             },
         ],
         "checkpoints": [
-            {"at_s": BEGAN_S + 700 * n, "step": 2000 * n, "bytes": 3.2e9, "seconds": 4.2}
+            {"at_s": START_S + 700 * n, "step": 2000 * n, "bytes": 3.2e9, "seconds": 4.2}
             for n in range(1, 6)
         ],
         "checkpoint_failures": 1,
         "steps_redone": 2,
-        "replicas": {"step": 12_345, "at_s": BEGAN_S + at_s - 0.2, "bytes": 1.9e9},
+        "replicas": {"step": 12_345, "at_s": START_S + at_s - 0.2, "bytes": 1.9e9},
     }
 
 
@@ -123,11 +123,11 @@ def rank(number: int) -> dict[str, Any]:
 
 
 def empty() -> dict[str, Any]:
-    """A job that has only just begun: whatever may be unknown is."""
+    """The snapshot of a job that has just started: optional values are unset."""
     value = sample(at_s=2.0, state="pending")
-    nothing: list[Any] = []
+    no_entries: list[Any] = []
     value |= dict.fromkeys(
-        ("loss", "ranks", "generations", "faults", "recoveries", "checkpoints"), nothing
+        ("loss", "ranks", "generations", "faults", "recoveries", "checkpoints"), no_entries
     )
     value |= {"stage": None, "generation": 0, "world_size": 0}
     value["progress"] = dict.fromkeys(value["progress"]) | {"step": 0}
