@@ -1,8 +1,8 @@
-"""Saves a checkpoint and dies, with SIGKILL, before or after the n-th call of the system.
+"""Save a checkpoint and kill the process, with SIGKILL, before or after the n-th system call.
 
     python -m tests.engine.checkpoint.killed JOB STEP COUNT before|after
 
-With COUNT -1 it lives, and prints how many calls there were, and which.
+With COUNT -1 the save completes. Prints the names of the system calls.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tests.engine.checkpoint.saving import save
 CALLS = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink")
 
 
-class DeadlySystem:
-    """The `os` module, but for those calls that change what is on a disk."""
+class KillingOs:
+    """A proxy of the `os` module that kills the process at the n-th call that modifies a disk."""
 
     def __init__(self, count: int, before: bool) -> None:
-        self.made: list[str] = []
+        self.calls: list[str] = []
         self._count = count
         self._before = before
 
@@ -31,30 +31,30 @@ class DeadlySystem:
         if name not in CALLS:
             return real
 
-        def call(*arguments: Any, **named: Any) -> Any:
-            fatal = len(self.made) == self._count
-            self.made.append(name)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            fatal = len(self.calls) == self._count
+            self.calls.append(name)
             if fatal and self._before:
-                self._die()
-            if fatal and name == "write":  # torn: a part of it got through
-                fd, data = arguments
-                return real(fd, data[: len(data) // 2]), self._die()
-            done = real(*arguments, **named)
+                self._kill()
+            if fatal and name == "write":  # torn write: only a part reaches the disk
+                fd, data = args
+                return real(fd, data[: len(data) // 2]), self._kill()
+            result = real(*args, **kwargs)
             if fatal:
-                self._die()
-            return done
+                self._kill()
+            return result
 
         return call
 
-    def _die(self) -> None:
+    def _kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(job: str, step: str, count: str, where: str) -> None:
-    system = DeadlySystem(int(count), where == "before")
-    store_local.os = system  # type: ignore[assignment]
+    killing_os = KillingOs(int(count), where == "before")
+    store_local.os = killing_os  # type: ignore[assignment]
     save(job, int(step), world=2)
-    print(" ".join(system.made))
+    print(" ".join(killing_os.calls))
 
 
 if __name__ == "__main__":

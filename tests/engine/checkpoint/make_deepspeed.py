@@ -1,11 +1,11 @@
-"""Makes `deepspeed.zip`: small checkpoints written by DeepSpeed itself, and what is in them.
+"""Generate `deepspeed.zip`: small checkpoints written by DeepSpeed, and their expected content.
 
     python -m tests.engine.checkpoint.make_deepspeed [NAME] [--to FOLDER]
 
-It needs DeepSpeed 0.19.8 beside rayzero's own dependencies and nothing else: two or three gloo
-ranks on the CPU, a few seconds a checkpoint. Each checkpoint comes with `oracle.safetensors`: the
-whole fp32 weights and moments as DeepSpeed's own accessors gave them in the living job, under the
-names of rayzero's state, and compared with DeepSpeed's own consolidation of the files.
+Requires DeepSpeed 0.19.8 and rayzero's dependencies. Uses two or three gloo ranks on the CPU and
+takes a few seconds per checkpoint. Each checkpoint comes with `oracle.safetensors`: the full fp32
+weights and moments, read through DeepSpeed's accessors in the running job, under the names of
+rayzero's state. They are compared with DeepSpeed's consolidation of the files.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ OPTIONS = {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint to make.
+    """A checkpoint to generate.
 
     Attributes:
-        accessors: whether DeepSpeed's accessors can be believed. With `round_robin_gradients` they
-            take parameters for one another; then the consolidated files are the oracle.
-        consolidates: whether DeepSpeed's own consolidation knows this kind of checkpoint.
+        accessors: whether DeepSpeed's accessors are correct. With `round_robin_gradients` they mix
+            up parameters; then the consolidated files are the oracle.
+        consolidates: whether DeepSpeed's consolidation supports this kind of checkpoint.
     """
 
     world: int
@@ -68,7 +68,7 @@ CASES = {
 
 
 class Model(nn.Module):
-    """A tied, a frozen, a one-element parameter, a buffer, and shapes that divide by nothing."""
+    """A tied, a frozen and a one-element parameter, a buffer, shapes without common divisors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,38 +90,42 @@ class Model(nn.Module):
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    trained = [param for param in model.parameters() if param.requires_grad]
+    trainable = [param for param in model.parameters() if param.requires_grad]
     return [
-        {"params": [param for param in trained if param.ndim >= 2], "weight_decay": 0.1},
-        {"params": [param for param in trained if param.ndim < 2], "weight_decay": 0.0, "lr": 3e-3},
+        {"params": [param for param in trainable if param.ndim >= 2], "weight_decay": 0.1},
+        {
+            "params": [param for param in trainable if param.ndim < 2],
+            "weight_decay": 0.0,
+            "lr": 3e-3,
+        },
     ]
 
 
 def make(name: str, folder: Path) -> None:
-    """Writes one checkpoint and its oracle to `folder / name`."""
+    """Write the checkpoint and its oracle to `folder / name`."""
     world = CASES[name].world
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     spawn = multiprocessing.get_context("spawn")
-    ranks = [
-        spawn.Process(target=_rank, args=(rank, world, port, name, str(folder / name)))
+    processes = [
+        spawn.Process(target=_run_rank, args=(rank, world, port, name, str(folder / name)))
         for rank in range(world)
     ]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join(120)
-    failed = [rank for rank, one in enumerate(ranks) if one.exitcode != 0]
-    for one in ranks:
-        one.kill()
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
+    for process in processes:
+        process.kill()
     if failed:
         raise RuntimeError(f"{name}: ranks {failed} failed or did not finish")
     for script in (folder / name).glob("zero_to_*.py"):
         script.unlink()
 
 
-def _rank(rank: int, world: int, port: int, name: str, folder: str) -> None:
+def _run_rank(rank: int, world: int, port: int, name: str, folder: str) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -135,7 +139,7 @@ def _rank(rank: int, world: int, port: int, name: str, folder: str) -> None:
     import deepspeed  # not a dependency of the project
 
     case = CASES[name]
-    # fp16 arithmetic is slow on CPUs without instructions for it, but all there
+    # DeepSpeed disables fp16 on CPUs without native instructions, but PyTorch supports it
     type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: True
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -158,23 +162,23 @@ def _rank(rank: int, world: int, port: int, name: str, folder: str) -> None:
         engine.step()
     engine.save_checkpoint(folder)
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-        # linked before the second group had any state; linked anew, its accessors see all of it
+        # linked before the second group had state; the accessors need the links of all groups
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    state = _living_state(engine.module)
+    state = _state_from_accessors(engine.module)
     if rank == 0:
         if not case.accessors:
-            state |= _from_files(folder, state)
+            state |= _state_from_files(folder, state)
         elif case.consolidates:
-            for key, value in _from_files(folder, state).items():
+            for key, value in _state_from_files(folder, state).items():
                 torch.testing.assert_close(value, state[key], rtol=0, atol=0)
         save_file(state, f"{folder}/oracle.safetensors")
-    deepspeed.comm.barrier()  # rank 0 has the store
+    deepspeed.comm.barrier()  # rank 0 hosts the store
     deepspeed.comm.destroy_process_group()
 
 
-def _living_state(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state by DeepSpeed's accessors. Collective."""
+def _state_from_accessors(model: nn.Module) -> dict[str, Tensor]:
+    """The full state, read through DeepSpeed's accessors. Collective."""
     from deepspeed import utils, zero
 
     state = {}
@@ -188,58 +192,60 @@ def _living_state(model: nn.Module) -> dict[str, Tensor]:
             with zero.GatheredParameters(param):
                 state[f"weights/{name}"] = param.detach().clone()
     state |= {f"buffers/{name}": buffer for name, buffer in model.named_buffers()}
-    return {name: one.detach().cpu().clone() for name, one in state.items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 
-def _from_files(folder: str, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights and moments by DeepSpeed's consolidation, which knows main weights only: the moments
-    are consolidated in a copy of the files that has them in the weights' place."""
+def _state_from_files(folder: str, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights and moments from DeepSpeed's consolidation.
+
+    It only reads main weights, so the moments are written in their place in a copy of the files.
+    """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     state = {}
     with tempfile.TemporaryDirectory() as scratch:
         for kind in ("weights", "optimizer.exp_avg", "optimizer.exp_avg_sq"):
-            copied = copytree(folder, f"{scratch}/{kind}")
+            copy = copytree(folder, f"{scratch}/{kind}")
             if kind != "weights":
-                _put_moments_first(Path(copied), kind.removeprefix("optimizer."))
-            whole = get_fp32_state_dict_from_zero_checkpoint(copied)
-            state |= {f"{kind}/{name}": one.contiguous().clone() for name, one in whole.items()}
+                _replace_weights_by_moments(Path(copy), kind.removeprefix("optimizer."))
+            tensors = get_fp32_state_dict_from_zero_checkpoint(copy)
+            state |= {f"{kind}/{name}": t.contiguous().clone() for name, t in tensors.items()}
     return {
-        name: one.to(like[name].dtype).reshape(like[name].shape)
-        for name, one in state.items()
+        name: tensor.to(like[name].dtype).reshape(like[name].shape)
+        for name, tensor in state.items()
         if name in like
     }
 
 
-def _put_moments_first(folder: Path, key: str) -> None:
+def _replace_weights_by_moments(folder: Path, key: str) -> None:
     for path in folder.rglob("*_optim_states.pt"):
-        content = torch.load(path, weights_only=False)  # DeepSpeed's own, made a moment ago
+        content = torch.load(path, weights_only=False)  # written by this script
         state = content["optimizer_state_dict"]
         stage_3 = "fp32_flat_groups" in state
         flats = state["fp32_flat_groups" if stage_3 else "single_partition_of_fp32_groups"]
         inner = state["optimizer_state_dict" if stage_3 else "base_optimizer_state"]
-        held = inner if isinstance(inner, list) else list(inner["state"].values())
+        moments = inner if isinstance(inner, list) else list(inner["state"].values())
         for index, flat in enumerate(flats):
-            flats[index] = held[index][key][: flat.numel()]
+            flats[index] = moments[index][key][: flat.numel()]
         torch.save(content, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(CASES))
-    parser.add_argument("--to", type=Path, help="a folder to write to; default: the archive")
-    given = parser.parse_args()
+    parser.add_argument("--to", type=Path, help="output folder; default: the archive")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = given.to or Path(scratch)
-        for name in given.names:
+        folder = args.to or Path(scratch)
+        for name in args.names:
             make(name, folder)
-        if given.to is None:
+        if args.to is None:
             _pack(folder)
 
 
 def _pack(folder: Path) -> None:
     with zipfile.ZipFile(ARCHIVE, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for path in sorted(one for one in folder.rglob("*") if one.is_file()):
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             entry = zipfile.ZipInfo(path.relative_to(folder).as_posix())
             archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED, 9)
 

@@ -1,11 +1,11 @@
-"""Makes `released.zip`: a checkpoint of format version 1, written by commit b971622.
+"""Generate `released.zip`: a checkpoint of format version 1, written by commit b971622.
 
     PYTHONPATH=CHECKOUT torchrun --nproc-per-node 2 tests/engine/checkpoint/make_released.py FOLDER
 
 Two gloo ranks, stage 2, fp16 with a dynamic loss scale, sign compression with error feedback,
-AdamW, a warm-up schedule. `expected.json` beside the checkpoint holds the full weights and what the
-engine reported. Make a new archive beside this one for a new format version; never replace this
-one.
+AdamW, a warm-up schedule. `expected.json` beside the checkpoint holds the full weights and the
+engine's step, loss scale and learning rate. Add a new archive for a new format version; never
+replace an existing one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small checkpoints of known bytes, written as a job's vaults and controller do it."""
+"""Small checkpoints with reproducible bytes, written as by a job's vaults and controller."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ SHAPES = {"weights/a": ("F32", (50_000, 3)), "weights/b": ("BF16", (77,)), "buff
 class Block:
     """One rank's state."""
 
-    table: BlockIndex
+    index: BlockIndex
     data: bytes
 
 
 def blocks(step: int, world: int = 2, shapes=SHAPES, gap: int = 5) -> list[Block]:
-    """Every tensor in `world` parts, with bytes that the step alone decides."""
-    made = random.Random(step)
-    whole = {
-        name: made.randbytes(LogicalTensor(dtype, shape).numel * DTYPE_BYTES[dtype])
+    """Every tensor in `world` parts, with bytes that only depend on the step."""
+    rng = random.Random(step)
+    tensor_bytes = {
+        name: rng.randbytes(LogicalTensor(dtype, shape).numel * DTYPE_BYTES[dtype])
         for name, (dtype, shape) in shapes.items()
     }
-    found = []
+    blocks_by_rank = []
     for rank in range(world):
         ranges, data, tensors = [], b"", {}
         for name, (dtype, shape) in shapes.items():
@@ -40,9 +40,9 @@ def blocks(step: int, world: int = 2, shapes=SHAPES, gap: int = 5) -> list[Block
                 tensors[name] = tensor
                 ranges.append(TensorRange(name, start, stop, len(data)))
                 size = tensor.item_bytes
-                data += whole[name][start * size : stop * size] + b"\xee" * gap
-        found.append(Block(BlockIndex(tensors, tuple(ranges), len(data)), data))
-    return found
+                data += tensor_bytes[name][start * size : stop * size] + b"\xee" * gap
+        blocks_by_rank.append(Block(BlockIndex(tensors, tuple(ranges), len(data)), data))
+    return blocks_by_rank
 
 
 def write_files(folder: str, step: int, world: int = 2, gap: int = 5) -> list[RankFile]:
@@ -50,7 +50,7 @@ def write_files(folder: str, step: int, world: int = 2, gap: int = 5) -> list[Ra
         write_rank_file(
             folder,
             rank,
-            block.table,
+            block.index,
             {"step": step, "rank": rank},
             memoryview(block.data),
             generation=1,
@@ -61,7 +61,7 @@ def write_files(folder: str, step: int, world: int = 2, gap: int = 5) -> list[Ra
 
 
 def save(job: Path | str, step: int, world: int = 2, created_s: float | None = None) -> Manifest:
-    """A whole checkpoint in a job's folder."""
+    """Write and commit a checkpoint in a job's folder."""
     folder = f"{job}/step-{step}"
     manifest = make_manifest("job", step, 1, write_files(folder, step, world), stage=2)
     if created_s is not None:

@@ -1,4 +1,4 @@
-"""Tensors in blocks of bytes at unaligned offsets, and read back."""
+"""Tensors in blocks of bytes at unaligned offsets."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from rayzero.engine.precision.dtypes import dtype_name
 
 
 class TensorBlocks:
-    """A `StateSource` that holds tensors, each cut into `world` uneven parts, one a block."""
+    """A `StateSource` of tensors, each split unevenly over `world` blocks."""
 
-    def __init__(self, tensors: dict[str, Tensor], small: dict[str, Any], world: int = 3) -> None:
-        self.step = int(small.get("step", 0))
+    def __init__(
+        self, tensors: dict[str, Tensor], metadata: dict[str, Any], world: int = 3
+    ) -> None:
+        self.step = int(metadata.get("step", 0))
         self.block_indexes: Sequence[BlockIndex] = [
-            _table(tensors, rank, world) for rank in range(world)
+            _index(tensors, rank, world) for rank in range(world)
         ]
         self.closed = False
-        self._small = small
-        self._blocks = [bytearray(table.nbytes) for table in self.block_indexes]
-        for table, block in zip(self.block_indexes, self._blocks, strict=True):
-            for one in table.ranges:
-                raw = bytes_of(tensors[one.name].reshape(-1)[one.start : one.stop])
-                block[one.offset : one.offset + len(raw)] = raw
+        self._metadata = metadata
+        self._blocks = [bytearray(index.nbytes) for index in self.block_indexes]
+        for index, block in zip(self.block_indexes, self._blocks, strict=True):
+            for part in index.ranges:
+                raw = bytes_of(tensors[part.name].reshape(-1)[part.start : part.stop])
+                block[part.offset : part.offset + len(raw)] = raw
 
     def metadata(self, rank: int) -> dict[str, Any]:
-        return self._small
+        return self._metadata
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
         into[:] = self._blocks[block][offset : offset + len(into)]
@@ -39,36 +41,36 @@ class TensorBlocks:
         self.closed = True
 
 
-def _table(tensors: dict[str, Tensor], rank: int, world: int) -> BlockIndex:
-    ranges, at = [], 0
+def _index(tensors: dict[str, Tensor], rank: int, world: int) -> BlockIndex:
+    ranges, offset = [], 0
     for name, tensor in tensors.items():
-        # squares make the parts uneven, and the first of a small tensor empty
+        # squares make the parts uneven, and the first part of a small tensor empty
         start, stop = (tensor.numel() * edge**2 // world**2 for edge in (rank, rank + 1))
         if start < stop:
-            ranges.append(TensorRange(name, start, stop, at))
-            at += (stop - start) * tensor.itemsize + 3
+            ranges.append(TensorRange(name, start, stop, offset))
+            offset += (stop - start) * tensor.itemsize + 3
     logical = {
-        name: LogicalTensor(dtype_name(one.dtype), tuple(one.shape))
-        for name, one in tensors.items()
+        name: LogicalTensor(dtype_name(tensor.dtype), tuple(tensor.shape))
+        for name, tensor in tensors.items()
         if any(part.name == name for part in ranges)
     }
-    return BlockIndex(logical, tuple(ranges), at)
+    return BlockIndex(logical, tuple(ranges), offset)
 
 
 def bytes_of(tensor: Tensor) -> bytes:
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def whole_of(source: StateSource) -> dict[str, Tensor]:
-    """All of a source's tensors."""
-    whole = WholeTensors(source)
-    return {name: whole.read(name) for name in whole.tensors}
+def read_tensors(source: StateSource) -> dict[str, Tensor]:
+    """All tensors of a source."""
+    reader = WholeTensors(source)
+    return {name: reader.read(name) for name in reader.tensors}
 
 
-def same(seen: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    """Bit by bit, names, shapes and dtypes included."""
-    assert seen.keys() == right.keys()
-    for name, value in right.items():
-        assert seen[name].dtype == value.dtype, name
-        assert seen[name].shape == value.shape, name
-        assert bytes_of(seen[name]) == bytes_of(value), name
+def assert_bit_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compares names, shapes, dtypes and bytes."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype, name
+        assert actual[name].shape == value.shape, name
+        assert bytes_of(actual[name]) == bytes_of(value), name

@@ -1,4 +1,4 @@
-"""Listing checkpoints, what is wrong with them, and removing old ones."""
+"""Listing, verifying and pruning checkpoints."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from rayzero.engine.errors import ConfigError
 from tests.engine.checkpoint.saving import read_manifest, save, write_files
 
 
-def newer(folder: Path) -> None:
-    """Makes a checkpoint's manifest one of a later format."""
+def set_newer_version(folder: Path) -> None:
+    """Change a manifest to an unsupported format version."""
     content = json.loads((folder / "manifest.json").read_text())["checkpoint"]
     text = json.dumps(content | {"format_version": 99}, separators=(",", ":"))
     checksum = xxh3_64_hexdigest(text.encode())
     (folder / "manifest.json").write_text(f'{{"checksum":"{checksum}","checkpoint":{text}}}\n')
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path: Path, offset: int) -> None:
     raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
+    raw[offset] ^= 1
     path.write_bytes(raw)
 
 
@@ -46,7 +46,7 @@ def cut(path: Path, nbytes: int) -> None:
 
 @pytest.fixture
 def job(tmp_path):
-    """A job's folder with three whole checkpoints and things that are none."""
+    """A job's folder with three complete checkpoints and other files and folders."""
     for step in (10, 9, 100):
         save(tmp_path, step)
     (tmp_path / "summary.json").write_text("{}")
@@ -56,32 +56,32 @@ def job(tmp_path):
     return tmp_path
 
 
-def conditions(job: Path) -> dict[int, str]:
-    return {one.step: one.status for one in list_checkpoints(str(job))}
+def statuses(job: Path) -> dict[int, str]:
+    return {checkpoint.step: checkpoint.status for checkpoint in list_checkpoints(str(job))}
 
 
-def test_the_list(job):
-    newer(job / "step-9")
-    found = list_checkpoints(str(job))
-    assert [(one.step, one.status) for one in found] == [
+def test_list_checkpoints(job):
+    set_newer_version(job / "step-9")
+    checkpoints = list_checkpoints(str(job))
+    assert [(checkpoint.step, checkpoint.status) for checkpoint in checkpoints] == [
         (9, "newer"),
         (10, "whole"),
         (100, "whole"),
         (110, "unfinished"),
     ]
-    assert "version 99" in found[0].problem
-    assert found[1].folder == str(job / "step-10")
-    assert found[1].manifest == read_manifest(str(job / "step-10"))
-    assert [one.step for one in list_checkpoints(str(job / "step-10"))] == [10]
+    assert "version 99" in checkpoints[0].problem
+    assert checkpoints[1].folder == str(job / "step-10")
+    assert checkpoints[1].manifest == read_manifest(str(job / "step-10"))
+    assert [entry.step for entry in list_checkpoints(str(job / "step-10"))] == [10]
     assert list_checkpoints(str(job / "step-11")) == []
-    assert list_checkpoints(str(job / "nowhere")) == []
+    assert list_checkpoints(str(job / "absent")) == []
 
 
-def test_the_newest_whole_one(job):
+def test_newest_complete(job):
     assert newest_complete(str(job)).step == 100
     assert newest_complete(str(job), {100}).step == 10
     assert newest_complete(str(job), {9, 10, 100}) is None
-    assert newest_complete(str(job / "nowhere")) is None
+    assert newest_complete(str(job / "absent")) is None
 
 
 DAMAGES = {
@@ -100,55 +100,57 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_that_sizes_and_the_manifest_show_is_skipped(job, name):
+def test_newest_complete_skips_damaged_checkpoints(job, name):
     damage, kind = DAMAGES[name]
     folder = job / "step-100"
     file = read_manifest(str(folder)).files[1]
     damage(folder, file)
     assert newest_complete(str(job)).step == 10
-    problems = [one for one in verify_checkpoint(str(folder)) if one.makes_unusable]
-    wanted = "manifest.json" if "manifest" in name else file.name
-    assert [(one.file, one.kind) for one in problems] == [(wanted, kind)]
+    problems = [problem for problem in verify_checkpoint(str(folder)) if problem.makes_unusable]
+    expected = "manifest.json" if "manifest" in name else file.name
+    assert [(problem.file, problem.kind) for problem in problems] == [(expected, kind)]
 
 
-def test_a_manifest_of_another_step_is_damage(job):
+def test_manifest_of_another_step_is_damaged(job):
     shutil.copytree(job / "step-10", job / "step-20")
-    assert conditions(job)[20] == "damaged"
+    assert statuses(job)[20] == "damaged"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("place", ["length", "header", "header's end", "first", "block 1", "last"])
-def test_verify_names_every_flipped_byte(job, rank, place):
+@pytest.mark.parametrize(
+    "position", ["length", "header", "header's end", "first", "block 1", "last"]
+)
+def test_verify_locates_flipped_byte(job, rank, position):
     folder = job / "step-100"
     file = read_manifest(str(folder)).files[rank]
-    at = {
+    offset = {
         "length": 0,
         "header": 30,
         "header's end": file.data_offset - 1,
         "first": file.data_offset,
         "block 1": file.data_offset + 256 * 1024,
         "last": file.nbytes - 1,
-    }[place]
+    }[position]
     assert verify_checkpoint(str(folder)) == []
-    flip(folder / file.name, at)
+    flip(folder / file.name, offset)
     (problem,) = verify_checkpoint(str(folder))
     assert (problem.file, problem.kind) == (file.name, "flipped")
-    if at < file.data_offset:
+    if offset < file.data_offset:
         assert "header" in problem.text
     else:
-        begin = file.data_offset + (at - file.data_offset) // (256 * 1024) * 256 * 1024
-        assert f"between bytes {begin} and " in problem.text
+        start = file.data_offset + (offset - file.data_offset) // (256 * 1024) * 256 * 1024
+        assert f"between bytes {start} and " in problem.text
 
 
-def test_verify_names_every_file_at_once(job):
+def test_verify_reports_all_damaged_and_foreign_files(job):
     folder = job / "step-100"
     first, second = read_manifest(str(folder)).files
     flip(folder / first.name, first.nbytes - 1)
     cut(folder / second.name, 5)
-    (folder / "notes.txt").write_text("mine")
+    (folder / "notes.txt").write_text("notes")
     (folder / ".rank-00000-01234567.safetensors.partial").write_text("torn")
-    found = {(one.file, one.kind, one.makes_unusable) for one in verify_checkpoint(str(folder))}
-    assert found == {
+    problems = verify_checkpoint(str(folder))
+    assert {(problem.file, problem.kind, problem.makes_unusable) for problem in problems} == {
         (first.name, "flipped", True),
         (second.name, "cut", True),
         ("notes.txt", "foreign", False),
@@ -156,12 +158,12 @@ def test_verify_names_every_file_at_once(job):
     }
 
 
-def test_verify_counts_what_it_reads_and_refuses_what_is_newer(job):
+def test_verify_reports_progress_and_rejects_newer_versions(job):
     reported: list[int] = []
     verify_checkpoint(str(job / "step-100"), reported.append)
     manifest = read_manifest(str(job / "step-100"))
-    assert sum(reported) == sum(one.block_index.nbytes for one in manifest.files)
-    newer(job / "step-100")
+    assert sum(reported) == sum(file.block_index.nbytes for file in manifest.files)
+    set_newer_version(job / "step-100")
     with pytest.raises(CheckpointVersionError):
         verify_checkpoint(str(job / "step-100"))
 
@@ -170,74 +172,74 @@ STEPS = st.frozensets(st.integers(0, 60), max_size=12)
 
 
 @given(STEPS, st.integers(1, 5), st.one_of(st.none(), st.integers(1, 10)))
-def test_retention(steps, keep, keep_every):
+def test_steps_to_keep(steps, keep, keep_every):
     kept = steps_to_keep(steps, keep, keep_every)
     assert kept <= steps
     for step in steps:
-        is_new = sum(other > step for other in steps) < keep
-        divides = keep_every is not None and step % keep_every == 0
-        assert (step in kept) == (is_new or divides)
+        is_recent = sum(other > step for other in steps) < keep
+        is_multiple = keep_every is not None and step % keep_every == 0
+        assert (step in kept) == (is_recent or is_multiple)
     assert steps_to_keep(kept, keep, keep_every) == kept
 
 
-def test_prune_keeps_what_the_rule_keeps(job):
+def test_prune_applies_retention_rule(job):
     for step in (20, 30, 40):
         save(job, step)
-    dry = prune_checkpoints(str(job), keep=2, keep_every=20, dry_run=True)
-    assert sorted(conditions(job)) == [9, 10, 20, 30, 40, 100, 110]
+    dry_run = prune_checkpoints(str(job), keep=2, keep_every=20, dry_run=True)
+    assert sorted(statuses(job)) == [9, 10, 20, 30, 40, 100, 110]
     pruned = prune_checkpoints(str(job), keep=2, keep_every=20)
-    assert pruned == dry
+    assert pruned == dry_run
     assert pruned.kept == (20, 40, 100)
     assert pruned.removed == (9, 10, 30)
-    assert sorted(conditions(job)) == [20, 40, 100, 110]
+    assert sorted(statuses(job)) == [20, 40, 100, 110]
     assert not (job / "step-9").exists()
     assert (job / "summary.json").exists()
     assert pruned.nbytes > 3 * 400_000
 
 
-def test_prune_counts_complete_ones_only(job):
-    """The newest two are damaged, so the two whole ones stay."""
+def test_prune_counts_only_complete_checkpoints(job):
+    """The newest two are damaged, so the two complete ones are kept."""
     for step in (200, 300):
         save(job, step)
         cut(job / f"step-{step}" / "manifest.json", 50)
-    newer(job / "step-9")
+    set_newer_version(job / "step-9")
     assert prune_checkpoints(str(job), keep=2).removed == ()
     save(job, 400)
     save(job, 500)
     assert prune_checkpoints(str(job), keep=2).removed == (10, 100, 200, 300)
-    assert conditions(job) == {9: "newer", 400: "whole", 500: "whole"}
+    assert statuses(job) == {9: "newer", 400: "whole", 500: "whole"}
 
 
 def age(folder: Path, by_s: float = 1000) -> None:
     for path in folder.iterdir():
-        then = path.stat().st_mtime - by_s
-        os.utime(path, (then, then))
+        modified_s = path.stat().st_mtime - by_s
+        os.utime(path, (modified_s, modified_s))
 
 
-def test_leftovers_are_swept_but_not_a_running_save(job):
-    write_files(str(job / "step-50"), 50)  # beside the newest, and younger: it is being written
+def test_prune_removes_leftovers_but_no_save_in_progress(job):
+    write_files(str(job / "step-50"), 50)  # recently modified: a save in progress
     assert prune_checkpoints(str(job), keep=9).swept == ()
     age(job / "step-50")
-    age(job / "step-110")  # older, but it is to be newer than the newest
+    age(job / "step-110")  # older, but its step is the highest
     orphans = write_files(str(job / "step-10"), 10)
-    (job / "step-10" / "notes.txt").write_text("mine")
+    (job / "step-10" / "notes.txt").write_text("notes")
     age(job / "step-10")
     pruned = prune_checkpoints(str(job), keep=9)
     assert pruned.swept == (10, 50)
     assert not (job / "step-50").exists()
-    assert conditions(job) == {9: "whole", 10: "whole", 100: "whole", 110: "unfinished"}
+    assert statuses(job) == {9: "whole", 10: "whole", 100: "whole", 110: "unfinished"}
     assert verify_checkpoint(str(job / "step-10"))[0].file == "notes.txt"
-    assert not any((job / "step-10" / one.name).exists() for one in orphans)
+    assert not any((job / "step-10" / orphan.name).exists() for orphan in orphans)
 
 
-def test_files_of_others_are_never_removed(job):
-    (job / "step-9" / "notes.txt").write_text("mine")
+def test_prune_keeps_foreign_files(job):
+    (job / "step-9" / "notes.txt").write_text("notes")
     assert 9 in prune_checkpoints(str(job), keep=1).removed
     assert [path.name for path in (job / "step-9").iterdir()] == ["notes.txt"]
 
 
-def test_a_half_removed_checkpoint_does_not_exist(job, monkeypatch):
-    """The manifest goes first."""
+def test_prune_removes_the_manifest_first(job, monkeypatch):
+    """A partly removed checkpoint must not look complete."""
     removed: list[str] = []
     monkeypatch.setattr(store_local.os, "unlink", lambda path: removed.append(Path(path).name))
     prune_checkpoints(str(job), keep=2)
@@ -245,13 +247,13 @@ def test_a_half_removed_checkpoint_does_not_exist(job, monkeypatch):
     assert len(removed) == 3
 
 
-def test_prune_requires_a_jobs_folder(job):
+def test_prune_requires_a_job_folder(job):
     with pytest.raises(ConfigError, match="is one checkpoint"):
         prune_checkpoints(str(job / "step-10"), keep=1)
-    assert prune_checkpoints(str(job / "nowhere"), keep=1).kept == ()
+    assert prune_checkpoints(str(job / "absent"), keep=1).kept == ()
 
 
-def test_a_step_that_is_saved_again_is_the_old_one_until_it_is_the_new_one(tmp_path):
+def test_saving_a_step_again_replaces_it_atomically(tmp_path):
     old = save(tmp_path, 5, created_s=1.0)
     folder = str(tmp_path / "step-5")
     write_files(folder, 5)
@@ -260,4 +262,4 @@ def test_a_step_that_is_saved_again_is_the_old_one_until_it_is_the_new_one(tmp_p
     new = save(tmp_path, 5, created_s=2.0)
     assert isinstance(new, Manifest)
     assert read_manifest(folder) == new
-    assert [one for one in verify_checkpoint(folder) if one.makes_unusable] == []
+    assert not any(problem.makes_unusable for problem in verify_checkpoint(folder))

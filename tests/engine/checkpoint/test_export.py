@@ -1,4 +1,4 @@
-"""What is exported is what a plain torch model and optimizer had, read by the readers of others."""
+"""Exports of a plain PyTorch model and optimizer, read back with the formats' own libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.layout.reshard import MissingRangesError
 from rayzero.engine.precision.dtypes import dtype_name
 from tests.engine.checkpoint.saving import read_manifest
-from tests.engine.checkpoint.tensor_blocks import TensorBlocks, same
+from tests.engine.checkpoint.tensor_blocks import TensorBlocks, assert_bit_identical
 from tests.engine.zoo import IrregularModel, batches, make_model, two_groups
 
 
@@ -35,7 +35,7 @@ def train(model: IrregularModel, optimizer: torch.optim.Optimizer, data: list[Te
         optimizer.step()
 
 
-def trained(model: IrregularModel) -> torch.optim.Optimizer:
+def train_adamw(model: IrregularModel) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(two_groups(model), lr=1e-2)
     train(model, optimizer, list(batches(3, 4)))
     return optimizer
@@ -44,11 +44,14 @@ def trained(model: IrregularModel) -> torch.optim.Optimizer:
 def blocks_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, low: str = ""
 ) -> TensorBlocks:
-    """A plain model and optimizer as rayzero's state; `low` is the dtype of the model's weights
-    where the ones given here are main weights."""
+    """State of a plain model and optimizer.
+
+    Args:
+        low: the dtype of the model's weights, if those of `model` are main weights.
+    """
     names = {param: name for name, param in model.named_parameters()}
-    tensors = {f"weights/{name}": one.detach() for name, one in model.named_parameters()}
-    tensors |= {f"buffers/{name}": one for name, one in model.named_buffers()}
+    tensors = {f"weights/{name}": param.detach() for name, param in model.named_parameters()}
+    tensors |= {f"buffers/{name}": buffer for name, buffer in model.named_buffers()}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups if optimizer else ():
         members = [names[param] for param in group["params"]]
@@ -59,7 +62,7 @@ def blocks_of(
         for param, name in zip(group["params"], members, strict=True):
             for key in ("exp_avg", "exp_avg_sq"):
                 tensors[f"optimizer.{key}/{name}"] = optimizer.state[param][key]
-    small = {
+    metadata = {
         "step": 3,
         "groups": groups,
         "ties": {
@@ -68,15 +71,15 @@ def blocks_of(
             if names[param] != name
         },
         "model_dtypes": {
-            name: low or dtype_name(one.dtype) for name, one in model.named_parameters()
+            name: low or dtype_name(param.dtype) for name, param in model.named_parameters()
         },
     }
-    return TensorBlocks(tensors, json.loads(json.dumps(small)))
+    return TensorBlocks(tensors, json.loads(json.dumps(metadata)))
 
 
-def test_safetensors_are_read_by_the_library_into_the_model(tmp_path: Path) -> None:
+def test_safetensors_export_loads_into_model(tmp_path: Path) -> None:
     model = make_model()
-    trained(model)
+    train_adamw(model)
     target = tmp_path / "out"
     written = export_state(blocks_of(model), str(target), "safetensors")
     assert written == [str(target / "model.safetensors")]
@@ -84,116 +87,116 @@ def test_safetensors_are_read_by_the_library_into_the_model(tmp_path: Path) -> N
     assert Path(written[0]).stat().st_mode == plain.stat().st_mode
     with safe_open(written[0], framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
-        assert "head.weight" not in file.keys()  # noqa: SIM118  tied: one is stored
+        assert "head.weight" not in file.keys()  # noqa: SIM118  tied weights are stored once
     fresh = make_model(seed=1)
     load_model(fresh, written[0], strict=True)
-    same(fresh.state_dict(), model.state_dict())
+    assert_bit_identical(fresh.state_dict(), model.state_dict())
 
 
-def test_large_models_are_sharded_with_an_index(tmp_path: Path) -> None:
+def test_large_safetensors_export_is_sharded(tmp_path: Path) -> None:
     model = make_model()
     write_safetensors(ExportedModel(blocks_of(model)), tmp_path, shard_bytes=1000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
     assert len(files) > 2
-    found: dict[str, Tensor] = {}
+    loaded: dict[str, Tensor] = {}
     for file in files:
         tensors = load_file(tmp_path / file)
         assert {index["weight_map"][name] for name in tensors} == {file}
-        assert sum(one.nbytes for one in tensors.values()) <= 1000 or len(tensors) == 1
-        found |= tensors
-    right = model.state_dict()
-    del right["head.weight"]
-    same(found, right)
-    assert found.keys() == index["weight_map"].keys()
-    assert index["metadata"]["total_size"] == sum(one.nbytes for one in found.values())
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 1000 or len(tensors) == 1
+        loaded |= tensors
+    expected = model.state_dict()
+    del expected["head.weight"]
+    assert_bit_identical(loaded, expected)
+    assert loaded.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in loaded.values())
 
 
-class Counting(ExportedModel):
-    """Counts the bytes that are alive of what it has read."""
+class CountingModel(ExportedModel):
+    """Counts the bytes of tensors that were read and are still in memory."""
 
-    alive = highest = 0
+    live = peak = 0
 
     def read(self, name: str) -> Tensor:
         tensor = super().read(name)
-        self.alive += tensor.nbytes
-        self.highest = max(self.highest, self.alive)
+        self.live += tensor.nbytes
+        self.peak = max(self.peak, self.live)
         return tensor
 
 
-def test_one_shard_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: Any) -> None:
-    state = Counting(blocks_of(make_model()))
+def test_sharded_export_holds_one_shard_in_memory(tmp_path: Path, monkeypatch: Any) -> None:
+    model = CountingModel(blocks_of(make_model()))
 
     def save(tensors: dict[str, Tensor], *_: Any) -> None:
-        state.alive -= sum(one.nbytes for one in tensors.values())
+        model.live -= sum(tensor.nbytes for tensor in tensors.values())
 
     monkeypatch.setattr(module, "save_safetensors", save)
-    write_safetensors(state, tmp_path, shard_bytes=1000)
-    assert state.highest <= 1000
+    write_safetensors(model, tmp_path, shard_bytes=1000)
+    assert model.peak <= 1000
 
 
-def test_a_torch_state_dict_loads_strictly(tmp_path: Path) -> None:
+def test_torch_export_loads_strictly(tmp_path: Path) -> None:
     model = make_model()
-    trained(model)
+    train_adamw(model)
     (path,) = export_state(blocks_of(model), str(tmp_path / "out"), "torch")
     state = torch.load(path, weights_only=True)
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
     fresh = make_model(seed=1)
     fresh.load_state_dict(state, strict=True)
-    same(fresh.state_dict(), model.state_dict())
+    assert_bit_identical(fresh.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
-def test_weights_have_the_models_dtype_and_buffers_their_own(kind: str, tmp_path: Path) -> None:
+def test_exported_weights_have_the_model_dtype(kind: str, tmp_path: Path) -> None:
     model = make_model()
     (path,) = export_state(blocks_of(model, low="BF16"), str(tmp_path / "out"), kind)
-    seen = load_file(path) if kind == "safetensors" else torch.load(path)
-    right = {name: one.detach().to(torch.bfloat16) for name, one in model.named_parameters()}
+    loaded = load_file(path) if kind == "safetensors" else torch.load(path)
+    expected = {name: p.detach().to(torch.bfloat16) for name, p in model.named_parameters()}
     if kind == "torch":
-        right["head.weight"] = right["embed.weight"]
-    same(seen, right | dict(model.named_buffers()))
+        expected["head.weight"] = expected["embed.weight"]
+    assert_bit_identical(loaded, expected | dict(model.named_buffers()))
 
 
-def test_dcp_loads_into_a_plain_model_and_optimizer_which_train_on(tmp_path: Path) -> None:
+def test_dcp_export_resumes_training_in_pytorch(tmp_path: Path) -> None:
     model = make_model()
-    optimizer = trained(model)
+    optimizer = train_adamw(model)
     export_state(blocks_of(model, optimizer), str(tmp_path / "out"), "dcp")
 
     fresh = make_model(seed=1)
-    other = torch.optim.AdamW(two_groups(fresh), lr=0.5)
-    content = dict(zip(("model", "optimizer"), get_state_dict(fresh, other), strict=True))
+    fresh_optimizer = torch.optim.AdamW(two_groups(fresh), lr=0.5)
+    content = dict(zip(("model", "optimizer"), get_state_dict(fresh, fresh_optimizer), strict=True))
     dcp.load(content, checkpoint_id=tmp_path / "out", no_dist=True)
     set_state_dict(
         fresh,
-        other,
+        fresh_optimizer,
         model_state_dict=content["model"],
         optim_state_dict=content["optimizer"],
     )
-    same(fresh.state_dict(), model.state_dict())
-    for ours, theirs in zip(other.param_groups, optimizer.param_groups, strict=True):
+    assert_bit_identical(fresh.state_dict(), model.state_dict())
+    for loaded, expected in zip(fresh_optimizer.param_groups, optimizer.param_groups, strict=True):
         for key in ("lr", "weight_decay", "betas", "eps"):
-            assert ours[key] == theirs[key]
-        for one, right in zip(ours["params"], theirs["params"], strict=True):
-            same(other.state[one], optimizer.state[right])
-    more = list(batches(2, 4, seed=9))
-    train(model, optimizer, more)
-    train(fresh, other, more)
-    same(fresh.state_dict(), model.state_dict())
+            assert loaded[key] == expected[key]
+        for a, b in zip(loaded["params"], expected["params"], strict=True):
+            assert_bit_identical(fresh_optimizer.state[a], optimizer.state[b])
+    data = list(batches(2, 4, seed=9))
+    train(model, optimizer, data)
+    train(fresh, fresh_optimizer, data)
+    assert_bit_identical(fresh.state_dict(), model.state_dict())
 
 
-def test_dcp_without_an_optimizer_has_the_model_only(tmp_path: Path) -> None:
+def test_dcp_export_without_optimizer(tmp_path: Path) -> None:
     model = make_model()
     export_state(blocks_of(model), str(tmp_path / "out"), "dcp")
     fresh = make_model(seed=1)
     content = {"model": fresh.state_dict()}
     dcp.load(content, checkpoint_id=tmp_path / "out", no_dist=True)
-    same(content["model"], model.state_dict())
+    assert_bit_identical(content["model"], model.state_dict())
     keys = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
     assert not [key for key in keys if key.startswith("optimizer")]
 
 
-def test_a_target_that_is_not_empty_is_refused(tmp_path: Path) -> None:
+def test_target_must_be_empty(tmp_path: Path) -> None:
     source = blocks_of(nn.Linear(2, 2))
     (tmp_path / "empty").mkdir()
     assert export_state(source, str(tmp_path / "empty"), "torch")
@@ -207,12 +210,12 @@ def test_a_target_that_is_not_empty_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
-def test_a_full_disk_is_an_error_and_leaves_nothing(kind: str, tmp_path: Path) -> None:
+def test_full_disk_raises_and_leaves_no_files(kind: str, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("may not mount a small file system")
+        pytest.skip("mounting a file system is not permitted")
     try:
         with pytest.raises(DataError, match="cannot write"):
             export_state(blocks_of(nn.Linear(300, 300)), str(disk / "out"), kind)
@@ -221,9 +224,9 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(kind: str, tmp_path: Path) -
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_failed_export_leaves_nothing_and_a_killed_one_is_swept(tmp_path: Path) -> None:
+def test_failed_and_killed_exports_are_cleaned_up(tmp_path: Path) -> None:
     source = blocks_of(nn.Linear(2, 2))
-    source.read = _full  # type: ignore[method-assign]
+    source.read = _raise_disk_full  # type: ignore[method-assign]
     with pytest.raises(DataError, match="No space left"):
         export_state(source, str(tmp_path / "out"), "safetensors")
     assert list(tmp_path.iterdir()) == []
@@ -235,7 +238,7 @@ def test_a_failed_export_leaves_nothing_and_a_killed_one_is_swept(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
-def test_a_checkpoint_of_an_engine_is_exported(kind: str, tmp_path: Path) -> None:
+def test_export_checkpoint_of_an_engine(kind: str, tmp_path: Path) -> None:
     model = make_model()
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -248,48 +251,48 @@ def test_a_checkpoint_of_an_engine_is_exported(kind: str, tmp_path: Path) -> Non
         engine.backward(engine(batch[:, :-1], batch[:, 1:])["loss"])
         engine.step()
     folder, target = tmp_path / "step-2", tmp_path / "out"
-    packed, small = engine.state.pack(), json.loads(engine.state.metadata())
-    data = memoryview(bytearray(packed.index.nbytes))
-    packed.copy_to(data, constants=True)
-    written = write_rank_file(str(folder), 0, packed.index, small, data, generation=1, world_size=1)
-    commit_checkpoint(str(folder), make_manifest("job", 2, 1, [written]))
+    block, metadata = engine.state.pack(), json.loads(engine.state.metadata())
+    data = memoryview(bytearray(block.index.nbytes))
+    block.copy_to(data, constants=True)
+    file = write_rank_file(str(folder), 0, block.index, metadata, data, generation=1, world_size=1)
+    commit_checkpoint(str(folder), make_manifest("job", 2, 1, [file]))
 
-    right = engine.state_dict()
+    expected = engine.state_dict()
     reported: list[int] = []
     export_checkpoint(str(folder), str(target), kind, progress=reported.append)
     tensors = read_manifest(str(folder)).tensors
     read = [name for name in tensors if kind == "dcp" or name.startswith(("weights/", "buffers/"))]
     assert sum(reported) == sum(tensors[name].numel * tensors[name].item_bytes for name in read)
-    seen: dict[str, Tensor] = {name: torch.empty_like(one) for name, one in right.items()}
+    loaded: dict[str, Tensor] = {name: torch.empty_like(t) for name, t in expected.items()}
     if kind == "safetensors":
-        seen = load_file(target / "model.safetensors")
-        del right["head.weight"]
+        loaded = load_file(target / "model.safetensors")
+        del expected["head.weight"]
     elif kind == "torch":
-        seen = torch.load(target / "pytorch_model.pt", weights_only=True)
+        loaded = torch.load(target / "pytorch_model.pt", weights_only=True)
     else:
-        dcp.load({"model": seen}, checkpoint_id=target, no_dist=True)
-    same(seen, right)
+        dcp.load({"model": loaded}, checkpoint_id=target, no_dist=True)
+    assert_bit_identical(loaded, expected)
 
 
-def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         export_checkpoint(str(tmp_path / "absent"), str(tmp_path / "out"), "torch")
     with pytest.raises(DataError, match="there is no checkpoint at"):
         export_checkpoint(str(tmp_path), str(tmp_path / "out"), "torch")
 
 
-def test_unknown_words_are_refused(tmp_path: Path) -> None:
+def test_unknown_format_is_an_error(tmp_path: Path) -> None:
     source = blocks_of(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="did you mean 'safetensors'"):
         export_state(source, str(tmp_path / "out"), "safetensor")
 
 
-def test_an_incomplete_state_is_refused(tmp_path: Path) -> None:
+def test_incomplete_state_is_an_error(tmp_path: Path) -> None:
     source = blocks_of(nn.Linear(9, 9))
     source.block_indexes = source.block_indexes[:-1]
     with pytest.raises(MissingRangesError, match=r"weights/weight\["):
         export_state(source, str(tmp_path / "out"), "torch")
 
 
-def _full(*_: Any) -> None:
+def _raise_disk_full(*_: Any) -> None:
     raise OSError(28, "No space left on device")

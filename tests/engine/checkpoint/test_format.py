@@ -1,4 +1,4 @@
-"""A rank's file, read by the safetensors library; and the manifest."""
+"""Format of rank files, which the safetensors library can read, and of the manifest."""
 
 from __future__ import annotations
 
@@ -29,53 +29,54 @@ from rayzero.engine.layout.reshard import MissingRangesError
 from rayzero.engine.layout.state_index import DTYPE_BYTES, BlockIndex, LogicalTensor, TensorRange
 from tests.engine.checkpoint.saving import blocks, save, write_files
 
-# Names that JSON and other people's parsers find hard.
+# Names that are difficult for JSON parsers.
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).map("weights/{}".format)
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> BlockIndex:
-    """Ranges of any dtype in any order, with any gaps between them; some are empty."""
-    tensors, ranges, at = {}, [], 0
+def indexes(draw: st.DrawFn) -> BlockIndex:
+    """Ranges of any dtype, in any order, with any gaps; some are empty."""
+    tensors, ranges, offset = {}, [], 0
     for name in draw(st.lists(NAMES, max_size=6, unique=True)):
         dtype = draw(st.sampled_from(sorted(DTYPE_BYTES)))
         shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
         tensor = tensors[name] = LogicalTensor(dtype, shape)
         cuts = sorted(draw(st.lists(st.integers(0, tensor.numel), min_size=2, max_size=5)))
         for start, stop in pairwise(cuts):
-            at += draw(st.integers(0, 9))
-            ranges.append(TensorRange(name, start, stop, at))
-            at += (stop - start) * tensor.item_bytes
+            offset += draw(st.integers(0, 9))
+            ranges.append(TensorRange(name, start, stop, offset))
+            offset += (stop - start) * tensor.item_bytes
     order = draw(st.permutations(ranges))
-    return BlockIndex(tensors, tuple(order), at + draw(st.integers(0, 9)), draw(st.integers(0, at)))
+    nbytes = offset + draw(st.integers(0, 9))
+    return BlockIndex(tensors, tuple(order), nbytes, draw(st.integers(0, offset)))
 
 
-def as_library_reads(path: str) -> dict[str, torch.Tensor]:
+def read_with_safetensors(path: str) -> dict[str, torch.Tensor]:
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-@given(table=tables(), seed=st.integers(0, 255))
-def test_the_library_reads_every_range(tmp_path_factory, table, seed):
-    data = bytes((seed + 7 * at) % 256 for at in range(table.nbytes))
+@given(index=indexes(), seed=st.integers(0, 255))
+def test_safetensors_reads_every_range(tmp_path_factory, index, seed):
+    data = bytes((seed + 7 * i) % 256 for i in range(index.nbytes))
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
-    path.write_bytes(file_header(table, {"step": 3}) + data)
-    found = as_library_reads(str(path))
+    path.write_bytes(file_header(index, {"step": 3}) + data)
+    tensors = read_with_safetensors(str(path))
     covered = 0
-    for one in table.ranges:
-        size = table.tensors[one.name].item_bytes
-        if one.start < one.stop:
-            tensor = found.pop(f"{one.name}[{one.start}:{one.stop}]")
-            assert tensor.shape == (one.stop - one.start,)
-            raw = data[one.offset : one.offset + tensor.nbytes]
+    for part in index.ranges:
+        size = index.tensors[part.name].item_bytes
+        if part.start < part.stop:
+            tensor = tensors.pop(f"{part.name}[{part.start}:{part.stop}]")
+            assert tensor.shape == (part.stop - part.start,)
+            raw = data[part.offset : part.offset + tensor.nbytes]
             assert bytes(tensor.view(torch.uint8).numpy()) == raw
             assert tensor.element_size() == size
             covered += len(raw)
-    assert all(name.startswith("padding[") for name in found)
-    assert covered + sum(one.nbytes for one in found.values()) == table.nbytes
+    assert all(name.startswith("padding[") for name in tensors)
+    assert covered + sum(padding.nbytes for padding in tensors.values()) == index.nbytes
 
 
-def test_a_written_file_has_metadata(tmp_path):
+def test_rank_file_has_metadata(tmp_path):
     (first, _) = write_files(str(tmp_path), step=7)
     path = tmp_path / first.name
     with safe_open(str(path), framework="pt") as file:
@@ -92,7 +93,7 @@ def test_a_written_file_has_metadata(tmp_path):
     assert path.read_bytes()[-first.block_index.nbytes :] == blocks(7)[0].data
 
 
-def test_data_of_another_length_is_refused_before_anything_is_written(tmp_path):
+def test_data_length_is_checked_before_writing(tmp_path):
     with pytest.raises(EngineError, match="an index of 10 bytes was given for 3"):
         write_rank_file(
             str(tmp_path / "new"),
@@ -106,7 +107,7 @@ def test_data_of_another_length_is_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_names():
+def test_step_folder_and_file_names():
     assert parse_step(step_folder_name(0)) == 0
     assert parse_step("step-120") == 120
     assert [parse_step(name) for name in ("step-", "step-01", "step--1", "step-1x", "x")] == [
@@ -123,65 +124,65 @@ def test_names():
 
 
 @st.composite
-def written(draw: st.DrawFn) -> RankFile:
-    table = draw(tables())
-    count = -(-table.nbytes // (256 * 1024))
+def rank_files(draw: st.DrawFn) -> RankFile:
+    index = draw(indexes())
+    count = -(-index.nbytes // (256 * 1024))
     checksums = st.integers(0, 2**64 - 1).map("{:016x}".format)
     values = st.one_of(st.none(), st.floats(allow_nan=False), st.text(max_size=5))
-    small = draw(st.dictionaries(st.text(max_size=5), values, max_size=3))
+    metadata = draw(st.dictionaries(st.text(max_size=5), values, max_size=3))
     return RankFile(
         name=new_file_name(0),
         rank=0,
-        nbytes=table.nbytes + 4096,
+        nbytes=index.nbytes + 4096,
         checksum=draw(checksums),
         blocks="".join(draw(st.lists(checksums, min_size=count, max_size=count))),
-        block_index=table,
-        metadata=small,
+        block_index=index,
+        metadata=metadata,
     )
 
 
-def whole_ranges(file: RankFile) -> RankFile:
-    """The file with ranges that make it a whole checkpoint by itself."""
-    table = file.block_index
-    extra = [
-        TensorRange(name, 0, one.numel, 0)
-        for name, one in table.tensors.items()
-        if one.numel * one.item_bytes <= table.nbytes
+def with_full_ranges(file: RankFile) -> RankFile:
+    """Replace the ranges so that the file alone is a complete checkpoint."""
+    index = file.block_index
+    ranges = [
+        TensorRange(name, 0, tensor.numel, 0)
+        for name, tensor in index.tensors.items()
+        if tensor.numel * tensor.item_bytes <= index.nbytes
     ]
-    tensors = {one.name: table.tensors[one.name] for one in extra}
-    return replace(file, block_index=replace(table, tensors=tensors, ranges=tuple(extra)))
+    tensors = {part.name: index.tensors[part.name] for part in ranges}
+    return replace(file, block_index=replace(index, tensors=tensors, ranges=tuple(ranges)))
 
 
-@given(written(), st.integers(0, 10**9), st.sampled_from([None, 0, 3]))
-def test_a_manifest_is_read_as_it_was_written(file, step, stage):
-    made = make_manifest("gpt", step, 4, [whole_ranges(file)], stage=stage)
-    found = Manifest.from_bytes(made.to_bytes(), "m")
-    assert found == made
-    assert found.files[0].metadata == file.metadata
-    assert json.loads(made.to_bytes())["checkpoint"]["step"] == step
+@given(rank_files(), st.integers(0, 10**9), st.sampled_from([None, 0, 3]))
+def test_manifest_round_trip(file, step, stage):
+    manifest = make_manifest("gpt", step, 4, [with_full_ranges(file)], stage=stage)
+    loaded = Manifest.from_bytes(manifest.to_bytes(), "m")
+    assert loaded == manifest
+    assert loaded.files[0].metadata == file.metadata
+    assert json.loads(manifest.to_bytes())["checkpoint"]["step"] == step
 
 
-def test_every_changed_byte_of_a_manifest_is_detected(tmp_path):
+def test_any_changed_byte_of_the_manifest_is_detected(tmp_path):
     raw = save(tmp_path, 3).to_bytes()
-    for at in range(len(raw)):
+    for offset in range(len(raw)):
         changed = bytearray(raw)
-        changed[at] ^= 1
+        changed[offset] ^= 1
         with pytest.raises(CheckpointDamagedError, match="damaged"):
             Manifest.from_bytes(bytes(changed), "m")
-    for cut in (0, 1, 40, len(raw) // 2, len(raw) - 1):
+    for length in (0, 1, 40, len(raw) // 2, len(raw) - 1):
         with pytest.raises(CheckpointDamagedError):
-            Manifest.from_bytes(raw[:cut], "m")
+            Manifest.from_bytes(raw[:length], "m")
 
 
-def signed(raw: bytes, **changes: object) -> bytes:
-    """A manifest of changed content with a checksum that is right."""
+def with_changes(raw: bytes, **changes: object) -> bytes:
+    """The manifest with changed content and a valid checksum."""
     content = json.loads(raw)["checkpoint"] | changes
     text = json.dumps(content, separators=(",", ":"))
     return f'{{"checksum":"{xxh3_64_hexdigest(text.encode())}","checkpoint":{text}}}\n'.encode()
 
 
-def test_a_newer_format_is_named_with_both_versions(tmp_path):
-    raw = signed(save(tmp_path, 3).to_bytes(), format_version=FORMAT_VERSION + 6, new="thing")
+def test_newer_version_error_names_both_versions(tmp_path):
+    raw = with_changes(save(tmp_path, 3).to_bytes(), format_version=FORMAT_VERSION + 6, new="thing")
     with pytest.raises(CheckpointVersionError) as caught:
         Manifest.from_bytes(raw, "x/manifest.json")
     assert "x/manifest.json has format version 7" in str(caught.value)
@@ -204,16 +205,16 @@ def test_a_newer_format_is_named_with_both_versions(tmp_path):
         {"small": []},
     ],
 )
-def test_a_manifest_with_wrong_references_is_refused(tmp_path, change):
-    """Its checksum is right: it was forged, not damaged."""
+def test_manifest_with_invalid_references_is_rejected(tmp_path, change):
+    """The checksum is valid: the manifest is forged, not damaged."""
     raw = save(tmp_path, 3).to_bytes()
-    assert Manifest.from_bytes(signed(raw), "m")
+    assert Manifest.from_bytes(with_changes(raw), "m")
     files = json.loads(raw)["checkpoint"]["files"]
     with pytest.raises(CheckpointDamagedError, match="not a manifest that rayzero wrote"):
-        Manifest.from_bytes(signed(raw, files=[files[0] | change, files[1]]), "m")
+        Manifest.from_bytes(with_changes(raw, files=[files[0] | change, files[1]]), "m")
 
 
-def test_a_manifest_needs_every_rank_and_every_element(tmp_path):
+def test_manifest_requires_all_ranks_and_elements(tmp_path):
     first, second = write_files(str(tmp_path), step=1)
     with pytest.raises(EngineError, match=r"these are of ranks \[1\]"):
         make_manifest("job", 1, 1, [second])
@@ -224,7 +225,7 @@ def test_a_manifest_needs_every_rank_and_every_element(tmp_path):
     assert make_manifest("job", 1, 1, [second, first]).world_size == 2
 
 
-def test_a_manifest_grows_by_little_for_each_range():
+def test_manifest_size_per_range_is_small():
     count = 10_000
     names = [f"optimizer.exp_avg/model.layers.{i}.self_attn.q_proj.weight" for i in range(100)]
     tensors = {name: LogicalTensor("F32", (count,)) for name in names}
@@ -232,8 +233,8 @@ def test_a_manifest_grows_by_little_for_each_range():
         TensorRange(names[i % 100], i // 100 * 100, i // 100 * 100 + 100, 400 * i)
         for i in range(count)
     ]
-    table = BlockIndex(tensors, tuple(ranges), 400 * count)
-    number = -(-table.nbytes // (256 * 1024))
+    index = BlockIndex(tensors, tuple(ranges), 400 * count)
+    blocks = -(-index.nbytes // (256 * 1024))
     checksum = "0123456789abcdef"
-    file = RankFile(new_file_name(0), 0, table.nbytes, checksum, checksum * number, table, {})
+    file = RankFile(new_file_name(0), 0, index.nbytes, checksum, checksum * blocks, index, {})
     assert len(make_manifest("job", 1, 1, [file]).to_bytes()) < 30 * count

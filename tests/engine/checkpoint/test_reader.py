@@ -1,4 +1,4 @@
-"""Reading returns the right bytes, reads no more than needed, and never returns damaged ones."""
+"""Reads return correct bytes, never damaged ones, and read no more than needed."""
 
 from __future__ import annotations
 
@@ -25,44 +25,42 @@ LONG = 5 * BLOCK_BYTES + 1234
 
 
 @pytest.fixture(scope="module")
-def long_one(tmp_path_factory):
+def long_checkpoint(tmp_path_factory):
     """A checkpoint of one rank with several blocks of data: (folder, data)."""
     folder = str(tmp_path_factory.mktemp("long") / "step-1")
     data = random.Random(0).randbytes(LONG)
-    table = BlockIndex(
-        {"weights/w": LogicalTensor("U8", (LONG,))}, (TensorRange("weights/w", 0, LONG, 0),)
-    )
-    table = BlockIndex(table.tensors, table.ranges, LONG)
+    tensors = {"weights/w": LogicalTensor("U8", (LONG,))}
+    index = BlockIndex(tensors, (TensorRange("weights/w", 0, LONG, 0),), LONG)
     file = write_rank_file(
-        folder, 0, table, {"step": 1}, memoryview(data), generation=1, world_size=1
+        folder, 0, index, {"step": 1}, memoryview(data), generation=1, world_size=1
     )
     commit_checkpoint(folder, make_manifest("job", 1, 1, [file]))
     return folder, data
 
 
 EDGES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES, LONG - 1, LONG]
-PLACES = st.one_of(st.sampled_from(EDGES), st.integers(0, LONG))
-SPANS = st.tuples(PLACES, PLACES).map(sorted)
+OFFSETS = st.one_of(st.sampled_from(EDGES), st.integers(0, LONG))
+SPANS = st.tuples(OFFSETS, OFFSETS).map(sorted)
 
 
 @contextmanager
 def counted_reads() -> Iterator[list[int]]:
-    """The bytes of each read of a local file."""
+    """Sizes of the reads of local files, in bytes."""
     counts: list[int] = []
     read = LocalReadStream.read
 
-    def counting(self, offset, parts):
+    def read_and_count(self, offset, parts):
         counts.append(read(self, offset, parts))
         return counts[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalReadStream, "read", counting)
+        patch.setattr(LocalReadStream, "read", read_and_count)
         yield counts
 
 
 @given(st.lists(SPANS, max_size=8))
-def test_any_spans_in_any_order(long_one, spans):
-    folder, data = long_one
+def test_read_any_spans_in_any_order(long_checkpoint, spans):
+    folder, data = long_checkpoint
     source = CheckpointSource(folder)
     for start, stop in spans:
         into = bytearray(b"\xaa" * (stop - start))
@@ -72,25 +70,25 @@ def test_any_spans_in_any_order(long_one, spans):
 
 
 @given(st.lists(st.integers(1, 2 * BLOCK_BYTES), max_size=8), st.integers(0, BLOCK_BYTES))
-def test_consecutive_reads_read_each_block_once(long_one, sizes, at):
-    folder, data = long_one
+def test_consecutive_reads_read_each_block_once(long_checkpoint, sizes, offset):
+    folder, data = long_checkpoint
     source = CheckpointSource(folder)
-    begin = at
+    start = offset
     with counted_reads() as counts:
         for size in sizes:
-            stop = min(LONG, at + size)
-            into = bytearray(stop - at)
-            source.read(0, at, memoryview(into))
-            assert into == data[at:stop]
-            at = stop
-    touched = range(begin // BLOCK_BYTES, -(-at // BLOCK_BYTES)) if at > begin else range(0)
-    whole = sum(min(LONG, (one + 1) * BLOCK_BYTES) - one * BLOCK_BYTES for one in touched)
-    assert sum(counts) == whole
+            stop = min(LONG, offset + size)
+            into = bytearray(stop - offset)
+            source.read(0, offset, memoryview(into))
+            assert into == data[offset:stop]
+            offset = stop
+    first, end = start // BLOCK_BYTES, -(-offset // BLOCK_BYTES)
+    nbytes = min(LONG, end * BLOCK_BYTES) - first * BLOCK_BYTES if offset > start else 0
+    assert sum(counts) == nbytes
     source.close()
 
 
-def test_a_rank_reads_its_own_bytes_only(long_one):
-    folder, _ = long_one
+def test_read_does_not_fetch_the_whole_file(long_checkpoint):
+    folder, _ = long_checkpoint
     source = CheckpointSource(folder)
     start, stop = LONG // 3, 2 * LONG // 3
     with counted_reads() as counts:
@@ -98,61 +96,62 @@ def test_a_rank_reads_its_own_bytes_only(long_one):
     assert sum(counts) <= stop - start + 2 * BLOCK_BYTES
 
 
-def test_reads_beyond_the_data_are_refused(long_one):
-    source = CheckpointSource(long_one[0])
+def test_read_beyond_the_data_is_an_error(long_checkpoint):
+    source = CheckpointSource(long_checkpoint[0])
     for offset, length in ((LONG, 1), (LONG - 1, 2), (-1, 1), (0, LONG + 1)):
         with pytest.raises(EngineError, match="were requested"):
             source.read(0, offset, memoryview(bytearray(length)))
 
 
-def test_a_state_of_two_ranks_is_read_by_three(tmp_path):
+def test_reshard_from_two_to_three_ranks(tmp_path):
     save(tmp_path, 5, world=2)
     source = CheckpointSource(str(tmp_path / "step-5"))
     assert source.step == 5
     assert [source.metadata(rank)["rank"] for rank in range(4)] == [0, 1, 0, 1]
     for block in blocks(5, world=3):
         into = bytearray(len(block.data))
-        held = [table.ranges for table in source.block_indexes]
-        for copy in plan_copies(block.table.ranges, held):
-            size = block.table.tensors[copy.wanted.name].item_bytes
-            at = copy.wanted.offset + (copy.start - copy.wanted.start) * size
-            place = copy.held.offset + (copy.start - copy.held.start) * size
-            source.read(copy.source, place, memoryview(into)[at : at + copy.numel * size])
-        for one in block.table.ranges:
-            nbytes = (one.stop - one.start) * block.table.tensors[one.name].item_bytes
-            there = slice(one.offset, one.offset + nbytes)
-            assert into[there] == block.data[there]
+        stored = [index.ranges for index in source.block_indexes]
+        for copy in plan_copies(block.index.ranges, stored):
+            size = block.index.tensors[copy.wanted.name].item_bytes
+            target = copy.wanted.offset + (copy.start - copy.wanted.start) * size
+            offset = copy.held.offset + (copy.start - copy.held.start) * size
+            part = memoryview(into)[target : target + copy.numel * size]
+            source.read(copy.source, offset, part)
+        for part in block.index.ranges:
+            nbytes = (part.stop - part.start) * block.index.tensors[part.name].item_bytes
+            span = slice(part.offset, part.offset + nbytes)
+            assert into[span] == block.data[span]
     source.close()
     source.close()
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_a_flipped_byte_is_never_returned(tmp_path, long_one, number):
-    folder, data = long_one
+def test_damaged_blocks_are_never_returned(tmp_path, long_checkpoint, number):
+    folder, data = long_checkpoint
     entry = read_manifest(folder).files[0]
-    at = entry.data_offset + min(number * BLOCK_BYTES + 77, LONG - 1)
+    offset = entry.data_offset + min(number * BLOCK_BYTES + 77, LONG - 1)
     copy = tmp_path / "step-1"
     copy.mkdir()
     for name in (entry.name, "manifest.json"):
         raw = bytearray((tmp_path / folder / name).read_bytes())
         if name == entry.name:
-            raw[at] ^= 0x10
+            raw[offset] ^= 0x10
         (copy / name).write_bytes(raw)
     source = CheckpointSource(str(copy))
     with pytest.raises(CheckpointDamagedError, match=f"{entry.name} is damaged: block {number} "):
         source.read(0, 0, memoryview(bytearray(LONG)))
     into = bytearray(1)
     other = (number + 1) % 6
-    source.read(0, other * BLOCK_BYTES, memoryview(into))  # the other blocks still serve
+    source.read(0, other * BLOCK_BYTES, memoryview(into))  # other blocks can be read
     assert into[0] == data[other * BLOCK_BYTES]
-    with pytest.raises(CheckpointDamagedError):  # nor out of what was kept of it
+    with pytest.raises(CheckpointDamagedError):  # nor from the cached block
         source.read(0, min(number * BLOCK_BYTES + 5, LONG - 1), memoryview(into))
 
 
-def test_cut_and_missing_files_are_named(tmp_path):
+def test_errors_name_truncated_and_missing_files(tmp_path):
     manifest = save(tmp_path, 5)
     source = CheckpointSource(str(tmp_path / "step-5"))
-    first, second = (tmp_path / "step-5" / one.name for one in manifest.files)
+    first, second = (tmp_path / "step-5" / file.name for file in manifest.files)
     with first.open("r+b") as file:
         file.truncate(manifest.files[0].data_offset + BLOCK_BYTES)
     second.unlink()
@@ -162,7 +161,7 @@ def test_cut_and_missing_files_are_named(tmp_path):
         source.read(1, 0, memoryview(bytearray(1)))
 
 
-def test_a_folder_without_a_checkpoint(tmp_path):
+def test_folder_without_a_checkpoint(tmp_path):
     with pytest.raises(DataError, match="there is no checkpoint at") as caught:
         CheckpointSource(str(tmp_path / "step-9"))
     assert str(tmp_path / "step-9") in str(caught.value)

@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load_and_step(rank: int, world_size: int, stage: int, folder: Path) -> None:
+def load_and_train(rank: int, world_size: int, stage: int, folder: Path) -> None:
     config = CONFIG | {"zero_optimization": {"stage": stage}}
     engine, *_ = rayzero.initialize(model=Model(), config=config)
     _, client_state = engine.load_checkpoint(str(folder))
@@ -44,9 +44,9 @@ def load_and_step(rank: int, world_size: int, stage: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 2), (2, 3)])
-def test_state_of_an_earlier_release_loads(folder: Path, world_size: int, stage: int) -> None:
-    run_ranks(world_size, load_and_step, stage, folder)
+def test_checkpoint_of_earlier_release_loads(folder: Path, world_size: int, stage: int) -> None:
+    run_ranks(world_size, load_and_train, stage, folder)
 
 
-def test_checksums_of_an_earlier_release_hold(folder: Path) -> None:
+def test_checkpoint_of_earlier_release_verifies(folder: Path) -> None:
     assert verify_checkpoint(str(folder / "released")) == []

@@ -1,4 +1,4 @@
-"""Stores: durable and atomic writes, and their errors."""
+"""Stores: durable and atomic writes, and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rayzero.engine.errors import ConfigError
 from tests.engine.checkpoint.saving import save, write_files
 
 
-def test_a_local_folder(tmp_path):
+def test_local_store(tmp_path):
     store = open_store(str(tmp_path / "a" / "b"))
     assert store.list_folder() == []
     store.replace("c/x", b"one")
@@ -32,12 +32,12 @@ def test_a_local_folder(tmp_path):
     assert (entry.name, entry.is_folder, entry.nbytes) == ("x", False, 4)
     assert abs(entry.modified_s - os.stat(tmp_path / "a/b/c/x").st_mtime) < 1e-6
     assert (folder.name, folder.is_folder, folder.nbytes) == ("c", True, 0)
-    opened = store.open("c/x")
+    stream = store.open("c/x")
     first, second = bytearray(1), bytearray(9)
-    assert opened.read(1, [memoryview(first), memoryview(second)]) == 3
+    assert stream.read(1, [memoryview(first), memoryview(second)]) == 3
     assert (first, second[:2]) == (b"w", b"o!")
-    opened.close()
-    opened.close()
+    stream.close()
+    stream.close()
     store.remove_folder("c")
     assert store.list_folder("c")
     store.remove("c/x")
@@ -46,28 +46,28 @@ def test_a_local_folder(tmp_path):
     assert store.list_folder() == []
 
 
-def test_a_short_read_is_continued(tmp_path, monkeypatch):
+def test_short_reads_are_continued(tmp_path, monkeypatch):
     real = os.preadv
     monkeypatch.setattr(
-        store_local.os, "preadv", lambda fd, parts, at: real(fd, [parts[0][:3]], at)
+        store_local.os, "preadv", lambda fd, parts, offset: real(fd, [parts[0][:3]], offset)
     )
     store = open_store(str(tmp_path))
     store.replace("x", bytes(range(20)))
     parts = [memoryview(bytearray(size)) for size in (4, 1, 9)]
-    opened = store.open("x")
-    assert opened.read(2, parts) == 14
+    stream = store.open("x")
+    assert stream.read(2, parts) == 14
     assert b"".join(parts) == bytes(range(2, 16))
-    opened.close()
+    stream.close()
 
 
-def test_a_short_write_is_continued(tmp_path, monkeypatch):
+def test_short_writes_are_continued(tmp_path, monkeypatch):
     real = os.write
     monkeypatch.setattr(store_local.os, "write", lambda fd, data: real(fd, data[:5000]))
     save(tmp_path, 1)
     assert verify_checkpoint(str(tmp_path / "step-1")) == []
 
 
-def test_an_exception_leaves_nothing(tmp_path):
+def test_failed_create_leaves_no_file(tmp_path):
     store = open_store(str(tmp_path))
     store.replace("x", b"old")
 
@@ -78,7 +78,7 @@ def test_an_exception_leaves_nothing(tmp_path):
     with pytest.raises(KeyError):
         store.create("x", chunks())
     assert store.read("x") == b"old"
-    assert [one.name for one in store.list_folder()] == ["x"]
+    assert [entry.name for entry in store.list_folder()] == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_an_exception_leaves_nothing(tmp_path):
     ],
 )
 @pytest.mark.parametrize("call", ["write", "fsync", "rename"])
-def test_an_error_has_a_kind_a_path_and_a_fix(tmp_path, monkeypatch, number, kind, call):
+def test_errors_have_kind_path_and_fix(tmp_path, monkeypatch, number, kind, call):
     def fail(*_):
         raise OSError(number, os.strerror(number))
 
@@ -110,19 +110,19 @@ def test_an_error_has_a_kind_a_path_and_a_fix(tmp_path, monkeypatch, number, kin
     assert "checkpoint.path" in error.fix
     assert list((tmp_path / "step-2").iterdir()) == []
     assert newest_complete(str(tmp_path)).step == 1
-    again = pickle.loads(pickle.dumps(error))
-    assert (again.kind, again.url, str(again)) == (error.kind, error.url, str(error))
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.kind, copy.url, str(copy)) == (error.kind, error.url, str(error))
 
 
-def test_a_file_where_a_folder_should_be(tmp_path):
+def test_job_folder_is_a_file(tmp_path):
     (tmp_path / "job").write_text("")
     with pytest.raises(StoreError) as caught:
         save(tmp_path / "job", 1)
     assert caught.value.kind == "gone"
 
 
-def test_files_that_other_nodes_wrote_elsewhere_are_not_committed(tmp_path):
-    """Each node with a disk of its own under the same path."""
+def test_commit_requires_files_of_all_nodes(tmp_path):
+    """Fails if nodes write to local disks under the same path."""
     files = write_files(str(tmp_path / "step-1"), 1)
     (tmp_path / "step-1" / files[1].name).unlink()
     with pytest.raises(StoreError, match=r"1 of 2 files.*all nodes must share") as caught:
@@ -133,18 +133,18 @@ def test_files_that_other_nodes_wrote_elsewhere_are_not_committed(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 1.5 MB, which holds two checkpoints of this test and not three."""
+    """A file system of 1.5 MB: room for two checkpoints, not for three."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(disk)]
-    done = subprocess.run(mount, capture_output=True, text=True, timeout=300)
-    if done.returncode != 0:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    process = subprocess.run(mount, capture_output=True, text=True, timeout=300)
+    if process.returncode != 0:
+        pytest.skip(f"mounting a file system is not permitted: {process.stderr.strip()}")
     yield disk
     subprocess.run(["umount", str(disk)], check=True, timeout=300)
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint(small_disk):
+def test_full_disk_keeps_previous_checkpoints(small_disk):
     save(small_disk, 1)
     save(small_disk, 2)
     before = {path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()}
@@ -158,7 +158,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(small_disk):
     assert not list(small_disk.rglob("*.partial"))
 
 
-def test_urls():
+def test_join_and_split_url():
     assert join_url("runs", "gpt", "step-1") == "runs/gpt/step-1"
     assert join_url("runs/", "gpt") == "runs/gpt"
     assert join_url("/", "gpt") == "/gpt"
@@ -170,7 +170,7 @@ def test_urls():
     assert [is_remote(url) for url in ("a", "file:///a", "s3://b")] == [False, False, True]
 
 
-def test_a_file_url_is_a_path(tmp_path):
+def test_file_url(tmp_path):
     open_store(f"file://{tmp_path}/a%20b").replace("x", b"1")
     assert (tmp_path / "a b" / "x").read_bytes() == b"1"
 
@@ -179,20 +179,20 @@ def test_a_file_url_is_a_path(tmp_path):
     ("url", "text"),
     [("s33://bucket/x", "did you mean 's3'"), ("s3://k:v@bucket/x?region=r&bad=1", "bad")],
 )
-def test_urls_that_cannot_be_used(url, text):
+def test_invalid_urls(url, text):
     with pytest.raises(ConfigError, match=text) as caught:
         open_store(url)
     assert "checkpoint.path" in str(caught.value)
 
 
-def test_writing_to_a_disk_imports_neither_torch_nor_pyarrow():
+def test_local_checkpoints_import_neither_torch_nor_pyarrow():
     script = (
         "import sys\n"
         "import rayzero.engine.checkpoint.writer, rayzero.engine.checkpoint.catalogue\n"
         "import rayzero.engine.checkpoint.reader\n"
         "sys.exit(repr({'torch', 'pyarrow', 'ray', 'numpy'} & set(sys.modules) or ''))\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
     )
-    assert done.stderr.strip() in ("", "''")
+    assert process.stderr.strip() in ("", "''")
