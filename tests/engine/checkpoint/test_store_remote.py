@@ -1,6 +1,6 @@
-"""The same through S3: a server in a process of its own, which has to be there.
+"""Checkpoints on S3, against a moto server in a separate process.
 
-pip install 'moto[s3]' flask flask-cors      # into this environment, or any on PATH
+Requires `pip install 'moto[s3]' flask flask-cors`, in this environment or any on PATH.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def job(bucket, request):
     return join_url(bucket, request.node.name.partition("[")[0])
 
 
-def saved(job: str, step: int) -> str:
+def save_checkpoint(job: str, step: int) -> str:
     folder = join_url(job, f"step-{step}")
     commit_checkpoint(folder, make_manifest("job", step, 1, write_files(folder, step)))
     return folder
@@ -47,10 +47,10 @@ def saved(job: str, step: int) -> str:
 def test_save_list_load_verify_prune(job):
     assert list_checkpoints(job) == []
     for step in (1, 2, 3):
-        saved(job, step)
+        save_checkpoint(job, step)
     write_files(join_url(job, "step-4"), 4)
-    found = list_checkpoints(job)
-    assert [(one.step, one.status) for one in found] == [
+    checkpoints = list_checkpoints(job)
+    assert [(checkpoint.step, checkpoint.status) for checkpoint in checkpoints] == [
         *((step, "whole") for step in (1, 2, 3)),
         (4, "unfinished"),
     ]
@@ -65,15 +65,15 @@ def test_save_list_load_verify_prune(job):
     source.close()
     assert verify_checkpoint(newest.folder) == []
     assert prune_checkpoints(job, keep=1).removed == (1, 2)
-    assert [one.step for one in list_checkpoints(job)] == [3, 4]
+    assert [checkpoint.step for checkpoint in list_checkpoints(job)] == [3, 4]
 
 
 def test_each_read_is_one_request(job, monkeypatch):
-    folder = saved(job, 1)
+    folder = save_checkpoint(job, 1)
     sizes: list[int] = []
     source = CheckpointSource(folder)
     source.read(0, 0, memoryview(bytearray(1)))
-    file = source._readers[0]._file  # what it asks of the store is what is counted
+    file = source._readers[0]._file  # counts the requests to the store
     real = file.read
     monkeypatch.setattr(
         file,
@@ -85,20 +85,20 @@ def test_each_read_is_one_request(job, monkeypatch):
     assert sizes == [nbytes - BLOCK_BYTES]
 
 
-def test_damage_is_named(job):
-    folder = saved(job, 1)
+def test_verify_names_damaged_files(job):
+    folder = save_checkpoint(job, 1)
     first, second = read_manifest(folder).files
     store = open_store(folder)
     raw = bytearray(store.read(first.name))
     raw[-1] ^= 1
     store.replace(first.name, bytes(raw))
     store.remove(second.name)
-    problems = {(one.file, one.kind) for one in verify_checkpoint(folder)}
+    problems = {(problem.file, problem.kind) for problem in verify_checkpoint(folder)}
     assert problems == {(first.name, "flipped"), (second.name, "missing")}
     assert newest_complete(job) is None
 
 
-def test_an_upload_that_breaks_off_leaves_nothing(job):
+def test_failed_upload_leaves_no_object(job):
     store = open_store(job)
 
     def chunks() -> Iterator[memoryview]:
@@ -110,8 +110,8 @@ def test_an_upload_that_breaks_off_leaves_nothing(job):
     assert store.list_folder() == []
 
 
-class Tampering:
-    """A file system whose store keeps other bytes than it was given, as older ones do."""
+class CorruptingFileSystem:
+    """Stores other bytes than were written, as older S3 servers do with chunked uploads."""
 
     def __init__(self, real: fs.FileSystem) -> None:
         self._real = real
@@ -125,17 +125,17 @@ class Tampering:
         return stream
 
 
-def test_a_store_that_changes_bytes_is_an_error(job):
+def test_corrupted_upload_is_an_error(job):
     store = RemoteStore(job)
-    store._fs = Tampering(store._fs)
+    store._fs = CorruptingFileSystem(store._fs)
     with pytest.raises(StoreError, match="when_required"):
         store.create("x", [memoryview(bytes(100))])
     with pytest.raises(StoreError, match="returned different bytes"):
         store.replace("manifest.json", b"{}")
-    assert [one.name for one in store.list_folder()] == ["manifest.json"]
+    assert [entry.name for entry in store.list_folder()] == ["manifest.json"]
 
 
-def test_a_bucket_that_does_not_exist(bucket):
+def test_missing_bucket(bucket):
     folder = join_url(bucket.replace("s3://bucket", "s3://other"), "job", "step-1")
     with pytest.raises(StoreError) as caught:
         write_files(folder, 1)
@@ -143,24 +143,24 @@ def test_a_bucket_that_does_not_exist(bucket):
     assert "s3://other/job/step-1/rank-00000" in caught.value.url
 
 
-def test_a_server_that_does_not_answer(monkeypatch):
+def test_unresponsive_server(monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     url = f"s3://bucket/job?endpoint_override=127.0.0.1:{port}&scheme=http&region=x"
     with pytest.raises(StoreError) as caught:
         open_store(url).list_folder()
     assert caught.value.kind == "slow"
 
 
-def test_paths_and_urls_hold_the_same(job, tmp_path):
-    saved(job, 1)
+def test_local_and_remote_checkpoints_are_equal(job, tmp_path):
+    save_checkpoint(job, 1)
     save(tmp_path, 1)
     local, remote = read_manifest(str(tmp_path / "step-1")), read_manifest(join_url(job, "step-1"))
-    assert [one.blocks for one in local.files] == [one.blocks for one in remote.files]
+    assert [file.blocks for file in local.files] == [file.blocks for file in remote.files]
 
 
-def test_the_doctor_writes_and_removes_a_file(bucket: str):
+def test_doctor_storage_probe_cleans_up(bucket: str):
     facts = check_storage(join_url(bucket, "doctor"))
     assert facts["nbytes"] > 0
     assert open_store(join_url(bucket, "doctor")).list_folder() == []
