@@ -1,4 +1,4 @@
-"""What many workers say is handed on in slices, deaths first, and silence is noticed."""
+"""Delivery of worker messages in slices, lost workers first, and detection of silent workers."""
 
 from __future__ import annotations
 
@@ -23,218 +23,220 @@ from tests.orchestrator.support import EventLog, VirtualClock, plan, settle
 
 
 class SlowClock(VirtualClock):
-    """Every look at it takes a while."""
+    """A clock that advances with every reading."""
 
     def now(self) -> float:
         self._now += DISPATCH_SLICE_S / 4
         return self._now
 
 
-class Room:
-    """A watch, and what it hands on."""
+class InboxHarness:
+    """An inbox with a fake worker group; `delivered` records what the inbox delivers."""
 
     def __init__(self, folder: Path, clock: VirtualClock) -> None:
-        self.came: list[str] = []
-        self.stream: asyncio.Queue[WorkerReports] = asyncio.Queue()
+        self.delivered: list[str] = []
+        self.reports: asyncio.Queue[WorkerReports] = asyncio.Queue()
         self.clock = clock
-        here: Any = self
-        ports = Dependencies(here, here, FakeCheckpointStore(), EventLog(), clock)
-        self.desk = JobContext(plan(folder), ports, lambda error: self.came.append(str(error)))
-        self.watch = WorkerInbox(self.desk, self._receive, self._lost)
+        group: Any = self
+        dependencies = Dependencies(group, group, FakeCheckpointStore(), EventLog(), clock)
+        self.context = JobContext(
+            plan(folder), dependencies, lambda error: self.delivered.append(str(error))
+        )
+        self.inbox = WorkerInbox(self.context, self._on_message, self._on_lost)
 
-    def _receive(self, worker: int, message: WorkerMessage) -> None:
-        self.came.append(f"{worker} {type(message).__name__}")
+    def _on_message(self, worker: int, message: WorkerMessage) -> None:
+        self.delivered.append(f"{worker} {type(message).__name__}")
 
-    def _lost(self, worker: int, cause: str) -> None:
-        self.came.append(f"{worker} lost: {cause}")
+    def _on_lost(self, worker: int, cause: str) -> None:
+        self.delivered.append(f"{worker} lost: {cause}")
 
     def subscribe(self, workers: Any) -> None:
-        """Everybody is listened to."""
+        """All workers are always subscribed."""
 
     async def receive(self) -> WorkerReports:
-        return await self.stream.get()
+        return await self.reports.get()
 
 
-BEAT = Heartbeat(0, 1, "forward", 0.0)
+HEARTBEAT = Heartbeat(0, 1, "forward", 0.0)
 
 
-def run(scene: Any) -> None:
+def run(test: Any) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(20):
-            await scene
+            await test
 
     asyncio.run(bounded())
 
 
-def test_a_death_does_not_wait_behind_messages_of_other_workers(tmp_path: Path):
-    async def scene() -> None:
-        room = Room(tmp_path, SlowClock())
-        room.watch.start(range(100))
-        room.stream.put_nowait(WorkerReports([(worker, [BEAT]) for worker in range(100)]))
-        while not room.came:
+def test_lost_worker_is_delivered_before_queued_messages(tmp_path: Path):
+    async def body() -> None:
+        harness = InboxHarness(tmp_path, SlowClock())
+        harness.inbox.start(range(100))
+        harness.reports.put_nowait(WorkerReports([(worker, [HEARTBEAT]) for worker in range(100)]))
+        while not harness.delivered:
             await asyncio.sleep(0)
-        assert len(room.came) < 10, "a slice"
-        room.stream.put_nowait(WorkerReports(lost=[(99, "it was killed")]))
+        assert len(harness.delivered) < 10, "only a slice"
+        harness.reports.put_nowait(WorkerReports(lost=[(99, "it was killed")]))
         await settle()
-        place = room.came.index("99 lost: it was killed")
-        assert place < 30
-        assert room.came[place - 1] == "99 Heartbeat", "what it said came first"
-        assert len(room.came) == 101
-        await room.desk.tasks.cancel_all()
+        index = harness.delivered.index("99 lost: it was killed")
+        assert index < 30
+        assert harness.delivered[index - 1] == "99 Heartbeat", "its own messages come first"
+        assert len(harness.delivered) == 101
+        await harness.context.tasks.cancel_all()
 
-    run(scene())
+    run(body())
 
 
-def test_the_messages_of_one_worker_are_delivered_in_order(tmp_path: Path):
-    async def scene() -> None:
-        room = Room(tmp_path, SlowClock())
-        room.watch.start(range(50))
-        room.stream.put_nowait(WorkerReports([(worker, [BEAT]) for worker in range(50)]))
-        room.stream.put_nowait(WorkerReports([(49, [StepReport(1, 0, 1)]), (49, [BEAT])]))
+def test_messages_of_a_worker_are_delivered_in_order(tmp_path: Path):
+    async def body() -> None:
+        harness = InboxHarness(tmp_path, SlowClock())
+        harness.inbox.start(range(50))
+        harness.reports.put_nowait(WorkerReports([(worker, [HEARTBEAT]) for worker in range(50)]))
+        harness.reports.put_nowait(WorkerReports([(49, [StepReport(1, 0, 1)]), (49, [HEARTBEAT])]))
         await settle()
-        of_it = [one for one in room.came if one.startswith("49")]
-        assert of_it == ["49 Heartbeat", "49 StepReport", "49 Heartbeat"]
-        assert 49 in room.watch.reported
-        assert 48 not in room.watch.reported
-        await room.desk.tasks.cancel_all()
+        delivered = [text for text in harness.delivered if text.startswith("49")]
+        assert delivered == ["49 Heartbeat", "49 StepReport", "49 Heartbeat"]
+        assert 49 in harness.inbox.reported
+        assert 48 not in harness.inbox.reported
+        await harness.context.tasks.cancel_all()
 
-    run(scene())
+    run(body())
 
 
-def test_a_silent_worker_is_reported_lost_once(tmp_path: Path):
-    async def scene() -> None:
-        room = Room(tmp_path, VirtualClock())
-        room.watch.start(range(2))
-        limit_s = WORKER_POLL_S + room.desk.plan.worker_spec.hang_timeout_s + 10
-        await room.clock.advance(limit_s - 1)
-        room.watch.expire_silent()
-        assert room.watch.longest_silence_s([0, 1]) == limit_s - 1
-        room.stream.put_nowait(WorkerReports([(1, [])]))
+def test_silent_worker_is_reported_lost_once(tmp_path: Path):
+    async def body() -> None:
+        harness = InboxHarness(tmp_path, VirtualClock())
+        harness.inbox.start(range(2))
+        timeout_s = WORKER_POLL_S + harness.context.plan.worker_spec.hang_timeout_s + 10
+        await harness.clock.advance(timeout_s - 1)
+        harness.inbox.expire_silent()
+        assert harness.inbox.longest_silence_s([0, 1]) == timeout_s - 1
+        harness.reports.put_nowait(WorkerReports([(1, [])]))
         await settle()
-        assert room.watch.longest_silence_s([1]) == 0
-        await room.clock.advance(1)
-        room.watch.expire_silent()
-        room.watch.expire_silent()
-        assert room.came == [f"0 lost: its process did not respond for {limit_s:g} s"]
-        await room.desk.tasks.cancel_all()
+        assert harness.inbox.longest_silence_s([1]) == 0
+        await harness.clock.advance(1)
+        harness.inbox.expire_silent()
+        harness.inbox.expire_silent()
+        assert harness.delivered == [f"0 lost: its process did not respond for {timeout_s:g} s"]
+        await harness.context.tasks.cancel_all()
 
-    run(scene())
+    run(body())
 
 
-class Calls:
-    """Actor calls that a test answers, from another thread as Ray does."""
+class FakeActorCalls:
+    """Actor calls that a test completes from another thread, as Ray does."""
 
     def __init__(self) -> None:
-        self.open: dict[int, Future[Any]] = {}
-        self.gone: set[int] = set()
+        self.pending: dict[int, Future[Any]] = {}
+        self.removed: set[int] = set()
 
-    def __call__(self, worker: int, limit_s: float = 0.0) -> Any:
-        if worker in self.gone:
+    def __call__(self, worker: int, timeout_s: float = 0.0) -> Any:
+        if worker in self.removed:
             raise WorkerLostError("it was dismissed or replaced")
         future: Future[Any] = Future()
-        self.open[worker] = future
+        self.pending[worker] = future
         reference: Any = type("Reference", (), {"future": lambda _: future})()
         return reference
 
-    def answer(self, worker: int, answer: Any) -> None:
-        future = self.open.pop(worker)
-        tell = future.set_exception if isinstance(answer, Exception) else future.set_result
-        thread = Thread(target=tell, args=(answer,))
+    def complete(self, worker: int, result: Any) -> None:
+        future = self.pending.pop(worker)
+        complete = future.set_exception if isinstance(result, Exception) else future.set_result
+        thread = Thread(target=complete, args=(result,))
         thread.start()
         thread.join()
 
 
 def test_polls_continue_until_a_worker_is_lost():
-    async def scene() -> None:
-        calls = Calls()
-        polls = ActorPoller(calls)
-        polls.subscribe([1, 2])
-        calls.answer(1, [BEAT])
-        calls.answer(2, [])
-        assert sorted((await polls.receive()).messages) == [(1, [BEAT]), (2, [])]
-        calls.answer(2, ActorUnschedulableError("it died"))
-        calls.gone.add(1)
-        calls.answer(1, [])
-        lost = dict((await polls.receive()).lost)
+    async def body() -> None:
+        calls = FakeActorCalls()
+        poller = ActorPoller(calls)
+        poller.subscribe([1, 2])
+        calls.complete(1, [HEARTBEAT])
+        calls.complete(2, [])
+        assert sorted((await poller.receive()).messages) == [(1, [HEARTBEAT]), (2, [])]
+        calls.complete(2, ActorUnschedulableError("it died"))
+        calls.removed.add(1)
+        calls.complete(1, [])
+        lost = dict((await poller.receive()).lost)
         assert "it died" in lost[2]
         assert "dismissed" in lost[1]
-        assert calls.open == {}, "nobody is asked any more"
-        polls.subscribe([3])
-        calls.answer(3, EngineError("a mistake"))
+        assert calls.pending == {}, "no further polls"
+        poller.subscribe([3])
+        calls.complete(3, EngineError("a mistake"))
         with pytest.raises(EngineError):
-            await polls.receive()
-        polls.close()
+            await poller.receive()
+        poller.close()
 
-    run(scene())
+    run(body())
 
 
-def test_messages_of_many_workers_are_batched_except_deaths():
-    async def scene() -> None:
-        calls, came, batches = Calls(), [], []
-        lines = FutureBatcher(lambda: batches.append(len(came)))
-        lines.batch_delay_s = 3600.0
+def test_batcher_delays_messages_but_not_lost_workers():
+    async def body() -> None:
+        calls, results, batches = FakeActorCalls(), [], []
+        batcher = FutureBatcher(lambda: batches.append(len(results)))
+        batcher.batch_delay_s = 3600.0
         for worker in range(4):
-            lines.add_call(calls(worker), lambda answer: came.append(answer.exception()))
-        calls.answer(0, [BEAT])
+            batcher.add_call(calls(worker), lambda future: results.append(future.exception()))
+        calls.complete(0, [HEARTBEAT])
         await settle()
-        assert batches == [1], "nobody spoke for a while: it is heard at once"
-        calls.answer(1, [BEAT])
-        calls.answer(2, [BEAT])
+        assert batches == [1], "the first message is not delayed"
+        calls.complete(1, [HEARTBEAT])
+        calls.complete(2, [HEARTBEAT])
         await settle()
-        assert batches == [1], "these are gathered"
-        calls.answer(3, ActorUnschedulableError("it died"))
+        assert batches == [1], "the next messages are batched"
+        calls.complete(3, ActorUnschedulableError("it died"))
         await settle()
-        assert batches == [1, 4], "a death waits for nobody"
-        assert came[:3] == [None] * 3
-        lines.close()
+        assert batches == [1, 4], "an error is not delayed"
+        assert results[:3] == [None] * 3
+        batcher.close()
 
-    run(scene())
+    run(body())
 
 
-def test_nothing_that_is_gathered_is_forgotten():
-    async def scene() -> None:
-        calls, came = Calls(), []
-        lines = FutureBatcher(lambda: None)
-        lines.batch_delay_s = 0.01
-        for worker in range(20):  # behind a batch, or long after it
-            lines.add_call(calls(worker), came.append)
-            calls.answer(worker, [BEAT])
-            while len(came) <= worker and worker % 3:
+def test_batcher_delivers_every_result():
+    async def body() -> None:
+        calls, results = FakeActorCalls(), []
+        batcher = FutureBatcher(lambda: None)
+        batcher.batch_delay_s = 0.01
+        for worker in range(20):  # some within the delay of a batch, some after it
+            batcher.add_call(calls(worker), results.append)
+            calls.complete(worker, [HEARTBEAT])
+            while len(results) <= worker and worker % 3:
                 await asyncio.sleep(0.001)
-        while len(came) < 20:
+        while len(results) < 20:
             await asyncio.sleep(0.001)
-        lines.close()
+        batcher.close()
 
-    run(scene())
+    run(body())
 
 
-def test_the_batch_delay_is_short_for_few_workers():
+def test_batch_delay_grows_with_number_of_workers():
     assert batch_delay_s(8) == 0.0
     assert batch_delay_s(500) < batch_delay_s(1000) == batch_delay_s(4000) <= 0.01
 
 
-def test_a_command_is_answered_by_live_workers():
-    async def scene() -> None:
-        polled, told = Calls(), Calls()
-        polls = ActorPoller(polled)
-        polls.subscribe([1, 2, 3])
-        told.gone.add(3)
-        answers = polls.broadcast([1, 2, 3], told)
-        assert answers.pending == {1, 2}
-        told.answer(1, None)
-        await answers.wait_any(frozenset({1}))
-        assert answers.pending == {2}
-        told.answer(2, ActorUnschedulableError("it died"))
-        await answers.wait_all()
-        assert {worker for worker, _ in (await polls.receive()).lost} == {2, 3}
-        refused = polls.broadcast([1], told)
-        told.answer(1, EngineError("it is still busy"))
+def test_broadcast_waits_for_live_workers():
+    async def body() -> None:
+        polls, commands = FakeActorCalls(), FakeActorCalls()
+        poller = ActorPoller(polls)
+        poller.subscribe([1, 2, 3])
+        commands.removed.add(3)
+        replies = poller.broadcast([1, 2, 3], commands)
+        assert replies.pending == {1, 2}
+        commands.complete(1, None)
+        await replies.wait_any(frozenset({1}))
+        assert replies.pending == {2}
+        commands.complete(2, ActorUnschedulableError("it died"))
+        await replies.wait_all()
+        assert {worker for worker, _ in (await poller.receive()).lost} == {2, 3}
+        replies = poller.broadcast([1], commands)
+        commands.complete(1, EngineError("it is still busy"))
         with pytest.raises(EngineError, match="busy"):
-            await refused.wait_all()
-        polls.close()
+            await replies.wait_all()
+        poller.close()
 
-    run(scene())
+    run(body())
 
 
-def test_a_command_to_no_worker_does_not_wait():
+def test_broadcast_to_no_workers_does_not_wait():
     run(PendingReplies().wait_all())

@@ -4,8 +4,8 @@ from rayzero.orchestrator.control.generation import RecoveryTimer
 from rayzero.orchestrator.job_events import Repaired, Resized
 
 
-class Time:
-    """A clock that the test sets."""
+class TimerHarness:
+    """A timer with a clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -24,18 +24,18 @@ class Time:
         return self.timer.completed(step_s, world_size)
 
 
-def test_the_phases_of_a_repair_are_timed():
-    time = Time()
-    time.fault_detected("lost", "rank 1", since_s=10.0, now_s=10.5)
+def test_repair_phases_are_timed():
+    harness = TimerHarness()
+    harness.fault_detected("lost", "rank 1", since_s=10.0, now_s=10.5)
     for phase, now_s in (
         ("fence", 10.5),
         ("select_step", 11.0),
         ("load", 13.0),
         ("recompute", 17.0),
     ):
-        time.enter_phase(phase, now_s)
-    time.timer.step_selected(41, 2)
-    repaired = time.completed(0.25, 2, now_s=17.5)
+        harness.enter_phase(phase, now_s)
+    harness.timer.step_selected(41, 2)
+    repaired = harness.completed(0.25, 2, now_s=17.5)
     assert repaired == Repaired(
         "lost",
         ("rank 1",),
@@ -46,39 +46,39 @@ def test_the_phases_of_a_repair_are_timed():
         {"detect": 0.5, "fence": 0.5, "select_step": 2.0, "load": 4.0, "recompute": 0.25},
     )
     assert repaired.total_s == 7.25
-    assert (time.timer.repairs, time.timer.resizes, time.timer.steps_redone) == (1, 0, 2)
+    assert (harness.timer.repairs, harness.timer.resizes, harness.timer.steps_redone) == (1, 0, 2)
 
 
-def test_a_second_fault_during_a_repair_belongs_to_it():
-    time = Time()
-    time.fault_detected("lost", "rank 1", since_s=0.0, now_s=0.0)
-    time.enter_phase("fence", 0.0)
-    time.timer.step_selected(41, 1)
-    time.fault_detected("hang", "rank 2", since_s=1.0, now_s=1.0)
-    time.enter_phase("fence", 1.0)
-    time.timer.step_selected(41, 0)
-    time.enter_phase("load", 3.0)
-    repaired = time.completed(0.0, 1, 3.0)
+def test_second_fault_extends_the_repair():
+    harness = TimerHarness()
+    harness.fault_detected("lost", "rank 1", since_s=0.0, now_s=0.0)
+    harness.enter_phase("fence", 0.0)
+    harness.timer.step_selected(41, 1)
+    harness.fault_detected("hang", "rank 2", since_s=1.0, now_s=1.0)
+    harness.enter_phase("fence", 1.0)
+    harness.timer.step_selected(41, 0)
+    harness.enter_phase("load", 3.0)
+    repaired = harness.completed(0.0, 1, 3.0)
     assert isinstance(repaired, Repaired)
     assert (repaired.cause, repaired.lost) == ("lost", ("rank 1", "rank 2"))
     assert (repaired.steps_redone, repaired.seconds["fence"]) == (1, 3.0)
 
 
-def test_a_fault_during_a_resize_turns_it_into_a_repair():
-    time = Time()
-    time.timer.resize_requested("from 2 to 3 workers", 2)
-    time.fault_detected("lost", "rank 1", 1.0, 1.0)
-    time.enter_phase("load", 2.0)
-    assert isinstance(time.completed(0.0, 2, 2.0), Repaired)
+def test_fault_turns_resize_into_repair():
+    harness = TimerHarness()
+    harness.timer.resize_requested("from 2 to 3 workers", 2)
+    harness.fault_detected("lost", "rank 1", 1.0, 1.0)
+    harness.enter_phase("load", 2.0)
+    assert isinstance(harness.completed(0.0, 2, 2.0), Repaired)
 
 
-def test_a_step_of_the_previous_generation_does_not_end_a_resize():
-    time = Time()
-    time.timer.resize_requested("from 2 to 3 workers", 2)
-    assert time.completed(0.0, 2, 1.0) is None
-    time.enter_phase("load", 2.0)
-    resized = time.completed(0.5, 3, 3.0)
+def test_step_of_previous_generation_does_not_complete_resize():
+    harness = TimerHarness()
+    harness.timer.resize_requested("from 2 to 3 workers", 2)
+    assert harness.completed(0.0, 2, 1.0) is None
+    harness.enter_phase("load", 2.0)
+    resized = harness.completed(0.5, 3, 3.0)
     assert isinstance(resized, Resized)
     assert resized.seconds == {"drain": 2.0, "load": 0.5}
-    assert time.completed(0.5, 3, 4.0) is None
-    assert (time.timer.repairs, time.timer.resizes) == (0, 1)
+    assert harness.completed(0.5, 3, 4.0) is None
+    assert (harness.timer.repairs, harness.timer.resizes) == (0, 1)
