@@ -1,4 +1,4 @@
-"""The controller with fake workers and virtual time, where nothing breaks: no Ray, no waiting."""
+"""The controller without faults: start, stop, results and errors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
 from tests.orchestrator.support import Harness, async_test, settle
 
 
-def done(rank: int, **result: object) -> Finished:
+def finished(rank: int, **result: object) -> Finished:
     return Finished(1, rank, result or None, {"tokens": 5}, 1000 + rank)
 
 
 @async_test
-async def test_a_job_runs_to_its_summary(folder: Path):
+async def test_job_runs_to_summary(folder: Path):
     harness = Harness(folder)
     await settle()
     assert harness.states == [State.STARTING, State.RUNNING]
@@ -34,7 +34,7 @@ async def test_a_job_runs_to_its_summary(folder: Path):
         )
     await settle()
     for rank in (0, 1):
-        harness.cluster.send(rank, done(rank, score=rank))
+        harness.cluster.send(rank, finished(rank, score=rank))
     await settle()
     result = await harness.result()
     assert harness.states[-1] is State.SUCCEEDED
@@ -61,27 +61,27 @@ async def test_a_job_runs_to_its_summary(folder: Path):
 
 
 @async_test
-async def test_every_worker_gets_its_rank_the_same_store_and_its_nodes_vault(folder: Path):
+async def test_assignments_have_rank_store_and_vault(folder: Path):
     cluster = FakeCluster(3, node_of=lambda index: "ab"[index % 2])
     harness = Harness(folder, cluster, workers={"min": 3})
     await settle()
-    seen = [harness.assignments[worker] for worker in (0, 2, 1)]  # node by node
-    assert [(a.rank, a.local_rank, a.local_world_size) for a in seen] == [
+    assignments = [harness.assignments[worker] for worker in (0, 2, 1)]  # ordered by node
+    assert [(a.rank, a.local_rank, a.local_world_size) for a in assignments] == [
         (0, 0, 2),
         (1, 1, 2),
         (2, 0, 1),
     ]
-    assert {(a.generation, a.world_size, a.store_host, a.store_port) for a in seen} == {
+    assert {(a.generation, a.world_size, a.store_host, a.store_port) for a in assignments} == {
         (1, 3, "10.0.0.0", 4000)
     }
-    assert [a.vault for a in seen] == ["vault-a-1", "vault-a-1", "vault-b-1"]
-    assert {a.restore for a in seen} == {None}
+    assert [a.vault for a in assignments] == ["vault-a-1", "vault-a-1", "vault-b-1"]
+    assert {a.restore for a in assignments} == {None}
     harness.controller.post_event(machine.StopRequested())
     await settle()
 
 
 @async_test
-async def test_running_means_that_every_rank_has_joined(folder: Path):
+async def test_job_runs_once_every_rank_has_joined(folder: Path):
     harness = Harness(folder, FakeCluster(auto=False))
     await settle()
     harness.cluster.send(0, Joined(1, 0))
@@ -95,7 +95,7 @@ async def test_running_means_that_every_rank_has_joined(folder: Path):
 
 
 @async_test
-async def test_user_code_that_raises_before_any_step_ends_the_job_with_its_frames(folder: Path):
+async def test_user_error_before_first_step_fails_job_with_traceback(folder: Path):
     harness = Harness(folder)
     await settle()
     harness.cluster.crash(1, "user")
@@ -106,7 +106,7 @@ async def test_user_code_that_raises_before_any_step_ends_the_job_with_its_frame
 
 
 @async_test
-async def test_a_config_error_of_a_worker_stays_one(folder: Path):
+async def test_config_error_of_worker_is_raised(folder: Path):
     harness = Harness(folder)
     await harness.steps(3)
     harness.cluster.crash(0, "config", "the batch sizes disagree")
@@ -116,7 +116,7 @@ async def test_a_config_error_of_a_worker_stays_one(folder: Path):
 
 
 @async_test
-async def test_too_few_resources_end_the_job_before_it_starts(folder: Path):
+async def test_missing_resources_fail_job_at_start(folder: Path):
     cluster = FakeCluster()
     cluster.start_error = JobFailedError("no room")
     harness = Harness(folder, cluster)
@@ -127,7 +127,7 @@ async def test_too_few_resources_end_the_job_before_it_starts(folder: Path):
 
 
 @async_test
-async def test_a_stop_unwinds_every_worker(folder: Path):
+async def test_stop_unwinds_every_worker(folder: Path):
     harness = Harness(folder, FakeCluster(auto=False))
     await settle()
     for rank in (0, 1):
@@ -136,10 +136,8 @@ async def test_a_stop_unwinds_every_worker(folder: Path):
     harness.controller.post_event(machine.StopRequested())
     harness.controller.post_event(machine.StopRequested())
     await settle()
-    assert [told for told in harness.cluster.commands if told[0] == "stop"] == [
-        ("stop", 0),
-        ("stop", 1),
-    ]
+    stopped = [worker for command, worker in harness.cluster.commands if command == "stop"]
+    assert stopped == [0, 1]
     harness.cluster.send(0, Stopped(1, 0))
     await settle()
     assert not harness.run.done()
@@ -151,7 +149,7 @@ async def test_a_stop_unwinds_every_worker(folder: Path):
 
 
 @async_test
-async def test_workers_that_do_not_unwind_are_killed_after_a_while(folder: Path):
+async def test_stop_does_not_wait_forever_for_unresponsive_worker(folder: Path):
     harness = Harness(folder)
     await settle()
     harness.cluster.processes[1].unresponsive = True
@@ -164,7 +162,7 @@ async def test_workers_that_do_not_unwind_are_killed_after_a_while(folder: Path)
 
 
 @async_test
-async def test_a_stop_while_waiting_for_resources_is_at_once(folder: Path):
+async def test_stop_while_waiting_for_resources_is_immediate(folder: Path):
     cluster = FakeCluster()
     cluster.may_start.clear()
     harness = Harness(folder, cluster)
@@ -176,10 +174,10 @@ async def test_a_stop_while_waiting_for_resources_is_at_once(folder: Path):
 
 
 @async_test
-async def test_a_rank_that_finished_before_the_stop_does_not_hold_it_up(folder: Path):
+async def test_stop_does_not_wait_for_finished_rank(folder: Path):
     harness = Harness(folder)
     await settle()
-    harness.cluster.send(0, done(0))
+    harness.cluster.send(0, finished(0))
     await settle()
     harness.controller.post_event(machine.StopRequested())
     await settle()
@@ -188,7 +186,7 @@ async def test_a_rank_that_finished_before_the_stop_does_not_hold_it_up(folder: 
 
 
 @async_test
-async def test_news_of_another_generation_is_ignored(folder: Path):
+async def test_messages_of_other_generations_are_ignored(folder: Path):
     harness = Harness(folder)
     await settle()
     harness.cluster.send(0, Crashed(0, 0, "user", 1, "old", ""), Finished(0, 0, None, {}, 1))
@@ -200,7 +198,7 @@ async def test_news_of_another_generation_is_ignored(folder: Path):
 
 
 @async_test
-async def test_a_mistake_of_ours_in_a_background_task_is_not_silent(folder: Path):
+async def test_internal_error_in_background_task_fails_job(folder: Path):
     cluster = FakeCluster()
 
     async def broken(worker: int) -> int:
@@ -214,7 +212,7 @@ async def test_a_mistake_of_ours_in_a_background_task_is_not_silent(folder: Path
 
 
 @async_test
-async def test_a_run_resumes_from_the_newest_checkpoint_of_an_earlier_one(folder: Path):
+async def test_job_resumes_from_newest_checkpoint(folder: Path):
     harness = Harness(folder, store=FakeCheckpointStore(20, 40))
     await settle()
     assert harness.log.of(Resumed) == [Resumed(40, "/runs/job/step-40")]
@@ -226,7 +224,7 @@ async def test_a_run_resumes_from_the_newest_checkpoint_of_an_earlier_one(folder
 
 
 @async_test
-async def test_a_run_that_may_not_begin_starts_no_worker(folder: Path):
+async def test_rejected_resume_starts_no_worker(folder: Path):
     store = FakeCheckpointStore()
     store.resume_error = ConfigError("there are checkpoints")
     cluster = FakeCluster()

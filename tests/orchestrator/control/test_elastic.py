@@ -1,4 +1,4 @@
-"""Workers come and go by wish: newcomers, scaling, spares, leaving nodes. No fault is spent."""
+"""Changes of the world size without faults: new workers, scaling, spares, draining nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.orchestrator.support import Harness, async_test, settle
 
 
 @async_test
-async def test_newcomers_that_come_together_join_together_at_a_step_boundary(folder: Path):
+async def test_new_workers_join_in_a_batch_at_step_boundary(folder: Path):
     harness = Harness(folder, workers={"min": 2, "max": 4})
     await harness.steps(3)
     harness.cluster.join()
@@ -26,7 +26,7 @@ async def test_newcomers_that_come_together_join_together_at_a_step_boundary(fol
     harness.cluster.join()
     await harness.clock.advance(JOIN_BATCH_S)
     assert harness.states[-1] is State.RESIZING
-    assert harness.cluster.can_step  # training goes on until everybody has heard
+    assert harness.cluster.can_step  # training continues until all workers have the drain command
     await harness.steps(2)
     assert sorted(harness.assignments) == [0, 1, 2, 3]
     (resized,) = harness.log.of(Resized)
@@ -40,7 +40,7 @@ async def test_newcomers_that_come_together_join_together_at_a_step_boundary(fol
 
 
 @async_test
-async def test_a_newcomer_beyond_max_stays_a_spare_and_takes_a_lost_ones_place(folder: Path):
+async def test_spare_replaces_lost_worker(folder: Path):
     harness = Harness(folder, FakeCluster(3), workers={"min": 2, "max": 2, "spares": 1})
     await harness.steps(3)
     assert harness.plan.resources.max_workers == 3
@@ -54,7 +54,7 @@ async def test_a_newcomer_beyond_max_stays_a_spare_and_takes_a_lost_ones_place(f
 
 
 @async_test
-async def test_a_spare_that_dies_is_replaced_and_costs_nothing(folder: Path):
+async def test_lost_spare_is_replaced_without_repair(folder: Path):
     harness = Harness(
         folder, FakeCluster(3), workers={"min": 2, "spares": 1}, recovery={"max_faults": 0}
     )
@@ -70,27 +70,28 @@ async def test_a_spare_that_dies_is_replaced_and_costs_nothing(folder: Path):
 
 
 @async_test
-async def test_scaling_down_releases_surplus_workers_once_the_others_train(folder: Path):
+async def test_scaling_down_releases_workers_after_resize(folder: Path):
     harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
     await harness.steps(2)
     assert harness.controller.scale(2, 2) == "job: 2 to 2 workers; now 4"
     await settle()
     assert harness.cluster.resized == [(2, 2)]
     assert harness.states[-1] is State.RESIZING
-    assert not [one for one in harness.cluster.commands if one[0] == "dismiss"]
+    assert dismissed(harness) == []
     await harness.steps(1)
     assert sorted(harness.assignments) == [0, 1]
-    assert [one for one in harness.cluster.commands if one[0] == "dismiss"] == [
-        ("dismiss", 2),
-        ("dismiss", 3),
-    ]
+    assert dismissed(harness) == [2, 3]
     result = await harness.finish()
     assert result.metrics["faults"] == {}
     assert harness.log.of(FaultDetected) == []
 
 
+def dismissed(harness: Harness) -> list[int]:
+    return [worker for command, worker in harness.cluster.commands if command == "dismiss"]
+
+
 @async_test
-async def test_scaling_up_trains_on_until_new_workers_are_ready(folder: Path):
+async def test_scaling_up_continues_training_until_new_workers_are_ready(folder: Path):
     harness = Harness(folder)
     await harness.steps(1)
     harness.controller.scale(3, 5)
@@ -104,7 +105,7 @@ async def test_scaling_up_trains_on_until_new_workers_are_ready(folder: Path):
 
 
 @async_test
-async def test_a_size_that_the_engine_config_cannot_have_is_refused(folder: Path):
+async def test_scaling_to_invalid_world_size_is_rejected(folder: Path):
     engine = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
     harness = Harness(folder, engine=engine)
     await harness.steps(1)
@@ -115,7 +116,7 @@ async def test_a_size_that_the_engine_config_cannot_have_is_refused(folder: Path
 
 
 @async_test
-async def test_the_work_moves_off_a_leaving_node_before_it_goes(folder: Path):
+async def test_workers_of_draining_node_are_replaced_before_it_is_lost(folder: Path):
     cluster = FakeCluster(4, node_of=lambda index: "ab"[index // 2])
     harness = Harness(folder, cluster, workers={"min": 2, "max": 4}, recovery={"max_faults": 0})
     await harness.steps(3)
@@ -130,25 +131,26 @@ async def test_the_work_moves_off_a_leaving_node_before_it_goes(folder: Path):
     await harness.steps(1)
     (resized,) = harness.log.of(Resized)
     assert resized.reason == "a node is draining"
-    assert any("node host-b is draining" in one.text for one in harness.log.of(JobWarning))
+    warnings = [warning.text for warning in harness.log.of(JobWarning)]
+    assert any("node host-b is draining" in text for text in warnings)
     assert (await harness.finish()).metrics["faults"] == {}
 
 
 @async_test
-async def test_a_worker_lost_with_a_leaving_node_costs_no_budget(folder: Path):
+async def test_worker_lost_on_draining_node_does_not_count_as_fault(folder: Path):
     cluster = FakeCluster(3, node_of=lambda index: "aab"[index])
     harness = Harness(folder, cluster, workers={"min": 2, "max": 3}, recovery={"max_faults": 0})
     await harness.steps(3)
     cluster.draining = frozenset({"b"})
     await harness.clock.advance(DRAIN_POLL_INTERVAL_S)
-    cluster.kill(2)  # before the step at hand was over
+    cluster.kill(2)  # before the current step has ended
     await settle()
     assert harness.states[-1] is State.RUNNING
     assert (await harness.finish()).metrics["faults"] == {"preempted": 1}
 
 
 @async_test
-async def test_where_too_few_would_stay_a_leaving_node_is_used_to_the_end(folder: Path):
+async def test_draining_node_is_used_until_replacements_are_ready(folder: Path):
     cluster = FakeCluster(2, node_of=lambda index: "ab"[index])
     harness = Harness(folder, cluster)
     await harness.steps(1)
@@ -163,7 +165,7 @@ async def test_where_too_few_would_stay_a_leaving_node_is_used_to_the_end(folder
 
 
 @async_test
-async def test_a_function_without_an_engine_is_never_resized(folder: Path):
+async def test_job_without_engine_is_never_resized(folder: Path):
     cluster = FakeCluster(2)
     for process in cluster.processes.values():
         process.engine = False
@@ -176,7 +178,7 @@ async def test_a_function_without_an_engine_is_never_resized(folder: Path):
 
 
 @async_test
-async def test_a_job_that_is_about_to_end_is_not_resized(folder: Path):
+async def test_finishing_job_is_not_resized(folder: Path):
     harness = Harness(folder, workers={"min": 2, "max": 4})
     await harness.steps(1)
     harness.cluster.join()
@@ -187,7 +189,7 @@ async def test_a_job_that_is_about_to_end_is_not_resized(folder: Path):
 
 
 @async_test
-async def test_a_drain_that_comes_too_late_ends_with_the_job(folder: Path):
+async def test_job_that_finishes_during_drain(folder: Path):
     harness = Harness(folder, workers={"min": 2, "max": 4})
     await harness.steps(1)
     harness.cluster.join()
@@ -197,7 +199,7 @@ async def test_a_drain_that_comes_too_late_ends_with_the_job(folder: Path):
 
 
 @async_test
-async def test_a_death_during_a_drain(folder: Path):
+async def test_worker_lost_during_drain(folder: Path):
     harness = Harness(folder, FakeCluster(3), workers={"min": 2, "max": 5})
     await harness.steps(3)
     harness.cluster.join()
@@ -206,12 +208,12 @@ async def test_a_death_during_a_drain(folder: Path):
     harness.cluster.kill(1)
     await settle()
     assert harness.states[-2:] == [State.RECOVERING, State.RUNNING]
-    assert sorted(harness.assignments) == [0, 2, 3]  # the newcomer comes along
+    assert sorted(harness.assignments) == [0, 2, 3]  # the new worker joins as well
     await harness.finish()
 
 
 @async_test
-async def test_a_newcomer_that_dies_before_it_is_needed(folder: Path):
+async def test_new_worker_lost_before_resize(folder: Path):
     harness = Harness(folder, workers={"min": 2, "max": 3})
     await harness.steps(1)
     newcomer = harness.cluster.join()
@@ -223,7 +225,7 @@ async def test_a_newcomer_that_dies_before_it_is_needed(folder: Path):
 
 
 @async_test
-async def test_a_newcomer_that_dies_when_it_is_to_begin(folder: Path):
+async def test_new_worker_lost_during_resize(folder: Path):
     harness = Harness(folder, workers={"min": 2, "max": 3})
     await harness.steps(1)
     newcomer = harness.cluster.join()
@@ -240,13 +242,13 @@ async def test_a_newcomer_that_dies_when_it_is_to_begin(folder: Path):
 
 
 @async_test
-async def test_a_new_worker_that_does_not_start_is_warned_of(folder: Path):
+async def test_new_worker_that_fails_to_start_is_reported(folder: Path):
     harness = Harness(folder, workers={"min": 2, "max": 3})
     await harness.steps(1)
     harness.cluster.joining.put_nowait(WorkerLostError("a worker did not start: no torch"))
     harness.cluster.join()
     await settle()
-    assert any("no torch" in one.text for one in harness.log.of(JobWarning))
+    assert any("no torch" in warning.text for warning in harness.log.of(JobWarning))
     assert len(harness.log.of(WorkersReady)) == 2
     harness.controller.post_event(machine.StopRequested())
     await settle()
@@ -255,7 +257,7 @@ async def test_a_new_worker_that_does_not_start_is_warned_of(folder: Path):
 
 
 @async_test
-async def test_a_vault_on_a_node_without_workers_is_closed_after_a_while(folder: Path):
+async def test_unused_vault_is_closed_after_timeout(folder: Path):
     cluster = FakeCluster(3, node_of=lambda index: "aab"[index])
     harness = Harness(folder, cluster, workers={"min": 2, "max": 3})
     await harness.steps(3)
@@ -267,5 +269,5 @@ async def test_a_vault_on_a_node_without_workers_is_closed_after_a_while(folder:
     await harness.clock.advance(CLOSE_UNUSED_AFTER_S)
     await harness.steps(1)
     assert cluster.vaults.closed == ["b"]
-    assert not any("vault" in one.text for one in harness.log.of(JobWarning))
+    assert not any("vault" in warning.text for warning in harness.log.of(JobWarning))
     await harness.finish()

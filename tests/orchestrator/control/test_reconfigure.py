@@ -1,4 +1,4 @@
-"""Faults of every kind at every time, with fake workers and virtual time."""
+"""Recovery of the controller from faults of workers, vaults and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from tests.orchestrator.support import Harness, async_test, settle
 TWO_OF_THREE = {"min": 2, "max": 3}
 
 
-def three(folder: Path, **changes: object) -> Harness:
+def start_three(folder: Path, **changes: object) -> Harness:
     workers = TWO_OF_THREE | dict(changes.pop("workers", {}))  # type: ignore[call-overload]
     return Harness(folder, FakeCluster(3), workers=workers, **changes)
 
 
-def texts(harness: Harness) -> str:
-    return "\n".join(notice.text for notice in harness.log.of(JobWarning))
+def warnings(harness: Harness) -> str:
+    return "\n".join(warning.text for warning in harness.log.of(JobWarning))
 
 
 @async_test
-async def test_survivors_of_a_death_continue_at_the_last_step_without_any_time_passing(
+async def test_survivors_of_lost_worker_continue_at_last_step_without_delay(
     folder: Path,
 ):
-    harness = three(folder)
+    harness = start_three(folder)
     await harness.steps(7)
     harness.cluster.kill(1)
     await settle()
@@ -76,26 +76,26 @@ async def test_survivors_of_a_death_continue_at_the_last_step_without_any_time_p
 
 
 @async_test
-async def test_commands_go_to_the_workers_concerned_at_once(folder: Path):
-    harness = three(folder)
+async def test_recovery_sends_only_necessary_commands(folder: Path):
+    harness = start_three(folder)
     await harness.steps(2)
     harness.cluster.commands.clear()
     harness.cluster.kill(0)
     await settle()
-    told = [(what, who) for what, who in harness.cluster.commands if what != "kill"]
-    assert sorted(told[:2]) == [("fence", 1), ("fence", 2)]
-    assert told[2] == ("store", 1)
-    assert sorted(told[3:]) == [("assign", 1), ("assign", 2)]
-    assert len(told) == 5
+    commands = [command for command in harness.cluster.commands if command[0] != "kill"]
+    assert sorted(commands[:2]) == [("fence", 1), ("fence", 2)]
+    assert commands[2] == ("store", 1)
+    assert sorted(commands[3:]) == [("assign", 1), ("assign", 2)]
+    assert len(commands) == 5
     harness.controller.post_event(machine.StopRequested())
     await settle()
 
 
-def test_two_deaths_however_close_are_two_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # As in a large job, whose generations take several turns of the event loop.
+def test_two_lost_workers_in_quick_succession(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # In a large job, forming a generation takes several turns of the event loop.
     monkeypatch.setattr(reconfigure, "LARGE_JOB_WORKERS", 1)
 
-    async def deaths(turns: int) -> dict[str, int]:
+    async def faults_of_two_kills(turns: int) -> dict[str, int]:
         folder = tmp_path / str(turns)
         folder.mkdir()
         harness = Harness(folder, FakeCluster(3), workers={"min": 1, "max": 3})
@@ -110,19 +110,19 @@ def test_two_deaths_however_close_are_two_faults(tmp_path: Path, monkeypatch: py
         faults: dict[str, int] = result.metrics["faults"]
         return faults
 
-    assert [asyncio.run(deaths(turns)) for turns in range(30)] == [{"lost": 2}] * 30
+    assert [asyncio.run(faults_of_two_kills(turns)) for turns in range(30)] == [{"lost": 2}] * 30
 
 
 @async_test
-async def test_a_replacement_is_started_behind_the_repair_and_joins_at_a_step_boundary(
+async def test_replacement_starts_after_repair_and_joins_at_step_boundary(
     folder: Path,
 ):
-    harness = three(folder)
+    harness = start_three(folder)
     await harness.steps(3)
     harness.cluster.processes[2].stuck = True
     harness.cluster.kill(1)
     await settle()
-    assert harness.cluster.replaced == []  # the repair is not over
+    assert harness.cluster.replaced == []  # the repair is in progress
     harness.cluster.processes[2].stuck = False
     harness.cluster._unwind(harness.cluster.processes[2])
     await settle()
@@ -131,7 +131,7 @@ async def test_a_replacement_is_started_behind_the_repair_and_joins_at_a_step_bo
     assert harness.cluster.replaced == [(1, 0.0, ())]
     harness.cluster.join()
     await harness.clock.advance(1)
-    assert harness.states[-1] is State.RESIZING  # waits for the end of the step at hand
+    assert harness.states[-1] is State.RESIZING  # waits for the end of the current step
     await harness.steps(1)
     assert sorted(harness.assignments) == [0, 2, 3]
     assert {a.restore.step for a in harness.assignments.values() if a.restore} == {5}
@@ -139,9 +139,9 @@ async def test_a_replacement_is_started_behind_the_repair_and_joins_at_a_step_bo
 
 
 @pytest.mark.parametrize("when", ["assigned", "joined"])
-def test_a_worker_that_dies_while_the_first_generation_forms(tmp_path: Path, when: str):
+def test_worker_lost_while_first_generation_forms(tmp_path: Path, when: str):
     @async_test
-    async def scene(folder: Path) -> None:
+    async def body(folder: Path) -> None:
         cluster = FakeCluster(3, auto=False)
         harness = Harness(folder, cluster, workers=TWO_OF_THREE)
         await settle()
@@ -154,11 +154,11 @@ def test_a_worker_that_dies_while_the_first_generation_forms(tmp_path: Path, whe
         assert {a.restore for a in harness.assignments.values()} == {None}
         assert (await harness.finish()).steps == 1
 
-    scene(tmp_path)
+    body(tmp_path)
 
 
 @async_test
-async def test_a_second_death_during_a_recovery_begins_it_again(folder: Path):
+async def test_second_lost_worker_restarts_recovery(folder: Path):
     harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
     await harness.steps(5)
     harness.cluster.processes[3].stuck = True
@@ -179,7 +179,7 @@ async def test_a_second_death_during_a_recovery_begins_it_again(folder: Path):
 
 
 @async_test
-async def test_a_member_that_dies_while_the_new_generation_forms(folder: Path):
+async def test_member_lost_while_new_generation_forms(folder: Path):
     harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
     await harness.steps(5)
     harness.cluster.auto = False
@@ -197,8 +197,8 @@ async def test_a_member_that_dies_while_the_new_generation_forms(folder: Path):
 
 
 @async_test
-async def test_late_news_of_the_dead_and_of_older_generations_changes_nothing(folder: Path):
-    harness = three(folder)
+async def test_late_messages_of_lost_workers_and_old_generations_are_ignored(folder: Path):
+    harness = start_three(folder)
     await harness.steps(3)
     harness.cluster.kill(1, reported=False)
     await settle()
@@ -207,14 +207,14 @@ async def test_late_news_of_the_dead_and_of_older_generations_changes_nothing(fo
     harness.cluster.report_cause(1, "exit code 9")
     await settle()
     assert harness.states[-1] is State.RUNNING
-    assert "exit code 9" in texts(harness)  # the cluster's word on it comes after the repair
+    assert "exit code 9" in warnings(harness)  # reported after the repair
     assert len(harness.log.of(FaultDetected)) == 1
     await harness.finish()
 
 
 @async_test
-async def test_a_worker_lost_while_others_have_finished(folder: Path):
-    harness = three(folder)
+async def test_worker_lost_after_other_workers_finished(folder: Path):
+    harness = start_three(folder)
     await harness.steps(3)
     await settle()
     members = harness.cluster.members
@@ -231,8 +231,8 @@ async def test_a_worker_lost_while_others_have_finished(folder: Path):
 
 
 @async_test
-async def test_a_worker_that_dies_after_it_finished_is_no_fault(folder: Path):
-    harness = three(folder)
+async def test_finished_worker_that_dies_is_no_fault(folder: Path):
+    harness = start_three(folder)
     await harness.steps(1)
     harness.cluster.send(0, Finished(1, 0, None, {}, 1))
     harness.cluster.processes[0].assign = None
@@ -247,8 +247,8 @@ async def test_a_worker_that_dies_after_it_finished_is_no_fault(folder: Path):
 
 
 @async_test
-async def test_a_failed_collective_is_repaired_as_soon_as_a_death_explains_it(folder: Path):
-    harness = three(folder)
+async def test_failed_collective_is_repaired_once_lost_worker_is_known(folder: Path):
+    harness = start_three(folder)
     await harness.steps(3)
     harness.cluster.crash(0, "collective", "Connection closed by peer")
     await harness.clock.advance(COLLECTIVE_GRACE_S / 2)
@@ -265,8 +265,8 @@ async def test_a_failed_collective_is_repaired_as_soon_as_a_death_explains_it(fo
 
 
 @async_test
-async def test_a_failed_collective_without_a_cause_is_repaired_after_a_grace_period(folder: Path):
-    harness = three(folder)
+async def test_failed_collective_without_cause_is_repaired_after_grace_period(folder: Path):
+    harness = start_three(folder)
     await harness.steps(3)
     harness.cluster.crash(0, "collective", "timed out")
     await harness.clock.advance(COLLECTIVE_GRACE_S)
@@ -278,7 +278,7 @@ async def test_a_failed_collective_without_a_cause_is_repaired_after_a_grace_per
 
 
 @async_test
-async def test_a_survivor_that_does_not_unwind_is_killed_and_replaced(folder: Path):
+async def test_stuck_survivor_is_killed_and_replaced(folder: Path):
     harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
     await harness.steps(3)
     harness.cluster.processes[1].stuck = True
@@ -292,7 +292,7 @@ async def test_a_survivor_that_does_not_unwind_is_killed_and_replaced(folder: Pa
 
 
 @async_test
-async def test_a_worker_that_does_not_reply_to_its_assignment_counts_as_lost(folder: Path):
+async def test_worker_unresponsive_to_assignment_is_lost(folder: Path):
     cluster = FakeCluster(3)
     cluster.processes[1].unresponsive = True
     harness = Harness(folder, cluster, workers=TWO_OF_THREE)
@@ -303,13 +303,13 @@ async def test_a_worker_that_does_not_reply_to_its_assignment_counts_as_lost(fol
 
 
 @async_test
-async def test_user_code_gets_one_more_try_at_the_same_step_and_then_fails(folder: Path):
-    harness = three(folder)
+async def test_user_error_is_retried_once_per_step(folder: Path):
+    harness = start_three(folder)
     await harness.steps(4)
     harness.cluster.crash(1, "user", "ValueError: at 0x1")
     await settle()
     assert harness.states[-1] is State.RUNNING
-    assert sorted(harness.assignments) == [0, 1, 2]  # nobody died
+    assert sorted(harness.assignments) == [0, 1, 2]  # no worker was lost
     harness.cluster.crash(1, "user", "ValueError: at 0x2")
     await settle()
     with pytest.raises(JobFailedError, match=r"step 5 on rank 1.*a second time") as caught:
@@ -318,8 +318,8 @@ async def test_user_code_gets_one_more_try_at_the_same_step_and_then_fails(folde
 
 
 @async_test
-async def test_user_code_that_fails_at_another_step_is_retried(folder: Path):
-    harness = three(folder)
+async def test_user_error_at_another_step_is_retried(folder: Path):
+    harness = start_three(folder)
     await harness.steps(4)
     harness.cluster.crash(1, "user")
     await harness.steps(1)
@@ -330,7 +330,7 @@ async def test_user_code_that_fails_at_another_step_is_retried(folder: Path):
 
 
 @async_test
-async def test_a_spent_budget_ends_the_job_and_names_the_faults(folder: Path):
+async def test_exhausted_fault_budget_fails_job_and_lists_faults(folder: Path):
     harness = Harness(
         folder, FakeCluster(5), workers={"min": 1, "max": 5}, recovery={"max_faults": 2}
     )
@@ -348,7 +348,7 @@ async def test_a_spent_budget_ends_the_job_and_names_the_faults(folder: Path):
 
 
 @async_test
-async def test_old_faults_leave_the_window(folder: Path):
+async def test_old_faults_leave_fault_window(folder: Path):
     harness = Harness(
         folder,
         FakeCluster(5),
@@ -364,8 +364,8 @@ async def test_old_faults_leave_the_window(folder: Path):
 
 
 @async_test
-async def test_a_fatal_loss_waits_for_the_clusters_report(folder: Path):
-    harness = three(folder, recovery={"max_faults": 0})
+async def test_fatal_loss_waits_for_cause_reported_by_cluster(folder: Path):
+    harness = start_three(folder, recovery={"max_faults": 0})
     await harness.steps(1)
     harness.cluster.kill(1, reported=False)
     await harness.clock.advance(0.4)
@@ -377,13 +377,13 @@ async def test_a_fatal_loss_waits_for_the_clusters_report(folder: Path):
 
 
 @async_test
-async def test_a_job_with_too_few_workers_waits_for_a_replacement(folder: Path):
+async def test_job_with_too_few_workers_waits_for_replacement(folder: Path):
     harness = Harness(folder)  # at least two of two
     await harness.steps(3)
     harness.cluster.kill(1)
     await settle()
     assert harness.states[-1] is State.RECOVERING
-    assert "1 of at least 2 workers are left: waiting up to 300 s for replacements" in texts(
+    assert "1 of at least 2 workers are left: waiting up to 300 s for replacements" in warnings(
         harness
     )
     assert harness.cluster.replaced == [(1, 0.0, ())]
@@ -396,7 +396,7 @@ async def test_a_job_with_too_few_workers_waits_for_a_replacement(folder: Path):
 
 
 @async_test
-async def test_a_job_without_a_replacement_in_time_fails_and_names_the_settings(folder: Path):
+async def test_job_fails_if_replacement_does_not_start_in_time(folder: Path):
     harness = Harness(folder, workers={"start_timeout_s": 30})
     await harness.steps(3)
     harness.cluster.kill(1)
@@ -408,7 +408,7 @@ async def test_a_job_without_a_replacement_in_time_fails_and_names_the_settings(
 
 
 @async_test
-async def test_replacements_wait_longer_and_longer_and_avoid_a_node_that_keeps_failing(
+async def test_replacements_back_off_and_avoid_failing_node(
     folder: Path,
 ):
     cluster = FakeCluster(6, node_of=lambda index: "a" if index < 4 else "b")
@@ -417,20 +417,20 @@ async def test_replacements_wait_longer_and_longer_and_avoid_a_node_that_keeps_f
         await harness.steps(1)
         cluster.kill(worker)
         await settle()
-    await harness.clock.advance(REPLACE_DELAY_S)  # no step comes, but it need not wait for ever
+    await harness.clock.advance(REPLACE_DELAY_S)  # replacements do not wait for a step forever
     assert [(delay, avoid) for _, delay, avoid in cluster.replaced] == [
         (0.0, ()),
         (1.0, ()),
         (2.0, ("a",)),
         (4.0, ("a",)),
     ]
-    assert "node host-a had 3 hardware faults" in texts(harness)
+    assert "node host-a had 3 hardware faults" in warnings(harness)
     harness.controller.post_event(machine.StopRequested())
     await settle()
 
 
 @async_test
-async def test_when_all_copies_are_lost_the_newest_checkpoint_is_used_with_a_warning(
+async def test_newest_checkpoint_is_used_if_all_replicas_are_lost(
     folder: Path,
 ):
     cluster = FakeCluster(3, node_of=lambda index: "ab"[index // 2])
@@ -440,8 +440,8 @@ async def test_when_all_copies_are_lost_the_newest_checkpoint_is_used_with_a_war
     await harness.steps(3)
     cluster.lose_node("b")
     await settle()
-    assert "going back to the checkpoint of step 2" in texts(harness)
-    assert "3 finished steps will be done again" in texts(harness)
+    assert "going back to the checkpoint of step 2" in warnings(harness)
+    assert "3 finished steps will be done again" in warnings(harness)
     assert {a.restore.checkpoint for a in harness.assignments.values() if a.restore} == {
         "/runs/job/step-2"
     }
@@ -450,7 +450,7 @@ async def test_when_all_copies_are_lost_the_newest_checkpoint_is_used_with_a_war
 
 
 @async_test
-async def test_without_any_copy_the_job_starts_over_with_a_warning(folder: Path):
+async def test_job_without_replica_or_checkpoint_starts_over(folder: Path):
     cluster = FakeCluster(3, mirrors=False)
     for process in cluster.processes.values():
         process.engine = False
@@ -458,14 +458,14 @@ async def test_without_any_copy_the_job_starts_over_with_a_warning(folder: Path)
     await harness.steps(4)
     cluster.kill(2)
     await settle()
-    assert "going back to the beginning" in texts(harness)
+    assert "going back to the beginning" in warnings(harness)
     assert {a.restore for a in harness.assignments.values()} == {None}
     result = await harness.finish()
     assert (result.steps, result.metrics["steps_redone"]) == (1, 4)
 
 
 @async_test
-async def test_a_damaged_checkpoint_is_excluded_and_an_older_one_is_used(folder: Path):
+async def test_damaged_checkpoint_is_excluded(folder: Path):
     harness = Harness(folder, FakeCluster(2, auto=False), FakeCheckpointStore(10, 20))
     await settle()
     harness.cluster.auto = True
@@ -474,12 +474,12 @@ async def test_a_damaged_checkpoint_is_excluded_and_an_older_one_is_used(folder:
     harness.cluster.crash(1, "state", "step-20/rank-0 is damaged", 0)
     await settle()
     assert {a.restore.step for a in harness.assignments.values() if a.restore} == {10}
-    assert "step-20 cannot be read" in texts(harness)
+    assert "step-20 cannot be read" in warnings(harness)
     assert (await harness.finish()).metrics["faults"] == {"state": 1}
 
 
 @async_test
-async def test_slots_that_cannot_be_read_are_excluded(folder: Path):
+async def test_damaged_slots_are_excluded(folder: Path):
     harness = Harness(folder, FakeCluster(3), FakeCheckpointStore(1), workers=TWO_OF_THREE)
     await harness.steps(3)
     harness.cluster.auto = False
@@ -489,12 +489,12 @@ async def test_slots_that_cannot_be_read_are_excluded(folder: Path):
     harness.cluster.crash(0, "state", "a slot's checksum is wrong", 0)
     await settle()
     steps = [a.restore.step for _, a in harness.cluster.assigned if a.restore]
-    assert steps == [1, 1, 1, 4, 4, 3, 3]  # the version before the damaged one is whole too
+    assert steps == [1, 1, 1, 4, 4, 3, 3]  # step 3 is complete too
     await harness.finish()
 
 
 @async_test
-async def test_a_survivors_memory_is_used_where_vaults_have_less(folder: Path):
+async def test_state_is_salvaged_from_survivor_if_vaults_have_none(folder: Path):
     cluster = FakeCluster(3, mirrors=False)
     harness = Harness(folder, cluster, workers=TWO_OF_THREE)
     await harness.steps(5)
@@ -509,15 +509,18 @@ async def test_a_survivors_memory_is_used_where_vaults_have_less(folder: Path):
     cluster.salvage = salvage  # type: ignore[method-assign]
     cluster.kill(0)
     await settle()
-    assert len([one for one in cluster.commands if one[0] == "salvage"]) == 1
+    assert [command for command, _ in cluster.commands].count("salvage") == 1
     restores = [a.restore for a in harness.assignments.values()]
-    assert [(one.step, len(one.slots)) for one in restores if one] == [(5, 1), (5, 1)]
+    assert [(restore.step, len(restore.slots)) for restore in restores if restore] == [
+        (5, 1),
+        (5, 1),
+    ]
     await harness.finish()
 
 
 @async_test
-async def test_a_vault_that_dies_is_filled_again_without_a_fault(folder: Path):
-    harness = three(folder)
+async def test_lost_vault_is_reopened_and_refilled_without_fault(folder: Path):
+    harness = start_three(folder)
     await harness.steps(3)
     harness.cluster.vaults.kill("a")
     await settle()
@@ -531,13 +534,13 @@ async def test_a_vault_that_dies_is_filled_again_without_a_fault(folder: Path):
 
 
 @async_test
-async def test_a_vault_that_cannot_be_opened_does_not_stop_training(folder: Path):
-    harness = three(folder)
+async def test_training_continues_without_vault(folder: Path):
+    harness = start_three(folder)
     await harness.steps(1)
     harness.cluster.vaults.may_open = False
     harness.cluster.vaults.kill("a")
     await harness.clock.advance(30)
-    assert "no vault on node host-a" in texts(harness)
+    assert "no vault on node host-a" in warnings(harness)
     assert harness.states[-1] is State.RUNNING
     await harness.steps(2)
     harness.cluster.vaults.may_open = True
@@ -547,8 +550,8 @@ async def test_a_vault_that_cannot_be_opened_does_not_stop_training(folder: Path
 
 
 @async_test
-async def test_a_hung_rank_is_named_with_its_stack_killed_and_repaired(folder: Path):
-    harness = three(folder, recovery={"hang_timeout_s": 10.0})
+async def test_hung_rank_is_reported_with_stack_and_killed(folder: Path):
+    harness = start_three(folder, recovery={"hang_timeout_s": 10.0})
     await harness.steps(3)
     for worker in (0, 2):
         harness.cluster.send_heartbeat(worker, step=4, collective=7, waiting=True, silent_s=10.5)
@@ -556,7 +559,7 @@ async def test_a_hung_rank_is_named_with_its_stack_killed_and_repaired(folder: P
     await harness.clock.advance(1)
     assert ("stack", 1) in harness.cluster.commands
     assert ("kill", 1) in harness.cluster.commands
-    assert "the stack" in texts(harness)
+    assert "the stack" in warnings(harness)
     (fault,) = harness.log.of(FaultDetected)
     assert (fault.cause, fault.rank) == ("hang", 1)
     assert sorted(harness.assignments) == [0, 2]
@@ -564,8 +567,8 @@ async def test_a_hung_rank_is_named_with_its_stack_killed_and_repaired(folder: P
 
 
 @async_test
-async def test_a_stopped_process_is_inspected_by_its_vault_and_killed(folder: Path):
-    harness = three(folder, recovery={"hang_timeout_s": 10.0})
+async def test_stopped_process_is_inspected_by_vault_and_killed(folder: Path):
+    harness = start_three(folder, recovery={"hang_timeout_s": 10.0})
     await harness.steps(3)
     harness.cluster.send_heartbeat(1)
     await settle()
@@ -577,14 +580,14 @@ async def test_a_stopped_process_is_inspected_by_its_vault_and_killed(folder: Pa
             )
         await harness.clock.advance(1)
     assert ("kill", 1) in harness.cluster.commands
-    assert "process 101 is stopped" in texts(harness)
+    assert "process 101 is stopped" in warnings(harness)
     assert sorted(harness.assignments) == [0, 2]
     await harness.finish()
 
 
 @async_test
-async def test_a_stop_in_the_middle_of_a_repair(folder: Path):
-    harness = three(folder)
+async def test_stop_during_repair(folder: Path):
+    harness = start_three(folder)
     await harness.steps(2)
     harness.cluster.processes[2].stuck = True
     harness.cluster.kill(1)
@@ -599,8 +602,8 @@ async def test_a_stop_in_the_middle_of_a_repair(folder: Path):
 
 
 @async_test
-async def test_no_generation_begins_before_expelled_workers_are_dead(folder: Path):
-    """The fake cluster refuses two generations at once."""
+async def test_new_generation_waits_until_killed_workers_are_dead(folder: Path):
+    """The fake cluster asserts that there are never two generations at once."""
     harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
     await harness.steps(3)
     harness.cluster.processes[1].stuck = True
@@ -613,18 +616,21 @@ async def test_no_generation_begins_before_expelled_workers_are_dead(folder: Pat
 
 
 @async_test
-async def test_a_worker_is_fenced_only_after_its_assignment(folder: Path):
+async def test_worker_is_fenced_only_after_its_assignment(folder: Path):
     harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
     await harness.steps(3)
     harness.cluster.delays["assign"] = 60
     harness.cluster.kill(0)
     while harness.controller._context.generation.number == 1:
         await asyncio.sleep(0)
-    harness.cluster.kill(1)  # the others are about to hear of generation 2
+    harness.cluster.kill(1)  # while the assignments of generation 2 are in progress
     await settle()
     await settle()
-    heard = [what for what, who in harness.cluster.commands if who == 2]
-    commands = [what for what in heard if what in ("fence", "assign")]
+    commands = [
+        command
+        for command, worker in harness.cluster.commands
+        if worker == 2 and command in ("fence", "assign")
+    ]
     assert commands[-4:] == ["fence", "assign", "fence", "assign"]
     assert {a.generation for a in harness.assignments.values()} == {3}
     harness.cluster.delays.clear()
@@ -633,8 +639,8 @@ async def test_a_worker_is_fenced_only_after_its_assignment(folder: Path):
 
 
 @async_test
-async def test_events_about_a_replaced_generation_change_nothing(folder: Path):
-    harness = three(folder)
+async def test_events_of_replaced_generation_are_ignored(folder: Path):
+    harness = start_three(folder)
     await harness.steps(3)
     harness.cluster.kill(1)
     await settle()
@@ -652,8 +658,8 @@ async def test_events_about_a_replaced_generation_change_nothing(folder: Path):
 
 
 @async_test
-async def test_a_generation_that_is_lost_while_it_joins_is_never_formed(folder: Path):
-    """The last member's Joined is handled after another member's loss, in the same turn."""
+async def test_generation_that_loses_a_member_while_joining_never_runs(folder: Path):
+    """The member is lost in the same turn of the event loop in which the last one joins."""
     harness = Harness(folder, FakeCluster(3), workers={"min": 2, "max": 3})
     await harness.steps(3)
     harness.cluster.auto = False
