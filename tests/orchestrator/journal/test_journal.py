@@ -1,4 +1,4 @@
-"""The journal: what is written, what is read again, and what is never written."""
+"""The journal: reading, writing, and adoption of a job from its journal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ ENGINE = {
 }
 
 
-def begun(
+WORKER = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
+
+
+def start_journal(
     folder: Path,
     now_s: Callable[[], float] = time.time,
     put: Callable[[JournalUpdate], None] = lambda _: None,
@@ -69,8 +72,8 @@ def begun(
     return journal
 
 
-def known(journal: JournalWriter) -> RunHistory:
-    """As another process reads it."""
+def history_of(journal: JournalWriter) -> RunHistory:
+    """The history as another process reads it."""
     assert journal.history is not None
     history = RunHistory.from_json(journal.history.to_json())
     assert history is not None
@@ -78,28 +81,29 @@ def known(journal: JournalWriter) -> RunHistory:
 
 
 @async_test
-async def test_a_journal_is_read_back(folder: Path):
-    chronicle = begun(folder, count(200.0, DEFAULT_STEP_INTERVAL_S).__next__)
-    harness = Harness(folder, journal=chronicle, workers={"min": 1, "max": 2})
+async def test_journal_is_read_back(folder: Path):
+    journal = start_journal(folder, count(200.0, DEFAULT_STEP_INTERVAL_S).__next__)
+    harness = Harness(folder, journal=journal, workers={"min": 1, "max": 2})
     await harness.steps(3)
     harness.cluster.kill(1)
     await harness.clock.advance(1)
     await harness.steps(2)
-    past = known(chronicle)
-    (seen,) = harness.log.of(FaultDetected)
+    history = history_of(journal)
+    (fault,) = harness.log.of(FaultDetected)
     (repaired,) = harness.log.of(Repaired)
-    assert (past.state, past.end_state) == ("running", "")
-    assert (past.generation, past.step) == (2, harness.controller.status().step)
-    assert [(one.cause, one.rank, one.worker) for one in past.faults] == [
-        (seen.cause, seen.rank, seen.worker)
+    assert (history.state, history.end_state) == ("running", "")
+    assert (history.generation, history.step) == (2, harness.controller.status().step)
+    assert [(entry.cause, entry.rank, entry.worker) for entry in history.faults] == [
+        (fault.cause, fault.rank, fault.worker)
     ]
-    assert (past.repairs_by_cause, past.steps_redone) == ({"lost": 1}, repaired.steps_redone)
+    assert history.repairs_by_cause == {"lost": 1}
+    assert history.steps_redone == repaired.steps_redone
     harness.run.cancel()
     await settle()
 
 
 @given(st.data())
-def test_a_torn_journal_of_earlier_releases_is_read_up_to_the_tear(data: st.DataObject):
+def test_truncated_journal_of_earlier_release_is_read(data: st.DataObject):
     spec = to_document(plan(Path("/tmp/rz-journal")).spec)
     entries = [
         {"kind": "begun", "run": "1", "spec": spec, "working_dir": "/w", "by_value": False},
@@ -127,15 +131,14 @@ def test_unknown_entries_are_ignored(entries: list[dict[str, Any]]):
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"format": 9}', b"\x00"])
-def test_a_file_that_is_no_state_is_no_run(tmp_path: Path, content: bytes):
+def test_invalid_state_file_is_ignored(tmp_path: Path, content: bytes):
     (tmp_path / "job.json").write_bytes(content)
     assert read_journal(str(tmp_path)) is None
 
 
-def test_a_journal_of_an_earlier_release_is_read_and_continued(tmp_path: Path):
-    """Segments as rayzero wrote them before there was a state file."""
+def test_journal_of_earlier_release_is_read_and_continued(tmp_path: Path):
+    """Segments of releases without a state file."""
     spec = to_document(plan(tmp_path).spec)
-    worker = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
     first = [
         {
             "kind": "begun",
@@ -156,7 +159,7 @@ def test_a_journal_of_an_earlier_release_is_read_and_continued(tmp_path: Path):
         {
             "kind": "fault",
             "cause": "lost",
-            "worker": worker,
+            "worker": WORKER,
             "rank": 1,
             "step": 41,
             "generation": 3,
@@ -192,9 +195,9 @@ def test_a_journal_of_an_earlier_release_is_read_and_continued(tmp_path: Path):
     assert (continued.step, continued.run, continued.counters) == (80, "2", history.counters)
 
 
-def test_a_journal_is_one_state_file_and_a_list_of_events(tmp_path: Path):
+def test_journal_is_state_file_and_event_list(tmp_path: Path):
     updates: list[JournalUpdate] = []
-    journal = begun(tmp_path, put=updates.append)
+    journal = start_journal(tmp_path, put=updates.append)
     files = JournalFiles(str(tmp_path))
     for step in range(0, 3000, 10):
         journal.append("step", step=step)
@@ -213,10 +216,10 @@ def test_a_journal_is_one_state_file_and_a_list_of_events(tmp_path: Path):
     assert not has_journal(str(tmp_path / "other"))
 
 
-def test_the_list_of_events_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_event_list_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files_module, "MAX_EVENTS_BYTES", 1000)
     updates: list[JournalUpdate] = []
-    journal = begun(tmp_path, put=updates.append)
+    journal = start_journal(tmp_path, put=updates.append)
     for generation in range(1, 60):
         journal.append(
             "moved", state="running", event="e", generation=generation, world_size=2, step=1
@@ -227,55 +230,55 @@ def test_the_list_of_events_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "events.jsonl.1").stat().st_size < 1500
 
 
-def test_a_folder_that_another_process_owns_is_not_written(tmp_path: Path):
+def test_journal_is_not_written_without_lease(tmp_path: Path):
     def fence() -> None:
         raise LeaseLostError("lost")
 
     updates: list[JournalUpdate] = []
-    begun(tmp_path, put=updates.append)
+    start_journal(tmp_path, put=updates.append)
     with pytest.raises(LeaseLostError):
         JournalFiles(str(tmp_path), fence).write(updates)
     assert not has_journal(str(tmp_path))
 
 
 @async_test
-async def test_a_hung_disk_does_not_stop_the_controller(folder: Path):
-    """All writes of the job hang while a worker dies: the job recovers and continues."""
-    disk = threading.Event()
-    hung = threading.Event()
+async def test_hanging_disk_does_not_block_controller(folder: Path):
+    """The job recovers from a lost worker while all of its writes hang."""
+    disk_recovered = threading.Event()
+    hanging = threading.Event()
 
     def write(updates: Sequence[JournalUpdate]) -> None:
-        hung.set()
-        disk.wait(60)
+        hanging.set()
+        disk_recovered.wait(60)
 
     writer = BackgroundWriter(lambda _: None)
     queue = writer.add_queue("the journal", write, 0.0)
-    journal = begun(folder, put=queue.put)
+    journal = start_journal(folder, put=queue.put)
     harness = Harness(folder, journal=journal, workers={"min": 1, "max": 2})
     await harness.steps(3)
-    assert hung.wait(10)
+    assert hanging.wait(10)
     harness.cluster.kill(1)
     await harness.clock.advance(1)
     await harness.steps(2)
     assert len(harness.log.of(Repaired)) == 1
     await harness.finish()
     assert not queue.is_empty
-    disk.set()
+    disk_recovered.set()
     assert writer.close(10)
 
 
-def test_no_secret_is_written():
+def test_secrets_are_redacted():
     spec = {
         "args": {"hf_token": "abc", "tokenizer": "gpt2", "pad_token": "<pad>", "n_tokens": 7},
         "checkpoint": {"path": "s3://me:pass@bucket/runs?secret_key=xyz&region=a"},
         "env": {"AWS_SECRET_ACCESS_KEY": "abc", "apiKey": "abc", "list": ["http://u:abc@h/"]},
     }
-    taken = redact_document(spec)
-    text = json.dumps(taken)
+    redacted = redact_document(spec)
+    text = json.dumps(redacted)
     assert not {"abc", "xyz", "pass"} & {*text.replace('"', " ").replace("@", " ").split()}
     assert "xyz" not in text
-    assert taken["args"] | {"hf_token": "abc"} == spec["args"]
-    assert set(redacted_keys(taken)) == {
+    assert redacted["args"] | {"hf_token": "abc"} == spec["args"]
+    assert set(redacted_keys(redacted)) == {
         *("args.hf_token", "checkpoint.path"),
         *("env.AWS_SECRET_ACCESS_KEY", "env.apiKey", "env.list"),
     }
@@ -293,16 +296,18 @@ def test_no_secret_is_written():
         ({"engine": ENGINE | {"train_batch_size": 24}}, "engine.train_batch_size: 12 -> 24"),
     ],
 )
-def test_another_training_is_not_the_lost_one(tmp_path: Path, changes: dict[str, Any], key: str):
-    past = known(begun(tmp_path, engine=ENGINE))
-    refused = why_not_adoptable(past, plan(tmp_path, **{"engine": ENGINE, **changes}).spec)
-    assert refused is not None
-    assert f"    {key}" in str(refused)
-    assert "rayzero stop job" in str(refused)
+def test_job_with_other_training_cannot_adopt_run(
+    tmp_path: Path, changes: dict[str, Any], key: str
+):
+    history = history_of(start_journal(tmp_path, engine=ENGINE))
+    error = why_not_adoptable(history, plan(tmp_path, **{"engine": ENGINE, **changes}).spec)
+    assert error is not None
+    assert f"    {key}" in str(error)
+    assert "rayzero stop job" in str(error)
 
 
-def test_a_run_is_adopted_with_other_resources(tmp_path: Path):
-    past = known(begun(tmp_path, engine=ENGINE))
+def test_job_with_other_resources_can_adopt_run(tmp_path: Path):
+    history = history_of(start_journal(tmp_path, engine=ENGINE))
     engine = ENGINE | {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
     changes = {
         "engine": engine,
@@ -311,7 +316,7 @@ def test_a_run_is_adopted_with_other_resources(tmp_path: Path):
         "recovery": {"replicas": 0},
         "checkpoint": {"every_steps": 5, "keep": 1},
     }
-    assert why_not_adoptable(past, plan(tmp_path, **changes).spec) is None
+    assert why_not_adoptable(history, plan(tmp_path, **changes).spec) is None
 
 
 LEAF = st.integers() | st.text(max_size=3) | st.booleans()
@@ -322,37 +327,35 @@ DOCUMENTS = st.dictionaries(st.sampled_from(["workers", "engine", "seed"]), TREE
 
 
 @given(DOCUMENTS, DOCUMENTS)
-def test_a_difference_is_seen_from_both_sides(old: dict[str, Any], new: dict[str, Any]):
-    there, back = diff_documents(old, new), diff_documents(new, old)
-    assert list(there) == list(back)
-    for key, line in there.items():
+def test_diff_is_symmetric(old: dict[str, Any], new: dict[str, Any]):
+    forward, backward = diff_documents(old, new), diff_documents(new, old)
+    assert list(forward) == list(backward)
+    for key, line in forward.items():
         before, after = line.removeprefix(f"{key}: ").split(" -> ")
-        assert back[key] == f"{key}: {after} -> {before}"
+        assert backward[key] == f"{key}: {after} -> {before}"
     assert diff_documents(old, old) == {}
     assert not [
-        line for line in not_covered_by(there, ADOPTABLE_KEYS) if line.startswith("workers")
+        line for line in not_covered_by(forward, ADOPTABLE_KEYS) if line.startswith("workers")
     ]
 
 
 def test_faults_keep_their_age(tmp_path: Path):
-    chronicle = begun(tmp_path, lambda: 1000.0)
-    worker = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
-    found = {"cause": "lost", "worker": worker, "rank": 1, "step": 5, "generation": 1}
-    chronicle.append("fault", **found, detail="it was killed")
-    (fault,) = faults_on_clock(known(chronicle), now_s=50.0, unix_s=1030.0)
+    journal = start_journal(tmp_path, lambda: 1000.0)
+    entry = {"cause": "lost", "worker": WORKER, "rank": 1, "step": 5, "generation": 1}
+    journal.append("fault", **entry, detail="it was killed")
+    (fault,) = faults_on_clock(history_of(journal), now_s=50.0, unix_s=1030.0)
     assert (fault.at_s, fault.detail, fault.worker.pid) == (20.0, "it was killed", 7)
 
 
 @async_test
-async def test_an_adopted_run_keeps_its_numbers_and_its_budget(folder: Path):
-    chronicle = begun(folder)
-    worker = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
+async def test_adopted_run_keeps_generation_and_fault_budget(folder: Path):
+    journal = start_journal(folder)
     for generation in (4, 5):
-        found = {"cause": "lost", "worker": worker, "rank": 1, "step": 5, "generation": generation}
-        chronicle.append("fault", **found, detail="")
-    chronicle.append("moved", state="running", event="e", generation=5, world_size=2, step=40)
-    chronicle.on_event(Checkpointed(42, "f", 1, 0.1, 0.0))
-    harness = Harness(folder, past=known(chronicle), recovery={"max_faults": 2})
+        entry = {"cause": "lost", "worker": WORKER, "rank": 1, "step": 5, "generation": generation}
+        journal.append("fault", **entry, detail="")
+    journal.append("moved", state="running", event="e", generation=5, world_size=2, step=40)
+    journal.on_event(Checkpointed(42, "f", 1, 0.1, 0.0))
+    harness = Harness(folder, past=history_of(journal), recovery={"max_faults": 2})
     await harness.steps(2)
     status = harness.controller.status()
     assert (status.generation, status.faults) == (6, {"lost": 2})
@@ -364,9 +367,9 @@ async def test_an_adopted_run_keeps_its_numbers_and_its_budget(folder: Path):
 
 
 @async_test
-async def test_entries_of_the_page_continue_in_an_adopted_run(folder: Path):
-    chronicle = begun(folder)
-    harness = Harness(folder, journal=chronicle, workers={"min": 1, "max": 2})
+async def test_page_entries_continue_in_adopted_run(folder: Path):
+    journal = start_journal(folder)
+    harness = Harness(folder, journal=journal, workers={"min": 1, "max": 2})
     await harness.steps(3)
     harness.cluster.kill(1)
     await harness.clock.advance(1)
@@ -377,16 +380,17 @@ async def test_entries_of_the_page_continue_in_an_adopted_run(folder: Path):
     before = harness.telemetry.snapshot()
     harness.run.cancel()
     await settle()
-    again = Harness(folder, past=known(chronicle), workers={"min": 1, "max": 2})
-    after = again.telemetry.snapshot()
+    adopted = Harness(folder, past=history_of(journal), workers={"min": 1, "max": 2})
+    after = adopted.telemetry.snapshot()
     for key in ("generations", "faults", "recoveries", "checkpoints"):
         assert len(before[key]) > 0, key
-        assert [untimed(one) for one in after[key]] == [untimed(one) for one in before[key]], key
-    await again.steps(1)
-    generations = [one["generation"] for one in again.telemetry.snapshot()["generations"]]
+        assert list(map(untimed, after[key])) == list(map(untimed, before[key])), key
+    await adopted.steps(1)
+    entries = adopted.telemetry.snapshot()["generations"]
+    generations = [entry["generation"] for entry in entries]
     assert generations == sorted(set(generations))
     assert len(generations) == len(before["generations"]) + 1
-    again.run.cancel()
+    adopted.run.cancel()
     await settle()
 
 
@@ -394,69 +398,65 @@ def untimed(entry: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key != "at_s"}
 
 
-def test_listed_entries_are_bounded_and_unknown_ones_ignored(tmp_path: Path):
-    chronicle = begun(tmp_path)
+def test_page_entries_are_bounded(tmp_path: Path):
+    journal = start_journal(tmp_path)
     for generation in range(1, MAX_ENTRIES + 10):
-        chronicle.append(
+        journal.append(
             "moved", state="running", event="e", generation=generation, world_size=2, step=1
         )
-    chronicle.append("of a later version", reason="?")
-    tally = JobMetrics(plan(tmp_path).spec, None, lambda: Timestamps(0.0, 0.0))
-    restore_metrics(tally, known(chronicle))
-    assert [one["generation"] for one in tally.history.generations][-1] == MAX_ENTRIES + 9
-    assert len(tally.history.generations) == MAX_ENTRIES
-    assert not tally.history.recoveries
+    journal.append("of a later version", reason="?")
+    metrics = JobMetrics(plan(tmp_path).spec, None, lambda: Timestamps(0.0, 0.0))
+    restore_metrics(metrics, history_of(journal))
+    generations = [entry["generation"] for entry in metrics.history.generations]
+    assert generations[-1] == MAX_ENTRIES + 9
+    assert len(generations) == MAX_ENTRIES
+    assert not metrics.history.recoveries
 
 
 @async_test
-async def test_counters_continue_in_an_adopted_run(folder: Path):
-    """From one process to the next and the one after: sums, and the wall time since the first."""
-    began_s = time.time() - 500
-    now_s = count(began_s, 100).__next__
-    chronicle = begun(folder, lambda: min(now_s(), began_s + 100))
-    worker = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
-    chronicle.append("fault", cause="lost", worker=worker, rank=1, step=5, generation=1, detail="")
-    chronicle.on_event(Repaired("lost", ("rank 1",), 9, 0, 2, 2, {"load": 1.0}))
-    chronicle.on_event(Checkpointed(10, "f", 1, 0.1, 0.0))
-    chronicle.on_event(CheckpointFailed(12, "full", 1, None))
-    counted = {"seconds": {"productive": 60.0, "starting": 30.0}, "done": 11, "tokens": 7.0}
-    chronicle.counter_source = lambda: counted
-    chronicle.append("moved", state="running", event="e", generation=1, world_size=2, step=12)
+async def test_counters_continue_in_adopted_run(folder: Path):
+    """Over three processes: sums, and the wall time since the first one started."""
+    start_s = time.time() - 500
+    now_s = count(start_s, 100).__next__
+    journal = start_journal(folder, lambda: min(now_s(), start_s + 100))
+    journal.append("fault", cause="lost", worker=WORKER, rank=1, step=5, generation=1, detail="")
+    journal.on_event(Repaired("lost", ("rank 1",), 9, 0, 2, 2, {"load": 1.0}))
+    journal.on_event(Checkpointed(10, "f", 1, 0.1, 0.0))
+    journal.on_event(CheckpointFailed(12, "full", 1, None))
+    counters = {"seconds": {"productive": 60.0, "starting": 30.0}, "done": 11, "tokens": 7.0}
+    journal.counter_source = lambda: counters
+    journal.append("moved", state="running", event="e", generation=1, world_size=2, step=12)
 
-    harness = Harness(folder, past=known(chronicle), journal=chronicle)  # there is no checkpoint
-    chronicle.counter_source = harness.telemetry.dump_counters
+    harness = Harness(folder, past=history_of(journal), journal=journal)  # without a checkpoint
+    journal.counter_source = harness.telemetry.dump_counters
     assert harness.controller.status().step == 12
     await harness.steps(2)
-    value = harness.telemetry.snapshot()
-    goodput = value["goodput"]
+    snapshot = harness.telemetry.snapshot()
+    goodput = snapshot["goodput"]
     assert goodput["seconds"]["adoption"] == pytest.approx(410, abs=5)
     assert goodput["wall_s"] == pytest.approx(500, abs=5)
     assert sum(goodput["seconds"].values()) + goodput["unattributed_s"] == pytest.approx(
         goodput["wall_s"]
     )
-    assert value["steps_redone"] == 12
-    assert value["began_s"] == pytest.approx(began_s)
+    assert snapshot["steps_redone"] == 12
+    assert snapshot["began_s"] == pytest.approx(start_s)
     series = {
-        (one.name, *sorted(one.labels.values())): one.value
+        (sample.name, *sorted(sample.labels.values())): sample.value
         for family in harness.telemetry.collect()
-        for one in family.samples
+        for sample in family.samples
     }
     assert series["rayzero_faults_total", "job", "lost"] == 1
     assert series["rayzero_repairs_total", "job", "lost"] == 1
     assert series["rayzero_checkpoints_total", "job"] == 1
     assert series["rayzero_checkpoint_failures_total", "job"] == 1
     assert series["rayzero_steps_total", "job"] == 13
-    chronicle.append("moved", state="running", event="e", generation=2, world_size=2, step=2)
-    again = known(chronicle)
-    assert (
-        again.steps_redone,
-        again.total_repairs,
-        again.checkpoints_written,
-        again.checkpoints_failed,
-    ) == (12, 1, 1, 1)
-    assert (again.step, again.best_step) == (2, 12)
-    assert again.counters["seconds"]["productive"] >= 60.0
-    assert again.counters["seconds"]["adoption"] == pytest.approx(410, abs=5)
+    journal.append("moved", state="running", event="e", generation=2, world_size=2, step=2)
+    history = history_of(journal)
+    assert (history.steps_redone, history.total_repairs) == (12, 1)
+    assert (history.checkpoints_written, history.checkpoints_failed) == (1, 1)
+    assert (history.step, history.best_step) == (2, 12)
+    assert history.counters["seconds"]["productive"] >= 60.0
+    assert history.counters["seconds"]["adoption"] == pytest.approx(410, abs=5)
     result = await harness.finish()
     assert result.metrics["steps_redone"] == 12
     assert result.metrics["checkpoints"]["failed"] == 1
