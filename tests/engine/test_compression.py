@@ -132,11 +132,11 @@ def residuals_by_param(blocks: list[Block]) -> dict[str, Tensor]:
     """The ranks' residuals of each parameter, summed, in units of the mean gradient."""
     residuals: dict[str, Tensor] = {}
     for block in blocks:
-        factor = json.loads(block.small)["residual_factor"]
-        for tensor_range in block.table.ranges:
+        factor = json.loads(block.metadata)["residual_factor"]
+        for tensor_range in block.index.ranges:
             kind, _, name = tensor_range.name.partition("/")
             if kind.startswith("residual."):
-                numel = block.table.tensors[tensor_range.name].numel
+                numel = block.index.tensors[tensor_range.name].numel
                 total = residuals.setdefault(name, torch.zeros(numel))
                 total[tensor_range.start : tensor_range.stop] += factor * read_fp32(
                     block, tensor_range
@@ -188,16 +188,16 @@ def test_residuals_survive_changes_of_stage_and_world_size(name: str, precision:
                 start += numel
         assert max(float(value.abs().max()) for value in residuals.values()) > 1e-3
     if precision == "fp16":
-        assert json.loads(blocks[0].small)["loss_scale"]["value"] == 2.0**4
+        assert json.loads(blocks[0].metadata)["loss_scale"]["value"] == 2.0**4
 
 
 def main_weights(blocks: list[Block]) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for block in blocks:
-        for tensor_range in block.table.ranges:
+        for tensor_range in block.index.ranges:
             kind, _, name = tensor_range.name.partition("/")
             if kind == "weights":
-                numel = block.table.tensors[tensor_range.name].numel
+                numel = block.index.tensors[tensor_range.name].numel
                 weight = weights.setdefault(name, torch.zeros(numel))
                 weight[tensor_range.start : tensor_range.stop] = read_fp32(block, tensor_range)
     return weights

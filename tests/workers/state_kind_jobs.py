@@ -13,7 +13,7 @@ from typing import Any
 
 from rayzero.engine.engine import Engine
 from tests.engine.state.blocks import Block
-from tests.engine.state.kinds import KINDS, go_on, make
+from tests.engine.state.kinds import KINDS, make_engine, train_until
 
 STEPS, AT = 7, 5  # in the first generation of a kind, rank 1 dies within the step after `AT`
 
@@ -23,11 +23,11 @@ def train(ctx: Any) -> dict[str, Any]:
     row, is_second = divmod(ctx.generation - 1, 2)
     name = list(KINDS)[row]
     kind = KINDS[name]
-    engine, loader = make(kind, kind.config(kind.stage, str(ctx.output_dir)))
+    engine, loader = make_engine(kind, kind.config(kind.stage, str(ctx.output_dir)))
     if ctx.rank == 1 and not is_second:
-        go_on(engine, loader, AT)
+        train_until(engine, loader, AT)
         _kill_in_phase(engine, "update" if row % 2 else "backward")
-    go_on(engine, loader, STEPS)
+    train_until(engine, loader, STEPS)
     Path(ctx.output_dir, f"{row}-{ctx.rank}").write_bytes(pickle.dumps(Block.of(engine)))
     return {}
 

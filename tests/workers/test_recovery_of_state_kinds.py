@@ -18,7 +18,15 @@ from rayzero.workers.messages import Crashed, Finished, MirrorPolicy, Stopped
 from rayzero.workers.vault.records import Restore
 from rayzero.workers.vault.vault import Vault
 from tests.engine.state.blocks import Block, StateSession
-from tests.engine.state.kinds import FOUND, KINDS, SEED, equal, go_on, make, whole
+from tests.engine.state.kinds import (
+    CHECKS,
+    KINDS,
+    SEED,
+    assert_states_equal,
+    make_engine,
+    merge_blocks,
+    train_until,
+)
 from tests.support.ranks import run_ranks
 from tests.workers.local_workers import NODE, LocalWorkers, no_other_nodes
 from tests.workers.state_kind_jobs import AT, STEPS
@@ -33,10 +41,10 @@ def run_without_faults(rank: int, world: int, name: str, folder: str) -> tuple[B
     """The states after `AT` and `STEPS` steps."""
     kind = KINDS[name]
     with use_session(StateSession(seed=SEED)):
-        engine, loader = make(kind, kind.config(kind.stage, folder))
-        go_on(engine, loader, AT)
+        engine, loader = make_engine(kind, kind.config(kind.stage, folder))
+        train_until(engine, loader, AT)
         first = Block.of(engine)
-        go_on(engine, loader, STEPS)
+        train_until(engine, loader, STEPS)
     blocks = first, Block.of(engine)
     engine.close()
     return blocks
@@ -108,9 +116,10 @@ def test_every_kind_of_state_is_restored_bit_by_bit(workers: Workers, name: str)
         raise
     expected = run_ranks(WORLD, run_without_faults, name, str(workers.folder))
     before = [entry[0] for entry in expected]
-    for key in KINDS[name].holds:
-        assert FOUND[key](before, whole(before)), key
-    equal(whole(repaired), whole([entry[1] for entry in expected]), bits=True)
+    for key in KINDS[name].checks:
+        assert CHECKS[key](before, merge_blocks(before)), key
+    final = merge_blocks([entry[1] for entry in expected])
+    assert_states_equal(merge_blocks(repaired), final, exact_residuals=True)
 
 
 def _repaired(local: LocalWorkers, workers: Workers, generation: int) -> list[Block]:

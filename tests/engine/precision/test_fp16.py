@@ -129,7 +129,9 @@ def test_the_scale_is_kept_at_other_stages_and_world_sizes(moves):
             at += 1
             assert (scale, skipped) == (scaler.value, -(-at // 3))
         blocks = [block for _, _, block in results]
-        assert all(json.loads(one.small)["loss_scale"] == scaler.state_dict() for one in blocks)
+        assert all(
+            json.loads(block.metadata)["loss_scale"] == scaler.state_dict() for block in blocks
+        )
 
 
 def test_a_resumed_run_is_bitwise_equal():

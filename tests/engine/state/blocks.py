@@ -1,4 +1,4 @@
-"""Training states in plain memory, and a session that hands one to the engine."""
+"""Training states in memory, and a session that resumes from them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rayzero.engine.session import StepRequests
 
 @dataclass
 class Block:
-    """One rank's share of a state."""
+    """One rank's part of a state."""
 
-    table: BlockIndex
+    index: BlockIndex
     data: bytearray
-    small: bytes
+    metadata: bytes
 
     @classmethod
     def of(cls, engine: Engine) -> Block:
@@ -30,17 +30,17 @@ class Block:
 
 
 class BlocksSource:
-    """A StateSource over blocks; counts the bytes that are read."""
+    """A `StateSource` of blocks that counts the bytes read."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks
-        self.block_indexes = [block.table for block in blocks]
-        self.step = json.loads(blocks[0].small)["step"]
+        self.block_indexes = [block.index for block in blocks]
+        self.step = json.loads(blocks[0].metadata)["step"]
         self.bytes_read = 0
 
     def metadata(self, rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._blocks[rank % len(self._blocks)].small)
-        return found
+        metadata: dict[str, Any] = json.loads(self._blocks[rank % len(self._blocks)].metadata)
+        return metadata
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
         into[:] = memoryview(self._blocks[block].data)[offset : offset + len(into)]
@@ -52,13 +52,13 @@ class BlocksSource:
 
 @dataclass
 class StateSession:
-    """A host that has a state to begin from, and notes what it is told."""
+    """A host session that resumes from blocks and records agreed step requests."""
 
     blocks: Sequence[Block] | None = None
     engine_config: dict[str, Any] | None = None
     seed: int = 0
     shares: Sequence[float] = ()
-    wish: StepRequests = field(default_factory=StepRequests)
+    requests: StepRequests = field(default_factory=StepRequests)
     agreed: list[StepRequests] = field(default_factory=list)
     source: BlocksSource | None = None
 
@@ -80,7 +80,7 @@ class StateSession:
         return
 
     def step_requests(self) -> StepRequests:
-        return self.wish
+        return self.requests
 
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         self.agreed.append(agreed)

@@ -1,6 +1,6 @@
-"""Every kind of state through a change of world and stage, and through a checkpoint.
+"""Every kind of state survives a change of world size and stage, and a checkpoint.
 
-Repair and replicas of the same rows are in `tests/workers/test_recovery_of_state_kinds.py`.
+`tests/workers/test_recovery_of_state_kinds.py` tests their recovery from replicas.
 """
 
 from __future__ import annotations
@@ -12,45 +12,53 @@ import pytest
 from rayzero.engine.session import use_session
 from tests.engine import zoo
 from tests.engine.state.blocks import Block, StateSession
-from tests.engine.state.kinds import FOUND, KINDS, SEED, equal, go_on, make, whole
+from tests.engine.state.kinds import (
+    CHECKS,
+    KINDS,
+    SEED,
+    assert_states_equal,
+    make_engine,
+    merge_blocks,
+    train_until,
+)
 from tests.support.ranks import run_ranks
 
-WORLD, OTHER, AT, END = 2, 3, 5, 7
+WORLD, NEW_WORLD, SAVE_STEP, END_STEP = 2, 3, 5, 7
 
 
-def uninterrupted(
+def train_uninterrupted(
     rank: int, world: int, name: str, folder: str
 ) -> tuple[Block, Block, dict[str, int]]:
-    """The states at `AT`, which is also saved, and at `END`; bytes by class."""
+    """Returns the states at `SAVE_STEP`, which is also saved, and at `END_STEP`, and the bytes."""
     kind = KINDS[name]
     with use_session(StateSession(seed=SEED)):
-        engine, loader = make(kind, kind.config(kind.stage, folder))
-        go_on(engine, loader, AT)
+        engine, loader = make_engine(kind, kind.config(kind.stage, folder))
+        train_until(engine, loader, SAVE_STEP)
         first = Block.of(engine)
         engine.save_checkpoint(folder, "saved")
-        go_on(engine, loader, END)
-    found = first, Block.of(engine), engine.metrics.bytes
+        train_until(engine, loader, END_STEP)
+    result = first, Block.of(engine), engine.metrics.bytes
     engine.close()
-    return found
+    return result
 
 
-def resharded(
+def train_resharded(
     rank: int, world: int, name: str, folder: str, blocks: list[Block]
 ) -> tuple[Block, Block]:
-    """The state as another world has it, and after its next steps."""
+    """Returns the resharded state, and the state at `END_STEP`."""
     kind = KINDS[name]
     with use_session(StateSession(blocks, seed=SEED)):
-        engine, loader = make(kind, kind.config(kind.then, folder))
+        engine, loader = make_engine(kind, kind.config(kind.target_stage, folder))
         first = Block.of(engine)
-        go_on(engine, loader, END)
-    found = first, Block.of(engine)
+        train_until(engine, loader, END_STEP)
+    result = first, Block.of(engine)
     engine.close()
-    return found
+    return result
 
 
-def loaded(rank: int, world: int, name: str, folder: str) -> Block:
+def load(rank: int, world: int, name: str, folder: str) -> Block:
     kind = KINDS[name]
-    engine, _ = make(kind, kind.config(kind.then, folder))
+    engine, _ = make_engine(kind, kind.config(kind.target_stage, folder))
     engine.load_checkpoint(folder, "saved")
     block = Block.of(engine)
     engine.close()
@@ -58,21 +66,22 @@ def loaded(rank: int, world: int, name: str, folder: str) -> Block:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_survives_a_reshard_and_a_checkpoint(name: str, tmp_path: Path) -> None:
+def test_state_survives_reshard_and_checkpoint(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
-    results = run_ranks(WORLD, uninterrupted, name, str(tmp_path))
-    blocks, ends = [one[0] for one in results], [one[1] for one in results]
-    right = whole(blocks)
-    for key in kind.holds:
-        assert FOUND[key](blocks, right), key
+    results = run_ranks(WORLD, train_uninterrupted, name, str(tmp_path))
+    blocks = [result[0] for result in results]
+    expected, expected_end = merge_blocks(blocks), merge_blocks([r[1] for r in results])
+    for key in kind.checks:
+        assert CHECKS[key](blocks, expected), key
     if "zero_hpz_partition_size" in kind.zero:
         assert results[0][2]["second_shards"] > 0
-    others = run_ranks(OTHER, resharded, name, str(tmp_path), blocks)
-    equal(whole([one[0] for one in others]), right, bits=False)
-    last, undisturbed_last = whole([one[1] for one in others]), whole(ends)
-    assert last.small["step"] == undisturbed_last.small["step"] == END
-    assert last.small["loss_scale"] == undisturbed_last.small["loss_scale"]
-    for key, value in undisturbed_last.tensors.items():
+    resharded = run_ranks(NEW_WORLD, train_resharded, name, str(tmp_path), blocks)
+    actual, end = merge_blocks([r[0] for r in resharded]), merge_blocks([r[1] for r in resharded])
+    assert_states_equal(actual, expected, exact_residuals=False)
+    assert end.metadata["step"] == expected_end.metadata["step"] == END_STEP
+    assert end.metadata["loss_scale"] == expected_end.metadata["loss_scale"]
+    for key, value in expected_end.tensors.items():
         if kind.limit is not None and key.startswith("weights/"):
-            assert zoo.relative_l2_error(last.tensors[key], value) < kind.limit, key
-    equal(whole(run_ranks(1, loaded, name, str(tmp_path))), right, bits=False)
+            assert zoo.relative_l2_error(end.tensors[key], value) < kind.limit, key
+    loaded = merge_blocks(run_ranks(1, load, name, str(tmp_path)))
+    assert_states_equal(loaded, expected, exact_residuals=False)

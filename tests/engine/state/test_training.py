@@ -1,4 +1,4 @@
-"""A training that changes stage and world size every few steps equals one plain torch loop."""
+"""Training that changes stage and world size every few steps equals plain PyTorch."""
 
 from __future__ import annotations
 
@@ -59,78 +59,79 @@ def train_steps(
 
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
-CHAIN = [(3, 3), (1, 2), (2, 0), (0, 3), (3, 2), (2, 3), (3, 0), (1, 3), (0, 2), (2, 2)]
+STAGES_AND_WORLDS = [(3, 3), (1, 2), (2, 0), (0, 3), (3, 2), (2, 3), (3, 0), (1, 3), (0, 2), (2, 2)]
 
 
 @pytest.mark.parametrize(
     ("precision", "optimizer", "limit"),
     [("fp64", "adamw", 1e-9), ("fp32", "sgd", 1e-5), ("fp64", "sgd", 1e-9)],
 )
-def test_changing_stage_and_world_size_equals_plain_torch(precision, optimizer, limit):
-    each = 2
+def test_changing_stage_and_world_size_equals_pytorch(precision, optimizer, limit):
+    steps_each = 2
     blocks, losses = None, []
-    for number, (stage, world) in enumerate(CHAIN):
-        steps = range(number * each, (number + 1) * each)
+    for number, (stage, world) in enumerate(STAGES_AND_WORLDS):
+        steps = range(number * steps_each, (number + 1) * steps_each)
         results = run_ranks(world, train_steps, stage, precision, optimizer, steps, blocks)
         blocks = [block for block, _, _ in results]
         losses += results[0][2]
-    oracle = zoo.train_reference(
+    expected_losses, expected = zoo.train_reference(
         zoo.make_model(DTYPES[precision]),
         OPTIMIZERS[optimizer],
-        list(zoo.batches(each * len(CHAIN), SAMPLES)),
+        list(zoo.batches(steps_each * len(STAGES_AND_WORLDS), SAMPLES)),
         CLIP,
     )
-    assert losses == pytest.approx(oracle[0], rel=limit)
-    for name, right in oracle[1].items():
-        assert zoo.relative_error(results[0][1][name], right) < limit, name
+    assert losses == pytest.approx(expected_losses, rel=limit)
+    for name, value in expected.items():
+        assert zoo.relative_error(results[0][1][name], value) < limit, name
 
 
-def test_bf16_resumes_with_the_same_bits():
-    straight = run_ranks(2, train_steps, 3, "bf16", "adamw", range(6), None)
+def test_bf16_resume_is_bit_identical():
+    uninterrupted = run_ranks(2, train_steps, 3, "bf16", "adamw", range(6), None)
     first = run_ranks(2, train_steps, 3, "bf16", "adamw", range(3), None)
     blocks = [block for block, _, _ in first]
     second = run_ranks(2, train_steps, 3, "bf16", "adamw", range(3, 6), blocks)
-    assert first[0][2] + second[0][2] == straight[0][2]
-    for name, right in straight[0][1].items():
-        assert torch.equal(second[0][1][name], right), name
+    assert first[0][2] + second[0][2] == uninterrupted[0][2]
+    for name, value in uninterrupted[0][1].items():
+        assert torch.equal(second[0][1][name], value), name
 
 
 def test_every_element_is_saved_by_one_rank():
-    for stage, world in CHAIN:
+    for stage, world in STAGES_AND_WORLDS:
         results = run_ranks(world, train_steps, stage, "fp32", "adamw", range(1), None)
-        seen: dict[str, int] = {}
-        shapes: dict[str, int] = {}
+        saved: dict[str, int] = {}
+        numels: dict[str, int] = {}
         for block, _, _ in results:
-            for one in block.table.ranges:
-                seen[one.name] = seen.get(one.name, 0) + one.stop - one.start
-                shapes[one.name] = block.table.tensors[one.name].numel
-        assert seen == shapes
-        assert any(name.startswith("optimizer.exp_avg_sq/") for name in seen)
+            for part in block.index.ranges:
+                saved[part.name] = saved.get(part.name, 0) + part.stop - part.start
+                numels[part.name] = block.index.tensors[part.name].numel
+        assert saved == numels
+        assert any(name.startswith("optimizer.exp_avg_sq/") for name in saved)
 
 
-def test_state_of_another_model_is_refused():
+def test_state_of_another_model_is_rejected():
     blocks = [b for b, _, _ in run_ranks(0, train_steps, 0, "fp32", "sgd", range(1), None)]
     other = nn.Linear(3, 2)
-    with use_session(StateSession(blocks)), pytest.raises(CheckpointMismatchError) as told:
+    with use_session(StateSession(blocks)), pytest.raises(CheckpointMismatchError) as caught:
         rayzero.initialize(model=other, config=config())
-    assert "2 tensors of the model are not in it: weights/weight, weights/bias" in str(told.value)
+    assert "2 tensors of the model are not in it: weights/weight, weights/bias" in str(caught.value)
 
 
-def test_incomplete_state_is_refused():
+def test_incomplete_state_is_rejected():
     blocks = [b for b, _, _ in run_ranks(2, train_steps, 3, "fp32", "sgd", range(1), None)]
-    table = blocks[1].table
-    blocks[1].table = replace(table, ranges=table.ranges[:-3])
-    with pytest.raises(RankError, match="no source holds") as told:
+    index = blocks[1].index
+    blocks[1].index = replace(index, ranges=index.ranges[:-3])
+    with pytest.raises(RankError, match="no source holds") as caught:
         run_ranks(2, train_steps, 1, "fp32", "sgd", range(1, 2), blocks)
-    assert MissingRangesError.__name__ in str(told.value)
+    assert MissingRangesError.__name__ in str(caught.value)
 
 
-def config(**more: Any) -> dict[str, Any]:
-    return {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}} | more
+def config(**overrides: Any) -> dict[str, Any]:
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
+    return {"train_batch_size": 4, "optimizer": optimizer} | overrides
 
 
-class Noisy(nn.Module):
-    """Frozen parts, buffers kept and not, dropout."""
+class DropoutModel(nn.Module):
+    """Frozen layer, persistent and other buffers, dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,12 +144,12 @@ class Noisy(nn.Module):
         return self.dropout(self.norm(self.frozen(self.first(x)))).square().mean()
 
 
-def noisy_steps(
+def train_dropout_steps(
     rank: int, world: int, stage: int, steps: range, blocks: list[Block] | None
 ) -> tuple[Block, dict[str, Tensor], list[float]]:
     torch.manual_seed(1 if blocks is None else 99)
     with use_session(StateSession(blocks)):
-        model = Noisy()
+        model = DropoutModel()
         schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 9}}
         engine, *_ = rayzero.initialize(
             model=model,
@@ -165,14 +166,14 @@ def noisy_steps(
 
 @pytest.mark.parametrize(("stage", "world"), [(0, 0), (0, 2), (2, 2), (3, 2)])
 def test_frozen_weights_buffers_schedule_and_rng_are_restored(stage, world):
-    straight = run_ranks(world, noisy_steps, stage, range(8), None)
-    first = run_ranks(world, noisy_steps, stage, range(4), None)
+    uninterrupted = run_ranks(world, train_dropout_steps, stage, range(8), None)
+    first = run_ranks(world, train_dropout_steps, stage, range(4), None)
     blocks = [block for block, _, _ in first]
-    second = run_ranks(world, noisy_steps, stage, range(4, 8), blocks)
-    assert first[0][2] + second[0][2] == straight[0][2]
-    assert blocks[0].table.constant_bytes > 0
-    for name, right in straight[0][1].items():
-        assert torch.equal(second[0][1][name], right), name
+    second = run_ranks(world, train_dropout_steps, stage, range(4, 8), blocks)
+    assert first[0][2] + second[0][2] == uninterrupted[0][2]
+    assert blocks[0].index.constant_bytes > 0
+    for name, value in uninterrupted[0][1].items():
+        assert torch.equal(second[0][1][name], value), name
 
 
 def test_torch_scheduler_resumes():
@@ -181,7 +182,9 @@ def test_torch_scheduler_resumes():
             return rayzero.initialize(
                 model=nn.Linear(2, 1),
                 config=config(),
-                lr_scheduler=lambda one: torch.optim.lr_scheduler.StepLR(one, 2, gamma=0.5),
+                lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(
+                    optimizer, 2, gamma=0.5
+                ),
             )
 
     def step(engine: rayzero.Engine) -> None:
@@ -191,11 +194,11 @@ def test_torch_scheduler_resumes():
     engine, optimizer, *_ = make(None)
     for _ in range(3):
         step(engine)
-    again, other, _, scheduler = make([Block.of(engine)])
-    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.05
-    step(again)
+    resumed, resumed_optimizer, _, scheduler = make([Block.of(engine)])
+    assert resumed_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.05
+    step(resumed)
     assert scheduler.last_epoch == 4
-    assert other.param_groups[0]["lr"] == 0.025
+    assert resumed_optimizer.param_groups[0]["lr"] == 0.025
 
 
 def batch_sizes(
@@ -208,7 +211,7 @@ def batch_sizes(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "first", "then"),
+    ("sizes", "first", "second"),
     [
         ({"train_micro_batch_size_per_gpu": 4}, (12, 4, 1), (12, 4, 2)),
         ({"train_batch_size": 12}, (12, 4, 1), (12, 6, 1)),
@@ -224,38 +227,40 @@ def batch_sizes(
         ),
     ],
 )
-def test_global_batch_is_kept_at_another_world_size(sizes, first, then):
+def test_global_batch_is_kept_at_another_world_size(sizes, first, second):
     before = run_ranks(3, batch_sizes, {**sizes, "optimizer": SGD}, None)
     assert before[0][1] == first
-    after = run_ranks(2, batch_sizes, {**sizes, "optimizer": SGD}, [one for one, _ in before])
-    assert after[0][1] == then
+    after = run_ranks(2, batch_sizes, {**sizes, "optimizer": SGD}, [block for block, _ in before])
+    assert after[0][1] == second
 
 
 def test_config_may_change_the_global_batch():
     before = run_ranks(0, batch_sizes, {"train_batch_size": 12, "optimizer": SGD}, None)
-    blocks = [one for one, _ in before]
+    blocks = [block for block, _ in before]
     after = run_ranks(0, batch_sizes, {"train_batch_size": 8, "optimizer": SGD}, blocks)
     assert after[0][1] == (8, 8, 1)
 
 
 def test_metadata_is_json_with_step_and_cursor():
     block = run_ranks(0, train_steps, 0, "fp32", "adamw", range(3), None)[0][0]
-    small = json.loads(block.small)
-    assert (small["step"], small["sample_cursor"], small["skipped_steps"]) == (3, 36, 0)
-    assert small["groups"][1]["scalars"]["step"]["value"] == 3.0
-    assert small["groups"][1]["options"]["lr"] == 3e-3
-    assert small["ties"] == {"head.weight": "embed.weight"}
-    assert len(block.small) < 32_000
+    metadata = json.loads(block.metadata)
+    assert (metadata["step"], metadata["sample_cursor"], metadata["skipped_steps"]) == (3, 36, 0)
+    assert metadata["groups"][1]["scalars"]["step"]["value"] == 3.0
+    assert metadata["groups"][1]["options"]["lr"] == 3e-3
+    assert metadata["ties"] == {"head.weight": "embed.weight"}
+    assert len(block.metadata) < 32_000
 
 
 def vote_twice(rank: int, world: int) -> list[StepRequests]:
-    session = StateSession(wish=StepRequests(drain=rank == 1, pin=True, mirror_interval=1.0 + rank))
+    session = StateSession(
+        requests=StepRequests(drain=rank == 1, pin=True, mirror_interval=1.0 + rank)
+    )
     with use_session(session):
         engine, *_ = rayzero.initialize(model=nn.Linear(2, 1), config=config())
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 2)).sum())
         engine.step()
-        session.wish = StepRequests(pin=rank == 0)
+        session.requests = StepRequests(pin=rank == 0)
     return session.agreed
 
 
